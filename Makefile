@@ -1,0 +1,94 @@
+# Everything is run from .venv, which `make setup` builds from requirements.lock.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+# ARGS reaches pytest: make test ARGS="-k simulate -x"
+PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2
+
+# `make setup PYTHON=/path/to/python3.12` chooses the interpreter; otherwise the first of these that is new enough.
+PYTHON ?=
+CANDIDATES := $(if $(PYTHON),$(PYTHON),python3 python3.13 python3.12 python3.11 python)
+
+# Pyright asks the network for a newer version of itself on every run unless this is set.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup test test-slow lint format demo bench lock clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+setup: $(STAMP) ## build .venv from requirements.lock, with the project installed editable
+
+# An existing .venv is kept and brought up to the lock, never rebuilt: only `make distclean` removes it.
+$(STAMP): requirements.lock pyproject.toml
+	@set -eu; \
+	if [ ! -x $(BIN)/python ]; then \
+		chosen=; \
+		for candidate in $(CANDIDATES); do \
+			if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+				chosen=$$candidate; break; \
+			fi; \
+		done; \
+		if [ -n "$$chosen" ]; then \
+			echo "building $(VENV) with $$("$$chosen" --version)"; \
+			"$$chosen" -m venv $(VENV); \
+		elif [ -z "$(PYTHON)" ] && command -v uv >/dev/null 2>&1; then \
+			uv venv --seed --python '>=3.11' $(VENV); \
+		else \
+			echo "make setup: jaxremat needs Python 3.11 or newer with its venv module; looked for: $(CANDIDATES)." >&2; \
+			echo "Install one (on Debian and Ubuntu, python3-venv too), or name it: make setup PYTHON=/path/to/python3.12" >&2; \
+			exit 1; \
+		fi; \
+	fi; \
+	if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		echo "make setup: $(VENV) does not hold a working Python 3.11 or newer; remove it with: make distclean" >&2; \
+		exit 1; \
+	fi
+	@set -eu; \
+	if command -v uv >/dev/null 2>&1; then \
+		install="uv pip install --python $(BIN)/python"; \
+	else \
+		$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip --upgrade; \
+		install="$(BIN)/python -m pip install --quiet --disable-pip-version-check"; \
+	fi; \
+	echo "installing requirements.lock (jax, flax and a MILP solver: about 2 GB on disk)"; \
+	$$install -r requirements.lock; \
+	$$install --no-deps -e .
+	@touch $@
+
+test: setup ## the fast tests, on the CPU
+	$(PYTEST) $(ARGS)
+
+test-slow: setup ## the tests marked slow, and only those
+	$(PYTEST) -m slow $(ARGS)
+
+lint: setup ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: setup ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: setup ## plan and run a small model in the terminal
+	$(BIN)/jaxremat demo
+
+bench: setup ## every script of examples/benchmarks, one after the other
+	@set -eu; for script in examples/benchmarks/*.py; do \
+		echo "== $$script"; JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} $(BIN)/python "$$script"; \
+	done
+
+lock: ## write requirements.lock anew from pyproject.toml (needs uv)
+	uv pip compile pyproject.toml --universal --python-version 3.11 --extra demo --group dev \
+		--upgrade --custom-compile-command 'make lock' --output-file requirements.lock --quiet
+
+clean: ## remove caches and build outputs; .venv stays
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove .venv too
+	rm -rf $(VENV)
