@@ -1,0 +1,1 @@
+"""Benchmarks of memory and time on whole train steps."""

@@ -1,0 +1,16 @@
+"""Train steps of well-known networks, written plainly, to measure memory and time on.
+
+Every layer is unrolled in Python, so a step's jaxpr shows each block separately:
+
+    from examples.benchmarks.networks import program
+
+    resnet = program("resnet50", scale="tiny")
+    state, batch = resnet.make_args()
+    state, loss = jax.jit(resnet.step, donate_argnums=resnet.donate_argnums)(state, batch)
+"""
+
+from .registry import NAMES, Scale, program
+from .rematerialisation import Remat
+from .training import Program
+
+__all__ = ["NAMES", "Program", "Remat", "Scale", "program"]

@@ -1,0 +1,147 @@
+"""The networks by name, at the sizes that benchmarks and tests use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax.typing import DTypeLike
+
+from .data import Images, Tokens
+from .googlenet import STAGES, Branches, GoogLeNet
+from .gpt import GPT
+from .mobilenet import MobileNetV2, Stage
+from .rematerialisation import Remat
+from .resnet import ResNet
+from .training import Program, make_program
+from .unet import UNet
+from .vgg import VGG
+from .vit import ViT
+
+Scale = Literal["full", "small", "tiny"]
+"""The published sizes, sizes for seconds on a CPU, and sizes for tests."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The data of one scale, and what the network has other than its defaults."""
+
+    data: Images | Tokens
+    network: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A network, how it is trained, and its sizes."""
+
+    network: Callable[..., nn.Module]
+    optimizer: optax.GradientTransformation
+    full: Size
+    small: Size
+    tiny: Size
+
+
+_SGD = optax.sgd(0.01, momentum=0.9)
+# Softmax leaves the bias of attention's keys a gradient of nothing but rounding, which
+# the usual eps of 1e-8 would blow up into visible differences between runs.
+_ADAMW = optax.adamw(3e-4, b2=0.95, eps=1e-6, weight_decay=0.1)
+
+_HALF_STAGES = tuple(tuple(row.narrowed(2) for row in stage) for stage in STAGES)
+_THIN = Branches(8, 8, 16, 4, 8, 8)
+
+_RECIPES: dict[str, Recipe] = {
+    "resnet50": Recipe(
+        ResNet,
+        _SGD,
+        full=Size(Images(32, 224), {}),
+        small=Size(Images(8, 112), {"width": 32, "classes": 100}),
+        tiny=Size(Images(4, 32), {"blocks": (1, 2), "width": 8, "classes": 10}),
+    ),
+    "vgg16": Recipe(
+        VGG,
+        _SGD,
+        full=Size(Images(32, 224), {}),
+        small=Size(Images(8, 96), {"features": (32, 64, 128, 256, 256), "hidden": 1024, "classes": 100}),
+        tiny=Size(
+            Images(4, 32), {"convolutions": (1, 2, 2), "features": (8, 16, 16), "hidden": 32, "classes": 10}
+        ),
+    ),
+    "mobilenet_v2": Recipe(
+        MobileNetV2,
+        _SGD,
+        full=Size(Images(32, 224), {}),
+        small=Size(Images(8, 96), {"last": 640, "classes": 100}),
+        tiny=Size(
+            Images(4, 32),
+            {
+                "stages": (Stage(1, 8, 1, 1), Stage(6, 8, 2, 2), Stage(6, 16, 1, 1)),
+                "stem": 8,
+                "last": 32,
+                "classes": 10,
+            },
+        ),
+    ),
+    "googlenet": Recipe(
+        GoogLeNet,
+        _SGD,
+        full=Size(Images(32, 224), {}),
+        small=Size(Images(8, 112), {"stages": _HALF_STAGES, "stem": 32, "classes": 100}),
+        tiny=Size(Images(4, 64), {"stages": ((_THIN,), (_THIN, _THIN)), "stem": 8, "classes": 10}),
+    ),
+    "unet": Recipe(
+        UNet,
+        _SGD,
+        full=Size(Images(2, (416, 608), dense=True), {}),
+        small=Size(Images(1, (112, 160), dense=True), {"width": 32}),
+        tiny=Size(Images(2, (32, 48), dense=True), {"depth": 2, "width": 8}),
+    ),
+    "vit": Recipe(
+        ViT,
+        _ADAMW,
+        full=Size(Images(16, 224), {}),
+        small=Size(Images(8, 112), {"layers": 6, "width": 384, "heads": 6, "classes": 100}),
+        tiny=Size(Images(4, 32), {"layers": 2, "width": 32, "heads": 4, "patch": 8, "classes": 10}),
+    ),
+    "gpt": Recipe(
+        GPT,
+        _ADAMW,
+        full=Size(Tokens(4, 512), {}),
+        small=Size(Tokens(2, 256), {"layers": 6, "width": 384, "heads": 6, "vocabulary": 8192}),
+        tiny=Size(Tokens(2, 16), {"layers": 2, "width": 32, "heads": 4, "vocabulary": 64, "context": 32}),
+    ),
+}
+
+NAMES: tuple[str, ...] = tuple(_RECIPES)
+"""The networks that ``program`` knows."""
+
+
+def program(
+    name: str,
+    *,
+    remat: Remat = "none",
+    scale: Scale = "full",
+    dtype: DTypeLike = jnp.float32,
+    batch: int | None = None,
+    **sizes: Any,
+) -> Program:
+    """The train step of the network ``name``.
+
+    ``dtype`` is what the network computes in; parameters and loss are float32. ``sizes``
+    overrides fields of the network or of its data, such as ``layers`` or ``pixels``.
+    """
+    if name not in _RECIPES:
+        raise ValueError(f"no network is called {name!r}; there are {', '.join(NAMES)}")
+    if scale not in ("full", "small", "tiny"):
+        raise ValueError(f"scale is {scale!r}, not 'full', 'small' or 'tiny'")
+    recipe = _RECIPES[name]
+    size: Size = getattr(recipe, scale)
+    if batch is not None:
+        sizes["batch"] = batch
+    of_data = {field.name for field in fields(size.data)} & sizes.keys()
+    data = replace(size.data, **{key: sizes.pop(key) for key in of_data})
+    model = recipe.network(**{**size.network, **sizes}, remat=remat, dtype=dtype)
+    return make_program(name, model, recipe.optimizer, data.maker(model, dtype))
