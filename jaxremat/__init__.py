@@ -1,0 +1,50 @@
+"""Rematerialisation for JAX, planned and proven: train inside a byte budget at the least extra time.
+
+    @jaxremat.optimize("24GiB", donate_argnums=0)
+    def train_step(state, batch): ...
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ._api import Step as Step
+from ._api import memory as memory
+from ._api import optimize as optimize
+from ._api import plan as plan
+from ._budget import format_nbytes as format_nbytes
+from ._errors import ArgumentError as ArgumentError
+from ._errors import BudgetError as BudgetError
+from ._errors import InfeasibleBudgetError as InfeasibleBudgetError
+from ._errors import JaxrematError as JaxrematError
+from ._errors import JaxrematWarning as JaxrematWarning
+from ._errors import PlanMismatchError as PlanMismatchError
+from ._errors import SolverError as SolverError
+from ._graph import Graph as Graph
+from ._graph import Node as Node
+from ._graph import Stage as Stage
+from ._graph import Value as Value
+from ._plan import Action as Action
+from ._plan import Plan as Plan
+from ._program import MemoryStats as MemoryStats
+from ._program import compiler_options as compiler_options
+from ._schedule import Schedule as Schedule
+from ._schedule import complete as complete
+from ._simulate import Profile as Profile
+from ._simulate import simulate as simulate
+from ._solver import Chen as Chen
+from ._solver import Greedy as Greedy
+from ._solver import MinCut as MinCut
+from ._solver import RecomputeAll as RecomputeAll
+from ._solver import SaveAll as SaveAll
+from ._solver import Solution as Solution
+from ._solver import Solver as Solver
+
+if TYPE_CHECKING:
+    from ._solver._milp import Milp as Milp
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Milp":  # imported when asked for: loading a saved plan needs no python-mip
+        from ._solver._milp import Milp
+
+        return Milp
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,318 @@
+"""What users call: `optimize`, `plan`, `memory`."""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._budget import Budget
+from ._devices import detect
+from ._errors import ArgumentError, JaxrematError, JaxrematWarning
+from ._plan import Plan
+from ._program import MemoryStats, Program, compiler_options as merged_options
+from ._solver import Solver
+from ._verify import Planned, Request, apply_plan, make_plan
+
+_UNSET: Any = object()
+
+
+def optimize(
+    budget: Budget | Callable[..., Any] = _UNSET,
+    *,
+    plan: Plan | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    compiler_options: dict[str, Any] | None = None,
+    solver: Solver | None = None,
+    time_limit: float = 10.0,
+    verify: bool = True,
+    effort: str = "normal",
+) -> Callable[[Callable[..., Any]], "Step"]:
+    """A drop-in for `jax.jit` on a whole train step that keeps its compiled peak within a budget.
+
+    **Arguments:**
+
+    - `budget`: the peak allowed on one device, arguments + outputs + temporaries - aliased bytes: an int of bytes,
+      `"24GiB"`, `"24GB"`, `"500MiB"`, a float in (0, 1] as a share of the device's memory, None for all of it, or
+      `"min"` for the least reachable.
+    - `plan`: a plan made before, in place of a budget; needs no solver.
+    - `donate_argnums`, `donate_argnames`, `static_argnums`, `static_argnames`, `in_shardings`, `out_shardings`,
+      `compiler_options`: as in `jax.jit`. What the backend needs for fences to count is added to the options.
+    - `solver`: a `jaxremat.Solver`; None for `jaxremat.Milp()`.
+    - `time_limit`: seconds for each solve; the incumbent and its honest gap are used when it ends.
+    - `verify`: compile, compare with the budget, correct and plan again at most twice. False trusts the model.
+    - `effort`: `"thorough"` allows more rounds.
+
+    **Returns:** a decorator that gives a `Step`.
+
+    **Raises:** on the first call with new shapes: `BudgetError`, `InfeasibleBudgetError`, `PlanMismatchError`,
+    `SolverError`, `ArgumentError`.
+
+    ```python
+    @jaxremat.optimize("3GiB", donate_argnums=(0, 1))
+    def train_step(params, opt_state, batch): ...
+    ```
+    """
+    if callable(budget):
+        raise ArgumentError(
+            "`optimize` was used as `@jaxremat.optimize` without a budget. Write `@jaxremat.optimize(\"24GiB\")`, or "
+            "`@jaxremat.optimize(None)` to fit this device."
+        )
+    if (budget is _UNSET) == (plan is None):
+        raise ArgumentError("`optimize` takes either a budget, as in `optimize(\"24GiB\")`, or `plan=...`, and not both.")
+    if effort not in ("normal", "thorough"):
+        raise ArgumentError(f"`effort={effort!r}` is unknown. Write \"normal\" or \"thorough\".")
+    if not time_limit > 0:
+        raise ArgumentError(f"`time_limit={time_limit!r}` is no positive number of seconds.")
+    if solver is not None and not isinstance(solver, Solver):
+        raise ArgumentError(
+            f"`solver={solver!r}` has no method `solve(graph, budget_nbytes, *, time_limit)`. "
+            "Pass an instance, such as `jaxremat.Milp()` or `jaxremat.Greedy()`."
+        )
+    if plan is None and isinstance(budget, (str, int, float)):
+        from ._budget import parse_budget
+
+        parse_budget(budget, 1 << 40)  # a budget that can never be read is refused where it is written
+
+    def decorate(fn: Callable[..., Any]) -> Step:
+        if not callable(fn):
+            raise ArgumentError(f"`optimize` decorates functions; it was given a {type(fn).__name__}.")
+        program = Program(
+            fn=fn,
+            static_argnums=_as_tuple(static_argnums),
+            static_argnames=_as_tuple(static_argnames),
+            donate_argnums=_as_tuple(donate_argnums),
+            donate_argnames=_as_tuple(donate_argnames),
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            compiler_options=tuple(sorted((compiler_options or {}).items())),
+        )
+        return Step(program, None if budget is _UNSET else budget, plan, solver, time_limit, verify, effort)
+
+    return decorate
+
+
+class Step:
+    """A planned step: call it as the function it wraps. Made by `jaxremat.optimize`."""
+
+    def __init__(
+        self,
+        program: Program,
+        budget: Budget,
+        plan: Plan | None,
+        solver: Solver | None,
+        time_limit: float,
+        verify: bool,
+        effort: str,
+    ):
+        functools.update_wrapper(self, program.fn)
+        self._program = program
+        self._budget = budget
+        self._given = plan
+        self._solver = solver
+        self._time_limit = time_limit
+        self._verify = verify
+        self._effort = effort
+        self._planned: dict[Any, Planned] = {}
+        self._recent: tuple[Any, ...] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._recent is not None:
+            static, avals, tree, run = self._recent
+            dynamic = self._program.dynamic(args, kwargs)
+            leaves, structure = jax.tree.flatten(dynamic)
+            try:
+                same = (
+                    [leaf.aval for leaf in leaves] == avals
+                    and structure == tree
+                    and (not self._program.has_static or static == self._program.static(args, kwargs))
+                )
+            except AttributeError:  # a leaf that is no jax.Array
+                same = False
+            if same:
+                try:
+                    return run(*dynamic[0], **dynamic[1])
+                except ValueError:  # another sharding, perhaps: decided below
+                    pass
+        return self._slow_call(args, kwargs)
+
+    def _slow_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dynamic = self._program.dynamic(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            warnings.warn(
+                f"`{getattr(self, '__name__', 'step')}` is called inside another JAX transformation, which compiles it as part of "
+                "a larger program: no budget can be kept there, so the plain step is used. Put `optimize` on the outermost "
+                "function instead.",
+                JaxrematWarning,
+                stacklevel=3,
+            )
+            return self._program.plain(*args, **kwargs)
+        planned = self._plan_for(args, kwargs)
+        compiled = planned.compiled
+        if compiled is None:
+            return planned.jitted(*args, **kwargs)
+        result = compiled(*dynamic[0], **dynamic[1])
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):
+            avals = [leaf.aval for leaf in leaves]
+            self._recent = (self._program.static(args, kwargs), avals, tree, compiled)
+        return result
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        return self._plan_for(args, kwargs).plan
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The planned step, lowered for these arguments."""
+        return self._plan_for(args, kwargs).jitted.lower(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
+        """The planned step, compiled for these arguments."""
+        planned = self._plan_for(args, kwargs)
+        return planned.compiled or planned.jitted.lower(*args, **kwargs).compile()
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else _Bound(self, instance)
+
+    def __repr__(self) -> str:
+        what = f"plan={self._given.fingerprint[:12]}" if self._given is not None else repr(self._budget)
+        return f"<jaxremat.optimize({what}) of {getattr(self, '__qualname__', self._program.fn)!s}>"
+
+    def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+        key = self._key(args, kwargs)
+        planned = self._planned.get(key)
+        if planned is None:
+            planned = self._make(args, kwargs)
+            self._planned[key] = planned
+        return planned
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+        device = _device_of(args, kwargs)
+        spec = detect(device)
+        options = merged_options(device.platform, dict(self._program.compiler_options))
+        program = _with_options(self._program, options)
+        if self._given is not None:
+            return apply_plan(program, self._given, spec, args, kwargs, self._verify)
+        if self._solver is None:
+            from ._solver._milp import Milp
+
+            self._solver = Milp()
+        stats = device.memory_stats() or {}
+        request = Request(
+            budget=self._budget,
+            solver=self._solver,
+            time_limit=self._time_limit,
+            verify=self._verify,
+            effort=self._effort,
+            device=spec,
+            device_nbytes=stats.get("bytes_limit"),
+        )
+        return make_plan(program, request, args, kwargs)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, tree = jax.tree.flatten_with_path(self._program.dynamic(args, kwargs))
+        types = []
+        for path, leaf in leaves:
+            try:
+                aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else jax.core.ShapedArray(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+            except TypeError:
+                raise ArgumentError(
+                    f"The argument {jax.tree_util.keystr(path)} is a {type(leaf).__name__} ({leaf!r:.60}), which is no array. "
+                    "Make it static with `static_argnums` or `static_argnames`, or close over it."
+                ) from None
+            types.append((aval, getattr(leaf, "sharding", None)))
+        try:
+            key = (tree, tuple(types), self._program.static(args, kwargs))
+            hash(key)
+        except TypeError as error:
+            raise ArgumentError(f"A static argument cannot be hashed ({error}). Pass a hashable object, such as a tuple.") from None
+        return key
+
+
+class _Bound:
+    """A step as a method of an object."""
+
+    def __init__(self, step: Step, instance: Any):
+        functools.update_wrapper(self, step)
+        self.__self__ = instance
+        self.__func__ = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """`Step.plan` for this object."""
+        return self.__func__.plan(self.__self__, *args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """`Step.lower` for this object."""
+        return self.__func__.lower(self.__self__, *args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
+        """`Step.compile` for this object."""
+        return self.__func__.compile(self.__self__, *args, **kwargs)
+
+
+def plan(fn: Callable[..., Any], *args: Any, budget: Budget, **options: Any) -> Plan:
+    """The plan of a step for these arguments, without decorating it.
+
+    **Arguments:** the step's own (arrays or `jax.ShapeDtypeStruct`s), `budget` and the options of `jaxremat.optimize`.
+    Keyword arguments of the step itself are given by wrapping it in `functools.partial`.
+    """
+    return optimize(budget, **options)(fn).plan(*args)
+
+
+def memory(
+    fn: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    compiler_options: dict[str, Any] | None = None,
+) -> MemoryStats:
+    """What any function needs on one device, by compiling it: the trustworthy number.
+
+    **Arguments:** the function (jitted or not, or a `Step`) and its arguments (arrays or `jax.ShapeDtypeStruct`s);
+    the rest as in `jax.jit`. On the CPU the compiler is told to keep `jax.checkpoint`'s fences, as `optimize` does.
+    """
+    if isinstance(fn, Step):
+        return MemoryStats.of(fn.compile(*args))
+    device = _device_of(args, {})
+    options = merged_options(device.platform, compiler_options)
+    if hasattr(fn, "lower"):
+        return MemoryStats.of(fn.lower(*args).compile(compiler_options=options or None))
+    program = Program(
+        fn=fn,
+        static_argnums=_as_tuple(static_argnums),
+        donate_argnums=_as_tuple(donate_argnums),
+        compiler_options=tuple(sorted(options.items())),
+    )
+    return MemoryStats.of(program.plain.lower(*args).compile())
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)
+
+
+def _with_options(program: Program, options: dict[str, Any]) -> Program:
+    from dataclasses import replace
+
+    return replace(program, compiler_options=tuple(sorted(options.items())))
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The device that the step will run on: that of its first array or struct with a sharding, else the default."""
+    for leaf in jax.tree.leaves((args, kwargs)):
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None:
+            return min(sharding.device_set, key=lambda d: d.id)
+    return jax.devices()[0]
+
+
+__all__ = ["JaxrematError", "Step", "memory", "optimize", "plan"]

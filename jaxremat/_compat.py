@@ -1,0 +1,79 @@
+"""The one door to private or versioned parts of JAX; everything else of the library imports JAX's public names."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax._src import core as _core
+from jax._src import source_info_util as _source
+from jax._src.sharding_impls import UnspecifiedValue as _Unspecified
+
+JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:2])
+
+
+def new_var(aval: Any) -> jex.Var:
+    """A fresh variable of this type."""
+    return jex.Var(aval)
+
+
+def new_jaxpr(
+    constvars: Sequence[Any], consts: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]
+) -> jex.ClosedJaxpr:
+    """A closed jaxpr whose effects are the union of its equations' effects."""
+    effects = _core.join_effects(*(eqn.effects for eqn in eqns)) if eqns else jex.no_effects
+    debug_info = _core.DebugInfo("planned", "jaxremat", tuple(f"x{i}" for i in range(len(invars))), None)
+    jaxpr = jex.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info)
+    return jex.ClosedJaxpr(jaxpr, list(consts))
+
+
+def check_jaxpr(closed: jex.ClosedJaxpr) -> None:
+    """Run JAX's own type checker over the jaxpr."""
+    jex.check_jaxpr(closed.jaxpr)
+
+
+def name_stack_text(eqn: Any) -> str:
+    """The equation's name stack, as profilers show it."""
+    return str(eqn.source_info.name_stack)
+
+
+def under(outer: Any, eqn: Any) -> Any:
+    """The source info of an inlined equation: its own line, its name stack below that of the call."""
+    info = eqn.source_info
+    stack = outer.name_stack + info.name_stack
+    return info.replace(name_stack=stack)
+
+
+def in_scope(eqn: Any, scope: str) -> Any:
+    """The equation with one more name at the end of its name stack."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
+
+
+def root_source(eqn: Any) -> Any:
+    """An empty source info to start inlining from."""
+    return eqn.source_info.replace(name_stack=_source.new_name_stack())
+
+
+def user_line(eqn: Any) -> str:
+    """`file.py:12 (function)` of the user's code that made the equation, or ""."""
+    frame = _source.user_frame(eqn.source_info.traceback)
+    if frame is None:
+        return ""
+    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"
+
+
+def is_plain_call(params: dict[str, Any]) -> bool:
+    """Whether a nested `jit` asks for nothing (shardings, layouts, options) that inlining would lose."""
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
+    return (
+        all(isinstance(s, _Unspecified) for s in shardings)
+        and all(layout is None for layout in layouts)
+        and not params.get("compiler_options_kvs")
+    )
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether a jaxpr's operand is an inline constant."""
+    return isinstance(atom, jex.Literal)

@@ -1,0 +1,83 @@
+"""Equation -> what running it costs: arithmetic, and the time of a kernel on a device."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ._devices import DeviceSpec
+from ._primitives import inner_jaxprs, is_light
+
+
+def aval_nbytes(aval: Any) -> int:
+    """Bytes of an array type; a random key counts its words, a token nothing."""
+    shape = getattr(aval, "shape", None)
+    dtype = getattr(aval, "dtype", None)
+    if shape is None or dtype is None:
+        return 0
+    itemsize = getattr(dtype, "itemsize", 8)
+    bits = {"int4": 0.5, "uint4": 0.5, "int2": 0.25, "uint2": 0.25}.get(str(dtype), itemsize)
+    return math.ceil(math.prod(shape) * bits)
+
+
+def eqn_flops(eqn: Any) -> float:
+    """Floating-point operations of one run; loops count every trip."""
+    name = eqn.primitive.name
+    out = math.prod(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0
+    if name in ("dot_general", "scaled_matmul"):
+        ((lhs_contracting, _), _) = eqn.params["dimension_numbers"]
+        return 2.0 * out * math.prod(eqn.invars[0].aval.shape[d] for d in lhs_contracting)
+    if name == "conv_general_dilated":
+        return _conv_flops(eqn)
+    if name == "scan":
+        return eqn.params["length"] * sum(eqn_flops(e) for j in inner_jaxprs(eqn) for e in j.eqns)
+    if bodies := inner_jaxprs(eqn):
+        per_body = [sum(eqn_flops(e) for e in body.eqns) for body in bodies]
+        return max(per_body) if name == "cond" else sum(per_body)
+    if is_light(eqn):
+        return 0.0
+    return float(max([out, *(math.prod(getattr(a.aval, "shape", ())) for a in eqn.invars)]))
+
+
+def _conv_flops(eqn: Any) -> float:
+    lhs, rhs = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    out = eqn.outvars[0].aval.shape
+    numbers = eqn.params["dimension_numbers"]
+    lhs_spec, rhs_spec, out_spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    total = 2.0 * lhs[lhs_spec[0]] * out[out_spec[1]] * rhs[rhs_spec[1]]
+    total /= eqn.params["batch_group_count"]
+    for axis, (low, _) in enumerate(eqn.params["padding"]):
+        total *= _taps(
+            lhs[lhs_spec[2 + axis]],
+            rhs[rhs_spec[2 + axis]],
+            out[out_spec[2 + axis]],
+            eqn.params["window_strides"][axis],
+            low,
+            eqn.params["lhs_dilation"][axis],
+            eqn.params["rhs_dilation"][axis],
+        )
+    return total
+
+
+def _taps(size: int, window: int, out: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int) -> int:
+    """Pairs (output position, window element) along one axis that read data rather than padding or dilation holes."""
+    start = np.arange(out)[:, None] * stride - low + np.arange(window)[None, :] * rhs_dilation
+    inside = (start >= 0) & (start <= (size - 1) * lhs_dilation) & (start % lhs_dilation == 0)
+    return int(inside.sum())
+
+
+def kernel_seconds(device: DeviceSpec, dtype: str, flops: float, nbytes: float) -> float:
+    """Roofline time of one kernel: arithmetic or traffic, whichever takes longer, and the launch."""
+    return max(flops / device.peak(dtype), nbytes / device.bandwidth) + device.launch_seconds
+
+
+def flops_dtype(eqn: Any) -> str:
+    """The type whose arithmetic rate the equation runs at: its widest floating operand."""
+    for atom in (*eqn.invars, *eqn.outvars):
+        dtype = getattr(atom.aval, "dtype", None)
+        if dtype is not None and str(dtype) in _SHORT:
+            return _SHORT[str(dtype)]
+    return "f32"
+
+
+_SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64", "complex64": "f32"}

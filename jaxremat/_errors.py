@@ -1,0 +1,40 @@
+"""Every error and warning that jaxremat raises on purpose, each saying what was given, what is true and what to write."""
+
+
+class JaxrematError(Exception):
+    """Base class of all errors of this library."""
+
+
+class BudgetError(JaxrematError, ValueError):
+    """A budget that cannot be read, or that has no meaning on this device."""
+
+
+class ArgumentError(JaxrematError, TypeError):
+    """An argument that a compiled step cannot take, such as a string leaf in the parameters."""
+
+
+class PlanMismatchError(JaxrematError, ValueError):
+    """A plan that was made for another program, another set of shapes or another format version."""
+
+
+class SolverError(JaxrematError, RuntimeError):
+    """A solver that ended without an answer, or whose answer is no plan of the graph it was given."""
+
+
+class InfeasibleBudgetError(JaxrematError, MemoryError):
+    """No plan fits the budget.
+
+    **Attributes:**
+
+    - `budget_nbytes`: the budget asked for, in bytes.
+    - `min_peak_nbytes`: the smallest peak that was reached, in bytes; compiled unless `verify=False`.
+    """
+
+    def __init__(self, message: str, *, budget_nbytes: int, min_peak_nbytes: int):
+        super().__init__(message)
+        self.budget_nbytes = budget_nbytes
+        self.min_peak_nbytes = min_peak_nbytes
+
+
+class JaxrematWarning(UserWarning):
+    """Something that works, but not as the user probably wants it."""

@@ -1,0 +1,173 @@
+"""What the planner knows of a step: plain ints, floats and strings, no JAX object.
+
+A `Graph` is a schedule of `Node`s that read and write `Value`s. Nodes stand in execution order; the first
+`stages[0].start` of them are the forward pass and every later node belongs to one `Stage`. Values that the forward
+pass makes and a stage reads are *residuals*; the planner decides which are saved and in which stages the others
+are recomputed.
+
+Only *materialised* values occupy memory. The others live inside the kernels that XLA fuses their producers into:
+reading one means reading its materialised `sources` again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One array of the step.
+
+    **Fields:** `id` its dense index; `producer` the id of the node that makes it, -1 for arguments and constants;
+    `nbytes` per device; `materialised` whether it is written to memory; `is_output` whether the step returns it;
+    `shape` as text (`f32[32,56,56,64]`); `name` the user's `checkpoint_name`, or "".
+    """
+
+    id: int
+    producer: int
+    nbytes: int
+    materialised: bool
+    is_output: bool = False
+    shape: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One equation.
+
+    **Fields:** `id` its place in the schedule; `primitive` its name in JAX; `inputs` and `outputs` value ids;
+    `seconds` what running it once more costs on the device; `flops` of one run; `workspace_nbytes` scratch memory
+    while it runs; `heavy` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
+    can absorb; `forward` whether its outputs may be residuals; `repeatable` whether it may run twice; `scope` its
+    JAX name stack; `source` the user's line, `file.py:12 (function)`.
+    """
+
+    id: int
+    primitive: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    seconds: float
+    flops: float = 0.0
+    workspace_nbytes: int = 0
+    heavy: bool = False
+    forward: bool = True
+    repeatable: bool = True
+    scope: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stretch `start <= node id < stop` of the schedule, before which dropped values are recomputed."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A step as the solvers see it.
+
+    **Fields:** `nodes` in execution order; `values`; `stages` that tile the schedule from the end of the forward
+    pass to its end; `base_nbytes` what is there all the time (arguments + outputs - aliased bytes);
+    `step_seconds` the plain step's time, against which overheads are measured.
+    """
+
+    nodes: tuple[Node, ...]
+    values: tuple[Value, ...]
+    stages: tuple[Stage, ...]
+    base_nbytes: int
+    step_seconds: float
+    small_nbytes: int = field(default=0)
+
+    @cached_property
+    def stage_of(self) -> tuple[int, ...]:
+        """For each node its stage, -1 in the forward pass."""
+        stage_of = [-1] * len(self.nodes)
+        for k, stage in enumerate(self.stages):
+            stage_of[stage.start : stage.stop] = [k] * (stage.stop - stage.start)
+        return tuple(stage_of)
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """For each value the materialised values that a kernel reading it reads; itself if materialised.
+
+        Arguments and constants are always there and count as no source.
+        """
+        sources: list[tuple[int, ...]] = [()] * len(self.values)
+        for value in self.values:
+            if value.producer < 0:
+                continue
+            if value.materialised:
+                sources[value.id] = (value.id,)
+        for node in self.nodes:
+            fused = [v for v in node.outputs if not self.values[v].materialised]
+            if fused:
+                reads = self._union(sources, node.inputs)
+                for v in fused:
+                    sources[v] = reads
+        return tuple(sources)
+
+    @staticmethod
+    def _union(sources: list[tuple[int, ...]], values: tuple[int, ...]) -> tuple[int, ...]:
+        distinct = {sources[v] for v in values if sources[v]}
+        if len(distinct) == 1:
+            return distinct.pop()
+        return tuple(sorted({u for group in distinct for u in group}))
+
+    @cached_property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        """For each node the materialised values its kernel reads; empty for nodes that are fused away."""
+        sources = list(self.sources)
+        return tuple(self._union(sources, n.inputs) if self.is_kernel(n) else () for n in self.nodes)
+
+    def is_kernel(self, node: Node) -> bool:
+        """Whether the node writes memory or is heavy, so that it runs as (the root of) a kernel."""
+        return node.heavy or not node.outputs or any(self.values[v].materialised for v in node.outputs)
+
+    @cached_property
+    def residuals(self) -> tuple[int, ...]:
+        """The materialised forward values that stages need, directly or to recompute others; ascending ids."""
+        needed: set[int] = set()
+        stack = [v for k in range(len(self.stages)) for v in self.needs(k)]
+        while stack:
+            v = stack.pop()
+            if v in needed:
+                continue
+            needed.add(v)
+            node = self.nodes[self.values[v].producer]
+            if node.repeatable:
+                stack.extend(self.reads[node.id])
+        return tuple(sorted(needed))
+
+    def recomputable(self, value: int) -> bool:
+        """Whether the value may be dropped and made again."""
+        producer = self.values[value].producer
+        return producer >= 0 and self.nodes[producer].forward and self.nodes[producer].repeatable
+
+    @cached_property
+    def _needs(self) -> tuple[tuple[int, ...], ...]:
+        needs: list[set[int]] = [set() for _ in self.stages]
+        for node in self.nodes[self.forward_stop :]:
+            k = self.stage_of[node.id]
+            needs[k].update(v for v in self.reads[node.id] if self.stage_of[self.values[v].producer] != k)
+        return tuple(tuple(sorted(v for v in group if self.is_residual(v))) for group in needs)
+
+    def needs(self, stage: int) -> tuple[int, ...]:
+        """The residuals that the stage's own nodes read."""
+        return self._needs[stage]
+
+    def is_residual(self, value: int) -> bool:
+        """Whether the forward pass made the value."""
+        producer = self.values[value].producer
+        return producer >= 0 and self.nodes[producer].forward
+
+    @property
+    def forward_stop(self) -> int:
+        """The number of nodes of the forward pass."""
+        return self.stages[0].start if self.stages else len(self.nodes)
+
+    def kernels(self) -> Iterator[Node]:
+        """The nodes that run as kernels of their own, in execution order."""
+        return (n for n in self.nodes if self.is_kernel(n))

@@ -1,0 +1,204 @@
+"""Traced step + what XLA materialises + device -> `Graph`, in plain numbers.
+
+Law: node ids are the indices of `traced.jaxpr`'s equations, and value ids number its arguments, constants and
+equation outputs in order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from . import _compat
+from ._cost import aval_nbytes, eqn_flops, flops_dtype, kernel_seconds
+from ._devices import DeviceSpec
+from ._graph import Graph, Node, Stage, Value
+from ._primitives import is_heavy, is_light, is_repeatable, is_view, reads_memory
+from ._stages import cut_stages
+from ._trace import Traced
+
+SMALL_SHARE = 1e-4
+"""Residuals below this share of the step's temporaries are always saved."""
+
+
+def lower(
+    traced: Traced,
+    device: DeviceSpec,
+    *,
+    base_nbytes: int,
+    written: Mapping[int, Sequence[int]] | None = None,
+    workspace: Mapping[int, int] | None = None,
+) -> Graph:
+    """The planner's view of a traced step.
+
+    **Arguments:**
+
+    - `base_nbytes`: arguments + outputs - aliased bytes, per device.
+    - `written`: for each equation index the sizes in bytes of the buffers that the plain step's compiled program
+      writes for it; None where there is no compiled program, and fusion rules decide.
+    - `workspace`: scratch bytes by equation index.
+    """
+    jaxpr = traced.jaxpr.jaxpr
+    index: dict[Any, int] = {}
+    values: list[Value] = []
+    outputs = {a for a in jaxpr.outvars if not _compat.is_literal(a)}
+
+    def add(var: Any, producer: int) -> int:
+        index[var] = len(values)
+        values.append(
+            Value(
+                id=len(values),
+                producer=producer,
+                nbytes=aval_nbytes(var.aval),
+                materialised=producer < 0,
+                is_output=var in outputs,
+                shape=var.aval.str_short(short_dtypes=True) if hasattr(var.aval, "str_short") else str(var.aval),
+                name=traced.labels.get(var, ""),
+            )
+        )
+        return index[var]
+
+    for var in (*jaxpr.constvars, *jaxpr.invars):
+        add(var, -1)
+    nodes: list[Node] = []
+    backward: set[int] = set()  # values downstream of the backward pass
+    for i, eqn in enumerate(jaxpr.eqns):
+        inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
+        stack = _compat.name_stack_text(eqn)
+        late = "transpose(" in stack or ("jvp(" not in stack and any(v in backward for v in inputs))
+        outs = tuple(add(v, i) for v in eqn.outvars)
+        if late:
+            backward.update(outs)
+        nodes.append(
+            Node(
+                id=i,
+                primitive=eqn.primitive.name,
+                inputs=inputs,
+                outputs=outs,
+                seconds=0.0,
+                flops=eqn_flops(eqn),
+                workspace_nbytes=(workspace or {}).get(i, 0),
+                heavy=is_heavy(eqn),
+                forward=not late,
+                repeatable=is_repeatable(eqn),
+                scope=stack,
+                source=_compat.user_line(eqn),
+            )
+        )
+    rules = _by_rules(jaxpr.eqns, nodes, values)
+    in_memory = rules if written is None else _by_compiler(jaxpr.eqns, nodes, values, written)
+    values = [replace(v, materialised=v.producer < 0 or v.is_output or v.id in in_memory) for v in values]
+    forward_stop = next((n.id for n in nodes if not n.forward), len(nodes))
+    total = sum(v.nbytes for v in values if v.materialised and v.producer >= 0 and nodes[v.producer].forward)
+    graph = Graph(
+        nodes=tuple(nodes),
+        values=tuple(values),
+        stages=(Stage(forward_stop, len(nodes)),) if forward_stop < len(nodes) else (),
+        base_nbytes=base_nbytes,
+        step_seconds=0.0,
+        small_nbytes=int(total * SMALL_SHARE),
+    )
+    graph = _priced(graph, jaxpr.eqns, device)
+    return replace(graph, stages=cut_stages(graph))
+
+
+def _by_compiler(
+    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], written: Mapping[int, Sequence[int]]
+) -> set[int]:
+    """The values whose buffers the compiled plain step writes, and those that the backward pass needs in memory."""
+    chosen = {
+        v
+        for i, sizes in written.items()
+        for v in nodes[i].outputs
+        if values[v].nbytes and any(abs(size - values[v].nbytes) <= values[v].nbytes // 8 for size in sizes)
+    }
+    chosen = {_behind_views(v, eqns, nodes, values) for v in chosen}
+    return chosen | _read_in_memory(eqns, nodes, values, lambda node: not node.forward)
+
+
+def _by_rules(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
+    """What XLA's fusion usually leaves in memory: results and operands of heavy work, and values read far apart."""
+    chosen = {v for node in nodes if node.heavy for v in node.outputs}
+    chosen |= _read_in_memory(eqns, nodes, values, lambda node: True)
+    readers: dict[int, list[int]] = {}
+    for node in nodes:
+        for v in node.inputs:
+            readers.setdefault(_behind_views(v, eqns, nodes, values), []).append(node.id)
+    for v, users in readers.items():
+        producer = values[v].producer
+        if producer < 0 or is_light(eqns[producer]):
+            continue
+        kernels = sum(nodes[u].heavy for u in users)
+        if kernels > 1 or (kernels and len(users) > 2):
+            chosen.add(v)
+    return chosen
+
+
+def _read_in_memory(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], which: Any) -> set[int]:
+    """The values that contractions and the like read: those are in memory whatever their producer is."""
+    chosen = set()
+    for node in nodes:
+        if reads_memory(eqns[node.id]) and which(node):
+            for v in node.inputs:
+                root = _behind_views(v, eqns, nodes, values)
+                producer = values[root].producer
+                if producer >= 0 and nodes[producer].inputs:
+                    chosen.add(root)
+    return chosen
+
+
+def _behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> int:
+    """The value whose memory a reshaped value shares."""
+    while (producer := values[v].producer) >= 0 and is_view(eqns[producer]) and len(nodes[producer].inputs) == 1:
+        v = nodes[producer].inputs[0]
+    return v
+
+
+def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec) -> Graph:
+    """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results."""
+    fused_flops: dict[int, float] = {}
+    for node in graph.nodes:
+        inner = sum(fused_flops.get(v, 0.0) for v in node.inputs)
+        for v in node.outputs:
+            if not graph.values[v].materialised:
+                fused_flops[v] = min(node.flops + inner, 50.0 * max(graph.values[v].nbytes, 1))
+    loaded = {
+        _behind_views(v, eqns, graph.nodes, graph.values)
+        for node in graph.nodes
+        if reads_memory(eqns[node.id]) and not node.forward
+        for v in node.inputs
+    }
+    nodes = []
+    step_seconds = 0.0
+    for node, eqn in zip(graph.nodes, eqns, strict=True):
+        if not graph.is_kernel(node) or is_view(eqn):
+            nodes.append(node)
+            continue
+        inner = sum(fused_flops.get(v, 0.0) for v in node.inputs)
+        arguments = sum(graph.values[v].nbytes for v in node.inputs if graph.values[v].producer < 0)
+        read = arguments + sum(graph.values[v].nbytes for v in graph.reads[node.id])
+        made = sum(graph.values[v].nbytes for v in node.outputs)
+        once = kernel_seconds(device, flops_dtype(eqn), node.flops + inner, read + made)
+        step_seconds += once
+        if not node.heavy and not any(v in loaded for v in node.outputs):
+            # Its readers absorb it: they read its operands in its place.
+            once = kernel_seconds(device, flops_dtype(eqn), node.flops + inner, max(read - made, 0)) - device.launch_seconds
+        nodes.append(replace(node, seconds=once))
+    return replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
+
+
+def estimate_base(traced: Traced) -> int:
+    """Arguments + outputs - aliased bytes of the step, assuming that donated buffers are reused where sizes agree."""
+    jaxpr = traced.jaxpr.jaxpr
+    used = {a for eqn in jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)}
+    outputs = [a for a in jaxpr.outvars if not _compat.is_literal(a)]
+    used.update(outputs)
+    arguments = sum(aval_nbytes(v.aval) for v in jaxpr.invars if v in used)
+    results = sum(aval_nbytes(v.aval) for v in jaxpr.outvars)
+    free = [(v.aval.shape, v.aval.dtype) for v, d in zip(jaxpr.invars, traced.donated, strict=True) if d]
+    aliased = 0
+    for v in outputs:
+        if (v.aval.shape, v.aval.dtype) in free:
+            free.remove((v.aval.shape, v.aval.dtype))
+            aliased += aval_nbytes(v.aval)
+    return arguments + results - aliased
+

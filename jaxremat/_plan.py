@@ -1,0 +1,193 @@
+"""The plan: what happens to each residual, what it costs and what was proven; text and JSON in and out."""
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ._budget import format_nbytes
+from ._errors import PlanMismatchError
+from ._graph import Graph, Stage
+from ._schedule import Schedule, complete
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What happens to one residual.
+
+    **Fields:** `value` its id; `name` the user's `checkpoint_name`, else the primitive that makes it; `shape` as text;
+    `nbytes`; `action`; `stages` in which it is recomputed; `scope` the name stack; `source` the user's line.
+    """
+
+    value: int
+    name: str
+    shape: str
+    nbytes: int
+    action: Literal["save", "recompute"]
+    stages: tuple[int, ...]
+    scope: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan for one step and one set of argument shapes.
+
+    **Fields:**
+
+    - `budget_nbytes` the peak allowed; for `"min"` the peak reached.
+    - `baseline_peak_nbytes` the plain step's compiled peak; `predicted_peak_nbytes` what the simulator expected before
+      compiling; `compiled_peak_nbytes` what the compiler reports, None where `verify=False`.
+    - `overhead` predicted extra seconds / the plain step's seconds; `compiled_overhead` the same ratio by a roofline of
+      the two compiled programs, None where not compiled.
+    - `lower_bound` no plan in the solver's model costs less than this share of the step; `gap` the difference to it.
+    - `solver`, `solve_seconds`, `compile_count` how it was found.
+    - `actions` per residual, largest first.
+    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised` what the emitter needs.
+    """
+
+    budget_nbytes: int
+    baseline_peak_nbytes: int
+    predicted_peak_nbytes: int
+    compiled_peak_nbytes: int | None
+    overhead: float
+    compiled_overhead: float | None
+    lower_bound: float
+    gap: float
+    solver: str
+    solve_seconds: float
+    compile_count: int
+    actions: tuple[Action, ...]
+    fingerprint: str
+    saved: tuple[int, ...]
+    kept: tuple[tuple[int, int], ...]
+    stages: tuple[tuple[int, int], ...]
+    materialised: tuple[int, ...]
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether the plan is the plain step."""
+        return not any(a.action == "recompute" for a in self.actions)
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes of the residuals that are saved."""
+        return sum(a.nbytes for a in self.actions if a.action == "save")
+
+    @property
+    def dropped_nbytes(self) -> int:
+        """Bytes of the residuals that are recomputed."""
+        return sum(a.nbytes for a in self.actions if a.action == "recompute")
+
+    def layout(self, graph: Graph) -> Graph:
+        """The graph with this plan's stages and materialised values in place of its own.
+
+        **Raises:** `PlanMismatchError` where the graph is of another program.
+        """
+        if self.materialised and max(self.materialised) >= len(graph.values):
+            raise PlanMismatchError("The plan names values that this program does not have. Plan this program afresh.")
+        chosen = frozenset(self.materialised)
+        values = tuple(replace(v, materialised=v.producer < 0 or v.id in chosen) for v in graph.values)
+        return replace(graph, values=values, stages=tuple(Stage(a, b) for a, b in self.stages), small_nbytes=0)
+
+    def schedule(self, graph: Graph) -> Schedule:
+        """The schedule of this plan on a graph that has its layout."""
+        return complete(graph, self.saved, self.kept)
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """A plan from its JSON text.
+
+        **Raises:** `PlanMismatchError` where the text is no plan of this format version.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            version = data.pop("format")
+            if version != FORMAT:
+                raise PlanMismatchError(f"The plan has format {version}, this jaxremat reads format {FORMAT}. Plan again.")
+            data["actions"] = tuple(Action(**{**a, "stages": tuple(a["stages"])}) for a in data["actions"])
+            for name in ("saved", "materialised"):
+                data[name] = tuple(int(v) for v in data[name])
+            for name in ("kept", "stages"):
+                data[name] = tuple((int(a), int(b)) for a, b in data[name])
+            unknown = set(data) ^ {f.name for f in fields(cls)}
+            if unknown:
+                raise KeyError(", ".join(sorted(unknown)))
+            return cls(**data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, PlanMismatchError):
+                raise
+            raise PlanMismatchError(
+                f"This text is no jaxremat plan ({type(error).__name__}: {error}). Pass what `Plan.to_json` or `Plan.save` wrote."
+            ) from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, whole or not at all."""
+        target = Path(path)
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=target.name, suffix=".tmp", delete=False) as file:
+            file.write(self.to_json())
+        os.replace(file.name, target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Read a plan that `save` wrote. **Raises:** `PlanMismatchError` where the file is no plan."""
+        return cls.from_json(Path(path).read_text())
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
+    """What a schedule does to each residual, largest first."""
+    stages: dict[int, list[int]] = {}
+    for k, nodes in enumerate(schedule.recomputed):
+        for n in nodes:
+            for v in graph.nodes[n].outputs:
+                stages.setdefault(v, []).append(k)
+    found = []
+    for v in graph.residuals:
+        value, node = graph.values[v], graph.nodes[graph.values[v].producer]
+        saved = v in schedule.saved
+        found.append(
+            Action(
+                value=v,
+                name=value.name or node.primitive,
+                shape=value.shape,
+                nbytes=value.nbytes,
+                action="save" if saved else "recompute",
+                stages=() if saved else tuple(stages.get(v, ())),
+                scope=node.scope,
+                source=node.source,
+            )
+        )
+    return tuple(sorted(found, key=lambda a: (-a.nbytes, a.value)))
+
+
+def describe(plan: Plan, rows: int = 12) -> str:
+    """The plan in a few lines for a terminal."""
+    compiled = plan.compiled_peak_nbytes
+    lines = [
+        f"Plan: peak {format_nbytes(compiled or plan.predicted_peak_nbytes)} "
+        f"({'compiled' if compiled else 'predicted, not compiled'}) within {format_nbytes(plan.budget_nbytes)}; "
+        f"the plain step needs {format_nbytes(plan.baseline_peak_nbytes)}",
+        f"  predicted peak {format_nbytes(plan.predicted_peak_nbytes)}, overhead {plan.overhead:.2%}"
+        + (f" (compiled program {plan.compiled_overhead:.2%})" if plan.compiled_overhead is not None else "")
+        + f", at most {plan.gap:.2%} from the best",
+        f"  saved {format_nbytes(plan.saved_nbytes)} in {sum(a.action == 'save' for a in plan.actions)} values, "
+        f"recomputed {format_nbytes(plan.dropped_nbytes)} in {sum(a.action == 'recompute' for a in plan.actions)}",
+        f"  solver {plan.solver}, {plan.solve_seconds:.2f} s, {plan.compile_count} compilations",
+    ]
+    if not plan.drops_nothing:
+        lines.append("  largest values:")
+        for a in plan.actions[:rows]:
+            where = f" in stage {', '.join(map(str, a.stages))}" if a.stages else ""
+            lines.append(f"    {format_nbytes(a.nbytes):>9}  {a.action}{where}  {a.name} {a.shape}  {a.source or a.scope}")
+    return "\n".join(lines)

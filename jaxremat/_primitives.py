@@ -1,0 +1,78 @@
+"""JAX's primitives sorted by what XLA makes of them: contractions, loops, reductions, layout changes, pointwise work."""
+
+from typing import Any
+
+_CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul"})
+_LOOPS = frozenset({"scan", "while", "cond", "shard_map", "jit", "pjit", "closed_call", "core_call"})
+_CALLS = frozenset({"custom_call", "ffi_call", "pallas_call", "tpu_custom_call", "custom_vjp_call", "custom_jvp_call", "run_state"})
+_LIBRARY = frozenset(
+    {
+        "sort", "top_k", "approx_top_k", "fft", "cholesky", "lu", "qr", "eig", "eigh", "svd", "schur",
+        "triangular_solve", "tridiagonal_solve", "linear_solve", "custom_linear_solve", "householder_product",
+        "select_and_scatter_add", "select_and_gather_add", "random_gamma", "rng_bit_generator",
+    }
+)  # fmt: skip
+_REDUCTIONS = frozenset(
+    {
+        "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "reduce",
+        "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
+        "reduce_window_sum", "reduce_window_max", "reduce_window_min",
+    }
+)  # fmt: skip
+_SCATTERS = frozenset({"scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice"})
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "split"})
+_LIGHT = frozenset({"broadcast_in_dim", "iota", "convert_element_type", "transpose", "rev", "slice", "pad", "copy"})
+_COLLECTIVES = frozenset(
+    {
+        "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all", "ppermute",
+        "reduce_scatter", "pbroadcast", "ragged_all_to_all", "psum_scatter",
+    }
+)  # fmt: skip
+_UNREPEATABLE = frozenset({"rng_uniform", "infeed", "outfeed", "io_callback", "pure_callback", "debug_callback", "create_token"})
+
+
+def is_contraction(eqn: Any) -> bool:
+    """Contractions, loops and opaque calls: where a step's time goes."""
+    name = eqn.primitive.name
+    return name in _CONTRACTIONS or name in _LOOPS or name in _CALLS or name in _LIBRARY or bool(eqn.effects)
+
+
+def is_heavy(eqn: Any) -> bool:
+    """Work that is a kernel of its own: no reader absorbs it, and what it writes is in memory."""
+    name = eqn.primitive.name
+    return is_contraction(eqn) or name in _REDUCTIONS or name in _SCATTERS or name in _COLLECTIVES or name == "gather"
+
+
+def reads_memory(eqn: Any) -> bool:
+    """Work whose operands must be in memory: it cannot absorb their producers."""
+    name = eqn.primitive.name
+    return is_contraction(eqn) or name in _COLLECTIVES or name in ("optimization_barrier",)
+
+
+def is_view(eqn: Any) -> bool:
+    """A change of shape alone: the result shares its operand's memory."""
+    return eqn.primitive.name in _VIEWS
+
+
+def is_light(eqn: Any) -> bool:
+    """Data movement that kernels absorb at no arithmetic."""
+    return eqn.primitive.name in _LIGHT or is_view(eqn)
+
+
+def is_repeatable(eqn: Any) -> bool:
+    """Whether running the equation twice is invisible: no effects, no callbacks, no collectives."""
+    name = eqn.primitive.name
+    if eqn.effects or name in _COLLECTIVES or name in _UNREPEATABLE:
+        return False
+    return all(is_repeatable(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The open jaxprs among an equation's parameters (bodies of loops, branches, calls)."""
+    found = []
+    for param in eqn.params.values():
+        for item in param if isinstance(param, (tuple, list)) else (param,):
+            jaxpr = getattr(item, "jaxpr", item)
+            if hasattr(jaxpr, "eqns"):
+                found.append(jaxpr)
+    return found

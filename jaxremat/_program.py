@@ -1,0 +1,138 @@
+"""A function with its `jit` options -> compiled variants of it that differ in nothing but their equations."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from ._trace import Traced
+
+_KEEP_FENCES = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+"""XLA:CPU removes optimization barriers before its last common-subexpression pass, which then undoes every plan."""
+
+
+def compiler_options(platform: str, own: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The compiler options under which fences count on this platform, merged with the caller's own."""
+    merged = dict(own or {})
+    if platform == "cpu":
+        for name, value in _KEEP_FENCES.items():
+            given = str(merged.get(name, ""))
+            merged[name] = value if not given else given if value in given.split(",") else f"{given},{value}"
+    return merged
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """What a compiled program holds on one device, in bytes, as XLA's buffer assignment says.
+
+    **Fields:** `arguments_nbytes`, `outputs_nbytes`, `aliased_nbytes` (outputs that reuse donated arguments),
+    `temporaries_nbytes`. `peak_nbytes` is arguments + outputs - aliased + temporaries.
+    """
+
+    arguments_nbytes: int
+    outputs_nbytes: int
+    aliased_nbytes: int
+    temporaries_nbytes: int
+
+    @property
+    def base_nbytes(self) -> int:
+        """What is there all the time: arguments + outputs - aliased."""
+        return self.arguments_nbytes + self.outputs_nbytes - self.aliased_nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The whole step's memory."""
+        return self.base_nbytes + self.temporaries_nbytes
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> "MemoryStats":
+        """Read them off a compiled program."""
+        stats: Any = compiled.memory_analysis()
+        return cls(
+            arguments_nbytes=int(stats.argument_size_in_bytes),
+            outputs_nbytes=int(stats.output_size_in_bytes),
+            aliased_nbytes=int(stats.alias_size_in_bytes),
+            temporaries_nbytes=int(stats.temp_size_in_bytes),
+        )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function and how it is to be jitted. **Fields** as in `jax.jit`."""
+
+    fn: Callable[..., Any]
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
+    in_shardings: Any = None
+    out_shardings: Any = None
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+
+    @cached_property
+    def plain(self) -> Any:
+        """`jax.jit` of the function itself."""
+        return self.jit(self.fn)
+
+    def jit(self, fn: Callable[..., Any]) -> Any:
+        """`jax.jit` of a function with this program's signature, with this program's options."""
+        options: dict[str, Any] = {}
+        for name in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"):
+            if getattr(self, name):
+                options[name] = getattr(self, name)
+        if self.in_shardings is not None:
+            options["in_shardings"] = self.in_shardings
+        if self.out_shardings is not None:
+            options["out_shardings"] = self.out_shardings
+        return jax.jit(fn, compiler_options=dict(self.compiler_options) or None, **options)
+
+    @cached_property
+    def _static(self) -> tuple[frozenset[int], frozenset[str]]:
+        """Static arguments by position and by name, each completed from the other as `jit` does."""
+        numbers, names = set(self.static_argnums), set(self.static_argnames)
+        try:
+            parameters = list(inspect.signature(self.fn).parameters.values())
+        except (TypeError, ValueError):
+            return frozenset(numbers), frozenset(names)
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        positional = [p.name for p in parameters if p.kind in kinds]
+        numbers = {n + len(positional) if n < 0 else n for n in numbers}
+        if not self.static_argnames:
+            names |= {positional[n] for n in numbers if n < len(positional)}
+        if not self.static_argnums:
+            numbers |= {i for i, name in enumerate(positional) if name in names}
+        return frozenset(numbers), frozenset(names)
+
+    @property
+    def has_static(self) -> bool:
+        """Whether some argument is static."""
+        return bool(self.static_argnums or self.static_argnames)
+
+    def dynamic(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that are traced."""
+        numbers, names = self._static
+        if not numbers and not names:
+            return tuple(args), kwargs
+        return tuple(a for i, a in enumerate(args) if i not in numbers), {k: v for k, v in kwargs.items() if k not in names}
+
+    def static(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments that are not."""
+        numbers, names = self._static
+        return (*((i, a) for i, a in enumerate(args) if i in numbers), *sorted((k, v) for k, v in kwargs.items() if k in names))
+
+    def evaluating(self, closed: jex.ClosedJaxpr, traced: Traced) -> Any:
+        """`jit` of a function with the program's signature that evaluates a flat jaxpr of it."""
+        evaluate = jex.jaxpr_as_fun(closed)
+        name = getattr(self.fn, "__name__", "step")
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            leaves = jax.tree.leaves(self.dynamic(args, kwargs))
+            return jax.tree.unflatten(traced.out_tree, evaluate(*leaves))
+
+        step.__name__ = step.__qualname__ = name
+        step.__wrapped__ = self.fn  # type: ignore[attr-defined]  # its signature, for donation and static arguments by name
+        return self.jit(step)

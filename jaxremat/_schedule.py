@@ -1,0 +1,111 @@
+"""Saved values -> complete schedule: the closure that turns any choice of saved values into something runnable.
+
+Law: in a schedule made by `complete`, every residual that a stage reads is saved, recomputed in that stage from
+residuals available there, or kept from the stage before.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ._errors import SolverError
+from ._graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What happens to the residuals.
+
+    **Fields:** `saved` values that live from the forward pass to their last reader; `recomputed` for each stage the
+    ids of the *nodes* run again before it, ascending; `kept` pairs (value, stage) of recomputed values that survive
+    from the stage before into `stage`.
+    """
+
+    saved: frozenset[int]
+    recomputed: tuple[tuple[int, ...], ...]
+    kept: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether the schedule is the plain step."""
+        return not any(self.recomputed)
+
+
+def must_save(graph: Graph) -> frozenset[int]:
+    """Residuals that are saved in every schedule: those that may not be made twice, and the small ones."""
+    return frozenset(
+        v
+        for v in graph.residuals
+        if not graph.recomputable(v) or graph.values[v].nbytes <= graph.small_nbytes or graph.values[v].is_output
+    )
+
+
+def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]] = ()) -> Schedule:
+    """The schedule that saves `saved` (and what must be saved) and recomputes whatever else is needed, where needed.
+
+    **Arguments:**
+
+    - `saved`: ids of residuals; ids that are no residuals are ignored.
+    - `kept`: pairs (value, stage): if the value is recomputed, hold it from the stage before into this stage.
+
+    **Raises:** `SolverError` for ids that the graph does not have.
+    """
+    chosen = frozenset(saved)
+    if chosen and not (0 <= min(chosen) and max(chosen) < len(graph.values)):
+        raise SolverError(
+            f"A schedule saves value {max(chosen)}, but the graph has values 0 to {len(graph.values) - 1}. "
+            "A solver must return ids of `graph.values`."
+        )
+    saved_values = must_save(graph) | (chosen & frozenset(graph.residuals))
+    kept_pairs = frozenset((v, k) for v, k in kept if v not in saved_values and k > 0)
+    wanted_next: list[set[int]] = [set() for _ in graph.stages]
+    for v, k in kept_pairs:
+        wanted_next[k - 1].add(v)
+    recomputed: list[tuple[int, ...]] = []
+    for k in range(len(graph.stages)):
+        there = {v for v, stage in kept_pairs if stage == k}
+        nodes: set[int] = set()
+        stack = [*graph.needs(k), *wanted_next[k]]
+        while stack:
+            v = stack.pop()
+            producer = graph.values[v].producer
+            if v in saved_values or v in there or producer in nodes or not graph.recomputable(v):
+                continue
+            if graph.stage_of[producer] >= k:  # made in this very stage, or later: nothing to recompute
+                continue
+            nodes.add(producer)
+            stack.extend(graph.reads[producer])
+        recomputed.append(tuple(sorted(nodes)))
+    return Schedule(saved_values, tuple(recomputed), kept_pairs)
+
+
+def check(graph: Graph, schedule: Schedule) -> Schedule:
+    """The schedule itself, if it can be emitted.
+
+    **Raises:** `SolverError` where a stage would read a value that is neither saved, recomputed nor kept.
+    """
+    if len(schedule.recomputed) != len(graph.stages):
+        raise SolverError(
+            f"A schedule has {len(schedule.recomputed)} stages and the graph {len(graph.stages)}. "
+            "Return `complete(graph, saved)`, or one tuple of nodes per stage."
+        )
+    previous: set[int] = set()
+    for k, nodes in enumerate(schedule.recomputed):
+        available = {v for v, stage in schedule.kept if stage == k}
+        if not available <= previous:
+            raise SolverError(f"Stage {k} keeps values {sorted(available - previous)} that stage {k - 1} does not have.")
+
+        def missing(v: int, k: int = k, available: set[int] = available) -> bool:
+            ready = v in schedule.saved or v in available or not graph.is_residual(v)
+            return not ready and graph.stage_of[graph.values[v].producer] < k
+
+        for n in nodes:
+            node = graph.nodes[n]
+            if not (node.forward and node.repeatable):
+                raise SolverError(f"Stage {k} recomputes node {n} ({node.primitive}), which may run only once.")
+            if lost := [v for v in graph.reads[n] if missing(v)]:
+                raise SolverError(f"Stage {k} recomputes node {n} ({node.primitive}) from values {lost}, which are gone.")
+            available.update(node.outputs)
+        if lost := [v for v in graph.needs(k) if missing(v)]:
+            raise SolverError(f"Stage {k} reads values {lost}, which are neither saved nor recomputed.")
+        previous = available
+    return schedule

@@ -1,0 +1,62 @@
+"""Checkpoints between segments of equal size: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+
+The backward pass handles one segment at a time: it recomputes the whole segment from the checkpoint at its beginning
+and keeps it until it is read. With `n` stages of equal size, `sqrt(n)` segments need `O(sqrt(n))` memory for at most
+one extra forward pass.
+"""
+
+import math
+from dataclasses import dataclass
+
+from .._graph import Graph
+from .._schedule import Schedule, complete
+from .._simulate import simulate
+from ._frontiers import home_stages
+from ._interface import Solution
+
+
+@dataclass(frozen=True)
+class Chen:
+    """The sublinear plan.
+
+    **Arguments:** `segments`: how many; None tries the square root of the number of stages and every other number
+    (as the paper's budget search does), and takes the cheapest that fits, or the one of least peak.
+    """
+
+    segments: int | None = None
+
+    def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        total = max(len(graph.stages), 1)
+        counts = [self.segments] if self.segments else sorted({*range(1, min(total, 64) + 1), math.isqrt(total)})
+        best: tuple[tuple[float, ...], Schedule] | None = None
+        for count in counts:
+            schedule = self._segmented(graph, min(count, total))
+            profile = simulate(graph, schedule)
+            fits = budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes
+            rank = (0.0, profile.extra_seconds, profile.peak_nbytes) if fits else (1.0, profile.peak_nbytes, 0.0)
+            if best is None or rank < best[0]:
+                best = (rank, schedule)
+        assert best is not None
+        return Solution(best[1], solver="chen")
+
+    @staticmethod
+    def _segmented(graph: Graph, count: int) -> Schedule:
+        home = home_stages(graph)
+        weight = [0] * (len(graph.stages) + 1)
+        for v, k in home.items():
+            weight[k] += graph.values[v].nbytes
+        total, running = sum(weight) or 1, 0
+        segment_of, first_of = [], {}
+        for k in range(len(graph.stages)):
+            segment = min(count * running // total, count - 1)
+            running += weight[k]
+            segment_of.append(segment)
+            first_of.setdefault(segment, k)
+        saved, kept = set(), set()
+        for v in graph.residuals:
+            for u in graph.reads[graph.values[v].producer]:
+                if u in home and segment_of[home[u]] != segment_of[home[v]]:
+                    saved.add(u)
+        for v, k in home.items():
+            kept.update((v, j) for j in range(first_of[segment_of[k]] + 1, k + 1))
+        return complete(graph, saved, kept)

@@ -1,0 +1,35 @@
+"""Graph -> which stage each residual belongs to, and which residuals the stages hand to each other."""
+
+from .._graph import Graph
+
+
+def home_stages(graph: Graph) -> dict[int, int]:
+    """For each residual the first stage that reads it, directly or to recompute what an earlier stage reads.
+
+    A residual that only recomputation reads belongs to the last stage among its readers' homes.
+    """
+    home: dict[int, int] = {}
+    for k in range(len(graph.stages)):
+        for v in graph.needs(k):
+            home.setdefault(v, k)
+    readers: dict[int, list[int]] = {}
+    for v in graph.residuals:
+        node = graph.nodes[graph.values[v].producer]
+        for u in graph.reads[node.id]:
+            readers.setdefault(u, []).append(v)
+    for v in reversed(graph.residuals):
+        if v not in home:
+            home[v] = max((home[w] for w in readers.get(v, ()) if w in home), default=0)
+    return home
+
+
+def boundaries(graph: Graph) -> dict[int, int]:
+    """The residuals from which an earlier stage's own residuals are made, with the first such stage."""
+    home = home_stages(graph)
+    first: dict[int, int] = {}
+    for v in graph.residuals:
+        node = graph.nodes[graph.values[v].producer]
+        for u in graph.reads[node.id]:
+            if u in home and home[u] > home[v]:
+                first[u] = min(first.get(u, home[v]), home[v])
+    return first

@@ -1,0 +1,113 @@
+"""The Lagrangian frontier: with a price per byte saved, the best set of saved residuals is a minimum cut.
+
+For a price `p` (seconds per byte) minimise `sum_recomputed seconds(n) + p * sum_saved nbytes(v)`. Let `y_n = 1` where
+node `n` is recomputed and `z_v = 1` where `v` is required, by a stage or by a recomputed node. The energy
+
+    sum_n seconds(n) y_n + p sum_v nbytes(v) z_v (1 - y_producer(v)),    y_n <= z_v for every v that n reads,
+
+is submodular, hence a cut: `source -> y_n` of capacity `seconds(n)`, `y_producer(v) -> z_v` of capacity
+`p nbytes(v)`, `z_v -> y_n` infinite for every `v` that `n` reads, `z_v -> sink` infinite where a stage reads `v`.
+Sweeping the price gives the convex hull of bytes saved against seconds (Everett's method).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from .._graph import Graph
+from .._schedule import Schedule, complete, must_save
+from .._simulate import Profile, simulate
+from ._interface import Solution
+
+_INFINITE = 2**30
+_SCALE = 2**20
+
+
+@dataclass(frozen=True)
+class MinCut:
+    """The frontier's cheapest point that fits. **Arguments:** `rounds`: bisection steps on the price of a byte."""
+
+    rounds: int = 18
+
+    def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        cuts = _Cuts(graph)
+        free = cuts.at(0.0)
+        if not cuts.residuals or (budget_nbytes is not None and free[1].peak_nbytes <= budget_nbytes):
+            return Solution(free[0], solver="mincut")
+        points = [free]
+        low, high = -24.0, 8.0  # log2 of the price, in units where all bytes cost as much as all seconds
+        for _ in range(self.rounds):
+            middle = (low + high) / 2
+            point = cuts.at(2.0**middle)
+            points.append(point)
+            if budget_nbytes is not None and point[1].peak_nbytes <= budget_nbytes:
+                high = middle
+            else:
+                low = middle
+        fits = [p for p in points if budget_nbytes is not None and p[1].peak_nbytes <= budget_nbytes]
+        if fits:
+            best = min(fits, key=lambda p: (p[1].extra_seconds, p[1].peak_nbytes))
+        else:
+            best = min(points, key=lambda p: (p[1].peak_nbytes, p[1].extra_seconds))
+        return Solution(best[0], solver="mincut")
+
+    def frontier(self, graph: Graph, points: int = 16) -> tuple[tuple[Schedule, Profile], ...]:
+        """Schedules from the plain step to the least memory, by growing price of a byte."""
+        cuts = _Cuts(graph)
+        prices = [0.0, *(2.0**x for x in np.linspace(-12, 6, points - 1))]
+        return tuple(cuts.at(price) for price in prices)
+
+
+class _Cuts:
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        fixed = must_save(graph)
+        self.residuals = [v for v in graph.residuals if v not in fixed]
+
+    @cached_property
+    def _skeleton(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
+        """Edges (from, to, constant capacity, capacity per unit of price)."""
+        graph, values = self.graph, self.residuals
+        producers = sorted({graph.values[v].producer for v in values})
+        y = {n: 2 + i for i, n in enumerate(producers)}
+        z = {v: 2 + len(y) + i for i, v in enumerate(values)}
+        uses: dict[int, int] = {}
+        for k in range(len(graph.stages)):
+            for v in graph.needs(k):
+                uses[v] = uses.get(v, 0) + 1
+        seconds = {n: graph.nodes[n].seconds for n in producers}
+        scale_seconds = _SCALE / (sum(seconds.values()) or 1.0)
+        scale_bytes = _SCALE / (sum(graph.values[v].nbytes for v in values) or 1)
+        edges: list[tuple[int, int, float, float]] = []
+        for n in producers:
+            times = max([1, *(uses.get(v, 0) for v in graph.nodes[n].outputs)])
+            edges.append((0, y[n], times * seconds[n] * scale_seconds + 1e-3, 0.0))
+            edges.extend((z[u], y[n], _INFINITE, 0.0) for u in graph.reads[n] if u in z)
+        for v in values:
+            edges.append((y[graph.values[v].producer], z[v], 0.0, graph.values[v].nbytes * scale_bytes))
+            if v in uses:
+                edges.append((z[v], 1, _INFINITE, 0.0))
+        array = np.array(edges, dtype=float).reshape(-1, 4)
+        return array[:, 0].astype(np.int32), array[:, 1].astype(np.int32), array[:, 2], array[:, 3], 2 + len(y) + len(z)
+
+    def at(self, price: float) -> tuple[Schedule, Profile]:
+        """The best schedule at this price, and its profile."""
+        graph = self.graph
+        if not self.residuals or price == 0.0:
+            schedule = complete(graph, graph.residuals)
+            return schedule, simulate(graph, schedule)
+        tails, heads, constant, per_price, size = self._skeleton
+        capacity = np.minimum(np.ceil(16 * (constant + price * per_price)), _INFINITE).astype(np.int32)
+        network = coo_array((capacity, (tails, heads)), shape=(size, size)).tocsr()
+        flow = maximum_flow(network, 0, 1).flow
+        residual = network - flow
+        residual.data = np.maximum(residual.data, 0)
+        residual.eliminate_zeros()
+        reached = set(breadth_first_order(residual, 0, return_predecessors=False).tolist())
+        producers = sorted({graph.values[v].producer for v in self.residuals})
+        dropped = {n for i, n in enumerate(producers) if 2 + i not in reached}
+        schedule = complete(graph, (v for v in self.residuals if graph.values[v].producer not in dropped))
+        return schedule, simulate(graph, schedule)

@@ -1,0 +1,176 @@
+"""Moments of the schedule -> linear lower bounds on the bytes alive there, for the integer program.
+
+A term's keys name variables of `_milp`: ("s", v), ("r", n, k), ("h", v, k). A value counts where all of them are one.
+"""
+
+from dataclasses import dataclass
+
+from .._graph import Graph
+from .._schedule import Schedule, complete
+from .._simulate import Profile, simulate
+
+Key = tuple[str, *tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """`constant_nbytes + sum nbytes * [all keys are one]` bytes are alive at some moment, base excluded."""
+
+    constant_nbytes: int
+    parts: tuple[tuple[tuple[Key, ...], int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """Where a residual is read in its own place: last forward reader, and readers by stage."""
+
+    born: int
+    forward: int
+    by_stage: dict[int, int]
+
+
+class Moments:
+    """Linear lower bounds on live bytes for one graph."""
+
+    def __init__(self, graph: Graph, fixed: frozenset[int]):
+        self.graph = graph
+        self.free = [v for v in graph.residuals if v not in fixed]
+        free = set(self.free)
+        last: dict[int, int] = {}
+        own: dict[int, dict[int, int]] = {v: {} for v in self.free}
+        forward: dict[int, int] = {}
+        for node in graph.kernels():
+            k = graph.stage_of[node.id]
+            for v in graph.reads[node.id]:
+                if v not in free:
+                    last[v] = node.id
+                elif graph.stage_of[graph.values[v].producer] == k:
+                    forward[v] = node.id
+                else:
+                    own[v][k] = node.id
+        self.lives = {
+            v: _Life(graph.values[v].producer, forward.get(v, graph.values[v].producer), own[v]) for v in self.free
+        }
+        delta = [0] * (len(graph.nodes) + 2)
+        for value in graph.values:
+            if value.producer < 0 or not value.materialised or value.is_output:
+                continue
+            stop = self.lives[value.id].forward if value.id in free else last.get(value.id, value.producer)
+            delta[value.producer] += value.nbytes
+            delta[stop + 1] -= value.nbytes
+        for i in range(1, len(delta)):
+            delta[i] += delta[i - 1]
+        self.base = delta
+        self.across = [
+            delta[stage.start] - sum(self._made(stage.start)) if stage.start < len(graph.nodes) else 0
+            for stage in graph.stages
+        ]
+
+    def _made(self, n: int) -> list[int]:
+        values = (self.graph.values[v] for v in self.graph.nodes[n].outputs)
+        return [v.nbytes for v in values if v.materialised and not v.is_output]
+
+    def initial(self) -> list[Terms]:
+        """Bounds that shape the first program: for each stage its start and its peaks when all or nothing is saved."""
+        graph = self.graph
+        moments: set[tuple[int, int]] = set()
+        for schedule in (complete(graph, graph.residuals), complete(graph, ())):
+            moments.update(self._tops(simulate(graph, schedule), None))
+        terms = [self.own(n) for n, k in sorted(moments) if k < 0]
+        terms.extend(self.recomputing(k, len(graph.nodes)) for k in range(len(graph.stages)))
+        return terms
+
+    def violated(self, schedule: Schedule, profile: Profile, budget_nbytes: int) -> list[Terms]:
+        """Bounds that hold everywhere and cut the schedule off, where it exceeds the budget."""
+        allowed = budget_nbytes - self.graph.base_nbytes
+        moments = self._tops(profile, allowed)
+        return [self._with_pairs(n, k, schedule) for n, k in sorted(moments)]
+
+    def _tops(self, profile: Profile, allowed: int | None) -> set[tuple[int, int]]:
+        """For each stage (and the forward pass) the highest own moment and the highest recomputing one."""
+        graph = self.graph
+        best: dict[tuple[int, bool], tuple[int, int, int]] = {}
+        for event in profile.events:
+            again = event.recomputed_for >= 0
+            stage = event.recomputed_for if again else graph.stage_of[event.node]
+            top = best.get((stage, again))
+            if (allowed is None or event.live_nbytes > allowed + 1) and (top is None or event.live_nbytes > top[0]):
+                best[stage, again] = (event.live_nbytes, event.node, event.recomputed_for)
+        return {(n, k) for _, n, k in best.values()}
+
+    def own(self, n: int) -> Terms:
+        """The moment a node runs in its own place."""
+        k = self.graph.stage_of[n]
+        parts = []
+        for v in self.free:
+            life, nbytes = self.lives[v], self.graph.values[v].nbytes
+            if life.forward < n and life.born < n and any(at >= n for at in life.by_stage.values()):
+                parts.append(((("s", v),), nbytes))
+            if k >= 0 and life.by_stage.get(k, -1) >= n:
+                parts.append(((("r", life.born, k),), nbytes))
+                parts.append(((("h", v, k),), nbytes))
+            if k >= 0:
+                parts.append(((("h", v, k + 1), ("r", life.born, k)), nbytes))
+                parts.append(((("h", v, k + 1), ("h", v, k)), nbytes))
+        constant = self.base[n] + self.graph.nodes[n].workspace_nbytes
+        return Terms(constant, self._deduplicated(parts))
+
+    def recomputing(self, k: int, upto: int) -> Terms:
+        """The moment before stage `k` when every dropped node with an id below `upto` has been recomputed."""
+        parts = []
+        for v in self.free:
+            life, nbytes = self.lives[v], self.graph.values[v].nbytes
+            if life.forward < self.graph.stages[k].start and any(stage >= k for stage in life.by_stage):
+                parts.append(((("s", v),), nbytes))
+            if k in life.by_stage:
+                parts.append(((("h", v, k),), nbytes))
+                if life.born < upto:
+                    parts.append(((("r", life.born, k),), nbytes))
+            parts.append(((("h", v, k + 1), ("h", v, k)), nbytes))
+            if life.born < upto:
+                parts.append(((("h", v, k + 1), ("r", life.born, k)), nbytes))
+        return Terms(self.across[k], self._deduplicated(parts))
+
+    @staticmethod
+    def _deduplicated(parts: list[tuple[tuple[Key, ...], int]]) -> tuple[tuple[tuple[Key, ...], int], ...]:
+        """One term per instance: where a single key already counts a clone, its pairs add nothing."""
+        single = {keys[0] for keys, _ in parts if len(keys) == 1}
+        return tuple((keys, b) for keys, b in parts if len(keys) == 1 or not single.intersection(keys[1:]))
+
+    def _with_pairs(self, n: int, k: int, schedule: Schedule) -> Terms:
+        """The moment's bound with what is alive only because of this schedule's recomputed readers."""
+        graph = self.graph
+        stage = k if k >= 0 else graph.stage_of[n]
+        terms = self.recomputing(k, n) if k >= 0 else self.own(n)
+        parts = list(terms.parts)
+        counted = {keys[0] for keys, _ in parts if len(keys) == 1}
+        later = [
+            (m, j)
+            for j in range(max(stage, 0), len(graph.stages))
+            for m in schedule.recomputed[j]
+            if j > stage or (k >= 0 and m >= n)
+        ]
+        free = set(self.free)
+        for m, j in later:
+            for u in graph.reads[m]:
+                if u not in free:
+                    continue
+                life, nbytes = self.lives[u], graph.values[u].nbytes
+                passed = life.forward < (n if k < 0 else graph.stages[k].start)
+                if u in schedule.saved and passed and ("s", u) not in counted:
+                    counted.add(("s", u))
+                    parts.append(((("s", u), ("r", m, j)), nbytes))
+                clone = ("r", life.born, k)
+                if j == k and life.born < n and life.born in schedule.recomputed[k] and clone not in counted:
+                    counted.add(clone)
+                    parts.append(((clone, ("r", m, j)), nbytes))
+                held = ("h", u, k)
+                if j == k and (u, k) in schedule.kept and held not in counted:
+                    counted.add(held)
+                    parts.append(((held, ("r", m, j)), nbytes))
+        constant = terms.constant_nbytes
+        if k >= 0:
+            again = ("r", n, k)
+            made = sum(self._made(n)) + sum(graph.values[v].nbytes for v in graph.nodes[n].outputs if graph.values[v].is_output)
+            parts.append(((again,), made + graph.nodes[n].workspace_nbytes))
+        return Terms(constant, tuple(parts))
