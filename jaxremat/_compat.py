@@ -7,6 +7,7 @@ import jax
 import jax.extend.core as jex
 from jax._src import core as _core
 from jax._src import source_info_util as _source
+from jax._src.lax.lax import optimization_barrier_p as _BARRIER
 from jax._src.sharding_impls import UnspecifiedValue as _Unspecified
 
 JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:2])
@@ -77,3 +78,19 @@ def is_plain_call(params: dict[str, Any]) -> bool:
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr's operand is an inline constant."""
     return isinstance(atom, jex.Literal)
+
+
+def literal(value: Any) -> Any:
+    """An inline constant."""
+    return jex.Literal(value, jax.typeof(value))
+
+
+def barrier(operands: Sequence[Any], outvars: Sequence[Any], source_info: Any) -> Any:
+    """An optimization barrier: nothing that reads its results starts before all of its operands are there."""
+    return jex.new_jaxpr_eqn(list(operands), list(outvars), _BARRIER, {}, jex.no_effects, source_info)
+
+
+def single(eqn: Any, invars: Sequence[Any]) -> jex.ClosedJaxpr:
+    """One equation as a closed jaxpr whose arguments are `invars`, in place of the equation's operands."""
+    outvars = [new_var(v.aval) for v in eqn.outvars]
+    return new_jaxpr((), (), invars, outvars, [eqn.replace(invars=list(invars), outvars=outvars)])

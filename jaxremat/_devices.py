@@ -208,7 +208,7 @@ def measure_cpu() -> DeviceSpec:
     spec = _measure(key)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_atomically(path, json.dumps({"key": key, "spec": spec.to_json()}, indent=1))
+        write_atomically(path, json.dumps({"key": key, "spec": spec.to_json()}, indent=1))
     return spec
 
 
@@ -277,7 +277,7 @@ def _host_nbytes() -> int:
         return 16 * 2**30  # a system that does not say
 
 
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

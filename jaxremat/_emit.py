@@ -18,10 +18,12 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-from jax import lax
+import numpy as np
 
 from . import _compat
+from ._cost import aval_nbytes
 from ._graph import Graph
+from ._primitives import expands, reads_memory
 from ._schedule import Schedule
 from ._trace import Traced
 
@@ -38,6 +40,10 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule) -> jex.ClosedJaxpr:
     planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, jaxpr.outvars, emitter.eqns)
     _compat.check_jaxpr(planned)
     return planned
+
+
+_ZERO, _TRUE = "zero", "true"  # constants that pass through a fence, so that what is made of them waits for it
+_CONSTANTS = {_ZERO: _compat.literal(np.float32(0)), _TRUE: _compat.literal(np.bool_(True))}
 
 
 class _Emitter:
@@ -57,18 +63,27 @@ class _Emitter:
         kept_here = {v for v, s in self.schedule.kept if s == k}
         self.clones = {var: clone for var, clone in self.clones.items() if self.value_of[var] in kept_here}
         wanted = self._wanted(k)
-        if wanted:
-            renamed = self._fence(k, wanted)
-            for n in wanted:
-                eqn = self.source[n]
-                invars = [a if _compat.is_literal(a) else renamed.get(a, self.clones.get(a, a)) for a in eqn.invars]
-                outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
-                clone = eqn.replace(invars=invars, outvars=outvars)
-                self.eqns.append(_compat.in_scope(clone, f"recompute_{k}"))
-                self.clones.update(zip(eqn.outvars, outvars, strict=True))
+        renamed = self._fence(k, wanted)
+        for n in wanted:
+            eqn = self.source[n]
+            invars = [a if _compat.is_literal(a) else renamed.get(a, self.clones.get(a, a)) for a in eqn.invars]
+            outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
+            clone = _compat.in_scope(eqn.replace(invars=invars, outvars=outvars), f"recompute_{k}")
+            self.eqns.extend(self._placed(clone, renamed))
+            self.clones.update(zip(eqn.outvars, outvars, strict=True))
         for eqn in self.source[stage.start : stage.stop]:
-            invars = [a if _compat.is_literal(a) else self.clones.get(a, a) for a in eqn.invars]
-            self.eqns.append(eqn.replace(invars=invars) if invars != list(eqn.invars) else eqn)
+            late = renamed if reads_memory(eqn) else {}
+            invars = [a if _compat.is_literal(a) else self.clones.get(a, late.get(a, a)) for a in eqn.invars]
+            moved = eqn.replace(invars=invars) if invars != list(eqn.invars) else eqn
+            self.eqns.extend(self._placed(moved, renamed))
+
+    def _placed(self, eqn: Any, renamed: dict[Any, Any]) -> list[Any]:
+        """The equation, held back by the fence where nothing else would hold it or what it expands to."""
+        if _is_zero(eqn) and _ZERO in renamed:
+            return [eqn.replace(invars=[renamed[_ZERO]])]
+        if expands(eqn) and _TRUE in renamed:
+            return isolated(eqn, renamed[_TRUE])
+        return [eqn]
 
     def _wanted(self, k: int) -> list[int]:
         """The equations to clone: the schedule's nodes, and the fused ones between them and the stage's readers."""
@@ -81,7 +96,8 @@ class _Emitter:
             v
             for n in range(stage.start, stage.stop)
             for v in graph.nodes[n].inputs
-            if not graph.values[v].materialised and not gone.isdisjoint(graph.sources[v])
+            if not graph.values[v].materialised
+            and (reads_memory(self.source[n]) or not gone.isdisjoint(graph.sources[v]))
         ]
         # What a clone reads must not be written to memory for its sake: fused operands are cloned with it.
         stack.extend(v for n in wanted for v in graph.nodes[n].inputs)
@@ -92,31 +108,40 @@ class _Emitter:
                 continue
             wanted.add(producer)
             stack.extend(graph.nodes[producer].inputs)
-        return sorted(wanted)
+        return sorted(n for n in wanted if graph.nodes[n].repeatable)
 
     def _fence(self, k: int, wanted: list[int]) -> dict[Any, Any]:
         """Append the stage's fence; returns the fenced names of what passes through."""
         made = {v for n in wanted for v in self.source[n].outvars} | set(self.clones)
         through: list[Any] = []
         for n in wanted:
-            operands = [a for a in self.source[n].invars if not _compat.is_literal(a) and a not in made]
-            inner = [a for a in operands if a in self.value_of]
-            if inner:
-                through.extend(inner)
-            elif operands and not any(not _compat.is_literal(a) and a in made for a in self.source[n].invars):
-                through.extend(operands)
-        through = [a for a in dict.fromkeys(through) if _can_pass(a)]
+            operands = [a for a in self.source[n].invars if not _compat.is_literal(a)]
+            inner = [a for a in operands if a in self.value_of and a not in made]
+            through.extend(inner if inner or any(a in made for a in operands) else operands)
+        stage = self.graph.stages[k]
+        own = self.source[stage.start : stage.stop]
+        for eqn in own:
+            if reads_memory(eqn):  # else the compiler copies what it saved into another layout long before this stage
+                through.extend(a for a in eqn.invars if not _compat.is_literal(a) and self._saved_before(a, k))
+        through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a)]
+        trigger = [a for a in self._trigger(k) if a not in set(through)]
+        if any(_is_zero(eqn) for eqn in own):
+            through.append(_ZERO)
+        if any(expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted))):
+            through.append(_TRUE)
         if not through:
             return {}
-        trigger = [a for a in self._trigger(k) if a not in set(through)]
-        operands = [*through, *trigger]
+        operands = [_CONSTANTS[a] if isinstance(a, str) else a for a in (*through, *trigger)]
         outvars = [_compat.new_var(a.aval) for a in operands]
-        template = self.source[self.graph.stages[k].start]
-        with jax.named_scope(f"fence_{k}"):
-            self.eqns.append(
-                jex.new_jaxpr_eqn(operands, outvars, lax.optimization_barrier_p, {}, jex.no_effects, template.source_info)
-            )
+        template = self.source[stage.start]
+        self.eqns.append(
+            _compat.in_scope(_compat.barrier(operands, outvars, template.source_info), f"fence_{k}")
+        )
         return dict(zip(through, outvars, strict=False))
+
+    def _saved_before(self, var: Any, k: int) -> bool:
+        v = self.value_of.get(var)
+        return v is not None and v in self.schedule.saved and self.graph.stage_of[self.graph.values[v].producer] < k
 
     def _trigger(self, k: int) -> list[Any]:
         """What must be finished before the stage's recomputation may begin."""
@@ -143,3 +168,38 @@ class _Emitter:
 
 def _can_pass(var: Any) -> bool:
     return hasattr(var.aval, "dtype")
+
+
+def _is_zero(eqn: Any) -> bool:
+    """Whether the equation fills an array with float32 zeros, which the compiler may do at any time."""
+    if eqn.primitive.name != "broadcast_in_dim" or not _compat.is_literal(eqn.invars[0]):
+        return False
+    literal = eqn.invars[0]
+    return literal.aval == _CONSTANTS[_ZERO].aval and literal.val == 0 and aval_nbytes(eqn.outvars[0].aval) > 2**20
+
+
+def isolated(eqn: Any, true: Any) -> list[Any]:
+    """The equation as the taken branch of a conditional, so that what it expands to lives only while it runs.
+
+    `true` is a variable that the compiler cannot see through. The other branch is never taken.
+    """
+
+    taken = jex.jaxpr_as_fun(_compat.single(eqn, [_compat.new_var(a.aval) for a in eqn.invars]))
+
+    def never(*operands: Any) -> Any:
+        return [jax.numpy.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+
+    def run(predicate: Any, *operands: Any) -> Any:
+        return jax.lax.cond(predicate, taken, never, *operands)
+
+    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in (true, *eqn.invars)]
+    inner = jax.make_jaxpr(run)(*types).jaxpr
+    rename: dict[Any, Any] = dict(zip(inner.invars, [true, *eqn.invars], strict=True))
+    rename.update(zip(inner.outvars, eqn.outvars, strict=True))
+    eqns = []
+    for step in inner.eqns:
+        invars = [a if _compat.is_literal(a) else rename[a] for a in step.invars]
+        outvars = [rename.setdefault(v, _compat.new_var(v.aval)) for v in step.outvars]
+        info = _compat.under(eqn.source_info, step)
+        eqns.append(step.replace(invars=invars, outvars=outvars, source_info=info))
+    return eqns

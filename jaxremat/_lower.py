@@ -12,7 +12,7 @@ from . import _compat
 from ._cost import aval_nbytes, eqn_flops, flops_dtype, kernel_seconds
 from ._devices import DeviceSpec
 from ._graph import Graph, Node, Stage, Value
-from ._primitives import is_heavy, is_light, is_repeatable, is_view, reads_memory
+from ._primitives import is_heavy, is_light, is_relabelling, is_repeatable, is_view, reads_memory
 from ._stages import cut_stages
 from ._trace import Traced
 
@@ -147,8 +147,8 @@ def _read_in_memory(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence
 
 
 def _behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> int:
-    """The value whose memory a reshaped value shares."""
-    while (producer := values[v].producer) >= 0 and is_view(eqns[producer]) and len(nodes[producer].inputs) == 1:
+    """The value whose memory a contraction reads in place of a reshaped or transposed one."""
+    while (producer := values[v].producer) >= 0 and is_relabelling(eqns[producer]) and len(nodes[producer].inputs) == 1:
         v = nodes[producer].inputs[0]
     return v
 

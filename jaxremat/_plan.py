@@ -45,7 +45,8 @@ class Plan:
     - `overhead` predicted extra seconds / the plain step's seconds; `compiled_overhead` the same ratio by a roofline of
       the two compiled programs, None where not compiled.
     - `lower_bound` no plan in the solver's model costs less than this share of the step; `gap` the difference to it.
-    - `solver`, `solve_seconds`, `compile_count` how it was found.
+    - `solver`, `solve_seconds`, `compile_count` how it was found; `rounds` pairs (predicted peak, compiled peak) in bytes
+      of every schedule that was compiled, in order.
     - `actions` per residual, largest first.
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised` what the emitter needs.
     """
@@ -61,6 +62,7 @@ class Plan:
     solver: str
     solve_seconds: float
     compile_count: int
+    rounds: tuple[tuple[int, int], ...]
     actions: tuple[Action, ...]
     fingerprint: str
     saved: tuple[int, ...]
@@ -116,7 +118,7 @@ class Plan:
             data["actions"] = tuple(Action(**{**a, "stages": tuple(a["stages"])}) for a in data["actions"])
             for name in ("saved", "materialised"):
                 data[name] = tuple(int(v) for v in data[name])
-            for name in ("kept", "stages"):
+            for name in ("kept", "stages", "rounds"):
                 data[name] = tuple((int(a), int(b)) for a, b in data[name])
             unknown = set(data) ^ {f.name for f in fields(cls)}
             if unknown:

@@ -54,9 +54,22 @@ def is_view(eqn: Any) -> bool:
     return eqn.primitive.name in _VIEWS
 
 
+def is_relabelling(eqn: Any) -> bool:
+    """A view or a transposition, which contractions fold into the way they read their operand."""
+    return is_view(eqn) or eqn.primitive.name == "transpose"
+
+
 def is_light(eqn: Any) -> bool:
     """Data movement that kernels absorb at no arithmetic."""
     return eqn.primitive.name in _LIGHT or is_view(eqn)
+
+
+def expands(eqn: Any) -> bool:
+    """Work that XLA expands into arrays far larger than its operands, some of which depend on nothing.
+
+    The gradient of max-pooling becomes index arrays over the whole padded input.
+    """
+    return eqn.primitive.name == "select_and_scatter_add"
 
 
 def is_repeatable(eqn: Any) -> bool:

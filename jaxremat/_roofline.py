@@ -157,7 +157,8 @@ _WINDOWS = frozenset({"slice", "dynamic-slice", "gather"})
 _WHOLE = _PRODUCTS | _REDUCTIONS | {"reduce-window", "fft", "cholesky", "triangular-solve", "fusion", "tuple"}
 # These only move data.
 _MOVES = {"broadcast", "iota", "copy", "transpose", "reshape", "concatenate", "pad", "reverse", "convert"}
-_SILENT = FREE | UPDATES | _WINDOWS | _MOVES
+_SENDS = {"all-gather", "all-to-all", "collective-permute", "send", "recv"}
+_SILENT = FREE | UPDATES | _WINDOWS | _MOVES | _SENDS
 
 
 def _wanted(body: Computation, inside: Mapping[str, Instruction]) -> dict[str, int]:

@@ -27,14 +27,18 @@ from ._roofline import roofline
 from ._schedule import Schedule, check
 from ._simulate import Profile, simulate
 from ._solver import Solution, Solver
-from ._tags import tagged, written
+from ._tags import argument_copies, tagged, written
 from ._trace import Traced, trace
+from ._workspace import workspaces
 
 logger = logging.getLogger("jaxremat")
 
 _REPLANS = {"normal": 2, "thorough": 6}
 _SLACK = 0.02
 """A plan that leaves this share of the temporaries' budget unused, and costs something, is worth another round."""
+
+_WORKSPACE_SHARE = 1 / 200
+"""Equations with an operand above this share of the temporaries are compiled alone for their scratch memory."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +171,10 @@ class _Planner:
         if plain is None and budget != "min" and self.baseline_nbytes <= budget:
             return self._plain(self._compile(self.program.plain), rough)
         self.baseline_seconds = roofline(module, request.device).seconds
-        base = MemoryStats.of(witness).base_nbytes
-        graph = lower(self.traced, request.device, base_nbytes=base, written=written(module))
+        base = MemoryStats.of(witness).base_nbytes + argument_copies(module)
+        temporaries = self.baseline_nbytes - base
+        scratch = workspaces(self.traced, dict(self.program.compiler_options), int(temporaries * _WORKSPACE_SHARE))
+        graph = lower(self.traced, request.device, base_nbytes=base, written=written(module), workspace=scratch)
         logger.info(
             "plain step: peak %s, %d equations, %d residuals, %d stages",
             format_nbytes(self.baseline_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
@@ -204,12 +210,11 @@ class _Planner:
 
     def _least(self, graph: Graph, budget: int | None = None) -> _Trial:
         """The compiled schedule of least peak; with a budget, the first that fits."""
-        for allowance in (None, *(graph.base_nbytes + 1,) * 1):
-            solution = self._solve(graph, allowance)
-            if all(t.schedule != solution.schedule for t in self.trials):
-                trial = self._try(graph, solution)
-                if budget is not None and trial.peak_nbytes <= budget:
-                    return trial
+        solution = self._solve(graph, None)
+        if all(t.schedule != solution.schedule for t in self.trials):
+            trial = self._try(graph, solution)
+            if budget is not None and trial.peak_nbytes <= budget:
+                return trial
         return min(self.trials, key=lambda t: (t.peak_nbytes, t.profile.extra_seconds))
 
     def _solve(self, graph: Graph, allowance: int | None) -> Solution:
@@ -260,8 +265,6 @@ class _Planner:
 
     def _planned(self, graph: Graph, trial: _Trial, budget: int) -> Planned:
         plan = self._as_plan(graph, trial.schedule, budget, trial.solution)
-        first = self.trials[0].profile.peak_nbytes
-        del first
         plan = replace(plan, compiled_peak_nbytes=trial.peak_nbytes, compiled_overhead=trial.compiled_overhead)
         return Planned(plan, trial.jitted, trial.compiled)
 
@@ -292,6 +295,7 @@ class _Planner:
             solver=solution.solver or type(self.request.solver).__name__,
             solve_seconds=self.solve_seconds,
             compile_count=self.compile_count,
+            rounds=tuple((t.profile.peak_nbytes, t.peak_nbytes) for t in self.trials),
             actions=actions(graph, schedule),
             fingerprint=self.fingerprint,
             saved=tuple(sorted(schedule.saved)),

@@ -74,7 +74,7 @@ def test_the_table_is_plausible(spec: DeviceSpec) -> None:
     assert (
         spec.peak("f64") <= spec.peak("f32") <= spec.peak("bf16") <= spec.peak("f16") <= spec.peak("f8e5m2")
     )
-    # A kernel must do tens of operations per byte before arithmetic limits it; the host is farther than memory.
+    # A kernel must do tens of operations per byte before arithmetic limits it; the host is far.
     assert 10 < spec.peak("f32") / spec.bandwidth < 200
     assert spec.host_link < spec.bandwidth / 5
 

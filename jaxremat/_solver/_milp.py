@@ -2,13 +2,14 @@
 
 Variables, all binary, over residuals `v`, their producers `n` and stages `k`:
 
-    s[v]    saved from the forward pass to the last reader
+    s[v]    saved from the forward pass to the last stage that reads it (if none does, the first that may recompute from it)
+    e[v,k]  still there in stage k beyond that, to recompute from
     r[n,k]  node n is recomputed for stage k, for stages within `window` of the stages that read its outputs
     h[v,k]  a value that was recomputed before is held from stage k-1 into stage k (values at stage boundaries)
 
     minimise    sum seconds(n) r[n,k]
     subject to  s[v] + r[prod(v),k] + h[v,k] >= 1                     stage k reads v
-                r[n,k] <= s[u] + r[prod(u),k] + h[u,k]                n reads u
+                r[n,k] <= s[u] + r[prod(u),k] + h[u,k]                n reads u; e[u,k] for s[u] in later stages
                 h[v,k] <= r[prod(v),k-1] + h[v,k-1]
                 live(e) <= budget                                      for moments e of the schedule
 
@@ -20,7 +21,7 @@ own measure.
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mip
 
@@ -28,7 +29,9 @@ from .._errors import SolverError
 from .._graph import Graph
 from .._schedule import Schedule, complete, must_save
 from .._simulate import simulate
+from ._chen import Chen
 from ._frontiers import boundaries
+from ._greedy import Greedy
 from ._interface import Solution
 from ._mincut import MinCut
 from ._moments import Moments, Terms
@@ -44,53 +47,72 @@ class Milp:
     recomputation window is the widest that needs no more than this many binaries; `threads` of the solver.
     """
 
-    gap: float = 0.001
-    variables: int = 6000
+    gap: float = 0.002
+    variables: int = 1000
     threads: int = 1
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         deadline = time.monotonic() + time_limit
-        start = MinCut().solve(graph, budget_nbytes, time_limit=time_limit)
-        profile = simulate(graph, start.schedule)
-        if start.schedule.drops_nothing and (budget_nbytes is None or profile.peak_nbytes <= budget_nbytes):
-            if budget_nbytes is not None or not graph.residuals:
-                return Solution(start.schedule, 0.0, True, "milp")
-        model = _Model(graph, self)
+        known = [solver.solve(graph, budget_nbytes, time_limit=time_limit).schedule for solver in (MinCut(), Greedy())]
+        start = min(known, key=lambda schedule: rank(graph, schedule, budget_nbytes))
+        if start.drops_nothing and (not graph.residuals or rank(graph, start, budget_nbytes)[0] == 0):
+            return Solution(start, 0.0, True, "milp")
         if budget_nbytes is None:
-            least = model.least_memory(start.schedule, deadline)
-            if least.schedule is None:
-                return Solution(start.schedule, 0.0, False, "milp")
-            budget_nbytes = simulate(graph, least.schedule).peak_nbytes
-            found = model.least_time(budget_nbytes, least.schedule, deadline)
-        else:
-            fits = profile.peak_nbytes <= budget_nbytes
-            found = model.least_time(budget_nbytes, start.schedule if fits else None, deadline)
-        schedule = found.schedule or start.schedule
-        step = graph.step_seconds or 1.0
-        return Solution(schedule, max(found.bound_seconds, 0.0) / step, found.proven, "milp")
+            return self._least(graph, start, deadline)
+        found = _Model(graph, self).solve(budget_nbytes, start, deadline)
+        if found.proven and not found.fits:
+            # Holding recomputed values across stages reaches lower peaks, but weakens the relaxation: only where needed.
+            chen = Chen().solve(graph, budget_nbytes, time_limit=time_limit).schedule
+            start = min((start, chen), key=lambda schedule: rank(graph, schedule, budget_nbytes))
+            found = _Model(graph, self, holding=True).solve(budget_nbytes, start, deadline)
+        return self._solution(graph, found)
+
+    def _least(self, graph: Graph, start: Schedule, deadline: float) -> Solution:
+        """The schedule of least peak, and among those about the fastest."""
+        half = (time.monotonic() + deadline) / 2
+        chen = Chen().solve(graph, None, time_limit=1.0).schedule
+        start = min((start, chen), key=lambda schedule: rank(graph, schedule, None))
+        least = _Model(graph, self).solve(None, start, (time.monotonic() + half) / 2)
+        least = _Model(graph, self, holding=True).solve(None, least.schedule, half)
+        budget = simulate(graph, least.schedule).peak_nbytes
+        return self._solution(graph, _Model(graph, self, holding=bool(least.schedule.kept)).solve(budget, least.schedule, deadline))
+
+    @staticmethod
+    def _solution(graph: Graph, found: "_Found") -> Solution:
+        bound = found.bound_seconds if found.fits else 0.0
+        return Solution(found.schedule, max(bound, 0.0) / (graph.step_seconds or 1.0), found.proven, "milp")
 
 
-@dataclass
+def rank(graph: Graph, schedule: Schedule, budget_nbytes: int | None) -> tuple[float, ...]:
+    """What makes one schedule better than another: to fit, then time; where neither fits, memory, then time."""
+    profile = simulate(graph, schedule)
+    if budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes:
+        return (0.0, profile.extra_seconds, profile.peak_nbytes)
+    return (1.0, profile.peak_nbytes, profile.extra_seconds)
+
+
+@dataclass(frozen=True)
 class _Found:
-    schedule: Schedule | None
-    bound_seconds: float = 0.0
-    proven: bool = False
+    schedule: Schedule
+    fits: bool
+    bound_seconds: float
+    proven: bool
 
 
 @dataclass
 class _Model:
     graph: Graph
     options: Milp
-    moments: Moments = field(init=False)
+    holding: bool = False
 
     def __post_init__(self) -> None:
         graph = self.graph
         self.fixed = must_save(graph)
         self.free = [v for v in graph.residuals if v not in self.fixed]
         self.window = self._window()
-        border = boundaries(graph)
+        border = boundaries(graph) if self.holding else {}
         self.holdable = {(v, k) for k, nodes in enumerate(self.window) for v in self._outputs(nodes) if v in border and k}
-        self.moments = Moments(graph, self.fixed)
+        self.moments = Moments(graph, self.fixed, self.window)
 
     def _outputs(self, nodes: set[int]) -> list[int]:
         return [v for n in nodes for v in self.graph.nodes[n].outputs if self.graph.values[v].materialised]
@@ -113,13 +135,8 @@ class _Model:
             edge = grown
         return reach
 
-    def least_time(self, budget_nbytes: int, start: Schedule | None, deadline: float) -> _Found:
-        return self._solve(start, deadline, budget_nbytes)
-
-    def least_memory(self, start: Schedule, deadline: float) -> _Found:
-        return self._solve(start, min(deadline, time.monotonic() + max((deadline - time.monotonic()) / 2, 0.0)), None)
-
-    def _solve(self, start: Schedule | None, deadline: float, budget_nbytes: int | None) -> _Found:
+    def solve(self, budget_nbytes: int | None, start: Schedule, deadline: float) -> _Found:
+        """The cheapest schedule within the budget, or with None the one of least peak; never worse than `start`."""
         graph, step = self.graph, self.graph.step_seconds or 1.0
         model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
         model.verbose = 0
@@ -128,11 +145,16 @@ class _Model:
         save = {v: model.add_var(var_type=mip.BINARY) for v in self.free}
         again = {(n, k): model.add_var(var_type=mip.BINARY) for k, nodes in enumerate(self.window) for n in sorted(nodes)}
         hold = {key: model.add_var(var_type=mip.BINARY) for key in sorted(self.holdable)}
+        longer = {(v, k): model.add_var(var_type=mip.BINARY) for v in self.free for k in self.moments.extra[v]}
         peak = model.add_var(lb=0.0) if budget_nbytes is None else None
+        variables: dict[str, dict[tuple[int, ...], mip.Var]] = {
+            "s": {(v,): x for v, x in save.items()}, "e": longer, "r": again, "h": hold,
+        }  # fmt: skip
 
         def ready(v: int, k: int) -> list[mip.Var]:
             producer = graph.values[v].producer
-            options = (save.get(v), again.get((producer, k)), hold.get((v, k)))
+            saved = longer.get((v, k)) if k > self.moments.cover[v] else save[v]
+            options = (saved, again.get((producer, k)), hold.get((v, k)))
             return [x for x in options if x is not None]
 
         for k in range(len(graph.stages)):
@@ -147,11 +169,16 @@ class _Model:
             before = [again.get((graph.values[v].producer, k - 1)), hold.get((v, k - 1))]
             model.add_constr(hold[v, k] <= mip.xsum(x for x in before if x is not None))
 
+        for v in self.free:
+            chain = [save[v], *(longer[v, k] for k in self.moments.extra[v])]
+            for before, after in zip(chain, chain[1:], strict=False):
+                model.add_constr(after <= before)
+
         def limit(terms: Terms) -> None:
             parts = []
             constant = terms.constant_nbytes / MIB
             for keys, nbytes in terms.parts:
-                found = [self._variable(key, save, again, hold) for key in keys]
+                found = [variables[kind].get(tuple(ids)) for kind, *ids in keys]
                 if any(x is None for x in found):
                     continue
                 parts.append((nbytes / MIB) * (mip.xsum(x for x in found if x is not None) - (len(found) - 1)))
@@ -171,54 +198,48 @@ class _Model:
             ceiling = sum(graph.values[v].nbytes for v in self.free) / MIB or 1.0
             model.objective = peak + 1e-4 * ceiling / 100 * cost
             model.max_mip_gap = 0.002
-        if start is not None:
-            model.start = self._start(start, save, again, hold)
-        best, bound = start, 0.0
-        best_rank = self._rank(start, budget_nbytes) if start is not None else None
+        best, best_rank, bound, proven = start, rank(graph, start, budget_nbytes), 0.0, False
+        if peak is not None or best_rank[0] == 0:
+            model.start = self._start(start, variables)
         while (left := deadline - time.monotonic()) > 0:
             status = model.optimize(max_seconds=max(left, 0.05))
             if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
-                return _Found(best if best_rank is not None and best_rank[0] == 0 else None, float("inf"), True)
+                proven = True
+                break
             if status in (mip.OptimizationStatus.ERROR, mip.OptimizationStatus.UNBOUNDED):
                 raise SolverError(
                     f"CBC ended with status {status.name} on a program of {model.num_cols} variables and {model.num_rows} "
                     "constraints. Try `solver=jaxremat.MinCut()`, which needs no integer program."
                 )
-            if peak is None and model.objective_bound is not None:
+            if peak is None and model.objective_bound is not None and abs(model.objective_bound) < 1e12:
                 bound = max(bound, model.objective_bound / 100 * step)
             if not model.num_solutions:
                 break
             schedule = self._schedule(save, hold)
-            rank = self._rank(schedule, budget_nbytes)
-            if best_rank is None or rank < best_rank:
-                best, best_rank = schedule, rank
-            profile = simulate(graph, schedule)
-            violated = self.moments.violated(schedule, profile, budget_nbytes if peak is None else int(peak.x * MIB) + graph.base_nbytes)
+            found = rank(graph, schedule, budget_nbytes)
+            if found < best_rank:
+                best, best_rank = schedule, found
+            ceiling = budget_nbytes if peak is None else int(float(peak.x) * MIB) + graph.base_nbytes
+            violated = self.moments.violated(schedule, simulate(graph, schedule), int(ceiling or 0))
             if not violated:
                 proven = status == mip.OptimizationStatus.OPTIMAL
-                return _Found(best, bound, proven)
+                break
             for terms in violated:
                 limit(terms)
-        return _Found(best, bound, False)
-
-    @staticmethod
-    def _variable(key, save, again, hold):  # type: ignore[no-untyped-def]
-        kind, *rest = key
-        return save.get(rest[0]) if kind == "s" else (again if kind == "r" else hold).get(tuple(rest))
-
-    def _rank(self, schedule: Schedule, budget_nbytes: int | None) -> tuple[float, ...]:
-        profile = simulate(self.graph, schedule)
-        if budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes:
-            return (0.0, profile.extra_seconds, profile.peak_nbytes)
-        return (1.0, profile.peak_nbytes, profile.extra_seconds)
+        return _Found(best, best_rank[0] == 0, min(bound, best_rank[1]) if best_rank[0] == 0 else bound, proven)
 
     def _schedule(self, save, hold) -> Schedule:  # type: ignore[no-untyped-def]
         saved = [v for v, x in save.items() if float(x.x) >= 0.5]
         kept = [key for key, x in hold.items() if float(x.x) >= 0.5]
         return complete(self.graph, saved, kept)
 
-    def _start(self, schedule: Schedule, save, again, hold):  # type: ignore[no-untyped-def]
-        chosen = {(n, k) for k, nodes in enumerate(schedule.recomputed) for n in nodes}
-        start = [(x, float(v in schedule.saved)) for v, x in save.items()]
-        start += [(x, float(key in chosen)) for key, x in again.items()]
-        return start + [(x, float(key in schedule.kept)) for key, x in hold.items()]
+    def _start(self, schedule: Schedule, variables: dict[str, dict[tuple[int, ...], mip.Var]]) -> list[tuple[mip.Var, float]]:
+        graph = self.graph
+        last: dict[int, int] = {}
+        for k, nodes in enumerate(schedule.recomputed):
+            last.update((u, k) for n in nodes for u in graph.reads[n])
+        again = {(n, k) for k, nodes in enumerate(schedule.recomputed) for n in nodes}
+        start = [(x, float(v in schedule.saved)) for (v,), x in variables["s"].items()]
+        start += [(x, float(v in schedule.saved and last.get(v, -1) >= k)) for (v, k), x in variables["e"].items()]
+        start += [(x, float(key in again)) for key, x in variables["r"].items()]
+        return start + [(x, float(key in schedule.kept)) for key, x in variables["h"].items()]

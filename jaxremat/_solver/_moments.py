@@ -1,8 +1,10 @@
 """Moments of the schedule -> linear lower bounds on the bytes alive there, for the integer program.
 
-A term's keys name variables of `_milp`: ("s", v), ("r", n, k), ("h", v, k). A value counts where all of them are one.
+A term's keys name variables of `_milp`: ("s", v), ("e", v, k), ("r", n, k), ("h", v, k). A value counts where all of them
+are one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._graph import Graph
@@ -30,9 +32,9 @@ class _Life:
 
 
 class Moments:
-    """Linear lower bounds on live bytes for one graph."""
+    """Linear lower bounds on live bytes for one graph and one recomputation window."""
 
-    def __init__(self, graph: Graph, fixed: frozenset[int]):
+    def __init__(self, graph: Graph, fixed: frozenset[int], window: Sequence[set[int]]):
         self.graph = graph
         self.free = [v for v in graph.residuals if v not in fixed]
         free = set(self.free)
@@ -48,6 +50,15 @@ class Moments:
                     forward[v] = node.id
                 else:
                     own[v][k] = node.id
+        readable: dict[int, set[int]] = {v: set() for v in self.free}
+        for k, nodes in enumerate(window):
+            for n in nodes:
+                for u in graph.reads[n]:
+                    if u in free and graph.stage_of[graph.values[u].producer] < k:
+                        readable[u].add(k)
+        # A saved value lives through `cover` at least; beyond it, while it is held for one of its `extra` stages.
+        self.cover = {v: max(own[v], default=min(readable[v], default=-1)) for v in self.free}
+        self.extra = {v: tuple(sorted(k for k in readable[v] if k > self.cover[v])) for v in self.free}
         self.lives = {
             v: _Life(graph.values[v].producer, forward.get(v, graph.values[v].producer), own[v]) for v in self.free
         }
@@ -98,14 +109,28 @@ class Moments:
                 best[stage, again] = (event.live_nbytes, event.node, event.recomputed_for)
         return {(n, k) for _, n, k in best.values()}
 
+    def _saved(self, v: int, k: int, own_at: int | None) -> list[Key]:
+        """The variable that says whether the saved original is alive in stage `k`, while the stage recomputes or later."""
+        life = self.lives[v]
+        if own_at is not None and life.by_stage:
+            covered = any(at >= own_at for at in life.by_stage.values())
+        elif own_at is not None:
+            covered = k < self.cover[v]
+        else:
+            covered = k <= self.cover[v]
+        if covered:
+            return [("s", v)]
+        first = k if own_at is None else k + 1
+        return [("e", v, j) for j in self.extra[v] if j >= first][:1]
+
     def own(self, n: int) -> Terms:
         """The moment a node runs in its own place."""
         k = self.graph.stage_of[n]
         parts = []
         for v in self.free:
             life, nbytes = self.lives[v], self.graph.values[v].nbytes
-            if life.forward < n and life.born < n and any(at >= n for at in life.by_stage.values()):
-                parts.append(((("s", v),), nbytes))
+            if life.forward < n and life.born < n:
+                parts.extend(((key,), nbytes) for key in self._saved(v, k, own_at=n))
             if k >= 0 and life.by_stage.get(k, -1) >= n:
                 parts.append(((("r", life.born, k),), nbytes))
                 parts.append(((("h", v, k),), nbytes))
@@ -120,8 +145,8 @@ class Moments:
         parts = []
         for v in self.free:
             life, nbytes = self.lives[v], self.graph.values[v].nbytes
-            if life.forward < self.graph.stages[k].start and any(stage >= k for stage in life.by_stage):
-                parts.append(((("s", v),), nbytes))
+            if life.forward < self.graph.stages[k].start:
+                parts.extend(((key,), nbytes) for key in self._saved(v, k, own_at=None))
             if k in life.by_stage:
                 parts.append(((("h", v, k),), nbytes))
                 if life.born < upto:
@@ -143,7 +168,7 @@ class Moments:
         stage = k if k >= 0 else graph.stage_of[n]
         terms = self.recomputing(k, n) if k >= 0 else self.own(n)
         parts = list(terms.parts)
-        counted = {keys[0] for keys, _ in parts if len(keys) == 1}
+        counted = {keys[0] if keys[0][0] != "e" else ("s", keys[0][1]) for keys, _ in parts if len(keys) == 1}
         later = [
             (m, j)
             for j in range(max(stage, 0), len(graph.stages))

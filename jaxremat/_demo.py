@@ -1,0 +1,155 @@
+"""Steps, batch size, budget -> a report in the terminal: the same training twice, plainly and within the budget.
+
+The two runs go side by side, a step of each in turn on the same batch, so that whatever else the machine does meets both.
+"""
+
+import time
+from dataclasses import dataclass, field
+from statistics import median
+
+import jax
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ._api import memory, optimize
+from ._budget import format_nbytes, parse_nbytes
+from ._demo_net import Batch, Digits, ResNet, State, TrainStep, initial_state, train_step
+from ._plan import Plan
+from ._program import MemoryStats, compiler_options
+
+_BAR_WIDTH = 24
+
+
+@dataclass
+class Run:
+    """One of the two trainings. **Fields:** its name, step and state, what the step needs, and what was seen so far."""
+
+    name: str
+    step: TrainStep
+    state: State
+    memory: MemoryStats
+    losses: list[jax.Array] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def advance(self, batch: Batch) -> None:
+        """Train on one batch, and time it until the results are there."""
+        began = time.perf_counter()
+        self.state, loss = jax.block_until_ready(self.step(self.state, batch))
+        self.seconds.append(time.perf_counter() - began)
+        self.losses.append(loss)
+
+
+def demo(
+    console: Console,
+    steps: int = 50,
+    batch_size: int = 64,
+    budget: str | None = None,
+    *,
+    blocks: tuple[int, ...] = (2, 2, 2),
+    side: int = 32,
+) -> Plan:
+    """Run the demo and describe it on the console.
+
+    **Arguments:** `budget` as text, or None for half of the plain step's peak; `blocks` per stage of the network and
+    the images' `side` in pixels.
+
+    **Returns:** the plan that the second run followed.
+
+    **Raises:** `BudgetError` and `InfeasibleBudgetError`, as `jaxremat.optimize` does.
+    """
+    digits, state = Digits.load(side), initial_state(ResNet(blocks), side, steps)
+    weights = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    platform = jax.default_backend()
+    console.print(
+        f"[bold]A Flax ResNet-{2 + 2 * sum(blocks)}[/] ({weights:,} parameters, AdamW) on {digits.train_count:,} digits "
+        f"of {side} x {side}, batch {batch_size}, on this {platform.upper()}",
+        highlight=False,
+    )
+    example = next(digits.batches(batch_size, 1))
+
+    with console.status("compiling the plain step"):
+        began = time.perf_counter()
+        jitted = jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(platform) or None)
+        compiled = jitted.lower(state, example).compile()
+        plain = Run("plain", compiled, jax.tree.map(jax.numpy.copy, state), MemoryStats.of(compiled))
+    _did(console, f"plain step compiled: peak {format_nbytes(plain.memory.peak_nbytes)}", began)
+
+    budget_nbytes = parse_nbytes(budget) if budget else plain.memory.peak_nbytes // 2
+    with console.status(f"planning within {format_nbytes(budget_nbytes)}"):
+        began = time.perf_counter()
+        step = optimize(budget_nbytes, donate_argnums=0, time_limit=5.0)(train_step)
+        plan = step.plan(state, example)
+        planned = Run("planned", step, jax.tree.map(jax.numpy.copy, state), memory(step, state, example))
+    peak = format_nbytes(planned.memory.peak_nbytes)
+    _did(console, f"planned and compiled within {format_nbytes(budget_nbytes)}: peak {peak}", began)
+
+    _train(console, (plain, planned), digits, batch_size, steps)
+    _report(console, plain, planned, digits, platform)
+    console.print()
+    console.print(str(plan), markup=False, highlight=False, soft_wrap=not console.is_terminal, overflow="ellipsis", no_wrap=True)
+    return plan
+
+
+def _did(console: Console, what: str, began: float) -> None:
+    console.print(f"  {what}  [dim]({time.perf_counter() - began:.1f} s)[/]", highlight=False)
+
+
+def _train(console: Console, runs: tuple[Run, Run], digits: Digits, batch_size: int, steps: int) -> None:
+    """Train both, with a bar in a terminal and a few lines elsewhere."""
+    columns = (
+        TextColumn("  training both, in turn"),
+        BarColumn(_BAR_WIDTH),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    marks = {max(1, round(steps * quarter / 4)) for quarter in range(1, 5)}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=steps, loss="")
+        for number, batch in enumerate(digits.batches(batch_size, steps), 1):
+            # Whichever goes second finds the batch in the caches, so they take turns at it.
+            for run in runs if number % 2 else runs[::-1]:
+                run.advance(batch)
+            loss = " | ".join(f"{float(run.losses[-1]):.4f}" for run in runs)
+            progress.update(task, advance=1, loss=loss)
+            if not console.is_terminal and number in marks:
+                console.print(f"  step {number:>3} of {steps}: loss {loss}  [dim](plain | planned)[/]", highlight=False)
+
+
+def _report(console: Console, plain: Run, planned: Run, digits: Digits, platform: str) -> None:
+    """Memory, time, losses and accuracy of the two, beside each other."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
+    table.add_column()
+    table.add_column("plain", justify="right")
+    table.add_column("planned", justify="right", style="bold")
+    table.add_column()
+
+    def row(name: str, one: str, two: str, note: str = "") -> None:
+        table.add_row(name, one, two, f"[dim]{note}[/]")
+
+    def bytes_row(name: str, one: int, two: int) -> None:
+        row(name, format_nbytes(one), format_nbytes(two), f"{two / max(one, 1):.0%} of plain")
+
+    bytes_row("compiled peak", plain.memory.peak_nbytes, planned.memory.peak_nbytes)
+    bytes_row("  of it temporaries", plain.memory.temporaries_nbytes, planned.memory.temporaries_nbytes)
+    times = [median(run.seconds[1:] or run.seconds) for run in (plain, planned)]
+    row("step time (median)", *(f"{1000 * t:.0f} ms" for t in times), f"{times[1] / times[0]:.2f} x plain")
+    losses = [[float(loss) for loss in run.losses] for run in (plain, planned)]
+    difference = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    row("last loss", *(f"{curve[-1]:.4f}" for curve in losses), f"curves differ by {difference:.1e} at most")
+    accuracy = [digits.accuracy(run.state) for run in (plain, planned)]
+    row("test accuracy", *(f"{share:.1%}" for share in accuracy), f"of {digits.test_count} images")
+    console.print(table)
+    largest = max(plain.memory.peak_nbytes, planned.memory.peak_nbytes)
+    for run, style in ((plain, "red"), (planned, "green")):
+        filled = round(2 * _BAR_WIDTH * run.memory.peak_nbytes / largest)
+        size = format_nbytes(run.memory.peak_nbytes)
+        console.print(f"  {run.name:<8}[{style}]{'█' * filled}[/] {size}", highlight=False)
+    if platform == "cpu":
+        console.print(
+            "  [dim]On a CPU fewer temporaries also mean fewer page faults, which can pay for the recomputation;\n"
+            "  do not expect that of an accelerator.[/]",
+            highlight=False,
+        )

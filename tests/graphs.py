@@ -1,0 +1,167 @@
+"""Small graphs built by hand: a builder, and the shapes whose best schedules are known."""
+
+from collections.abc import Sequence
+
+from jaxremat import Graph, Node, Stage, Value
+
+UNIT = 2**20
+"""Bytes of a value of size one."""
+
+
+class Builder:
+    """Appends arguments, nodes and stages in execution order; sizes are in units of `UNIT` bytes."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.values: list[Value] = []
+        self.starts: list[int] = []
+
+    def argument(self, size: int = 1, is_output: bool = False) -> int:
+        """The id of a new argument of the step."""
+        return self._value(-1, size, True, is_output)
+
+    def node(
+        self,
+        inputs: Sequence[int],
+        sizes: Sequence[int] = (1,),
+        *,
+        materialised: Sequence[bool] | bool = True,
+        is_output: Sequence[bool] | bool = False,
+        seconds: float = 1.0,
+        workspace: int = 0,
+        heavy: bool = True,
+        forward: bool | None = None,
+        repeatable: bool = True,
+        primitive: str = "op",
+    ) -> tuple[int, ...]:
+        """The ids of a new node's outputs; it is of the forward pass if no stage has begun, unless told otherwise."""
+        n = len(self.nodes)
+        written = [materialised] * len(sizes) if isinstance(materialised, bool) else list(materialised)
+        returned = [is_output] * len(sizes) if isinstance(is_output, bool) else list(is_output)
+        outputs = tuple(self._value(n, *row) for row in zip(sizes, written, returned, strict=True))
+        self.nodes.append(
+            Node(
+                id=n,
+                primitive=primitive,
+                inputs=tuple(dict.fromkeys(inputs)),
+                outputs=outputs,
+                seconds=seconds,
+                workspace_nbytes=workspace * UNIT,
+                heavy=heavy,
+                forward=not self.starts if forward is None else forward,
+                repeatable=repeatable,
+                source=f"model.py:{n + 1} (f)",
+            )
+        )
+        return outputs
+
+    def stage(self) -> None:
+        """The next node begins a new stage."""
+        self.starts.append(len(self.nodes))
+
+    def graph(self, *, base: int = 0, small: int = 0, step_seconds: float | None = None) -> Graph:
+        """The graph; a step takes the seconds of all its kernels unless told otherwise."""
+        stops = [*self.starts[1:], len(self.nodes)]
+        graph = Graph(
+            nodes=tuple(self.nodes),
+            values=tuple(self.values),
+            stages=tuple(Stage(a, b) for a, b in zip(self.starts, stops, strict=False)),
+            base_nbytes=base * UNIT,
+            step_seconds=0.0,
+            small_nbytes=small * UNIT,
+        )
+        seconds = sum(n.seconds for n in graph.kernels()) if step_seconds is None else step_seconds
+        return Graph(
+            graph.nodes, graph.values, graph.stages, graph.base_nbytes, seconds, graph.small_nbytes
+        )
+
+    def _value(self, producer: int, size: int, materialised: bool, is_output: bool) -> int:
+        v = len(self.values)
+        self.values.append(Value(v, producer, size * UNIT, materialised, is_output, f"u8[{size}]"))
+        return v
+
+
+def chain(length: int, *, size: int = 1, seconds: Sequence[float] | None = None) -> Graph:
+    """`x[i+1] = f(x[i])`; stage `k` reads `x[length - k]` and the cotangent, and makes the next cotangent.
+
+    Values 1 to `length` are `x[1]` to `x[length]`, made by nodes 0 to `length - 1`; cotangents are of size one.
+    """
+    build = Builder()
+    x = build.argument()
+    xs = []
+    for i in range(length):
+        (x,) = build.node([x], [size], seconds=1.0 if seconds is None else seconds[i], primitive="dot_general")
+        xs.append(x)
+    cotangent: list[int] = []
+    for x in reversed(xs):
+        build.stage()
+        cotangent = list(build.node([x, *cotangent], [1], primitive="dot_general"))
+    build.node(cotangent, [1], is_output=True, primitive="add")
+    return build.graph()
+
+
+def blocks(count: int, *, inner: int = 3, big: int = 4) -> Graph:
+    """A chain of blocks: a stream value of size one, `inner` values of size `big` per block, one stage per block.
+
+    The second of the inner values is fused, the last inner value adds back to the stream.
+    """
+    build = Builder()
+    stream = build.argument()
+    made: list[list[int]] = []
+    for _ in range(count):
+        values, v = [stream], stream
+        for i in range(inner):
+            fused = i == 1
+            (v,) = build.node([v], [big], materialised=not fused, heavy=not fused, seconds=0.25 if fused else 2.0)
+            values.append(v)
+        (stream,) = build.node([stream, v], [1], heavy=False, seconds=0.5, primitive="add")
+        made.append(values)
+    cotangent: list[int] = []
+    for values in reversed(made):
+        build.stage()
+        for v in reversed(values):
+            cotangent = list(build.node([v, *cotangent], [1], seconds=2.0))
+        build.node(cotangent, [1], is_output=True, seconds=0.5)
+    return build.graph(base=2)
+
+
+def diamond() -> Graph:
+    """Two branches from one value, joined; the backward pass reads both branches in one stage and the root last."""
+    build = Builder()
+    x = build.argument()
+    (root,) = build.node([x], [2], seconds=4.0)
+    (left,) = build.node([root], [3], seconds=1.0)
+    (right,) = build.node([root], [3], seconds=2.0)
+    (join,) = build.node([left, right], [1], seconds=1.0)
+    build.stage()
+    (c,) = build.node([join], [1])
+    build.stage()
+    (c,) = build.node([left, right, c], [1], workspace=1)
+    build.stage()
+    build.node([root, c], [1], is_output=True)
+    return build.graph()
+
+
+def unrepeatable() -> Graph:
+    """A chain whose second value comes from a callback, which may run only once, beside a small value."""
+    build = Builder()
+    x = build.argument()
+    (a,) = build.node([x], [4], seconds=2.0)
+    (b,) = build.node([a], [4], repeatable=False, primitive="pure_callback")
+    (c,) = build.node([b], [4], seconds=2.0)
+    (d, e) = build.node([c], [4, 1], seconds=2.0)
+    build.stage()
+    (g,) = build.node([d, e], [1])
+    build.stage()
+    (g,) = build.node([c, g], [1])
+    build.stage()
+    build.node([a, g], [1], is_output=True)
+    return build.graph(small=1)
+
+
+def forward_only() -> Graph:
+    """A step without a backward pass: nothing to plan."""
+    build = Builder()
+    (a,) = build.node([build.argument()], [2])
+    build.node([a], [1], is_output=True)
+    return build.graph(base=1)

@@ -1,0 +1,362 @@
+"""The simulator against an independent sweep, `complete` and its law, and the schedules that `check` refuses."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from graphs import UNIT, Builder, blocks, chain, diamond, forward_only, unrepeatable
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from strategies import choices, graphs
+
+from jaxremat import Graph, Schedule, SolverError, complete, simulate
+from jaxremat._schedule import check, must_save
+
+EXAMPLES = [chain(5), chain(4, size=3), blocks(3), diamond(), unrepeatable()]
+
+
+def operands(graph: Graph, values: tuple[int, ...]) -> set[int]:
+    """The buffers behind these values: fused values stand for the buffers that their makers read."""
+    found: set[int] = set()
+    for v in values:
+        value = graph.values[v]
+        if value.producer >= 0:
+            found |= {v} if value.materialised else operands(graph, graph.nodes[value.producer].inputs)
+    return found
+
+
+def runs(graph: Graph, n: int) -> bool:
+    """Whether the node is a kernel."""
+    node = graph.nodes[n]
+    return node.heavy or any(graph.values[v].materialised for v in node.outputs)
+
+
+def play(graph: Graph, schedule: Schedule) -> list[tuple[int, int, set[Any], set[Any]]]:
+    """Every kernel run in order: node, stage it is recomputed for or -1, buffers read and buffers written.
+
+    A buffer is (value, stage that made it again or -1). Reading what is not there is an error.
+    """
+    timeline: list[tuple[int, int, set[Any], set[Any]]] = []
+    written: set[Any] = set()
+    first = graph.stages[0].start if graph.stages else len(graph.nodes)
+    present: dict[int, Any] = {}  # value -> the buffer that the present stage reads; absent: the original
+
+    def run(n: int, again: int) -> None:
+        node = graph.nodes[n]
+        read = {present.get(v, (v, -1)) for v in operands(graph, node.inputs)}
+        assert read <= written, f"node {n} reads {read - written}, which nothing has written"
+        made = {(v, again) for v in node.outputs if graph.values[v].materialised}
+        written.update(made)
+        timeline.append((n, again, read, made))
+
+    for n in range(first):
+        if runs(graph, n):
+            run(n, -1)
+    for k, stage in enumerate(graph.stages):
+        present = {v: buffer for v, buffer in present.items() if (v, k) in schedule.kept}
+        for n in schedule.recomputed[k]:
+            run(n, k)
+            present.update({v: (v, k) for v in graph.nodes[n].outputs})
+        for n in range(stage.start, stage.stop):
+            if runs(graph, n):
+                run(n, -1)
+    return timeline
+
+
+def sweep(graph: Graph, schedule: Schedule) -> tuple[list[int], list[set[Any]]]:
+    """Live bytes and live buffers at each kernel run: after each run, drop every buffer that nothing reads later."""
+    timeline = play(graph, schedule)
+    live: set[Any] = set()
+    nbytes, alive = [], []
+    for i, (n, _, _, made) in enumerate(timeline):
+        live |= {(v, again) for v, again in made if again >= 0 or not graph.values[v].is_output}
+        nbytes.append(sum(graph.values[v].nbytes for v, _ in live) + graph.nodes[n].workspace_nbytes)
+        alive.append(set(live))
+        live = {b for b in live if any(b in read for _, _, read, _ in timeline[i + 1 :])}
+    return nbytes, alive
+
+
+def assert_equals_sweep(graph: Graph, schedule: Schedule) -> None:
+    profile = simulate(graph, schedule)
+    nbytes, alive = sweep(graph, schedule)
+    timeline = play(graph, schedule)
+    assert [(e.node, e.recomputed_for) for e in profile.events] == [(n, k) for n, k, _, _ in timeline]
+    assert [e.live_nbytes for e in profile.events] == nbytes
+    assert profile.peak_nbytes == graph.base_nbytes + max(nbytes, default=0)
+    if nbytes:
+        assert profile.peak_event == nbytes.index(max(nbytes))
+        assert set(profile.alive) == alive[profile.peak_event]
+        assert len(profile.alive) == len(set(profile.alive))
+    sizes = [graph.values[v].nbytes for v, _ in profile.alive]
+    assert sizes == sorted(sizes, reverse=True)
+    assert profile.extra_seconds == sum(graph.nodes[n].seconds for n, k, _, _ in timeline if k >= 0)
+
+
+@given(st.data())
+def test_simulator_equals_sweep(data: st.DataObject) -> None:
+    graph = data.draw(graphs(most_nodes=10))
+    assert_equals_sweep(graph, complete(graph, *data.draw(choices(graph))))
+
+
+@pytest.mark.parametrize("graph", EXAMPLES)
+def test_simulator_equals_sweep_on_known_graphs(graph: Graph) -> None:
+    for saved in ((), graph.residuals, graph.residuals[::2], graph.residuals[1::2]):
+        kept = {(v, k) for v in graph.residuals for k in range(2, len(graph.stages))}
+        assert_equals_sweep(graph, complete(graph, saved))
+        assert_equals_sweep(graph, complete(graph, saved, kept))
+
+
+def test_a_step_without_backward_pass() -> None:
+    graph = forward_only()
+    assert graph.residuals == ()
+    assert_equals_sweep(graph, Schedule(frozenset(), ()))
+    assert simulate(graph, complete(graph, ())).peak_nbytes == 3 * UNIT
+
+
+def test_an_empty_graph() -> None:
+    graph = Graph((), (), (), base_nbytes=7, step_seconds=0.0)
+    profile = simulate(graph, complete(graph, ()))
+    assert (profile.peak_nbytes, profile.extra_seconds, profile.events, profile.alive) == (7, 0.0, (), ())
+
+
+def test_timeline_of_a_chain_by_hand() -> None:
+    """`f, f, f | b, b, b + update` with `x[1]` alone saved."""
+    graph = chain(3, size=2)
+    x1, x2, x3 = 1, 2, 3
+    saved = simulate(graph, complete(graph, graph.residuals))
+    assert [e.live_nbytes // UNIT for e in saved.events] == [2, 4, 6, 7, 6, 4, 1]
+    assert saved.alive == ((x1, -1), (x2, -1), (x3, -1), (4, -1))
+    profile = simulate(graph, complete(graph, {x1}))
+    assert [(e.node, e.recomputed_for) for e in profile.events] == [
+        (0, -1), (1, -1), (2, -1),  # forward: x1, x2, x3
+        (1, 0), (2, 0), (3, -1),  # stage 0 needs x3, from x2 from x1
+        (1, 1), (4, -1),  # stage 1 needs x2
+        (5, -1), (6, -1),  # x1 is there
+    ]  # fmt: skip
+    assert [e.live_nbytes // UNIT for e in profile.events] == [2, 4, 6, 4, 6, 5, 5, 6, 4, 1]
+    assert profile.extra_seconds == 3.0
+
+
+def test_the_base_counts_once_and_outputs_within_it() -> None:
+    build = Builder()
+    x = build.argument(100)
+    (loss,) = build.node([x], [50], is_output=True)
+    (a,) = build.node([x], [3])
+    build.stage()
+    build.node([a, loss], [70], is_output=True)
+    graph = build.graph(base=220)
+    profile = simulate(graph, complete(graph, graph.residuals))
+    assert [e.live_nbytes for e in profile.events] == [0, 3 * UNIT, 3 * UNIT]
+    assert profile.peak_nbytes == 223 * UNIT
+    assert simulate(replace(graph, base_nbytes=0), complete(graph, graph.residuals)).peak_nbytes == 3 * UNIT
+
+
+def test_workspace_counts_while_its_kernel_runs_and_each_time_it_runs() -> None:
+    build = Builder()
+    x = build.argument()
+    (a,) = build.node([x], [2], workspace=10)
+    (b,) = build.node([a], [2])
+    build.stage()
+    (c,) = build.node([b], [1])
+    build.node([c, a], [1], is_output=True, workspace=5)
+    graph = build.graph()
+    plain = simulate(graph, complete(graph, (a, b)))
+    assert [e.live_nbytes // UNIT for e in plain.events] == [12, 4, 5, 8]
+    again = simulate(graph, complete(graph, (b,)))
+    assert [e.live_nbytes // UNIT for e in again.events] == [12, 4, 14, 5, 8]
+    assert [(e.node, e.recomputed_for) for e in again.events][2] == (0, 0)
+
+
+def test_the_clone_of_an_output_is_no_part_of_the_base() -> None:
+    build = Builder()
+    x = build.argument()
+    (a, out) = build.node([x], [4, 2], is_output=[False, True])
+    (b,) = build.node([a], [1])
+    build.stage()
+    build.node([a, b], [1], is_output=True)
+    graph = build.graph()
+    assert out in must_save(graph) or out not in graph.residuals
+    events = simulate(graph, complete(graph, ())).events
+    assert [(e.node, e.recomputed_for, e.live_nbytes // UNIT) for e in events][2:4] == [(0, 0, 6), (1, 0, 5)]
+
+
+def test_a_fused_value_holds_its_sources() -> None:
+    """`a -> fused -> reader`: no bytes of its own, but `a` lives until the fused value's last reader."""
+    build = Builder()
+    x = build.argument()
+    (a,) = build.node([x], [4])
+    (fused,) = build.node([a], [100], materialised=False, heavy=False, seconds=0.0)
+    build.stage()
+    (g,) = build.node([x], [1])
+    build.node([fused, g], [1], is_output=True)
+    graph = build.graph()
+    assert (graph.sources[fused], graph.residuals) == ((a,), (a,))
+    profile = simulate(graph, complete(graph, graph.residuals))
+    assert [e.live_nbytes // UNIT for e in profile.events] == [4, 5, 5]
+
+
+@given(st.data())
+def test_complete_makes_available_whatever_a_stage_reads(data: st.DataObject) -> None:
+    graph = data.draw(graphs(most_nodes=10))
+    saved, kept = data.draw(choices(graph))
+    schedule = complete(graph, saved, kept)
+    assert check(graph, schedule) is schedule
+    assert schedule.saved == saved | must_save(graph)
+    assert schedule.kept <= kept
+    assert not any(v in schedule.saved for v, _ in schedule.kept)
+    assert len(schedule.recomputed) == len(graph.stages)
+    for k, (stage, nodes) in enumerate(zip(graph.stages, schedule.recomputed, strict=True)):
+        there = schedule.saved | {v for v, j in schedule.kept if j == k}
+        for n in nodes:
+            node = graph.nodes[n]
+            assert node.repeatable and node.forward
+            assert n < stage.start
+            residuals = {v for v in operands(graph, node.inputs) if graph.is_residual(v)}
+            assert residuals <= there
+            there |= set(node.outputs)
+        for n in range(stage.start, stage.stop):
+            there |= set(graph.nodes[n].outputs)
+            if runs(graph, n):
+                assert {v for v in operands(graph, graph.nodes[n].inputs) if graph.is_residual(v)} <= there
+        assert list(nodes) == sorted(set(nodes))
+
+
+@given(st.data())
+def test_complete_recomputes_nothing_in_vain(data: st.DataObject) -> None:
+    """Without kept values: leaving out any one recomputed node breaks the schedule."""
+    graph = data.draw(graphs())
+    schedule = complete(graph, data.draw(choices(graph))[0])
+    assume(not schedule.drops_nothing)
+    for k, nodes in enumerate(schedule.recomputed):
+        for n in nodes:
+            fewer = list(schedule.recomputed)
+            fewer[k] = tuple(m for m in nodes if m != n)
+            with pytest.raises(SolverError, match=f"Stage {k} (reads|recomputes)"):
+                check(graph, replace(schedule, recomputed=tuple(fewer)))
+
+
+@given(graphs(most_nodes=8))
+def test_saving_everything_is_the_plain_step(graph: Graph) -> None:
+    plain = complete(graph, graph.residuals)
+    assert plain.drops_nothing
+    assert simulate(graph, plain).extra_seconds == 0.0
+    everything = complete(graph, range(len(graph.values)))
+    assert everything == plain  # ids that are no residuals are ignored
+
+
+@given(st.data())
+def test_saving_more_never_recomputes_more(data: st.DataObject) -> None:
+    graph = data.draw(graphs())
+    saved, _ = data.draw(choices(graph))
+    extra, _ = data.draw(choices(graph))
+    fewer, more = complete(graph, saved), complete(graph, saved | extra)
+    for a, b in zip(more.recomputed, fewer.recomputed, strict=True):
+        assert set(a) <= set(b)
+    assert simulate(graph, more).extra_seconds <= simulate(graph, fewer).extra_seconds
+
+
+def test_must_save() -> None:
+    """What runs only once, what is small, and what the step returns anyway."""
+    graph = unrepeatable()
+    a, b, c, d, e = range(1, 6)
+    assert graph.residuals == (a, b, c, d, e)
+    assert must_save(graph) == {b, e}
+    assert must_save(replace(graph, small_nbytes=0)) == {b}
+    assert must_save(replace(graph, small_nbytes=4 * UNIT)) == {a, b, c, d, e}
+    values = tuple(replace(v, is_output=v.id == c) for v in graph.values)
+    assert must_save(replace(graph, values=values)) == {b, c, e}
+    assert complete(graph, ()).recomputed == ((2, 3), (2,), (0,))
+
+
+@pytest.mark.parametrize("ids", [[99], [-1], [1, 99], [-7, 1]])
+def test_complete_refuses_ids_that_the_graph_does_not_have(ids: list[int]) -> None:
+    with pytest.raises(SolverError, match=rf"saves value {min(ids) if min(ids) < 0 else 99}, but .* values 0 to 11"):
+        complete(chain(5), ids)
+
+
+BROKEN = {
+    "stages": (Schedule(frozenset({1, 2, 3}), ((),)), r"has 1 stages and the graph 3.*complete\(graph, saved\)"),
+    "not recomputed": (Schedule(frozenset({1, 2}), ((), (), ())), r"Stage 0 reads values \[3\], which are neither"),
+    "too late": (Schedule(frozenset({1, 2}), ((), (2,), ())), r"Stage 0 reads values \[3\]"),
+    "from nothing": (Schedule(frozenset({1}), ((2,), (1,), ())), r"node 2 \(dot_general\) from values \[2\], which"),
+    "wrong order": (Schedule(frozenset({1}), ((2, 1), (1,), ())), r"node 2 \(dot_general\) from values \[2\]"),
+    "dropped again": (Schedule(frozenset({1}), ((1, 2), (), ())), r"Stage 1 reads values \[2\]"),
+    "kept, never there": (
+        Schedule(frozenset({1, 3}), ((), (), ()), frozenset({(2, 1)})),
+        r"Stage 1 keeps values \[2\] that stage 0 does not have",
+    ),
+    "backward again": (Schedule(frozenset({1, 2, 3}), ((), (3,), ())), r"node 3 \(dot_general\), which may run only once"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_check_refuses(name: str) -> None:
+    schedule, text = BROKEN[name]
+    with pytest.raises(SolverError, match=text):
+        check(chain(3), schedule)
+
+
+def test_check_refuses_what_may_run_only_once() -> None:
+    graph = unrepeatable()
+    schedule = Schedule(frozenset({1, 3, 5}), ((1, 3), (), ()))
+    with pytest.raises(SolverError, match=r"Stage 0 recomputes node 1 \(pure_callback\), which may run only once"):
+        check(graph, schedule)
+
+
+def test_a_value_kept_through_stages_is_made_once() -> None:
+    graph = chain(4, size=2)
+    kept = {(v, k) for v in (1, 2, 3) for k in range(1, 5 - v)}
+    schedule = complete(graph, (), kept)
+    assert schedule.recomputed == ((0, 1, 2, 3), (), (), ())
+    assert schedule.kept == kept
+    assert_equals_sweep(graph, schedule)
+    assert simulate(graph, schedule).extra_seconds == 4.0
+    assert simulate(graph, complete(graph, ())).extra_seconds == 10.0
+
+
+@st.composite
+def raw_schedules(draw: st.DrawFn, graph: Graph) -> Schedule:
+    """Any values saved, any earlier nodes recomputed, any values kept: mostly broken."""
+    closed = complete(graph, *draw(choices(graph)))
+    recomputed = []
+    for stage, nodes in zip(graph.stages, closed.recomputed, strict=True):
+        flips = draw(st.sets(st.integers(0, stage.start - 1), max_size=1))
+        recomputed.append(tuple(sorted(set(nodes) ^ flips)))
+    values = st.integers(0, len(graph.values) - 1)
+    saved = closed.saved ^ (draw(st.sets(values, max_size=1)) & set(graph.residuals))
+    kept = closed.kept ^ draw(st.sets(st.tuples(values, st.integers(1, len(graph.stages))), max_size=1))
+    return Schedule(saved, tuple(recomputed), frozenset(kept))
+
+
+def gone(graph: Graph, schedule: Schedule) -> bool:
+    """Whether a stage reads an original of the forward pass that is not saved, or runs what may run only once."""
+    previous: set[int] = set()
+    for k, (stage, nodes) in enumerate(zip(graph.stages, schedule.recomputed, strict=True)):
+        clones = {v for v, j in schedule.kept if j == k}
+        if not clones <= previous:
+            return True
+        for n in (*nodes, *range(stage.start, stage.stop)):
+            node = graph.nodes[n]
+            if n < stage.start and not (node.forward and node.repeatable):
+                return True
+            for v in operands(graph, node.inputs) if runs(graph, n) else ():
+                before = graph.values[v].producer < stage.start
+                if v not in schedule.saved | clones and before and graph.is_residual(v):
+                    return True
+            if n < stage.start:
+                clones |= set(node.outputs)
+        previous = clones
+    return False
+
+
+@given(st.data())
+def test_check_agrees_with_playing_the_schedule(data: st.DataObject) -> None:
+    """`check` accepts any mix of saved, recomputed and kept values exactly if no stage reads what is gone."""
+    graph = data.draw(graphs(late_forward=False))
+    schedule = data.draw(raw_schedules(graph))
+    if gone(graph, schedule):
+        with pytest.raises(SolverError):
+            check(graph, schedule)
+    else:
+        assert check(graph, schedule) is schedule
+        assert_equals_sweep(graph, schedule)

@@ -1,0 +1,358 @@
+"""Every solver on every graph, the integer program against brute force, and schedules known from the literature."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from graphs import UNIT, Builder, blocks, chain, diamond, forward_only, unrepeatable
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import graphs, holdable
+
+from jaxremat import (
+    Chen,
+    Graph,
+    Greedy,
+    MinCut,
+    RecomputeAll,
+    SaveAll,
+    Schedule,
+    Solution,
+    Solver,
+    complete,
+    simulate,
+)
+from jaxremat._schedule import check, must_save
+from jaxremat._solver._frontiers import boundaries
+from jaxremat._solver._milp import Milp
+
+SOLVERS: dict[str, Any] = {
+    "save_all": SaveAll(),
+    "recompute_all": RecomputeAll(),
+    "chen": Chen(),
+    "chen_3": Chen(segments=3),
+    "greedy": Greedy(),
+    "mincut": MinCut(),
+    "milp": Milp(gap=0.0),
+}
+GRAPHS = {
+    "chain": chain(6),
+    "uneven chain": chain(5, size=3, seconds=[8.0, 1.0, 4.0, 1.0, 2.0]),
+    "blocks": blocks(3),
+    "diamond": diamond(),
+    "unrepeatable": unrepeatable(),
+    "forward only": forward_only(),
+}
+# A solve that is right ends long before this, whatever the machine.
+TIME_LIMIT = 30.0
+
+
+def solve(solver: Solver, graph: Graph, budget_nbytes: int | None) -> Schedule:
+    solution = solver.solve(graph, budget_nbytes, time_limit=TIME_LIMIT)
+    assert isinstance(solution, Solution)
+    assert 0.0 <= solution.lower_bound < math.inf
+    assert solution.solver
+    return check(graph, solution.schedule)
+
+
+def subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    return itertools.chain.from_iterable(itertools.combinations(items, r) for r in range(len(items) + 1))
+
+
+def free(graph: Graph) -> list[int]:
+    """The residuals that there is a choice about."""
+    return [v for v in graph.residuals if v not in must_save(graph)]
+
+
+def frontier(graph: Graph, pairs: Sequence[tuple[int, int]] = ()) -> dict[int, float]:
+    """By brute force, for each reachable peak the least seconds of recomputation that reach it.
+
+    Over all sets of saved values and, for each, over all sets of those `pairs` that can be kept.
+    """
+    best: dict[int, float] = {}
+    for saved in subsets(free(graph)):
+        for kept in subsets([pair for pair in pairs if pair[0] not in saved]):
+            profile = simulate(graph, complete(graph, saved, kept))
+            peak = profile.peak_nbytes
+            best[peak] = min(best.get(peak, math.inf), profile.extra_seconds)
+    return best
+
+
+def least_seconds(best: dict[int, float], budget: int) -> float:
+    """The optimum within a budget; infinite where nothing fits."""
+    return min((seconds for peak, seconds in best.items() if peak <= budget), default=math.inf)
+
+
+def budgets(best: dict[int, float], most: int = 5) -> list[int]:
+    """Budgets that are met exactly, or missed by one byte: around the peaks where the optimum changes."""
+    corners = [p for p in sorted(best) if best[p] < least_seconds(best, p - 1)]
+    step = max(1, len(corners) // most)
+    return [budget for peak in corners[::step] for budget in (peak, peak - 1)]
+
+
+# ---- every solver on every graph
+
+
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+def test_every_solver_gives_a_schedule_at_every_budget(solver: Solver, graph: Graph) -> None:
+    assert isinstance(solver, Solver)
+    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    for budget in (None, 1, *range(graph.base_nbytes, plain + UNIT, 3 * UNIT), plain, 2 * plain):
+        schedule = solve(solver, graph, budget)
+        assert simulate(graph, schedule).extra_seconds >= 0.0
+        assert schedule == solve(solver, graph, budget)  # deterministic
+
+
+@pytest.mark.parametrize("solver", [Greedy(), MinCut(), Milp(gap=0.0)], ids=["greedy", "mincut", "milp"])
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+def test_nothing_is_dropped_where_the_plain_step_fits(solver: Solver, graph: Graph) -> None:
+    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    assert solve(solver, graph, plain).drops_nothing
+    assert solve(solver, graph, 10 * plain).drops_nothing
+
+
+@pytest.mark.parametrize("name", ["chen", "greedy", "mincut", "milp"])
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+def test_a_budget_that_cannot_be_met_gives_the_least_peak_known(name: str, graph: Graph) -> None:
+    least = simulate(graph, solve(SOLVERS[name], graph, None)).peak_nbytes
+    for budget in (least - 1, graph.base_nbytes, 1):
+        assert simulate(graph, solve(SOLVERS[name], graph, budget)).peak_nbytes == least
+
+
+@given(graphs(most_nodes=8), st.sampled_from(["chen", "chen_3", "greedy", "mincut", "milp"]), st.floats(0, 1))
+def test_solvers_on_random_graphs(graph: Graph, name: str, share: float) -> None:
+    """Whatever the budget: a schedule that can be emitted, and the same one the second time."""
+    low = simulate(graph, complete(graph, ())).peak_nbytes
+    high = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    budget = int(low + share * (high - low))
+    schedule = solve(SOLVERS[name], graph, budget)
+    assert schedule == solve(SOLVERS[name], graph, budget)
+    assert solve(SOLVERS[name], graph, None) == solve(SOLVERS[name], graph, None)
+
+
+def test_the_two_ends() -> None:
+    graph = chain(6)
+    assert solve(SaveAll(), graph, 1) == complete(graph, graph.residuals)
+    everything = solve(RecomputeAll(), graph, None)
+    assert everything.saved == frozenset()
+    assert everything.recomputed == tuple(tuple(range(6 - k)) for k in range(6))
+
+
+# ---- the integer program against brute force
+
+
+@given(graphs(most_nodes=6))
+def test_milp_equals_brute_force_over_saved_sets(graph: Graph) -> None:
+    """Never worse than the best schedule that holds nothing, and equal to it unless holding is what makes it better."""
+    assume(1 <= len(free(graph)) <= 6)
+    best = frontier(graph)
+    for budget in budgets(best):
+        solution = Milp(gap=0.0).solve(graph, budget, time_limit=TIME_LIMIT)
+        profile = simulate(graph, check(graph, solution.schedule))
+        optimum = least_seconds(best, budget)
+        assert solution.proven
+        if optimum < math.inf:
+            assert profile.peak_nbytes <= budget
+            assert profile.extra_seconds <= optimum + 1e-9
+        if not solution.schedule.kept and profile.peak_nbytes <= budget:
+            assert profile.extra_seconds >= optimum
+
+
+@given(graphs(most_nodes=5))
+def test_milp_equals_brute_force_over_saved_and_kept(graph: Graph) -> None:
+    """With values held from stage to stage: it fits where anything fits, and nothing is cheaper than it claims."""
+    pairs = [(v, k) for v, k in holdable(graph) if v in boundaries(graph) and v in free(graph)]
+    assume(1 <= len(free(graph)) <= 5)
+    assume(1 <= len(pairs) <= 5)
+    best, alone = frontier(graph, pairs), frontier(graph)
+    for budget in budgets(best):
+        solution = Milp(gap=0.0).solve(graph, budget, time_limit=TIME_LIMIT)
+        profile = simulate(graph, check(graph, solution.schedule))
+        assert solution.proven
+        if (optimum := least_seconds(best, budget)) < math.inf:
+            assert profile.peak_nbytes <= budget
+            assert optimum - 1e-9 <= profile.extra_seconds <= least_seconds(alone, budget) + 1e-9
+        if min(alone) > budget:
+            assert profile.extra_seconds <= optimum + 1e-9
+
+
+@given(graphs(most_nodes=6))
+def test_the_lower_bound_is_never_above_the_optimum(graph: Graph) -> None:
+    assume(1 <= len(free(graph)) <= 6)
+    best = frontier(graph)
+    for budget in budgets(best, most=3):
+        for gap in (0.0, 0.05):
+            solution = Milp(gap=gap).solve(graph, budget, time_limit=TIME_LIMIT)
+            seconds = simulate(graph, solution.schedule).extra_seconds
+            optimum = least_seconds(best, budget)
+            assert solution.lower_bound * graph.step_seconds <= optimum + 1e-6
+            if simulate(graph, solution.schedule).peak_nbytes <= budget:
+                assert seconds <= (solution.lower_bound + gap) * graph.step_seconds + 1e-6
+
+
+@given(graphs(most_nodes=6))
+def test_without_a_budget_milp_reaches_the_least_peak(graph: Graph) -> None:
+    assume(1 <= len(free(graph)) <= 6)
+    best = frontier(graph)
+    profile = simulate(graph, solve(Milp(gap=0.0), graph, None))
+    assert profile.peak_nbytes <= min(best)
+    if profile.peak_nbytes == min(best):
+        assert profile.extra_seconds <= best[min(best)]
+
+
+@pytest.mark.parametrize("graph", [chain(6, size=2), blocks(3), diamond(), unrepeatable()])
+def test_more_memory_never_costs_more_time(graph: Graph) -> None:
+    best = frontier(graph)
+    seconds = [
+        simulate(graph, solve(Milp(gap=0.0), graph, budget)).extra_seconds
+        for budget in range(min(best), max(best) + 2 * UNIT, UNIT)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == 0.0 < seconds[0]
+
+
+@settings(max_examples=15)
+@given(graphs(most_nodes=6))
+def test_more_memory_never_costs_more_time_on_random_graphs(graph: Graph) -> None:
+    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    least = simulate(graph, solve(Milp(gap=0.0), graph, None)).peak_nbytes
+    assume(least < plain)
+    seconds = [
+        simulate(graph, solve(Milp(gap=0.0), graph, least + (plain - least) * i // 4)).extra_seconds
+        for i in range(5)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_a_wider_gap_stops_within_it() -> None:
+    graph = blocks(3)
+    best = frontier(graph)
+    for budget in budgets(best):
+        optimum = least_seconds(best, budget)
+        if optimum < math.inf:
+            seconds = simulate(graph, solve(Milp(gap=0.05), graph, budget)).extra_seconds
+            assert seconds <= optimum + 0.05 * graph.step_seconds
+
+
+# ---- golden schedules
+
+
+@pytest.mark.parametrize("root", [2, 3, 4, 5, 6])
+def test_chen_saves_square_root_many_checkpoints(root: int) -> None:
+    """`n = root**2` equal stages: `root - 1` checkpoints, peak `2 root`, less than one extra forward pass."""
+    n = root**2
+    graph = chain(n)
+    schedule = solve(Chen(), graph, None)
+    assert schedule == solve(Chen(segments=root), graph, None)
+    assert schedule.saved == {root * i for i in range(1, root)}
+    profile = simulate(graph, schedule)
+    assert profile.peak_nbytes == 2 * root * UNIT
+    assert profile.extra_seconds == n - (root - 1)
+    assert simulate(graph, complete(graph, graph.residuals)).peak_nbytes == (n + 1) * UNIT
+
+
+def test_chen_on_sixteen_stages() -> None:
+    """Checkpoints x4, x8 and x12; each segment is recomputed once, before the first of its four stages."""
+    graph = chain(16)
+    schedule = solve(Chen(), graph, None)
+    assert schedule.saved == {4, 8, 12}
+    made = {k: nodes for k, nodes in enumerate(schedule.recomputed) if nodes}
+    assert made == {0: (12, 13, 14, 15), 4: (8, 9, 10), 8: (4, 5, 6), 12: (0, 1, 2)}  # node i makes value i + 1
+
+
+def test_chen_takes_the_cheapest_number_of_segments_that_fits() -> None:
+    """`c` segments save `c - 1` values, so more memory buys more segments and less recomputation."""
+    graph = chain(16)
+    extra = [simulate(graph, solve(Chen(), graph, units * UNIT)).extra_seconds for units in range(8, 18)]
+    assert extra == sorted(extra, reverse=True)
+    assert extra[0] == 13.0
+    assert extra[-1] == 1.0
+    assert simulate(graph, solve(Chen(), graph, 7 * UNIT)).peak_nbytes == 8 * UNIT
+
+
+@pytest.mark.parametrize("name", ["greedy", "mincut", "milp"])
+def test_what_is_cheap_to_make_again_is_dropped(name: str) -> None:
+    """Four branches of equal size; two of them are to go, and those two cost a tenth of the others."""
+    build = Builder()
+    x = build.argument()
+    values = [build.node([x], [4], seconds=s)[0] for s in (10.0, 1.0, 10.0, 1.0)]
+    (c,) = build.node(values, [0])
+    for v in reversed(values):
+        build.stage()
+        (c,) = build.node([v, c], [0])
+    build.node([c], [1], is_output=True)
+    graph = build.graph()
+    # Both cheap ones are gone while the forward pass reads all four: no schedule is below 16; one byte more is room.
+    assert simulate(graph, complete(graph, values)).peak_nbytes == 16 * UNIT
+    assert frontier(graph).keys() == {16 * UNIT}
+    build = Builder()
+    x = build.argument()
+    values = [build.node([x], [4], seconds=s)[0] for s in (10.0, 1.0, 10.0, 1.0)]
+    c = build.argument(0)
+    for v in reversed(values):
+        build.stage()
+        (c,) = build.node([v, c], [0])
+    build.node([c], [1], is_output=True)
+    graph = build.graph()
+    schedule = solve(SOLVERS[name], graph, 12 * UNIT)
+    assert simulate(graph, schedule).peak_nbytes <= 12 * UNIT
+    assert simulate(graph, schedule).extra_seconds == 1.0
+    assert {values[0], values[2]} < schedule.saved
+
+
+def test_milp_on_blocks_saves_streams_and_as_many_inner_values_as_fit() -> None:
+    """Blocks of a stream value (1), two inner values (4) and a fused one, computed by hand.
+
+    A block's inner values cost 2 seconds each and its stream value half a second, so dropping one block's inner
+    values is 4 seconds for 8 units of memory; with all streams saved no block depends on another.
+    """
+    graph = blocks(3)
+    best = frontier(graph)
+    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    seconds = {
+        units: simulate(graph, solve(Milp(gap=0.0), graph, plain - units * UNIT)).extra_seconds
+        for units in range(9)
+        if plain - units * UNIT >= min(best)
+    }
+    assert seconds[0] == 0.0
+    assert seconds[1] == seconds[4] == 2.0
+    assert seconds[5] == seconds[8] == 4.0
+
+
+def test_the_classic_trade_of_one_checkpoint_on_a_chain() -> None:
+    """Eight equal values in six units: brute force over 256 schedules is the judge, and Chen needs more time."""
+    graph = chain(8)
+    best = frontier(graph)
+    budget = 6 * UNIT
+    profile = simulate(graph, solve(Milp(gap=0.0), graph, budget))
+    assert profile.extra_seconds <= least_seconds(best, budget)
+    assert profile.peak_nbytes <= budget
+    chen = simulate(graph, solve(Chen(), graph, budget))
+    assert chen.peak_nbytes > budget or chen.extra_seconds >= profile.extra_seconds
+
+
+# ---- a solver of one's own
+
+
+class EverySecond:
+    """Saves every second residual."""
+
+    def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        assert budget_nbytes is None or budget_nbytes > 0
+        assert time_limit > 0
+        return Solution(complete(graph, graph.residuals[::2]))
+
+
+def test_a_solver_of_ones_own() -> None:
+    solver = EverySecond()
+    assert isinstance(solver, Solver)
+    schedule = check(chain(6), solver.solve(chain(6), None, time_limit=1.0).schedule)
+    assert schedule.saved == {1, 3, 5}
+
+
+def test_what_has_no_solve_is_no_solver() -> None:
+    assert not isinstance(object(), Solver)
+    assert not isinstance(Milp, type(None))
