@@ -18,10 +18,11 @@ def application() -> Any:
 
     @app.command()
     def demo(
-        steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 50,
+        steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 40,
         batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 64,
         budget: Annotated[
-            str | None, typer.Option(help='The memory allowed, such as "60MiB"; half of the plain step\'s by default.')
+            str | None,
+            typer.Option(help='The memory allowed, such as "60MiB"; half of the plain step\'s by default.'),
         ] = None,
     ) -> None:
         """Train a Flax ResNet on handwritten digits twice, plainly and within a memory budget, and compare the two."""

@@ -1,15 +1,21 @@
 """Graph -> stages: where the backward pass may stop and recompute.
 
-A cut costs what crosses it (the cotangents in flight: cuts inside a block carry several) and saves working set:
-recomputed values of one stage are alive together. Both are bytes, so the stages are the shortest path through
-`sum over cuts(crossing) + EFFORT * sum over stages(consumed**2) / total consumed`, found by dynamic programming.
+A cut between two readers of a residual makes both sides need it, so that it is recomputed twice or held; residuals that
+one stage recomputes are alive together. Both are bytes, so the stages are the shortest path through
+
+    sum over cuts (bytes of residuals read on both sides + total / FINENESS) + sum over stages consumed**2 / total
+
+where a stage *consumes* the residuals that it reads first and `total` is what all stages consume. Cuts thus fall between
+layers, and more of them where the residuals are large.
 """
 
 from ._graph import Graph, Stage
 
-EFFORT = 30.0
-MOST_CANDIDATES = 400
-NOISE_SHARE = 0.01
+FINENESS = 1500
+"""A cut costs `total / FINENESS` bytes: about `sqrt(FINENESS)` stages where all layers are equal."""
+
+MOST_CANDIDATES = 500
+NOISE_SHARE = 0.002
 
 
 def cut_stages(graph: Graph) -> tuple[Stage, ...]:
@@ -17,18 +23,15 @@ def cut_stages(graph: Graph) -> tuple[Stage, ...]:
     start, stop = graph.forward_stop, len(graph.nodes)
     if start == stop:
         return ()
-    crossing = _crossing(graph, start)
-    consumed = _consumed(graph, start)
-    places = _candidates(graph, start, crossing)
+    spanning, consumed = _spanning_and_consumed(graph, start)
+    places = _candidates(graph, start, spanning)
     total = consumed[-1] or 1
     # best[i]: cost of the best cutting of everything before places[i]
     best, previous = [0.0], [0]
     for i in range(1, len(places)):
-        cost, at = min(
-            (best[j] + EFFORT * (consumed[places[i] - start] - consumed[places[j] - start]) ** 2 / total, j)
-            for j in range(i)
-        )
-        best.append(cost + (crossing[places[i] - start] if i < len(places) - 1 else 0))
+        here = consumed[places[i] - start]
+        cost, at = min((best[j] + (here - consumed[places[j] - start]) ** 2 / total, j) for j in range(i))
+        best.append(cost + spanning[places[i] - start] + total / FINENESS)
         previous.append(at)
     cuts, i = [], len(places) - 1
     while i:
@@ -38,46 +41,38 @@ def cut_stages(graph: Graph) -> tuple[Stage, ...]:
     return tuple(Stage(a, b) for a, b in zip(cuts, cuts[1:], strict=False))
 
 
-def _crossing(graph: Graph, start: int) -> list[int]:
-    """Bytes of values made by the backward pass and alive just before each of its nodes; outputs do not count."""
+def _spanning_and_consumed(graph: Graph, start: int) -> tuple[list[int], list[int]]:
+    """For each place of the backward pass the bytes of residuals read on both sides, and of those first read before."""
+    first: dict[int, int] = {}
     last: dict[int, int] = {}
     for node in graph.nodes[start:]:
         for v in graph.reads[node.id]:
-            last[v] = node.id
-    delta = [0] * (len(graph.nodes) - start + 2)
-    for node in graph.nodes[start:]:
-        for v in node.outputs:
-            if graph.values[v].materialised and not graph.values[v].is_output and last.get(v, -1) > node.id:
-                delta[node.id - start + 1] += graph.values[v].nbytes
-                delta[last[v] - start + 1] -= graph.values[v].nbytes
-    for i in range(1, len(delta)):
-        delta[i] += delta[i - 1]
-    return delta
+            if graph.is_residual(v) and graph.values[v].producer < start:
+                first.setdefault(v, node.id - start)
+                last[v] = node.id - start
+    size = len(graph.nodes) - start + 1
+    spanning, consumed = [0] * (size + 1), [0] * (size + 1)
+    for v, begin in first.items():
+        nbytes = graph.values[v].nbytes
+        spanning[begin + 1] += nbytes
+        spanning[last[v] + 1] -= nbytes
+        consumed[begin + 1] += nbytes
+    for i in range(1, size + 1):
+        spanning[i] += spanning[i - 1]
+        consumed[i] += consumed[i - 1]
+    return spanning[:size], consumed[:size]
 
 
-def _consumed(graph: Graph, start: int) -> list[int]:
-    """Bytes of residuals first read by the backward pass before each of its nodes."""
-    seen: set[int] = set()
-    total, consumed = 0, [0]
-    for node in graph.nodes[start:]:
-        for v in graph.reads[node.id]:
-            if v not in seen and graph.is_residual(v):
-                seen.add(v)
-                total += graph.values[v].nbytes
-        consumed.append(total)
-    return consumed
+def _candidates(graph: Graph, start: int, spanning: list[int]) -> list[int]:
+    """Places where cutting may be best, and both ends: the first place of each stretch where locally least spans.
 
-
-def _candidates(graph: Graph, start: int, crossing: list[int]) -> list[int]:
-    """Places where cutting may be best, and both ends: the first place of each stretch of locally lowest crossing.
-
-    Differences below a share of the highest crossing are noise (statistics, biases) and make no stretch of their own.
+    Differences below a share of the most are noise (statistics, biases) and make no stretch of their own.
     """
-    noise = max(crossing) * NOISE_SHARE
-    stretches: list[tuple[int, int]] = []  # (place, crossing)
+    noise = max(spanning) * NOISE_SHARE
+    stretches: list[tuple[int, int]] = []  # (place, bytes spanning it)
     for node in graph.nodes[start + 1 :]:
         if graph.is_kernel(node):
-            here = crossing[node.id - start]
+            here = spanning[node.id - start]
             if not stretches or abs(here - stretches[-1][1]) > noise:
                 stretches.append((node.id, here))
     lowest = [

@@ -27,7 +27,7 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "call_jaxpr",
 }
-_IDENTITIES = frozenset({"name", "stop_gradient"})
+_IDENTITIES = frozenset({"name", "stop_gradient", "copy", "copy_p"})
 
 
 @dataclass(frozen=True)

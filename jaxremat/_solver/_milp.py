@@ -201,8 +201,9 @@ class _Model:
         best, best_rank, bound, proven = start, rank(graph, start, budget_nbytes), 0.0, False
         if peak is not None or best_rank[0] == 0:
             model.start = self._start(start, variables)
+        total = deadline - time.monotonic()
         while (left := deadline - time.monotonic()) > 0:
-            status = model.optimize(max_seconds=max(left, 0.05))
+            status = model.optimize(max_seconds=max(min(left, total / 3), 0.05))
             if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
                 proven = True
                 break

@@ -168,7 +168,7 @@ class Moments:
         stage = k if k >= 0 else graph.stage_of[n]
         terms = self.recomputing(k, n) if k >= 0 else self.own(n)
         parts = list(terms.parts)
-        counted = {keys[0] if keys[0][0] != "e" else ("s", keys[0][1]) for keys, _ in parts if len(keys) == 1}
+        counted = {keys[0] for keys, _ in parts if len(keys) == 1}
         later = [
             (m, j)
             for j in range(max(stage, 0), len(graph.stages))
@@ -184,6 +184,7 @@ class Moments:
                 passed = life.forward < (n if k < 0 else graph.stages[k].start)
                 if u in schedule.saved and passed and ("s", u) not in counted:
                     counted.add(("s", u))
+                    parts = [(keys, b) for keys, b in parts if keys[0][:2] != ("e", u)]
                     parts.append(((("s", u), ("r", m, j)), nbytes))
                 clone = ("r", life.born, k)
                 if j == k and life.born < n and life.born in schedule.recomputed[k] and clone not in counted:
