@@ -14,7 +14,7 @@ def application() -> Any:
 
     @app.callback()
     def everything() -> None:
-        """Rematerialisation for JAX, planned and proven: train inside a byte budget at the least extra time."""
+        """Rematerialisation for JAX, planned and proven: train inside a byte budget."""
 
     @app.command()
     def demo(
@@ -22,10 +22,10 @@ def application() -> Any:
         batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 64,
         budget: Annotated[
             str | None,
-            typer.Option(help='The memory allowed, such as "60MiB"; half of the plain step\'s by default.'),
+            typer.Option(help='Memory, such as "60MiB"; by default half of what the plain step needs.'),
         ] = None,
     ) -> None:
-        """Train a Flax ResNet on handwritten digits twice, plainly and within a memory budget, and compare the two."""
+        """Train a Flax ResNet on handwritten digits, plainly and within a memory budget."""
         _require("sklearn")
         from rich.console import Console
 
@@ -41,7 +41,8 @@ def _require(*modules: str) -> None:
     missing = [name for name in modules if not _installed(name)]
     if missing:
         raise SystemExit(
-            f'jaxremat: this command needs {", ".join(missing)}, which is not installed. Run: pip install "jaxremat[demo]"'
+            f"jaxremat: this command needs {', '.join(missing)}, which is not installed. "
+            'Run: pip install "jaxremat[demo]"'
         )
 
 

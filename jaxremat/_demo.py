@@ -1,8 +1,8 @@
-"""Steps, batch size, budget -> a report in the terminal: the same training twice, plainly and within the budget.
+"""Steps, batch size, budget -> a report in the terminal: the same training, plainly and within the budget.
 
-The two runs go side by side, a step of each in turn on the same batch, so that whatever else the machine does meets both.
-A third run, the plain step from weights that differ in their last bit, is the yardstick for how far rounding alone
-drives two trainings apart.
+The runs go side by side, a step of each in turn on the same batch, so that whatever else the machine does meets
+all of them. A third run, the plain step from weights that differ in their last bit, is the yardstick for how far
+rounding alone drives two trainings apart.
 """
 
 import time
@@ -27,7 +27,7 @@ _BAR_WIDTH = 24
 
 @dataclass
 class Run:
-    """One of the trainings. **Fields:** its name, step and state, what the step needs, and what was seen so far."""
+    """One of the trainings. **Fields:** `name`, `step`, `state`, the step's `memory`, `losses`, `seconds`."""
 
     name: str
     step: TrainStep
@@ -55,8 +55,8 @@ def demo(
 ) -> Plan:
     """Run the demo and describe it on the console.
 
-    **Arguments:** `budget` as text, or None for half of the plain step's peak; `blocks` per stage of the network and
-    the images' `side` in pixels.
+    **Arguments:** `budget` as text, or None for half of the plain step's peak; `blocks` per stage of the network
+    and the images' `side` in pixels.
 
     **Returns:** the plan that the second run followed.
 
@@ -76,7 +76,7 @@ def demo(
         began = time.perf_counter()
         jitted = jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(platform) or None)
         compiled = jitted.lower(state, example).compile()
-        plain = Run("plain", compiled, jax.tree.map(jnp.copy, state), MemoryStats.of(compiled))
+        plain = Run("plain", compiled, _copied(state), MemoryStats.of(compiled))
         control = Run("control", compiled, _nudged(state), plain.memory)
     _did(console, f"plain step compiled: peak {format_nbytes(plain.memory.peak_nbytes)}", began)
 
@@ -85,7 +85,7 @@ def demo(
         began = time.perf_counter()
         step = optimize(budget_nbytes, donate_argnums=0, time_limit=5.0)(train_step)
         plan = step.plan(state, example)
-        planned = Run("planned", step, jax.tree.map(jnp.copy, state), memory(step, state, example))
+        planned = Run("planned", step, _copied(state), memory(step, state, example))
     peak = format_nbytes(planned.memory.peak_nbytes)
     _did(console, f"planned and compiled within {format_nbytes(budget_nbytes)}: peak {peak}", began)
 
@@ -96,11 +96,16 @@ def demo(
     return plan
 
 
+@jax.jit
+def _copied(state: State) -> State:
+    """The state in buffers of its own, which a step may overwrite."""
+    return jax.tree.map(jnp.copy, state)
+
+
 def _nudged(state: State) -> State:
-    """The state with every weight moved to a neighbouring float."""
-    return jax.tree.map(jnp.copy, state).replace(
-        params=jax.tree.map(lambda x: jnp.nextafter(x, jnp.inf), state.params)
-    )
+    """The same with every weight moved to a neighbouring float."""
+    nearby = jax.jit(lambda params: jax.tree.map(lambda x: jnp.nextafter(x, jnp.inf), params))
+    return _copied(state).replace(params=nearby(state.params))
 
 
 def _did(console: Console, what: str, began: float) -> None:
@@ -123,7 +128,7 @@ def _train(console: Console, runs: tuple[Run, Run, Run], digits: Digits, batch_s
             for run in (
                 *runs[number % 3 :],
                 *runs[: number % 3],
-            ):  # none always comes first, when caches are cold
+            ):  # none is always the first
                 run.advance(batch)
             loss = " | ".join(f"{float(run.losses[-1]):.4f}" for run in runs[:2])
             progress.update(task, advance=1, loss=loss)
@@ -161,8 +166,8 @@ def _report(console: Console, plain: Run, planned: Run, control: Run, digits: Di
         size = format_nbytes(run.memory.peak_nbytes)
         console.print(f"  {run.name:<8}[{style}]{'█' * filled}[/] {size}", highlight=False)
     console.print(
-        f"\nThe loss curves differ by {_furthest(plain, planned):.1e} at most. For scale: the plain step's own curve moves\n"
-        f"by {_furthest(plain, control):.1e} when its first weights are changed in their last bit.",
+        f"\nThe loss curves differ by {_furthest(plain, planned):.1e} at most. For scale: the plain step's own\n"
+        f"curve moves by {_furthest(plain, control):.1e} when its first weights change in their last bit.",
         highlight=False,
     )
     if platform == "cpu":

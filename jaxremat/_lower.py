@@ -19,6 +19,9 @@ from ._trace import Traced
 SMALL_SHARE = 1e-4
 """Residuals below this share of the step's temporaries are always saved."""
 
+MOST_FUSED_FLOPS = 50.0
+"""Bound on the pointwise arithmetic behind a fused value, per byte."""
+
 
 def lower(
     traced: Traced,
@@ -155,12 +158,17 @@ def _behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Se
 
 def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec) -> Graph:
     """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results."""
-    fused_flops: dict[int, float] = {}
+    light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
+    heavy: dict[int, frozenset[int]] = {}  # contractions and reductions that the compiler fuses into their reader
     for node in graph.nodes:
-        inner = sum(fused_flops.get(v, 0.0) for v in node.inputs)
+        below = sum(light.get(v, 0.0) for v in node.inputs)
+        inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
         for v in node.outputs:
             if not graph.values[v].materialised:
-                fused_flops[v] = min(node.flops + inner, 50.0 * max(graph.values[v].nbytes, 1))
+                # Fused chains are trees written as DAGs: bounded, lest shared operands count exponentially often.
+                own = 0.0 if node.heavy else node.flops
+                light[v] = min(own + below, MOST_FUSED_FLOPS * max(graph.values[v].nbytes, 1))
+                heavy[v] = inner | {node.id} if node.heavy else inner
     loaded = {
         _behind_views(v, eqns, graph.nodes, graph.values)
         for node in graph.nodes
@@ -170,18 +178,20 @@ def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec) -> Graph:
     nodes = []
     step_seconds = 0.0
     for node, eqn in zip(graph.nodes, eqns, strict=True):
-        if not graph.is_kernel(node) or is_view(eqn):
+        fused_away = node.outputs and not any(graph.values[v].materialised for v in node.outputs)
+        if not graph.is_kernel(node) or is_view(eqn) or fused_away:
             nodes.append(node)
             continue
-        inner = sum(fused_flops.get(v, 0.0) for v in node.inputs)
+        inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
+        flops = node.flops + sum(light.get(v, 0.0) for v in node.inputs) + sum(graph.nodes[n].flops for n in inner)
         arguments = sum(graph.values[v].nbytes for v in node.inputs if graph.values[v].producer < 0)
         read = arguments + sum(graph.values[v].nbytes for v in graph.reads[node.id])
         made = sum(graph.values[v].nbytes for v in node.outputs)
-        once = kernel_seconds(device, flops_dtype(eqn), node.flops + inner, read + made)
+        once = kernel_seconds(device, flops_dtype(eqn), flops, read + made)
         step_seconds += once
-        if not node.heavy and not any(v in loaded for v in node.outputs):
+        if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
             # Its readers absorb it: they read its operands in its place.
-            once = kernel_seconds(device, flops_dtype(eqn), node.flops + inner, max(read - made, 0)) - device.launch_seconds
+            once = kernel_seconds(device, flops_dtype(eqn), flops, max(read - made, 0)) - device.launch_seconds
         nodes.append(replace(node, seconds=once))
     return replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
 

@@ -37,6 +37,8 @@ from ._mincut import MinCut
 from ._moments import Moments, Terms
 
 MIB = float(2**20)
+HOLDING_SHARE = 0.2
+"""Share of the time limit spent on holding recomputed values across stages, once a schedule without it is known."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class Milp:
         if budget_nbytes is None:
             return self._least(graph, start, deadline)
         found = _Model(graph, self).solve(budget_nbytes, start, deadline)
+        if found.fits and _repeats(found.schedule):
+            held = _Model(graph, self, holding=True).solve(
+                budget_nbytes, found.schedule, min(deadline, time.monotonic() + HOLDING_SHARE * time_limit)
+            )
+            found = _Found(held.schedule, True, found.bound_seconds, found.proven)
         if found.proven and not found.fits:
             # Holding recomputed values across stages reaches lower peaks, but weakens the relaxation: only where needed.
             chen = Chen().solve(graph, budget_nbytes, time_limit=time_limit).schedule
@@ -81,6 +88,11 @@ class Milp:
     def _solution(graph: Graph, found: "_Found") -> Solution:
         bound = found.bound_seconds if found.fits else 0.0
         return Solution(found.schedule, max(bound, 0.0) / (graph.step_seconds or 1.0), found.proven, "milp")
+
+
+def _repeats(schedule: Schedule) -> bool:
+    """Whether some node is recomputed for two stages in a row, which holding its value would save."""
+    return any(set(a) & set(b) for a, b in zip(schedule.recomputed, schedule.recomputed[1:], strict=False))
 
 
 def rank(graph: Graph, schedule: Schedule, budget_nbytes: int | None) -> tuple[float, ...]:
