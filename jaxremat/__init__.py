@@ -1,7 +1,7 @@
 """Rematerialisation for JAX, planned and proven: train inside a byte budget at the least extra time.
 
-    @jaxremat.optimize("24GiB", donate_argnums=0)
-    def train_step(state, batch): ...
+@jaxremat.optimize("24GiB", donate_argnums=0)
+def train_step(state, batch): ...
 """
 
 from typing import TYPE_CHECKING, Any

@@ -19,10 +19,10 @@ def application() -> Any:
     @app.command()
     def demo(
         steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 40,
-        batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 64,
+        batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 48,
         budget: Annotated[
             str | None,
-            typer.Option(help='Memory, such as "60MiB"; by default half of what the plain step needs.'),
+            typer.Option(help='Memory: "60MiB", "min"; by default half of what the plain step needs.'),
         ] = None,
     ) -> None:
         """Train a Flax ResNet on handwritten digits, plainly and within a memory budget."""
@@ -57,7 +57,7 @@ def main() -> None:
     """The entry point of `jaxremat` and of `python -m jaxremat`."""
     _require("typer", "rich")
     try:
-        application()()
+        application()(prog_name="jaxremat")
     except JaxrematError as error:
         raise SystemExit(f"jaxremat: {error}") from None
 

@@ -3,16 +3,19 @@
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import ShapedArray, Tracer
 
-from ._budget import Budget
+from ._budget import Budget, parse_budget
 from ._devices import detect
-from ._errors import ArgumentError, JaxrematError, JaxrematWarning
+from ._errors import ArgumentError, JaxrematWarning
 from ._plan import Plan
-from ._program import MemoryStats, Program, compiler_options as merged_options
+from ._program import MemoryStats, Program
+from ._program import compiler_options as merged_options
 from ._solver import Solver
 from ._verify import Planned, Request, apply_plan, make_plan
 
@@ -62,13 +65,15 @@ def optimize(
     """
     if callable(budget):
         raise ArgumentError(
-            "`optimize` was used as `@jaxremat.optimize` without a budget. Write `@jaxremat.optimize(\"24GiB\")`, or "
+            '`optimize` was used as `@jaxremat.optimize` without a budget. Write `@jaxremat.optimize("24GiB")`, or '
             "`@jaxremat.optimize(None)` to fit this device."
         )
     if (budget is _UNSET) == (plan is None):
-        raise ArgumentError("`optimize` takes either a budget, as in `optimize(\"24GiB\")`, or `plan=...`, and not both.")
+        raise ArgumentError(
+            '`optimize` takes either a budget, as in `optimize("24GiB")`, or `plan=...`, and not both.'
+        )
     if effort not in ("normal", "thorough"):
-        raise ArgumentError(f"`effort={effort!r}` is unknown. Write \"normal\" or \"thorough\".")
+        raise ArgumentError(f'`effort={effort!r}` is unknown. Write "normal" or "thorough".')
     if not time_limit > 0:
         raise ArgumentError(f"`time_limit={time_limit!r}` is no positive number of seconds.")
     if solver is not None and not isinstance(solver, Solver):
@@ -77,8 +82,6 @@ def optimize(
             "Pass an instance, such as `jaxremat.Milp()` or `jaxremat.Greedy()`."
         )
     if plan is None and isinstance(budget, (str, int, float)):
-        from ._budget import parse_budget
-
         parse_budget(budget, 1 << 40)  # a budget that can never be read is refused where it is written
 
     def decorate(fn: Callable[..., Any]) -> Step:
@@ -97,6 +100,16 @@ def optimize(
         return Step(program, None if budget is _UNSET else budget, plan, solver, time_limit, verify, effort)
 
     return decorate
+
+
+class _Recent(NamedTuple):
+    """What the last call looked like, and the program that ran it."""
+
+    types: list[Any]
+    tree: Any
+    static: tuple[Any, ...]
+    key: Any
+    run: jax.stages.Compiled
 
 
 class Step:
@@ -121,49 +134,50 @@ class Step:
         self._verify = verify
         self._effort = effort
         self._planned: dict[Any, Planned] = {}
-        self._recent: tuple[Any, ...] | None = None
+        self._recent: _Recent | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._recent is not None:
-            static, avals, tree, run = self._recent
-            dynamic = self._program.dynamic(args, kwargs)
-            leaves, structure = jax.tree.flatten(dynamic)
+        recent = self._recent
+        if recent is None:
+            return self._slow_call(args, kwargs)
+        dynamic = self._program.dynamic(args, kwargs) if self._program.has_static else (args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        try:
+            types = [leaf.aval for leaf in leaves]
+        except AttributeError:  # NumPy arrays and Python scalars
             try:
-                same = (
-                    [leaf.aval for leaf in leaves] == avals
-                    and structure == tree
-                    and (not self._program.has_static or static == self._program.static(args, kwargs))
-                )
-            except AttributeError:  # a leaf that is no jax.Array
-                same = False
-            if same:
-                try:
-                    return run(*dynamic[0], **dynamic[1])
-                except ValueError:  # another sharding, perhaps: decided below
-                    pass
-        return self._slow_call(args, kwargs)
+                types = [_type_of(leaf) for leaf in leaves]
+            except TypeError:
+                return self._slow_call(args, kwargs)
+        if types != recent.types or tree != recent.tree:
+            return self._slow_call(args, kwargs)
+        if self._program.has_static and self._program.static(args, kwargs) != recent.static:
+            return self._slow_call(args, kwargs)
+        try:
+            return recent.run(*dynamic[0], **dynamic[1])
+        except ValueError:
+            if recent.key == self._key(args, kwargs):
+                raise
+            return self._slow_call(args, kwargs)  # the same types, placed on other devices
 
     def _slow_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dynamic = self._program.dynamic(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
             warnings.warn(
-                f"`{getattr(self, '__name__', 'step')}` is called inside another JAX transformation, which compiles it as part of "
-                "a larger program: no budget can be kept there, so the plain step is used. Put `optimize` on the outermost "
-                "function instead.",
+                f"`{getattr(self, '__name__', 'step')}` is called inside another JAX transformation, which compiles "
+                "it as part of a larger program: no budget can be kept there, so the plain step is used. "
+                "Put `optimize` on the outermost function instead.",
                 JaxrematWarning,
                 stacklevel=3,
             )
             return self._program.plain(*args, **kwargs)
-        planned = self._plan_for(args, kwargs)
-        compiled = planned.compiled
-        if compiled is None:
-            return planned.jitted(*args, **kwargs)
-        result = compiled(*dynamic[0], **dynamic[1])
-        if all(isinstance(leaf, jax.Array) for leaf in leaves):
-            avals = [leaf.aval for leaf in leaves]
-            self._recent = (self._program.static(args, kwargs), avals, tree, compiled)
-        return result
+        key = self._key(args, kwargs)
+        planned = self._plan_for(args, kwargs, key)
+        run = planned.compiled or planned.jitted.lower(*args, **kwargs).compile()
+        static = self._program.static(args, kwargs)
+        self._recent = _Recent([_type_of(leaf) for leaf in leaves], tree, static, key, run)
+        return run(*dynamic[0], **dynamic[1])
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
@@ -185,8 +199,8 @@ class Step:
         what = f"plan={self._given.fingerprint[:12]}" if self._given is not None else repr(self._budget)
         return f"<jaxremat.optimize({what}) of {getattr(self, '__qualname__', self._program.fn)!s}>"
 
-    def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        key = self._key(args, kwargs)
+    def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any = None) -> Planned:
+        key = self._key(args, kwargs) if key is None else key
         planned = self._planned.get(key)
         if planned is None:
             planned = self._make(args, kwargs)
@@ -197,7 +211,7 @@ class Step:
         device = _device_of(args, kwargs)
         spec = detect(device)
         options = merged_options(device.platform, dict(self._program.compiler_options))
-        program = _with_options(self._program, options)
+        program = replace(self._program, compiler_options=tuple(sorted(options.items())))
         if self._given is not None:
             return apply_plan(program, self._given, spec, args, kwargs, self._verify)
         if self._solver is None:
@@ -221,10 +235,11 @@ class Step:
         types = []
         for path, leaf in leaves:
             try:
-                aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else jax.core.ShapedArray(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+                aval = _type_of(leaf)
             except TypeError:
                 raise ArgumentError(
-                    f"The argument {jax.tree_util.keystr(path)} is a {type(leaf).__name__} ({leaf!r:.60}), which is no array. "
+                    f"The argument {jax.tree_util.keystr(path)} is a {type(leaf).__name__} ({leaf!r:.60}), "
+                    "which is no array. "
                     "Make it static with `static_argnums` or `static_argnames`, or close over it."
                 ) from None
             types.append((aval, getattr(leaf, "sharding", None)))
@@ -232,7 +247,9 @@ class Step:
             key = (tree, tuple(types), self._program.static(args, kwargs))
             hash(key)
         except TypeError as error:
-            raise ArgumentError(f"A static argument cannot be hashed ({error}). Pass a hashable object, such as a tuple.") from None
+            raise ArgumentError(
+                f"A static argument cannot be hashed ({error}). Pass a hashable object, such as a tuple."
+            ) from None
         return key
 
 
@@ -285,8 +302,8 @@ def memory(
         return MemoryStats.of(fn.compile(*args))
     device = _device_of(args, {})
     options = merged_options(device.platform, compiler_options)
-    if hasattr(fn, "lower"):
-        return MemoryStats.of(fn.lower(*args).compile(compiler_options=options or None))
+    if (jitted := getattr(fn, "lower", None)) is not None:
+        return MemoryStats.of(jitted(*args).compile(compiler_options=options or None))
     program = Program(
         fn=fn,
         static_argnums=_as_tuple(static_argnums),
@@ -296,14 +313,17 @@ def memory(
     return MemoryStats.of(program.plain.lower(*args).compile())
 
 
+def _type_of(leaf: Any) -> Any:
+    """The array type of an argument leaf. **Raises:** TypeError where it is no array."""
+    if isinstance(leaf, jax.Array):
+        return leaf.aval
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return ShapedArray(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    return jax.typeof(leaf)
+
+
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)
-
-
-def _with_options(program: Program, options: dict[str, Any]) -> Program:
-    from dataclasses import replace
-
-    return replace(program, compiler_options=tuple(sorted(options.items())))
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -313,6 +333,3 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if sharding is not None:
             return min(sharding.device_set, key=lambda d: d.id)
     return jax.devices()[0]
-
-
-__all__ = ["JaxrematError", "Step", "memory", "optimize", "plan"]

@@ -67,4 +67,8 @@ def format_nbytes(nbytes: float) -> str:
         if abs(size) < 1024 or unit == "GiB":
             break
         size /= 1024
-    return f"{size:.0f} B" if unit == "B" else f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {unit}"
+    return (
+        f"{size:.0f} B"
+        if unit == "B"
+        else f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {unit}"
+    )

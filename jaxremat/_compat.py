@@ -6,9 +6,11 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 from jax._src import core as _core
+from jax._src import sharding_impls as _shardings
 from jax._src import source_info_util as _source
-from jax._src.lax.lax import optimization_barrier_p as _BARRIER
-from jax._src.sharding_impls import UnspecifiedValue as _Unspecified
+from jax._src.lax import lax as _lax
+
+_UNSPECIFIED: type = _shardings.UnspecifiedValue  # type: ignore[attr-defined]
 
 JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
@@ -19,7 +21,11 @@ def new_var(aval: Any) -> jex.Var:
 
 
 def new_jaxpr(
-    constvars: Sequence[Any], consts: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[Any]
+    constvars: Sequence[Any],
+    consts: Sequence[Any],
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    eqns: Sequence[Any],
 ) -> jex.ClosedJaxpr:
     """A closed jaxpr whose effects are the union of its equations' effects."""
     effects = _core.join_effects(*(eqn.effects for eqn in eqns)) if eqns else jex.no_effects
@@ -69,7 +75,7 @@ def is_plain_call(params: dict[str, Any]) -> bool:
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     return (
-        all(isinstance(s, _Unspecified) for s in shardings)
+        all(isinstance(s, _UNSPECIFIED) for s in shardings)
         and all(layout is None for layout in layouts)
         and not params.get("compiler_options_kvs")
     )
@@ -87,7 +93,9 @@ def literal(value: Any) -> Any:
 
 def barrier(operands: Sequence[Any], outvars: Sequence[Any], source_info: Any) -> Any:
     """An optimization barrier: nothing that reads its results starts before all of its operands are there."""
-    return jex.new_jaxpr_eqn(list(operands), list(outvars), _BARRIER, {}, jex.no_effects, source_info)
+    return jex.new_jaxpr_eqn(
+        list(operands), list(outvars), _lax.optimization_barrier_p, {}, jex.no_effects, source_info
+    )
 
 
 def single(eqn: Any, invars: Sequence[Any]) -> jex.ClosedJaxpr:

@@ -59,7 +59,9 @@ def _conv_flops(eqn: Any) -> float:
     return total
 
 
-def _taps(size: int, window: int, out: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int) -> int:
+def _taps(
+    size: int, window: int, out: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
+) -> int:
     """Pairs (output position, window element) along one axis that read data rather than padding or dilation holes."""
     start = np.arange(out)[:, None] * stride - low + np.arange(window)[None, :] * rhs_dilation
     inside = (start >= 0) & (start <= (size - 1) * lhs_dilation) & (start % lhs_dilation == 0)

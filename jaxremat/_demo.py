@@ -1,8 +1,8 @@
 """Steps, batch size, budget -> a report in the terminal: the same training, plainly and within the budget.
 
-The runs go side by side, a step of each in turn on the same batch, so that whatever else the machine does meets
-all of them. A third run, the plain step from weights that differ in their last bit, is the yardstick for how far
-rounding alone drives two trainings apart.
+The runs go side by side, a step of each in turn on the same batch, so that whatever else the machine does
+meets all of them. A third run, the plain step from weights that differ in their last bit, is the yardstick
+for how far rounding alone drives two trainings apart.
 """
 
 import time
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ._api import memory, optimize
-from ._budget import format_nbytes, parse_nbytes
+from ._budget import format_nbytes, parse_budget
 from ._demo_net import Batch, Digits, ResNet, State, TrainStep, initial_state, train_step
 from ._plan import Plan
 from ._program import MemoryStats, compiler_options
@@ -47,7 +47,7 @@ class Run:
 def demo(
     console: Console,
     steps: int = 40,
-    batch_size: int = 64,
+    batch_size: int = 48,
     budget: str | None = None,
     *,
     blocks: tuple[int, ...] = (2, 2, 2),
@@ -55,8 +55,8 @@ def demo(
 ) -> Plan:
     """Run the demo and describe it on the console.
 
-    **Arguments:** `budget` as text, or None for half of the plain step's peak; `blocks` per stage of the network
-    and the images' `side` in pixels.
+    **Arguments:** `budget` as text (`"min"` too), or None for half of the plain step's peak; `blocks` per stage of the
+    network and the images' `side` in pixels.
 
     **Returns:** the plan that the second run followed.
 
@@ -80,14 +80,15 @@ def demo(
         control = Run("control", compiled, _nudged(state), plain.memory)
     _did(console, f"plain step compiled: peak {format_nbytes(plain.memory.peak_nbytes)}", began)
 
-    budget_nbytes = parse_nbytes(budget) if budget else plain.memory.peak_nbytes // 2
-    with console.status(f"planning within {format_nbytes(budget_nbytes)}"):
+    wanted = parse_budget(budget, None) if budget else plain.memory.peak_nbytes // 2
+    within = "the least memory" if wanted == "min" else format_nbytes(wanted)
+    with console.status(f"planning within {within}"):
         began = time.perf_counter()
-        step = optimize(budget_nbytes, donate_argnums=0, time_limit=5.0)(train_step)
+        step = optimize(wanted, donate_argnums=0, time_limit=5.0)(train_step)
         plan = step.plan(state, example)
         planned = Run("planned", step, _copied(state), memory(step, state, example))
     peak = format_nbytes(planned.memory.peak_nbytes)
-    _did(console, f"planned and compiled within {format_nbytes(budget_nbytes)}: peak {peak}", began)
+    _did(console, f"planned and compiled within {within}: peak {peak}", began)
 
     _train(console, (plain, planned, control), digits, batch_size, steps)
     _report(console, plain, planned, control, digits, platform)
@@ -149,25 +150,31 @@ def _report(console: Console, plain: Run, planned: Run, control: Run, digits: Di
     def row(name: str, one: str, two: str, note: str = "") -> None:
         table.add_row(name, one, two, f"[dim]{note}[/]")
 
-    def bytes_row(name: str, one: int, two: int) -> None:
+    for name, one, two in (
+        ("compiled peak", plain.memory.peak_nbytes, planned.memory.peak_nbytes),
+        ("  of it temporaries", plain.memory.temporaries_nbytes, planned.memory.temporaries_nbytes),
+    ):
         row(name, format_nbytes(one), format_nbytes(two), f"{two / max(one, 1):.0%} of plain")
-
-    bytes_row("compiled peak", plain.memory.peak_nbytes, planned.memory.peak_nbytes)
-    bytes_row("  of it temporaries", plain.memory.temporaries_nbytes, planned.memory.temporaries_nbytes)
-    times = [median(run.seconds[1:] or run.seconds) for run in (plain, planned)]
-    row("step time (median)", *(f"{1000 * t:.0f} ms" for t in times), f"{times[1] / times[0]:.2f} x plain")
-    row("last loss", *(f"{float(run.losses[-1]):.4f}" for run in (plain, planned)))
-    accuracy = [digits.accuracy(run.state) for run in (plain, planned)]
-    row("test accuracy", *(f"{share:.1%}" for share in accuracy), f"of {digits.test_count} images")
+    before, after = (median(run.seconds[1:] or run.seconds) for run in (plain, planned))
+    row(
+        "step time (median)",
+        f"{1e3 * before:.0f} ms",
+        f"{1e3 * after:.0f} ms",
+        f"{after / before:.2f} x plain",
+    )
+    row("last loss", f"{float(plain.losses[-1]):.4f}", f"{float(planned.losses[-1]):.4f}")
+    right = f"{digits.accuracy(plain.state):.1%}", f"{digits.accuracy(planned.state):.1%}"
+    row("test accuracy", right[0], right[1], f"of {digits.test_count} images")
     console.print(table)
     largest = max(plain.memory.peak_nbytes, planned.memory.peak_nbytes)
     for run, style in ((plain, "red"), (planned, "green")):
         filled = round(2 * _BAR_WIDTH * run.memory.peak_nbytes / largest)
         size = format_nbytes(run.memory.peak_nbytes)
         console.print(f"  {run.name:<8}[{style}]{'█' * filled}[/] {size}", highlight=False)
+    apart, scale = _furthest(plain, planned), _furthest(plain, control)
     console.print(
-        f"\nThe loss curves differ by {_furthest(plain, planned):.1e} at most. For scale: the plain step's own\n"
-        f"curve moves by {_furthest(plain, control):.1e} when its first weights change in their last bit.",
+        f"\nThe loss curves differ by {apart:.1e} at most. For scale: the plain step's own curve\n"
+        f"moves by {scale:.1e} when its first weights change in their last bit.",
         highlight=False,
     )
     if platform == "cpu":

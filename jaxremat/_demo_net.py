@@ -61,7 +61,7 @@ class State(train_state.TrainState):
 
 def initial_state(net: ResNet, side: int, steps: int) -> State:
     """Parameters from seed 0, and AdamW with a one-cycle learning rate for so many steps."""
-    # One program of XLA's own random bits compiles several times faster than threefry's, operation by operation.
+    # One program of XLA's own random bits compiles several times faster than threefry, one by one.
     init = jax.jit(net.init, static_argnums=2)
     variables = init(jax.random.key(0, impl="rbg"), jnp.zeros((1, side, side, 1)), True)
     rate = optax.cosine_onecycle_schedule(max(steps, 4), 5e-3)

@@ -37,12 +37,17 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule) -> jex.ClosedJaxpr:
     emitter.eqns.extend(jaxpr.eqns[: graph.forward_stop])
     for k in range(len(graph.stages)):
         emitter.stage(k)
-    planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, jaxpr.outvars, emitter.eqns)
+    planned = _compat.new_jaxpr(
+        jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, jaxpr.outvars, emitter.eqns
+    )
     _compat.check_jaxpr(planned)
     return planned
 
 
-_ZERO, _TRUE = "zero", "true"  # constants that pass through a fence, so that what is made of them waits for it
+_ZERO, _TRUE = (
+    "zero",
+    "true",
+)  # constants that pass through a fence, so that what is made of them waits for it
 _CONSTANTS = {_ZERO: _compat.literal(np.float32(0)), _TRUE: _compat.literal(np.bool_(True))}
 
 
@@ -59,14 +64,16 @@ class _Emitter:
             self.value_of.update(zip(eqn.outvars, node.outputs, strict=True))
 
     def stage(self, k: int) -> None:
-        graph, stage = self.graph, self.graph.stages[k]
+        stage = self.graph.stages[k]
         kept_here = {v for v, s in self.schedule.kept if s == k}
         self.clones = {var: clone for var, clone in self.clones.items() if self.value_of[var] in kept_here}
         wanted = self._wanted(k)
         renamed = self._fence(k, wanted)
         for n in wanted:
             eqn = self.source[n]
-            invars = [a if _compat.is_literal(a) else renamed.get(a, self.clones.get(a, a)) for a in eqn.invars]
+            invars = [
+                a if _compat.is_literal(a) else renamed.get(a, self.clones.get(a, a)) for a in eqn.invars
+            ]
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
             clone = _compat.in_scope(eqn.replace(invars=invars, outvars=outvars), f"recompute_{k}")
             self.eqns.extend(self._placed(clone, renamed))
@@ -104,7 +111,12 @@ class _Emitter:
         while stack:
             v = stack.pop()
             producer = graph.values[v].producer
-            if producer < 0 or producer in wanted or graph.values[v].materialised or graph.stage_of[producer] >= k:
+            if (
+                producer < 0
+                or producer in wanted
+                or graph.values[v].materialised
+                or graph.stage_of[producer] >= k
+            ):
                 continue
             wanted.add(producer)
             stack.extend(graph.nodes[producer].inputs)
@@ -121,8 +133,12 @@ class _Emitter:
         stage = self.graph.stages[k]
         own = self.source[stage.start : stage.stop]
         for eqn in own:
-            if reads_memory(eqn):  # else the compiler copies what it saved into another layout long before this stage
-                through.extend(a for a in eqn.invars if not _compat.is_literal(a) and self._saved_before(a, k))
+            if reads_memory(
+                eqn
+            ):  # else the compiler copies what it saved into another layout long before this stage
+                through.extend(
+                    a for a in eqn.invars if not _compat.is_literal(a) and self._saved_before(a, k)
+                )
         through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a)]
         trigger = [a for a in self._trigger(k) if a not in set(through)]
         if any(_is_zero(eqn) for eqn in own):
@@ -141,7 +157,11 @@ class _Emitter:
 
     def _saved_before(self, var: Any, k: int) -> bool:
         v = self.value_of.get(var)
-        return v is not None and v in self.schedule.saved and self.graph.stage_of[self.graph.values[v].producer] < k
+        return (
+            v is not None
+            and v in self.schedule.saved
+            and self.graph.stage_of[self.graph.values[v].producer] < k
+        )
 
     def _trigger(self, k: int) -> list[Any]:
         """What must be finished before the stage's recomputation may begin."""
@@ -154,7 +174,7 @@ class _Emitter:
         last_heavy: Any = None
         for n in made:
             eqn = self.source[n]
-            if not graph.nodes[n].heavy or not eqn.outvars or graph.nodes[n].forward and k:
+            if not graph.nodes[n].heavy or not eqn.outvars or (graph.nodes[n].forward and k):
                 continue
             last_heavy = eqn.outvars[0]
             if graph.values[graph.nodes[n].outputs[0]].nbytes <= small * 64:
@@ -175,7 +195,11 @@ def _is_zero(eqn: Any) -> bool:
     if eqn.primitive.name != "broadcast_in_dim" or not _compat.is_literal(eqn.invars[0]):
         return False
     literal = eqn.invars[0]
-    return literal.aval == _CONSTANTS[_ZERO].aval and literal.val == 0 and aval_nbytes(eqn.outvars[0].aval) > 2**20
+    return (
+        literal.aval == _CONSTANTS[_ZERO].aval
+        and literal.val == 0
+        and aval_nbytes(eqn.outvars[0].aval) > 2**20
+    )
 
 
 def isolated(eqn: Any, true: Any) -> list[Any]:
@@ -192,7 +216,10 @@ def isolated(eqn: Any, true: Any) -> list[Any]:
     def run(predicate: Any, *operands: Any) -> Any:
         return jax.lax.cond(predicate, taken, never, *operands)
 
-    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in (true, *eqn.invars)]
+    types = [
+        jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type)
+        for a in (true, *eqn.invars)
+    ]
     inner = jax.make_jaxpr(run)(*types).jaxpr
     rename: dict[Any, Any] = dict(zip(inner.invars, [true, *eqn.invars], strict=True))
     rename.update(zip(inner.outvars, eqn.outvars, strict=True))

@@ -1,4 +1,4 @@
-"""Every error and warning that jaxremat raises on purpose, each saying what was given, what is true and what to write."""
+"""Every error and warning raised on purpose, each saying what was given, what is true and what to write."""
 
 
 class JaxrematError(Exception):

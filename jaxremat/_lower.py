@@ -54,7 +54,9 @@ def lower(
                 nbytes=aval_nbytes(var.aval),
                 materialised=producer < 0,
                 is_output=var in outputs,
-                shape=var.aval.str_short(short_dtypes=True) if hasattr(var.aval, "str_short") else str(var.aval),
+                shape=var.aval.str_short(short_dtypes=True)
+                if hasattr(var.aval, "str_short")
+                else str(var.aval),
                 name=traced.labels.get(var, ""),
             )
         )
@@ -136,7 +138,9 @@ def _by_rules(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value
     return chosen
 
 
-def _read_in_memory(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], which: Any) -> set[int]:
+def _read_in_memory(
+    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], which: Any
+) -> set[int]:
     """The values that contractions and the like read: those are in memory whatever their producer is."""
     chosen = set()
     for node in nodes:
@@ -151,7 +155,11 @@ def _read_in_memory(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence
 
 def _behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> int:
     """The value whose memory a contraction reads in place of a reshaped or transposed one."""
-    while (producer := values[v].producer) >= 0 and is_relabelling(eqns[producer]) and len(nodes[producer].inputs) == 1:
+    while (
+        (producer := values[v].producer) >= 0
+        and is_relabelling(eqns[producer])
+        and len(nodes[producer].inputs) == 1
+    ):
         v = nodes[producer].inputs[0]
     return v
 
@@ -159,7 +167,9 @@ def _behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Se
 def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec) -> Graph:
     """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results."""
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
-    heavy: dict[int, frozenset[int]] = {}  # contractions and reductions that the compiler fuses into their reader
+    heavy: dict[
+        int, frozenset[int]
+    ] = {}  # contractions and reductions that the compiler fuses into their reader
     for node in graph.nodes:
         below = sum(light.get(v, 0.0) for v in node.inputs)
         inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
@@ -183,7 +193,11 @@ def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec) -> Graph:
             nodes.append(node)
             continue
         inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
-        flops = node.flops + sum(light.get(v, 0.0) for v in node.inputs) + sum(graph.nodes[n].flops for n in inner)
+        flops = (
+            node.flops
+            + sum(light.get(v, 0.0) for v in node.inputs)
+            + sum(graph.nodes[n].flops for n in inner)
+        )
         arguments = sum(graph.values[v].nbytes for v in node.inputs if graph.values[v].producer < 0)
         read = arguments + sum(graph.values[v].nbytes for v in graph.reads[node.id])
         made = sum(graph.values[v].nbytes for v in node.outputs)
@@ -191,7 +205,9 @@ def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec) -> Graph:
         step_seconds += once
         if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
             # Its readers absorb it: they read its operands in its place.
-            once = kernel_seconds(device, flops_dtype(eqn), flops, max(read - made, 0)) - device.launch_seconds
+            once = (
+                kernel_seconds(device, flops_dtype(eqn), flops, max(read - made, 0)) - device.launch_seconds
+            )
         nodes.append(replace(node, seconds=once))
     return replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
 
@@ -211,4 +227,3 @@ def estimate_base(traced: Traced) -> int:
             free.remove((v.aval.shape, v.aval.dtype))
             aliased += aval_nbytes(v.aval)
     return arguments + results - aliased
-

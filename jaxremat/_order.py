@@ -20,7 +20,10 @@ def memory_order(jaxpr: Any, alive: Sequence[bool]) -> list[int]:
     eqns = jaxpr.eqns
     live = [i for i, keep in enumerate(alive) if keep]
     maker = {v: i for i in live for v in eqns[i].outvars}
-    operands = {i: sorted({maker[a] for a in eqns[i].invars if not _compat.is_literal(a) and a in maker}) for i in live}
+    operands = {
+        i: sorted({maker[a] for a in eqns[i].invars if not _compat.is_literal(a) and a in maker})
+        for i in live
+    }
     readers: dict[int, list[int]] = {i: [] for i in live}
     for i in live:
         for j in operands[i]:
@@ -30,7 +33,8 @@ def memory_order(jaxpr: Any, alive: Sequence[bool]) -> list[int]:
     for i in reversed(live):
         tail[i] = not is_contraction(eqns[i]) and not eqns[i].effects and all(tail[j] for j in readers[i])
     eager = {
-        i: tail[i] or (not eqns[i].effects and bool(readers[i]) and all(tail[j] for j in readers[i])) for i in live
+        i: tail[i] or (not eqns[i].effects and bool(readers[i]) and all(tail[j] for j in readers[i]))
+        for i in live
     }
     rooted: dict[int, bool] = {}  # depends on an equation of the main line
     for i in live:

@@ -45,8 +45,8 @@ class Plan:
     - `overhead` predicted extra seconds / the plain step's seconds; `compiled_overhead` the same ratio by a roofline of
       the two compiled programs, None where not compiled.
     - `lower_bound` no plan in the solver's model costs less than this share of the step; `gap` the difference to it.
-    - `solver`, `solve_seconds`, `compile_count` how it was found; `rounds` pairs (predicted peak, compiled peak) in bytes
-      of every schedule that was compiled, in order.
+    - `solver`, `solve_seconds`, `compile_count` how it was found; `rounds` pairs (predicted peak, compiled peak) in
+      bytes of every schedule that was compiled, in order.
     - `actions` per residual, largest first.
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised` what the emitter needs.
     """
@@ -91,10 +91,14 @@ class Plan:
         **Raises:** `PlanMismatchError` where the graph is of another program.
         """
         if self.materialised and max(self.materialised) >= len(graph.values):
-            raise PlanMismatchError("The plan names values that this program does not have. Plan this program afresh.")
+            raise PlanMismatchError(
+                "The plan names values that this program does not have. Plan this program afresh."
+            )
         chosen = frozenset(self.materialised)
         values = tuple(replace(v, materialised=v.producer < 0 or v.id in chosen) for v in graph.values)
-        return replace(graph, values=values, stages=tuple(Stage(a, b) for a, b in self.stages), small_nbytes=0)
+        return replace(
+            graph, values=values, stages=tuple(Stage(a, b) for a, b in self.stages), small_nbytes=0
+        )
 
     def schedule(self, graph: Graph) -> Schedule:
         """The schedule of this plan on a graph that has its layout."""
@@ -114,7 +118,9 @@ class Plan:
             data: dict[str, Any] = json.loads(text)
             version = data.pop("format")
             if version != FORMAT:
-                raise PlanMismatchError(f"The plan has format {version}, this jaxremat reads format {FORMAT}. Plan again.")
+                raise PlanMismatchError(
+                    f"The plan has format {version}, this jaxremat reads format {FORMAT}. Plan again."
+                )
             data["actions"] = tuple(Action(**{**a, "stages": tuple(a["stages"])}) for a in data["actions"])
             for name in ("saved", "materialised"):
                 data[name] = tuple(int(v) for v in data[name])
@@ -128,13 +134,16 @@ class Plan:
             if isinstance(error, PlanMismatchError):
                 raise
             raise PlanMismatchError(
-                f"This text is no jaxremat plan ({type(error).__name__}: {error}). Pass what `Plan.to_json` or `Plan.save` wrote."
+                f"This text is no jaxremat plan ({type(error).__name__}: {error}). "
+                "Pass what `Plan.to_json` or `Plan.save` wrote."
             ) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all."""
         target = Path(path)
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=target.name, suffix=".tmp", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=target.parent, prefix=target.name, suffix=".tmp", delete=False
+        ) as file:
             file.write(self.to_json())
         os.replace(file.name, target)
 
@@ -191,5 +200,7 @@ def describe(plan: Plan, rows: int = 12) -> str:
         lines.append("  largest values:")
         for a in plan.actions[:rows]:
             where = f" in stage {', '.join(map(str, a.stages))}" if a.stages else ""
-            lines.append(f"    {format_nbytes(a.nbytes):>9}  {a.action}{where}  {a.name} {a.shape}  {a.source or a.scope}")
+            lines.append(
+                f"    {format_nbytes(a.nbytes):>9}  {a.action}{where}  {a.name} {a.shape}  {a.source or a.scope}"
+            )
     return "\n".join(lines)

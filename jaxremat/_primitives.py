@@ -1,10 +1,22 @@
-"""JAX's primitives sorted by what XLA makes of them: contractions, loops, reductions, layout changes, pointwise work."""
+"""JAX's primitives by what XLA makes of them: contractions, loops, reductions, layout changes, pointwise work."""
 
 from typing import Any
 
-_CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul"})
+_CONTRACTIONS = frozenset(
+    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul"}
+)
 _LOOPS = frozenset({"scan", "while", "cond", "shard_map", "jit", "pjit", "closed_call", "core_call"})
-_CALLS = frozenset({"custom_call", "ffi_call", "pallas_call", "tpu_custom_call", "custom_vjp_call", "custom_jvp_call", "run_state"})
+_CALLS = frozenset(
+    {
+        "custom_call",
+        "ffi_call",
+        "pallas_call",
+        "tpu_custom_call",
+        "custom_vjp_call",
+        "custom_jvp_call",
+        "run_state",
+    }
+)
 _LIBRARY = frozenset(
     {
         "sort", "top_k", "approx_top_k", "fft", "cholesky", "lu", "qr", "eig", "eigh", "svd", "schur",
@@ -19,16 +31,31 @@ _REDUCTIONS = frozenset(
         "reduce_window_sum", "reduce_window_max", "reduce_window_min",
     }
 )  # fmt: skip
-_SCATTERS = frozenset({"scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max", "dynamic_update_slice"})
+_SCATTERS = frozenset(
+    {
+        "scatter",
+        "scatter-add",
+        "scatter_add",
+        "scatter-mul",
+        "scatter-min",
+        "scatter-max",
+        "dynamic_update_slice",
+    }
+)
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "split"})
-_LIGHT = frozenset({"broadcast_in_dim", "iota", "convert_element_type", "transpose", "rev", "slice", "pad", "copy"})
+_LIGHT = frozenset(
+    {"broadcast_in_dim", "iota", "convert_element_type", "transpose", "rev", "slice", "pad", "copy"}
+)
 _COLLECTIVES = frozenset(
     {
-        "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all", "ppermute",
+        "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all",
+        "ppermute",
         "reduce_scatter", "pbroadcast", "ragged_all_to_all", "psum_scatter",
     }
 )  # fmt: skip
-_UNREPEATABLE = frozenset({"rng_uniform", "infeed", "outfeed", "io_callback", "pure_callback", "debug_callback", "create_token"})
+_UNREPEATABLE = frozenset(
+    {"rng_uniform", "infeed", "outfeed", "io_callback", "pure_callback", "debug_callback", "create_token"}
+)
 
 
 def is_contraction(eqn: Any) -> bool:
@@ -40,7 +67,13 @@ def is_contraction(eqn: Any) -> bool:
 def is_heavy(eqn: Any) -> bool:
     """Work that is a kernel of its own: no reader absorbs it, and what it writes is in memory."""
     name = eqn.primitive.name
-    return is_contraction(eqn) or name in _REDUCTIONS or name in _SCATTERS or name in _COLLECTIVES or name == "gather"
+    return (
+        is_contraction(eqn)
+        or name in _REDUCTIONS
+        or name in _SCATTERS
+        or name in _COLLECTIVES
+        or name == "gather"
+    )
 
 
 def reads_memory(eqn: Any) -> bool:

@@ -117,12 +117,17 @@ class Program:
         numbers, names = self._static
         if not numbers and not names:
             return tuple(args), kwargs
-        return tuple(a for i, a in enumerate(args) if i not in numbers), {k: v for k, v in kwargs.items() if k not in names}
+        return tuple(a for i, a in enumerate(args) if i not in numbers), {
+            k: v for k, v in kwargs.items() if k not in names
+        }
 
     def static(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments that are not."""
         numbers, names = self._static
-        return (*((i, a) for i, a in enumerate(args) if i in numbers), *sorted((k, v) for k, v in kwargs.items() if k in names))
+        return (
+            *((i, a) for i, a in enumerate(args) if i in numbers),
+            *sorted((k, v) for k, v in kwargs.items() if k in names),
+        )
 
     def evaluating(self, closed: jex.ClosedJaxpr, traced: Traced) -> Any:
         """`jit` of a function with the program's signature that evaluates a flat jaxpr of it."""

@@ -35,7 +35,9 @@ def must_save(graph: Graph) -> frozenset[int]:
     return frozenset(
         v
         for v in graph.residuals
-        if not graph.recomputable(v) or graph.values[v].nbytes <= graph.small_nbytes or graph.values[v].is_output
+        if not graph.recomputable(v)
+        or graph.values[v].nbytes <= graph.small_nbytes
+        or graph.values[v].is_output
     )
 
 
@@ -50,7 +52,7 @@ def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]]
     **Raises:** `SolverError` for ids that the graph does not have.
     """
     chosen = frozenset(saved)
-    if chosen and not (0 <= min(chosen) and max(chosen) < len(graph.values)):
+    if chosen and not (min(chosen) >= 0 and max(chosen) < len(graph.values)):
         raise SolverError(
             f"A schedule saves value {max(chosen)}, but the graph has values 0 to {len(graph.values) - 1}. "
             "A solver must return ids of `graph.values`."
@@ -92,7 +94,9 @@ def check(graph: Graph, schedule: Schedule) -> Schedule:
     for k, nodes in enumerate(schedule.recomputed):
         available = {v for v, stage in schedule.kept if stage == k}
         if not available <= previous:
-            raise SolverError(f"Stage {k} keeps values {sorted(available - previous)} that stage {k - 1} does not have.")
+            raise SolverError(
+                f"Stage {k} keeps values {sorted(available - previous)} that stage {k - 1} does not have."
+            )
 
         def missing(v: int, k: int = k, available: set[int] = available) -> bool:
             ready = v in schedule.saved or v in available or not graph.is_residual(v)
@@ -101,9 +105,13 @@ def check(graph: Graph, schedule: Schedule) -> Schedule:
         for n in nodes:
             node = graph.nodes[n]
             if not (node.forward and node.repeatable):
-                raise SolverError(f"Stage {k} recomputes node {n} ({node.primitive}), which may run only once.")
+                raise SolverError(
+                    f"Stage {k} recomputes node {n} ({node.primitive}), which may run only once."
+                )
             if lost := [v for v in graph.reads[n] if missing(v)]:
-                raise SolverError(f"Stage {k} recomputes node {n} ({node.primitive}) from values {lost}, which are gone.")
+                raise SolverError(
+                    f"Stage {k} recomputes node {n} ({node.primitive}) from values {lost}, which are gone."
+                )
             available.update(node.outputs)
         if lost := [v for v in graph.needs(k) if missing(v)]:
             raise SolverError(f"Stage {k} reads values {lost}, which are neither saved nor recomputed.")

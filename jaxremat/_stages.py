@@ -5,9 +5,11 @@ one stage recomputes are alive together. Both are bytes, so the stages are the s
 
     sum over cuts (bytes of residuals read on both sides + total / FINENESS) + sum over stages consumed**2 / total
 
-where a stage *consumes* the residuals that it reads first and `total` is what all stages consume. Cuts thus fall between
-layers, and more of them where the residuals are large.
+where a stage *consumes* the residuals that it reads first and `total` is what all stages consume. Cuts thus fall
+between layers, and more of them where the residuals are large.
 """
+
+from itertools import pairwise
 
 from ._graph import Graph, Stage
 
@@ -38,7 +40,7 @@ def cut_stages(graph: Graph) -> tuple[Stage, ...]:
         cuts.append(places[i])
         i = previous[i]
     cuts = [start, *reversed(cuts)]
-    return tuple(Stage(a, b) for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(Stage(a, b) for a, b in pairwise(cuts))
 
 
 def _spanning_and_consumed(graph: Graph, start: int) -> tuple[list[int], list[int]]:

@@ -60,7 +60,9 @@ def trace(jitted: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     return normalise(staged.jaxpr, in_tree, out_tree, donated)
 
 
-def normalise(closed: jex.ClosedJaxpr, in_tree: Any = None, out_tree: Any = None, donated: Sequence[bool] = ()) -> Traced:
+def normalise(
+    closed: jex.ClosedJaxpr, in_tree: Any = None, out_tree: Any = None, donated: Sequence[bool] = ()
+) -> Traced:
     """Inline, merge, prune and order a jaxpr."""
     flat, labels, rematted = _inline(closed)
     merged, merged_of = _merge(flat)
@@ -118,7 +120,9 @@ def _inline(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, dict[Any, str], b
             if body is not None:
                 rematted = rematted or name in ("remat2", "checkpoint")
                 inner, inner_consts = body
-                inner_constvars = [const_var(c, v.aval) for c, v in zip(inner_consts, inner.constvars, strict=True)]
+                inner_constvars = [
+                    const_var(c, v.aval) for c, v in zip(inner_consts, inner.constvars, strict=True)
+                ]
                 outs = walk(inner, [*inner_constvars, *invars], info)
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
@@ -225,4 +229,3 @@ def _alive(closed: jex.ClosedJaxpr) -> list[bool]:
             alive[i] = True
             needed.update(a for a in eqn.invars if not _compat.is_literal(a))
     return alive
-

@@ -85,7 +85,12 @@ def make_plan(program: Program, request: Request, args: tuple[Any, ...], kwargs:
 
 
 def apply_plan(
-    program: Program, plan: Plan, device: DeviceSpec, args: tuple[Any, ...], kwargs: dict[str, Any], verify: bool
+    program: Program,
+    plan: Plan,
+    device: DeviceSpec,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    verify: bool,
 ) -> Planned:
     """The step that follows a plan made before; needs no solver.
 
@@ -96,8 +101,9 @@ def apply_plan(
     found = fingerprint(traced)
     if found != plan.fingerprint:
         raise PlanMismatchError(
-            f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: its code, the shapes "
-            "or types of its arguments, its static arguments, its donated arguments or the version of jax differ. "
+            f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: its code, the "
+            "shapes or types of its arguments, its static arguments, its donated arguments or the version of jax "
+            "differ. "
             "Plan this step afresh, with `optimize(budget)`."
         )
     if plan.drops_nothing:
@@ -131,7 +137,9 @@ def fingerprint(traced: Traced) -> str:
     def define(variables: Any) -> str:
         return ",".join(f"{index.setdefault(v, len(index))}:{v.aval}" for v in variables)
 
-    digest.update(f"{define(jaxpr.constvars)};{define(jaxpr.invars)};{traced.donated};{_compat.JAX_VERSION}".encode())
+    digest.update(
+        f"{define(jaxpr.constvars)};{define(jaxpr.invars)};{traced.donated};{_compat.JAX_VERSION}".encode()
+    )
     for eqn in jaxpr.eqns:
         params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
         ins = " ".join(map(atom, eqn.invars))
@@ -165,7 +173,7 @@ class _Planner:
             if budget != "min" and MemoryStats.of(plain).peak_nbytes <= budget:
                 return self._plain(plain, rough)
         witness = self._compile(self.program.evaluating(tagged(self.traced), self.traced))
-        module = parse(witness.as_text())
+        module = parse(_text(witness))
         stats = MemoryStats.of(plain or witness)
         self.baseline_nbytes = stats.peak_nbytes
         if plain is None and budget != "min" and self.baseline_nbytes <= budget:
@@ -173,8 +181,12 @@ class _Planner:
         self.baseline_seconds = roofline(module, request.device).seconds
         base = MemoryStats.of(witness).base_nbytes + argument_copies(module)
         temporaries = self.baseline_nbytes - base
-        scratch = workspaces(self.traced, dict(self.program.compiler_options), int(temporaries * _WORKSPACE_SHARE))
-        graph = lower(self.traced, request.device, base_nbytes=base, written=written(module), workspace=scratch)
+        scratch = workspaces(
+            self.traced, dict(self.program.compiler_options), int(temporaries * _WORKSPACE_SHARE)
+        )
+        graph = lower(
+            self.traced, request.device, base_nbytes=base, written=written(module), workspace=scratch
+        )
         logger.info(
             "plain step: peak %s, %d equations, %d residuals, %d stages",
             format_nbytes(self.baseline_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
@@ -191,14 +203,20 @@ class _Planner:
         for _ in range(1 + _REPLANS[self.request.effort]):
             solution = self._solve(graph, allowance)
             predicted = simulate(graph, solution.schedule).peak_nbytes
-            if predicted > allowance and self.trials and predicted >= min(t.profile.peak_nbytes for t in self.trials):
+            if (
+                predicted > allowance
+                and self.trials
+                and predicted >= min(t.profile.peak_nbytes for t in self.trials)
+            ):
                 break
             known = next((t for t in self.trials if t.schedule == solution.schedule), None)
             if known is not None:
                 break
             trial = self._try(graph, solution)
             room = budget - trial.peak_nbytes
-            if 0 <= room and (room <= _SLACK * (budget - graph.base_nbytes) or trial.profile.extra_seconds == 0):
+            if room >= 0 and (
+                room <= _SLACK * (budget - graph.base_nbytes) or trial.profile.extra_seconds == 0
+            ):
                 break
             allowance = trial.profile.peak_nbytes + (room if room > 0 else int(1.1 * room))
         if not any(t.peak_nbytes <= budget for t in self.trials):
@@ -210,7 +228,7 @@ class _Planner:
 
     def _least(self, graph: Graph, budget: int | None = None) -> _Trial:
         """The compiled schedule of least peak; with a budget, the first that fits."""
-        # The model is least sure where the least memory is: what leans least on it, a price of memory, gets a chance too.
+        # The model is least sure where memory is least: a mere price of memory, which leans on it less, is tried too.
         for solver in (self.request.solver, MinCut()):
             solution = self._solve(graph, None, solver)
             if all(t.schedule != solution.schedule for t in self.trials):
@@ -235,7 +253,7 @@ class _Planner:
         profile = simulate(graph, solution.schedule)
         jitted = self.program.evaluating(emit(self.traced, graph, solution.schedule), self.traced)
         compiled = self._compile(jitted)
-        seconds = roofline(parse(compiled.as_text()), self.request.device).seconds
+        seconds = roofline(parse(_text(compiled)), self.request.device).seconds
         trial = _Trial(
             schedule=solution.schedule,
             solution=solution,
@@ -261,13 +279,17 @@ class _Planner:
         peak = MemoryStats.of(compiled).peak_nbytes
         self.baseline_nbytes = peak
         budget = parse_budget(self.request.budget, self.request.device_nbytes)
-        plan = self._as_plan(graph, _everything(graph), int(budget), Solution(_everything(graph), solver="none"))
+        plan = self._as_plan(
+            graph, _everything(graph), int(budget), Solution(_everything(graph), solver="none")
+        )
         plan = replace(plan, predicted_peak_nbytes=peak, compiled_peak_nbytes=peak, compiled_overhead=0.0)
         return Planned(plan, self.program.plain, compiled)
 
     def _planned(self, graph: Graph, trial: _Trial, budget: int) -> Planned:
         plan = self._as_plan(graph, trial.schedule, budget, trial.solution)
-        plan = replace(plan, compiled_peak_nbytes=trial.peak_nbytes, compiled_overhead=trial.compiled_overhead)
+        plan = replace(
+            plan, compiled_peak_nbytes=trial.peak_nbytes, compiled_overhead=trial.compiled_overhead
+        )
         return Planned(plan, trial.jitted, trial.compiled)
 
     def _unverified(self, graph: Graph, rough_peak: int, budget: Any) -> Planned:
@@ -280,7 +302,9 @@ class _Planner:
         plan = self._as_plan(graph, solution.schedule, allowance or peak, solution)
         if solution.schedule.drops_nothing:
             return Planned(plan, self.program.plain, None)
-        return Planned(plan, self.program.evaluating(emit(self.traced, graph, solution.schedule), self.traced), None)
+        return Planned(
+            plan, self.program.evaluating(emit(self.traced, graph, solution.schedule), self.traced), None
+        )
 
     def _as_plan(self, graph: Graph, schedule: Schedule, budget: int, solution: Solution) -> Plan:
         profile = simulate(graph, schedule)
@@ -306,7 +330,9 @@ class _Planner:
             materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
         )
 
-    def _infeasible(self, graph: Graph, budget: int, schedule: Schedule | None = None) -> InfeasibleBudgetError:
+    def _infeasible(
+        self, graph: Graph, budget: int, schedule: Schedule | None = None
+    ) -> InfeasibleBudgetError:
         if schedule is None:
             trial = min(self.trials, key=lambda t: t.peak_nbytes)
             schedule, peak, how = trial.schedule, trial.peak_nbytes, "compiled"
@@ -316,14 +342,16 @@ class _Planner:
         event = profile.events[profile.peak_event]
         node = graph.nodes[event.node]
         largest = "; ".join(
-            f"{format_nbytes(graph.values[v].nbytes)} {graph.values[v].shape} from {graph.nodes[graph.values[v].producer].primitive}"
+            f"{format_nbytes(graph.values[v].nbytes)} {graph.values[v].shape} "
+            f"from {graph.nodes[graph.values[v].producer].primitive}"
             for v, _ in profile.alive[:3]
         )
         return InfeasibleBudgetError(
             f"`optimize({self.request.budget!r})` cannot be met: with the least memory found, the step still needs "
             f"{format_nbytes(peak)} ({how}), at {node.primitive} ({node.source or node.scope}): arguments and outputs "
-            f"{format_nbytes(graph.base_nbytes)}, live values {format_nbytes(event.live_nbytes)}, the largest {largest or 'none'}. "
-            f'Use a budget of at least {peak} bytes ({format_nbytes(peak)}), or a smaller batch.',
+            f"{format_nbytes(graph.base_nbytes)}, live values {format_nbytes(event.live_nbytes)}, "
+            f"the largest {largest or 'none'}. "
+            f"Use a budget of at least {peak} bytes ({format_nbytes(peak)}), or a smaller batch.",
             budget_nbytes=budget,
             min_peak_nbytes=peak,
         )
@@ -331,3 +359,8 @@ class _Planner:
 
 def _everything(graph: Graph) -> Schedule:
     return Schedule(frozenset(graph.residuals), ((),) * len(graph.stages))
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+    """The optimised, scheduled HLO."""
+    return compiled.as_text() or ""

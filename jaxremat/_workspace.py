@@ -40,7 +40,9 @@ class _Cache:
         self.path = cache_dir() / "workspace.json"
         self.fresh = False
         try:
-            self.known: dict[str, int] = {str(k): int(v) for k, v in json.loads(self.path.read_text()).items()}
+            self.known: dict[str, int] = {
+                str(k): int(v) for k, v in json.loads(self.path.read_text()).items()
+            }
         except (OSError, ValueError, AttributeError, TypeError):
             self.known = {}
 

@@ -27,13 +27,17 @@ class Chen:
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         total = max(len(graph.stages), 1)
-        counts = [self.segments] if self.segments else sorted({*range(1, min(total, 64) + 1), math.isqrt(total)})
+        counts = (
+            [self.segments] if self.segments else sorted({*range(1, min(total, 64) + 1), math.isqrt(total)})
+        )
         best: tuple[tuple[float, ...], Schedule] | None = None
         for count in counts:
             schedule = self._segmented(graph, min(count, total))
             profile = simulate(graph, schedule)
             fits = budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes
-            rank = (0.0, profile.extra_seconds, profile.peak_nbytes) if fits else (1.0, profile.peak_nbytes, 0.0)
+            rank = (
+                (0.0, profile.extra_seconds, profile.peak_nbytes) if fits else (1.0, profile.peak_nbytes, 0.0)
+            )
             if best is None or rank < best[0]:
                 best = (rank, schedule)
         assert best is not None

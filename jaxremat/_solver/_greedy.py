@@ -14,7 +14,10 @@ class Greedy:
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         residuals = [v for v in graph.residuals if graph.recomputable(v)]
-        price = {v: graph.nodes[graph.values[v].producer].seconds / max(graph.values[v].nbytes, 1) for v in residuals}
+        price = {
+            v: graph.nodes[graph.values[v].producer].seconds / max(graph.values[v].nbytes, 1)
+            for v in residuals
+        }
         order = sorted(residuals, key=lambda v: (price[v], v))
         everything = frozenset(graph.residuals)
 

@@ -2,7 +2,7 @@
 
 Variables, all binary, over residuals `v`, their producers `n` and stages `k`:
 
-    s[v]    saved from the forward pass to the last stage that reads it (if none does, the first that may recompute from it)
+    s[v]    saved from the forward pass to the last stage that reads it (or the first that may recompute from it)
     e[v,k]  still there in stage k beyond that, to recompute from
     r[n,k]  node n is recomputed for stage k, for stages within `window` of the stages that read its outputs
     h[v,k]  a value that was recomputed before is held from stage k-1 into stage k (values at stage boundaries)
@@ -22,8 +22,10 @@ own measure.
 
 import time
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
-import mip
+import mip as _mip
 
 from .._errors import SolverError
 from .._graph import Graph
@@ -36,6 +38,7 @@ from ._interface import Solution
 from ._mincut import MinCut
 from ._moments import Moments, Terms
 
+mip: Any = _mip  # its annotations do not cover its own operators
 MIB = float(2**20)
 HOLDING_SHARE = 0.2
 """Share of the time limit spent on holding recomputed values across stages, once a schedule without it is known."""
@@ -55,7 +58,10 @@ class Milp:
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         deadline = time.monotonic() + time_limit
-        known = [solver.solve(graph, budget_nbytes, time_limit=time_limit).schedule for solver in (MinCut(), Greedy())]
+        known = [
+            solver.solve(graph, budget_nbytes, time_limit=time_limit).schedule
+            for solver in (MinCut(), Greedy())
+        ]
         start = min(known, key=lambda schedule: rank(graph, schedule, budget_nbytes))
         if start.drops_nothing and (not graph.residuals or rank(graph, start, budget_nbytes)[0] == 0):
             return Solution(start, 0.0, True, "milp")
@@ -68,7 +74,7 @@ class Milp:
             )
             found = _Found(held.schedule, True, found.bound_seconds, found.proven)
         if found.proven and not found.fits:
-            # Holding recomputed values across stages reaches lower peaks, but weakens the relaxation: only where needed.
+            # Holding recomputed values across stages reaches lower peaks, but weakens the relaxation.
             chen = Chen().solve(graph, budget_nbytes, time_limit=time_limit).schedule
             start = min((start, chen), key=lambda schedule: rank(graph, schedule, budget_nbytes))
             found = _Model(graph, self, holding=True).solve(budget_nbytes, start, deadline)
@@ -82,7 +88,10 @@ class Milp:
         least = _Model(graph, self).solve(None, start, (time.monotonic() + half) / 2)
         least = _Model(graph, self, holding=True).solve(None, least.schedule, half)
         budget = simulate(graph, least.schedule).peak_nbytes
-        return self._solution(graph, _Model(graph, self, holding=bool(least.schedule.kept)).solve(budget, least.schedule, deadline))
+        return self._solution(
+            graph,
+            _Model(graph, self, holding=bool(least.schedule.kept)).solve(budget, least.schedule, deadline),
+        )
 
     @staticmethod
     def _solution(graph: Graph, found: "_Found") -> Solution:
@@ -123,7 +132,9 @@ class _Model:
         self.free = [v for v in graph.residuals if v not in self.fixed]
         self.window = self._window()
         border = boundaries(graph) if self.holding else {}
-        self.holdable = {(v, k) for k, nodes in enumerate(self.window) for v in self._outputs(nodes) if v in border and k}
+        self.holdable = {
+            (v, k) for k, nodes in enumerate(self.window) for v in self._outputs(nodes) if v in border and k
+        }
         self.moments = Moments(graph, self.fixed, self.window)
 
     def _outputs(self, nodes: set[int]) -> list[int]:
@@ -132,7 +143,9 @@ class _Model:
     def _window(self) -> list[set[int]]:
         """For each stage the nodes that may be recomputed for it."""
         graph, free = self.graph, set(self.free)
-        reach: list[set[int]] = [{graph.values[v].producer for v in graph.needs(k) if v in free} for k in range(len(graph.stages))]
+        reach: list[set[int]] = [
+            {graph.values[v].producer for v in graph.needs(k) if v in free} for k in range(len(graph.stages))
+        ]
         edge = [set(nodes) for nodes in reach]
         while any(edge):
             grown = []
@@ -155,15 +168,21 @@ class _Model:
         model.threads = self.options.threads
         model.seed = 1
         save = {v: model.add_var(var_type=mip.BINARY) for v in self.free}
-        again = {(n, k): model.add_var(var_type=mip.BINARY) for k, nodes in enumerate(self.window) for n in sorted(nodes)}
+        again = {
+            (n, k): model.add_var(var_type=mip.BINARY)
+            for k, nodes in enumerate(self.window)
+            for n in sorted(nodes)
+        }
         hold = {key: model.add_var(var_type=mip.BINARY) for key in sorted(self.holdable)}
-        longer = {(v, k): model.add_var(var_type=mip.BINARY) for v in self.free for k in self.moments.extra[v]}
+        longer = {
+            (v, k): model.add_var(var_type=mip.BINARY) for v in self.free for k in self.moments.extra[v]
+        }
         peak = model.add_var(lb=0.0) if budget_nbytes is None else None
-        variables: dict[str, dict[tuple[int, ...], mip.Var]] = {
+        variables: dict[str, dict[tuple[int, ...], Any]] = {
             "s": {(v,): x for v, x in save.items()}, "e": longer, "r": again, "h": hold,
         }  # fmt: skip
 
-        def ready(v: int, k: int) -> list[mip.Var]:
+        def ready(v: int, k: int) -> list[Any]:
             producer = graph.values[v].producer
             saved = longer.get((v, k)) if k > self.moments.cover[v] else save[v]
             options = (saved, again.get((producer, k)), hold.get((v, k)))
@@ -183,7 +202,7 @@ class _Model:
 
         for v in self.free:
             chain = [save[v], *(longer[v, k] for k in self.moments.extra[v])]
-            for before, after in zip(chain, chain[1:], strict=False):
+            for before, after in pairwise(chain):
                 model.add_constr(after <= before)
 
         def limit(terms: Terms) -> None:
@@ -193,7 +212,9 @@ class _Model:
                 found = [variables[kind].get(tuple(ids)) for kind, *ids in keys]
                 if any(x is None for x in found):
                     continue
-                parts.append((nbytes / MIB) * (mip.xsum(x for x in found if x is not None) - (len(found) - 1)))
+                parts.append(
+                    (nbytes / MIB) * (mip.xsum(x for x in found if x is not None) - (len(found) - 1))
+                )
             if budget_nbytes is None:
                 model.add_constr(mip.xsum(parts) + constant <= peak)
             elif parts:
@@ -221,8 +242,8 @@ class _Model:
                 break
             if status in (mip.OptimizationStatus.ERROR, mip.OptimizationStatus.UNBOUNDED):
                 raise SolverError(
-                    f"CBC ended with status {status.name} on a program of {model.num_cols} variables and {model.num_rows} "
-                    "constraints. Try `solver=jaxremat.MinCut()`, which needs no integer program."
+                    f"CBC ended with status {status.name} on a program of {model.num_cols} variables and "
+                    f"{model.num_rows} constraints. Try `solver=jaxremat.MinCut()`, which needs no integer program."
                 )
             if peak is None and model.objective_bound is not None and abs(model.objective_bound) < 1e12:
                 bound = max(bound, model.objective_bound / 100 * step)
@@ -239,20 +260,26 @@ class _Model:
                 break
             for terms in violated:
                 limit(terms)
-        return _Found(best, best_rank[0] == 0, min(bound, best_rank[1]) if best_rank[0] == 0 else bound, proven)
+        return _Found(
+            best, best_rank[0] == 0, min(bound, best_rank[1]) if best_rank[0] == 0 else bound, proven
+        )
 
     def _schedule(self, save, hold) -> Schedule:  # type: ignore[no-untyped-def]
         saved = [v for v, x in save.items() if float(x.x) >= 0.5]
         kept = [key for key, x in hold.items() if float(x.x) >= 0.5]
         return complete(self.graph, saved, kept)
 
-    def _start(self, schedule: Schedule, variables: dict[str, dict[tuple[int, ...], mip.Var]]) -> list[tuple[mip.Var, float]]:
+    def _start(
+        self, schedule: Schedule, variables: dict[str, dict[tuple[int, ...], Any]]
+    ) -> list[tuple[Any, float]]:
         graph = self.graph
         last: dict[int, int] = {}
         for k, nodes in enumerate(schedule.recomputed):
             last.update((u, k) for n in nodes for u in graph.reads[n])
         again = {(n, k) for k, nodes in enumerate(schedule.recomputed) for n in nodes}
         start = [(x, float(v in schedule.saved)) for (v,), x in variables["s"].items()]
-        start += [(x, float(v in schedule.saved and last.get(v, -1) >= k)) for (v, k), x in variables["e"].items()]
+        start += [
+            (x, float(v in schedule.saved and last.get(v, -1) >= k)) for (v, k), x in variables["e"].items()
+        ]
         start += [(x, float(key in again)) for key, x in variables["r"].items()]
         return start + [(x, float(key in schedule.kept)) for key, x in variables["h"].items()]

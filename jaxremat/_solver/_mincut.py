@@ -91,7 +91,13 @@ class _Cuts:
             if v in uses:
                 edges.append((z[v], 1, _INFINITE, 0.0))
         array = np.array(edges, dtype=float).reshape(-1, 4)
-        return array[:, 0].astype(np.int32), array[:, 1].astype(np.int32), array[:, 2], array[:, 3], 2 + len(y) + len(z)
+        return (
+            array[:, 0].astype(np.int32),
+            array[:, 1].astype(np.int32),
+            array[:, 2],
+            array[:, 3],
+            2 + len(y) + len(z),
+        )
 
     def at(self, price: float) -> tuple[Schedule, Profile]:
         """The best schedule at this price, and its profile."""

@@ -1,7 +1,7 @@
 """Moments of the schedule -> linear lower bounds on the bytes alive there, for the integer program.
 
-A term's keys name variables of `_milp`: ("s", v), ("e", v, k), ("r", n, k), ("h", v, k). A value counts where all of them
-are one.
+A term's keys name variables of `_milp`: ("s", v), ("e", v, k), ("r", n, k), ("h", v, k). A value counts
+where all of them are one.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,8 @@ class Moments:
         self.cover = {v: max(own[v], default=min(readable[v], default=-1)) for v in self.free}
         self.extra = {v: tuple(sorted(k for k in readable[v] if k > self.cover[v])) for v in self.free}
         self.lives = {
-            v: _Life(graph.values[v].producer, forward.get(v, graph.values[v].producer), own[v]) for v in self.free
+            v: _Life(graph.values[v].producer, forward.get(v, graph.values[v].producer), own[v])
+            for v in self.free
         }
         delta = [0] * (len(graph.nodes) + 2)
         for value in graph.values:
@@ -105,12 +106,14 @@ class Moments:
             again = event.recomputed_for >= 0
             stage = event.recomputed_for if again else graph.stage_of[event.node]
             top = best.get((stage, again))
-            if (allowed is None or event.live_nbytes > allowed + 1) and (top is None or event.live_nbytes > top[0]):
+            if (allowed is None or event.live_nbytes > allowed + 1) and (
+                top is None or event.live_nbytes > top[0]
+            ):
                 best[stage, again] = (event.live_nbytes, event.node, event.recomputed_for)
         return {(n, k) for _, n, k in best.values()}
 
     def _saved(self, v: int, k: int, own_at: int | None) -> list[Key]:
-        """The variable that says whether the saved original is alive in stage `k`, while the stage recomputes or later."""
+        """The variable that says whether the saved original is alive in stage `k`, while it recomputes or later."""
         life = self.lives[v]
         if own_at is not None and life.by_stage:
             covered = any(at >= own_at for at in life.by_stage.values())
@@ -197,6 +200,8 @@ class Moments:
         constant = terms.constant_nbytes
         if k >= 0:
             again = ("r", n, k)
-            made = sum(self._made(n)) + sum(graph.values[v].nbytes for v in graph.nodes[n].outputs if graph.values[v].is_output)
+            made = sum(self._made(n)) + sum(
+                graph.values[v].nbytes for v in graph.nodes[n].outputs if graph.values[v].is_output
+            )
             parts.append(((again,), made + graph.nodes[n].workspace_nbytes))
         return Terms(constant, tuple(parts))
