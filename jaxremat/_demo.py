@@ -62,6 +62,7 @@ def demo(
 
     **Raises:** `BudgetError` and `InfeasibleBudgetError`, as `jaxremat.optimize` does.
     """
+    asked = parse_budget(budget, None) if budget else None
     digits, state = Digits.load(side), initial_state(ResNet(blocks), side, steps)
     weights = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     platform = jax.default_backend()
@@ -80,7 +81,7 @@ def demo(
         control = Run("control", compiled, _nudged(state), plain.memory)
     _did(console, f"plain step compiled: peak {format_nbytes(plain.memory.peak_nbytes)}", began)
 
-    wanted = parse_budget(budget, None) if budget else plain.memory.peak_nbytes // 2
+    wanted = asked or plain.memory.peak_nbytes // 2
     within = "the least memory" if wanted == "min" else format_nbytes(wanted)
     with console.status(f"planning within {within}"):
         began = time.perf_counter()
