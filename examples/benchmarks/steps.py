@@ -1,0 +1,386 @@
+"""Measure train steps plainly, with rematerialisation by hand and planned: peaks, work, time and results.
+
+    python -m examples.benchmarks.steps resnet50 --scale full --shares 0.5 0.33 min --time --check
+
+Each network and scale has one JSON file, written after every row, so that a run that was cut short goes on
+where it stopped. Its rows: the plain step; rematerialisation by hand, of whole blocks or of all but the
+products in them; and plans at shares of the plain step's *temporaries*, on top of its arguments and outputs,
+or at "min". Every step is compiled with the options that `jaxremat.optimize` uses: by default XLA:CPU would
+merge what is recomputed by hand with the original.
+
+Tiny sizes go to ``out/``, which git ignores; the others to ``results/``, which `table` puts into the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxremat
+from examples.benchmarks import compare, records
+from examples.benchmarks.networks import NAMES, Program, program
+from jaxremat._devices import detect
+from jaxremat._hlo import parse
+from jaxremat._program import Program as Jitted
+from jaxremat._roofline import roofline
+from jaxremat._trace import trace
+
+BY_HAND = ("block", "dots")
+SHARES = ("0.75", "0.5", "0.4", "0.33", "0.25", "min")
+ROWS = ("plain", *BY_HAND, *SHARES)
+
+
+@dataclass
+class Bench:
+    """The measurements of one network at one scale.
+
+    **Arguments:** `path` of the JSON file; `sizes` override the network's, as in `program`; `time_limit` of
+    each solve in seconds; `plans` the folder where plans are kept, to time them later without planning again;
+    `say` takes each line of progress.
+    """
+
+    network: str
+    scale: str
+    path: Path
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    time_limit: float = 10.0
+    plans: Path | None = None
+    say: Callable[[str], None] = print
+
+    def run(
+        self, rows: Sequence[str] = ROWS, *, runs: int = 0, check: bool = False, fresh: bool = False
+    ) -> records.Record:
+        """Measure the rows that the file lacks, and return what is in it then.
+
+        **Arguments:** `runs` timed runs of each step, 0 for none; `check` compare all results with the plain
+        step's; `fresh` measure rows again that are there.
+        """
+        self._open(rows if fresh else ())
+        timed, checked = ["step_seconds"] * (runs > 0), ["difference"] * check
+        missing = [n for n in rows if not self._has(n, timed if n == "plain" else [*timed, *checked])]
+        if not missing:
+            return self.record
+        steps = {"plain": self._plain()}
+        for name in missing:
+            if name != "plain" and (step := self._step(name)) is not None:
+                steps[name] = step
+        if check or runs:
+            args = self.program().make_args()
+            if check:
+                self._check(steps, args)
+            if runs:
+                self._time(steps, args, runs)
+        return self.record
+
+    def program(self, remat: Any = "none") -> Program:
+        """The network's step, a new function on each call, so that nothing traced before is found again."""
+        return program(self.network, remat=remat, scale=self.scale, **self.sizes)  # type: ignore[arg-type]
+
+    def _open(self, forget: Sequence[str]) -> None:
+        self.record = records.read(self.path)
+        now = records.environment()
+        old = self.record.get("environment", now)
+        if old != now and not set(self.record["rows"]) <= set(forget):
+            differ = ", ".join(
+                f"{key} {old.get(key)!r}, now {now[key]!r}" for key in now if old.get(key) != now[key]
+            )
+            raise SystemExit(
+                f"{self.path} was measured elsewhere ({differ}). Remove it, or run all its rows with --fresh."
+            )
+        kept = {name: row for name, row in self.record.get("rows", {}).items() if name not in forget}
+        self.record = {**self._describe(), "environment": now, "rows": kept}
+
+    def _describe(self) -> records.Record:
+        plain = self.program()
+        state, batch = plain.abstract_args()
+        inputs = batch["inputs"]
+        return {
+            "kind": "step",
+            "network": self.network,
+            "scale": self.scale,
+            "parameters": plain.parameter_count(),
+            "inputs": f"{inputs.dtype}[{','.join(map(str, inputs.shape))}]",
+            "state_nbytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        }
+
+    def _has(self, name: str, keys: Sequence[str]) -> bool:
+        row = self.record["rows"].get(name)
+        return row is not None and (row.get("infeasible", False) or all(key in row for key in keys))
+
+    def _store(self, name: str, values: records.Record) -> records.Record:
+        """Write a row, which replaces what was known of it."""
+        row = {"date": records.today(), "library": records.library_version(), **values}
+        rows = {**self.record["rows"], name: row}
+        self.record["rows"] = {key: rows[key] for key in sorted(rows, key=_order)}
+        records.write(self.path, self.record)
+        return row
+
+    def _plain(self) -> jax.stages.Compiled:
+        """The plain step, compiled in any case: everything is compared with it."""
+        plain = self.program()
+        jitted = Jitted(plain.step, donate_argnums=plain.donate_argnums, compiler_options=_options())
+        began = time.perf_counter()
+        traced = trace(jitted.plain, plain.abstract_args(), {})
+        trace_seconds = time.perf_counter() - began
+        step, seconds = _compile(plain)
+        row = _of_compiled(step)
+        self.plain = {**row, "compile_seconds": seconds, "trace_seconds": trace_seconds}
+        self.plain["equations"] = len(traced.jaxpr.jaxpr.eqns)
+        known = self.record["rows"].get("plain", row)
+        if known["peak_nbytes"] != row["peak_nbytes"]:
+            raise SystemExit(
+                f"{self.path} has {known['peak_nbytes']} bytes for the plain step, now the compiler says "
+                f"{row['peak_nbytes']}: the network or the compiler has changed. Run all rows with --fresh."
+            )
+        if not self._has("plain", ()):
+            self._report("plain", self._store("plain", self.plain))
+        return step
+
+    def _step(self, name: str) -> jax.stages.Compiled | None:
+        """One row's compiled step, with the row measured if it is not yet there; None where no plan fits."""
+        if name in BY_HAND:
+            step, seconds = _compile(self.program(name))
+            if not self._has(name, ()):
+                row = {**self._compare(_of_compiled(step)), "compile_seconds": seconds}
+                self._report(name, self._store(name, row))
+            return step
+        if self._has(name, ()) and (step := self._again(name)) is not None:
+            return step
+        return self._planned(name)
+
+    def _planned(self, name: str) -> jax.stages.Compiled | None:
+        plain = self.program()
+        args = plain.abstract_args()
+        base, temporaries = self.plain["base_nbytes"], self.plain["temporaries_nbytes"]
+        budget = name if name == "min" else int(base + float(name) * temporaries)
+        began = time.perf_counter()
+        with _compile_stopwatch() as compiling:
+            try:
+                step = self._optimize(plain, budget)
+                plan, compiled = step.plan(*args), step.compile(*args)
+            except jaxremat.InfeasibleBudgetError as error:
+                row = {
+                    "infeasible": True,
+                    "budget_nbytes": budget,
+                    "min_peak_nbytes": error.min_peak_nbytes,
+                    "total_seconds": time.perf_counter() - began,
+                }
+                self._report(name, self._store(name, row))
+                return None
+        total = time.perf_counter() - began
+        if self.plans is not None:
+            self.plans.mkdir(parents=True, exist_ok=True)
+            plan.save(self.plans / f"{name}.json")
+        row = self._compare(_of_compiled(compiled))
+        row |= _of_plan(plan)
+        row |= {
+            "fits": row["peak_nbytes"] <= plan.budget_nbytes,
+            "planning_seconds": total - sum(compiling),
+            "total_seconds": total,
+        }
+        self._report(name, self._store(name, row))
+        return compiled
+
+    def _again(self, name: str) -> jax.stages.Compiled | None:
+        """The step of a plan that was kept; None where it no longer is the one that was measured."""
+        path = self.plans / f"{name}.json" if self.plans else None
+        if path is None or not path.exists():
+            return None
+        plain = self.program()
+        try:
+            step = self._optimize(plain, plan=jaxremat.Plan.load(path)).compile(*plain.abstract_args())
+        except (jaxremat.PlanMismatchError, jaxremat.InfeasibleBudgetError):
+            return None
+        peak = jaxremat.MemoryStats.of(step).peak_nbytes
+        return step if peak == self.record["rows"][name]["peak_nbytes"] else None
+
+    def _optimize(self, plain: Program, *budget: Any, **plan: Any) -> jaxremat.Step:
+        decorate = jaxremat.optimize(
+            *budget, **plan, donate_argnums=plain.donate_argnums, time_limit=self.time_limit
+        )
+        return decorate(plain.step)
+
+    def _compare(self, row: records.Record) -> records.Record:
+        """Work relative to the plain step's."""
+        return {
+            **row,
+            "extra_flops": row["flops"] / self.plain["flops"] - 1,
+            "roofline_overhead": row["roofline_seconds"] / self.plain["roofline_seconds"] - 1,
+        }
+
+    def _time(self, steps: Mapping[str, jax.stages.Compiled], args: compare.Args, runs: int) -> None:
+        seconds = compare.time_in_turn(steps, args, runs)
+        plain = statistics.median(seconds["plain"])
+        for name, taken in seconds.items():
+            median = statistics.median(taken)
+            times = {"runs": runs, "step_seconds": median, "fastest_seconds": min(taken)}
+            row = self.record["rows"][name]
+            self._store(name, {**row, **times, "plain_seconds": plain, "time_ratio": median / plain})
+            self.say(f"  {name:>6}: {median:.3f} s a step, {median / plain:.3f} of the plain step's")
+
+    def _check(self, steps: Mapping[str, jax.stages.Compiled], args: compare.Args) -> None:
+        for name, (difference, where) in compare.largest_differences(steps, args).items():
+            row = self.record["rows"][name]
+            self._store(name, {**row, "difference": difference, "difference_at": where})
+            self.say(f"  {name:>6}: results differ by at most {difference:.2g} {where}")
+
+    def _report(self, name: str, row: records.Record) -> None:
+        size = jaxremat.format_nbytes
+        if row.get("infeasible"):
+            budget, least = row["budget_nbytes"], row["min_peak_nbytes"]
+            self.say(f"  {name:>6}: {size(budget)} is infeasible, the least found is {size(least)}")
+            return
+        text = f"peak {size(row['peak_nbytes'])}"
+        if "budget_nbytes" in row:
+            text += f" of {size(row['budget_nbytes'])}"
+        if row.get("first_predicted_nbytes"):
+            text += f", first prediction off by {records.prediction_error(row):+.1%}"
+        if "extra_flops" in row:
+            text += f", extra flops {row['extra_flops']:.2%}, roofline {row['roofline_overhead']:+.2%}"
+        if "gap" in row:
+            text += f", solved in {row['solve_seconds']:.1f} s to a gap of {row['gap']:.2%}"
+        self.say(f"  {name:>6}: {text}")
+
+
+def _options() -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(jaxremat.compiler_options(jax.default_backend()).items()))
+
+
+def _compile(step: Program) -> tuple[jax.stages.Compiled, float]:
+    """A step compiled as `optimize` would compile it, and the seconds that took."""
+    jitted = jax.jit(step.step, donate_argnums=step.donate_argnums, compiler_options=dict(_options()) or None)
+    began = time.perf_counter()
+    compiled = jitted.lower(*step.abstract_args()).compile()
+    return compiled, time.perf_counter() - began
+
+
+def _of_compiled(compiled: jax.stages.Compiled) -> records.Record:
+    """What the compiled program says: bytes by XLA's buffer assignment, work by its kernels."""
+    stats = jaxremat.MemoryStats.of(compiled)
+    work = roofline(parse(compiled.as_text()), detect(jax.devices()[0]))  # type: ignore[arg-type]
+    return {
+        "peak_nbytes": stats.peak_nbytes,
+        "base_nbytes": stats.base_nbytes,
+        "temporaries_nbytes": stats.temporaries_nbytes,
+        "flops": work.flops,
+        "traffic_nbytes": work.nbytes,
+        "kernels": work.kernels,
+        "roofline_seconds": work.seconds,
+    }
+
+
+def _of_plan(plan: jaxremat.Plan) -> records.Record:
+    """What the plan says of itself."""
+    first = plan.rounds[0] if plan.rounds else (None, None)
+    return {
+        "budget_nbytes": plan.budget_nbytes,
+        "first_predicted_nbytes": first[0],
+        "first_compiled_nbytes": first[1],
+        "rounds": plan.rounds,
+        "predicted_nbytes": plan.predicted_peak_nbytes,
+        "predicted_overhead": plan.overhead,
+        "compiled_overhead": plan.compiled_overhead,
+        "lower_bound": plan.lower_bound,
+        "gap": plan.gap,
+        "solver": plan.solver,
+        "solve_seconds": plan.solve_seconds,
+        "compile_count": plan.compile_count,
+        "residuals": len(plan.actions),
+        "recomputed": sum(action.action == "recompute" for action in plan.actions),
+        "stages": len(plan.stages),
+    }
+
+
+@contextmanager
+def _compile_stopwatch() -> Iterator[list[float]]:
+    """A list that grows by the seconds of each compilation, from jaxpr to executable, inside the block."""
+    seconds: list[float] = []
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event.endswith(("/backend_compile_duration", "/jaxpr_to_mlir_module_duration")):
+            seconds.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seconds
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def _order(name: str) -> tuple[int, float]:
+    return (ROWS.index(name), 0.0) if name in ROWS[:3] or name == "min" else (3, -float(name))
+
+
+def _share(text: str) -> str:
+    if text == "min":
+        return text
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is neither 'min' nor a share in (0, 1]")
+    return repr(float(text))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line; without networks a tiny GPT anew, by hand and at one share, into ``out/``."""
+    parser = argparse.ArgumentParser(description="Measure train steps plain, by hand and planned.")
+    parser.add_argument("networks", nargs="*", metavar="network", help=f"{', '.join(NAMES)}, or all")
+    parser.add_argument("--scale", choices=("full", "small", "tiny"), default="tiny")
+    parser.add_argument(
+        "--shares",
+        nargs="+",
+        type=_share,
+        metavar="S",
+        help=f"of the plain step's temporaries (default: {' '.join(SHARES)}; without networks: 0.5)",
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=("plain", "block", "dots", "plans"), help="kinds of rows to measure"
+    )
+    parser.add_argument("--time", action="store_true", help="time the steps, in turn")
+    parser.add_argument("--runs", type=int, default=5, help="timed runs of each step (default: 5)")
+    parser.add_argument(
+        "--check", action="store_true", help="compare all results after one step with the plain step's"
+    )
+    parser.add_argument("--fresh", action="store_true", help="measure rows anew that are there")
+    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each solve (default: 10)")
+    parser.add_argument(
+        "--results", type=Path, help="folder of the JSON files (default: results, for tiny sizes out)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="log each planning round")
+    given = parser.parse_args(argv)
+    if unknown := set(given.networks) - {*NAMES, "all"}:
+        parser.error(f"no network is called {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    if given.verbose:
+        logging.basicConfig(format="    %(message)s")
+        logging.getLogger("jaxremat").setLevel(logging.INFO)
+    quick = not given.networks
+    networks = NAMES if "all" in given.networks else given.networks or ("gpt",)
+    rows = [*ROWS[:3], *(given.shares or (("0.5",) if quick else SHARES))]
+    if given.only:
+        rows = [name for name in rows if (name if name in ROWS[:3] else "plans") in given.only]
+    folder = (
+        given.results or (records.OUT if given.scale == "tiny" else records.RESULTS)
+    ) / jax.default_backend()
+    for network in networks:
+        name = f"{network}-{given.scale}"
+        print(f"{name}:")
+        bench = Bench(
+            network,
+            given.scale,
+            folder / f"{name}.json",
+            time_limit=given.time_limit,
+            plans=records.OUT / "plans" / jax.default_backend() / name,
+        )
+        bench.run(rows, runs=given.runs if given.time else 0, check=given.check, fresh=given.fresh or quick)
+        print(f"  in {bench.path}")
+
+
+if __name__ == "__main__":
+    main()
