@@ -1,0 +1,136 @@
+"""`optimize` over the zoo: the compiled peak keeps the budget, the results are the plain step's."""
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from zoo import BY_NAME, ZOO, Case
+
+import jaxremat
+from jaxremat import InfeasibleBudgetError, MemoryStats
+
+SHARE = 0.6
+INFEASIBLE: frozenset[str] = frozenset()
+ROUNDING = 2e-5
+"""Largest difference allowed, relative to the largest entry of the array that it is in."""
+
+
+def compile_plain(case: Case, args: Any) -> jax.stages.Compiled:
+    """The step under `jax.jit`, with the options that make its memory comparable."""
+    jitted = jax.jit(case.step, donate_argnums=case.donate_argnums)
+    return jitted.lower(*args).compile(compiler_options=jaxremat.compiler_options("cpu"))
+
+
+def assert_same(want: Any, got: Any, rounding: float = ROUNDING) -> None:
+    """Equal structures and types; equal integers and keys; floats equal to rounding."""
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert (a.dtype, a.shape, a.aval.weak_type) == (b.dtype, b.shape, b.aval.weak_type)
+        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        if jax.numpy.issubdtype(a.dtype, jax.numpy.floating):
+            x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            allowed = rounding if a.dtype == np.float32 else float(jax.numpy.finfo(a.dtype).eps)
+            assert np.abs(x - y).max(initial=0) <= allowed * np.abs(x).max(initial=0)
+        else:
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def stripped(compiled: jax.stages.Compiled) -> str:
+    """A compiled module's text without names of source places, which have no effect."""
+    text = re.sub(r", metadata=\{[^}]*\}", "", str(compiled.as_text()))
+    return re.sub(r"(?m)^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text)
+
+
+@pytest.mark.parametrize("case", ZOO, ids=lambda case: case.name)
+def test_budget_and_results(case: Case) -> None:
+    args = case.make_args()
+    plain = compile_plain(case, args)
+    stats = MemoryStats.of(plain)
+    budget = stats.base_nbytes + int(SHARE * stats.temporaries_nbytes)
+    step = jaxremat.optimize(budget, donate_argnums=case.donate_argnums)(case.step)
+    try:
+        compiled = step.compile(*args)
+    except InfeasibleBudgetError as error:
+        assert case.name in INFEASIBLE
+        assert error.min_peak_nbytes > budget == error.budget_nbytes
+        return
+    assert case.name not in INFEASIBLE
+    plan = step.plan(*args)
+    peak = MemoryStats.of(compiled).peak_nbytes
+    assert peak == plan.compiled_peak_nbytes <= budget == plan.budget_nbytes
+    assert plan.baseline_peak_nbytes == pytest.approx(stats.peak_nbytes, rel=0.05)
+    assert not plan.drops_nothing
+    assert plan.overhead >= 0
+    assert "opt-barrier" in str(step.lower(*args).as_text("hlo"))
+    want = plain(*jax.tree.map(lambda a: a.copy(), args))
+    got = step(*args)
+    assert_same(want, got)
+    donated = [leaf for i in case.donate_argnums for leaf in jax.tree.leaves(args[i])]
+    assert all(leaf.is_deleted() for leaf in donated)
+
+
+def test_memory_is_the_compilers_number() -> None:
+    case = BY_NAME["masks"]
+    args = case.make_args()
+    structs = jax.eval_shape(lambda: args)
+    want = MemoryStats.of(compile_plain(case, args))
+    assert jaxremat.memory(case.step, *args, donate_argnums=0) == want
+    assert jaxremat.memory(jax.jit(case.step, donate_argnums=0), *structs) == want
+    assert (
+        want.peak_nbytes
+        == want.arguments_nbytes + want.outputs_nbytes - want.aliased_nbytes + want.temporaries_nbytes
+    )
+
+
+@pytest.mark.parametrize("name", ["nnx", "own_checkpoint"])
+@pytest.mark.parametrize("budget", [1 << 20, "1TiB"])
+def test_a_step_that_fits_is_left_alone(name: str, budget: Any) -> None:
+    case = BY_NAME[name]
+    args = case.make_args()
+    plain = compile_plain(case, args)
+    if budget != "1TiB":
+        budget = MemoryStats.of(plain).peak_nbytes  # to the byte
+    step = jaxremat.optimize(budget, donate_argnums=case.donate_argnums)(case.step)
+    compiled, plan = step.compile(*args), step.plan(*args)
+    assert stripped(compiled) == stripped(plain)
+    assert plan.drops_nothing
+    assert (plan.overhead, plan.compiled_overhead, plan.gap) == (0, 0, 0)
+    assert plan.compiled_peak_nbytes == plan.baseline_peak_nbytes == MemoryStats.of(plain).peak_nbytes
+    assert_same(plain(*jax.tree.map(lambda a: a.copy(), args)), step(*args))
+
+
+def test_more_budget_never_costs_more() -> None:
+    case = BY_NAME["masks"]
+    args = case.make_args()
+    stats = MemoryStats.of(compile_plain(case, args))
+    overheads = []
+    for share in (0.45, 0.65, 0.85, 1.0):
+        budget = stats.base_nbytes + int(share * stats.temporaries_nbytes)
+        overheads.append(jaxremat.plan(case.step, *args, budget=budget, donate_argnums=0).overhead)
+    assert overheads == sorted(overheads, reverse=True)
+    assert overheads[0] > overheads[-1] == 0
+
+
+def test_least_memory_and_what_lies_below() -> None:
+    case = BY_NAME["mlp_adamw"]
+    args = jax.eval_shape(case.make_args)
+    least = jaxremat.plan(case.step, *args, budget="min", donate_argnums=0)
+    assert least.compiled_peak_nbytes == least.budget_nbytes < least.baseline_peak_nbytes
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        jaxremat.plan(case.step, *args, budget=700_000, donate_argnums=0)
+    error = caught.value
+    assert error.budget_nbytes == 700_000
+    assert error.min_peak_nbytes <= least.compiled_peak_nbytes
+    message = str(error)
+    assert "`optimize(700000)` cannot be met" in message
+    assert f"at least {error.min_peak_nbytes} bytes" in message
+    assert re.search(
+        r"at \w+ \(\w+\.py:\d+ \(\w+\)\): arguments and outputs [\d.]+ [KM]iB, live values", message
+    )
+    assert "smaller batch" in message
+    fits = jaxremat.plan(case.step, *args, budget=error.min_peak_nbytes, donate_argnums=0)
+    assert fits.compiled_peak_nbytes is not None
+    assert fits.compiled_peak_nbytes <= error.min_peak_nbytes
