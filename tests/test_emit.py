@@ -21,6 +21,7 @@ from jaxremat._lower import lower
 from jaxremat._trace import Traced, trace
 
 LAYERS, BATCH, WIDTH = 8, 512, 64
+SCALAR = jax.core.ShapedArray((), jnp.float32)
 
 
 def mlp(params: Any, batch: Any) -> Any:
@@ -89,7 +90,7 @@ def recomputed_layers(traced: Traced, graph: Graph, primitive: str) -> list[int]
         else:
             k = graph.stage_of[i]
             # The loss's own value is a scalar, which is always saved.
-            deepest[k] = max([deepest[k], *(depth[a] for a in operands if a in forward and np.shape(a.aval))])
+            deepest[k] = max([deepest[k], *(depth[a] for a in operands if a in forward and a.aval != SCALAR)])
     return deepest
 
 

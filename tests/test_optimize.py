@@ -28,7 +28,7 @@ def assert_same(want: Any, got: Any, rounding: float = ROUNDING) -> None:
     assert jax.tree.structure(want) == jax.tree.structure(got)
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         assert (a.dtype, a.shape, a.aval.weak_type) == (b.dtype, b.shape, b.aval.weak_type)
-        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         if jax.numpy.issubdtype(a.dtype, jax.numpy.floating):
             x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -60,7 +60,8 @@ def test_budget_and_results(case: Case) -> None:
     assert case.name not in INFEASIBLE
     plan = step.plan(*args)
     peak = MemoryStats.of(compiled).peak_nbytes
-    assert peak == plan.compiled_peak_nbytes <= budget == plan.budget_nbytes
+    assert peak == plan.compiled_peak_nbytes
+    assert peak <= budget == plan.budget_nbytes
     assert plan.baseline_peak_nbytes == pytest.approx(stats.peak_nbytes, rel=0.05)
     assert not plan.drops_nothing
     assert plan.overhead >= 0
@@ -79,10 +80,8 @@ def test_memory_is_the_compilers_number() -> None:
     want = MemoryStats.of(compile_plain(case, args))
     assert jaxremat.memory(case.step, *args, donate_argnums=0) == want
     assert jaxremat.memory(jax.jit(case.step, donate_argnums=0), *structs) == want
-    assert (
-        want.peak_nbytes
-        == want.arguments_nbytes + want.outputs_nbytes - want.aliased_nbytes + want.temporaries_nbytes
-    )
+    kept = want.arguments_nbytes + want.outputs_nbytes - want.aliased_nbytes
+    assert want.peak_nbytes == kept + want.temporaries_nbytes
 
 
 @pytest.mark.parametrize("name", ["nnx", "own_checkpoint"])
@@ -123,7 +122,7 @@ def test_least_memory_and_what_lies_below() -> None:
         jaxremat.plan(case.step, *args, budget=700_000, donate_argnums=0)
     error = caught.value
     assert error.budget_nbytes == 700_000
-    assert error.min_peak_nbytes <= least.compiled_peak_nbytes
+    assert error.min_peak_nbytes <= least.budget_nbytes
     message = str(error)
     assert "`optimize(700000)` cannot be met" in message
     assert f"at least {error.min_peak_nbytes} bytes" in message

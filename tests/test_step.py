@@ -101,8 +101,9 @@ def test_drop_in_for_jit(planned: jaxremat.Step) -> None:
     assert_same(want, planned(*args))  # by the short way
     assert_same(jax.jit(train)(args[0], 2 * args[1]), planned(args[0], 2 * args[1]))
     assert_same(want, planned(args[0], np.asarray(args[1])))
-    assert planned.__wrapped__ is train
-    assert planned.__name__ == "train"
+    names: Any = planned
+    assert names.__wrapped__ is train
+    assert names.__name__ == "train"
     assert "optimize(" in repr(planned)
     assert "train" in repr(planned)
 
@@ -127,10 +128,8 @@ def test_static_arguments(budget: int) -> None:
         assert_same(want, names(params, x, 1.0, activation=activation))
         assert_same(want, numbers(params, x, 1.0, activation, None))
         assert_same(want, numbers(params, x, 1.0, activation, None))
-    assert (
-        numbers.plan(params, x, 1.0, "sin", None).fingerprint
-        != numbers.plan(params, x, 1.0, "tanh", None).fingerprint
-    )
+    sin, tanh = (numbers.plan(params, x, 1.0, name, None) for name in ("sin", "tanh"))
+    assert sin.fingerprint != tanh.fingerprint
     with pytest.raises(ArgumentError, match="cannot be hashed"):
         numbers(params, x, 1.0, ["sin"], None)
 

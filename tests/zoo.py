@@ -136,9 +136,8 @@ def _resnet() -> Case:
             logits, updated = model.apply(
                 {"params": params, "batch_stats": stats}, images, mutable=["batch_stats"]
             )
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), updated[
-                "batch_stats"
-            ]
+            losses = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits), labels)
+            return losses.mean(), updated["batch_stats"]
 
         (value, new_stats), grads = jax.value_and_grad(loss, has_aux=True)(params)
         return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), new_stats), value
@@ -177,7 +176,7 @@ def _transformer() -> Case:
         key, dropout = jax.random.split(key)
 
         def loss(params: Any) -> jax.Array:
-            logits = model.apply({"params": params}, tokens, rngs={"dropout": dropout})
+            logits: Any = model.apply({"params": params}, tokens, rngs={"dropout": dropout})
             targets = jnp.roll(tokens, -1, axis=1)
             return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
