@@ -5,15 +5,16 @@ The jaxpr is the traced one with, at the start of each stage that recomputes som
 
 - through the fence pass only saved values that the clones read; their readers elsewhere keep the originals, so that
   nothing else is cut. Arguments and constants pass only where a clone reads nothing else.
-- the trigger, operands whose results nobody reads, holds the fence back until the stage before is done: its last
-  contraction, and the small results (weight gradients, reductions) that it leaves behind. A value that a trigger
-  merely names is not copied and still fuses with its readers.
+- the trigger holds the fence back until the stage before is done: the small results (weight gradients, reductions)
+  that it leaves behind pass through the fence on their way to the optimizer, whose updates wait for it. Only where
+  there is none that is late enough, a cotangent passes through, which cuts it off from kernels that would read it.
 - fused values (never in memory) that a clone reads are cloned with it; the stage's own equations read the original
   of a fused value whose sources are all originals.
 
 Law: what the schedule does not drop is read in the original; a schedule that drops nothing gives the traced jaxpr.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,17 +38,14 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule) -> jex.ClosedJaxpr:
     emitter.eqns.extend(jaxpr.eqns[: graph.forward_stop])
     for k in range(len(graph.stages)):
         emitter.stage(k)
-    planned = _compat.new_jaxpr(
-        jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, jaxpr.outvars, emitter.eqns
-    )
+    outvars = emitter.finish(jaxpr.outvars)
+    planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, emitter.eqns)
     _compat.check_jaxpr(planned)
     return planned
 
 
-_ZERO, _TRUE = (
-    "zero",
-    "true",
-)  # constants that pass through a fence, so that what is made of them waits for it
+# Constants that pass through a fence, so that what is made of them waits for it.
+_ZERO, _TRUE = "zero", "true"
 _CONSTANTS = {_ZERO: _compat.literal(np.float32(0)), _TRUE: _compat.literal(np.bool_(True))}
 
 
@@ -58,10 +56,21 @@ class _Emitter:
         self.source = traced.jaxpr.jaxpr.eqns
         self.eqns: list[Any] = []
         self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
-        self.kept: dict[Any, Any] = {}
+        self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
+        self.waiting: list[int] = []  # equations of the stage before that wait for this stage's fence
         self.value_of: dict[Any, int] = {}
+        self.readers: dict[Any, list[int]] = {}
         for node, eqn in zip(graph.nodes, self.source, strict=True):
             self.value_of.update(zip(eqn.outvars, node.outputs, strict=True))
+            for a in eqn.invars:
+                if not _compat.is_literal(a):
+                    self.readers.setdefault(a, []).append(node.id)
+        self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
+
+    def finish(self, outvars: Sequence[Any]) -> list[Any]:
+        """Append what still waits; returns the step's outputs by their final names."""
+        self._run(self.waiting, {})
+        return [a if _compat.is_literal(a) else self.passed.get(a, a) for a in outvars]
 
     def stage(self, k: int) -> None:
         stage = self.graph.stages[k]
@@ -78,11 +87,52 @@ class _Emitter:
             clone = _compat.in_scope(eqn.replace(invars=invars, outvars=outvars), f"recompute_{k}")
             self.eqns.extend(self._placed(clone, renamed))
             self.clones.update(zip(eqn.outvars, outvars, strict=True))
-        for eqn in self.source[stage.start : stage.stop]:
+        self._run(self.waiting, renamed)
+        self.waiting = self._deferrable(k)
+        held = set(self.waiting)
+        self._run([n for n in range(stage.start, stage.stop) if n not in held], renamed)
+
+    def _run(self, nodes: Sequence[int], renamed: dict[Any, Any]) -> None:
+        """Append equations in their own place, reading clones and fenced names where there are any."""
+        for n in nodes:
+            eqn = self.source[n]
             late = renamed if reads_memory(eqn) else {}
-            invars = [a if _compat.is_literal(a) else self.clones.get(a, late.get(a, a)) for a in eqn.invars]
+            invars = [
+                a if _compat.is_literal(a) else self.clones.get(a, late.get(a, self.passed.get(a, a)))
+                for a in eqn.invars
+            ]
             moved = eqn.replace(invars=invars) if invars != list(eqn.invars) else eqn
             self.eqns.extend(self._placed(moved, renamed))
+
+    def _deferrable(self, k: int) -> list[int]:
+        """Equations of stage `k` that only finish what the next fence's triggers began (optimizer updates)."""
+        if k + 1 >= len(self.graph.stages):
+            return []
+        stage = self.graph.stages[k]
+        begun = set(self._finished(k + 1))
+        after: set[int] = set()
+        for n in range(stage.start, stage.stop):
+            operands = [a for a in self.source[n].invars if not _compat.is_literal(a)]
+            if any(a in begun or (a in self.value_of and self._maker(a) in after) for a in operands):
+                after.add(n)
+        for n in sorted(after, reverse=True):
+            eqn = self.source[n]
+            within = [m for v in eqn.outvars for m in self.readers.get(v, ()) if m < stage.stop]
+            reads_residual = any(
+                self.graph.is_residual(v) and self.graph.values[v].nbytes > self.graph.small_nbytes
+                for v in self.graph.nodes[n].inputs
+            )
+            if (
+                self.graph.nodes[n].heavy
+                or eqn.effects
+                or reads_residual
+                or any(m not in after for m in within)
+            ):
+                after.discard(n)
+        return sorted(after)
+
+    def _maker(self, var: Any) -> int:
+        return self.graph.values[self.value_of[var]].producer
 
     def _placed(self, eqn: Any, renamed: dict[Any, Any]) -> list[Any]:
         """The equation, held back by the fence where nothing else would hold it or what it expands to."""
@@ -153,6 +203,7 @@ class _Emitter:
         self.eqns.append(
             _compat.in_scope(_compat.barrier(operands, outvars, template.source_info), f"fence_{k}")
         )
+        self.passed.update(zip(trigger, outvars[len(through) :], strict=True))
         return dict(zip(through, outvars, strict=False))
 
     def _saved_before(self, var: Any, k: int) -> bool:
@@ -163,27 +214,55 @@ class _Emitter:
             and self.graph.stage_of[self.graph.values[v].producer] < k
         )
 
-    def _trigger(self, k: int) -> list[Any]:
-        """What must be finished before the stage's recomputation may begin."""
+    def _finished(self, k: int) -> list[Any]:
+        """The small results of contractions and reductions of the stage before: weight gradients, statistics."""
         graph = self.graph
-        start = graph.stages[k - 1].start if k else 0
-        stop = graph.stages[k].start
-        made = range(start, stop) if k else range(max(stop - 1, 0), stop)
-        small = max(graph.small_nbytes, 1)
-        done: list[Any] = []
-        last_heavy: Any = None
-        for n in made:
-            eqn = self.source[n]
-            if not graph.nodes[n].heavy or not eqn.outvars or (graph.nodes[n].forward and k):
-                continue
-            last_heavy = eqn.outvars[0]
-            if graph.values[graph.nodes[n].outputs[0]].nbytes <= small * 64:
-                done.append(eqn.outvars[0])
-        if last_heavy is None and len(made):
-            last_heavy = next((v for n in reversed(made) for v in self.source[n].outvars), None)
-        if last_heavy is not None and last_heavy not in done:
-            done.append(last_heavy)
-        return [v for v in dict.fromkeys(done) if _can_pass(v)]
+        most = 64 * max(graph.small_nbytes, 1)
+        return [
+            v
+            for n in range(graph.stages[k - 1].start, graph.stages[k].start)
+            if graph.nodes[n].heavy and not graph.nodes[n].forward
+            for v in self.source[n].outvars
+            if _can_pass(v) and graph.values[self.value_of[v]].nbytes <= most
+        ]
+
+    def _trigger(self, k: int) -> list[Any]:
+        """What must be finished before the stage's recomputation may begin.
+
+        The compiler drops a fence's operands whose results nobody reads, so a trigger has readers behind the fence: the
+        updates that wait for it, or the step's result. Where no small result has any, a cotangent passes through.
+        """
+        graph, start = self.graph, self.graph.stages[k].start
+        if k == 0:
+            loss = [
+                v
+                for n in range(max(start - 1, 0), start)
+                for v in self.source[n].outvars
+                if v in self.returned
+            ]
+            return [v for v in loss if _can_pass(v)]
+        waiting = set(self.waiting)
+
+        def read_later(v: Any) -> bool:
+            return v in self.returned or any(m >= start or m in waiting for m in self.readers.get(v, ()))
+
+        triggers = [v for v in self._finished(k) if read_later(v)]
+        contractions = [
+            n
+            for n in range(graph.stages[k - 1].start, start)
+            if reads_memory(self.source[n]) and not graph.nodes[n].forward
+        ]
+        last = contractions[-1] if contractions else graph.stages[k - 1].start
+        if not any(self._maker(v) >= last for v in triggers):
+            crossing = [
+                v
+                for n in range(last, start)
+                if not graph.nodes[n].forward
+                for v in self.source[n].outvars
+                if _can_pass(v) and read_later(v) and graph.values[self.value_of[v]].materialised
+            ]
+            triggers.extend(crossing[:1])
+        return list(dict.fromkeys(triggers))
 
 
 def _can_pass(var: Any) -> bool:

@@ -48,7 +48,7 @@ class Plan:
     - `solver`, `solve_seconds`, `compile_count` how it was found; `rounds` pairs (predicted peak, compiled peak) in
       bytes of every schedule that was compiled, in order.
     - `actions` per residual, largest first.
-    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised` what the emitter needs.
+    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes` what the emitter needs.
     """
 
     budget_nbytes: int
@@ -69,6 +69,7 @@ class Plan:
     kept: tuple[tuple[int, int], ...]
     stages: tuple[tuple[int, int], ...]
     materialised: tuple[int, ...]
+    small_nbytes: int
 
     @property
     def drops_nothing(self) -> bool:

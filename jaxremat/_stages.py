@@ -83,5 +83,7 @@ def _candidates(graph: Graph, start: int, spanning: list[int]) -> list[int]:
         if (i == 0 or stretches[i - 1][1] > stretches[i][1])
         and (i == len(stretches) - 1 or stretches[i + 1][1] > stretches[i][1])
     ]
-    lowest = sorted(sorted(lowest, key=lambda stretch: stretch[1])[:MOST_CANDIDATES])
-    return [start, *(place for place, _ in lowest), len(graph.nodes)]
+    per_bucket = -(-len(lowest) // MOST_CANDIDATES)  # of neighbours in too long a list, the best
+    buckets = [lowest[i : i + per_bucket] for i in range(0, len(lowest), per_bucket or 1)]
+    chosen = (min(bucket, key=lambda stretch: stretch[1])[0] for bucket in buckets)
+    return [start, *chosen, len(graph.nodes)]

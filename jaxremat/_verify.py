@@ -328,6 +328,7 @@ class _Planner:
             kept=tuple(sorted(schedule.kept)),
             stages=tuple((s.start, s.stop) for s in graph.stages),
             materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
+            small_nbytes=graph.small_nbytes,
         )
 
     def _infeasible(

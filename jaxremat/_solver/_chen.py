@@ -6,6 +6,7 @@ one extra forward pass.
 """
 
 import math
+import time
 from dataclasses import dataclass
 
 from .._graph import Graph
@@ -19,16 +20,19 @@ from ._interface import Solution
 class Chen:
     """The sublinear plan.
 
-    **Arguments:** `segments`: how many; None tries the square root of the number of stages and every other number
-    (as the paper's budget search does), and takes the cheapest that fits, or the one of least peak.
+    **Arguments:** `segments`: how many; None tries the square root of the number of stages and numbers around it (as
+    the paper's budget search does), and takes the cheapest that fits, or the one of least peak.
     """
 
     segments: int | None = None
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         total = max(len(graph.stages), 1)
+        deadline = time.monotonic() + time_limit
+        root = math.isqrt(total)
+        around = {max(1, min(round(root * 2 ** (i / 2)), total)) for i in range(-6, 7)}
         counts = (
-            [self.segments] if self.segments else sorted({*range(1, min(total, 64) + 1), math.isqrt(total)})
+            [self.segments] if self.segments else sorted(around, key=lambda count: (abs(count - root), count))
         )
         best: tuple[tuple[float, ...], Schedule] | None = None
         for count in counts:
@@ -40,6 +44,8 @@ class Chen:
             )
             if best is None or rank < best[0]:
                 best = (rank, schedule)
+            if time.monotonic() > deadline:
+                break
         assert best is not None
         return Solution(best[1], solver="chen")
 

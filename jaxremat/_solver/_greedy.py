@@ -1,5 +1,6 @@
 """Drop the residuals that give most bytes per second of recomputation, until the simulated peak fits."""
 
+import time
 from dataclasses import dataclass
 
 from .._graph import Graph
@@ -28,7 +29,8 @@ class Greedy:
         peaks = {count: dropping(count) for count in sorted({0, len(order)})}
         if budget_nbytes is not None and peaks[0][0] > budget_nbytes:
             low, high = 0, len(order)
-            while high - low > 1:
+            deadline = time.monotonic() + time_limit
+            while high - low > 1 and time.monotonic() < deadline:
                 middle = (low + high) // 2
                 peaks[middle] = dropping(middle)
                 low, high = (low, middle) if peaks[middle][0] <= budget_nbytes else (middle, high)

@@ -40,6 +40,9 @@ from ._moments import Moments, Terms
 
 mip: Any = _mip  # its annotations do not cover its own operators
 MIB = float(2**20)
+MOST_RESIDUALS = 2500
+"""Graphs with more residuals get the best of the other solvers: the integer program would not be written in time."""
+
 HOLDING_SHARE = 0.2
 """Share of the time limit spent on holding recomputed values across stages, once a schedule without it is known."""
 
@@ -58,13 +61,19 @@ class Milp:
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         deadline = time.monotonic() + time_limit
+        share = time_limit / 4
         known = [
-            solver.solve(graph, budget_nbytes, time_limit=time_limit).schedule
-            for solver in (MinCut(), Greedy())
+            solver.solve(graph, budget_nbytes, time_limit=share).schedule for solver in (MinCut(), Greedy())
         ]
         start = min(known, key=lambda schedule: rank(graph, schedule, budget_nbytes))
         if start.drops_nothing and (not graph.residuals or rank(graph, start, budget_nbytes)[0] == 0):
             return Solution(start, 0.0, True, "milp")
+        large = len(graph.residuals) > MOST_RESIDUALS
+        if large or rank(graph, start, budget_nbytes)[0]:
+            chen = Chen().solve(graph, budget_nbytes, time_limit=share).schedule
+            start = min((start, chen), key=lambda schedule: rank(graph, schedule, budget_nbytes))
+        if large:
+            return Solution(start, 0.0, False, "milp")
         if budget_nbytes is None:
             return self._least(graph, start, deadline)
         found = _Model(graph, self).solve(budget_nbytes, start, deadline)
@@ -75,16 +84,12 @@ class Milp:
             found = _Found(held.schedule, True, found.bound_seconds, found.proven)
         if found.proven and not found.fits:
             # Holding recomputed values across stages reaches lower peaks, but weakens the relaxation.
-            chen = Chen().solve(graph, budget_nbytes, time_limit=time_limit).schedule
-            start = min((start, chen), key=lambda schedule: rank(graph, schedule, budget_nbytes))
             found = _Model(graph, self, holding=True).solve(budget_nbytes, start, deadline)
         return self._solution(graph, found)
 
     def _least(self, graph: Graph, start: Schedule, deadline: float) -> Solution:
         """The schedule of least peak, and among those about the fastest."""
         half = (time.monotonic() + deadline) / 2
-        chen = Chen().solve(graph, None, time_limit=1.0).schedule
-        start = min((start, chen), key=lambda schedule: rank(graph, schedule, None))
         least = _Model(graph, self).solve(None, start, (time.monotonic() + half) / 2)
         least = _Model(graph, self, holding=True).solve(None, least.schedule, half)
         budget = simulate(graph, least.schedule).peak_nbytes

@@ -10,6 +10,7 @@ is submodular, hence a cut: `source -> y_n` of capacity `seconds(n)`, `y_produce
 Sweeping the price gives the convex hull of bytes saved against seconds (Everett's method).
 """
 
+import time
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,7 +40,10 @@ class MinCut:
             return Solution(free[0], solver="mincut")
         points = [free]
         low, high = -24.0, 8.0  # log2 of the price, in units where all bytes cost as much as all seconds
+        deadline = time.monotonic() + time_limit
         for _ in range(self.rounds):
+            if time.monotonic() > deadline:
+                break
             middle = (low + high) / 2
             point = cuts.at(2.0**middle)
             points.append(point)
