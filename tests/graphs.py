@@ -1,6 +1,7 @@
 """Small graphs built by hand: a builder, and the shapes whose best schedules are known."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jaxremat import Graph, Node, Stage, Value
 
@@ -71,9 +72,7 @@ class Builder:
             small_nbytes=small * UNIT,
         )
         seconds = sum(n.seconds for n in graph.kernels()) if step_seconds is None else step_seconds
-        return Graph(
-            graph.nodes, graph.values, graph.stages, graph.base_nbytes, seconds, graph.small_nbytes
-        )
+        return replace(graph, step_seconds=seconds)
 
     def _value(self, producer: int, size: int, materialised: bool, is_output: bool) -> int:
         v = len(self.values)
@@ -90,7 +89,8 @@ def chain(length: int, *, size: int = 1, seconds: Sequence[float] | None = None)
     x = build.argument()
     xs = []
     for i in range(length):
-        (x,) = build.node([x], [size], seconds=1.0 if seconds is None else seconds[i], primitive="dot_general")
+        price = 1.0 if seconds is None else seconds[i]
+        (x,) = build.node([x], [size], seconds=price, primitive="dot_general")
         xs.append(x)
     cotangent: list[int] = []
     for x in reversed(xs):
@@ -111,8 +111,8 @@ def blocks(count: int, *, inner: int = 3, big: int = 4) -> Graph:
     for _ in range(count):
         values, v = [stream], stream
         for i in range(inner):
-            fused = i == 1
-            (v,) = build.node([v], [big], materialised=not fused, heavy=not fused, seconds=0.25 if fused else 2.0)
+            kernel = i != 1
+            (v,) = build.node([v], [big], materialised=kernel, heavy=kernel, seconds=2.0 if kernel else 0.25)
             values.append(v)
         (stream,) = build.node([stream, v], [1], heavy=False, seconds=0.5, primitive="add")
         made.append(values)

@@ -143,11 +143,13 @@ def plans(draw: st.DrawFn) -> Plan:
             solver=TEXTS,
             solve_seconds=SHARES,
             compile_count=ids,
+            rounds=st.lists(st.tuples(NBYTES, NBYTES), max_size=3).map(tuple),
             actions=st.lists(actions, max_size=4).map(tuple),
             fingerprint=TEXTS,
             saved=st.lists(ids, max_size=4).map(tuple),
             kept=st.lists(pairs, max_size=4).map(tuple),
             stages=st.lists(pairs, max_size=4).map(tuple),
             materialised=st.lists(ids, max_size=4).map(tuple),
+            small_nbytes=NBYTES,
         )
     )

@@ -270,7 +270,8 @@ def test_must_save() -> None:
 
 @pytest.mark.parametrize("ids", [[99], [-1], [1, 99], [-7, 1]])
 def test_complete_refuses_ids_that_the_graph_does_not_have(ids: list[int]) -> None:
-    with pytest.raises(SolverError, match=rf"saves value {min(ids) if min(ids) < 0 else 99}, but .* values 0 to 11"):
+    wrong = next(v for v in ids if not 0 <= v < 12)
+    with pytest.raises(SolverError, match=rf"saves value {wrong}, but .* values 0 to 11"):
         complete(chain(5), ids)
 
 
@@ -285,7 +286,7 @@ BROKEN = {
         Schedule(frozenset({1, 3}), ((), (), ()), frozenset({(2, 1)})),
         r"Stage 1 keeps values \[2\] that stage 0 does not have",
     ),
-    "backward again": (Schedule(frozenset({1, 2, 3}), ((), (3,), ())), r"node 3 \(dot_general\), which may run only once"),
+    "backward again": (Schedule(frozenset({1, 2, 3}), ((), (3,), ())), r"node 3 \(dot_general\), which may run only"),
 }  # fmt: skip
 
 
@@ -299,7 +300,7 @@ def test_check_refuses(name: str) -> None:
 def test_check_refuses_what_may_run_only_once() -> None:
     graph = unrepeatable()
     schedule = Schedule(frozenset({1, 3, 5}), ((1, 3), (), ()))
-    with pytest.raises(SolverError, match=r"Stage 0 recomputes node 1 \(pure_callback\), which may run only once"):
+    with pytest.raises(SolverError, match=r"Stage 0 recomputes node 1 \(pure_callback\), which may run only"):
         check(graph, schedule)
 
 

@@ -1,0 +1,156 @@
+"""What may import what, read off the source with `ast`: the middle of the library knows no JAX."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import jaxremat
+
+ROOT = Path(jaxremat.__file__).parent
+FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text(), name) for name, path in FILES.items()}
+FREE_OF_JAX = [
+    "_graph.py", "_schedule.py", "_simulate.py", "_plan.py", "_stages.py", "_budget.py", "_errors.py", "_hlo.py",
+    *(name for name in FILES if name.startswith("_solver/")),
+]  # fmt: skip
+PIPELINE = ["_errors", "_budget", "_graph", "_schedule", "_simulate", "_plan", "_solver", "_verify", "_api"]
+"""The data's way through the library: a module never imports a later one."""
+TALKATIVE = {"__main__.py", "_demo.py"}
+
+
+def imports(tree: ast.AST, name: str) -> set[str]:
+    """Full names of everything a module imports, inside functions too: `jax.numpy`, `jaxremat._graph`."""
+    package = ["jaxremat", *Path(name).parent.parts]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            found.update({module, *(f"{module}.{alias.name}" for alias in node.names)})
+    return found
+
+
+IMPORTS = {name: imports(tree, name) for name, tree in TREES.items()}
+
+
+def imports_package(name: str, package: str) -> bool:
+    return any(found == package or found.startswith(package + ".") for found in IMPORTS[name])
+
+
+def own(name: str) -> set[str]:
+    """The modules of this library that a module imports, as file names."""
+    modules = {file: "jaxremat." + file.removesuffix(".py").replace("/", ".") for file in FILES}
+    modules = {file: module.removesuffix(".__init__") for file, module in modules.items()}
+    return {file for file, module in modules.items() if module in IMPORTS[name] and module != "jaxremat"}
+
+
+def reachable(name: str) -> set[str]:
+    """The module and all it imports, directly or not."""
+    seen, stack = {name}, [name]
+    while stack:
+        for other in own(stack.pop()) - seen:
+            seen.add(other)
+            stack.append(other)
+    return seen
+
+
+def test_the_reader_of_imports_reads_them() -> None:
+    """Else the tests below would pass on anything."""
+    text = "import jax.numpy as jnp\ndef f():\n    from . import _compat\n    from .._graph import Graph\n"
+    assert imports(ast.parse(text), "_solver/_x.py") == {
+        "jax.numpy", "jaxremat._solver", "jaxremat._solver._compat", "jaxremat._graph", "jaxremat._graph.Graph",
+    }  # fmt: skip
+    assert own("_simulate.py") == {"_graph.py", "_schedule.py"}
+    assert imports_package("_compat.py", "jax._src")
+
+
+@pytest.mark.parametrize("name", FREE_OF_JAX)
+def test_the_middle_imports_no_jax_directly_or_not(name: str) -> None:
+    for module in reachable(name):
+        for package in ("jax", "jaxlib", "flax", "optax"):
+            assert not imports_package(module, package), f"{name} reaches {module}, which imports {package}"
+
+
+def test_the_roofline_imports_no_jax_itself() -> None:
+    """It takes its table of devices from `_devices`, which measures the CPU with JAX."""
+    assert not imports_package("_roofline.py", "jax")
+
+
+def test_only_the_milp_solver_imports_mip() -> None:
+    assert [name for name in FILES if imports_package(name, "mip")] == ["_solver/_milp.py"]
+    # Nor is it imported by anything before it is asked for.
+    early = [name for name, tree in TREES.items() for node in tree.body if "_solver/_milp.py" in own(name)
+             and isinstance(node, ast.ImportFrom) and (node.module or "").endswith("_milp")]  # fmt: skip
+    assert early == []
+
+
+def test_only_compat_touches_private_jax() -> None:
+    for name, tree in TREES.items():
+        if name != "_compat.py":
+            assert not imports_package(name, "jax._src"), name
+            attributes = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+            assert "_src" not in attributes, name
+
+
+def test_only_compat_compares_versions_of_jax() -> None:
+    for name, tree in TREES.items():
+        if name == "_compat.py":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Compare):
+                text = ast.unparse(node)
+                assert "jax.__version__" not in text and "JAX_VERSION" not in text, f"{name}: {text}"
+                assert "jax.version" not in text and "version_info" not in text, f"{name}: {text}"
+
+
+def test_the_pipeline_is_imported_in_one_direction() -> None:
+    place = {name: i for i, name in enumerate(PIPELINE)}
+
+    def stage(name: str) -> int | None:
+        return place.get(name.split("/")[0].removesuffix(".py"))
+
+    for name in FILES:
+        for other in own(name):
+            here, there = stage(name), stage(other)
+            if here is not None and there is not None:
+                assert there <= here, f"{name} imports {other}"
+
+
+def test_no_import_cycles() -> None:
+    for name in FILES:
+        if name == "__init__.py":
+            continue
+        for other in own(name):
+            assert name not in reachable(other), f"{name} and {other} import each other"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_modules_are_documented_and_short(name: str) -> None:
+    assert (ast.get_docstring(TREES[name]) or "").strip(), f"{name} has no docstring"
+    assert len(FILES[name].read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("name", sorted(set(FILES) - TALKATIVE))
+def test_the_library_does_not_print(name: str) -> None:
+    for node in ast.walk(TREES[name]):
+        called = node.func if isinstance(node, ast.Call) else None
+        assert not (isinstance(called, ast.Name) and called.id in ("print", "breakpoint")), name
+
+
+def test_public_names_are_documented() -> None:
+    for name in dir(jaxremat):
+        value = getattr(jaxremat, name)
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith("jaxremat"):
+            assert value.__doc__, f"{name} has no docstring"
+
+
+def test_importing_the_library_imports_no_mip() -> None:
+    """A saved plan is used where no solver is installed."""
+    import subprocess
+    import sys
+
+    code = "import sys, jaxremat; jaxremat.Plan; sys.exit('mip' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
