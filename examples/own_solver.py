@@ -1,0 +1,111 @@
+"""Write your own planner: a class with one method, `solve(graph, budget_nbytes, *, time_limit) -> Solution`.
+
+    python examples/own_solver.py --share 0.5
+
+The graph is plain ints and strings, so a planner needs no JAX. Whatever it returns is checked, simulated, compiled and
+measured like the built-in MILP's answer: a bad planner costs time, never correctness.
+"""
+
+import argparse
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+
+import jaxremat
+
+
+@dataclass(frozen=True)
+class PeakShaver:
+    """Drop what is cheapest to make again per byte among the values alive at the peak, until the peak fits."""
+
+    def solve(
+        self, graph: jaxremat.Graph, budget_nbytes: int | None, *, time_limit: float
+    ) -> jaxremat.Solution:
+        deadline = time.monotonic() + time_limit
+
+        def price(value: int) -> float:
+            return graph.nodes[graph.values[value].producer].seconds / graph.values[value].nbytes
+
+        saved = set(graph.residuals)
+        best = schedule = jaxremat.complete(graph, saved)
+        least = jaxremat.simulate(graph, best).peak_nbytes
+        while time.monotonic() < deadline:
+            profile = jaxremat.simulate(graph, schedule)
+            if profile.peak_nbytes < least:
+                best, least = schedule, profile.peak_nbytes
+            if budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes:
+                return jaxremat.Solution(schedule, solver="peak shaver")
+            # A stage of -1 marks the original of a value, others its recomputed copies.
+            there = {value for value, stage in profile.alive if stage < 0}
+            droppable = [v for v in there & schedule.saved & saved if graph.recomputable(v)]
+            if not droppable:
+                break
+            saved.remove(min(droppable, key=lambda v: (price(v), v)))
+            schedule = jaxremat.complete(graph, saved)
+        return jaxremat.Solution(best, solver="peak shaver")  # too much still, but the least that was seen
+
+
+class ConvNet(nn.Module):
+    """Convolutions with group norm and shortcuts."""
+
+    layers: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(16, (3, 3))(x)
+        for _ in range(self.layers):
+            x = x + nn.Conv(16, (3, 3))(nn.relu(nn.GroupNorm(4)(x)))
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--share", type=float, default=0.5, help="of the plain step's temporaries")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=3, help="to run with each plan")
+    args = parser.parse_args()
+
+    net = ConvNet(args.layers)
+    x, y = jax.random.normal(jax.random.key(0), (args.batch, 32, 32, 3)), jnp.arange(args.batch) % 10
+    params = jax.jit(net.init)(jax.random.key(1), x)
+
+    def train_step(params, x, y):
+        def loss_fn(params):
+            logits: Any = net.apply(params, x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    plain = jaxremat.memory(train_step, params, x, y)
+    budget_nbytes = plain.base_nbytes + int(args.share * plain.temporaries_nbytes)
+    print(
+        f"plain {jaxremat.format_nbytes(plain.peak_nbytes)}, budget {jaxremat.format_nbytes(budget_nbytes)}"
+    )
+    for solver in (PeakShaver(), jaxremat.Milp()):
+        name = type(solver).__name__
+        step = jaxremat.optimize(budget_nbytes, solver=solver)(train_step)
+        try:
+            plan = step.plan(params, x, y)
+        except jaxremat.InfeasibleBudgetError as error:
+            least = jaxremat.format_nbytes(error.min_peak_nbytes)
+            print(f"{name:<11} found nothing within the budget; the least it reached is {least}")
+            continue
+        peak = jaxremat.format_nbytes(plan.compiled_peak_nbytes or 0)
+        print(f"{name:<11} compiled peak {peak}, overhead {plan.overhead:.2%}, {plan.solve_seconds:.2f} s")
+        state, loss = params, jnp.nan
+        for _ in range(args.steps):
+            state, loss = step(state, x, y)
+        print(f"{'':<11} loss {loss:.4f} at step {args.steps}")
+
+
+if __name__ == "__main__":
+    main()
