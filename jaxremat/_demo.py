@@ -63,7 +63,8 @@ def demo(
     **Raises:** `BudgetError` and `InfeasibleBudgetError`, as `jaxremat.optimize` does.
     """
     asked = parse_budget(budget, None) if budget else None
-    digits, state = Digits.load(side), initial_state(ResNet(blocks), side, steps)
+    digits = Digits.load(side)
+    state = _copied(initial_state(ResNet(blocks), side, steps))
     weights = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     platform = jax.default_backend()
     console.print(
