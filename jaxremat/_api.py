@@ -76,7 +76,7 @@ def optimize(
         raise ArgumentError(f'`effort={effort!r}` is unknown. Write "normal" or "thorough".')
     if not time_limit > 0:
         raise ArgumentError(f"`time_limit={time_limit!r}` is no positive number of seconds.")
-    if solver is not None and not isinstance(solver, Solver):
+    if solver is not None and (isinstance(solver, type) or not isinstance(solver, Solver)):
         raise ArgumentError(
             f"`solver={solver!r}` has no method `solve(graph, budget_nbytes, *, time_limit)`. "
             "Pass an instance, such as `jaxremat.Milp()` or `jaxremat.Greedy()`."

@@ -259,7 +259,10 @@ class _Emitter:
                 for n in range(last, start)
                 if not graph.nodes[n].forward
                 for v in self.source[n].outvars
-                if _can_pass(v) and read_later(v) and graph.values[self.value_of[v]].materialised
+                if n not in waiting
+                and _can_pass(v)
+                and read_later(v)
+                and graph.values[self.value_of[v]].materialised
             ]
             triggers.extend(crossing[:1])
         return list(dict.fromkeys(triggers))

@@ -141,6 +141,30 @@ class Graph:
                 stack.extend(self.reads[node.id])
         return tuple(sorted(needed))
 
+    @cached_property
+    def in_place(self) -> frozenset[int]:
+        """The nodes of the backward pass whose result takes over the memory of an operand that dies there.
+
+        These are pointwise kernels with an operand of the result's size that the backward pass made and nobody else
+        reads later.
+        """
+        last: dict[int, int] = {}
+        for node in self.nodes:
+            last.update((v, node.id) for v in self.reads[node.id])
+
+        def dies(v: int, node: Node, nbytes: int) -> bool:
+            value = self.values[v]
+            own = value.producer >= 0 and not value.is_output and not self.nodes[value.producer].forward
+            return own and last[v] == node.id and value.nbytes == nbytes
+
+        return frozenset(
+            node.id
+            for node in self.nodes
+            if not node.heavy and not node.forward and len(node.outputs) == 1
+            for nbytes in (self.values[node.outputs[0]].nbytes,)
+            if any(dies(v, node, nbytes) for v in self.reads[node.id])
+        )
+
     def recomputable(self, value: int) -> bool:
         """Whether the value may be dropped and made again."""
         producer = self.values[value].producer

@@ -102,7 +102,7 @@ def lower(
         step_seconds=0.0,
         small_nbytes=int(total * SMALL_SHARE),
     )
-    graph = _priced(graph, jaxpr.eqns, device)
+    graph = _priced(_without_fused_copies(graph), jaxpr.eqns, device)
     return replace(graph, stages=cut_stages(graph))
 
 
@@ -162,6 +162,22 @@ def _behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Se
     ):
         v = nodes[producer].inputs[0]
     return v
+
+
+def _without_fused_copies(graph: Graph) -> Graph:
+    """Scratch memory less the copies of matrix operands that their own producer writes in the layout wanted."""
+
+    def written_as_wanted(node: Node) -> int:
+        producers = ((v, graph.values[v].producer) for v in node.inputs)
+        return sum(graph.values[v].nbytes for v, n in producers if n >= 0 and not graph.nodes[n].heavy)
+
+    nodes = tuple(
+        replace(n, workspace_nbytes=max(n.workspace_nbytes - written_as_wanted(n), 0))
+        if n.workspace_nbytes and n.primitive == "dot_general"
+        else n
+        for n in graph.nodes
+    )
+    return replace(graph, nodes=nodes)
 
 
 def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec) -> Graph:

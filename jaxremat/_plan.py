@@ -98,7 +98,10 @@ class Plan:
         chosen = frozenset(self.materialised)
         values = tuple(replace(v, materialised=v.producer < 0 or v.id in chosen) for v in graph.values)
         return replace(
-            graph, values=values, stages=tuple(Stage(a, b) for a, b in self.stages), small_nbytes=0
+            graph,
+            values=values,
+            stages=tuple(Stage(a, b) for a, b in self.stages),
+            small_nbytes=self.small_nbytes,
         )
 
     def schedule(self, graph: Graph) -> Schedule:

@@ -2,7 +2,8 @@
 
 The schedule is played event by event: the forward kernels, then for each stage its recomputed kernels in forward
 order and its own kernels. A materialised value occupies its bytes from the kernel that makes it through the last
-kernel that reads it; a kernel's own workspace counts while it runs. Outputs of the step are part of the base.
+kernel that reads it (a kernel of `Graph.in_place` writes over its operand, so its result counts from the next kernel
+on); a kernel's own workspace counts while it runs. Outputs of the step are part of the base.
 """
 
 from dataclasses import dataclass
@@ -68,15 +69,16 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
     for event, instances in enumerate(reads):
         for instance in instances:
             last[instance] = event
-    delta = [0] * (len(runs) + 1)
+    delta = [0] * (len(runs) + 2)
     born: dict[tuple[int, int], int] = {}
     for event, (n, stage) in enumerate(runs):
         for v in graph.nodes[n].outputs:
             value = graph.values[v]
             if value.materialised and not (value.is_output and stage < 0):
-                born[v, stage] = event
-                delta[event] += value.nbytes
-                delta[max(event, last.get((v, stage), event)) + 1] -= value.nbytes
+                begin = event + (stage < 0 and n in graph.in_place)
+                born[v, stage] = begin
+                delta[begin] += value.nbytes
+                delta[max(begin, last.get((v, stage), begin)) + 1] -= value.nbytes
     live, peak, at, events = 0, -1, 0, []
     for event, (n, stage) in enumerate(runs):
         live += delta[event]

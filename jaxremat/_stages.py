@@ -26,7 +26,7 @@ def cut_stages(graph: Graph) -> tuple[Stage, ...]:
     if start == stop:
         return ()
     spanning, consumed = _spanning_and_consumed(graph, start)
-    places = _candidates(graph, start, spanning)
+    places = _candidates(graph, start, spanning, consumed)
     total = consumed[-1] or 1
     # best[i]: cost of the best cutting of everything before places[i]
     best, previous = [0.0], [0]
@@ -65,25 +65,30 @@ def _spanning_and_consumed(graph: Graph, start: int) -> tuple[list[int], list[in
     return spanning[:size], consumed[:size]
 
 
-def _candidates(graph: Graph, start: int, spanning: list[int]) -> list[int]:
-    """Places where cutting may be best, and both ends: the first place of each stretch where locally least spans.
+def _candidates(graph: Graph, start: int, spanning: list[int], consumed: list[int]) -> list[int]:
+    """Places where cutting may be best, and both ends: within each stretch where locally least spans, the first place
+    and every place before which something was consumed.
 
     Differences below a share of the most are noise (statistics, biases) and make no stretch of their own.
     """
     noise = max(spanning) * NOISE_SHARE
-    stretches: list[tuple[int, int]] = []  # (place, bytes spanning it)
+    stretches: list[tuple[int, list[int]]] = []  # (bytes that span it, places)
     for node in graph.nodes[start + 1 :]:
-        if graph.is_kernel(node):
-            here = spanning[node.id - start]
-            if not stretches or abs(here - stretches[-1][1]) > noise:
-                stretches.append((node.id, here))
+        if not graph.is_kernel(node):
+            continue
+        here = spanning[node.id - start]
+        if not stretches or abs(here - stretches[-1][0]) > noise:
+            stretches.append((here, [node.id]))
+        elif consumed[node.id - start] > consumed[stretches[-1][1][-1] - start]:
+            stretches[-1][1].append(node.id)
     lowest = [
-        stretches[i]
+        (stretches[i][0], place)
         for i in range(len(stretches))
-        if (i == 0 or stretches[i - 1][1] > stretches[i][1])
-        and (i == len(stretches) - 1 or stretches[i + 1][1] > stretches[i][1])
+        if (i == 0 or stretches[i - 1][0] > stretches[i][0])
+        and (i == len(stretches) - 1 or stretches[i + 1][0] > stretches[i][0])
+        for place in stretches[i][1]
     ]
     per_bucket = -(-len(lowest) // MOST_CANDIDATES)  # of neighbours in too long a list, the best
     buckets = [lowest[i : i + per_bucket] for i in range(0, len(lowest), per_bucket or 1)]
-    chosen = (min(bucket, key=lambda stretch: stretch[1])[0] for bucket in buckets)
+    chosen = (min(bucket)[1] for bucket in buckets)
     return [start, *chosen, len(graph.nodes)]

@@ -12,7 +12,7 @@ from . import _compat
 from ._hlo import Module, materialised
 from ._trace import Traced
 
-_TAG = re.compile(r"#(\d+)(?:/|$)")
+_TAG = re.compile(r"#(\d+)(?:[/)]|$)")
 
 
 def tagged(traced: Traced) -> jex.ClosedJaxpr:

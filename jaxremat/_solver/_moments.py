@@ -63,18 +63,21 @@ class Moments:
             v: _Life(graph.values[v].producer, forward.get(v, graph.values[v].producer), own[v])
             for v in self.free
         }
-        delta = [0] * (len(graph.nodes) + 2)
+        delta = [0] * (len(graph.nodes) + 3)
         for value in graph.values:
             if value.producer < 0 or not value.materialised or value.is_output:
                 continue
             stop = self.lives[value.id].forward if value.id in free else last.get(value.id, value.producer)
-            delta[value.producer] += value.nbytes
-            delta[stop + 1] -= value.nbytes
+            begin = value.producer + (value.producer in graph.in_place)
+            delta[begin] += value.nbytes
+            delta[max(stop, begin) + 1] -= value.nbytes
         for i in range(1, len(delta)):
             delta[i] += delta[i - 1]
         self.base = delta
         self.across = [
-            delta[stage.start] - sum(self._made(stage.start)) if stage.start < len(graph.nodes) else 0
+            delta[stage.start] - (stage.start not in graph.in_place) * sum(self._made(stage.start))
+            if stage.start < len(graph.nodes)
+            else 0
             for stage in graph.stages
         ]
 
