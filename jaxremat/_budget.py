@@ -62,13 +62,11 @@ def parse_nbytes(text: int | float | str) -> int:
 
 def format_nbytes(nbytes: float) -> str:
     """Bytes for people, in binary units with three significant digits: `1.50 GiB`."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
-            break
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
+    while len(units) > 1 and abs(size) >= 1023.5:
         size /= 1024
-    return (
-        f"{size:.0f} B"
-        if unit == "B"
-        else f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {unit}"
-    )
+        units.pop(0)
+    if units[0] == "B":
+        return f"{size:.0f} B"
+    digits = 2 if abs(round(size, 2)) < 10 else 1 if abs(round(size, 1)) < 100 else 0
+    return f"{size:.{digits}f} {units[0]}"

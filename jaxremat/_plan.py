@@ -130,6 +130,7 @@ class Plan:
                 data[name] = tuple(int(v) for v in data[name])
             for name in ("kept", "stages", "rounds"):
                 data[name] = tuple((int(a), int(b)) for a, b in data[name])
+            _check_scalars(data)
             unknown = set(data) ^ {f.name for f in fields(cls)}
             if unknown:
                 raise KeyError(", ".join(sorted(unknown)))
@@ -144,20 +145,49 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all."""
-        target = Path(path)
+        target, text = Path(path), self.to_json()
         with tempfile.NamedTemporaryFile(
             "w", dir=target.parent, prefix=target.name, suffix=".tmp", delete=False
         ) as file:
-            file.write(self.to_json())
-        os.replace(file.name, target)
+            try:
+                file.write(text)
+                file.flush()
+                os.replace(file.name, target)
+            except BaseException:
+                os.unlink(file.name)
+                raise
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """Read a plan that `save` wrote. **Raises:** `PlanMismatchError` where the file is no plan."""
-        return cls.from_json(Path(path).read_text())
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            text = ""
+        return cls.from_json(text)
 
     def __str__(self) -> str:
         return describe(self)
+
+
+_SCALARS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "int | None": (int, type(None)),
+    "float | None": (int, float, type(None)),
+}
+
+
+def _check_scalars(data: dict[str, Any]) -> None:
+    """**Raises:** TypeError where a number or a text of a plan's data is of another kind."""
+    for cls, item in ((Plan, data), *((Action, asdict(a)) for a in data["actions"])):
+        for f in fields(cls):
+            kinds = _SCALARS.get(str(getattr(f.type, "__name__", f.type)))
+            if kinds is not None and f.name in item and not isinstance(item[f.name], kinds):
+                raise TypeError(f"{f.name} is {item[f.name]!r}")
+    if wrong := {a.action for a in data["actions"]} - {"save", "recompute"}:
+        raise ValueError(f"unknown action {wrong.pop()!r}")
 
 
 def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:

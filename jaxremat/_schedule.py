@@ -51,10 +51,13 @@ def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]]
 
     **Raises:** `SolverError` for ids that the graph does not have.
     """
-    chosen = frozenset(saved)
-    if chosen and not (min(chosen) >= 0 and max(chosen) < len(graph.values)):
+    ids = tuple(saved)
+    ids = tuple(saved)
+    chosen = frozenset(ids)
+    wrong = next((v for v in ids if not 0 <= v < len(graph.values)), None)
+    if wrong is not None:
         raise SolverError(
-            f"A schedule saves value {max(chosen)}, but the graph has values 0 to {len(graph.values) - 1}. "
+            f"A schedule saves value {wrong}, but the graph has values 0 to {len(graph.values) - 1}. "
             "A solver must return ids of `graph.values`."
         )
     saved_values = must_save(graph) | (chosen & frozenset(graph.residuals))

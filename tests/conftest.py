@@ -1,12 +1,14 @@
 """Settings of the whole test suite: property tests draw the same examples on every machine.
 
-`HYPOTHESIS_PROFILE=explore` draws new ones, more of them, and keeps what fails.
+`HYPOTHESIS_PROFILE=explore` draws new ones, more of them, and shrinks what fails, which may take minutes.
 """
 
 import os
 
-from hypothesis import settings
+from hypothesis import Phase, settings
 
-settings.register_profile("same", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile(
+    "same", deadline=None, derandomize=True, max_examples=40, phases=[Phase.explicit, Phase.generate]
+)
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))

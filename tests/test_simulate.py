@@ -69,9 +69,12 @@ def sweep(graph: Graph, schedule: Schedule) -> tuple[list[int], list[set[Any]]]:
     live: set[Any] = set()
     nbytes, alive = [], []
     for i, (n, _, _, made) in enumerate(timeline):
-        live |= {(v, again) for v, again in made if again >= 0 or not graph.values[v].is_output}
+        new = {(v, again) for v, again in made if again >= 0 or not graph.values[v].is_output}
+        over = {b for b in new if n in graph.in_place and b[1] < 0}  # written over an operand that dies here
+        live |= new - over
         nbytes.append(sum(graph.values[v].nbytes for v, _ in live) + graph.nodes[n].workspace_nbytes)
         alive.append(set(live))
+        live |= over
         live = {b for b in live if any(b in read for _, _, read, _ in timeline[i + 1 :])}
     return nbytes, alive
 
