@@ -175,8 +175,8 @@ def _report(console: Console, plain: Run, planned: Run, control: Run, digits: Di
         console.print(f"  {run.name:<8}[{style}]{'█' * filled}[/] {size}", highlight=False)
     apart, scale = _furthest(plain, planned), _furthest(plain, control)
     console.print(
-        f"\nThe loss curves differ by {apart:.1e} at most. For scale: the plain step's own curve\n"
-        f"moves by {scale:.1e} when its first weights change in their last bit.",
+        f"\nThe loss curves differ by {apart:.1e} at most. For scale: the plain step's\n"
+        f"own curve moves by {scale:.1e} when its first weights change in their last bit.",
         highlight=False,
     )
     if platform == "cpu":

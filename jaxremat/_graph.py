@@ -149,13 +149,16 @@ class Graph:
         reads later.
         """
         last: dict[int, int] = {}
+        repeated: set[int] = set()  # what a forward node reads may be read again, by its recomputation
         for node in self.nodes:
             last.update((v, node.id) for v in self.reads[node.id])
+            if node.forward:
+                repeated.update(self.reads[node.id])
 
         def dies(v: int, node: Node, nbytes: int) -> bool:
             value = self.values[v]
             own = value.producer >= 0 and not value.is_output and not self.nodes[value.producer].forward
-            return own and last[v] == node.id and value.nbytes == nbytes
+            return own and v not in repeated and last[v] == node.id and value.nbytes == nbytes
 
         return frozenset(
             node.id

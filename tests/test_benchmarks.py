@@ -19,6 +19,8 @@ from examples.benchmarks.networks.rematerialisation import Remat, rematted, save
 from examples.benchmarks.networks.training import Program, make_program
 from jaxremat._devices import detect
 
+pytestmark = pytest.mark.slow
+
 ROWS = ("plain", "block", "0.75")
 
 

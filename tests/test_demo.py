@@ -19,6 +19,8 @@ from rich.console import Console
 from jaxremat._demo import demo
 from jaxremat._demo_net import Digits, ResNet, initial_state
 
+pytestmark = pytest.mark.slow
+
 
 def test_both_runs_are_reported_and_the_budget_is_kept() -> None:
     text = io.StringIO()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 TINY = {
     "quickstart.py": "--layers 2 --width 16 --batch 256 --budget min --steps 2",

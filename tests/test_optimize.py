@@ -11,6 +11,8 @@ from zoo import BY_NAME, ZOO, Case
 import jaxremat
 from jaxremat import InfeasibleBudgetError, MemoryStats
 
+pytestmark = pytest.mark.slow
+
 SHARE = 0.6
 INFEASIBLE: frozenset[str] = frozenset()
 ROUNDING = 2e-5

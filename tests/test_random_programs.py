@@ -13,6 +13,8 @@ from test_optimize import assert_same
 import jaxremat
 from jaxremat import InfeasibleBudgetError, MemoryStats, Milp, MinCut
 
+pytestmark = pytest.mark.slow
+
 OPERATIONS = ("matmul", "matmul", "tanh", "relu", "softmax", "norm", "multiply", "add")
 
 

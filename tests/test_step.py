@@ -26,6 +26,8 @@ from jaxremat import (
     SolverError,
 )
 
+pytestmark = pytest.mark.slow
+
 BATCH, WIDTH, LAYERS = 256, 32, 6
 AMPLE = "1GiB"
 
