@@ -118,8 +118,8 @@ def _did(console: Console, what: str, began: float) -> None:
 def _train(console: Console, runs: tuple[Run, Run, Run], digits: Digits, batch_size: int, steps: int) -> None:
     """Train all, with a bar in a terminal and a few lines elsewhere."""
     columns = (
-        TextColumn("  training all in turn"),
-        BarColumn(_BAR_WIDTH),
+        TextColumn("  training in turn"),
+        BarColumn(20),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]}"),
         TimeElapsedColumn(),

@@ -76,6 +76,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
             value = graph.values[v]
             if value.materialised and not (value.is_output and stage < 0):
                 begin = event + (stage < 0 and n in graph.in_place)
+                if begin > event and last.get((v, stage), event) == event:
+                    continue
                 born[v, stage] = begin
                 delta[begin] += value.nbytes
                 delta[max(begin, last.get((v, stage), begin)) + 1] -= value.nbytes

@@ -9,6 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import ShapedArray
 from test_optimize import assert_same
 from zoo import BY_NAME
 
@@ -21,7 +22,7 @@ from jaxremat._lower import lower
 from jaxremat._trace import Traced, trace
 
 LAYERS, BATCH, WIDTH = 8, 512, 64
-SCALAR = jax.core.ShapedArray((), jnp.float32)
+SCALAR = ShapedArray((), jnp.float32)
 
 
 def mlp(params: Any, batch: Any) -> Any:

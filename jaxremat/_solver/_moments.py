@@ -69,8 +69,9 @@ class Moments:
                 continue
             stop = self.lives[value.id].forward if value.id in free else last.get(value.id, value.producer)
             begin = value.producer + (value.producer in graph.in_place)
-            delta[begin] += value.nbytes
-            delta[max(stop, begin) + 1] -= value.nbytes
+            if stop >= begin:
+                delta[begin] += value.nbytes
+                delta[stop + 1] -= value.nbytes
         for i in range(1, len(delta)):
             delta[i] += delta[i - 1]
         self.base = delta
