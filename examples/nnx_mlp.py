@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--budget", default="min", help='bytes, such as "24MiB", or "min"')
+    parser.add_argument("--budget", default="20MiB", help='bytes, such as "24MiB", or "min"')
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)

@@ -1,6 +1,6 @@
 """A Flax network trained inside a byte budget: put `optimize` where `jax.jit` stood.
 
-python examples/quickstart.py --budget 24MiB --steps 20
+python examples/quickstart.py --steps 20
 """
 
 import argparse

@@ -19,9 +19,8 @@ from rich.console import Console
 from jaxremat._demo import demo
 from jaxremat._demo_net import Digits, ResNet, initial_state
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 def test_both_runs_are_reported_and_the_budget_is_kept() -> None:
     text = io.StringIO()
     plan = demo(Console(file=text, width=100), steps=2, batch_size=16, budget="min", blocks=(1, 1), side=8)

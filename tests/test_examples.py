@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parent.parent
 TINY = {
     "quickstart.py": "--layers 2 --width 16 --batch 256 --budget min --steps 2",
@@ -24,6 +22,7 @@ def test_every_example_is_listed_here() -> None:
     assert scripts == set(TINY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", TINY)
 def test_an_example_runs(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -48,6 +47,7 @@ def test_a_planner_of_your_own_is_as_short_as_promised() -> None:
     assert planner is not None and len(planner[0].splitlines()) <= 40
 
 
+@pytest.mark.slow
 def test_the_readme_example_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
     scope: dict[str, object] = {}
@@ -55,6 +55,7 @@ def test_the_readme_example_runs_as_printed(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.startswith("Plan: peak ")
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

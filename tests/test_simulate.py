@@ -63,6 +63,25 @@ def play(graph: Graph, schedule: Schedule) -> list[tuple[int, int, set[Any], set
     return timeline
 
 
+def overwrites(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]], i: int) -> bool:
+    """Whether the run puts its one result in the place of an operand: a pointwise backward kernel, for which
+    some operand of that size, made by the backward pass and no output, is read here for the last time.
+    """
+    n, again, read, _ = timeline[i]
+    node = graph.nodes[n]
+    if again >= 0 or node.forward or node.heavy or len(node.outputs) != 1:
+        return False
+    later = set().union(*(reads for _, _, reads, _ in timeline[i + 1 :]))
+    repeated = [v for m in graph.nodes if m.forward for v in operands(graph, m.inputs) if runs(graph, m.id)]
+    return any(
+        not graph.nodes[graph.values[v].producer].forward
+        and not graph.values[v].is_output
+        and graph.values[v].nbytes == graph.values[node.outputs[0]].nbytes
+        and v not in repeated
+        for v, _ in read - later
+    )
+
+
 def sweep(graph: Graph, schedule: Schedule) -> tuple[list[int], list[set[Any]]]:
     """Live bytes and live buffers at each kernel run: after each run, drop every buffer that nothing reads later."""
     timeline = play(graph, schedule)
@@ -70,11 +89,11 @@ def sweep(graph: Graph, schedule: Schedule) -> tuple[list[int], list[set[Any]]]:
     nbytes, alive = [], []
     for i, (n, _, _, made) in enumerate(timeline):
         new = {(v, again) for v, again in made if again >= 0 or not graph.values[v].is_output}
-        over = {b for b in new if n in graph.in_place and b[1] < 0}  # written over an operand that dies here
-        live |= new - over
+        over = overwrites(graph, timeline, i)
+        live |= set() if over else new
         nbytes.append(sum(graph.values[v].nbytes for v, _ in live) + graph.nodes[n].workspace_nbytes)
         alive.append(set(live))
-        live |= over
+        live |= new
         live = {b for b in live if any(b in read for _, _, read, _ in timeline[i + 1 :])}
     return nbytes, alive
 
@@ -181,6 +200,22 @@ def test_the_clone_of_an_output_is_no_part_of_the_base() -> None:
     assert out in must_save(graph) or out not in graph.residuals
     events = simulate(graph, complete(graph, ())).events
     assert [(e.node, e.recomputed_for, e.live_nbytes // UNIT) for e in events][2:4] == [(0, 0, 6), (1, 0, 5)]
+
+
+def test_pointwise_results_are_written_over_operands_that_die() -> None:
+    """`g -> h` in place, `h -> i` not: a heavy kernel reads its operand while it writes."""
+    build = Builder()
+    (a,) = build.node([build.argument()], [4])
+    build.stage()
+    (g,) = build.node([a], [4])
+    (h,) = build.node([g], [4], heavy=False)
+    (i,) = build.node([h], [4])
+    (j,) = build.node([i, h], [3], heavy=False)
+    build.node([j], [3], heavy=False, is_output=True)
+    graph = build.graph()
+    assert graph.in_place == {2, 5}
+    events = simulate(graph, complete(graph, graph.residuals)).events
+    assert [e.live_nbytes // UNIT for e in events] == [4, 8, 4, 8, 11, 3]
 
 
 def test_a_fused_value_holds_its_sources() -> None:
@@ -320,11 +355,11 @@ def test_a_value_kept_through_stages_is_made_once() -> None:
 
 @st.composite
 def raw_schedules(draw: st.DrawFn, graph: Graph) -> Schedule:
-    """Any values saved, any earlier nodes recomputed, any values kept: mostly broken."""
+    """Any values saved, any earlier kernels recomputed, any values kept: mostly broken."""
     closed = complete(graph, *draw(choices(graph)))
     recomputed = []
     for stage, nodes in zip(graph.stages, closed.recomputed, strict=True):
-        flips = draw(st.sets(st.integers(0, stage.start - 1), max_size=1))
+        flips = {n for n in draw(st.sets(st.integers(0, stage.start - 1), max_size=1)) if runs(graph, n)}
         recomputed.append(tuple(sorted(set(nodes) ^ flips)))
     values = st.integers(0, len(graph.values) - 1)
     saved = closed.saved ^ (draw(st.sets(values, max_size=1)) & set(graph.residuals))
