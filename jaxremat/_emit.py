@@ -65,6 +65,7 @@ class _Emitter:
             for a in eqn.invars:
                 if not _compat.is_literal(a):
                     self.readers.setdefault(a, []).append(node.id)
+        self.last_contractions = self._last_contractions()
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
 
     def finish(self, outvars: Sequence[Any]) -> list[Any]:
@@ -91,6 +92,18 @@ class _Emitter:
         self.waiting = self._deferrable(k)
         held = set(self.waiting)
         self._run([n for n in range(stage.start, stage.stop) if n not in held], renamed)
+
+    def _last_contractions(self) -> set[int]:
+        """The equations from whose results no contraction follows."""
+        leads: set[int] = set()  # equations that are contractions or lead to one
+        last = set()
+        for n in reversed(range(len(self.source))):
+            after = {m for v in self.source[n].outvars for m in self.readers.get(v, ())}
+            if leads.isdisjoint(after):
+                last.add(n)
+            if n not in last or reads_memory(self.source[n]):
+                leads.add(n)
+        return last
 
     def _run(self, nodes: Sequence[int], renamed: dict[Any, Any]) -> None:
         """Append equations in their own place, reading clones and fenced names where there are any."""
@@ -215,15 +228,24 @@ class _Emitter:
         )
 
     def _finished(self, k: int) -> list[Any]:
-        """The small results of contractions and reductions of the stage before: weight gradients, statistics."""
+        """What contractions and reductions of the stage before leave behind: weight gradients, statistics.
+
+        These are small, or no larger than their operands, which would live on if the compiler put the work off, and
+        then nothing but updates follows from them.
+        """
         graph = self.graph
-        most = 64 * max(graph.small_nbytes, 1)
+
+        def counts(n: int, v: Any) -> bool:
+            made = graph.values[self.value_of[v]].nbytes
+            read = sum(graph.values[u].nbytes for u in graph.nodes[n].inputs)
+            return made <= 64 * graph.small_nbytes or (made <= read and n in self.last_contractions)
+
         return [
             v
             for n in range(graph.stages[k - 1].start, graph.stages[k].start)
             if graph.nodes[n].heavy and not graph.nodes[n].forward
             for v in self.source[n].outvars
-            if _can_pass(v) and graph.values[self.value_of[v]].nbytes <= most
+            if _can_pass(v) and counts(n, v)
         ]
 
     def _trigger(self, k: int) -> list[Any]:

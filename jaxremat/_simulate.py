@@ -97,3 +97,11 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
         alive=tuple(alive),
         extra_seconds=extra_seconds(graph, schedule),
     )
+
+
+def rank(graph: Graph, schedule: Schedule, budget_nbytes: int | None) -> tuple[float, ...]:
+    """What makes one schedule better than another: to fit, then time; where neither fits, memory, then time."""
+    profile = simulate(graph, schedule)
+    if budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes:
+        return (0.0, profile.extra_seconds, profile.peak_nbytes)
+    return (1.0, profile.peak_nbytes, profile.extra_seconds)

@@ -25,8 +25,9 @@ from ._plan import Plan, actions
 from ._program import MemoryStats, Program
 from ._roofline import roofline
 from ._schedule import Schedule, check
-from ._simulate import Profile, simulate
+from ._simulate import Profile, rank, simulate
 from ._solver import MinCut, Solution, Solver
+from ._stages import cut_stages
 from ._tags import argument_copies, tagged, written
 from ._trace import Traced, trace
 from ._workspace import workspaces
@@ -65,9 +66,9 @@ class Planned:
 
 @dataclass(frozen=True)
 class _Trial:
-    """One emitted and compiled schedule."""
+    """One emitted and compiled schedule, of a graph with some cutting into stages."""
 
-    schedule: Schedule
+    graph: Graph
     solution: Solution
     profile: Profile
     jitted: Any
@@ -193,26 +194,19 @@ class _Planner:
         )  # fmt: skip
         if budget == "min":
             trial = self._least(graph)
-            return self._planned(graph, trial, trial.peak_nbytes)
-        trial = self._search(graph, budget)
-        return self._planned(graph, trial, budget)
+            return self._planned(trial, trial.peak_nbytes)
+        return self._planned(self._search(graph, budget), budget)
 
     def _search(self, graph: Graph, budget: int) -> _Trial:
         """The cheapest compiled schedule within the budget."""
         allowance = budget
         for _ in range(1 + _REPLANS[self.request.effort]):
-            solution = self._solve(graph, allowance)
-            predicted = simulate(graph, solution.schedule).peak_nbytes
-            if (
-                predicted > allowance
-                and self.trials
-                and predicted >= min(t.profile.peak_nbytes for t in self.trials)
-            ):
+            cut, solution = self._solve(graph, allowance)
+            predicted = simulate(cut, solution.schedule).peak_nbytes
+            least = min((t.profile.peak_nbytes for t in self.trials), default=predicted + 1)
+            if (predicted > allowance and predicted >= least) or self._tried(solution):
                 break
-            known = next((t for t in self.trials if t.schedule == solution.schedule), None)
-            if known is not None:
-                break
-            trial = self._try(graph, solution)
+            trial = self._try(cut, solution)
             room = budget - trial.peak_nbytes
             if room >= 0 and (
                 room <= _SLACK * (budget - graph.base_nbytes) or trial.profile.extra_seconds == 0
@@ -223,30 +217,49 @@ class _Planner:
             self._least(graph, budget)
         fitting = [t for t in self.trials if t.peak_nbytes <= budget]
         if not fitting:
-            raise self._infeasible(graph, budget)
+            raise self._infeasible(budget)
         return min(fitting, key=lambda t: (t.profile.extra_seconds, t.peak_nbytes))
 
     def _least(self, graph: Graph, budget: int | None = None) -> _Trial:
         """The compiled schedule of least peak; with a budget, the first that fits."""
         # The model is least sure where memory is least: a mere price of memory, which leans on it less, is tried too.
         for solver in (self.request.solver, MinCut()):
-            solution = self._solve(graph, None, solver)
-            if all(t.schedule != solution.schedule for t in self.trials):
-                trial = self._try(graph, solution)
+            cut, solution = self._solve(graph, None, solver)
+            if not self._tried(solution):
+                trial = self._try(cut, solution)
                 if budget is not None and trial.peak_nbytes <= budget:
                     return trial
         return min(self.trials, key=lambda t: (t.peak_nbytes, t.profile.extra_seconds))
 
-    def _solve(self, graph: Graph, allowance: int | None, solver: Solver | None = None) -> Solution:
+    def _tried(self, solution: Solution) -> bool:
+        return any(t.solution.schedule == solution.schedule for t in self.trials)
+
+    def _solve(
+        self, graph: Graph, allowance: int | None, solver: Solver | None = None
+    ) -> tuple[Graph, Solution]:
+        """The better solution of the two ways to cut the graph into stages, with the graph so cut."""
         began = time.monotonic()
-        solution = (solver or self.request.solver).solve(graph, allowance, time_limit=self.request.time_limit)
+        best: tuple[Any, Graph, Solution] | None = None
+        for cut in dict.fromkeys((graph.stages, cut_stages(graph, fine=True))):
+            candidate = replace(graph, stages=cut)
+            solution = self._solution(candidate, allowance, solver or self.request.solver)
+            found = rank(candidate, solution.schedule, allowance)
+            if best is None or found < best[0]:
+                best = found, candidate, solution
+            if found[:2] == (0.0, 0.0):
+                break
+        assert best is not None
+        self.solve_seconds += time.monotonic() - began
+        return best[1:]
+
+    def _solution(self, graph: Graph, allowance: int | None, solver: Solver) -> Solution:
+        solution = solver.solve(graph, allowance, time_limit=self.request.time_limit)
         if not isinstance(solution, Solution):
             raise SolverError(
-                f"The solver {self.request.solver!r} returned a {type(solution).__name__}. "
+                f"The solver {solver!r} returned a {type(solution).__name__}. "
                 "Its method `solve` must return a `jaxremat.Solution`, for example `Solution(complete(graph, saved))`."
             )
         check(graph, solution.schedule)
-        self.solve_seconds += time.monotonic() - began
         return solution
 
     def _try(self, graph: Graph, solution: Solution) -> _Trial:
@@ -255,7 +268,7 @@ class _Planner:
         compiled = self._compile(jitted)
         seconds = roofline(parse(_text(compiled)), self.request.device).seconds
         trial = _Trial(
-            schedule=solution.schedule,
+            graph=graph,
             solution=solution,
             profile=profile,
             jitted=jitted,
@@ -279,14 +292,12 @@ class _Planner:
         peak = MemoryStats.of(compiled).peak_nbytes
         self.baseline_nbytes = peak
         budget = parse_budget(self.request.budget, self.request.device_nbytes)
-        plan = self._as_plan(
-            graph, _everything(graph), int(budget), Solution(_everything(graph), solver="none")
-        )
+        plan = self._as_plan(graph, int(budget), Solution(_everything(graph), solver="none"))
         plan = replace(plan, predicted_peak_nbytes=peak, compiled_peak_nbytes=peak, compiled_overhead=0.0)
         return Planned(plan, self.program.plain, compiled)
 
-    def _planned(self, graph: Graph, trial: _Trial, budget: int) -> Planned:
-        plan = self._as_plan(graph, trial.schedule, budget, trial.solution)
+    def _planned(self, trial: _Trial, budget: int) -> Planned:
+        plan = self._as_plan(trial.graph, budget, trial.solution)
         plan = replace(
             plan, compiled_peak_nbytes=trial.peak_nbytes, compiled_overhead=trial.compiled_overhead
         )
@@ -295,18 +306,19 @@ class _Planner:
     def _unverified(self, graph: Graph, rough_peak: int, budget: Any) -> Planned:
         self.baseline_nbytes = rough_peak
         allowance = None if budget == "min" else budget
-        solution = self._solve(graph, allowance)
+        graph, solution = self._solve(graph, allowance)
         peak = simulate(graph, solution.schedule).peak_nbytes
         if allowance is not None and peak > allowance:
-            raise self._infeasible(graph, allowance, solution.schedule)
-        plan = self._as_plan(graph, solution.schedule, allowance or peak, solution)
+            raise self._infeasible(allowance, (graph, solution.schedule))
+        plan = self._as_plan(graph, allowance or peak, solution)
         if solution.schedule.drops_nothing:
             return Planned(plan, self.program.plain, None)
         return Planned(
             plan, self.program.evaluating(emit(self.traced, graph, solution.schedule), self.traced), None
         )
 
-    def _as_plan(self, graph: Graph, schedule: Schedule, budget: int, solution: Solution) -> Plan:
+    def _as_plan(self, graph: Graph, budget: int, solution: Solution) -> Plan:
+        schedule = solution.schedule
         profile = simulate(graph, schedule)
         overhead = profile.extra_seconds / (graph.step_seconds or 1.0)
         return Plan(
@@ -332,12 +344,13 @@ class _Planner:
         )
 
     def _infeasible(
-        self, graph: Graph, budget: int, schedule: Schedule | None = None
+        self, budget: int, predicted: tuple[Graph, Schedule] | None = None
     ) -> InfeasibleBudgetError:
-        if schedule is None:
+        if predicted is None:
             trial = min(self.trials, key=lambda t: t.peak_nbytes)
-            schedule, peak, how = trial.schedule, trial.peak_nbytes, "compiled"
+            graph, schedule, peak, how = trial.graph, trial.solution.schedule, trial.peak_nbytes, "compiled"
         else:
+            graph, schedule = predicted
             peak, how = simulate(graph, schedule).peak_nbytes, "predicted"
         profile = simulate(graph, schedule)
         event = profile.events[profile.peak_event]

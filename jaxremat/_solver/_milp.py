@@ -30,7 +30,7 @@ import mip as _mip
 from .._errors import SolverError
 from .._graph import Graph
 from .._schedule import Schedule, complete, must_save
-from .._simulate import simulate
+from .._simulate import rank, simulate
 from ._chen import Chen
 from ._frontiers import boundaries
 from ._greedy import Greedy
@@ -45,6 +45,9 @@ MOST_RESIDUALS = 2500
 
 HOLDING_SHARE = 0.2
 """Share of the time limit spent on holding recomputed values across stages, once a schedule without it is known."""
+
+LEAST_SLACK = 0.005
+"""What the schedule of least memory may use beyond the least, as a share of what is live there, to be faster."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class Milp:
         half = (time.monotonic() + deadline) / 2
         least = _Model(graph, self).solve(None, start, (time.monotonic() + half) / 2)
         least = _Model(graph, self, holding=True).solve(None, least.schedule, half)
-        budget = simulate(graph, least.schedule).peak_nbytes
+        peak = simulate(graph, least.schedule).peak_nbytes
+        budget = peak + int(LEAST_SLACK * (peak - graph.base_nbytes))
         return self._solution(
             graph,
             _Model(graph, self, holding=bool(least.schedule.kept)).solve(budget, least.schedule, deadline),
@@ -107,14 +111,6 @@ class Milp:
 def _repeats(schedule: Schedule) -> bool:
     """Whether some node is recomputed for two stages in a row, which holding its value would save."""
     return any(set(a) & set(b) for a, b in zip(schedule.recomputed, schedule.recomputed[1:], strict=False))
-
-
-def rank(graph: Graph, schedule: Schedule, budget_nbytes: int | None) -> tuple[float, ...]:
-    """What makes one schedule better than another: to fit, then time; where neither fits, memory, then time."""
-    profile = simulate(graph, schedule)
-    if budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes:
-        return (0.0, profile.extra_seconds, profile.peak_nbytes)
-    return (1.0, profile.peak_nbytes, profile.extra_seconds)
 
 
 @dataclass(frozen=True)

@@ -94,13 +94,14 @@ class Moments:
             moments.update(self._tops(simulate(graph, schedule), None))
         terms = [self.own(n) for n, k in sorted(moments) if k < 0]
         terms.extend(self.recomputing(k, len(graph.nodes)) for k in range(len(graph.stages)))
-        return terms
+        return [_without_idle_pairs(t, frozenset()) for t in terms]
 
     def violated(self, schedule: Schedule, profile: Profile, budget_nbytes: int) -> list[Terms]:
         """Bounds that hold everywhere and cut the schedule off, where it exceeds the budget."""
         allowed = budget_nbytes - self.graph.base_nbytes
         moments = self._tops(profile, allowed)
-        return [self._with_pairs(n, k, schedule) for n, k in sorted(moments)]
+        held: frozenset[Key] = frozenset(("h", v, k) for v, k in schedule.kept)
+        return [_without_idle_pairs(self._with_pairs(n, k, schedule), held) for n, k in sorted(moments)]
 
     def _tops(self, profile: Profile, allowed: int | None) -> set[tuple[int, int]]:
         """For each stage (and the forward pass) the highest own moment and the highest recomputing one."""
@@ -209,3 +210,9 @@ class Moments:
             )
             parts.append(((again,), made + graph.nodes[n].workspace_nbytes))
         return Terms(constant, tuple(parts))
+
+
+def _without_idle_pairs(terms: Terms, held: frozenset[Key]) -> Terms:
+    """The bound without pairs of values that are not held: `x + y - 1` is below zero where neither is one."""
+    parts = ((keys, b) for keys, b in terms.parts if len(keys) == 1 or keys[0][0] != "h" or keys[0] in held)
+    return Terms(terms.constant_nbytes, tuple(parts))
