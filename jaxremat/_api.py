@@ -155,10 +155,10 @@ class Step:
             return self._slow_call(args, kwargs)
         try:
             return recent.run(*dynamic[0], **dynamic[1])
-        except ValueError:
-            if recent.key == self._key(args, kwargs):
+        except (TypeError, ValueError):
+            if not any(isinstance(leaf, Tracer) for leaf in leaves) and recent.key == self._key(args, kwargs):
                 raise
-            return self._slow_call(args, kwargs)  # the same types, placed on other devices
+            return self._slow_call(args, kwargs)  # the same types, traced or placed on other devices
 
     def _slow_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dynamic = self._program.dynamic(args, kwargs)

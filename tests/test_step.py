@@ -26,8 +26,6 @@ from jaxremat import (
     SolverError,
 )
 
-pytestmark = pytest.mark.slow
-
 BATCH, WIDTH, LAYERS = 256, 32, 6
 AMPLE = "1GiB"
 
@@ -118,8 +116,9 @@ def test_keyword_arguments(budget: int) -> None:
     assert MemoryStats.of(step.compile(params, x=x)).peak_nbytes <= budget
 
 
-def test_static_arguments(budget: int) -> None:
+def test_static_arguments() -> None:
     params, x = make_params(), make_batch()
+    budget = two_thirds(partial(train, activation="sin"))
     solver = Counting()
     names = jaxremat.optimize(AMPLE, static_argnames=("activation", "layers"), solver=solver)(train)
     numbers = jaxremat.optimize(budget, static_argnums=(3, 4), solver=solver)(train)
@@ -209,7 +208,7 @@ def test_one_planning_per_signature(budget: int) -> None:
     assert step.plan(params, x) is plan
     assert_same(jax.jit(train)(params, x), step(params, x))
     assert solver.calls == asked
-    assert plan.solver == "MinCut" or "Counting" in plan.solver
+    assert plan.solver == "mincut"
 
 
 def test_weak_types_are_kept_apart() -> None:
