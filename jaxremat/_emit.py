@@ -57,20 +57,22 @@ class _Emitter:
         self.eqns: list[Any] = []
         self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
         self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
-        self.waiting: list[int] = []  # equations of the stage before that wait for this stage's fence
+        self.waiting: dict[int, int] = {}  # deferred equation -> the stage of the fence that it waits for
         self.value_of: dict[Any, int] = {}
+        self.variable: dict[int, Any] = {}
         self.readers: dict[Any, list[int]] = {}
         for node, eqn in zip(graph.nodes, self.source, strict=True):
             self.value_of.update(zip(eqn.outvars, node.outputs, strict=True))
+            self.variable.update(zip(node.outputs, eqn.outvars, strict=True))
             for a in eqn.invars:
                 if not _compat.is_literal(a):
                     self.readers.setdefault(a, []).append(node.id)
-        self.last_contractions = self._last_contractions()
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
 
     def finish(self, outvars: Sequence[Any]) -> list[Any]:
         """Append what still waits; returns the step's outputs by their final names."""
-        self._run(self.waiting, {})
+        self._fenced([], self._finished(len(self.graph.stages)), "fence_updates")
+        self._run(list(self.waiting), {})
         return [a if _compat.is_literal(a) else self.passed.get(a, a) for a in outvars]
 
     def stage(self, k: int) -> None:
@@ -88,22 +90,15 @@ class _Emitter:
             clone = _compat.in_scope(eqn.replace(invars=invars, outvars=outvars), f"recompute_{k}")
             self.eqns.extend(self._placed(clone, renamed))
             self.clones.update(zip(eqn.outvars, outvars, strict=True))
-        self._run(self.waiting, renamed)
-        self.waiting = self._deferrable(k)
-        held = set(self.waiting)
-        self._run([n for n in range(stage.start, stage.stop) if n not in held], renamed)
+        if renamed:
+            self.waiting = self._resume(k, renamed)
+        self.waiting.update(stage.deferred)
+        self._run([n for n in range(stage.start, stage.stop) if n not in self.waiting], renamed)
 
-    def _last_contractions(self) -> set[int]:
-        """The equations from whose results no contraction follows."""
-        leads: set[int] = set()  # equations that are contractions or lead to one
-        last = set()
-        for n in reversed(range(len(self.source))):
-            after = {m for v in self.source[n].outvars for m in self.readers.get(v, ())}
-            if leads.isdisjoint(after):
-                last.add(n)
-            if n not in last or reads_memory(self.source[n]):
-                leads.add(n)
-        return last
+    def _resume(self, k: int, renamed: dict[Any, Any]) -> dict[int, int]:
+        """Append the deferred equations that waited for the fence of stage `k`; returns those that wait on."""
+        self._run([n for n, until in self.waiting.items() if until <= k], renamed)
+        return {n: until for n, until in self.waiting.items() if until > k}
 
     def _run(self, nodes: Sequence[int], renamed: dict[Any, Any]) -> None:
         """Append equations in their own place, reading clones and fenced names where there are any."""
@@ -116,33 +111,6 @@ class _Emitter:
             ]
             moved = eqn.replace(invars=invars) if invars != list(eqn.invars) else eqn
             self.eqns.extend(self._placed(moved, renamed))
-
-    def _deferrable(self, k: int) -> list[int]:
-        """Equations of stage `k` that only finish what the next fence's triggers began (optimizer updates)."""
-        if k + 1 >= len(self.graph.stages):
-            return []
-        stage = self.graph.stages[k]
-        begun = set(self._finished(k + 1))
-        after: set[int] = set()
-        for n in range(stage.start, stage.stop):
-            operands = [a for a in self.source[n].invars if not _compat.is_literal(a)]
-            if any(a in begun or (a in self.value_of and self._maker(a) in after) for a in operands):
-                after.add(n)
-        for n in sorted(after, reverse=True):
-            eqn = self.source[n]
-            within = [m for v in eqn.outvars for m in self.readers.get(v, ()) if m < stage.stop]
-            reads_residual = any(
-                self.graph.is_residual(v) and self.graph.values[v].nbytes > self.graph.small_nbytes
-                for v in self.graph.nodes[n].inputs
-            )
-            if (
-                self.graph.nodes[n].heavy
-                or eqn.effects
-                or reads_residual
-                or any(m not in after for m in within)
-            ):
-                after.discard(n)
-        return sorted(after)
 
     def _maker(self, var: Any) -> int:
         return self.graph.values[self.value_of[var]].producer
@@ -167,7 +135,7 @@ class _Emitter:
             for n in range(stage.start, stage.stop)
             for v in graph.nodes[n].inputs
             if not graph.values[v].materialised
-            and (reads_memory(self.source[n]) or not gone.isdisjoint(graph.sources[v]))
+            and (self.graph.nodes[n].contraction or not gone.isdisjoint(graph.sources[v]))
         ]
         # What a clone reads must not be written to memory for its sake: fused operands are cloned with it.
         stack.extend(v for n in wanted for v in graph.nodes[n].inputs)
@@ -203,19 +171,22 @@ class _Emitter:
                     a for a in eqn.invars if not _compat.is_literal(a) and self._saved_before(a, k)
                 )
         through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a)]
-        trigger = [a for a in self._trigger(k) if a not in set(through)]
         if any(_is_zero(eqn) for eqn in own):
             through.append(_ZERO)
         if any(expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted))):
             through.append(_TRUE)
-        if not through:
+        return self._fenced(through, self._trigger(k), f"fence_{k}") if through else {}
+
+    def _fenced(self, through: list[Any], trigger: list[Any], name: str) -> dict[Any, Any]:
+        """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""
+        trigger = [a for a in dict.fromkeys(trigger) if a not in set(through)]
+        operands = [_CONSTANTS[a] if isinstance(a, str) else a for a in through]
+        operands += [self.passed.get(a, a) for a in trigger]
+        if not operands:
             return {}
-        operands = [_CONSTANTS[a] if isinstance(a, str) else a for a in (*through, *trigger)]
         outvars = [_compat.new_var(a.aval) for a in operands]
-        template = self.source[stage.start]
-        self.eqns.append(
-            _compat.in_scope(_compat.barrier(operands, outvars, template.source_info), f"fence_{k}")
-        )
+        template = self.source[self.graph.forward_stop]
+        self.eqns.append(_compat.in_scope(_compat.barrier(operands, outvars, template.source_info), name))
         self.passed.update(zip(trigger, outvars[len(through) :], strict=True))
         return dict(zip(through, outvars, strict=False))
 
@@ -228,24 +199,19 @@ class _Emitter:
         )
 
     def _finished(self, k: int) -> list[Any]:
-        """What contractions and reductions of the stage before leave behind: weight gradients, statistics.
+        """What earlier stages have finished and readers behind the fence of stage `k` wait for.
 
-        These are small, or no larger than their operands, which would live on if the compiler put the work off, and
-        then nothing but updates follows from them.
+        A value passes the fence after its stage, and those up to the one that its deferred readers wait for.
         """
-        graph = self.graph
-
-        def counts(n: int, v: Any) -> bool:
-            made = graph.values[self.value_of[v]].nbytes
-            read = sum(graph.values[u].nbytes for u in graph.nodes[n].inputs)
-            return made <= 64 * graph.small_nbytes or (made <= read and n in self.last_contractions)
-
+        stages = self.graph.stages
+        start = stages[k].start if k < len(stages) else len(self.source)
+        variables = [(self.variable[v], j) for j in range(k) for v in stages[j].finished]
         return [
-            v
-            for n in range(graph.stages[k - 1].start, graph.stages[k].start)
-            if graph.nodes[n].heavy and not graph.nodes[n].forward
-            for v in self.source[n].outvars
-            if _can_pass(v) and counts(n, v)
+            var
+            for var, j in variables
+            for readers in (self.readers.get(var, ()),)
+            if any(n in self.waiting for n in readers)
+            or (j == k - 1 and (var in self.returned or any(n >= start for n in readers)))
         ]
 
     def _trigger(self, k: int) -> list[Any]:
@@ -263,31 +229,24 @@ class _Emitter:
                 if v in self.returned
             ]
             return [v for v in loss if _can_pass(v)]
-        waiting = set(self.waiting)
-
-        def read_later(v: Any) -> bool:
-            return v in self.returned or any(m >= start or m in waiting for m in self.readers.get(v, ()))
-
-        triggers = [v for v in self._finished(k) if read_later(v)]
+        before = graph.stages[k - 1].start
+        triggers = self._finished(k)
         contractions = [
-            n
-            for n in range(graph.stages[k - 1].start, start)
-            if reads_memory(self.source[n]) and not graph.nodes[n].forward
+            n for n in range(before, start) if graph.nodes[n].contraction and not graph.nodes[n].forward
         ]
-        last = contractions[-1] if contractions else graph.stages[k - 1].start
+        last = contractions[-1] if contractions else before
         if not any(self._maker(v) >= last for v in triggers):
             crossing = [
                 v
                 for n in range(last, start)
-                if not graph.nodes[n].forward
+                if not graph.nodes[n].forward and n not in self.waiting
                 for v in self.source[n].outvars
-                if n not in waiting
-                and _can_pass(v)
-                and read_later(v)
+                if _can_pass(v)
+                and (v in self.returned or any(m >= start for m in self.readers.get(v, ())))
                 and graph.values[self.value_of[v]].materialised
             ]
             triggers.extend(crossing[:1])
-        return list(dict.fromkeys(triggers))
+        return triggers
 
 
 def _can_pass(var: Any) -> bool:

@@ -10,7 +10,7 @@ reading one means reading its materialised `sources` again.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 
@@ -39,8 +39,9 @@ class Node:
     **Fields:** `id` its place in the schedule; `primitive` its name in JAX; `inputs` and `outputs` value ids;
     `seconds` what running it once more costs on the device; `flops` of one run; `workspace_nbytes` scratch memory
     while it runs; `heavy` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
-    can absorb; `forward` whether its outputs may be residuals; `repeatable` whether it may run twice; `scope` its
-    JAX name stack; `source` the user's line, `file.py:12 (function)`.
+    can absorb; `contraction` whether its operands must be in memory, because it absorbs none of them; `forward`
+    whether its outputs may be residuals; `repeatable` whether it may run twice; `scope` its JAX name stack; `source`
+    the user's line, `file.py:12 (function)`.
     """
 
     id: int
@@ -51,6 +52,7 @@ class Node:
     flops: float = 0.0
     workspace_nbytes: int = 0
     heavy: bool = False
+    contraction: bool = False
     forward: bool = True
     repeatable: bool = True
     scope: str = ""
@@ -59,10 +61,16 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stretch `start <= node id < stop` of the schedule, before which dropped values are recomputed."""
+    """A stretch `start <= node id < stop` of the schedule, before which dropped values are recomputed.
+
+    **Fields:** `finished` the values (weight gradients, statistics) that say that it is done; `deferred` those of its
+    nodes (optimizer updates) that wait for a later fence, each with the stage of that fence.
+    """
 
     start: int
     stop: int
+    finished: tuple[int, ...] = ()
+    deferred: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,8 @@ class Graph:
 
     **Fields:** `nodes` in execution order; `values`; `stages` that tile the schedule from the end of the forward
     pass to its end; `base_nbytes` what is there all the time (arguments + outputs - aliased bytes);
-    `step_seconds` the plain step's time, against which overheads are measured.
+    `step_seconds` the plain step's time, against which overheads are measured; `small_nbytes` the size up to which
+    residuals are always saved; `donated` the arguments whose memory the step's outputs take over.
     """
 
     nodes: tuple[Node, ...]
@@ -79,7 +88,8 @@ class Graph:
     stages: tuple[Stage, ...]
     base_nbytes: int
     step_seconds: float
-    small_nbytes: int = field(default=0)
+    small_nbytes: int = 0
+    donated: frozenset[int] = frozenset()
 
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
@@ -167,6 +177,17 @@ class Graph:
             for nbytes in (self.values[node.outputs[0]].nbytes,)
             if any(dies(v, node, nbytes) for v in self.reads[node.id])
         )
+
+    @cached_property
+    def lingering(self) -> dict[int, int]:
+        """The finished values that deferred nodes read, each with the last stage of whose fence one waits."""
+        lingering: dict[int, int] = {}
+        for stage in self.stages:
+            finished = set(stage.finished)
+            for n, k in stage.deferred:
+                for v in finished.intersection(self.nodes[n].inputs):
+                    lingering[v] = max(lingering.get(v, k), k)
+        return lingering
 
     def recomputable(self, value: int) -> bool:
         """Whether the value may be dropped and made again."""

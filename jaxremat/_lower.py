@@ -83,6 +83,7 @@ def lower(
                 flops=eqn_flops(eqn),
                 workspace_nbytes=(workspace or {}).get(i, 0),
                 heavy=is_heavy(eqn),
+                contraction=reads_memory(eqn),
                 forward=not late,
                 repeatable=is_repeatable(eqn),
                 scope=stack,
@@ -101,6 +102,7 @@ def lower(
         base_nbytes=base_nbytes,
         step_seconds=0.0,
         small_nbytes=int(total * SMALL_SHARE),
+        donated=frozenset(index[v] for v, d in zip(jaxpr.invars, traced.donated, strict=True) if d),
     )
     graph = _priced(_without_fused_copies(graph), jaxpr.eqns, device)
     return replace(graph, stages=cut_stages(graph))
@@ -144,7 +146,7 @@ def _read_in_memory(
     """The values that contractions and the like read: those are in memory whatever their producer is."""
     chosen = set()
     for node in nodes:
-        if reads_memory(eqns[node.id]) and which(node):
+        if node.contraction and which(node):
             for v in node.inputs:
                 root = _behind_views(v, eqns, nodes, values)
                 producer = values[root].producer
@@ -198,7 +200,7 @@ def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec) -> Graph:
     loaded = {
         _behind_views(v, eqns, graph.nodes, graph.values)
         for node in graph.nodes
-        if reads_memory(eqns[node.id]) and not node.forward
+        if node.contraction and not node.forward
         for v in node.inputs
     }
     nodes = []

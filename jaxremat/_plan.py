@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from ._budget import format_nbytes
 from ._errors import PlanMismatchError
-from ._graph import Graph, Stage
+from ._graph import Graph
 from ._schedule import Schedule, complete
+from ._updates import with_updates
 
 FORMAT = 1
 
@@ -97,12 +98,9 @@ class Plan:
             )
         chosen = frozenset(self.materialised)
         values = tuple(replace(v, materialised=v.producer < 0 or v.id in chosen) for v in graph.values)
-        return replace(
-            graph,
-            values=values,
-            stages=tuple(Stage(a, b) for a, b in self.stages),
-            small_nbytes=self.small_nbytes,
-        )
+        graph = replace(graph, values=values, small_nbytes=self.small_nbytes)
+        cuts = [*(start for start, _ in self.stages), len(graph.nodes)]
+        return replace(graph, stages=with_updates(graph, cuts))
 
     def schedule(self, graph: Graph) -> Schedule:
         """The schedule of this plan on a graph that has its layout."""

@@ -3,7 +3,8 @@
 The schedule is played event by event: the forward kernels, then for each stage its recomputed kernels in forward
 order and its own kernels. A materialised value occupies its bytes from the kernel that makes it through the last
 kernel that reads it (a kernel of `Graph.in_place` writes over its operand, so its result counts from the next kernel
-on); a kernel's own workspace counts while it runs. Outputs of the step are part of the base.
+on); a kernel's own workspace counts while it runs. What waits for a deferred update lives until its fence. Outputs of
+the step are part of the base.
 """
 
 from dataclasses import dataclass
@@ -56,11 +57,13 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
     for n in range(graph.forward_stop):
         if kernel[n]:
             run(n, -1)
+    own: list[int] = []  # for each stage the last event before or at its first node
     for k, stage in enumerate(graph.stages):
         where = {v: s for v, s in where.items() if (v, k) in schedule.kept}
         for n in schedule.recomputed[k]:
             run(n, k)
             where.update((v, k) for v in graph.nodes[n].outputs)
+        own.append(len(runs) - (not kernel[stage.start]))
         for n in range(stage.start, stage.stop):
             if kernel[n]:
                 run(n, -1)
@@ -69,6 +72,9 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
     for event, instances in enumerate(reads):
         for instance in instances:
             last[instance] = event
+    for v, k in graph.lingering.items():
+        end = own[k] if k < len(own) else len(runs) - 1
+        last[v, -1] = max(last.get((v, -1), end), end)
     delta = [0] * (len(runs) + 2)
     born: dict[tuple[int, int], int] = {}
     for event, (n, stage) in enumerate(runs):

@@ -14,9 +14,8 @@ between the gradients of an activation and of the contraction behind it. The coa
 reaches lower peaks where a single layer is large.
 """
 
-from itertools import pairwise
-
 from ._graph import Graph, Stage
+from ._updates import with_updates
 
 FINENESS = 1500
 """A cut costs `total / FINENESS` bytes: about `sqrt(FINENESS)` stages where all layers are equal."""
@@ -44,8 +43,7 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
     while i:
         cuts.append(places[i])
         i = previous[i]
-    cuts = [start, *reversed(cuts)]
-    return tuple(Stage(a, b) for a, b in pairwise(cuts))
+    return with_updates(graph, [start, *reversed(cuts)])
 
 
 def _spanning_and_consumed(graph: Graph, start: int, fine: bool) -> tuple[list[int], list[int]]:

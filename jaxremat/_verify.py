@@ -28,7 +28,7 @@ from ._schedule import Schedule, check
 from ._simulate import Profile, rank, simulate
 from ._solver import MinCut, Solution, Solver
 from ._stages import cut_stages
-from ._tags import argument_copies, tagged, written
+from ._tags import tagged, written
 from ._trace import Traced, trace
 from ._workspace import workspaces
 
@@ -180,7 +180,7 @@ class _Planner:
         if plain is None and budget != "min" and self.baseline_nbytes <= budget:
             return self._plain(self._compile(self.program.plain), rough)
         self.baseline_seconds = roofline(module, request.device).seconds
-        base = MemoryStats.of(witness).base_nbytes + argument_copies(module)
+        base = MemoryStats.of(witness).base_nbytes
         temporaries = self.baseline_nbytes - base
         scratch = workspaces(
             self.traced, dict(self.program.compiler_options), int(temporaries * _WORKSPACE_SHARE)

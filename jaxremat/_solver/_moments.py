@@ -50,6 +50,10 @@ class Moments:
                     forward[v] = node.id
                 else:
                     own[v][k] = node.id
+        starts = [stage.start for stage in graph.stages]
+        for v, k in graph.lingering.items():
+            end = starts[k] if k < len(starts) else len(graph.nodes) - 1
+            last[v] = max(last.get(v, end), end)
         readable: dict[int, set[int]] = {v: set() for v in self.free}
         for k, nodes in enumerate(window):
             for n in nodes:

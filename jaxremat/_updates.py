@@ -1,0 +1,119 @@
+"""Graph + cuts -> stages: what each stage leaves behind for the optimizer, and which updates wait for a later fence.
+
+A fence must wait for the stage before it, and what says that a stage is done are the results that nothing else goes on
+from: weight gradients, statistics. They are held until a later fence, with the updates behind it. Two reasons: the
+compiler drops what passes a fence and is read by nobody; and it copies every donated argument that is overwritten
+before its last reader is known to be done.
+
+Law: whatever reads a deferred node's results is deferred with it or longer, or runs after it.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ._graph import Graph, Stage
+
+SMALL = 64
+"""Results up to this multiple of `Graph.small_nbytes` count as finished even where the backward pass reads on."""
+
+
+def with_updates(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages between the cuts, ascending node ids, with what they finish and defer."""
+    return _Updates(graph, cuts).stages()
+
+
+class _Updates:
+    def __init__(self, graph: Graph, cuts: Sequence[int]):
+        self.graph = graph
+        self.cuts = cuts
+        self.readers: list[list[int]] = [[] for _ in graph.values]
+        for node in graph.nodes:
+            for v in node.inputs:
+                self.readers[v].append(node.id)
+        self.stage_of: dict[int, int] = {n: k for k, (a, b) in enumerate(pairwise(cuts)) for n in range(a, b)}
+        final = _last_contractions(graph, self.readers)
+        self.finished = [self._finished(range(a, b), final) for a, b in pairwise(cuts)]
+
+    def stages(self) -> tuple[Stage, ...]:
+        waits = self._waits()
+        return tuple(
+            Stage(a, b, tuple(done), tuple((n, waits[n]) for n in range(a, b) if n in waits))
+            for (a, b), done in zip(pairwise(self.cuts), self.finished, strict=True)
+        )
+
+    def _finished(self, nodes: range, final: set[int]) -> list[int]:
+        """The results of heavy work that are small, or that end a line of work and free larger operands."""
+        graph = self.graph
+
+        def counts(n: int, v: int) -> bool:
+            made = graph.values[v].nbytes
+            read = sum(graph.values[u].nbytes for u in graph.nodes[n].inputs)
+            return 0 < made <= SMALL * graph.small_nbytes or (0 < made <= read and n in final)
+
+        heavy = (graph.nodes[n] for n in nodes if graph.nodes[n].heavy and not graph.nodes[n].forward)
+        return [v for node in heavy for v in node.outputs if counts(node.id, v)]
+
+    def _waits(self) -> dict[int, int]:
+        """For each deferred node the stage whose fence it waits for; one past the last for the step's end."""
+        graph, last = self.graph, len(self.cuts) - 1
+        begun = {v for values in self.finished for v in values}
+        done = self._done()
+        waits: dict[int, int] = {}
+        for n, k in self.stage_of.items():
+            producers = [graph.values[v].producer for v in graph.nodes[n].inputs]
+            if not any(v in begun for v in graph.nodes[n].inputs) and not any(p in waits for p in producers):
+                continue
+            overwritten = [m for v in graph.nodes[n].inputs if v in graph.donated for m in self.readers[v]]
+            waits[n] = max(
+                [
+                    k + 1,
+                    *(waits[p] for p in producers if p in waits),
+                    *(done[m] for m in overwritten if m in done and m < n),
+                ]
+            )
+        for n in sorted(waits, reverse=True):
+            node = graph.nodes[n]
+            readers = [m for v in node.outputs for m in self.readers[v]]
+            # Only what passes a fence is held back by it: all of an update waits as long as its last part.
+            waits[n] = max([waits[n], *(waits[m] for m in readers if m in waits)])
+            stop = self.cuts[min(waits[n], last)]
+            if (
+                node.heavy
+                or not node.repeatable
+                or any(self._held(v) for v in node.inputs)
+                or any(m < stop and m not in waits for m in readers)
+            ):
+                del waits[n]
+        return {n: k if k < last else last for n, k in waits.items()}
+
+    def _held(self, v: int) -> bool:
+        """Whether the value is a residual that would have to be held for an update."""
+        before = self.graph.values[v].producer < self.cuts[0]
+        return self.graph.is_residual(v) and before and self.graph.values[v].nbytes > self.graph.small_nbytes
+
+    def _done(self) -> dict[int, int]:
+        """For each node the first stage whose fence waits for it: the next, if what its own stage finishes needs it."""
+        graph = self.graph
+        done: dict[int, int] = {}
+        for k, (start, stop) in enumerate(pairwise(self.cuts)):
+            stack = [graph.values[v].producer for v in self.finished[k]]
+            while stack:
+                n = stack.pop()
+                if start <= n < stop and n not in done:
+                    done[n] = k + 1
+                    stack.extend(graph.values[v].producer for v in graph.nodes[n].inputs)
+            for n in range(start, stop):
+                done.setdefault(n, k + 2)
+        return done
+
+
+def _last_contractions(graph: Graph, readers: list[list[int]]) -> set[int]:
+    """The nodes from whose results no contraction follows."""
+    leads: set[int] = set()  # nodes that are contractions or lead to one
+    last = set()
+    for node in reversed(graph.nodes):
+        if all(m not in leads for v in node.outputs for m in readers[v]):
+            last.add(node.id)
+        if node.id not in last or node.contraction:
+            leads.add(node.id)
+    return last
