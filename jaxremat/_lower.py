@@ -167,10 +167,18 @@ def _behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Se
 
 
 def _without_fused_copies(graph: Graph) -> Graph:
-    """Scratch memory less the copies of matrix operands that their own producer writes in the layout wanted."""
+    """Scratch memory less the copies of matrix operands that their own producer writes in the layout wanted.
+
+    A value that several contractions read is there in its own layout too.
+    """
+    readers: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.contraction:
+            for v in node.inputs:
+                readers[v] = readers.get(v, 0) + 1
 
     def written_as_wanted(node: Node) -> int:
-        producers = ((v, graph.values[v].producer) for v in node.inputs)
+        producers = ((v, graph.values[v].producer) for v in node.inputs if readers[v] == 1)
         return sum(graph.values[v].nbytes for v, n in producers if n >= 0 and not graph.nodes[n].heavy)
 
     nodes = tuple(
