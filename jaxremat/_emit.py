@@ -24,7 +24,7 @@ import numpy as np
 from . import _compat
 from ._cost import aval_nbytes
 from ._graph import Graph
-from ._primitives import expands, reads_memory
+from ._primitives import expands, is_light
 from ._schedule import Schedule
 from ._trace import Traced
 
@@ -67,6 +67,7 @@ class _Emitter:
             for a in eqn.invars:
                 if not _compat.is_literal(a):
                     self.readers.setdefault(a, []).append(node.id)
+        self.loads = self._loads()
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
 
     def finish(self, outvars: Sequence[Any]) -> list[Any]:
@@ -100,11 +101,24 @@ class _Emitter:
         self._run([n for n, until in self.waiting.items() if until <= k], renamed)
         return {n: until for n, until in self.waiting.items() if until > k}
 
+    def _loads(self) -> set[int]:
+        """The backward pass's contractions, and what only changes the layout of their operands."""
+        loads: set[int] = set()
+        for n in reversed(range(self.graph.forward_stop, len(self.source))):
+            eqn = self.source[n]
+            readers = [m for v in eqn.outvars for m in self.readers.get(v, ())]
+            moves = (
+                is_light(eqn) and len(self.graph.nodes[n].inputs) == 1 and any(m in loads for m in readers)
+            )
+            if self.graph.nodes[n].contraction or moves:
+                loads.add(n)
+        return loads
+
     def _run(self, nodes: Sequence[int], renamed: dict[Any, Any]) -> None:
         """Append equations in their own place, reading clones and fenced names where there are any."""
         for n in nodes:
             eqn = self.source[n]
-            late = renamed if reads_memory(eqn) else {}
+            late = renamed if n in self.loads else {}
             invars = [
                 a if _compat.is_literal(a) else self.clones.get(a, late.get(a, self.passed.get(a, a)))
                 for a in eqn.invars
@@ -163,13 +177,10 @@ class _Emitter:
             through.extend(inner if inner or any(a in made for a in operands) else operands)
         stage = self.graph.stages[k]
         own = self.source[stage.start : stage.stop]
-        for eqn in own:
-            if reads_memory(
-                eqn
-            ):  # else the compiler copies what it saved into another layout long before this stage
-                through.extend(
-                    a for a in eqn.invars if not _compat.is_literal(a) and self._saved_before(a, k)
-                )
+        for n in range(stage.start, stage.stop):
+            if n in self.loads:
+                operands = (a for a in self.source[n].invars if not _compat.is_literal(a))
+                through.extend(a for a in operands if self._there_before(a, k))
         through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a)]
         if any(_is_zero(eqn) for eqn in own):
             through.append(_ZERO)
@@ -190,13 +201,12 @@ class _Emitter:
         self.passed.update(zip(trigger, outvars[len(through) :], strict=True))
         return dict(zip(through, outvars, strict=False))
 
-    def _saved_before(self, var: Any, k: int) -> bool:
+    def _there_before(self, var: Any, k: int) -> bool:
+        """Whether it is saved or an argument, so that the compiler could copy it to another layout long before."""
         v = self.value_of.get(var)
-        return (
-            v is not None
-            and v in self.schedule.saved
-            and self.graph.stage_of[self.graph.values[v].producer] < k
-        )
+        if v is None:
+            return True
+        return v in self.schedule.saved and self.graph.stage_of[self.graph.values[v].producer] < k
 
     def _finished(self, k: int) -> list[Any]:
         """What earlier stages have finished and readers behind the fence of stage `k` wait for.
