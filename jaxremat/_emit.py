@@ -91,8 +91,7 @@ class _Emitter:
             clone = _compat.in_scope(eqn.replace(invars=invars, outvars=outvars), f"recompute_{k}")
             self.eqns.extend(self._placed(clone, renamed))
             self.clones.update(zip(eqn.outvars, outvars, strict=True))
-        if renamed:
-            self.waiting = self._resume(k, renamed)
+        self.waiting = self._resume(k, renamed)
         self.waiting.update(stage.deferred)
         self._run([n for n in range(stage.start, stage.stop) if n not in self.waiting], renamed)
 
@@ -186,7 +185,8 @@ class _Emitter:
             through.append(_ZERO)
         if any(expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted))):
             through.append(_TRUE)
-        return self._fenced(through, self._trigger(k), f"fence_{k}") if through else {}
+        due = any(until <= k for until in self.waiting.values())
+        return self._fenced(through, self._trigger(k), f"fence_{k}") if through or due else {}
 
     def _fenced(self, through: list[Any], trigger: list[Any], name: str) -> dict[Any, Any]:
         """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""
