@@ -1,37 +1,39 @@
 """Traced + graph + schedule -> jaxpr of the planned step.
 
-The jaxpr is the traced one with, at the start of each stage that recomputes something, a fence
-(`lax.optimization_barrier`) and clones of the dropped equations behind it. Tied as follows:
+The jaxpr is the traced one with, at the start of each stage, a fence (`lax.optimization_barrier`) and clones of the
+dropped equations behind it. Tied as follows:
 
-- through the fence pass only saved values that the clones read; their readers elsewhere keep the originals, so that
-  nothing else is cut. Arguments and constants pass only where a clone reads nothing else.
+- through the fence pass the saved values that the clones read, and the saved values and arguments that the stage's
+  own contractions read, which the compiler would else copy into another layout long before; other readers keep the
+  originals, so that nothing else is cut. Arguments pass for a clone only where it reads nothing else.
 - the trigger holds the fence back until the stage before is done: the small results (weight gradients, reductions)
   that it leaves behind pass through the fence on their way to the optimizer, whose updates wait for it. Only where
   there is none that is late enough, a cotangent passes through, which cuts it off from kernels that would read it.
 - fused values (never in memory) that a clone reads are cloned with it; the stage's own equations read the original
   of a fused value whose sources are all originals.
 
-Law: what the schedule does not drop is read in the original; a schedule that drops nothing gives the traced jaxpr.
+Law: what the schedule does not drop is read in the original. A schedule that drops nothing still has fences, behind
+which updates wait until they may overwrite their argument; a graph without stages gives the traced jaxpr.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 import numpy as np
 
 from . import _compat
 from ._cost import aval_nbytes
 from ._graph import Graph
-from ._primitives import expands, is_light
+from ._primitives import is_light
 from ._schedule import Schedule
+from ._slices import expands, sliced
 from ._trace import Traced
 
 
 def emit(traced: Traced, graph: Graph, schedule: Schedule) -> jex.ClosedJaxpr:
     """The planned step as a type-checked jaxpr; node ids of `graph` are equation indices of `traced.jaxpr`."""
-    if schedule.drops_nothing:
+    if not graph.stages:
         return traced.jaxpr
     jaxpr = traced.jaxpr.jaxpr
     emitter = _Emitter(traced, graph, schedule)
@@ -45,8 +47,8 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule) -> jex.ClosedJaxpr:
 
 
 # Constants that pass through a fence, so that what is made of them waits for it.
-_ZERO, _TRUE = "zero", "true"
-_CONSTANTS = {_ZERO: _compat.literal(np.float32(0)), _TRUE: _compat.literal(np.bool_(True))}
+_ZERO = "zero"
+_CONSTANTS = {_ZERO: _compat.literal(np.float32(0))}
 
 
 class _Emitter:
@@ -129,11 +131,11 @@ class _Emitter:
         return self.graph.values[self.value_of[var]].producer
 
     def _placed(self, eqn: Any, renamed: dict[Any, Any]) -> list[Any]:
-        """The equation, held back by the fence where nothing else would hold it or what it expands to."""
+        """The equation, held back by the fence where nothing else would hold it, and in slices where it expands."""
         if _is_zero(eqn) and _ZERO in renamed:
             return [eqn.replace(invars=[renamed[_ZERO]])]
-        if expands(eqn) and _TRUE in renamed:
-            return isolated(eqn, renamed[_TRUE])
+        if expands(eqn) and _ZERO in renamed:
+            return _inlined(eqn, sliced(eqn).jaxpr, [renamed[_ZERO], *eqn.invars])
         return [eqn]
 
     def _wanted(self, k: int) -> list[int]:
@@ -181,10 +183,8 @@ class _Emitter:
                 operands = (a for a in self.source[n].invars if not _compat.is_literal(a))
                 through.extend(a for a in operands if self._there_before(a, k))
         through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a)]
-        if any(_is_zero(eqn) for eqn in own):
+        if any(_is_zero(eqn) or expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted))):
             through.append(_ZERO)
-        if any(expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted))):
-            through.append(_TRUE)
         due = any(until <= k for until in self.waiting.values())
         return self._fenced(through, self._trigger(k), f"fence_{k}") if through or due else {}
 
@@ -275,29 +275,12 @@ def _is_zero(eqn: Any) -> bool:
     )
 
 
-def isolated(eqn: Any, true: Any) -> list[Any]:
-    """The equation as the taken branch of a conditional, so that what it expands to lives only while it runs.
-
-    `true` is a variable that the compiler cannot see through. The other branch is never taken.
-    """
-
-    taken = jex.jaxpr_as_fun(_compat.single(eqn, [_compat.new_var(a.aval) for a in eqn.invars]))
-
-    def never(*operands: Any) -> Any:
-        return [jax.numpy.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
-
-    def run(predicate: Any, *operands: Any) -> Any:
-        return jax.lax.cond(predicate, taken, never, *operands)
-
-    types = [
-        jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type)
-        for a in (true, *eqn.invars)
-    ]
-    inner = jax.make_jaxpr(run)(*types).jaxpr
-    rename: dict[Any, Any] = dict(zip(inner.invars, [true, *eqn.invars], strict=True))
-    rename.update(zip(inner.outvars, eqn.outvars, strict=True))
+def _inlined(eqn: Any, body: Any, arguments: list[Any]) -> list[Any]:
+    """The equations of a jaxpr without constants in place of the equation that it computes."""
+    rename: dict[Any, Any] = dict(zip(body.invars, arguments, strict=True))
+    rename.update(zip(body.outvars, eqn.outvars, strict=True))
     eqns = []
-    for step in inner.eqns:
+    for step in body.eqns:
         invars = [a if _compat.is_literal(a) else rename[a] for a in step.invars]
         outvars = [rename.setdefault(v, _compat.new_var(v.aval)) for v in step.outvars]
         info = _compat.under(eqn.source_info, step)

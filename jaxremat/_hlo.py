@@ -345,12 +345,16 @@ def materialised(module: Module, tag: re.Pattern[str]) -> dict[str, tuple[int, .
     for computation in executed(module):
         scope = computation.by_name()
         for instruction in computation.instructions:
-            if instruction.opcode in FREE | CONTROL or instruction.opcode.endswith("-done"):
+            called = instruction.opcode == "call"
+            if instruction.opcode in FREE | (CONTROL - {"call"}) or instruction.opcode.endswith("-done"):
                 continue
             for element, shape in enumerate(instruction.shapes):
                 if element and shape.dtype == "u8" and instruction.opcode == "custom-call":
                     continue  # a library call's workspace
                 maker = _maker(module, tag, scope, instruction, element)
+                if called:  # what it calls counts itself, unless only the call says what for
+                    own = tag.findall(instruction.op_name)
+                    maker = own[-1] if maker is None and own else None
                 if isinstance(maker, str) and shape.nbytes:
                     found.setdefault(maker, []).append(shape.nbytes)
     return {name: tuple(sizes) for name, sizes in found.items()}

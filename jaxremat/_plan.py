@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def drops_nothing(self) -> bool:
-        """Whether the plan is the plain step."""
+        """Whether nothing is recomputed: the plain step, with fences for updates where `stages` are not empty."""
         return not any(a.action == "recompute" for a in self.actions)
 
     @property

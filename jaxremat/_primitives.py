@@ -97,14 +97,6 @@ def is_light(eqn: Any) -> bool:
     return eqn.primitive.name in _LIGHT or is_view(eqn)
 
 
-def expands(eqn: Any) -> bool:
-    """Work that XLA expands into arrays far larger than its operands, some of which depend on nothing.
-
-    The gradient of max-pooling becomes index arrays over the whole padded input.
-    """
-    return eqn.primitive.name == "select_and_scatter_add"
-
-
 def is_repeatable(eqn: Any) -> bool:
     """Whether running the equation twice is invisible: no effects, no callbacks, no collectives."""
     name = eqn.primitive.name

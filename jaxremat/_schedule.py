@@ -26,7 +26,7 @@ class Schedule:
 
     @property
     def drops_nothing(self) -> bool:
-        """Whether the schedule is the plain step."""
+        """Whether nothing is recomputed."""
         return not any(self.recomputed)
 
 
@@ -51,7 +51,6 @@ def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]]
 
     **Raises:** `SolverError` for ids that the graph does not have.
     """
-    ids = tuple(saved)
     ids = tuple(saved)
     chosen = frozenset(ids)
     wrong = next((v for v in ids if not 0 <= v < len(graph.values)), None)

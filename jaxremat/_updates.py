@@ -32,6 +32,7 @@ class _Updates:
                 self.readers[v].append(node.id)
         self.stage_of: dict[int, int] = {n: k for k, (a, b) in enumerate(pairwise(cuts)) for n in range(a, b)}
         final = _last_contractions(graph, self.readers)
+        self.overwriting = self._overwriting()
         self.finished = [self._finished(range(a, b), final) for a, b in pairwise(cuts)]
 
     def stages(self) -> tuple[Stage, ...]:
@@ -42,16 +43,29 @@ class _Updates:
         )
 
     def _finished(self, nodes: range, final: set[int]) -> list[int]:
-        """The results of heavy work that are small, or that end a line of work and free larger operands."""
+        """The results of heavy work that are small, or that end a line of work and should not be put off.
+
+        These free larger operands, or go into the update of a donated argument, which must not be put off either.
+        """
         graph = self.graph
 
         def counts(n: int, v: int) -> bool:
             made = graph.values[v].nbytes
             read = sum(graph.values[u].nbytes for u in graph.nodes[n].inputs)
-            return 0 < made <= SMALL * graph.small_nbytes or (0 < made <= read and n in final)
+            small = made <= SMALL * graph.small_nbytes
+            return made > 0 and (small or (n in final and (made <= read or n in self.overwriting)))
 
         heavy = (graph.nodes[n] for n in nodes if graph.nodes[n].heavy and not graph.nodes[n].forward)
         return [v for node in heavy for v in node.outputs if counts(node.id, v)]
+
+    def _overwriting(self) -> set[int]:
+        """The nodes that read a donated argument, and those that lead to one."""
+        found: set[int] = set()
+        for node in reversed(self.graph.nodes):
+            reads = not self.graph.donated.isdisjoint(node.inputs)
+            if reads or any(m in found for v in node.outputs for m in self.readers[v]):
+                found.add(node.id)
+        return found
 
     def _waits(self) -> dict[int, int]:
         """For each deferred node the stage whose fence it waits for; one past the last for the step's end."""

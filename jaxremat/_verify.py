@@ -107,7 +107,7 @@ def apply_plan(
             "differ. "
             "Plan this step afresh, with `optimize(budget)`."
         )
-    if plan.drops_nothing:
+    if not plan.stages:
         jitted = program.plain
     else:
         graph = plan.layout(lower(traced, device, base_nbytes=0))
@@ -202,9 +202,9 @@ class _Planner:
         allowance = budget
         for _ in range(1 + _REPLANS[self.request.effort]):
             cut, solution = self._solve(graph, allowance)
-            predicted = simulate(cut, solution.schedule).peak_nbytes
-            least = min((t.profile.peak_nbytes for t in self.trials), default=predicted + 1)
-            if (predicted > allowance and predicted >= least) or self._tried(solution):
+            if simulate(cut, solution.schedule).peak_nbytes > allowance:
+                cut, solution = self._solve(graph, None)
+            if self._tried(solution):
                 break
             trial = self._try(cut, solution)
             room = budget - trial.peak_nbytes
@@ -212,13 +212,27 @@ class _Planner:
                 room <= _SLACK * (budget - graph.base_nbytes) or trial.profile.extra_seconds == 0
             ):
                 break
-            allowance = trial.profile.peak_nbytes + (room if room > 0 else int(1.1 * room))
+            allowance = self._allowance(trial, budget)
         if not any(t.peak_nbytes <= budget for t in self.trials):
             self._least(graph, budget)
         fitting = [t for t in self.trials if t.peak_nbytes <= budget]
         if not fitting:
             raise self._infeasible(budget)
         return min(fitting, key=lambda t: (t.profile.extra_seconds, t.peak_nbytes))
+
+    def _allowance(self, trial: _Trial, budget: int) -> int:
+        """The predicted peak to ask for next: where predicted against compiled peaks so far meet the budget."""
+        fits = [t for t in self.trials if t.peak_nbytes <= budget]
+        exceeds = [t for t in self.trials if t.peak_nbytes > budget]
+        room = budget - trial.peak_nbytes
+        if fits and exceeds:
+            low = max(fits, key=lambda t: t.profile.peak_nbytes)
+            high = min(exceeds, key=lambda t: t.profile.peak_nbytes)
+            reach = high.profile.peak_nbytes - low.profile.peak_nbytes
+            if reach > 0:
+                share = (budget - low.peak_nbytes) / (high.peak_nbytes - low.peak_nbytes)
+                return low.profile.peak_nbytes + int(min(share, 0.95) * reach)
+        return trial.profile.peak_nbytes + (room if room > 0 else int(1.1 * room))
 
     def _least(self, graph: Graph, budget: int | None = None) -> _Trial:
         """The compiled schedule of least peak; with a budget, the first that fits."""
@@ -293,7 +307,9 @@ class _Planner:
         self.baseline_nbytes = peak
         budget = parse_budget(self.request.budget, self.request.device_nbytes)
         plan = self._as_plan(graph, int(budget), Solution(_everything(graph), solver="none"))
-        plan = replace(plan, predicted_peak_nbytes=peak, compiled_peak_nbytes=peak, compiled_overhead=0.0)
+        plan = replace(
+            plan, predicted_peak_nbytes=peak, compiled_peak_nbytes=peak, compiled_overhead=0.0, stages=()
+        )
         return Planned(plan, self.program.plain, compiled)
 
     def _planned(self, trial: _Trial, budget: int) -> Planned:
@@ -312,7 +328,7 @@ class _Planner:
             raise self._infeasible(allowance, (graph, solution.schedule))
         plan = self._as_plan(graph, allowance or peak, solution)
         if solution.schedule.drops_nothing:
-            return Planned(plan, self.program.plain, None)
+            return Planned(replace(plan, stages=()), self.program.plain, None)
         return Planned(
             plan, self.program.evaluating(emit(self.traced, graph, solution.schedule), self.traced), None
         )

@@ -16,8 +16,9 @@ import jax.extend.core as jex
 from . import _compat
 from ._cost import aval_nbytes
 from ._devices import cache_dir, write_atomically
-from ._primitives import expands, is_contraction
+from ._primitives import is_contraction
 from ._program import MemoryStats
+from ._slices import SLICES, expands, sliced
 from ._trace import Traced
 
 
@@ -49,7 +50,12 @@ class _Cache:
     def get(self, eqn: Any) -> int:
         params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
         what = (eqn.primitive.name, [str(a.aval) for a in eqn.invars], params)
-        where = (sorted(self.options.items()), jax.__version__, jax.default_backend())
+        where = (
+            sorted(self.options.items()),
+            jax.__version__,
+            jax.default_backend(),
+            expands(eqn) and SLICES,
+        )
         key = hashlib.sha256(repr((what, where)).encode()).hexdigest()
         if key not in self.known:
             self.fresh = True
@@ -63,9 +69,10 @@ class _Cache:
 
 
 def _measure(eqn: Any, options: dict[str, Any]) -> int:
-    invars = [_compat.new_var(a.aval) for a in eqn.invars]
-    alone = _compat.single(eqn, invars)
-    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+    alone = (
+        sliced(eqn) if expands(eqn) else _compat.single(eqn, [_compat.new_var(a.aval) for a in eqn.invars])
+    )
+    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in alone.jaxpr.invars]
     try:
         compiled = jax.jit(jex.jaxpr_as_fun(alone), compiler_options=options or None).lower(*types).compile()
     except Exception:  # what cannot be compiled alone (collectives, custom calls) has no figure

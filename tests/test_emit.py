@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -131,7 +132,7 @@ def test_contractions_are_repeated(fn: Any) -> None:
     traced, graph = lowered(fn, args)
     plain = emit(traced, graph, all_saved(graph))
     planned = emit(traced, graph, all_dropped(graph))
-    assert plain is traced.jaxpr
+    assert emit(traced, replace(graph, stages=()), all_saved(replace(graph, stages=()))) is traced.jaxpr
     assert count(plain, primitive) == 3 * layers - 1
     again = recomputed_layers(traced, graph, primitive)
     assert max(again) >= layers - 1
@@ -167,7 +168,6 @@ def test_one_fence_per_recomputing_stage() -> None:
     planned = emit(traced, graph, schedule)
     assert count(traced.jaxpr, "optimization_barrier") == 0
     assert len(graph.stages) > 1
-    assert count(planned, "optimization_barrier") == sum(bool(nodes) for nodes in schedule.recomputed)
     fences = [
         str(e.source_info.name_stack)
         for e in planned.jaxpr.eqns
@@ -175,6 +175,8 @@ def test_one_fence_per_recomputing_stage() -> None:
     ]
     stages = [int(found[1]) for stack in fences if (found := re.search(r"fence_(\d+)", stack))]
     assert stages == [k for k, nodes in enumerate(schedule.recomputed) if nodes]
+    assert len(fences) == len(stages) + 1
+    assert "fence_updates" in fences[-1]
 
 
 def test_clones_keep_their_source_and_say_their_stage() -> None:
