@@ -25,7 +25,7 @@ import numpy as np
 from . import _compat
 from ._cost import aval_nbytes
 from ._graph import Graph
-from ._primitives import is_light
+from ._primitives import is_costly, is_light
 from ._schedule import Schedule
 from ._slices import expands, sliced
 from ._trace import Traced
@@ -70,6 +70,7 @@ class _Emitter:
                 if not _compat.is_literal(a):
                     self.readers.setdefault(a, []).append(node.id)
         self.loads = self._loads()
+        self.lasting = self._lasting()
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
 
     def finish(self, outvars: Sequence[Any]) -> list[Any]:
@@ -102,6 +103,29 @@ class _Emitter:
         self._run([n for n, until in self.waiting.items() if until <= k], renamed)
         return {n: until for n, until in self.waiting.items() if until > k}
 
+    def _lasting(self) -> set[int]:
+        """The fused forward values that the compiler may keep in memory all the same, if the backward pass reads them.
+
+        Costly pointwise work it does once for all readers that it sees to be the same. What grows out of little, as a
+        broadcast does, it may do at any time.
+        """
+        graph = self.graph
+        costly: set[int] = set()
+        lasting: set[int] = set()
+        for node, eqn in zip(graph.nodes, self.source, strict=True):
+            fused = [
+                v
+                for v in node.outputs
+                if not graph.values[v].materialised and graph.values[v].nbytes > graph.small_nbytes
+            ]
+            if not node.forward or not fused:
+                continue
+            if is_costly(eqn) or not costly.isdisjoint(node.inputs):
+                costly.update(fused)
+            read = sum(graph.values[u].nbytes for u in graph.sources[fused[0]])
+            lasting.update(v for v in fused if v in costly or 2 * read < graph.values[v].nbytes)
+        return lasting
+
     def _loads(self) -> set[int]:
         """The backward pass's contractions, and what only changes the layout of their operands."""
         loads: set[int] = set()
@@ -119,9 +143,10 @@ class _Emitter:
         """Append equations in their own place, reading clones and fenced names where there are any."""
         for n in nodes:
             eqn = self.source[n]
-            late = renamed if n in self.loads else {}
             invars = [
-                a if _compat.is_literal(a) else self.clones.get(a, late.get(a, self.passed.get(a, a)))
+                a
+                if _compat.is_literal(a)
+                else self.clones.get(a) or (self._early(n, a) and renamed.get(a)) or self.passed.get(a, a)
                 for a in eqn.invars
             ]
             moved = eqn.replace(invars=invars) if invars != list(eqn.invars) else eqn
@@ -150,7 +175,9 @@ class _Emitter:
             for n in range(stage.start, stage.stop)
             for v in graph.nodes[n].inputs
             if not graph.values[v].materialised
-            and (self.graph.nodes[n].contraction or not gone.isdisjoint(graph.sources[v]))
+            and (
+                self.graph.nodes[n].contraction or v in self.lasting or not gone.isdisjoint(graph.sources[v])
+            )
         ]
         # What a clone reads must not be written to memory for its sake: fused operands are cloned with it.
         stack.extend(v for n in wanted for v in graph.nodes[n].inputs)
@@ -179,9 +206,8 @@ class _Emitter:
         stage = self.graph.stages[k]
         own = self.source[stage.start : stage.stop]
         for n in range(stage.start, stage.stop):
-            if n in self.loads:
-                operands = (a for a in self.source[n].invars if not _compat.is_literal(a))
-                through.extend(a for a in operands if self._there_before(a, k))
+            operands = (a for a in self.source[n].invars if not _compat.is_literal(a))
+            through.extend(a for a in operands if self._early(n, a) and self._there_before(a, k))
         through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a)]
         if any(_is_zero(eqn) or expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted))):
             through.append(_ZERO)
@@ -200,6 +226,14 @@ class _Emitter:
         self.eqns.append(_compat.in_scope(_compat.barrier(operands, outvars, template.source_info), name))
         self.passed.update(zip(trigger, outvars[len(through) :], strict=True))
         return dict(zip(through, outvars, strict=False))
+
+    def _early(self, n: int, var: Any) -> bool:
+        """Whether the compiler may make something large of an operand long before the equation runs.
+
+        A contraction's operand it copies into another layout; a small one it broadcasts.
+        """
+        made = max((aval_nbytes(v.aval) for v in self.source[n].outvars), default=0)
+        return n in self.loads or (made > self.graph.small_nbytes and 2 * aval_nbytes(var.aval) <= made)
 
     def _there_before(self, var: Any, k: int) -> bool:
         """Whether it is saved or an argument, so that the compiler could copy it to another layout long before."""

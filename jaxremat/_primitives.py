@@ -46,6 +46,13 @@ _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type",
 _LIGHT = frozenset(
     {"broadcast_in_dim", "iota", "convert_element_type", "transpose", "rev", "slice", "pad", "copy"}
 )
+_COSTLY = frozenset(
+    {
+        "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sinh", "cosh", "erf", "erfc", "erf_inv",
+        "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "asinh", "acosh", "atanh", "pow", "cbrt", "lgamma",
+        "digamma", "igamma", "igammac", "random_bits", "threefry2x32",
+    }
+)  # fmt: skip
 _COLLECTIVES = frozenset(
     {
         "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all",
@@ -95,6 +102,11 @@ def is_relabelling(eqn: Any) -> bool:
 def is_light(eqn: Any) -> bool:
     """Data movement that kernels absorb at no arithmetic."""
     return eqn.primitive.name in _LIGHT or is_view(eqn)
+
+
+def is_costly(eqn: Any) -> bool:
+    """Pointwise work of many operations per entry, which XLA does not repeat in each kernel that reads the result."""
+    return eqn.primitive.name in _COSTLY
 
 
 def is_repeatable(eqn: Any) -> bool:
