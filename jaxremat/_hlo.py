@@ -345,17 +345,14 @@ def materialised(module: Module, tag: re.Pattern[str]) -> dict[str, tuple[int, .
     for computation in executed(module):
         scope = computation.by_name()
         for instruction in computation.instructions:
-            called = instruction.opcode == "call"
             if instruction.opcode in FREE | (CONTROL - {"call"}) or instruction.opcode.endswith("-done"):
                 continue
             for element, shape in enumerate(instruction.shapes):
-                if element and shape.dtype == "u8" and instruction.opcode == "custom-call":
-                    continue  # a library call's workspace
+                scratch = element and shape.dtype == "u8" and instruction.opcode == "custom-call"
                 maker = _maker(module, tag, scope, instruction, element)
-                if called:  # what it calls counts itself, unless only the call says what for
-                    own = tag.findall(instruction.op_name)
-                    maker = own[-1] if maker is None and own else None
-                if isinstance(maker, str) and shape.nbytes:
+                if instruction.opcode == "call":  # what is called counts itself, if it has tags
+                    maker = None if maker else next(iter(tag.findall(instruction.op_name)), None)
+                if isinstance(maker, str) and shape.nbytes and not scratch:
                     found.setdefault(maker, []).append(shape.nbytes)
     return {name: tuple(sizes) for name, sizes in found.items()}
 

@@ -4,20 +4,18 @@ The loop: solve within what the model allows, emit, compile, read the compiler's
 the difference, solve again. The best plan that fits is kept; nothing that exceeds the budget is returned.
 """
 
-import hashlib
 import logging
-import re
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
-from . import _compat
 from ._budget import Budget, format_nbytes, parse_budget
 from ._devices import DeviceSpec
 from ._emit import emit
 from ._errors import InfeasibleBudgetError, PlanMismatchError, SolverError
+from ._fingerprint import fingerprint
 from ._graph import Graph
 from ._hlo import parse
 from ._lower import estimate_base, lower
@@ -29,7 +27,7 @@ from ._simulate import Profile, rank, simulate
 from ._solver import MinCut, Solution, Solver
 from ._stages import cut_stages
 from ._tags import tagged, written
-from ._trace import Traced, trace
+from ._trace import trace
 from ._workspace import workspaces
 
 logger = logging.getLogger("jaxremat")
@@ -37,6 +35,9 @@ logger = logging.getLogger("jaxremat")
 _REPLANS = {"normal": 2, "thorough": 6}
 _SLACK = 0.02
 """A plan that leaves this share of the temporaries' budget unused, and costs something, is worth another round."""
+
+_LEAST_SLACK = 0.02
+"""Of schedules of about the least memory, within this share of the plain step's temporaries, the fastest is taken."""
 
 _WORKSPACE_SHARE = 1 / 200
 """Equations with an operand above this share of the temporaries are compiled alone for their scratch memory."""
@@ -126,29 +127,6 @@ def apply_plan(
     return Planned(replace(plan, compiled_peak_nbytes=peak), jitted, compiled)
 
 
-def fingerprint(traced: Traced) -> str:
-    """A hash of the normalised program: primitives, parameters, types and data flow, without names and places."""
-    jaxpr = traced.jaxpr.jaxpr
-    index: dict[Any, int] = {}
-    digest = hashlib.sha256()
-
-    def atom(a: Any) -> str:
-        return f"{a.val!r}:{a.aval}" if _compat.is_literal(a) else str(index[a])
-
-    def define(variables: Any) -> str:
-        return ",".join(f"{index.setdefault(v, len(index))}:{v.aval}" for v in variables)
-
-    digest.update(
-        f"{define(jaxpr.constvars)};{define(jaxpr.invars)};{traced.donated};{_compat.JAX_VERSION}".encode()
-    )
-    for eqn in jaxpr.eqns:
-        params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
-        ins = " ".join(map(atom, eqn.invars))
-        digest.update(f"{define(eqn.outvars)}={eqn.primitive.name} {ins} {params}\n".encode())
-    digest.update(" ".join(map(atom, jaxpr.outvars)).encode())
-    return digest.hexdigest()
-
-
 @dataclass
 class _Planner:
     program: Program
@@ -235,36 +213,41 @@ class _Planner:
         return trial.profile.peak_nbytes + (room if room > 0 else int(1.1 * room))
 
     def _least(self, graph: Graph, budget: int | None = None) -> _Trial:
-        """The compiled schedule of least peak; with a budget, the first that fits."""
+        """The compiled schedule of least peak; with a budget, the first that fits.
+
+        Without one, of those that need about the least the fastest.
+        """
+        slack = _LEAST_SLACK * (self.baseline_nbytes - graph.base_nbytes) if budget is None else 0.0
         # The model is least sure where memory is least: a mere price of memory, which leans on it less, is tried too.
         for solver in (self.request.solver, MinCut()):
-            cut, solution = self._solve(graph, None, solver)
+            cut, solution = self._solve(graph, None, solver, slack)
             if not self._tried(solution):
                 trial = self._try(cut, solution)
                 if budget is not None and trial.peak_nbytes <= budget:
                     return trial
-        return min(self.trials, key=lambda t: (t.peak_nbytes, t.profile.extra_seconds))
+        about = min(t.peak_nbytes for t in self.trials) + slack
+        return min((t for t in self.trials if t.peak_nbytes <= about), key=lambda t: t.profile.extra_seconds)
 
     def _tried(self, solution: Solution) -> bool:
         return any(t.solution.schedule == solution.schedule for t in self.trials)
 
     def _solve(
-        self, graph: Graph, allowance: int | None, solver: Solver | None = None
+        self, graph: Graph, allowance: int | None, solver: Solver | None = None, slack: float = 0.0
     ) -> tuple[Graph, Solution]:
         """The better solution of the two ways to cut the graph into stages, with the graph so cut."""
         began = time.monotonic()
-        best: tuple[Any, Graph, Solution] | None = None
-        for cut in dict.fromkeys((graph.stages, cut_stages(graph, fine=True))):
-            candidate = replace(graph, stages=cut)
-            solution = self._solution(candidate, allowance, solver or self.request.solver)
-            found = rank(candidate, solution.schedule, allowance)
-            if best is None or found < best[0]:
-                best = found, candidate, solution
-            if found[:2] == (0.0, 0.0):
+        found: list[tuple[tuple[float, ...], Graph, Solution]] = []
+        for stages in dict.fromkeys((graph.stages, cut_stages(graph, fine=True))):
+            cut = replace(graph, stages=stages)
+            solution = self._solution(cut, allowance, solver or self.request.solver)
+            found.append((rank(cut, solution.schedule, allowance), cut, solution))
+            if found[-1][0][:2] == (0.0, 0.0):
                 break
-        assert best is not None
+        if allowance is None:  # ranks are (1, peak, seconds)
+            about = min(order[1] for order, _, _ in found) + slack
+            found = [(order[2:], cut, solution) for order, cut, solution in found if order[1] <= about]
         self.solve_seconds += time.monotonic() - began
-        return best[1:]
+        return min(found, key=lambda candidate: candidate[0])[1:]
 
     def _solution(self, graph: Graph, allowance: int | None, solver: Solver) -> Solution:
         solution = solver.solve(graph, allowance, time_limit=self.request.time_limit)

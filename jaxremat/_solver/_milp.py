@@ -30,7 +30,7 @@ import mip as _mip
 from .._errors import SolverError
 from .._graph import Graph
 from .._schedule import Schedule, complete, must_save
-from .._simulate import rank, simulate
+from .._simulate import extra_seconds, rank, simulate
 from ._chen import Chen
 from ._frontiers import boundaries
 from ._greedy import Greedy
@@ -46,8 +46,11 @@ MOST_RESIDUALS = 2500
 HOLDING_SHARE = 0.2
 """Share of the time limit spent on holding recomputed values across stages, once a schedule without it is known."""
 
-LEAST_SLACK = 0.005
-"""What the schedule of least memory may use beyond the least, as a share of what is live there, to be faster."""
+LEAST_SLACKS = (0.0005, 0.02, 0.05)
+"""What the schedule of least memory may use beyond the least, as shares of what the plain step has live at its peak."""
+
+MOST_OVERHEAD = 1.0
+"""Least memory that costs more of the step's time than this is given up for the next of `LEAST_SLACKS`."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +94,23 @@ class Milp:
         return self._solution(graph, found)
 
     def _least(self, graph: Graph, start: Schedule, deadline: float) -> Solution:
-        """The schedule of least peak, and among those about the fastest."""
+        """The schedule of least peak, and among those about as low the fastest."""
         half = (time.monotonic() + deadline) / 2
         least = _Model(graph, self).solve(None, start, (time.monotonic() + half) / 2)
         least = _Model(graph, self, holding=True).solve(None, least.schedule, half)
         peak = simulate(graph, least.schedule).peak_nbytes
-        budget = peak + int(LEAST_SLACK * (peak - graph.base_nbytes))
-        return self._solution(
-            graph,
-            _Model(graph, self, holding=bool(least.schedule.kept)).solve(budget, least.schedule, deadline),
-        )
+        plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes - graph.base_nbytes
+        found = least
+        for i, slack in enumerate(LEAST_SLACKS):
+            now = time.monotonic()
+            until = now + (deadline - now) / (len(LEAST_SLACKS) - i)
+            budget = peak + int(slack * plain)
+            known = (found.schedule, MinCut().solve(graph, budget, time_limit=until - now).schedule)
+            start = min(known, key=lambda schedule: rank(graph, schedule, budget))
+            found = _Model(graph, self, holding=bool(least.schedule.kept)).solve(budget, start, until)
+            if extra_seconds(graph, found.schedule) <= MOST_OVERHEAD * graph.step_seconds:
+                break
+        return self._solution(graph, found)
 
     @staticmethod
     def _solution(graph: Graph, found: "_Found") -> Solution:

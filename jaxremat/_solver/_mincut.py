@@ -20,7 +20,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from .._graph import Graph
 from .._schedule import Schedule, complete, must_save
-from .._simulate import Profile, simulate
+from .._simulate import Profile, rank, simulate
 from ._interface import Solution
 
 _INFINITE = 2**30
@@ -51,12 +51,8 @@ class MinCut:
                 high = middle
             else:
                 low = middle
-        fits = [p for p in points if budget_nbytes is not None and p[1].peak_nbytes <= budget_nbytes]
-        if fits:
-            best = min(fits, key=lambda p: (p[1].extra_seconds, p[1].peak_nbytes))
-        else:
-            best = min(points, key=lambda p: (p[1].peak_nbytes, p[1].extra_seconds))
-        return Solution(best[0], solver="mincut")
+        best = min((schedule for schedule, _ in points), key=lambda s: rank(graph, s, budget_nbytes))
+        return Solution(best, solver="mincut")
 
     def frontier(self, graph: Graph, points: int = 16) -> tuple[tuple[Schedule, Profile], ...]:
         """Schedules from the plain step to the least memory, by growing price of a byte."""
