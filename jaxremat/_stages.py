@@ -3,16 +3,21 @@
 A cut between two readers of a residual makes both sides need it, so that it is recomputed twice or held; residuals that
 one stage recomputes are alive together. Both are bytes, so the stages are the shortest path through
 
-    sum over cuts (bytes of residuals read on both sides + total / FINENESS) + sum over stages consumed**2 / total
+    sum over cuts (bytes of residuals read on both sides + total / FINENESS)
+    + sum over stages ((consumed + load)**2 - load**2) / total
 
-where a stage *consumes* the residuals that it reads first and `total` is what all stages consume. Cuts thus fall
-between layers, and more of them where the residuals are large.
+where a stage *consumes* the residuals that it reads first, `load` is the most that it has live of what the backward
+pass itself makes (gradients, scratch memory), and `total` is what all stages consume. Cuts thus fall between layers,
+and more of them where the residuals are large or meet something large, such as the gradients of a language model's
+logits.
 
 Who reads a residual has two answers, hence two cuttings. A *fine* one counts the readers themselves. A *coarse* one
 counts as a reader of `u` also who reads what pointwise kernels make of `u`, because recomputing that needs `u`: no cut
 between the gradients of an activation and of the contraction behind it. The coarse one recomputes less, the fine one
 reaches lower peaks where a single layer is large.
 """
+
+from itertools import accumulate, pairwise
 
 from ._graph import Graph, Stage
 from ._updates import with_updates
@@ -32,11 +37,17 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
     spanning, consumed = _spanning_and_consumed(graph, start, fine)
     places = _candidates(graph, start, spanning, consumed)
     total = consumed[-1] or 1
+    live = _load(graph, start)
+    highest = [max(live[a - start : b - start]) for a, b in pairwise(places)]
     # best[i]: cost of the best cutting of everything before places[i]
     best, previous = [0.0], [0]
     for i in range(1, len(places)):
-        here = consumed[places[i] - start]
-        cost, at = min((best[j] + (here - consumed[places[j] - start]) ** 2 / total, j) for j in range(i))
+        load, found = 0, []
+        for j in reversed(range(i)):
+            load = max(load, highest[j])
+            eaten = consumed[places[i] - start] - consumed[places[j] - start]
+            found.append((best[j] + eaten * (eaten + 2 * load) / total, j))
+        cost, at = min(found)
         best.append(cost + spanning[places[i] - start] + total / FINENESS)
         previous.append(at)
     cuts, i = [], len(places) - 1
@@ -44,6 +55,24 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
         cuts.append(places[i])
         i = previous[i]
     return with_updates(graph, [start, *reversed(cuts)])
+
+
+def _load(graph: Graph, start: int) -> list[int]:
+    """For each node of the backward pass the bytes alive of what the backward pass makes, scratch memory included."""
+    last: dict[int, int] = {}
+    for node in graph.nodes[start:]:
+        last.update((v, node.id) for v in graph.reads[node.id])
+    load = [0] * (len(graph.nodes) - start + 1)
+    for node in graph.nodes[start:]:
+        for v in node.outputs:
+            value = graph.values[v]
+            if value.materialised and not value.is_output:
+                load[node.id - start] += value.nbytes
+                load[last.get(v, node.id) - start + 1] -= value.nbytes
+    return [
+        live + node.workspace_nbytes
+        for live, node in zip(accumulate(load), graph.nodes[start:], strict=False)
+    ]
 
 
 def _spanning_and_consumed(graph: Graph, start: int, fine: bool) -> tuple[list[int], list[int]]:
