@@ -28,11 +28,3 @@ def tagged(traced: Traced) -> jex.ClosedJaxpr:
 def written(module: Module) -> dict[int, tuple[int, ...]]:
     """For each tagged equation the sizes in bytes of the buffers that kernels write for it."""
     return {int(tag): sizes for tag, sizes in materialised(module, _TAG).items()}
-
-
-def argument_copies(module: Module) -> int:
-    """Bytes of whole arguments that the program copies before it starts, to update the donated originals in place."""
-    entry = module.computations[module.entry].instructions
-    parameters = {i.name for i in entry if i.opcode == "parameter"}
-    copies = (i for i in entry if i.opcode == "copy" and i.operands[0] in parameters)
-    return sum(shape.nbytes for i in copies for shape in i.shapes)

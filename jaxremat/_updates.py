@@ -82,7 +82,7 @@ class _Updates:
                 [
                     k + 1,
                     *(waits[p] for p in producers if p in waits),
-                    *(done[m] for m in overwritten if m in done and m < n),
+                    *(done[m] for m in overwritten if m in done and (m < n or graph.nodes[m].contraction)),
                 ]
             )
         for n in sorted(waits, reverse=True):
