@@ -36,6 +36,9 @@ _REPLANS = {"normal": 2, "thorough": 6}
 _SLACK = 0.02
 """A plan that leaves this share of the temporaries' budget unused, and costs something, is worth another round."""
 
+_CHEAP = 0.002
+"""A plan of at most this overhead is not worth another cutting into stages: it is as good as the solver proves."""
+
 _LEAST_SLACK = 0.02
 """Of schedules of about the least memory, within this share of the plain step's temporaries, the fastest is taken."""
 
@@ -241,7 +244,8 @@ class _Planner:
             cut = replace(graph, stages=stages)
             solution = self._solution(cut, allowance, solver or self.request.solver)
             found.append((rank(cut, solution.schedule, allowance), cut, solution))
-            if found[-1][0][:2] == (0.0, 0.0):
+            fits, seconds, *_ = found[-1][0]
+            if fits == 0.0 and seconds <= _CHEAP * cut.step_seconds:
                 break
         if allowance is None:  # ranks are (1, peak, seconds)
             about = min(order[1] for order, _, _ in found) + slack
