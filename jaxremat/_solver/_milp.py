@@ -43,6 +43,9 @@ MIB = float(2**20)
 MOST_RESIDUALS = 2500
 """Graphs with more residuals get the best of the other solvers: the integer program would not be written in time."""
 
+TOLERANCE_NBYTES = 64
+"""What the integer program's arithmetic may overlook."""
+
 HOLDING_SHARE = 0.2
 """Share of the time limit spent on holding recomputed values across stages, once a schedule without it is known."""
 
@@ -91,7 +94,7 @@ class Milp:
         if found.proven and not found.fits:
             # Holding recomputed values across stages reaches lower peaks, but weakens the relaxation.
             found = _Model(graph, self, holding=True).solve(budget_nbytes, start, deadline)
-        return self._solution(graph, found)
+        return self._solution(graph, found) if found.fits else self._least(graph, start, deadline)
 
     def _least(self, graph: Graph, start: Schedule, deadline: float) -> Solution:
         """The schedule of least peak, and among those about as low the fastest."""
@@ -216,9 +219,10 @@ class _Model:
             for before, after in pairwise(chain):
                 model.add_constr(after <= before)
 
-        def limit(terms: Terms) -> None:
+        def limit(terms: Terms, margin_nbytes: int = 0) -> bool:
+            """Add the bound; False where nothing that may change can meet it."""
             parts = []
-            constant = terms.constant_nbytes / MIB
+            constant = (terms.constant_nbytes + margin_nbytes) / MIB
             for keys, nbytes in terms.parts:
                 found = [variables[kind].get(tuple(ids)) for kind, *ids in keys]
                 if any(x is None for x in found):
@@ -228,11 +232,13 @@ class _Model:
                 )
             if budget_nbytes is None:
                 model.add_constr(mip.xsum(parts) + constant <= peak)
-            elif parts:
-                model.add_constr(mip.xsum(parts) <= (budget_nbytes - graph.base_nbytes) / MIB - constant)
+                return True
+            allowed = (budget_nbytes - graph.base_nbytes) / MIB
+            if parts:
+                model.add_constr(mip.xsum(parts) <= allowed - constant)
+            return bool(parts) or constant <= allowed
 
-        for terms in self.moments.initial():
-            limit(terms)
+        possible = all(limit(terms) for terms in self.moments.initial())
         cost = mip.xsum(100 * graph.nodes[n].seconds / step * x for (n, _), x in again.items())
         if peak is None:
             model.objective = cost
@@ -246,7 +252,8 @@ class _Model:
         if peak is not None or best_rank[0] == 0:
             model.start = self._start(start, variables)
         total = deadline - time.monotonic()
-        while (left := deadline - time.monotonic()) > 0:
+        proven = not possible
+        while possible and (left := deadline - time.monotonic()) > 0:
             status = model.optimize(max_seconds=max(min(left, total / 3), 0.05))
             if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
                 proven = True
@@ -264,13 +271,19 @@ class _Model:
             found = rank(graph, schedule, budget_nbytes)
             if found < best_rank:
                 best, best_rank = schedule, found
-            ceiling = budget_nbytes if peak is None else int(float(peak.x) * MIB) + graph.base_nbytes
-            violated = self.moments.violated(schedule, simulate(graph, schedule), int(ceiling or 0))
+            profile = simulate(graph, schedule)
+            if peak is not None:
+                ceiling = int(float(peak.x) * MIB) + graph.base_nbytes + TOLERANCE_NBYTES
+            else:
+                ceiling = budget_nbytes or 0
+            violated = self.moments.violated(schedule, profile, ceiling)
+            close = budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes + TOLERANCE_NBYTES
             if not violated:
                 proven = status == mip.OptimizationStatus.OPTIMAL
                 break
-            for terms in violated:
-                limit(terms)
+            if not all(limit(terms, TOLERANCE_NBYTES if close else 0) for terms in violated):
+                proven = True
+                break
         return _Found(
             best, best_rank[0] == 0, min(bound, best_rank[1]) if best_rank[0] == 0 else bound, proven
         )

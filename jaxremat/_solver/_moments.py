@@ -50,6 +50,9 @@ class Moments:
                     forward[v] = node.id
                 else:
                     own[v][k] = node.id
+        self.last = (
+            last  # of the values that are no variables, the last node that reads them in its own place
+        )
         starts = [stage.start for stage in graph.stages]
         for v, k in graph.lingering.items():
             end = starts[k] if k < len(starts) else len(graph.nodes) - 1
@@ -115,7 +118,7 @@ class Moments:
             again = event.recomputed_for >= 0
             stage = event.recomputed_for if again else graph.stage_of[event.node]
             top = best.get((stage, again))
-            if (allowed is None or event.live_nbytes > allowed + 1) and (
+            if (allowed is None or event.live_nbytes > allowed) and (
                 top is None or event.live_nbytes > top[0]
             ):
                 best[stage, again] = (event.live_nbytes, event.node, event.recomputed_for)
@@ -174,6 +177,12 @@ class Moments:
         single = {keys[0] for keys, _ in parts if len(keys) == 1}
         return tuple((keys, b) for keys, b in parts if len(keys) == 1 or not single.intersection(keys[1:]))
 
+    def _outlived(self, u: int, at: int) -> bool:
+        """Whether only recomputation reads a value that is always saved, from node `at` on."""
+        value = self.graph.values[u]
+        counts = value.producer >= 0 and value.materialised and not value.is_output
+        return counts and value.producer < at and self.last.get(u, value.producer) < at
+
     def _with_pairs(self, n: int, k: int, schedule: Schedule) -> Terms:
         """The moment's bound with what is alive only because of this schedule's recomputed readers."""
         graph = self.graph
@@ -191,6 +200,9 @@ class Moments:
         for m, j in later:
             for u in graph.reads[m]:
                 if u not in free:
+                    if self._outlived(u, n if k < 0 else graph.stages[k].start) and ("r", u) not in counted:
+                        counted.add(("r", u))
+                        parts.append(((("r", m, j),), graph.values[u].nbytes))
                     continue
                 life, nbytes = self.lives[u], graph.values[u].nbytes
                 passed = life.forward < (n if k < 0 else graph.stages[k].start)
