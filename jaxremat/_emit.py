@@ -93,7 +93,11 @@ class _Emitter:
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
             clone = _compat.in_scope(eqn.replace(invars=invars, outvars=outvars), f"recompute_{k}")
             self.eqns.extend(self._placed(clone, renamed))
-            self.clones.update(zip(eqn.outvars, outvars, strict=True))
+            self.clones.update(
+                (var, clone)
+                for var, clone in zip(eqn.outvars, outvars, strict=True)
+                if self.value_of[var] not in self.schedule.saved
+            )
         self.waiting = self._resume(k, renamed)
         self.waiting.update(stage.deferred)
         self._run([n for n in range(stage.start, stage.stop) if n not in self.waiting], renamed)

@@ -62,7 +62,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
         where = {v: s for v, s in where.items() if (v, k) in schedule.kept}
         for n in schedule.recomputed[k]:
             run(n, k)
-            where.update((v, k) for v in graph.nodes[n].outputs)
+            where.update((v, k) for v in graph.nodes[n].outputs if v not in schedule.saved)
         own.append(len(runs) - (not kernel[stage.start]))
         for n in range(stage.start, stage.stop):
             if kernel[n]:

@@ -56,7 +56,7 @@ def play(graph: Graph, schedule: Schedule) -> list[tuple[int, int, set[Any], set
         present = {v: buffer for v, buffer in present.items() if (v, k) in schedule.kept}
         for n in schedule.recomputed[k]:
             run(n, k)
-            present.update({v: (v, k) for v in graph.nodes[n].outputs})
+            present.update({v: (v, k) for v in graph.nodes[n].outputs if v not in schedule.saved})
         for n in range(stage.start, stage.stop):
             if runs(graph, n):
                 run(n, -1)

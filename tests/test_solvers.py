@@ -337,7 +337,7 @@ def test_saved_values_that_only_recomputation_reads_count() -> None:
 
 
 def test_a_saved_result_beside_a_recomputed_one() -> None:
-    """One node makes two values of size 4: saving the second alone is best, and its clone replaces the original.
+    """One node makes two values of size 4: saving the second alone is best, and it is read in the original.
 
     Stage 0 reads the second beside 10 units of scratch, stage 1 both beside 6: 14 is enough for one recomputation.
     """

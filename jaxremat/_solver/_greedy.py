@@ -27,13 +27,14 @@ class Greedy:
             return simulate(graph, schedule).peak_nbytes, schedule
 
         peaks = {count: dropping(count) for count in sorted({0, len(order)})}
-        if budget_nbytes is not None and peaks[0][0] > budget_nbytes:
+        target = -1 if budget_nbytes is None else budget_nbytes
+        if peaks[0][0] > target:
             low, high = 0, len(order)
             deadline = time.monotonic() + time_limit
             while high - low > 1 and time.monotonic() < deadline:
                 middle = (low + high) // 2
                 peaks[middle] = dropping(middle)
-                low, high = (low, middle) if peaks[middle][0] <= budget_nbytes else (middle, high)
-        fitting = [c for c, (peak, _) in peaks.items() if budget_nbytes is not None and peak <= budget_nbytes]
+                low, high = (low, middle) if peaks[middle][0] <= target else (middle, high)
+        fitting = [c for c, (peak, _) in peaks.items() if peak <= target]
         chosen = min(fitting) if fitting else min(peaks, key=lambda c: (peaks[c][0], c))
         return Solution(peaks[chosen][1], solver="greedy")

@@ -21,7 +21,7 @@ own measure.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -94,7 +94,9 @@ class Milp:
         if found.proven and not found.fits:
             # Holding recomputed values across stages reaches lower peaks, but weakens the relaxation.
             found = _Model(graph, self, holding=True).solve(budget_nbytes, start, deadline)
-        return self._solution(graph, found) if found.fits else self._least(graph, start, deadline)
+        if found.fits:
+            return self._solution(graph, found)
+        return replace(self._least(graph, start, deadline), lower_bound=0.0, proven=found.proven)
 
     def _least(self, graph: Graph, start: Schedule, deadline: float) -> Solution:
         """The schedule of least peak, and among those about as low the fastest."""

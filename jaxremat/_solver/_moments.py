@@ -50,9 +50,12 @@ class Moments:
                     forward[v] = node.id
                 else:
                     own[v][k] = node.id
-        self.last = (
-            last  # of the values that are no variables, the last node that reads them in its own place
-        )
+        # Of a node with several results, a saved one is read in the original though the node is run again: saved or
+        # recomputed, it is there once. Its bytes count by one of the two variables, `by_clone` says for which by `r`.
+        outputs = [[v for v in node.outputs if v in free] for node in graph.nodes]
+        self.joint = frozenset(v for found in outputs if len(found) > 1 for v in found)
+        self.by_clone: frozenset[int] = frozenset()
+        self.last = last  # own readers of the values that are no variables
         starts = [stage.start for stage in graph.stages]
         for v, k in graph.lingering.items():
             end = starts[k] if k < len(starts) else len(graph.nodes) - 1
@@ -107,6 +110,7 @@ class Moments:
         """Bounds that hold everywhere and cut the schedule off, where it exceeds the budget."""
         allowed = budget_nbytes - self.graph.base_nbytes
         moments = self._tops(profile, allowed)
+        self.by_clone = self.joint - schedule.saved
         held: frozenset[Key] = frozenset(("h", v, k) for v, k in schedule.kept)
         return [_without_idle_pairs(self._with_pairs(n, k, schedule), held) for n, k in sorted(moments)]
 
@@ -127,6 +131,8 @@ class Moments:
     def _saved(self, v: int, k: int, own_at: int | None) -> list[Key]:
         """The variable that says whether the saved original is alive in stage `k`, while it recomputes or later."""
         life = self.lives[v]
+        if v in self.by_clone:
+            return []
         if own_at is not None and life.by_stage:
             covered = any(at >= own_at for at in life.by_stage.values())
         elif own_at is not None:
@@ -138,6 +144,9 @@ class Moments:
         first = k if own_at is None else k + 1
         return [("e", v, j) for j in self.extra[v] if j >= first][:1]
 
+    def _by_clone(self, v: int) -> bool:
+        return v not in self.joint or v in self.by_clone
+
     def own(self, n: int) -> Terms:
         """The moment a node runs in its own place."""
         k = self.graph.stage_of[n]
@@ -147,7 +156,8 @@ class Moments:
             if life.forward < n and life.born < n:
                 parts.extend(((key,), nbytes) for key in self._saved(v, k, own_at=n))
             if k >= 0 and life.by_stage.get(k, -1) >= n:
-                parts.append(((("r", life.born, k),), nbytes))
+                if self._by_clone(v):
+                    parts.append(((("r", life.born, k),), nbytes))
                 parts.append(((("h", v, k),), nbytes))
             if k >= 0:
                 parts.append(((("h", v, k + 1), ("r", life.born, k)), nbytes))
@@ -164,7 +174,7 @@ class Moments:
                 parts.extend(((key,), nbytes) for key in self._saved(v, k, own_at=None))
             if k in life.by_stage:
                 parts.append(((("h", v, k),), nbytes))
-                if life.born < upto:
+                if life.born < upto and self._by_clone(v):
                     parts.append(((("r", life.born, k),), nbytes))
             parts.append(((("h", v, k + 1), ("h", v, k)), nbytes))
             if life.born < upto:
@@ -178,10 +188,12 @@ class Moments:
         return tuple((keys, b) for keys, b in parts if len(keys) == 1 or not single.intersection(keys[1:]))
 
     def _outlived(self, u: int, at: int) -> bool:
-        """Whether only recomputation reads a value that is always saved, from node `at` on."""
+        """Whether only recomputation reads a value that cannot be made again, from node `at` on."""
         value = self.graph.values[u]
-        counts = value.producer >= 0 and value.materialised and not value.is_output
-        return counts and value.producer < at and self.last.get(u, value.producer) < at
+        counts = value.producer >= 0 and value.materialised and not self.graph.recomputable(u)
+        return (
+            counts and not value.is_output and value.producer < at and self.last.get(u, value.producer) < at
+        )
 
     def _with_pairs(self, n: int, k: int, schedule: Schedule) -> Terms:
         """The moment's bound with what is alive only because of this schedule's recomputed readers."""
@@ -211,7 +223,8 @@ class Moments:
                     parts = [(keys, b) for keys, b in parts if keys[0][:2] != ("e", u)]
                     parts.append(((("s", u), ("r", m, j)), nbytes))
                 clone = ("r", life.born, k)
-                if j == k and life.born < n and life.born in schedule.recomputed[k] and clone not in counted:
+                again = j == k and life.born < n and life.born in schedule.recomputed[k]
+                if again and clone not in counted and u not in schedule.saved:
                     counted.add(clone)
                     parts.append(((clone, ("r", m, j)), nbytes))
                 held = ("h", u, k)
