@@ -6,6 +6,7 @@ equation outputs in order.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from . import _compat
@@ -17,7 +18,10 @@ from ._stages import cut_stages
 from ._trace import Traced
 
 SMALL_SHARE = 1e-4
-"""Residuals below this share of the step's temporaries are always saved."""
+"""Residuals below this share of what the forward pass writes are always saved, ..."""
+
+MOST_SMALL = 0.01
+"""... as long as they are no more than this share of it together."""
 
 MOST_FUSED_FLOPS = 50.0
 """Bound on the pointwise arithmetic behind a fused value, per byte."""
@@ -94,18 +98,33 @@ def lower(
     in_memory = rules if written is None else _by_compiler(jaxpr.eqns, nodes, values, written)
     values = [replace(v, materialised=v.producer < 0 or v.is_output or v.id in in_memory) for v in values]
     forward_stop = next((n.id for n in nodes if not n.forward), len(nodes))
-    total = sum(v.nbytes for v in values if v.materialised and v.producer >= 0 and nodes[v.producer].forward)
+    sizes = sorted(
+        v.nbytes for v in values if v.materialised and v.producer >= 0 and nodes[v.producer].forward
+    )
     graph = Graph(
         nodes=tuple(nodes),
         values=tuple(values),
         stages=(Stage(forward_stop, len(nodes)),) if forward_stop < len(nodes) else (),
         base_nbytes=base_nbytes,
         step_seconds=0.0,
-        small_nbytes=int(total * SMALL_SHARE),
+        small_nbytes=_small(sizes),
         donated=frozenset(index[v] for v, d in zip(jaxpr.invars, traced.donated, strict=True) if d),
     )
     graph = _priced(_without_fused_copies(graph), jaxpr.eqns, device)
     return replace(graph, stages=cut_stages(graph))
+
+
+def _small(sizes: Sequence[int]) -> int:
+    """The size up to which values are always saved, of these sizes in ascending order."""
+    total, together = sum(sizes), 0
+    limit = int(SMALL_SHARE * total)
+    for size, group in groupby(sizes):
+        together += sum(group)
+        if size > limit:
+            break
+        if together > MOST_SMALL * total:
+            return size - 1
+    return limit
 
 
 def _by_compiler(

@@ -22,8 +22,6 @@ from jaxremat._hlo import live_at_peak, parse
 from jaxremat._lower import lower
 from jaxremat._trace import Traced, trace
 
-pytestmark = pytest.mark.slow
-
 LAYERS, BATCH, WIDTH = 8, 512, 64
 SCALAR = ShapedArray((), jnp.float32)
 

@@ -11,8 +11,6 @@ from zoo import BY_NAME, ZOO, Case
 import jaxremat
 from jaxremat import InfeasibleBudgetError, MemoryStats
 
-pytestmark = pytest.mark.slow
-
 SHARE = 0.6
 INFEASIBLE = frozenset({"scan"})
 ROUNDING = 2e-5

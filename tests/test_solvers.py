@@ -28,8 +28,6 @@ from jaxremat._schedule import check, must_save
 from jaxremat._solver._frontiers import boundaries
 from jaxremat._solver._milp import Milp
 
-pytestmark = pytest.mark.slow
-
 SOLVERS: dict[str, Any] = {
     "save_all": SaveAll(),
     "recompute_all": RecomputeAll(),
