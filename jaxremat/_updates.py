@@ -85,20 +85,32 @@ class _Updates:
                     *(done[m] for m in overwritten if m in done and (m < n or graph.nodes[m].contraction)),
                 ]
             )
-        for n in sorted(waits, reverse=True):
-            node = graph.nodes[n]
-            readers = [m for v in node.outputs for m in self.readers[v]]
-            # Only what passes a fence is held back by it: all of an update waits as long as its last part.
-            waits[n] = max([waits[n], *(waits[m] for m in readers if m in waits)])
-            stop = self.cuts[min(waits[n], last)]
-            if (
-                node.heavy
-                or not node.repeatable
-                or any(self._held(v) for v in node.inputs)
-                or any(m < stop and m not in waits for m in readers)
-            ):
+        while wrong := self._settle(waits, last):
+            for n in wrong:
                 del waits[n]
         return {n: k if k < last else last for n, k in waits.items()}
+
+    def _settle(self, waits: dict[int, int], last: int) -> list[int]:
+        """Raise waits until all of an update waits as long as its last part: only what passes a fence is held back.
+
+        Returns the nodes that then cannot be deferred, because of what they are or what reads them earlier.
+        """
+        graph = self.graph
+        before = None
+        while before != (before := tuple(waits.values())):
+            for order in (sorted(waits), sorted(waits, reverse=True)):
+                for n in order:
+                    near = [graph.values[v].producer for v in graph.nodes[n].inputs]
+                    near += [m for v in graph.nodes[n].outputs for m in self.readers[v]]
+                    waits[n] = max([waits[n], *(waits[m] for m in near if m in waits)])
+        wrong = []
+        for n in waits:
+            node = graph.nodes[n]
+            stop = self.cuts[min(waits[n], last)]
+            early = any(m < stop and m not in waits for v in node.outputs for m in self.readers[v])
+            if node.heavy or not node.repeatable or early or any(self._held(v) for v in node.inputs):
+                wrong.append(n)
+        return wrong
 
     def _held(self, v: int) -> bool:
         """Whether the value is a residual that would have to be held for an update."""

@@ -9,13 +9,18 @@ import optax
 import pytest
 from graphs import UNIT, Builder
 from test_optimize import assert_same
+from zoo import ZOO
 
 import jaxremat
 from jaxremat import Graph, complete, simulate
+from jaxremat._devices import detect
 from jaxremat._hlo import Module, parse
+from jaxremat._lower import lower
+from jaxremat._trace import trace
 from jaxremat._updates import with_updates
 
 ADAM = optax.adamw(1e-3)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
 
 
 def deferred(graph: Graph) -> dict[int, int]:
@@ -103,3 +108,38 @@ def test_donated_weights_are_not_copied() -> None:
     want, got = jax.jit(train)(state(), batch), step(state(), batch)
     assert_same(want, got)
     np.testing.assert_array_equal(want[1], got[1])
+
+
+def clipped_step(state: Any, batch: jax.Array) -> Any:
+    """The gradient's norm is read at once, its update only when all norms are known."""
+
+    def loss(weights: Any) -> jax.Array:
+        x = batch
+        for w in weights:
+            x = jnp.tanh(jnp.einsum("bi,io->bo", x, w))
+        return jnp.mean(x**2)
+
+    weights, moments = state
+    value, grads = jax.value_and_grad(loss)(weights)
+    updates, moments = CLIPPED.update(grads, moments, weights)
+    return (optax.apply_updates(weights, updates), moments), value
+
+
+@pytest.mark.parametrize("case", [*ZOO, clipped_step], ids=lambda case: getattr(case, "name", "clipped"))
+def test_what_reads_a_deferred_result_comes_after_it(case: Any) -> None:
+    """The law of `_updates`, on real steps with every argument donated."""
+    if case is clipped_step:
+        weights = [jnp.eye(64)] * 6
+        fn, args = clipped_step, ((weights, CLIPPED.init(weights)), jnp.ones((512, 64)))
+    else:
+        fn, args = case.step, case.make_args()
+    traced = trace(jax.jit(fn, donate_argnums=0), args, {})
+    graph = lower(traced, detect(jax.devices("cpu")[0]), base_nbytes=0)
+    waits = deferred(graph)
+    starts = [*(stage.start for stage in graph.stages), len(graph.nodes)]
+    for n, k in waits.items():
+        assert not graph.nodes[n].heavy
+        made = set(graph.nodes[n].outputs)
+        for reader in graph.nodes[n + 1 :]:
+            if made.intersection(reader.inputs):
+                assert waits.get(reader.id, -1) >= k or reader.id >= starts[k]
