@@ -130,11 +130,15 @@ class Graph:
     def reads(self) -> tuple[tuple[int, ...], ...]:
         """For each node the materialised values its kernel reads; empty for nodes that are fused away."""
         sources = list(self.sources)
-        return tuple(self._union(sources, n.inputs) if self.is_kernel(n) else () for n in self.nodes)
+        return tuple(self._union(sources, n.inputs) if self.kernel[n.id] else () for n in self.nodes)
 
-    def is_kernel(self, node: Node) -> bool:
-        """Whether the node writes memory or is heavy, so that it runs as (the root of) a kernel."""
-        return node.heavy or not node.outputs or any(self.values[v].materialised for v in node.outputs)
+    @cached_property
+    def kernel(self) -> tuple[bool, ...]:
+        """For each node whether it writes memory or is heavy, so that it runs as (the root of) a kernel."""
+        return tuple(
+            n.heavy or not n.outputs or any(self.values[v].materialised for v in n.outputs)
+            for n in self.nodes
+        )
 
     @cached_property
     def residuals(self) -> tuple[int, ...]:
@@ -218,4 +222,4 @@ class Graph:
 
     def kernels(self) -> Iterator[Node]:
         """The nodes that run as kernels of their own, in execution order."""
-        return (n for n in self.nodes if self.is_kernel(n))
+        return (n for n in self.nodes if self.kernel[n.id])

@@ -234,7 +234,7 @@ def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec) -> Graph:
     step_seconds = 0.0
     for node, eqn in zip(graph.nodes, eqns, strict=True):
         fused_away = node.outputs and not any(graph.values[v].materialised for v in node.outputs)
-        if not graph.is_kernel(node) or is_view(eqn) or fused_away:
+        if not graph.kernel[node.id] or is_view(eqn) or fused_away:
             nodes.append(node)
             continue
         inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))

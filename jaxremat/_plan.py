@@ -45,7 +45,8 @@ class Plan:
       compiling; `compiled_peak_nbytes` what the compiler reports, None where `verify=False`.
     - `overhead` predicted extra seconds / the plain step's seconds; `compiled_overhead` the same ratio by a roofline of
       the two compiled programs, None where not compiled.
-    - `lower_bound` no plan in the solver's model costs less than this share of the step; `gap` the difference to it.
+    - `lower_bound` no plan with these stages that recomputes for every stage afresh costs less than this share of the
+      step, in the solver's model; `gap` the difference to it, 0 where values held from stage to stage beat it.
     - `solver`, `solve_seconds`, `compile_count` how it was found; `rounds` pairs (predicted peak, compiled peak) in
       bytes of every schedule that was compiled, in order.
     - `actions` per residual, largest first.

@@ -62,11 +62,12 @@ def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]]
     saved_values = must_save(graph) | (chosen & frozenset(graph.residuals))
     kept_pairs = frozenset((v, k) for v, k in kept if v not in saved_values and k > 0)
     wanted_next: list[set[int]] = [set() for _ in graph.stages]
+    kept_for: list[set[int]] = [set() for _ in graph.stages]
     for v, k in kept_pairs:
+        kept_for[k].add(v)
         wanted_next[k - 1].add(v)
     recomputed: list[tuple[int, ...]] = []
-    for k in range(len(graph.stages)):
-        there = {v for v, stage in kept_pairs if stage == k}
+    for k, there in enumerate(kept_for):
         nodes: set[int] = set()
         stack = [*graph.needs(k), *wanted_next[k]]
         while stack:

@@ -8,13 +8,14 @@ the step are part of the base.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 from ._graph import Graph
 from ._schedule import Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One kernel run: the node, the stage it is recomputed for (-1 where it runs in its own place), live bytes."""
 
     node: int
@@ -22,20 +23,25 @@ class Event:
     live_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Profile:
     """What a schedule costs.
 
-    **Fields:** `peak_nbytes` including the base; `peak_event` the index of the first event at the peak; `events` the
-    timeline, `live_nbytes` without the base; `alive` pairs (value, stage that made it or -1) at the peak, largest
-    first; `extra_seconds` spent on recomputation.
+    **Fields:** `peak_nbytes` including the base; `peak_event` the index of the first event at the peak; `runs` the
+    fields of all events, one tuple each; `alive` pairs (value, stage that made it or -1) at the peak, largest first;
+    `extra_seconds` spent on recomputation.
     """
 
     peak_nbytes: int
     peak_event: int
-    events: tuple[Event, ...]
+    runs: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     alive: tuple[tuple[int, int], ...]
     extra_seconds: float
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The timeline, `live_nbytes` without the base."""
+        return tuple(map(Event, *self.runs))
 
 
 def extra_seconds(graph: Graph, schedule: Schedule) -> float:
@@ -45,61 +51,71 @@ def extra_seconds(graph: Graph, schedule: Schedule) -> float:
 
 def simulate(graph: Graph, schedule: Schedule) -> Profile:
     """Play the schedule; see the module's docstring for the law."""
-    runs: list[tuple[int, int]] = []  # (node, recomputed_for)
-    reads: list[list[tuple[int, int]]] = []  # instances (value, recomputed_for) that each run reads
-    where: dict[int, int] = {}  # value -> the stage of its present clone; absent: the original
+    # An instance of value v is v itself, or v + size * (k + 1) where stage k recomputes it: ints, for very deep nets.
+    size = len(graph.values)
+    ran: list[int] = []  # nodes, in order
+    made_for: list[int] = []  # the stage that each is recomputed for, -1 in its own place
+    last: dict[int, int] = {}  # instance -> the last run that reads it
+    where: dict[int, int] = {}  # value -> its present clone; absent: the original
 
     def run(n: int, stage: int) -> None:
-        runs.append((n, stage))
-        reads.append([(v, where.get(v, -1)) for v in graph.reads[n]])
+        event = len(ran)
+        ran.append(n)
+        made_for.append(stage)
+        for v in graph.reads[n]:
+            last[where.get(v, v)] = event
 
-    kernel = [graph.is_kernel(node) for node in graph.nodes]
     for n in range(graph.forward_stop):
-        if kernel[n]:
+        if graph.kernel[n]:
             run(n, -1)
+    held: list[list[int]] = [[] for _ in graph.stages]
+    for v, k in schedule.kept:
+        held[k].append(v)
     own: list[int] = []  # for each stage the last event before or at its first node
     for k, stage in enumerate(graph.stages):
-        where = {v: s for v, s in where.items() if (v, k) in schedule.kept}
+        where = {v: where[v] for v in held[k] if v in where}
         for n in schedule.recomputed[k]:
             run(n, k)
-            where.update((v, k) for v in graph.nodes[n].outputs if v not in schedule.saved)
-        own.append(len(runs) - (not kernel[stage.start]))
+            for v in graph.nodes[n].outputs:
+                if v not in schedule.saved:
+                    where[v] = v + size * (k + 1)
+        own.append(len(ran) - (not graph.kernel[stage.start]))
         for n in range(stage.start, stage.stop):
-            if kernel[n]:
+            if graph.kernel[n]:
                 run(n, -1)
 
-    last: dict[tuple[int, int], int] = {}
-    for event, instances in enumerate(reads):
-        for instance in instances:
-            last[instance] = event
     for v, k in graph.lingering.items():
-        end = own[k] if k < len(own) else len(runs) - 1
-        last[v, -1] = max(last.get((v, -1), end), end)
-    delta = [0] * (len(runs) + 2)
-    born: dict[tuple[int, int], int] = {}
-    for event, (n, stage) in enumerate(runs):
+        end = own[k] if k < len(own) else len(ran) - 1
+        last[v] = max(last.get(v, end), end)
+    delta = [0] * (len(ran) + 2)
+    born: dict[int, int] = {}
+    for event, (n, stage) in enumerate(zip(ran, made_for, strict=True)):
         for v in graph.nodes[n].outputs:
             value = graph.values[v]
             if value.materialised and not (value.is_output and stage < 0):
+                instance = v + size * (stage + 1)
                 begin = event + (stage < 0 and n in graph.in_place)
-                if begin > event and last.get((v, stage), event) == event:
+                end = last.get(instance, event)
+                if end < begin:
                     continue
-                born[v, stage] = begin
+                born[instance] = begin
                 delta[begin] += value.nbytes
-                delta[max(begin, last.get((v, stage), begin)) + 1] -= value.nbytes
-    live, peak, at, events = 0, -1, 0, []
-    for event, (n, stage) in enumerate(runs):
-        live += delta[event]
-        now = live + graph.nodes[n].workspace_nbytes
-        events.append(Event(n, stage, now))
-        if now > peak:
-            peak, at = now, event
-    alive = [i for i, event in born.items() if event <= at <= max(event, last.get(i, event))]
+                delta[end + 1] -= value.nbytes
+    live = list(accumulate(delta[: len(ran)]))
+    for event, n in enumerate(ran):
+        live[event] += graph.nodes[n].workspace_nbytes
+    peak = max(live, default=0)
+    at = live.index(peak) if live else 0
+    alive = [
+        (i % size, i // size - 1)
+        for i, event in born.items()
+        if event <= at <= max(event, last.get(i, event))
+    ]
     alive.sort(key=lambda i: (-graph.values[i[0]].nbytes, i))
     return Profile(
         peak_nbytes=graph.base_nbytes + max(peak, 0),
         peak_event=at,
-        events=tuple(events),
+        runs=(tuple(ran), tuple(made_for), tuple(live)),
         alive=tuple(alive),
         extra_seconds=extra_seconds(graph, schedule),
     )

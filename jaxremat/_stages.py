@@ -115,7 +115,7 @@ def _candidates(graph: Graph, start: int, spanning: list[int], consumed: list[in
     noise = max(spanning) * NOISE_SHARE
     stretches: list[tuple[int, list[int]]] = []  # (bytes that span it, places)
     for node in graph.nodes[start + 1 :]:
-        if not graph.is_kernel(node):
+        if not graph.kernel[node.id]:
             continue
         here = spanning[node.id - start]
         if not stretches or abs(here - stretches[-1][0]) > noise:

@@ -37,7 +37,7 @@ _SLACK = 0.02
 """A plan that leaves this share of the temporaries' budget unused, and costs something, is worth another round."""
 
 _CHEAP = 0.002
-"""A plan of at most this overhead is not worth another cutting into stages: it is as good as the solver proves."""
+"""A plan of at most this overhead is not worth another cutting into stages, nor is a gain of half of it."""
 
 _LEAST_SLACK = 0.02
 """Of schedules of about the least memory, within this share of the plain step's temporaries, the fastest is taken."""
@@ -138,6 +138,7 @@ class _Planner:
     kwargs: dict[str, Any]
     compile_count: int = 0
     solve_seconds: float = 0.0
+    cuttings: list[Graph] = field(default_factory=list)
     trials: list[_Trial] = field(default_factory=list)
 
     def run(self) -> Planned:
@@ -220,38 +221,54 @@ class _Planner:
 
         Without one, of those that need about the least the fastest.
         """
-        slack = _LEAST_SLACK * (self.baseline_nbytes - graph.base_nbytes) if budget is None else 0.0
         # The model is least sure where memory is least: a mere price of memory, which leans on it less, is tried too.
         for solver in (self.request.solver, MinCut()):
-            cut, solution = self._solve(graph, None, solver, slack)
-            if not self._tried(solution):
-                trial = self._try(cut, solution)
-                if budget is not None and trial.peak_nbytes <= budget:
-                    return trial
-        about = min(t.peak_nbytes for t in self.trials) + slack
+            for cut, solution in self._candidates(graph, None, solver):
+                if not self._tried(solution):
+                    trial = self._try(cut, solution)
+                    if budget is not None and trial.peak_nbytes <= budget:
+                        return trial
+        about = min(t.peak_nbytes for t in self.trials)
+        if budget is None:
+            about += _LEAST_SLACK * (self.baseline_nbytes - graph.base_nbytes)
         return min((t for t in self.trials if t.peak_nbytes <= about), key=lambda t: t.profile.extra_seconds)
 
     def _tried(self, solution: Solution) -> bool:
         return any(t.solution.schedule == solution.schedule for t in self.trials)
 
-    def _solve(
-        self, graph: Graph, allowance: int | None, solver: Solver | None = None, slack: float = 0.0
-    ) -> tuple[Graph, Solution]:
-        """The better solution of the two ways to cut the graph into stages, with the graph so cut."""
+    def _solve(self, graph: Graph, allowance: int | None) -> tuple[Graph, Solution]:
+        """The best solution of the two ways to cut the graph into stages, with the graph so cut."""
+        return self._candidates(graph, allowance, self.request.solver)[0]
+
+    def _candidates(
+        self, graph: Graph, allowance: int | None, solver: Solver
+    ) -> list[tuple[Graph, Solution]]:
+        """The solutions for both ways to cut the graph into stages, best first.
+
+        Only one where it is cheap, or about as good as what the last trial took.
+        """
         began = time.monotonic()
+        before = self.trials[-1].profile.extra_seconds if self.trials else 0.0
+        enough = max(_CHEAP * graph.step_seconds, 1.25 * before)
         found: list[tuple[tuple[float, ...], Graph, Solution]] = []
-        for stages in dict.fromkeys((graph.stages, cut_stages(graph, fine=True))):
-            cut = replace(graph, stages=stages)
-            solution = self._solution(cut, allowance, solver or self.request.solver)
-            found.append((rank(cut, solution.schedule, allowance), cut, solution))
-            fits, seconds, *_ = found[-1][0]
-            if fits == 0.0 and seconds <= _CHEAP * cut.step_seconds:
+        for at, cut in enumerate(self._cuttings(graph)):
+            solution = self._solution(cut, allowance, solver)
+            misfit, *order = rank(cut, solution.schedule, allowance)
+            if allowance is not None and misfit == 0.0:
+                order[0] += at * _CHEAP / 2 * cut.step_seconds
+            found.append(((misfit, *order), cut, solution))
+            if misfit == 0.0 and order[0] <= enough:
                 break
-        if allowance is None:  # ranks are (1, peak, seconds)
-            about = min(order[1] for order, _, _ in found) + slack
-            found = [(order[2:], cut, solution) for order, cut, solution in found if order[1] <= about]
         self.solve_seconds += time.monotonic() - began
-        return min(found, key=lambda candidate: candidate[0])[1:]
+        return [(cut, solution) for _, cut, solution in sorted(found, key=lambda candidate: candidate[0])]
+
+    def _cuttings(self, graph: Graph) -> list[Graph]:
+        """The graph cut coarsely and, where that differs, finely; what the last trial took comes first."""
+        if not self.cuttings:
+            stages = dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))
+            self.cuttings = [replace(graph, stages=cut) for cut in stages]
+        last = self.trials[-1].graph if self.trials else self.cuttings[0]
+        return sorted(self.cuttings, key=lambda cut: cut is not last)
 
     def _solution(self, graph: Graph, allowance: int | None, solver: Solver) -> Solution:
         solution = solver.solve(graph, allowance, time_limit=self.request.time_limit)

@@ -25,7 +25,6 @@ from jaxremat import (
     simulate,
 )
 from jaxremat._schedule import check, must_save
-from jaxremat._solver._frontiers import boundaries
 from jaxremat._solver._milp import Milp
 
 SOLVERS: dict[str, Any] = {
@@ -116,10 +115,11 @@ def test_nothing_is_dropped_where_the_plain_step_fits(solver: Solver, graph: Gra
 
 @pytest.mark.parametrize("name", ["chen", "greedy", "mincut", "milp"])
 @pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
-def test_a_budget_that_cannot_be_met_gives_the_least_peak_known(name: str, graph: Graph) -> None:
+def test_a_budget_that_cannot_be_met_gives_a_peak_above_it(name: str, graph: Graph) -> None:
     least = simulate(graph, solve(SOLVERS[name], graph, None)).peak_nbytes
     for budget in (least - 1, graph.base_nbytes, 1):
-        assert simulate(graph, solve(SOLVERS[name], graph, budget)).peak_nbytes == least
+        peak = simulate(graph, solve(SOLVERS[name], graph, budget)).peak_nbytes
+        assert peak > budget if name == "milp" else peak == least
 
 
 @given(graphs(most_nodes=8), st.sampled_from(["chen", "chen_3", "greedy", "mincut", "milp"]), st.floats(0, 1))
@@ -164,7 +164,7 @@ def test_milp_equals_brute_force_over_saved_sets(graph: Graph) -> None:
 @given(graphs(most_nodes=5))
 def test_milp_equals_brute_force_over_saved_and_kept(graph: Graph) -> None:
     """With values held from stage to stage: it fits where anything fits, and nothing is cheaper than it claims."""
-    pairs = [(v, k) for v, k in holdable(graph) if v in boundaries(graph) and v in free(graph)]
+    pairs = [(v, k) for v, k in holdable(graph) if v in free(graph)]
     assume(1 <= len(free(graph)) <= 5)
     assume(1 <= len(pairs) <= 5)
     best, alone = frontier(graph, pairs), frontier(graph)
@@ -277,14 +277,12 @@ def test_chen_on_sixteen_stages() -> None:
     assert made == {0: (12, 13, 14, 15), 4: (8, 9, 10), 8: (4, 5, 6), 12: (0, 1, 2)}
 
 
-def test_chen_takes_the_cheapest_number_of_segments_that_fits() -> None:
-    """`c` segments save `c - 1` values, so more memory buys more segments and less recomputation."""
+def test_chen_fills_the_budget_with_whole_segments() -> None:
+    """Four segments need 8 units and recompute 13 values; what room they leave saves the last of them whole."""
     graph = chain(16)
-    extra = [simulate(graph, solve(Chen(), graph, units * UNIT)).extra_seconds for units in range(8, 18)]
-    assert extra == sorted(extra, reverse=True)
-    assert extra[0] == 13.0
-    assert extra[-1] == 1.0
-    assert simulate(graph, solve(Chen(), graph, 7 * UNIT)).peak_nbytes == 8 * UNIT
+    profiles = [simulate(graph, solve(Chen(), graph, units * UNIT)) for units in range(7, 18)]
+    assert [p.extra_seconds for p in profiles] == [13.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+    assert [p.peak_nbytes // UNIT for p in profiles] == [8, *range(8, 18)]
 
 
 @pytest.mark.parametrize(("name", "seconds"), [("greedy", 1.0), ("mincut", 2.0), ("milp", 1.0)])

@@ -2,7 +2,8 @@
 
 The backward pass handles one segment at a time: it recomputes the whole segment from the checkpoint at its beginning
 and keeps it until it is read. With `n` stages of equal size, `sqrt(n)` segments need `O(sqrt(n))` memory for at most
-one extra forward pass.
+one extra forward pass. With a budget that leaves room, the segments nearest to the loss, whose residuals die first,
+are saved whole.
 """
 
 import math
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from .._graph import Graph
 from .._schedule import Schedule, complete
-from .._simulate import simulate
+from .._simulate import rank
 from ._frontiers import home_stages
 from ._interface import Solution
 
@@ -34,24 +35,25 @@ class Chen:
         counts = (
             [self.segments] if self.segments else sorted(around, key=lambda count: (abs(count - root), count))
         )
+        home = home_stages(graph)
         best: tuple[tuple[float, ...], Schedule] | None = None
         for count in counts:
-            schedule = self._segmented(graph, min(count, total))
-            profile = simulate(graph, schedule)
-            fits = budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes
-            rank = (
-                (0.0, profile.extra_seconds, profile.peak_nbytes) if fits else (1.0, profile.peak_nbytes, 0.0)
-            )
-            if best is None or rank < best[0]:
-                best = (rank, schedule)
+            # `whole` segments at the end of the net are saved as they are, as many as fit
+            low, high = -1, min(count, total)
+            while high - low > 1 and (low < 0 or time.monotonic() < deadline):
+                whole = (low + high) // 2 if low >= 0 else 0
+                schedule = self._segmented(graph, home, min(count, total), whole)
+                order = rank(graph, schedule, budget_nbytes)
+                if best is None or order < best[0]:
+                    best = (order, schedule)
+                low, high = (whole, high) if order[0] == 0 else (low, whole)
             if time.monotonic() > deadline:
                 break
         assert best is not None
         return Solution(best[1], solver="chen")
 
     @staticmethod
-    def _segmented(graph: Graph, count: int) -> Schedule:
-        home = home_stages(graph)
+    def _segmented(graph: Graph, home: dict[int, int], count: int, whole: int) -> Schedule:
         weight = [0] * (len(graph.stages) + 1)
         for v, k in home.items():
             weight[k] += graph.values[v].nbytes
@@ -62,7 +64,7 @@ class Chen:
             running += weight[k]
             segment_of.append(segment)
             first_of.setdefault(segment, k)
-        saved, kept = set(), set()
+        saved, kept = {v for v, k in home.items() if segment_of[k] < whole}, set()
         for v in graph.residuals:
             for u in graph.reads[graph.values[v].producer]:
                 if u in home and segment_of[home[u]] != segment_of[home[v]]:

@@ -1,6 +1,10 @@
 """Graph -> which stage each residual belongs to, and which residuals the stages hand to each other."""
 
+import time
+
 from .._graph import Graph
+from .._schedule import Schedule, complete
+from .._simulate import rank
 
 
 def home_stages(graph: Graph) -> dict[int, int]:
@@ -33,3 +37,26 @@ def boundaries(graph: Graph) -> dict[int, int]:
             if u in home and home[u] > home[v]:
                 first[u] = min(first.get(u, home[v]), home[v])
     return first
+
+
+def hold(graph: Graph, schedule: Schedule, budget_nbytes: int, deadline: float) -> Schedule:
+    """The schedule, or a faster one that fits too and hands recomputed values from stage to stage.
+
+    Tries the values that two stages in a row recompute one by one, the dearest first.
+    """
+    best, best_rank = schedule, rank(graph, schedule, budget_nbytes)
+    repeated = [
+        (graph.nodes[n].seconds, v, k)
+        for k in range(1, len(graph.stages))
+        for n in set(schedule.recomputed[k - 1]).intersection(schedule.recomputed[k])
+        for v in graph.nodes[n].outputs
+        if v not in schedule.saved and graph.values[v].materialised
+    ]
+    for _, v, k in sorted(repeated, reverse=True):
+        if time.monotonic() > deadline:
+            break
+        tried = complete(graph, schedule.saved, best.kept | {(v, k)})
+        tried_rank = rank(graph, tried, budget_nbytes)
+        if tried_rank < best_rank:
+            best, best_rank = tried, tried_rank
+    return best

@@ -11,8 +11,9 @@ from .._schedule import Schedule
 class Solution:
     """A schedule and how good it is known to be.
 
-    **Fields:** `schedule`; `lower_bound` no schedule within the budget costs less than this share of the step's time
-    (0 where nothing is proven); `proven` whether the search ended rather than ran out of time; `solver` its name.
+    **Fields:** `schedule`; `lower_bound` no schedule within the budget that recomputes for every stage afresh costs
+    less than this share of the step's time (0 where nothing is proven); `proven` whether the search ended rather than
+    ran out of time; `solver` its name.
     """
 
     schedule: Schedule
@@ -30,7 +31,7 @@ class Solver(Protocol):
 
         **Arguments:** `budget_nbytes` is None where the least reachable peak is asked for; `time_limit` in seconds.
 
-        A solver that finds nothing within the budget returns the schedule of least peak that it knows:
-        whether a schedule fits is the simulator's verdict, not the solver's.
+        A solver that finds nothing within the budget returns one of little peak that it came across: whether a
+        schedule fits is the simulator's verdict, not the solver's, and the least peak is asked for apart.
         """
         ...

@@ -21,7 +21,7 @@ own measure.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +32,7 @@ from .._graph import Graph
 from .._schedule import Schedule, complete, must_save
 from .._simulate import extra_seconds, rank, simulate
 from ._chen import Chen
-from ._frontiers import boundaries
+from ._frontiers import boundaries, hold
 from ._greedy import Greedy
 from ._interface import Solution
 from ._mincut import MinCut
@@ -46,7 +46,7 @@ MOST_RESIDUALS = 2500
 TOLERANCE_NBYTES = 64
 """What the integer program's arithmetic may overlook."""
 
-HOLDING_SHARE = 0.2
+HOLDING_SHARE = 0.1
 """Share of the time limit spent on holding recomputed values across stages, once a schedule without it is known."""
 
 LEAST_SLACKS = (0.0005, 0.02, 0.05)
@@ -69,58 +69,55 @@ class Milp:
     threads: int = 1
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
-        deadline = time.monotonic() + time_limit
-        share = time_limit / 4
-        known = [
-            solver.solve(graph, budget_nbytes, time_limit=share).schedule for solver in (MinCut(), Greedy())
-        ]
-        start = min(known, key=lambda schedule: rank(graph, schedule, budget_nbytes))
-        if start.drops_nothing and (not graph.residuals or rank(graph, start, budget_nbytes)[0] == 0):
+        start = complete(graph, graph.residuals)
+        if not graph.residuals or rank(graph, start, budget_nbytes)[0] == 0:
             return Solution(start, 0.0, True, "milp")
         large = len(graph.residuals) > MOST_RESIDUALS
-        if large or rank(graph, start, budget_nbytes)[0]:
-            chen = Chen().solve(graph, budget_nbytes, time_limit=share).schedule
-            start = min((start, chen), key=lambda schedule: rank(graph, schedule, budget_nbytes))
+        for solver, share in ((Chen(), 1 / 2 if large else 1 / 8), (MinCut(), 1 / 8), (Greedy(), 1 / 8)):
+            known = solver.solve(graph, budget_nbytes, time_limit=share * time_limit).schedule
+            start = min((start, known), key=lambda schedule: rank(graph, schedule, budget_nbytes))
         if large:
             return Solution(start, 0.0, False, "milp")
         if budget_nbytes is None:
-            return self._least(graph, start, deadline)
+            found = self._least(graph, start, time_limit)
+        else:
+            found = self._within(graph, budget_nbytes, start, time_limit)
+        bound = found.bound_seconds if found.fits else 0.0
+        return Solution(found.schedule, max(bound, 0.0) / (graph.step_seconds or 1.0), found.proven, "milp")
+
+    def _within(self, graph: Graph, budget_nbytes: int, start: Schedule, time_limit: float) -> "_Found":
+        """The cheapest schedule that fits: of those that recompute for each stage afresh, then with values held.
+
+        Holding them reaches lower peaks and saves time, but weakens the relaxation: the bound is of the former.
+        """
+        deadline = time.monotonic() + time_limit
         found = _Model(graph, self).solve(budget_nbytes, start, deadline)
         if found.fits and _repeats(found.schedule):
-            held = _Model(graph, self, holding=True).solve(
-                budget_nbytes, found.schedule, min(deadline, time.monotonic() + HOLDING_SHARE * time_limit)
-            )
-            found = _Found(held.schedule, True, found.bound_seconds, found.proven)
+            until = min(deadline, time.monotonic() + HOLDING_SHARE * time_limit)
+            known = hold(graph, found.schedule, budget_nbytes, until)
+            held = _Model(graph, self, holding=True, held=known.kept).solve(budget_nbytes, known, until)
+            bound = min(found.bound_seconds, extra_seconds(graph, held.schedule))
+            return _Found(held.schedule, True, bound, found.proven)
         if found.proven and not found.fits:
-            # Holding recomputed values across stages reaches lower peaks, but weakens the relaxation.
-            found = _Model(graph, self, holding=True).solve(budget_nbytes, start, deadline)
-        if found.fits:
-            return self._solution(graph, found)
-        return replace(self._least(graph, start, deadline), lower_bound=0.0, proven=found.proven)
+            return _Model(graph, self, holding=True).solve(budget_nbytes, start, deadline)
+        return found
 
-    def _least(self, graph: Graph, start: Schedule, deadline: float) -> Solution:
+    def _least(self, graph: Graph, start: Schedule, time_limit: float) -> "_Found":
         """The schedule of least peak, and among those about as low the fastest."""
-        half = (time.monotonic() + deadline) / 2
-        least = _Model(graph, self).solve(None, start, (time.monotonic() + half) / 2)
-        least = _Model(graph, self, holding=True).solve(None, least.schedule, half)
+        now = time.monotonic()
+        least = _Model(graph, self).solve(None, start, now + time_limit / 8)
+        least = _Model(graph, self, holding=True).solve(None, least.schedule, now + time_limit / 4)
         peak = simulate(graph, least.schedule).peak_nbytes
         plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes - graph.base_nbytes
         found = least
-        for i, slack in enumerate(LEAST_SLACKS):
-            now = time.monotonic()
-            until = now + (deadline - now) / (len(LEAST_SLACKS) - i)
+        for slack in LEAST_SLACKS:
             budget = peak + int(slack * plain)
-            known = (found.schedule, MinCut().solve(graph, budget, time_limit=until - now).schedule)
+            known = (found.schedule, MinCut().solve(graph, budget, time_limit=time_limit / 8).schedule)
             start = min(known, key=lambda schedule: rank(graph, schedule, budget))
-            found = _Model(graph, self, holding=bool(least.schedule.kept)).solve(budget, start, until)
+            found = self._within(graph, budget, start, time_limit / 4)
             if extra_seconds(graph, found.schedule) <= MOST_OVERHEAD * graph.step_seconds:
                 break
-        return self._solution(graph, found)
-
-    @staticmethod
-    def _solution(graph: Graph, found: "_Found") -> Solution:
-        bound = found.bound_seconds if found.fits else 0.0
-        return Solution(found.schedule, max(bound, 0.0) / (graph.step_seconds or 1.0), found.proven, "milp")
+        return found
 
 
 def _repeats(schedule: Schedule) -> bool:
@@ -141,6 +138,7 @@ class _Model:
     graph: Graph
     options: Milp
     holding: bool = False
+    held: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
         graph = self.graph
@@ -148,7 +146,7 @@ class _Model:
         self.free = [v for v in graph.residuals if v not in self.fixed]
         self.window = self._window()
         border = boundaries(graph) if self.holding else {}
-        self.holdable = {
+        self.holdable = self.held | {
             (v, k) for k, nodes in enumerate(self.window) for v in self._outputs(nodes) if v in border and k
         }
         self.moments = Moments(graph, self.fixed, self.window)

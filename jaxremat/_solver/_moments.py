@@ -118,14 +118,14 @@ class Moments:
         """For each stage (and the forward pass) the highest own moment and the highest recomputing one."""
         graph = self.graph
         best: dict[tuple[int, bool], tuple[int, int, int]] = {}
-        for event in profile.events:
-            again = event.recomputed_for >= 0
-            stage = event.recomputed_for if again else graph.stage_of[event.node]
+        for node, made_for, live_nbytes in zip(*profile.runs, strict=True):
+            if allowed is not None and live_nbytes <= allowed:
+                continue
+            again = made_for >= 0
+            stage = made_for if again else graph.stage_of[node]
             top = best.get((stage, again))
-            if (allowed is None or event.live_nbytes > allowed) and (
-                top is None or event.live_nbytes > top[0]
-            ):
-                best[stage, again] = (event.live_nbytes, event.node, event.recomputed_for)
+            if top is None or live_nbytes > top[0]:
+                best[stage, again] = (live_nbytes, node, made_for)
         return {(n, k) for _, n, k in best.values()}
 
     def _saved(self, v: int, k: int, own_at: int | None) -> list[Key]:
