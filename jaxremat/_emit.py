@@ -9,6 +9,7 @@ dropped equations behind it. Tied as follows:
 - the trigger holds the fence back until the stage before is done: the small results (weight gradients, reductions)
   that it leaves behind pass through the fence on their way to the optimizer, whose updates wait for it. Only where
   there is none that is late enough, a cotangent passes through, which cuts it off from kernels that would read it.
+  Letting every cotangent through is another form of the same fence, which is tried where time for that is given.
 - fused values (never in memory) that a clone reads are cloned with it; the stage's own equations read the original
   of a fused value whose sources are all originals.
 
@@ -30,13 +31,19 @@ from ._schedule import Schedule
 from ._slices import expands, sliced
 from ._trace import Traced
 
+FENCES = ("finished", "cotangents")
+"""What holds a fence back: the small results of the stage before, or every cotangent that it hands on as well."""
 
-def emit(traced: Traced, graph: Graph, schedule: Schedule) -> jex.ClosedJaxpr:
-    """The planned step as a type-checked jaxpr; node ids of `graph` are equation indices of `traced.jaxpr`."""
+
+def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finished") -> jex.ClosedJaxpr:
+    """The planned step as a type-checked jaxpr; node ids of `graph` are equation indices of `traced.jaxpr`.
+
+    **Arguments:** `fence` is one of `FENCES`.
+    """
     if not graph.stages:
         return traced.jaxpr
     jaxpr = traced.jaxpr.jaxpr
-    emitter = _Emitter(traced, graph, schedule)
+    emitter = _Emitter(traced, graph, schedule, fence)
     emitter.eqns.extend(jaxpr.eqns[: graph.forward_stop])
     for k in range(len(graph.stages)):
         emitter.stage(k)
@@ -52,8 +59,9 @@ _CONSTANTS = {_ZERO: _compat.literal(np.float32(0))}
 
 
 class _Emitter:
-    def __init__(self, traced: Traced, graph: Graph, schedule: Schedule):
+    def __init__(self, traced: Traced, graph: Graph, schedule: Schedule, fence: str):
         self.graph = graph
+        self.all_cotangents = fence == "cotangents"
         self.schedule = schedule
         self.source = traced.jaxpr.jaxpr.eqns
         self.eqns: list[Any] = []
@@ -69,6 +77,10 @@ class _Emitter:
             for a in eqn.invars:
                 if not _compat.is_literal(a):
                     self.readers.setdefault(a, []).append(node.id)
+        self.place = self._place()
+        self.own: list[list[int]] = [[] for _ in graph.stages]
+        for n in range(graph.forward_stop, len(graph.nodes)):
+            self.own[self.place[n]].append(n)
         self.loads = self._loads()
         self.lasting = self._lasting()
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
@@ -100,12 +112,23 @@ class _Emitter:
             )
         self.waiting = self._resume(k, renamed)
         self.waiting.update(stage.deferred)
-        self._run([n for n in range(stage.start, stage.stop) if n not in self.waiting], renamed)
+        self._run([n for n in self.own[k] if n not in self.waiting], renamed)
 
     def _resume(self, k: int, renamed: dict[Any, Any]) -> dict[int, int]:
         """Append the deferred equations that waited for the fence of stage `k`; returns those that wait on."""
         self._run([n for n, until in self.waiting.items() if until <= k], renamed)
         return {n: until for n, until in self.waiting.items() if until > k}
+
+    def _place(self) -> list[int]:
+        """For each equation the stage it runs in: of fused ones that of their first reader, whose kernel they are."""
+        graph = self.graph
+        place = list(graph.stage_of)
+        deferred = {n for stage in graph.stages for n, _ in stage.deferred}
+        for n in reversed(range(graph.forward_stop, len(graph.nodes))):
+            readers = [place[m] for v in self.source[n].outvars for m in self.readers.get(v, ())]
+            if readers and n not in deferred and not graph.kernel[n] and graph.nodes[n].repeatable:
+                place[n] = min(readers)
+        return place
 
     def _lasting(self) -> set[int]:
         """The fused forward values that the compiler may keep in memory all the same, if the backward pass reads them.
@@ -173,14 +196,13 @@ class _Emitter:
         wanted = set(self.schedule.recomputed[k])
         gone = {v for n in wanted for v in graph.nodes[n].outputs}
         gone |= {v for v, s in self.schedule.kept if s == k}
-        stage = graph.stages[k]
         stack = [
             v
-            for n in range(stage.start, stage.stop)
+            for n in self.own[k]
             for v in graph.nodes[n].inputs
             if not graph.values[v].materialised
             and (
-                self.graph.nodes[n].contraction or v in self.lasting or not gone.isdisjoint(graph.sources[v])
+                v in self.lasting or self._early(n, self.variable[v]) or not gone.isdisjoint(graph.sources[v])
             )
         ]
         # What a clone reads must not be written to memory for its sake: fused operands are cloned with it.
@@ -192,7 +214,7 @@ class _Emitter:
                 producer < 0
                 or producer in wanted
                 or graph.values[v].materialised
-                or graph.stage_of[producer] >= k
+                or self.place[producer] >= k
             ):
                 continue
             wanted.add(producer)
@@ -207,9 +229,8 @@ class _Emitter:
             operands = [a for a in self.source[n].invars if not _compat.is_literal(a)]
             inner = [a for a in operands if a in self.value_of and a not in made]
             through.extend(inner if inner or any(a in made for a in operands) else operands)
-        stage = self.graph.stages[k]
-        own = self.source[stage.start : stage.stop]
-        for n in range(stage.start, stage.stop):
+        own = [self.source[n] for n in self.own[k]]
+        for n in self.own[k]:
             operands = (a for a in self.source[n].invars if not _compat.is_literal(a))
             through.extend(a for a in operands if self._early(n, a) and self._there_before(a, k))
         through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a)]
@@ -283,17 +304,17 @@ class _Emitter:
             n for n in range(before, start) if graph.nodes[n].contraction and not graph.nodes[n].forward
         ]
         last = contractions[-1] if contractions else before
-        if not any(self._maker(v) >= last for v in triggers):
+        if self.all_cotangents or not any(self._maker(v) >= last for v in triggers):
             crossing = [
                 v
-                for n in range(last, start)
+                for n in range(before if self.all_cotangents else last, start)
                 if not graph.nodes[n].forward and n not in self.waiting
                 for v in self.source[n].outvars
                 if _can_pass(v)
                 and (v in self.returned or any(m >= start for m in self.readers.get(v, ())))
                 and graph.values[self.value_of[v]].materialised
             ]
-            triggers.extend(crossing[:1])
+            triggers.extend(crossing if self.all_cotangents else crossing[:1])
         return triggers
 
 

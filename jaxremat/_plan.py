@@ -50,7 +50,8 @@ class Plan:
     - `solver`, `solve_seconds`, `compile_count` how it was found; `rounds` pairs (predicted peak, compiled peak) in
       bytes of every schedule that was compiled, in order.
     - `actions` per residual, largest first.
-    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes` what the emitter needs.
+    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes`, `fence` what the emitter
+      needs.
     """
 
     budget_nbytes: int
@@ -72,6 +73,7 @@ class Plan:
     stages: tuple[tuple[int, int], ...]
     materialised: tuple[int, ...]
     small_nbytes: int
+    fence: str
 
     @property
     def drops_nothing(self) -> bool:

@@ -1,20 +1,20 @@
 """Program, arguments, budget -> a compiled step whose peak the compiler has confirmed, and its plan.
 
-The loop: solve within what the model allows, emit, compile, read the compiler's peak, correct the model's allowance by
-the difference, solve again. The best plan that fits is kept; nothing that exceeds the budget is returned.
+The plain step is compiled first, which says what it needs and what it keeps in memory; `_search` then finds the best
+plan that fits. Nothing that exceeds the budget is returned.
 """
 
 import logging
-import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from ._budget import Budget, format_nbytes, parse_budget
 from ._devices import DeviceSpec
-from ._emit import emit
-from ._errors import InfeasibleBudgetError, PlanMismatchError, SolverError
+from ._emit import FENCES, emit
+from ._errors import InfeasibleBudgetError, PlanMismatchError
 from ._fingerprint import fingerprint
 from ._graph import Graph
 from ._hlo import parse
@@ -23,24 +23,17 @@ from ._plan import Plan, actions
 from ._program import MemoryStats, Program
 from ._roofline import roofline
 from ._schedule import Schedule, check
-from ._simulate import Profile, rank, simulate
-from ._solver import MinCut, Solution, Solver
-from ._stages import cut_stages
+from ._search import Search, Trial
+from ._simulate import simulate
+from ._solver import Solution, Solver
 from ._tags import tagged, written
 from ._trace import trace
 from ._workspace import workspaces
 
 logger = logging.getLogger("jaxremat")
 
-_REPLANS = {"normal": 2, "thorough": 6}
-_SLACK = 0.02
-"""A plan that leaves this share of the temporaries' budget unused, and costs something, is worth another round."""
-
-_CHEAP = 0.002
-"""A plan of at most this overhead is not worth another cutting into stages, nor is a gain of half of it."""
-
-_LEAST_SLACK = 0.02
-"""Of schedules of about the least memory, within this share of the plain step's temporaries, the fastest is taken."""
+_ROUNDS = {"normal": 3, "thorough": 7}
+"""Schedules that are compiled in search of the best, at most."""
 
 _WORKSPACE_SHARE = 1 / 200
 """Equations with an operand above this share of the temporaries are compiled alone for their scratch memory."""
@@ -66,19 +59,6 @@ class Planned:
     plan: Plan
     jitted: Any
     compiled: jax.stages.Compiled | None
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """One emitted and compiled schedule, of a graph with some cutting into stages."""
-
-    graph: Graph
-    solution: Solution
-    profile: Profile
-    jitted: Any
-    compiled: jax.stages.Compiled
-    peak_nbytes: int
-    compiled_overhead: float
 
 
 def make_plan(program: Program, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
@@ -115,7 +95,9 @@ def apply_plan(
         jitted = program.plain
     else:
         graph = plan.layout(lower(traced, device, base_nbytes=0))
-        jitted = program.evaluating(emit(traced, graph, check(graph, plan.schedule(graph))), traced)
+        jitted = program.evaluating(
+            emit(traced, graph, check(graph, plan.schedule(graph)), plan.fence), traced
+        )
     if not verify:
         return Planned(plan, jitted, None)
     compiled = jitted.lower(*args, **kwargs).compile()
@@ -137,9 +119,6 @@ class _Planner:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     compile_count: int = 0
-    solve_seconds: float = 0.0
-    cuttings: list[Graph] = field(default_factory=list)
-    trials: list[_Trial] = field(default_factory=list)
 
     def run(self) -> Planned:
         request = self.request
@@ -174,130 +153,39 @@ class _Planner:
             "plain step: peak %s, %d equations, %d residuals, %d stages",
             format_nbytes(self.baseline_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
         )  # fmt: skip
+        search = self._search(graph, self.baseline_nbytes - base)
         if budget == "min":
-            trial = self._least(graph)
-            return self._planned(trial, trial.peak_nbytes)
-        return self._planned(self._search(graph, budget), budget)
+            trial = search.least()
+            return self._planned(search, trial, trial.peak_nbytes)
+        trial = search.within(budget, _ROUNDS[request.effort])
+        if trial is None:
+            raise self._infeasible(budget, search.trials)
+        if request.effort == "thorough":
+            trial = _reformed(search, trial, budget)
+        return self._planned(search, trial, budget)
 
-    def _search(self, graph: Graph, budget: int) -> _Trial:
-        """The cheapest compiled schedule within the budget."""
-        allowance = budget
-        for _ in range(1 + _REPLANS[self.request.effort]):
-            cut, solution = self._solve(graph, allowance)
-            if simulate(cut, solution.schedule).peak_nbytes > allowance:
-                cut, solution = self._solve(graph, None)
-            if self._tried(solution):
-                break
-            trial = self._try(cut, solution)
-            room = budget - trial.peak_nbytes
-            if room >= 0 and (
-                room <= _SLACK * (budget - graph.base_nbytes) or trial.profile.extra_seconds == 0
-            ):
-                break
-            allowance = self._allowance(trial, budget)
-        if not any(t.peak_nbytes <= budget for t in self.trials):
-            self._least(graph, budget)
-        fitting = [t for t in self.trials if t.peak_nbytes <= budget]
-        if not fitting:
-            raise self._infeasible(budget)
-        return min(fitting, key=lambda t: (t.profile.extra_seconds, t.peak_nbytes))
+    def _search(self, graph: Graph, temporaries_nbytes: int) -> Search:
+        request = self.request
+        return Search(graph, request.solver, request.time_limit, self._try, temporaries_nbytes)
 
-    def _allowance(self, trial: _Trial, budget: int) -> int:
-        """The predicted peak to ask for next: where predicted against compiled peaks so far meet the budget."""
-        fits = [t for t in self.trials if t.peak_nbytes <= budget]
-        exceeds = [t for t in self.trials if t.peak_nbytes > budget]
-        room = budget - trial.peak_nbytes
-        if fits and exceeds:
-            low = max(fits, key=lambda t: t.profile.peak_nbytes)
-            high = min(exceeds, key=lambda t: t.profile.peak_nbytes)
-            reach = high.profile.peak_nbytes - low.profile.peak_nbytes
-            if reach > 0:
-                share = (budget - low.peak_nbytes) / (high.peak_nbytes - low.peak_nbytes)
-                return low.profile.peak_nbytes + int(min(share, 0.95) * reach)
-        return trial.profile.peak_nbytes + (room if room > 0 else int(1.1 * room))
-
-    def _least(self, graph: Graph, budget: int | None = None) -> _Trial:
-        """The compiled schedule of least peak; with a budget, the first that fits.
-
-        Without one, of those that need about the least the fastest.
-        """
-        # The model is least sure where memory is least: a mere price of memory, which leans on it less, is tried too.
-        for solver in (self.request.solver, MinCut()):
-            for cut, solution in self._candidates(graph, None, solver):
-                if not self._tried(solution):
-                    trial = self._try(cut, solution)
-                    if budget is not None and trial.peak_nbytes <= budget:
-                        return trial
-        about = min(t.peak_nbytes for t in self.trials)
-        if budget is None:
-            about += _LEAST_SLACK * (self.baseline_nbytes - graph.base_nbytes)
-        return min((t for t in self.trials if t.peak_nbytes <= about), key=lambda t: t.profile.extra_seconds)
-
-    def _tried(self, solution: Solution) -> bool:
-        return any(t.solution.schedule == solution.schedule for t in self.trials)
-
-    def _solve(self, graph: Graph, allowance: int | None) -> tuple[Graph, Solution]:
-        """The best solution of the two ways to cut the graph into stages, with the graph so cut."""
-        return self._candidates(graph, allowance, self.request.solver)[0]
-
-    def _candidates(
-        self, graph: Graph, allowance: int | None, solver: Solver
-    ) -> list[tuple[Graph, Solution]]:
-        """The solutions for both ways to cut the graph into stages, best first.
-
-        Only one where it is cheap, or about as good as what the last trial took.
-        """
-        began = time.monotonic()
-        before = self.trials[-1].profile.extra_seconds if self.trials else 0.0
-        enough = max(_CHEAP * graph.step_seconds, 1.25 * before)
-        found: list[tuple[tuple[float, ...], Graph, Solution]] = []
-        for at, cut in enumerate(self._cuttings(graph)):
-            solution = self._solution(cut, allowance, solver)
-            misfit, *order = rank(cut, solution.schedule, allowance)
-            if allowance is not None and misfit == 0.0:
-                order[0] += at * _CHEAP / 2 * cut.step_seconds
-            found.append(((misfit, *order), cut, solution))
-            if misfit == 0.0 and order[0] <= enough:
-                break
-        self.solve_seconds += time.monotonic() - began
-        return [(cut, solution) for _, cut, solution in sorted(found, key=lambda candidate: candidate[0])]
-
-    def _cuttings(self, graph: Graph) -> list[Graph]:
-        """The graph cut coarsely and, where that differs, finely; what the last trial took comes first."""
-        if not self.cuttings:
-            stages = dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))
-            self.cuttings = [replace(graph, stages=cut) for cut in stages]
-        last = self.trials[-1].graph if self.trials else self.cuttings[0]
-        return sorted(self.cuttings, key=lambda cut: cut is not last)
-
-    def _solution(self, graph: Graph, allowance: int | None, solver: Solver) -> Solution:
-        solution = solver.solve(graph, allowance, time_limit=self.request.time_limit)
-        if not isinstance(solution, Solution):
-            raise SolverError(
-                f"The solver {solver!r} returned a {type(solution).__name__}. "
-                "Its method `solve` must return a `jaxremat.Solution`, for example `Solution(complete(graph, saved))`."
-            )
-        check(graph, solution.schedule)
-        return solution
-
-    def _try(self, graph: Graph, solution: Solution) -> _Trial:
+    def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial:
         profile = simulate(graph, solution.schedule)
-        jitted = self.program.evaluating(emit(self.traced, graph, solution.schedule), self.traced)
+        jitted = self.program.evaluating(emit(self.traced, graph, solution.schedule, fence), self.traced)
         compiled = self._compile(jitted)
         seconds = roofline(parse(_text(compiled)), self.request.device).seconds
-        trial = _Trial(
+        trial = Trial(
             graph=graph,
             solution=solution,
+            fence=fence,
             profile=profile,
             jitted=jitted,
             compiled=compiled,
             peak_nbytes=MemoryStats.of(compiled).peak_nbytes,
             compiled_overhead=seconds / self.baseline_seconds - 1,
         )
-        self.trials.append(trial)
         logger.info(
-            "round %d: predicted %s, compiled %s, overhead predicted %.2f %%, compiled %.2f %%",
-            len(self.trials), format_nbytes(profile.peak_nbytes), format_nbytes(trial.peak_nbytes),
+            "predicted %s, compiled %s, overhead predicted %.2f %%, compiled %.2f %%",
+            format_nbytes(profile.peak_nbytes), format_nbytes(trial.peak_nbytes),
             100 * profile.extra_seconds / graph.step_seconds, 100 * trial.compiled_overhead,
         )  # fmt: skip
         return trial
@@ -316,31 +204,36 @@ class _Planner:
         )
         return Planned(plan, self.program.plain, compiled)
 
-    def _planned(self, trial: _Trial, budget: int) -> Planned:
-        plan = self._as_plan(trial.graph, budget, trial.solution)
+    def _planned(self, search: Search, trial: Trial, budget: int) -> Planned:
+        plan = self._as_plan(trial.graph, budget, trial.solution, search)
         plan = replace(
-            plan, compiled_peak_nbytes=trial.peak_nbytes, compiled_overhead=trial.compiled_overhead
+            plan,
+            compiled_peak_nbytes=trial.peak_nbytes,
+            compiled_overhead=trial.compiled_overhead,
+            fence=trial.fence,
         )
         return Planned(plan, trial.jitted, trial.compiled)
 
     def _unverified(self, graph: Graph, rough_peak: int, budget: Any) -> Planned:
         self.baseline_nbytes = rough_peak
         allowance = None if budget == "min" else budget
-        graph, solution = self._solve(graph, allowance)
+        search = self._search(graph, rough_peak - graph.base_nbytes)
+        graph, solution = search.predict(allowance)
         peak = simulate(graph, solution.schedule).peak_nbytes
         if allowance is not None and peak > allowance:
-            raise self._infeasible(allowance, (graph, solution.schedule))
-        plan = self._as_plan(graph, allowance or peak, solution)
+            raise self._infeasible(allowance, predicted=(graph, solution.schedule))
+        plan = self._as_plan(graph, allowance or peak, solution, search)
         if solution.schedule.drops_nothing:
             return Planned(replace(plan, stages=()), self.program.plain, None)
         return Planned(
             plan, self.program.evaluating(emit(self.traced, graph, solution.schedule), self.traced), None
         )
 
-    def _as_plan(self, graph: Graph, budget: int, solution: Solution) -> Plan:
+    def _as_plan(self, graph: Graph, budget: int, solution: Solution, search: Search | None = None) -> Plan:
         schedule = solution.schedule
         profile = simulate(graph, schedule)
         overhead = profile.extra_seconds / (graph.step_seconds or 1.0)
+        trials = search.trials if search else []
         return Plan(
             budget_nbytes=budget,
             baseline_peak_nbytes=self.baseline_nbytes,
@@ -351,9 +244,9 @@ class _Planner:
             lower_bound=solution.lower_bound,
             gap=max(overhead - solution.lower_bound, 0.0),
             solver=solution.solver or type(self.request.solver).__name__,
-            solve_seconds=self.solve_seconds,
+            solve_seconds=search.solve_seconds if search else 0.0,
             compile_count=self.compile_count,
-            rounds=tuple((t.profile.peak_nbytes, t.peak_nbytes) for t in self.trials),
+            rounds=tuple((t.profile.peak_nbytes, t.peak_nbytes) for t in trials),
             actions=actions(graph, schedule),
             fingerprint=self.fingerprint,
             saved=tuple(sorted(schedule.saved)),
@@ -361,13 +254,17 @@ class _Planner:
             stages=tuple((s.start, s.stop) for s in graph.stages),
             materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
             small_nbytes=graph.small_nbytes,
+            fence="finished",
         )
 
     def _infeasible(
-        self, budget: int, predicted: tuple[Graph, Schedule] | None = None
+        self,
+        budget: int,
+        trials: Sequence[Trial] = (),
+        predicted: tuple[Graph, Schedule] | None = None,
     ) -> InfeasibleBudgetError:
         if predicted is None:
-            trial = min(self.trials, key=lambda t: t.peak_nbytes)
+            trial = min(trials, key=lambda t: t.peak_nbytes)
             graph, schedule, peak, how = trial.graph, trial.solution.schedule, trial.peak_nbytes, "compiled"
         else:
             graph, schedule = predicted
@@ -389,6 +286,15 @@ class _Planner:
             budget_nbytes=budget,
             min_peak_nbytes=peak,
         )
+
+
+def _reformed(search: Search, trial: Trial, budget: int) -> Trial:
+    """The trial, or the same schedule with another form of fences, if its compiled program is faster and fits."""
+    for fence in FENCES:
+        if fence != trial.fence and trial.profile.extra_seconds > 0:
+            search.reform(trial, fence)
+    same = [t for t in search.trials if t.solution is trial.solution and t.peak_nbytes <= budget]
+    return min(same, key=lambda t: t.compiled_overhead)
 
 
 def _everything(graph: Graph) -> Schedule:

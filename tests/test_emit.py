@@ -17,7 +17,7 @@ from zoo import BY_NAME
 import jaxremat
 from jaxremat import Graph, MemoryStats, RecomputeAll, SaveAll, Schedule
 from jaxremat._devices import detect
-from jaxremat._emit import emit
+from jaxremat._emit import FENCES, emit
 from jaxremat._hlo import live_at_peak, parse
 from jaxremat._lower import lower
 from jaxremat._trace import Traced, trace
@@ -119,8 +119,9 @@ def all_dropped(graph: Graph) -> Schedule:
     return RecomputeAll().solve(graph, None, time_limit=1.0).schedule
 
 
+@pytest.mark.parametrize("fence", FENCES)
 @pytest.mark.parametrize("fn", [mlp, conv_net], ids=lambda fn: fn.__name__)
-def test_contractions_are_repeated(fn: Any) -> None:
+def test_contractions_are_repeated(fn: Any, fence: str) -> None:
     args, primitive, opcode = (
         (mlp_args(), "dot_general", "dot")
         if fn is mlp
@@ -129,7 +130,7 @@ def test_contractions_are_repeated(fn: Any) -> None:
     layers = len(args[0])
     traced, graph = lowered(fn, args)
     plain = emit(traced, graph, all_saved(graph))
-    planned = emit(traced, graph, all_dropped(graph))
+    planned = emit(traced, graph, all_dropped(graph), fence)
     assert emit(traced, replace(graph, stages=()), all_saved(replace(graph, stages=()))) is traced.jaxpr
     assert count(plain, primitive) == 3 * layers - 1
     again = recomputed_layers(traced, graph, primitive)

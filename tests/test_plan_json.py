@@ -48,6 +48,7 @@ def plan_of(graph: Graph, schedule: Schedule) -> Plan:
         stages=tuple((s.start, s.stop) for s in graph.stages),
         materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
         small_nbytes=graph.small_nbytes,
+        fence="finished",
     )
 
 

@@ -25,6 +25,7 @@ from jaxremat import (
     Solution,
     SolverError,
 )
+from jaxremat._emit import FENCES
 
 BATCH, WIDTH, LAYERS = 256, 32, 6
 AMPLE = "1GiB"
@@ -254,6 +255,21 @@ def test_plan_from_a_file_needs_no_solver(planned: jaxremat.Step, tmp_path: Any,
     with pytest.raises(InfeasibleBudgetError, match="this machine's compiler needs") as caught:
         jaxremat.optimize(plan=tight)(train).plan(*args)
     assert caught.value.min_peak_nbytes == plan.compiled_peak_nbytes
+
+
+def test_thorough_effort_tries_other_fences(budget: int) -> None:
+    step = jaxremat.optimize(budget, effort="thorough")(train)
+    args = make_params(), make_batch()
+    found = step.plan(*args)
+    assert found.fence in FENCES
+    assert found.compiled_peak_nbytes is not None
+    assert found.compiled_peak_nbytes <= budget
+    quick = jaxremat.plan(train, *args, budget=budget)
+    assert found.compile_count > quick.compile_count
+    assert found.overhead <= quick.overhead
+    again = jaxremat.optimize(plan=Plan.from_json(found.to_json()))(train)
+    for got, wanted in zip(jax.tree.leaves(again(*args)), jax.tree.leaves(train(*args)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_unverified_plan(budget: int) -> None:

@@ -14,7 +14,18 @@ FREE_OF_JAX = [
     "_graph.py", "_schedule.py", "_simulate.py", "_plan.py", "_stages.py", "_budget.py", "_errors.py", "_hlo.py",
     *(name for name in FILES if name.startswith("_solver/")),
 ]  # fmt: skip
-PIPELINE = ["_errors", "_budget", "_graph", "_schedule", "_simulate", "_plan", "_solver", "_verify", "_api"]
+PIPELINE = [
+    "_errors",
+    "_budget",
+    "_graph",
+    "_schedule",
+    "_simulate",
+    "_plan",
+    "_solver",
+    "_search",
+    "_verify",
+    "_api",
+]
 """The data's way through the library: a module never imports a later one."""
 TALKATIVE = {"__main__.py", "_demo.py"}
 

@@ -1,0 +1,195 @@
+"""Graph, budget -> the cheapest schedule of which the compiler says that it fits.
+
+The loop: solve within what the model allows, compile, read the compiler's peak, correct the model's allowance by the
+difference, solve again. The two ways to cut the backward pass into stages compete; each has an allowance of its own,
+because the model errs differently on each.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from ._errors import SolverError
+from ._graph import Graph
+from ._schedule import check
+from ._simulate import Profile, rank
+from ._solver import MinCut, Solution, Solver
+from ._stages import cut_stages
+
+SLACK = 0.02
+"""A plan that leaves this share of the temporaries' budget unused, and costs something, is worth another round."""
+
+CHEAP = 0.002
+"""A plan of at most this overhead is not worth another round, nor is a gain of half of it."""
+
+HOPE = 1.25
+"""A cutting that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's."""
+
+LEAST_SLACK = 0.02
+"""Of schedules of about the least memory, within this share of the plain step's temporaries, the fastest is taken."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One emitted and compiled schedule, of a graph with some cutting into stages."""
+
+    graph: Graph
+    solution: Solution
+    fence: str
+    profile: Profile
+    jitted: Any
+    compiled: jax.stages.Compiled
+    peak_nbytes: int
+    compiled_overhead: float
+
+
+Attempt = Callable[[Graph, Solution, str], Trial]
+"""Emits a solution with a form of fences (see `_emit.FENCES`), compiles it and reads its peak."""
+
+
+@dataclass
+class _Line:
+    """One cutting into stages, the predicted peak to ask for next, and what was compiled."""
+
+    graph: Graph
+    allowance: int
+    trials: list[Trial] = field(default_factory=list)
+    pending: Solution | None = None
+    closed: bool = False
+
+
+@dataclass
+class Search:
+    """**Fields:** `graph` with its coarse stages; `temporaries_nbytes` of the plain step; `trials` in order."""
+
+    graph: Graph
+    solver: Solver
+    time_limit: float
+    attempt: Attempt
+    temporaries_nbytes: int
+    trials: list[Trial] = field(default_factory=list)
+    solve_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        stages = dict.fromkeys((self.graph.stages, cut_stages(self.graph, fine=True)))
+        self.cuttings = [replace(self.graph, stages=cut) for cut in stages]
+
+    def within(self, budget: int, rounds: int) -> Trial | None:
+        """The cheapest compiled schedule within the budget, after that many rounds at most; None if none fits."""
+        lines = [_Line(cut, budget) for cut in self.cuttings]
+        for _ in range(rounds):
+            line = self._next(lines, budget)
+            if line is None or line.pending is None:
+                break
+            self._advance(line, budget)
+        return self.best(budget) or self._least(budget)
+
+    def least(self) -> Trial:
+        """The compiled schedule of least peak, and of those that need about as little the fastest."""
+        self._least(None)
+        about = min(t.peak_nbytes for t in self.trials) + LEAST_SLACK * self.temporaries_nbytes
+        return min((t for t in self.trials if t.peak_nbytes <= about), key=lambda t: t.profile.extra_seconds)
+
+    def best(self, budget: int) -> Trial | None:
+        """The cheapest trial that fits so far."""
+        fitting = [t for t in self.trials if t.peak_nbytes <= budget]
+        return min(fitting, key=lambda t: (t.profile.extra_seconds, t.peak_nbytes), default=None)
+
+    def reform(self, trial: Trial, fence: str) -> None:
+        """Compile a trial's schedule with another form of fences."""
+        self.trials.append(self.attempt(trial.graph, trial.solution, fence))
+
+    def predict(self, allowance: int | None) -> tuple[Graph, Solution]:
+        """The solution that is best by the model alone, with the graph that it is of."""
+        found = []
+        for cut in self.cuttings:
+            solution = self._solution(cut, allowance, self.solver)
+            found.append((rank(cut, solution.schedule, allowance), cut, solution))
+            if found[-1][0][:2] <= (0.0, CHEAP * cut.step_seconds):
+                break
+        return min(found, key=lambda each: each[0])[1:]
+
+    def _next(self, lines: list[_Line], budget: int) -> _Line | None:
+        """The line to try next, with its pending solution; None where no further round promises anything."""
+        best, step = self.best(budget), self.graph.step_seconds
+        if best is not None and best.profile.extra_seconds <= CHEAP * step:
+            return None
+        ready: list[tuple[tuple[float, ...], _Line]] = []
+        for line in lines:
+            if line.closed:
+                continue
+            if line.pending is None:
+                line.pending = self._solution(line.graph, line.allowance, self.solver)
+            order = rank(line.graph, line.pending.schedule, line.allowance)
+            if not self._tried(line.pending) and order[0] == 0.0 and self._promises(line, order[1], best):
+                ready.append((order, line))
+                if order[1] <= CHEAP * step:
+                    break
+        if not ready and best is None:
+            for line in lines:
+                line.pending = self._solution(line.graph, None, self.solver)
+                if not self._tried(line.pending):
+                    ready.append((rank(line.graph, line.pending.schedule, None), line))
+        return min(ready, key=lambda each: each[0], default=(None, None))[1]
+
+    def _promises(self, line: _Line, seconds: float, best: Trial | None) -> bool:
+        if best is None:
+            return True
+        known = best.profile.extra_seconds
+        return seconds <= (known - CHEAP / 2 * self.graph.step_seconds if line.trials else HOPE * known)
+
+    def _advance(self, line: _Line, budget: int) -> None:
+        """Compile the line's pending solution and correct its allowance."""
+        assert line.pending is not None
+        trial = self.attempt(line.graph, line.pending, "finished")
+        self.trials.append(trial)
+        line.trials.append(trial)
+        room = budget - trial.peak_nbytes
+        enough = room <= SLACK * (budget - self.graph.base_nbytes) or trial.profile.extra_seconds == 0
+        line.closed = room >= 0 and enough
+        line.allowance, line.pending = _allowance(line.trials, budget), None
+
+    def _least(self, budget: int | None) -> Trial | None:
+        """Compile the schedules of least predicted peak; with a budget, until one fits, which is returned."""
+        # The model is least sure where memory is least: a mere price of memory, which leans on it less, is tried too.
+        for solver in (self.solver, MinCut()):
+            for cut in self.cuttings:
+                solution = self._solution(cut, None, solver)
+                if not self._tried(solution):
+                    self.trials.append(self.attempt(cut, solution, "finished"))
+                    if budget is not None and self.trials[-1].peak_nbytes <= budget:
+                        return self.trials[-1]
+        return None
+
+    def _tried(self, solution: Solution) -> bool:
+        return any(t.solution.schedule == solution.schedule for t in self.trials)
+
+    def _solution(self, graph: Graph, allowance: int | None, solver: Solver) -> Solution:
+        began = time.monotonic()
+        solution = solver.solve(graph, allowance, time_limit=self.time_limit)
+        self.solve_seconds += time.monotonic() - began
+        if not isinstance(solution, Solution):
+            raise SolverError(
+                f"The solver {solver!r} returned a {type(solution).__name__}. "
+                "Its method `solve` must return a `jaxremat.Solution`, for example `Solution(complete(graph, saved))`."
+            )
+        check(graph, solution.schedule)
+        return solution
+
+
+def _allowance(trials: list[Trial], budget: int) -> int:
+    """The predicted peak to ask for next: where predicted against compiled peaks so far meet the budget."""
+    fits = [t for t in trials if t.peak_nbytes <= budget]
+    exceeds = [t for t in trials if t.peak_nbytes > budget]
+    room = budget - trials[-1].peak_nbytes
+    if fits and exceeds:
+        low = max(fits, key=lambda t: t.profile.peak_nbytes)
+        high = min(exceeds, key=lambda t: t.profile.peak_nbytes)
+        reach = high.profile.peak_nbytes - low.profile.peak_nbytes
+        if reach > 0:
+            share = (budget - low.peak_nbytes) / (high.peak_nbytes - low.peak_nbytes)
+            return low.profile.peak_nbytes + int(min(share, 0.95) * reach)
+    return trials[-1].profile.peak_nbytes + (room if room > 0 else int(1.1 * room))
