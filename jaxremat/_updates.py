@@ -85,31 +85,35 @@ class _Updates:
                     *(done[m] for m in overwritten if m in done and (m < n or graph.nodes[m].contraction)),
                 ]
             )
-        while wrong := self._settle(waits, last):
-            for n in wrong:
-                del waits[n]
-        return {n: k if k < last else last for n, k in waits.items()}
+        while True:
+            # First what cannot wait at all, lest it tie updates together that have nothing to do with each other.
+            levelled = waits
+            wrong = self._wrong(waits) or self._wrong(levelled := self._levelled(waits))
+            if not wrong:
+                return {n: min(k, last) for n, k in levelled.items()}
+            waits = {n: k for n, k in waits.items() if n not in wrong}
 
-    def _settle(self, waits: dict[int, int], last: int) -> list[int]:
-        """Raise waits until all of an update waits as long as its last part: only what passes a fence is held back.
-
-        Returns the nodes that then cannot be deferred, because of what they are or what reads them earlier.
-        """
-        graph = self.graph
+    def _levelled(self, waits: dict[int, int]) -> dict[int, int]:
+        """The waits, raised until all of an update waits as long as its last part: what passes a fence is held back."""
+        graph, levelled = self.graph, dict(waits)
         before = None
-        while before != (before := tuple(waits.values())):
-            for order in (sorted(waits), sorted(waits, reverse=True)):
+        while before != (before := tuple(levelled.values())):
+            for order in (sorted(levelled), sorted(levelled, reverse=True)):
                 for n in order:
                     near = [graph.values[v].producer for v in graph.nodes[n].inputs]
                     near += [m for v in graph.nodes[n].outputs for m in self.readers[v]]
-                    waits[n] = max([waits[n], *(waits[m] for m in near if m in waits)])
-        wrong = []
-        for n in waits:
-            node = graph.nodes[n]
-            stop = self.cuts[min(waits[n], last)]
+                    levelled[n] = max([levelled[n], *(levelled[m] for m in near if m in levelled)])
+        return levelled
+
+    def _wrong(self, waits: dict[int, int]) -> set[int]:
+        """The nodes that cannot be deferred so long, because of what they are or what reads them earlier."""
+        graph, last = self.graph, len(self.cuts) - 1
+        wrong = set()
+        for n, k in waits.items():
+            node, stop = graph.nodes[n], self.cuts[min(k, last)]
             early = any(m < stop and m not in waits for v in node.outputs for m in self.readers[v])
             if node.heavy or not node.repeatable or early or any(self._held(v) for v in node.inputs):
-                wrong.append(n)
+                wrong.add(n)
         return wrong
 
     def _held(self, v: int) -> bool:

@@ -20,6 +20,7 @@ from jaxremat._trace import trace
 from jaxremat._updates import with_updates
 
 ADAM = optax.adamw(1e-3)
+ADAM = optax.adam(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
 
 
@@ -143,3 +144,28 @@ def test_what_reads_a_deferred_result_comes_after_it(case: Any) -> None:
         for reader in graph.nodes[n + 1 :]:
             if made.intersection(reader.inputs):
                 assert waits.get(reader.id, -1) >= k or reader.id >= starts[k]
+
+
+def test_gradients_do_not_pile_up() -> None:
+    """Adam's updates of layers wait for a fence or two, not for the end of the step."""
+
+    def step(state: Any, batch: jax.Array) -> Any:
+        weights, moments = state
+
+        def loss(weights: Any) -> jax.Array:
+            y = batch
+            for w, scale in weights:
+                y = y + jnp.tanh((y * jax.lax.rsqrt(jnp.mean(y * y, 1, keepdims=True)) * scale) @ w)
+            return jnp.mean(y**2)
+
+        updates, moments = ADAM.update(jax.grad(loss)(weights), moments, weights)
+        return optax.apply_updates(weights, updates), moments
+
+    weights = [(jnp.eye(64), jnp.ones(64))] * 12
+    traced = trace(jax.jit(step, donate_argnums=0), ((weights, ADAM.init(weights)), jnp.ones((512, 64))), {})
+    graph = lower(traced, detect(jax.devices("cpu")[0]), base_nbytes=0)
+    stages = with_updates(graph, [*range(graph.forward_stop, len(graph.nodes), 50), len(graph.nodes)])
+    waited = [k - i for i, stage in enumerate(stages) for _, k in stage.deferred]
+    assert len(stages) > 8
+    assert len(waited) > 12 * len(jax.tree.leaves(weights[0]))
+    assert max(waited) <= 3
