@@ -18,6 +18,7 @@ from ._errors import JaxrematError as JaxrematError
 from ._errors import JaxrematWarning as JaxrematWarning
 from ._errors import PlanMismatchError as PlanMismatchError
 from ._errors import SolverError as SolverError
+from ._errors import TargetError as TargetError
 from ._graph import Graph as Graph
 from ._graph import Node as Node
 from ._graph import Stage as Stage
@@ -37,6 +38,7 @@ from ._solver import RecomputeAll as RecomputeAll
 from ._solver import SaveAll as SaveAll
 from ._solver import Solution as Solution
 from ._solver import Solver as Solver
+from ._target import targets as targets
 
 if TYPE_CHECKING:
     from ._solver._milp import Milp as Milp

@@ -17,6 +17,8 @@ from ._plan import Plan
 from ._program import MemoryStats, Program
 from ._program import compiler_options as merged_options
 from ._solver import Solver
+from ._specs import DeviceSpec, find
+from ._target import Target
 from ._verify import Planned, Request, apply_plan, make_plan
 
 _UNSET: Any = object()
@@ -37,6 +39,7 @@ def optimize(
     time_limit: float = 10.0,
     verify: bool = True,
     effort: str = "normal",
+    target: str | None = None,
 ) -> Callable[[Callable[..., Any]], "Step"]:
     """A drop-in for `jax.jit` on a whole train step that keeps its compiled peak within a budget.
 
@@ -51,12 +54,15 @@ def optimize(
     - `solver`: a `jaxremat.Solver`; None for `jaxremat.Milp()`.
     - `time_limit`: seconds for each solve; the incumbent and its honest gap are used when it ends.
     - `verify`: compile, compare with the budget, correct and plan again at most twice. False trusts the model.
-    - `effort`: `"thorough"` allows more rounds.
+    - `effort`: `"thorough"` allows more rounds, and tries other forms of fences.
+    - `target`: plan for this device, one of `jaxremat.targets()`, on a machine that need not have it: the peak is that
+      of XLA's compiler for it (`pip install "jaxremat[targets]"`). Such a step can be planned, lowered and compiled
+      anywhere, and called where the device is.
 
     **Returns:** a decorator that gives a `Step`.
 
     **Raises:** on the first call with new shapes: `BudgetError`, `InfeasibleBudgetError`, `PlanMismatchError`,
-    `SolverError`, `ArgumentError`.
+    `SolverError`, `ArgumentError`, `TargetError`.
 
     ```python
     @jaxremat.optimize("3GiB", donate_argnums=(0, 1))
@@ -81,6 +87,7 @@ def optimize(
             f"`solver={solver!r}` has no method `solve(graph, budget_nbytes, *, time_limit)`. "
             "Pass an instance, such as `jaxremat.Milp()` or `jaxremat.Greedy()`."
         )
+    device = None if target is None else Target(target)
     if plan is None and isinstance(budget, (str, int, float)):
         parse_budget(budget, 1 << 40)  # a budget that can never be read is refused where it is written
 
@@ -96,6 +103,7 @@ def optimize(
             in_shardings=in_shardings,
             out_shardings=out_shardings,
             compiler_options=tuple(sorted((compiler_options or {}).items())),
+            target=device,
         )
         return Step(program, None if budget is _UNSET else budget, plan, solver, time_limit, verify, effort)
 
@@ -174,7 +182,7 @@ class Step:
             return self._program.plain(*args, **kwargs)
         key = self._key(args, kwargs)
         planned = self._plan_for(args, kwargs, key)
-        run = planned.compiled or planned.jitted.lower(*args, **kwargs).compile()
+        run = self._executable(planned, args, kwargs)
         static = self._program.static(args, kwargs)
         self._recent = _Recent([_type_of(leaf) for leaf in leaves], tree, static, key, run)
         return run(*dynamic[0], **dynamic[1])
@@ -183,14 +191,24 @@ class Step:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         return self._plan_for(args, kwargs).plan
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The planned step, lowered for these arguments."""
-        return self._plan_for(args, kwargs).jitted.lower(*args, **kwargs)
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The planned step, lowered for these arguments: a `jax.stages.Lowered`, or its like for a target."""
+        return self._program.lower(self._plan_for(args, kwargs).jitted, args, kwargs)
 
-    def compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
-        """The planned step, compiled for these arguments."""
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """The planned step, compiled for these arguments: a `jax.stages.Compiled`, or its like for a target."""
         planned = self._plan_for(args, kwargs)
-        return planned.compiled or planned.jitted.lower(*args, **kwargs).compile()
+        return planned.compiled or self._program.lower(planned.jitted, args, kwargs).compile()
+
+    def _executable(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The compiled step to run here; of a step for a target, compiled anew by the device's own compiler."""
+        target = self._program.target
+        if target is None:
+            return planned.compiled or planned.jitted.lower(*args, **kwargs).compile()
+        device = _device_of(args, kwargs)
+        if find(str(device.device_kind)) != target.name:
+            return self.compile(*args, **kwargs)  # which says, when called, that it cannot run here
+        return planned.jitted.lower(*args, **kwargs).compile()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else _Bound(self, instance)
@@ -208,17 +226,13 @@ class Step:
         return planned
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        device = _device_of(args, kwargs)
-        spec = detect(device)
-        options = merged_options(device.platform, dict(self._program.compiler_options))
-        program = replace(self._program, compiler_options=tuple(sorted(options.items())))
+        program, spec, reported = _placed(self._program, args, kwargs)
         if self._given is not None:
             return apply_plan(program, self._given, spec, args, kwargs, self._verify)
         if self._solver is None:
             from ._solver._milp import Milp
 
             self._solver = Milp()
-        stats = device.memory_stats() or {}
         request = Request(
             budget=self._budget,
             solver=self._solver,
@@ -226,7 +240,7 @@ class Step:
             verify=self._verify,
             effort=self._effort,
             device=spec,
-            device_nbytes=stats.get("bytes_limit"),
+            device_nbytes=reported,
         )
         return make_plan(program, request, args, kwargs)
 
@@ -268,11 +282,11 @@ class _Bound:
         """`Step.plan` for this object."""
         return self.__func__.plan(self.__self__, *args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`Step.lower` for this object."""
         return self.__func__.lower(self.__self__, *args, **kwargs)
 
-    def compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
         """`Step.compile` for this object."""
         return self.__func__.compile(self.__self__, *args, **kwargs)
 
@@ -292,25 +306,29 @@ def memory(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     compiler_options: dict[str, Any] | None = None,
+    target: str | None = None,
 ) -> MemoryStats:
     """What any function needs on one device, by compiling it: the trustworthy number.
 
     **Arguments:** the function (jitted or not, or a `Step`) and its arguments (arrays or `jax.ShapeDtypeStruct`s);
-    the rest as in `jax.jit`. On the CPU the compiler is told to keep `jax.checkpoint`'s fences, as `optimize` does.
+    `target` as in `optimize`; the rest as in `jax.jit`. On the CPU the compiler is told to keep `jax.checkpoint`'s
+    fences, as `optimize` does.
     """
     if isinstance(fn, Step):
         return MemoryStats.of(fn.compile(*args))
-    device = _device_of(args, {})
-    options = merged_options(device.platform, compiler_options)
-    if (jitted := getattr(fn, "lower", None)) is not None:
-        return MemoryStats.of(jitted(*args).compile(compiler_options=options or None))
     program = Program(
         fn=fn,
         static_argnums=_as_tuple(static_argnums),
         donate_argnums=_as_tuple(donate_argnums),
-        compiler_options=tuple(sorted(options.items())),
+        compiler_options=tuple(sorted((compiler_options or {}).items())),
+        target=None if target is None else Target(target),
     )
-    return MemoryStats.of(program.plain.lower(*args).compile())
+    program, _, _ = _placed(program, args, {})
+    if (jitted := getattr(fn, "lower", None)) is None:
+        return MemoryStats.of(program.lower(program.plain, args, {}).compile())
+    if program.target is not None:
+        return MemoryStats.of(program.lower(fn, args, {}).compile())
+    return MemoryStats.of(jitted(*args).compile(compiler_options=dict(program.compiler_options) or None))
 
 
 def _type_of(leaf: Any) -> Any:
@@ -324,6 +342,20 @@ def _type_of(leaf: Any) -> Any:
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)
+
+
+def _placed(
+    program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Program, DeviceSpec, int | None]:
+    """The program with the compiler options of its device, the device, and the memory in bytes that it reports."""
+    if program.target is not None:
+        spec, reported, platform = program.target.spec, program.target.spec.memory_nbytes, "gpu"
+    else:
+        device = _device_of(args, kwargs)
+        spec, platform = detect(device), device.platform
+        reported = (device.memory_stats() or {}).get("bytes_limit")
+    options = merged_options(platform, dict(program.compiler_options))
+    return replace(program, compiler_options=tuple(sorted(options.items()))), spec, reported
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

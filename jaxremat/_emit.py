@@ -26,6 +26,7 @@ import numpy as np
 from . import _compat
 from ._cost import aval_nbytes
 from ._graph import Graph
+from ._merge import merged
 from ._primitives import is_costly, is_light
 from ._schedule import Schedule
 from ._slices import expands, sliced
@@ -40,6 +41,8 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
 
     **Arguments:** `fence` is one of `FENCES`.
     """
+    if graph.platform != "cpu":
+        graph, schedule = merged(graph, schedule)
     if not graph.stages:
         return traced.jaxpr
     jaxpr = traced.jaxpr.jaxpr
@@ -123,10 +126,11 @@ class _Emitter:
         """For each equation the stage it runs in: of fused ones that of their first reader, whose kernel they are."""
         graph = self.graph
         place = list(graph.stage_of)
-        deferred = {n for stage in graph.stages for n, _ in stage.deferred}
+        settled = {n for stage in graph.stages for n, _ in stage.deferred}
+        settled |= {graph.values[v].producer for stage in graph.stages for v in stage.finished}
         for n in reversed(range(graph.forward_stop, len(graph.nodes))):
             readers = [place[m] for v in self.source[n].outvars for m in self.readers.get(v, ())]
-            if readers and n not in deferred and not graph.kernel[n] and graph.nodes[n].repeatable:
+            if readers and n not in settled and not graph.kernel[n] and graph.nodes[n].repeatable:
                 place[n] = min(readers)
         return place
 
@@ -137,6 +141,8 @@ class _Emitter:
         broadcast does, it may do at any time.
         """
         graph = self.graph
+        if graph.platform != "cpu":
+            return set()
         costly: set[int] = set()
         lasting: set[int] = set()
         for node, eqn in zip(graph.nodes, self.source, strict=True):
@@ -234,7 +240,8 @@ class _Emitter:
             operands = (a for a in self.source[n].invars if not _compat.is_literal(a))
             through.extend(a for a in operands if self._early(n, a) and self._there_before(a, k))
         through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a)]
-        if any(_is_zero(eqn) or expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted))):
+        bursts = any(_is_zero(eqn) or expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted)))
+        if bursts and self.graph.platform == "cpu":
             through.append(_ZERO)
         due = any(until <= k for until in self.waiting.values())
         return self._fenced(through, self._trigger(k), f"fence_{k}") if through or due else {}
@@ -257,6 +264,8 @@ class _Emitter:
 
         A contraction's operand it copies into another layout; a small one it broadcasts.
         """
+        if self.graph.platform != "cpu":
+            return False
         made = max((aval_nbytes(v.aval) for v in self.source[n].outvars), default=0)
         return n in self.loads or (made > self.graph.small_nbytes and 2 * aval_nbytes(var.aval) <= made)
 

@@ -21,6 +21,10 @@ class SolverError(JaxrematError, RuntimeError):
     """A solver that ended without an answer, or whose answer is no plan of the graph it was given."""
 
 
+class TargetError(JaxrematError, RuntimeError):
+    """A device that is unknown, cannot be compiled for here, or is not the one at hand."""
+
+
 class InfeasibleBudgetError(JaxrematError, MemoryError):
     """No plan fits the budget.
 

@@ -80,7 +80,8 @@ class Graph:
     **Fields:** `nodes` in execution order; `values`; `stages` that tile the schedule from the end of the forward
     pass to its end; `base_nbytes` what is there all the time (arguments + outputs - aliased bytes);
     `step_seconds` the plain step's time, against which overheads are measured; `small_nbytes` the size up to which
-    residuals are always saved; `donated` the arguments whose memory the step's outputs take over.
+    residuals are always saved; `donated` the arguments whose memory the step's outputs take over; `platform` whose
+    compiler runs the step, by JAX's name (`"cpu"`, `"gpu"`).
     """
 
     nodes: tuple[Node, ...]
@@ -90,6 +91,7 @@ class Graph:
     step_seconds: float
     small_nbytes: int = 0
     donated: frozenset[int] = frozenset()
+    platform: str = "cpu"
 
     @cached_property
     def stage_of(self) -> tuple[int, ...]:

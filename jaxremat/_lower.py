@@ -109,6 +109,7 @@ def lower(
         step_seconds=0.0,
         small_nbytes=_small(sizes),
         donated=frozenset(index[v] for v, d in zip(jaxpr.invars, traced.donated, strict=True) if d),
+        platform=device.platform,
     )
     graph = _priced(_without_fused_copies(graph), jaxpr.eqns, device)
     return replace(graph, stages=cut_stages(graph))

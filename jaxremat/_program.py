@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
+from ._target import Target, TargetCompiled, TargetLowered
 from ._trace import Traced
 
 _KEEP_FENCES = {"xla_disable_hlo_passes": "cse_barrier_expander"}
@@ -49,7 +50,7 @@ class MemoryStats:
         return self.base_nbytes + self.temporaries_nbytes
 
     @classmethod
-    def of(cls, compiled: jax.stages.Compiled) -> "MemoryStats":
+    def of(cls, compiled: "Compiled") -> "MemoryStats":
         """Read them off a compiled program."""
         stats: Any = compiled.memory_analysis()
         return cls(
@@ -60,9 +61,16 @@ class MemoryStats:
         )
 
 
+Lowered = jax.stages.Lowered | TargetLowered
+Compiled = jax.stages.Compiled | TargetCompiled
+
+
 @dataclass(frozen=True)
 class Program:
-    """A function and how it is to be jitted. **Fields** as in `jax.jit`."""
+    """A function and how it is to be jitted.
+
+    **Fields** as in `jax.jit`; `target` the device to compile for, None for the one at hand.
+    """
 
     fn: Callable[..., Any]
     static_argnums: tuple[int, ...] = ()
@@ -72,6 +80,13 @@ class Program:
     in_shardings: Any = None
     out_shardings: Any = None
     compiler_options: tuple[tuple[str, Any], ...] = ()
+    target: Target | None = None
+
+    def lower(self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
+        """A jitted variant of the function, lowered for the device that this program is for."""
+        if self.target is None:
+            return jitted.lower(*args, **kwargs)
+        return self.target.lower(jitted, args, kwargs, dict(self.compiler_options))
 
     @cached_property
     def plain(self) -> Any:

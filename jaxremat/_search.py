@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
-
 from ._errors import SolverError
 from ._graph import Graph
+from ._program import Compiled
 from ._schedule import check
 from ._simulate import Profile, rank
 from ._solver import MinCut, Solution, Solver
@@ -41,7 +40,7 @@ class Trial:
     fence: str
     profile: Profile
     jitted: Any
-    compiled: jax.stages.Compiled
+    compiled: Compiled
     peak_nbytes: int
     compiled_overhead: float
 

@@ -56,7 +56,21 @@ class _Updates:
             return made > 0 and (small or (n in final and (made <= read or n in self.overwriting)))
 
         heavy = (graph.nodes[n] for n in nodes if graph.nodes[n].heavy and not graph.nodes[n].forward)
-        return [v for node in heavy for v in node.outputs if counts(node.id, v)]
+        return [self._moved(v, nodes) for node in heavy for v in node.outputs if counts(node.id, v)]
+
+    def _moved(self, v: int, nodes: range) -> int:
+        """On GPUs a result in the form that its readers want: what its kernel does to it at the end is done by then.
+
+        Behind the fence it would be done in the update's kernel, which then could not write in place.
+        """
+        graph = self.graph
+        while graph.platform != "cpu" and len(self.readers[v]) == 1:
+            node = graph.nodes[self.readers[v][0]]
+            same = len(node.inputs) == 1 and len(node.outputs) == 1 and not node.heavy and node.id in nodes
+            if not same or graph.values[node.outputs[0]].nbytes != graph.values[v].nbytes:
+                break
+            v = node.outputs[0]
+        return v
 
     def _overwriting(self) -> set[int]:
         """The nodes that read a donated argument, and those that lead to one."""
@@ -91,7 +105,16 @@ class _Updates:
             wrong = self._wrong(waits) or self._wrong(levelled := self._levelled(waits))
             if not wrong:
                 return {n: min(k, last) for n, k in levelled.items()}
-            waits = {n: k for n, k in waits.items() if n not in wrong}
+            waits = self._following({n: k for n, k in waits.items() if n not in wrong}, begun)
+
+    def _following(self, waits: dict[int, int], begun: set[int]) -> dict[int, int]:
+        """Those of the nodes that read something finished, or what another of them makes."""
+        following: dict[int, int] = {}
+        for n in sorted(waits):
+            inputs = self.graph.nodes[n].inputs
+            if any(v in begun or self.graph.values[v].producer in following for v in inputs):
+                following[n] = waits[n]
+        return following
 
     def _levelled(self, waits: dict[int, int]) -> dict[int, int]:
         """The waits, raised until all of an update waits as long as its last part: what passes a fence is held back."""

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
 from ._budget import Budget, format_nbytes, parse_budget
 from ._devices import DeviceSpec
 from ._emit import FENCES, emit
@@ -20,7 +18,7 @@ from ._graph import Graph
 from ._hlo import parse
 from ._lower import estimate_base, lower
 from ._plan import Plan, actions
-from ._program import MemoryStats, Program
+from ._program import Compiled, MemoryStats, Program
 from ._roofline import roofline
 from ._schedule import Schedule, check
 from ._search import Search, Trial
@@ -58,7 +56,7 @@ class Planned:
 
     plan: Plan
     jitted: Any
-    compiled: jax.stages.Compiled | None
+    compiled: Compiled | None
 
 
 def make_plan(program: Program, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
@@ -100,7 +98,7 @@ def apply_plan(
         )
     if not verify:
         return Planned(plan, jitted, None)
-    compiled = jitted.lower(*args, **kwargs).compile()
+    compiled = program.lower(jitted, args, kwargs).compile()
     peak = MemoryStats.of(compiled).peak_nbytes
     if peak > plan.budget_nbytes:
         raise InfeasibleBudgetError(
@@ -129,7 +127,7 @@ class _Planner:
         rough_peak = simulate(rough, _everything(rough)).peak_nbytes
         if not request.verify:
             return self._unverified(rough, rough_peak, budget)
-        plain: jax.stages.Compiled | None = None
+        plain: Compiled | None = None
         if self.traced.rematted or (budget != "min" and rough_peak <= 1.2 * budget):
             plain = self._compile(self.program.plain)
             if budget != "min" and MemoryStats.of(plain).peak_nbytes <= budget:
@@ -143,9 +141,8 @@ class _Planner:
         self.baseline_seconds = roofline(module, request.device).seconds
         base = MemoryStats.of(witness).base_nbytes
         temporaries = self.baseline_nbytes - base
-        scratch = workspaces(
-            self.traced, dict(self.program.compiler_options), int(temporaries * _WORKSPACE_SHARE)
-        )
+        least = int(temporaries * _WORKSPACE_SHARE)
+        scratch = workspaces(self.traced, self.program, request.device.platform, least)
         graph = lower(
             self.traced, request.device, base_nbytes=base, written=written(module), workspace=scratch
         )
@@ -190,11 +187,11 @@ class _Planner:
         )  # fmt: skip
         return trial
 
-    def _compile(self, jitted: Any) -> jax.stages.Compiled:
+    def _compile(self, jitted: Any) -> Compiled:
         self.compile_count += 1
-        return jitted.lower(*self.args, **self.kwargs).compile()
+        return self.program.lower(jitted, self.args, self.kwargs).compile()
 
-    def _plain(self, compiled: jax.stages.Compiled, graph: Graph) -> Planned:
+    def _plain(self, compiled: Compiled, graph: Graph) -> Planned:
         peak = MemoryStats.of(compiled).peak_nbytes
         self.baseline_nbytes = peak
         budget = parse_budget(self.request.budget, self.request.device_nbytes)
@@ -301,6 +298,6 @@ def _everything(graph: Graph) -> Schedule:
     return Schedule(frozenset(graph.residuals), ((),) * len(graph.stages))
 
 
-def _text(compiled: jax.stages.Compiled) -> str:
+def _text(compiled: Compiled) -> str:
     """The optimised, scheduled HLO."""
     return compiled.as_text() or ""

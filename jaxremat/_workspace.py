@@ -17,14 +17,19 @@ from . import _compat
 from ._cost import aval_nbytes
 from ._devices import cache_dir, write_atomically
 from ._primitives import is_contraction
-from ._program import MemoryStats
+from ._program import MemoryStats, Program
 from ._slices import SLICES, expands, sliced
 from ._trace import Traced
 
 
-def workspaces(traced: Traced, options: dict[str, Any], above_nbytes: int) -> dict[int, int]:
-    """Scratch bytes by equation index, for contractions and expanding equations with operands above a size."""
-    cache = _Cache(options)
+def workspaces(traced: Traced, program: Program, platform: str, above_nbytes: int) -> dict[int, int]:
+    """Scratch bytes by equation index, for contractions and expanding equations with operands above a size.
+
+    They are compiled for the device and with the options of the program; `platform` is the device's, as JAX calls it.
+    """
+    cache = _Cache(
+        Program(_nothing, compiler_options=program.compiler_options, target=program.target), platform
+    )
     found: dict[int, int] = {}
     for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns):
         if not (expands(eqn) or is_contraction(eqn)) or eqn.effects or not eqn.outvars:
@@ -36,8 +41,9 @@ def workspaces(traced: Traced, options: dict[str, Any], above_nbytes: int) -> di
 
 
 class _Cache:
-    def __init__(self, options: dict[str, Any]):
-        self.options = options
+    def __init__(self, program: Program, platform: str):
+        self.program = program
+        self.slicing = platform == "cpu"  # as the emitter does
         self.path = cache_dir() / "workspace.json"
         self.fresh = False
         try:
@@ -51,15 +57,15 @@ class _Cache:
         params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
         what = (eqn.primitive.name, [str(a.aval) for a in eqn.invars], params)
         where = (
-            sorted(self.options.items()),
+            sorted(self.program.compiler_options),
             jax.__version__,
-            jax.default_backend(),
-            expands(eqn) and SLICES,
+            jax.default_backend() if self.program.target is None else self.program.target.name,
+            expands(eqn) and self.slicing and SLICES,
         )
         key = hashlib.sha256(repr((what, where)).encode()).hexdigest()
         if key not in self.known:
             self.fresh = True
-            self.known[key] = _measure(eqn, self.options)
+            self.known[key] = _measure(eqn, self.program, self.slicing)
         return self.known[key]
 
     def store(self) -> None:
@@ -68,13 +74,19 @@ class _Cache:
                 write_atomically(self.path, json.dumps(self.known))
 
 
-def _measure(eqn: Any, options: dict[str, Any]) -> int:
+def _nothing() -> None:
+    """What a program of single equations has in place of a function."""
+
+
+def _measure(eqn: Any, program: Program, slicing: bool) -> int:
     alone = (
-        sliced(eqn) if expands(eqn) else _compat.single(eqn, [_compat.new_var(a.aval) for a in eqn.invars])
+        sliced(eqn)
+        if slicing and expands(eqn)
+        else _compat.single(eqn, [_compat.new_var(a.aval) for a in eqn.invars])
     )
     types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in alone.jaxpr.invars]
     try:
-        compiled = jax.jit(jex.jaxpr_as_fun(alone), compiler_options=options or None).lower(*types).compile()
+        compiled = program.lower(program.jit(jex.jaxpr_as_fun(alone)), tuple(types), {}).compile()
     except Exception:  # what cannot be compiled alone (collectives, custom calls) has no figure
         return 0
     return MemoryStats.of(compiled).temporaries_nbytes

@@ -1,0 +1,55 @@
+"""Graph + schedule -> the same with fewer stages: fences only where something is recomputed.
+
+On GPUs a fence costs traffic, because what passes through cannot be fused across, and brings nothing where nothing
+waits for it. A stage that recomputes nothing therefore becomes part of the one before. Law: saved, recomputed and kept
+values stay what they were; a schedule that drops nothing has no stage left.
+"""
+
+from bisect import bisect_left
+from dataclasses import replace
+
+from ._graph import Graph, Stage
+from ._schedule import Schedule
+
+
+def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
+    """The graph and the schedule without the stages that recompute nothing, but for the first.
+
+    Of a merged stage only the updates of its last part wait for the fence behind it.
+    """
+    if schedule.drops_nothing:
+        return replace(graph, stages=()), Schedule(schedule.saved, ())
+    first = [k for k, nodes in enumerate(schedule.recomputed) if nodes or k == 0]
+    new_of = {k: i for i, k in enumerate(first)}
+    ends = [graph.stages[k - 1] for k in [*first[1:], len(graph.stages)]]
+    waits = _waiting(
+        graph, {n: bisect_left(first, fence) for end in ends for n, fence in end.deferred}, first
+    )
+    stages = [
+        Stage(
+            graph.stages[k].start,
+            end.stop,
+            end.finished,
+            tuple((n, waits[n]) for n, _ in end.deferred if n in waits),
+        )
+        for k, end in zip(first, ends, strict=True)
+    ]
+    kept = frozenset((v, new_of[k]) for v, k in schedule.kept if k in new_of)
+    return replace(graph, stages=tuple(stages)), Schedule(
+        schedule.saved, tuple(schedule.recomputed[k] for k in first), kept
+    )
+
+
+def _waiting(graph: Graph, waits: dict[int, int], first: list[int]) -> dict[int, int]:
+    """The deferred nodes with the stages of their fences, but for those whose results are read before."""
+    starts = [*(graph.stages[k].start for k in first), len(graph.nodes)]
+    readers: dict[int, list[int]] = {}
+    for node in graph.nodes[graph.forward_stop :]:
+        for v in node.inputs:
+            readers.setdefault(v, []).append(node.id)
+    waiting: dict[int, int] = {}
+    for n in sorted(waits, reverse=True):
+        after = [m for v in graph.nodes[n].outputs for m in readers.get(v, ())]
+        if all(waiting.get(m, -1) >= waits[n] or m >= starts[waits[n]] for m in after):
+            waiting[n] = waits[n]
+    return waiting
