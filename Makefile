@@ -54,7 +54,7 @@ $(STAMP): requirements.lock pyproject.toml
 		$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip --upgrade; \
 		install="$(BIN)/python -m pip install --quiet --disable-pip-version-check"; \
 	fi; \
-	echo "installing requirements.lock (jax, flax and a MILP solver: about 2 GB on disk)"; \
+	echo "installing requirements.lock (jax, flax, a MILP solver and a GPU compiler: about 2.6 GB on disk)"; \
 	$$install -r requirements.lock; \
 	$$install --no-deps -e .
 	@touch $@
@@ -75,7 +75,7 @@ format: setup ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 demo: setup ## plan and run a small model in the terminal
-	$(BIN)/jaxremat demo
+	JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} $(BIN)/jaxremat demo
 
 bench: setup ## every script of examples/benchmarks, one after the other
 	@set -eu; for script in examples/benchmarks/*.py; do \
@@ -83,7 +83,7 @@ bench: setup ## every script of examples/benchmarks, one after the other
 	done
 
 lock: ## write requirements.lock anew from pyproject.toml (needs uv)
-	uv pip compile pyproject.toml --universal --python-version 3.11 --extra demo --group dev \
+	uv pip compile pyproject.toml --universal --python-version 3.11 --extra demo --extra targets --group dev \
 		--upgrade --custom-compile-command 'make lock' --output-file requirements.lock --quiet
 
 clean: ## remove caches and build outputs; .venv stays

@@ -27,6 +27,9 @@ CHEAP = 0.002
 HOPE = 1.25
 """A cutting that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's."""
 
+MORE_ROUNDS = 2
+"""What is added to the rounds while nothing fits: it takes fewer compilations than looking for the least memory."""
+
 LEAST_SLACK = 0.02
 """Of schedules of about the least memory, within this share of the plain step's temporaries, the fastest is taken."""
 
@@ -44,6 +47,9 @@ class Trial:
     peak_nbytes: int
     compiled_overhead: float
 
+
+MOST_OVERHEAD = 1.0
+"""The least memory is looked for at no more than this overhead, where anything is to be had for that."""
 
 Attempt = Callable[[Graph, Solution, str], Trial]
 """Emits a solution with a form of fences (see `_emit.FENCES`), compiles it and reads its peak."""
@@ -77,20 +83,26 @@ class Search:
         self.cuttings = [replace(self.graph, stages=cut) for cut in stages]
 
     def within(self, budget: int, rounds: int) -> Trial | None:
-        """The cheapest compiled schedule within the budget, after that many rounds at most; None if none fits."""
+        """The cheapest compiled schedule within the budget after that many rounds, or more if none fits; None if none
+        does then.
+        """
         lines = [_Line(cut, budget) for cut in self.cuttings]
-        for _ in range(rounds):
+        for i in range(rounds + MORE_ROUNDS):
             line = self._next(lines, budget)
-            if line is None or line.pending is None:
+            if line is None or line.pending is None or (i >= rounds and self.best(budget)):
                 break
             self._advance(line, budget)
         return self.best(budget) or self._least(budget)
 
     def least(self) -> Trial:
-        """The compiled schedule of least peak, and of those that need about as little the fastest."""
+        """The compiled schedule of least peak at a bearable overhead, and of those that need about as little the
+        fastest.
+        """
         self._least(None)
-        about = min(t.peak_nbytes for t in self.trials) + LEAST_SLACK * self.temporaries_nbytes
-        return min((t for t in self.trials if t.peak_nbytes <= about), key=lambda t: t.profile.extra_seconds)
+        most = MOST_OVERHEAD * self.graph.step_seconds
+        trials = [t for t in self.trials if t.profile.extra_seconds <= most] or self.trials
+        about = min(t.peak_nbytes for t in trials) + LEAST_SLACK * self.temporaries_nbytes
+        return min((t for t in trials if t.peak_nbytes <= about), key=lambda t: t.profile.extra_seconds)
 
     def best(self, budget: int) -> Trial | None:
         """The cheapest trial that fits so far."""

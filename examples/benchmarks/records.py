@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from jaxremat._specs import DEVICES
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 OUT = HERE / "out"
@@ -26,12 +28,19 @@ Record = dict[str, Any]
 """The content of one file: plain JSON values."""
 
 
-def environment() -> Record:
-    """What measurements depend on besides the program: versions and machine."""
+def environment(target: str | None = None) -> Record:
+    """What measurements depend on besides the program: versions and machine, or the target compiled for."""
     import jax
     from jaxlib import version as jaxlib
 
     device = jax.devices()[0]
+    if target is not None:
+        return {
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "platform": target,
+            "device": f"XLA's compiler for {DEVICES[target].name}, without the device",
+        }
     return {
         "python": platform.python_version(),
         "jax": jax.__version__,

@@ -32,6 +32,8 @@ from jaxremat._devices import detect
 from jaxremat._hlo import parse
 from jaxremat._program import Program as Jitted
 from jaxremat._roofline import roofline
+from jaxremat._specs import DEVICES
+from jaxremat._target import Target
 from jaxremat._trace import trace
 
 BY_HAND = ("block", "dots")
@@ -45,7 +47,7 @@ class Bench:
 
     **Arguments:** `path` of the JSON file; `sizes` override the network's, as in `program`; `time_limit` of
     each solve in seconds; `plans` the folder where plans are kept, to time them later without planning again;
-    `say` takes each line of progress.
+    `target` a device to compile for that need not be there; `say` takes each line of progress.
     """
 
     network: str
@@ -54,6 +56,7 @@ class Bench:
     sizes: Mapping[str, Any] = field(default_factory=dict)
     time_limit: float = 10.0
     plans: Path | None = None
+    target: str | None = None
     say: Callable[[str], None] = print
 
     def run(
@@ -87,7 +90,7 @@ class Bench:
 
     def _open(self, forget: Sequence[str]) -> None:
         self.record = records.read(self.path)
-        now = records.environment()
+        now = records.environment(self.target)
         old = self.record.get("environment", now)
         if old != now and not set(self.record["rows"]) <= set(forget):
             differ = ", ".join(
@@ -127,12 +130,12 @@ class Bench:
     def _plain(self) -> jax.stages.Compiled:
         """The plain step, compiled in any case: everything is compared with it."""
         plain = self.program()
-        jitted = Jitted(plain.step, donate_argnums=plain.donate_argnums, compiler_options=_options())
+        jitted = self._jitted(plain)
         began = time.perf_counter()
         traced = trace(jitted.plain, plain.abstract_args(), {})
         trace_seconds = time.perf_counter() - began
-        step, seconds = _compile(plain)
-        row = _of_compiled(step)
+        step, seconds = self._compile(plain)
+        row = self._of_compiled(step)
         self.plain = {**row, "compile_seconds": seconds, "trace_seconds": trace_seconds}
         self.plain["equations"] = len(traced.jaxpr.jaxpr.eqns)
         known = self.record["rows"].get("plain", row)
@@ -148,9 +151,9 @@ class Bench:
     def _step(self, name: str) -> jax.stages.Compiled | None:
         """One row's compiled step, with the row measured if it is not yet there; None where no plan fits."""
         if name in BY_HAND:
-            step, seconds = _compile(self.program(name))
+            step, seconds = self._compile(self.program(name))
             if not self._has(name, ()):
-                row = {**self._compare(_of_compiled(step)), "compile_seconds": seconds}
+                row = {**self._compare(self._of_compiled(step)), "compile_seconds": seconds}
                 self._report(name, self._store(name, row))
             return step
         if self._has(name, ()) and (step := self._again(name)) is not None:
@@ -180,11 +183,11 @@ class Bench:
         if self.plans is not None:
             self.plans.mkdir(parents=True, exist_ok=True)
             plan.save(self.plans / f"{name}.json")
-        row = self._compare(_of_compiled(compiled))
+        row = self._compare(self._of_compiled(compiled))
         row |= _of_plan(plan)
         row |= {
             "fits": row["peak_nbytes"] <= plan.budget_nbytes,
-            "planning_seconds": total - sum(compiling),
+            "planning_seconds": total - sum(compiling) if self.target is None else None,
             "total_seconds": total,
         }
         self._report(name, self._store(name, row))
@@ -205,9 +208,45 @@ class Bench:
 
     def _optimize(self, plain: Program, *budget: Any, **plan: Any) -> jaxremat.Step:
         decorate = jaxremat.optimize(
-            *budget, **plan, donate_argnums=plain.donate_argnums, time_limit=self.time_limit
+            *budget,
+            **plan,
+            donate_argnums=plain.donate_argnums,
+            time_limit=self.time_limit,
+            target=self.target,
         )
         return decorate(plain.step)
+
+    def _jitted(self, step: Program) -> Jitted:
+        """A step as the planner is given it."""
+        options = jaxremat.compiler_options(jax.default_backend() if self.target is None else "gpu")
+        return Jitted(
+            step.step,
+            donate_argnums=step.donate_argnums,
+            compiler_options=tuple(sorted(options.items())),
+            target=None if self.target is None else Target(self.target),
+        )
+
+    def _compile(self, step: Program) -> tuple[Any, float]:
+        """A step compiled as `optimize` would compile it, and the seconds that took."""
+        jitted = self._jitted(step)
+        began = time.perf_counter()
+        compiled = jitted.lower(jitted.plain, step.abstract_args(), {}).compile()
+        return compiled, time.perf_counter() - began
+
+    def _of_compiled(self, compiled: Any) -> records.Record:
+        """What the compiled program says: bytes by XLA's buffer assignment, work by its kernels."""
+        stats = jaxremat.MemoryStats.of(compiled)
+        spec = detect(jax.devices()[0]) if self.target is None else DEVICES[self.target]
+        work = roofline(parse(compiled.as_text()), spec)
+        return {
+            "peak_nbytes": stats.peak_nbytes,
+            "base_nbytes": stats.base_nbytes,
+            "temporaries_nbytes": stats.temporaries_nbytes,
+            "flops": work.flops,
+            "traffic_nbytes": work.nbytes,
+            "kernels": work.kernels,
+            "roofline_seconds": work.seconds,
+        }
 
     def _compare(self, row: records.Record) -> records.Record:
         """Work relative to the plain step's."""
@@ -249,33 +288,6 @@ class Bench:
         if "gap" in row:
             text += f", solved in {row['solve_seconds']:.1f} s to a gap of {row['gap']:.2%}"
         self.say(f"  {name:>6}: {text}")
-
-
-def _options() -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(jaxremat.compiler_options(jax.default_backend()).items()))
-
-
-def _compile(step: Program) -> tuple[jax.stages.Compiled, float]:
-    """A step compiled as `optimize` would compile it, and the seconds that took."""
-    jitted = jax.jit(step.step, donate_argnums=step.donate_argnums, compiler_options=dict(_options()) or None)
-    began = time.perf_counter()
-    compiled = jitted.lower(*step.abstract_args()).compile()
-    return compiled, time.perf_counter() - began
-
-
-def _of_compiled(compiled: jax.stages.Compiled) -> records.Record:
-    """What the compiled program says: bytes by XLA's buffer assignment, work by its kernels."""
-    stats = jaxremat.MemoryStats.of(compiled)
-    work = roofline(parse(compiled.as_text()), detect(jax.devices()[0]))  # type: ignore[arg-type]
-    return {
-        "peak_nbytes": stats.peak_nbytes,
-        "base_nbytes": stats.base_nbytes,
-        "temporaries_nbytes": stats.temporaries_nbytes,
-        "flops": work.flops,
-        "traffic_nbytes": work.nbytes,
-        "kernels": work.kernels,
-        "roofline_seconds": work.seconds,
-    }
 
 
 def _of_plan(plan: jaxremat.Plan) -> records.Record:
@@ -343,6 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--only", nargs="+", choices=("plain", "block", "dots", "plans"), help="kinds of rows to measure"
     )
+    parser.add_argument("--target", choices=jaxremat.targets(), help="compile for this device, here or not")
     parser.add_argument("--time", action="store_true", help="time the steps, in turn")
     parser.add_argument("--runs", type=int, default=5, help="timed runs of each step (default: 5)")
     parser.add_argument(
@@ -360,14 +373,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.verbose:
         logging.basicConfig(format="    %(message)s")
         logging.getLogger("jaxremat").setLevel(logging.INFO)
+    if given.target and (given.time or given.check):
+        parser.error("--time and --check run the steps; with --target they are only compiled")
     quick = not given.networks
+    platform = given.target or jax.default_backend()
     networks = NAMES if "all" in given.networks else given.networks or ("gpt",)
     rows = [*ROWS[:3], *(given.shares or (("0.5",) if quick else SHARES))]
     if given.only:
         rows = [name for name in rows if (name if name in ROWS[:3] else "plans") in given.only]
-    folder = (
-        given.results or (records.OUT if given.scale == "tiny" else records.RESULTS)
-    ) / jax.default_backend()
+    folder = (given.results or (records.OUT if given.scale == "tiny" else records.RESULTS)) / platform
     for network in networks:
         name = f"{network}-{given.scale}"
         print(f"{name}:")
@@ -376,7 +390,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             given.scale,
             folder / f"{name}.json",
             time_limit=given.time_limit,
-            plans=records.OUT / "plans" / jax.default_backend() / name,
+            plans=records.OUT / "plans" / platform / name,
+            target=given.target,
         )
         bench.run(rows, runs=given.runs if given.time else 0, check=given.check, fresh=given.fresh or quick)
         print(f"  in {bench.path}")

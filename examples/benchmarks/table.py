@@ -141,7 +141,13 @@ def machines(all_records: Iterable[records.Record]) -> str:
     dates: dict[str, set[str]] = {}
     for record in all_records:
         at = record["environment"]
-        where = f"{at['device']}, {at['cores']} cores, Python {at['python']}, jax {at['jax']}"
+        where = ", ".join(
+            [
+                at["device"],
+                *([f"{at['cores']} cores", f"Python {at['python']}"] if "cores" in at else []),
+                f"jax {at['jax']}",
+            ]
+        )
         dates.setdefault(where, set()).update(row["date"] for row in record["rows"].values())
     spans = {where: sorted(days) for where, days in dates.items()}
     return "; ".join(

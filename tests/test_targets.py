@@ -1,0 +1,203 @@
+"""Plans for GPUs that are not there: XLA's compiler for them is asked, on machines that have none."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from zoo import BY_NAME
+
+import jaxremat
+from examples.benchmarks.networks import program
+from jaxremat import Plan, TargetError, _target
+from jaxremat._emit import emit
+from jaxremat._hlo import parse
+from jaxremat._lower import lower
+from jaxremat._roofline import roofline
+from jaxremat._solver import SaveAll
+from jaxremat._specs import DEVICES
+from jaxremat._trace import trace
+
+MATRIX = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+STEPS = {
+    "resnet50": {"batch": 32, "pixels": 64},
+    "gpt": {"batch": 16, "length": 512, "layers": 4, "width": 128, "context": 512},
+}
+
+
+def square(x: jax.Array) -> jax.Array:
+    return jnp.sum(x @ x)
+
+
+def a_step(name: str) -> Any:
+    """A train step of the benchmarks, large enough for cuBLAS's scratch memory not to be all there is."""
+    return program(name, scale="tiny", **STEPS[name])  # type: ignore[arg-type]
+
+
+def test_targets_have_names_and_memory() -> None:
+    wanted = {"h100", "h200", "a100-40", "a100-80", "l4", "t4", "rtx4090", "b200"}
+    assert wanted <= set(jaxremat.targets())
+    for name in jaxremat.targets():
+        spec = DEVICES[name]
+        assert spec.chip is not None
+        assert f"core_count: {spec.chip.cores}\n" in spec.chip.config(spec.name)
+    with pytest.raises(TargetError, match=r"`target='h1000'` is unknown. Write one of h100, "):
+        jaxremat.optimize("1GiB", target="h1000")
+
+
+@pytest.mark.parametrize("name", jaxremat.targets())
+def test_each_target_compiles(name: str) -> None:
+    stats = jaxremat.memory(square, MATRIX, target=name)
+    assert stats.arguments_nbytes == 4 * 2**20
+    assert stats.temporaries_nbytes >= 4 * 2**20  # the product
+
+
+def test_donation_counts() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    assert jaxremat.memory(step, MATRIX, target="h100").aliased_nbytes == 0
+    assert jaxremat.memory(step, MATRIX, donate_argnums=0, target="h100").aliased_nbytes == 4 * 2**20
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_budget_holds_on_an_h100(name: str, tmp_path: Any) -> None:
+    step = a_step(name)
+    args = step.abstract_args()
+    plain = jaxremat.memory(step.step, *args, donate_argnums=(0,), target="h100")
+    budget = plain.base_nbytes + int(0.7 * plain.temporaries_nbytes)
+    planned = jaxremat.optimize(budget, donate_argnums=(0,), target="h100")(step.step)
+    plan = planned.plan(*args)
+    assert not plan.drops_nothing
+    assert plan.compiled_peak_nbytes is not None
+    assert plan.compiled_peak_nbytes <= budget < plan.baseline_peak_nbytes == plain.peak_nbytes
+    compiled = planned.compile(*args)
+    assert jaxremat.MemoryStats.of(compiled).peak_nbytes == plan.compiled_peak_nbytes
+    assert "is_scheduled=true" in compiled.as_text()
+    assert planned.lower(*args).compile().as_text() == compiled.as_text()
+    with pytest.raises(TargetError, match=r'planned for `target="h100"` and cannot run on this machine'):
+        planned(*step.make_args())
+    # The plan is the same program's on every machine; here it runs on the CPU, without a solver.
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    here = jaxremat.optimize(plan=loaded, donate_argnums=(0,), verify=False)(step.step)
+    want = jax.jit(step.step)(*step.make_args())
+    for got, expected in zip(jax.tree.leaves(here(*step.make_args())), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_plan_that_drops_nothing_is_the_plain_program(name: str) -> None:
+    step = a_step(name)
+    traced = trace(jax.jit(step.step, donate_argnums=0), step.abstract_args(), {})
+    graph = lower(traced, DEVICES["h100"], base_nbytes=0)
+    assert len(graph.stages) > 1
+    assert emit(traced, graph, SaveAll().solve(graph, None, time_limit=1.0).schedule) is traced.jaxpr
+
+
+def test_only_stages_that_recompute_have_fences_on_a_gpu() -> None:
+    step = a_step("gpt")
+    traced = trace(jax.jit(step.step, donate_argnums=0), step.abstract_args(), {})
+    graph = lower(traced, DEVICES["h100"], base_nbytes=0)
+    large = max(graph.residuals, key=lambda v: (graph.values[v].nbytes, v))
+    schedule = jaxremat.complete(graph, set(graph.residuals) - {large})
+    fences = {
+        fence
+        for eqn in emit(traced, graph, schedule).jaxpr.eqns
+        if eqn.primitive.name == "optimization_barrier"
+        for fence in re.findall(r"fence_\d+", str(eqn.source_info.name_stack))
+    }
+    assert len(graph.stages) > 3
+    assert 1 <= len(fences) <= 2 + sum(bool(nodes) for nodes in schedule.recomputed)
+
+
+def test_a_plan_costs_what_it_recomputes() -> None:
+    """Half of a chain's products are run again, and nothing else becomes slower."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        weights, moments = state
+
+        def loss(weights: Any) -> jax.Array:
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return jnp.mean(y**2)
+
+        updates, moments = optax.sgd(0.1, momentum=0.9).update(jax.grad(loss)(weights), moments)
+        return optax.apply_updates(weights, updates), moments
+
+    weights = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 16
+    state = jax.eval_shape(lambda w: (w, optax.sgd(0.1, momentum=0.9).init(w)), weights)
+    args = state, jax.ShapeDtypeStruct((65536, 512), jnp.float32)
+    plain = jaxremat.memory(step, *args, donate_argnums=0, target="h100")
+    plan = jaxremat.plan(
+        step, *args, budget=plain.base_nbytes + plain.temporaries_nbytes // 2, donate_argnums=0, target="h100"
+    )
+    assert plan.compiled_overhead is not None
+    assert 0.05 < plan.overhead < 0.3
+    assert plan.compiled_overhead == pytest.approx(plan.overhead, abs=0.03)
+
+
+def test_shares_are_of_the_targets_memory() -> None:
+    case = BY_NAME["mlp_adamw"]
+    plan = jaxremat.plan(case.step, *case.make_args(), budget=0.5, target="t4")
+    assert plan.budget_nbytes == 8_000_000_000
+    assert plan.drops_nothing
+
+
+def test_what_cannot_be_compiled_is_said() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x).sum()
+
+    with pytest.raises(TargetError, match="target='h100'"):
+        jaxremat.memory(step, MATRIX, target="h100")
+    assert jaxremat.memory(square, MATRIX, target="h100").peak_nbytes > 0
+
+
+def test_a_dead_worker_is_replaced() -> None:
+    jaxremat.memory(square, MATRIX, target="h100")
+    worker = _target._worker()
+    os.kill(worker.process.pid, signal.SIGKILL)
+    worker.process.wait()
+    assert jaxremat.memory(square, MATRIX, target="h100").peak_nbytes > 0
+    assert _target._worker() is not worker
+
+
+def test_without_the_compiler_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_target, "_running", [])
+    monkeypatch.setattr(_target, "_version", lambda name: None)
+    with pytest.raises(TargetError, match=r'pip install "jaxremat\[targets\]"'):
+        jaxremat.memory(square, MATRIX, target="h100")
+    monkeypatch.setattr(_target, "_version", lambda name: "0.1.0")
+    with pytest.raises(TargetError, match=r'jax-cuda12-pjrt 0.1.0 .* pip install "jax-cuda12-pjrt=='):
+        jaxremat.memory(square, MATRIX, target="h100")
+
+
+def test_the_users_own_process_is_left_alone() -> None:
+    """The default back end is what it was, and the worker ends with the process."""
+    code = (
+        "import jax, jaxremat; from jaxremat import _target;"
+        "print(jaxremat.memory(lambda x: (x @ x).sum(), jax.ShapeDtypeStruct((64, 64), 'float32'), target='h100')"
+        ".peak_nbytes > 0, jax.default_backend(), _target._worker().process.pid)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    worked, backend, pid = done.stdout.split()
+    assert (worked, backend) == ("True", "cpu")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
+def test_the_roofline_reads_gpu_programs() -> None:
+    lowered = _target.Target("h100").lower(jax.jit(square), (MATRIX,), {}, {})
+    work = roofline(parse(lowered.compile().as_text()), DEVICES["h100"])
+    assert work.flops >= 2 * 1024**3
+    assert work.seconds > 2 * 1024**3 / DEVICES["h100"].peak("f32")
