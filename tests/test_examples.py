@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import jaxremat
+
 ROOT = Path(__file__).parent.parent
 TINY = {
     "quickstart.py": "--layers 2 --width 16 --batch 256 --budget min --steps 2",
@@ -48,11 +50,16 @@ def test_a_planner_of_your_own_is_as_short_as_promised() -> None:
 
 
 @pytest.mark.slow
-def test_the_readme_example_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-    scope: dict[str, object] = {}
-    exec(compile(code, "README.md", "exec"), scope)
+def test_the_readmes_examples_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, on_a_target = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    exec(compile(first, "README.md", "exec"), {})
     assert capsys.readouterr().out.startswith("Plan: peak ")
+    exec(compile(on_a_target, "README.md", "exec"), {})
+    assert "\nPlan: peak " in capsys.readouterr().out
+    assert jaxremat.Plan.load("plan.json").budget_nbytes == 8 * 2**30
 
 
 @pytest.mark.slow
