@@ -6,6 +6,7 @@ def train_step(state, batch): ...
 
 from typing import TYPE_CHECKING, Any
 
+from ._alive import Alive as Alive
 from ._api import Step as Step
 from ._api import memory as memory
 from ._api import optimize as optimize

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ._alive import Alive
 from ._budget import format_nbytes
 from ._errors import PlanMismatchError
 from ._graph import Graph
@@ -49,7 +50,8 @@ class Plan:
       step, in the solver's model; `gap` the difference to it, 0 where values held from stage to stage beat it.
     - `solver`, `solve_seconds`, `compile_count` how it was found; `rounds` pairs (predicted peak, compiled peak) in
       bytes of every schedule that was compiled, in order.
-    - `actions` per residual, largest first.
+    - `actions` per residual, largest first; `alive` what the compiled step has in memory at its peak besides arguments
+      and outputs, the largest first, empty where not compiled.
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes`, `fence` what the emitter
       needs.
     """
@@ -67,6 +69,7 @@ class Plan:
     compile_count: int
     rounds: tuple[tuple[int, int], ...]
     actions: tuple[Action, ...]
+    alive: tuple[Alive, ...]
     fingerprint: str
     saved: tuple[int, ...]
     kept: tuple[tuple[int, int], ...]
@@ -109,6 +112,33 @@ class Plan:
         """The schedule of this plan on a graph that has its layout."""
         return complete(graph, self.saved, self.kept)
 
+    def explain_peak(self, rows: int = 12) -> str:
+        """What fills the compiled step's memory at its peak, by kind and user's source line, the largest first.
+
+        Equal arrays from the same line are one row. The liveness is read off the compiler's schedule; it may exceed
+        the compiler's own figure a little, because XLA also uses the memory of outputs.
+        """
+        if not self.alive:
+            return "The plan was not compiled, so that nothing is known of its peak. Plan with `verify=True`."
+        groups: dict[tuple[str, str, str], list[int]] = {}
+        for a in self.alive:
+            groups.setdefault((a.kind, a.shape, a.source or a.scope), []).append(a.nbytes)
+        largest = sorted(groups.items(), key=lambda group: -sum(group[1]))
+        kinds: dict[str, int] = {}
+        for a in self.alive:
+            kinds[a.kind] = kinds.get(a.kind, 0) + a.nbytes
+        shares = ", ".join(
+            f"{kind} {format_nbytes(n)}" for kind, n in sorted(kinds.items(), key=lambda k: -k[1])
+        )
+        lines = [f"At the compiled peak of {format_nbytes(self.compiled_peak_nbytes or 0)}: {shares}"]
+        for (kind, shape, where), sizes in largest[:rows]:
+            count = f"{len(sizes)} x " if len(sizes) > 1 else ""
+            lines.append(f"  {format_nbytes(sum(sizes)):>9}  {kind:<10}  {count}{shape}  {where}")
+        if len(largest) > rows:
+            rest = sum(sum(sizes) for _, sizes in largest[rows:])
+            lines.append(f"  {format_nbytes(rest):>9}  in {len(largest) - rows} more")
+        return "\n".join(lines)
+
     def to_json(self) -> str:
         """The plan as JSON text."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
@@ -127,6 +157,7 @@ class Plan:
                     f"The plan has format {version}, this jaxremat reads format {FORMAT}. Plan again."
                 )
             data["actions"] = tuple(Action(**{**a, "stages": tuple(a["stages"])}) for a in data["actions"])
+            data["alive"] = tuple(Alive(**a) for a in data["alive"])
             for name in ("saved", "materialised"):
                 data[name] = tuple(int(v) for v in data[name])
             for name in ("kept", "stages", "rounds"):
@@ -182,7 +213,8 @@ _SCALARS: dict[str, tuple[type, ...]] = {
 
 def _check_scalars(data: dict[str, Any]) -> None:
     """**Raises:** TypeError where a number or a text of a plan's data is of another kind."""
-    for cls, item in ((Plan, data), *((Action, asdict(a)) for a in data["actions"])):
+    parts = ((type(part), asdict(part)) for name in ("actions", "alive") for part in data[name])
+    for cls, item in ((Plan, data), *parts):
         for f in fields(cls):
             kinds = _SCALARS.get(str(getattr(f.type, "__name__", f.type)))
             if kinds is not None and f.name in item and not isinstance(item[f.name], kinds):

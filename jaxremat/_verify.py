@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ._alive import alive_at_peak
 from ._budget import Budget, format_nbytes, parse_budget
 from ._devices import DeviceSpec
 from ._emit import FENCES, emit
@@ -197,7 +198,12 @@ class _Planner:
         budget = parse_budget(self.request.budget, self.request.device_nbytes)
         plan = self._as_plan(graph, int(budget), Solution(_everything(graph), solver="none"))
         plan = replace(
-            plan, predicted_peak_nbytes=peak, compiled_peak_nbytes=peak, compiled_overhead=0.0, stages=()
+            plan,
+            predicted_peak_nbytes=peak,
+            compiled_peak_nbytes=peak,
+            compiled_overhead=0.0,
+            stages=(),
+            alive=alive_at_peak(_text(compiled)),
         )
         return Planned(plan, self.program.plain, compiled)
 
@@ -208,6 +214,7 @@ class _Planner:
             compiled_peak_nbytes=trial.peak_nbytes,
             compiled_overhead=trial.compiled_overhead,
             fence=trial.fence,
+            alive=alive_at_peak(_text(trial.compiled)),
         )
         return Planned(plan, trial.jitted, trial.compiled)
 
@@ -245,6 +252,7 @@ class _Planner:
             compile_count=self.compile_count,
             rounds=tuple((t.profile.peak_nbytes, t.peak_nbytes) for t in trials),
             actions=actions(graph, schedule),
+            alive=(),
             fingerprint=self.fingerprint,
             saved=tuple(sorted(schedule.saved)),
             kept=tuple(sorted(schedule.kept)),

@@ -12,6 +12,7 @@ from strategies import plans
 
 from jaxremat import (
     Action,
+    Alive,
     Graph,
     JaxrematError,
     MinCut,
@@ -42,6 +43,7 @@ def plan_of(graph: Graph, schedule: Schedule) -> Plan:
         compile_count=3,
         rounds=((profile.peak_nbytes, profile.peak_nbytes + 17),),
         actions=actions(graph, schedule),
+        alive=(Alive(2048, "f32[512]", "forward", "jit(step)/jvp(Net)/mul", "net.py:7 (Net.__call__)"),),
         fingerprint="0123456789abcdef",
         saved=tuple(sorted(schedule.saved)),
         kept=tuple(sorted(schedule.kept)),
