@@ -15,24 +15,24 @@ from ._schedule import Schedule
 def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
     """The graph and the schedule without the stages that recompute nothing, but for the first.
 
-    Of a merged stage only the updates of its last part wait for the fence behind it.
+    All that a merged stage finishes waits for the fence behind it: else the compiler puts weight gradients off, and
+    keeps what they are made of.
     """
     if schedule.drops_nothing:
         return replace(graph, stages=()), Schedule(schedule.saved, ())
     first = [k for k, nodes in enumerate(schedule.recomputed) if nodes or k == 0]
     new_of = {k: i for i, k in enumerate(first)}
-    ends = [graph.stages[k - 1] for k in [*first[1:], len(graph.stages)]]
-    waits = _waiting(
-        graph, {n: bisect_left(first, fence) for end in ends for n, fence in end.deferred}, first
-    )
+    groups = [graph.stages[k:stop] for k, stop in zip(first, [*first[1:], len(graph.stages)], strict=True)]
+    fences = {n: bisect_left(first, fence) for stage in graph.stages for n, fence in stage.deferred}
+    waits = _waiting(graph, fences, first)
     stages = [
         Stage(
-            graph.stages[k].start,
-            end.stop,
-            end.finished,
-            tuple((n, waits[n]) for n, _ in end.deferred if n in waits),
+            start=group[0].start,
+            stop=group[-1].stop,
+            finished=tuple(v for stage in group for v in stage.finished),
+            deferred=tuple((n, waits[n]) for stage in group for n, _ in stage.deferred if n in waits),
         )
-        for k, end in zip(first, ends, strict=True)
+        for group in groups
     ]
     kept = frozenset((v, new_of[k]) for v, k in schedule.kept if k in new_of)
     return replace(graph, stages=tuple(stages)), Schedule(
