@@ -56,7 +56,10 @@ class Target:
         try:
             lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
         except (NotImplementedError, ValueError) as error:
-            raise TargetError(f"The step cannot be lowered for `target={self.name!r}`: {error}") from error
+            raise TargetError(
+                f"The step cannot be lowered for `target={self.name!r}`: {error}. Host callbacks (`jax.debug.print`, "
+                "`jax.pure_callback`, ...) need the device itself: plan without them, or on the device."
+            ) from error
         return TargetLowered(self, lowered, options)
 
 
