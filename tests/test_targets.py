@@ -156,7 +156,7 @@ def test_what_cannot_be_compiled_is_said() -> None:
     def step(x: jax.Array) -> jax.Array:
         return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x).sum()
 
-    with pytest.raises(TargetError, match="target='h100'.*Host callbacks"):
+    with pytest.raises(TargetError, match=r"target='h100'.*Host callbacks"):
         jaxremat.memory(step, MATRIX, target="h100")
     assert jaxremat.memory(square, MATRIX, target="h100").peak_nbytes > 0
 
