@@ -156,18 +156,26 @@ def machines(all_records: Iterable[records.Record]) -> str:
 
 
 def dominated(record: records.Record) -> list[str]:
-    """Plans that need no less memory and no fewer FLOPs than a step by hand, and more of one."""
+    """Plans that need no less memory and work than a step by hand, and more of one.
+
+    Work is FLOPs on the CPU, and the roofline's seconds on GPUs, where FLOPs are not the price.
+    """
     rows = record["rows"]
+    work = "flops" if _on_cpu(record) else "roofline_seconds"
     return [
         f"{record['network']} {name}"
         for name, row in rows.items()
         for hand in BY_HAND
-        if is_plan(name) and not row.get("infeasible") and hand in rows and _beats(rows[hand], row)
+        if is_plan(name) and not row.get("infeasible") and hand in rows and _beats(rows[hand], row, work)
     ]
 
 
-def _beats(one: Row, other: Row) -> bool:
-    pairs = [(one[key], other[key]) for key in ("peak_nbytes", "flops")]
+def _on_cpu(record: records.Record) -> bool:
+    return record["environment"]["platform"] == "cpu"
+
+
+def _beats(one: Row, other: Row, work: str) -> bool:
+    pairs = [(one[key], other[key]) for key in ("peak_nbytes", work)]
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
@@ -187,7 +195,7 @@ def findings(steps: Sequence[records.Record]) -> list[str]:
         f"{len(found)} plans of {len(plans)} budgets"
         + (f", infeasible: {_list(plans.keys() - found.keys())}" if len(found) < len(plans) else ""),
         f"over budget: {_list(over)}",
-        f"dominated in peak and FLOPs by a step by hand: {_list(beaten)}",
+        f"dominated in peak and {'FLOPs' if _on_cpu(steps[0]) else 'roofline'} by a step by hand: {_list(beaten)}",
         f"least peak above that of per-block rematerialisation: {_list(above)}",
     ]
     lines += _spread(
@@ -205,12 +213,15 @@ def _least_above_block(rows: Mapping[str, Row]) -> bool:
     return {"min", "block"} <= rows.keys() and rows["min"]["peak_nbytes"] > rows["block"]["peak_nbytes"]
 
 
-def _spread(what: str, rows: Mapping[str, Row], text: str, measure: Callable[[Row], float]) -> list[str]:
+def _spread(
+    what: str, rows: Mapping[str, Row], text: str, measure: Callable[[Row], float | None]
+) -> list[str]:
     """Median and largest of a measure of the rows that have it, as a line of text, or no line."""
     values: dict[str, float] = {}
     for name, row in rows.items():
         with contextlib.suppress(KeyError, TypeError):  # not measured, or null: a plan that needed no round
-            values[name] = measure(row)
+            if (value := measure(row)) is not None:
+                values[name] = value
     if not values:
         return []
     worst = max(values, key=lambda name: values[name])
