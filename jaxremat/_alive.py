@@ -71,9 +71,7 @@ def _sources(text: str) -> dict[int, str]:
         at = dict(re.findall(r"(\w+)=(\d+)", tables["FileLocations"].get(int(place["file_location_id"]), "")))
         if at:
             path = tables["FileNames"][int(at["file_name_id"])]
-            if (
-                "/jaxremat/_" not in path
-            ):  # equations without a line of their own show where they were compiled
+            if "/jaxremat/_" not in path:  # where equations without a line of their own were compiled
                 function = tables["FunctionNames"][int(at["function_name_id"])]
                 lines[frame] = f"{path.rsplit('/', 1)[-1]}:{at['line']} ({function})"
     return lines

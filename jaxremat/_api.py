@@ -17,7 +17,7 @@ from ._plan import Plan
 from ._program import MemoryStats, Program
 from ._program import compiler_options as merged_options
 from ._solver import Solver
-from ._specs import DeviceSpec, find
+from ._specs import find
 from ._target import Target
 from ._verify import Planned, Request, apply_plan, make_plan
 
@@ -197,18 +197,19 @@ class Step:
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """The planned step, compiled for these arguments: a `jax.stages.Compiled`, or its like for a target."""
-        planned = self._plan_for(args, kwargs)
+        return self._compiled(self._plan_for(args, kwargs), args, kwargs)
+
+    def _compiled(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return planned.compiled or self._program.lower(planned.jitted, args, kwargs).compile()
 
     def _executable(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled step to run here; of a step for a target, compiled anew by the device's own compiler."""
         target = self._program.target
-        if target is None:
-            return planned.compiled or planned.jitted.lower(*args, **kwargs).compile()
-        device = _device_of(args, kwargs)
-        if find(str(device.device_kind)) != target.name:
-            return self.compile(*args, **kwargs)  # which says, when called, that it cannot run here
-        return planned.jitted.lower(*args, **kwargs).compile()
+        if target is not None and find(str(_device_of(args, kwargs).device_kind)) == target.name:
+            return planned.jitted.lower(*args, **kwargs).compile()
+        return self._compiled(
+            planned, args, kwargs
+        )  # one for a target says, when called, that it cannot run here
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else _Bound(self, instance)
@@ -226,7 +227,13 @@ class Step:
         return planned
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        program, spec, reported = _placed(self._program, args, kwargs)
+        program = _placed(self._program, args, kwargs)
+        if program.target is not None:
+            spec = program.target.spec
+            reported = spec.memory_nbytes
+        else:
+            device = _device_of(args, kwargs)
+            spec, reported = detect(device), (device.memory_stats() or {}).get("bytes_limit")
         if self._given is not None:
             return apply_plan(program, self._given, spec, args, kwargs, self._verify)
         if self._solver is None:
@@ -323,7 +330,7 @@ def memory(
         compiler_options=tuple(sorted((compiler_options or {}).items())),
         target=None if target is None else Target(target),
     )
-    program, _, _ = _placed(program, args, {})
+    program = _placed(program, args, {})
     if (jitted := getattr(fn, "lower", None)) is None:
         return MemoryStats.of(program.lower(program.plain, args, {}).compile())
     if program.target is not None:
@@ -344,18 +351,11 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)
 
 
-def _placed(
-    program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Program, DeviceSpec, int | None]:
-    """The program with the compiler options of its device, the device, and the memory in bytes that it reports."""
-    if program.target is not None:
-        spec, reported, platform = program.target.spec, program.target.spec.memory_nbytes, "gpu"
-    else:
-        device = _device_of(args, kwargs)
-        spec, platform = detect(device), device.platform
-        reported = (device.memory_stats() or {}).get("bytes_limit")
+def _placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    """The program with the compiler options of the device that it is for."""
+    platform = "gpu" if program.target is not None else _device_of(args, kwargs).platform
     options = merged_options(platform, dict(program.compiler_options))
-    return replace(program, compiler_options=tuple(sorted(options.items()))), spec, reported
+    return replace(program, compiler_options=tuple(sorted(options.items())))
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
