@@ -48,8 +48,12 @@ class _Updates:
         These free larger operands, or go into the update of a donated argument, which must not be put off either.
         """
         graph = self.graph
+        loop = graph.nodes[nodes.start].loop if nodes else -1
+        leaving = loop >= 0 and graph.loop_stop[loop] == nodes.stop
 
         def counts(n: int, v: int) -> bool:
+            if leaving and graph.nodes[n].primitive not in ("scan_last", "scan_stack"):
+                return False  # it is not to be seen behind the loop
             made = graph.values[v].nbytes
             read = sum(graph.values[u].nbytes for u in graph.nodes[n].inputs)
             small = made <= SMALL * graph.small_nbytes
@@ -104,8 +108,14 @@ class _Updates:
             levelled = waits
             wrong = self._wrong(waits) or self._wrong(levelled := self._levelled(waits))
             if not wrong:
-                return {n: min(k, last) for n, k in levelled.items()}
+                return {n: self._outside(min(k, last)) for n, k in levelled.items()}
             waits = self._following({n: k for n, k in waits.items() if n not in wrong}, begun)
+
+    def _outside(self, k: int) -> int:
+        """The stage, or the first behind it whose fence does not stand in a loop."""
+        while self.cuts[k] < len(self.graph.nodes) and self.graph.around(self.cuts[k]) >= 0:
+            k += 1
+        return k
 
     def _following(self, waits: dict[int, int], begun: set[int]) -> dict[int, int]:
         """Those of the nodes that read something finished, or what another of them makes."""
@@ -135,7 +145,13 @@ class _Updates:
         for n, k in waits.items():
             node, stop = graph.nodes[n], self.cuts[min(k, last)]
             early = any(m < stop and m not in waits for v in node.outputs for m in self.readers[v])
-            if node.heavy or not node.repeatable or early or any(self._held(v) for v in node.inputs):
+            if (
+                node.heavy
+                or node.loop >= 0
+                or not node.repeatable
+                or early
+                or any(self._held(v) for v in node.inputs)
+            ):
                 wrong.add(n)
         return wrong
 
