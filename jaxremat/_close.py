@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 
 from . import _compat
@@ -40,6 +41,7 @@ class _Section:
     lasts: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # index -> (in the body, behind the loop)
     scanned: dict[Any, Any] = field(default_factory=dict)  # in the body -> array
     stacked: dict[Any, Any] = field(default_factory=dict)  # array -> in the body
+    filled: dict[Any, tuple[Any, Any]] = field(default_factory=dict)  # array -> in the body, zero
     eqns: list[Any] = field(default_factory=list)
 
 
@@ -62,7 +64,9 @@ def _closed(items: list[_Item], loop: Loop, loops: Sequence[Loop]) -> list[_Item
     for other in dict.fromkeys(item.loop for item in after if item.loop >= 0):
         if loops[other].group == loop.group:
             after = _handed_on(after, section, loop, other)
-    return [*items[: at[0]], _Item(_scan(section, loop), loop.parent), *after]
+    before = _fill(section, loop)
+    closed = [_Item(eqn, loop.parent) for eqn in (*before, _scan(section, loop))]
+    return [*items[: at[0]], *closed, *after]
 
 
 def _sort(eqn: Any, section: _Section) -> None:
@@ -73,10 +77,46 @@ def _sort(eqn: Any, section: _Section) -> None:
         section.lasts[eqn.params["index"]] = (eqn.invars[0], eqn.outvars[0])
     elif name == "scan_slice":
         section.scanned[eqn.outvars[0]] = eqn.invars[0]
+    elif name == "scan_stack" and len(eqn.invars) == 2:
+        section.filled[eqn.outvars[0]] = eqn.invars[0], eqn.invars[1]
     elif name == "scan_stack":
         section.stacked[eqn.outvars[0]] = eqn.invars[0]
     else:
         section.eqns.append(eqn)
+
+
+def _fill(section: _Section, loop: Loop) -> list[Any]:
+    """Turn the results that have a zero into carries that the body writes its slices into.
+
+    A scan's own stacked results begin as zeros of which the compiler knows nothing, and may stand in memory long before
+    the loop. Returns the equations that make them of the zeros instead.
+    """
+    if not section.filled:
+        return []
+    before: list[Any] = []
+
+    def inline(into: list[Any], fn: Any, *operands: Any) -> Any:
+        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
+        eqns, (made,) = _compat.inlined(jax.make_jaxpr(fn)(*types), operands, loop.eqn.source_info)
+        into.extend(eqns)
+        return made
+
+    places = inline(before, lambda: jax.lax.iota(jax.numpy.int32, loop.length))
+    place = _compat.new_var(jex.mapped_aval(loop.length, 0, places.aval))
+    section.scanned[place] = places
+    for array, (part, zero) in section.filled.items():
+        shape, dtype = array.aval.shape, array.aval.dtype
+
+        def begin(zero: Any, shape: Any = shape, dtype: Any = dtype) -> Any:
+            return jax.lax.broadcast(zero.astype(dtype), shape)
+
+        index = max(section.carries, default=-1) + 1
+        begun, carried = inline(before, begin, zero), _compat.new_var(array.aval)
+        section.carries[index] = begun, carried
+        update = jax.lax.dynamic_update_index_in_dim
+        ended = inline(section.eqns, lambda a, x, i, update=update: update(a, x, i, 0), carried, part, place)
+        section.lasts[index] = ended, array
+    return before
 
 
 def _handed_on(items: list[_Item], section: _Section, loop: Loop, other: int) -> list[_Item]:

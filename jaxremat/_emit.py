@@ -14,7 +14,7 @@ dropped equations behind it. Tied as follows:
   of a fused value whose sources are all originals.
 - in a loop of the backward pass all happens within an iteration: clones of what an iteration of the forward loop made,
   fused values always among them, lest they be stacked, and fences between the loop's own stages. At its start there is
-  none: an iteration is held back by the one before.
+  none: an iteration is held back by the one before, and the first by a fence through which the loop's carries pass.
 
 Law: what the schedule does not drop is read in the original. A schedule that drops nothing still has fences, behind
 which updates wait until they may overwrite their argument; a graph without stages gives the traced jaxpr.
@@ -24,14 +24,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jex
-import numpy as np
 
 from . import _compat
 from ._close import close_loops
-from ._cost import aval_nbytes
 from ._graph import Graph
+from ._hazards import ZERO, Hazards, is_zero
 from ._merge import merged
-from ._primitives import is_costly, is_light, is_loop_edge
+from ._primitives import is_loop_edge
 from ._schedule import Schedule
 from ._slices import expands, sliced_inline
 from ._trace import Traced
@@ -63,7 +62,7 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
 
 # Constants that pass through a fence, so that what is made of them waits for it.
 _ZERO = "zero"
-_CONSTANTS = {_ZERO: _compat.literal(np.float32(0))}
+_CONSTANTS = {_ZERO: ZERO}
 
 
 class _Emitter:
@@ -76,6 +75,7 @@ class _Emitter:
         self.loop_of: list[int] = []  # of each of them
         self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
         self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
+        self.zeros: dict[int, Any] = {}  # loop -> a zero behind the fence before it
         self.waiting: dict[int, int] = {}  # deferred equation -> the stage of the fence that it waits for
         self.value_of: dict[Any, int] = {}
         self.variable: dict[int, Any] = {}
@@ -90,8 +90,7 @@ class _Emitter:
         self.own: list[list[int]] = [[] for _ in graph.stages]
         for n in range(graph.forward_stop, len(graph.nodes)):
             self.own[self.place[n]].append(n)
-        self.loads = self._loads()
-        self.lasting = self._lasting()
+        self.hazards = Hazards(graph, self.source, self.readers)
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
 
     def append(self, eqns: Sequence[Any], loop_of: Sequence[int]) -> None:
@@ -110,14 +109,15 @@ class _Emitter:
         self.clones = {var: clone for var, clone in self.clones.items() if self.value_of[var] in kept_here}
         wanted = self._wanted(k)
         loop, around = graph.nodes[stage.start].loop, graph.around(stage.start)
-        # Before a loop there may be a fence for what waits; within its iterations nothing need be held back at first.
+        # The fence of a loop's first stage holds the whole loop back, not what its iterations recompute.
         begins = loop != around
         renamed = self._fence(k, [] if begins else wanted, around)
         outside = [n for n in self.own[k] if graph.nodes[n].loop != loop]
         if begins:
             self.waiting = self._resume(k, renamed)
             self._run(outside, renamed)
-            renamed = {}
+            if _ZERO in renamed:
+                self.zeros[loop] = renamed.pop(_ZERO)
         for n in wanted:
             eqn = self.source[n]
             invars = [
@@ -161,44 +161,6 @@ class _Emitter:
             k -= 1
         return k
 
-    def _lasting(self) -> set[int]:
-        """The fused forward values that the compiler may keep in memory all the same, if the backward pass reads them.
-
-        Costly pointwise work it does once for all readers that it sees to be the same. What grows out of little, as a
-        broadcast does, it may do at any time.
-        """
-        graph = self.graph
-        if graph.platform != "cpu":
-            return set()
-        costly: set[int] = set()
-        lasting: set[int] = set()
-        for node, eqn in zip(graph.nodes, self.source, strict=True):
-            fused = [
-                v
-                for v in node.outputs
-                if not graph.values[v].materialised and graph.values[v].nbytes > graph.small_nbytes
-            ]
-            if not node.forward or not fused:
-                continue
-            if is_costly(eqn) or not costly.isdisjoint(node.inputs):
-                costly.update(fused)
-            read = sum(graph.values[u].nbytes for u in graph.sources[fused[0]])
-            lasting.update(v for v in fused if v in costly or 2 * read < graph.values[v].nbytes)
-        return lasting
-
-    def _loads(self) -> set[int]:
-        """The backward pass's contractions, and what only changes the layout of their operands."""
-        loads: set[int] = set()
-        for n in reversed(range(self.graph.forward_stop, len(self.source))):
-            eqn = self.source[n]
-            readers = [m for v in eqn.outvars for m in self.readers.get(v, ())]
-            moves = (
-                is_light(eqn) and len(self.graph.nodes[n].inputs) == 1 and any(m in loads for m in readers)
-            )
-            if self.graph.nodes[n].contraction or moves:
-                loads.add(n)
-        return loads
-
     def _run(self, nodes: Sequence[int], renamed: dict[Any, Any]) -> None:
         """Append equations in their own place, reading clones and fenced names where there are any."""
         for n in nodes:
@@ -206,7 +168,7 @@ class _Emitter:
             invars = [
                 a
                 if _compat.is_literal(a)
-                else self.clones.get(a) or (self._early(n, a) and renamed.get(a)) or self.passed.get(a, a)
+                else self.clones.get(a) or (self._waits(n, a) and renamed.get(a)) or self.passed.get(a, a)
                 for a in eqn.invars
             ]
             moved = eqn.replace(invars=invars) if invars != list(eqn.invars) else eqn
@@ -218,8 +180,10 @@ class _Emitter:
 
     def _placed(self, eqn: Any, renamed: dict[Any, Any]) -> list[Any]:
         """The equation, held back by the fence where nothing else would hold it, and in slices where it expands."""
-        if _is_zero(eqn) and _ZERO in renamed:
+        if is_zero(eqn) and _ZERO in renamed:
             return [eqn.replace(invars=[renamed[_ZERO]])]
+        if eqn.primitive.name == "scan_stack" and (zero := self.zeros.get(eqn.params["loop"])) is not None:
+            return [eqn.replace(invars=[*eqn.invars, zero])]
         if expands(eqn) and _ZERO in renamed:
             return sliced_inline(eqn, renamed[_ZERO])
         return [eqn]
@@ -237,9 +201,9 @@ class _Emitter:
             for v in graph.nodes[n].inputs
             if not graph.values[v].materialised
             and (
-                v in self.lasting
+                v in self.hazards.lasting
                 or self._of_other_loop(n, v)
-                or self._early(n, self.variable[v])
+                or self.hazards.early(n, self.variable[v])
                 or not gone.isdisjoint(graph.sources[v])
             )
         ]
@@ -276,17 +240,24 @@ class _Emitter:
             operands = [a for a in self.source[n].invars if not _compat.is_literal(a)]
             inner = [a for a in operands if a in self.value_of and a not in made]
             through.extend(inner if inner or any(a in made for a in operands) else operands)
+        entering = [n for n in self.own[k] if self._enters(n) and self.graph.nodes[n].loop != loop]
+        through.extend(a for n in entering for a in self.source[n].invars if a in self.value_of)
         here = [n for n in self.own[k] if self.graph.nodes[n].loop == loop]
         own = [self.source[n] for n in here]
         for n in here:
             operands = (a for a in self.source[n].invars if not _compat.is_literal(a))
-            through.extend(a for a in operands if self._early(n, a) and self._there_before(a, k))
+            through.extend(a for a in operands if self.hazards.early(n, a) and self._there_before(a, k))
         through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a)]
-        bursts = any(_is_zero(eqn) or expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted)))
+        bursts = any(is_zero(eqn) or expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted)))
+        bursts = bursts or bool(entering)
         if bursts and self.graph.platform == "cpu":
             through.append(_ZERO)
         due = any(until <= k for until in self.waiting.values())
         return self._fenced(through, self._trigger(k), f"fence_{k}", loop) if through or due else {}
+
+    def _enters(self, n: int) -> bool:
+        """Whether the equation starts a loop off, which thereby waits for a fence before it."""
+        return self.source[n].primitive.name == "scan_carry"
 
     def _fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:
         """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""
@@ -302,15 +273,9 @@ class _Emitter:
         self.passed.update(zip(trigger, outvars[len(through) :], strict=True))
         return dict(zip(through, outvars, strict=False))
 
-    def _early(self, n: int, var: Any) -> bool:
-        """Whether the compiler may make something large of an operand long before the equation runs.
-
-        A contraction's operand it copies into another layout; a small one it broadcasts.
-        """
-        if self.graph.platform != "cpu" or is_loop_edge(self.source[n]):
-            return False
-        made = max((aval_nbytes(v.aval) for v in self.source[n].outvars), default=0)
-        return n in self.loads or (made > self.graph.small_nbytes and 2 * aval_nbytes(var.aval) <= made)
+    def _waits(self, n: int, var: Any) -> bool:
+        """Whether the equation reads the operand behind the fence, though that is not recomputed."""
+        return self._enters(n) or self.hazards.early(n, var)
 
     def _there_before(self, var: Any, k: int) -> bool:
         """Whether it is saved or an argument, so that the compiler could copy it to another layout long before."""
@@ -382,15 +347,3 @@ class _Emitter:
 
 def _can_pass(var: Any) -> bool:
     return hasattr(var.aval, "dtype")
-
-
-def _is_zero(eqn: Any) -> bool:
-    """Whether the equation fills an array with float32 zeros, which the compiler may do at any time."""
-    if eqn.primitive.name != "broadcast_in_dim" or not _compat.is_literal(eqn.invars[0]):
-        return False
-    literal = eqn.invars[0]
-    return (
-        literal.aval == _CONSTANTS[_ZERO].aval
-        and literal.val == 0
-        and aval_nbytes(eqn.outvars[0].aval) > 2**20
-    )

@@ -6,7 +6,8 @@ others that tie the iteration to the rest,
     scan_slice   X[L, ...] -> x[...]     this iteration's slice of a scanned-over array
     scan_carry   init -> c               the carry as this iteration finds it
     scan_last    c' -> last              the carry as it leaves it; behind the loop, as the last one does
-    scan_stack   y[...] -> Y[L, ...]     one slice of a stacked result
+    scan_stack   y[...] -> Y[L, ...]     one slice of a stacked result; if there is a second operand, a zero, the
+                                         array is made of it, and not before it
 
 and what is the same in all iterations is read directly. Two kinds of scans are laid open:
 
@@ -37,7 +38,7 @@ STACK = jex.Primitive("scan_stack")
 SLICE.def_abstract_eval(lambda x, *, length, **_: jex.mapped_aval(length, 0, x))
 CARRY.def_abstract_eval(lambda x, **_: x)
 LAST.def_abstract_eval(lambda x, **_: x)
-STACK.def_abstract_eval(lambda x, *, length, **_: jex.unmapped_aval(length, 0, x))
+STACK.def_abstract_eval(lambda x, *_, length, **__: jex.unmapped_aval(length, 0, x))
 
 
 @dataclass(frozen=True)

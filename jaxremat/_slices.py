@@ -56,16 +56,7 @@ def sliced(eqn: Any) -> jex.ClosedJaxpr:
 
 def sliced_inline(eqn: Any, zero: Any) -> list[Any]:
     """The equations of `sliced` in place of the equation, with a variable that is zero."""
-    body = sliced(eqn).jaxpr
-    rename: dict[Any, Any] = dict(zip(body.invars, [zero, *eqn.invars], strict=True))
-    rename.update(zip(body.outvars, eqn.outvars, strict=True))
-    eqns = []
-    for step in body.eqns:
-        invars = [a if _compat.is_literal(a) else rename[a] for a in step.invars]
-        outvars = [rename.setdefault(v, _compat.new_var(v.aval)) for v in step.outvars]
-        info = _compat.under(eqn.source_info, step)
-        eqns.append(step.replace(invars=invars, outvars=outvars, source_info=info))
-    return eqns
+    return _compat.inlined(sliced(eqn), [zero, *eqn.invars], eqn.source_info, eqn.outvars)[0]
 
 
 def _slices(size: int) -> int:
