@@ -122,6 +122,13 @@ def test_a_budget_that_cannot_be_met_gives_a_peak_above_it(name: str, graph: Gra
         assert peak > budget if name == "milp" else peak == least
 
 
+def test_freeing_a_model_looks_nothing_up() -> None:
+    """Collected while cffi parses a type, a model that is the first to be freed would wait for cffi forever."""
+    from mip.cbc import cbclib
+
+    assert "Cbc_deleteModel" in vars(cbclib)
+
+
 @given(graphs(most_nodes=8), st.sampled_from(["chen", "chen_3", "greedy", "mincut", "milp"]), st.floats(0, 1))
 def test_solvers_on_random_graphs(graph: Graph, name: str, share: float) -> None:
     """Whatever the budget: a schedule that can be emitted, and the same one the second time."""
