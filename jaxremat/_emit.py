@@ -90,8 +90,9 @@ class _Emitter:
 
     def finish(self, outvars: Sequence[Any]) -> list[Any]:
         """Append what still waits; returns the step's outputs by their final names."""
-        self._fenced([], self._finished(len(self.graph.stages)), "fence_updates")
-        self._run(list(self.waiting), {})
+        if self.waiting:
+            self._fenced([], self._finished(len(self.graph.stages)), "fence_updates")
+            self._run(list(self.waiting), {})
         return [a if _compat.is_literal(a) else self.passed.get(a, a) for a in outvars]
 
     def stage(self, k: int) -> None:
@@ -313,6 +314,10 @@ class _Emitter:
             n for n in range(before, start) if graph.nodes[n].contraction and not graph.nodes[n].forward
         ]
         last = contractions[-1] if contractions else before
+
+        def behind(m: int) -> bool:
+            return m >= start or (graph.platform != "cpu" and self.place[m] >= k)
+
         if self.all_cotangents or not any(self._maker(v) >= last for v in triggers):
             crossing = [
                 v
@@ -320,7 +325,7 @@ class _Emitter:
                 if not graph.nodes[n].forward and n not in self.waiting
                 for v in self.source[n].outvars
                 if _can_pass(v)
-                and (v in self.returned or any(m >= start for m in self.readers.get(v, ())))
+                and (v in self.returned or any(behind(m) for m in self.readers.get(v, ())))
                 and graph.values[self.value_of[v]].materialised
             ]
             triggers.extend(crossing if self.all_cotangents else crossing[:1])

@@ -15,6 +15,7 @@ from ._devices import DeviceSpec
 from ._graph import Graph, Node, Stage, Value
 from ._primitives import is_heavy, is_light, is_relabelling, is_repeatable, is_view, reads_memory
 from ._stages import cut_stages
+from ._tags import Written
 from ._trace import Traced
 
 SMALL_SHARE = 1e-4
@@ -32,17 +33,19 @@ def lower(
     device: DeviceSpec,
     *,
     base_nbytes: int,
-    written: Mapping[int, Sequence[int]] | None = None,
+    written: Written | None = None,
     workspace: Mapping[int, int] | None = None,
+    step_seconds: float | None = None,
 ) -> Graph:
     """The planner's view of a traced step.
 
     **Arguments:**
 
     - `base_nbytes`: arguments + outputs - aliased bytes, per device.
-    - `written`: for each equation index the sizes in bytes of the buffers that the plain step's compiled program
-      writes for it; None where there is no compiled program, and fusion rules decide.
+    - `written`: what the plain step's compiled program writes and reads; None where there is none, and fusion rules
+      decide.
     - `workspace`: scratch bytes by equation index.
+    - `step_seconds`: of the plain step's compiled program; None for the sum over the model's kernels.
     """
     jaxpr = traced.jaxpr.jaxpr
     index: dict[Any, int] = {}
@@ -95,7 +98,7 @@ def lower(
             )
         )
     rules = _by_rules(jaxpr.eqns, nodes, values)
-    in_memory = rules if written is None else _by_compiler(jaxpr.eqns, nodes, values, written)
+    in_memory = rules if written is None else _by_compiler(jaxpr.eqns, nodes, values, written.sizes)
     values = [replace(v, materialised=v.producer < 0 or v.is_output or v.id in in_memory) for v in values]
     forward_stop = next((n.id for n in nodes if not n.forward), len(nodes))
     sizes = sorted(
@@ -111,7 +114,9 @@ def lower(
         donated=frozenset(index[v] for v, d in zip(jaxpr.invars, traced.donated, strict=True) if d),
         platform=device.platform,
     )
-    graph = _priced(_without_fused_copies(graph), jaxpr.eqns, device)
+    graph = _priced(_without_fused_copies(graph), jaxpr.eqns, device, written)
+    if step_seconds is not None:
+        graph = replace(graph, step_seconds=step_seconds)
     return replace(graph, stages=cut_stages(graph))
 
 
@@ -210,7 +215,7 @@ def _without_fused_copies(graph: Graph) -> Graph:
     return replace(graph, nodes=nodes)
 
 
-def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec) -> Graph:
+def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec, written: Written | None) -> Graph:
     """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results."""
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
     heavy: dict[
@@ -251,11 +256,22 @@ def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec) -> Graph:
         step_seconds += once
         if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
             # Its readers absorb it: they read its operands in its place.
-            once = (
-                kernel_seconds(device, flops_dtype(eqn), flops, max(read - made, 0)) - device.launch_seconds
-            )
+            more = max(read - made, 0) if graph.platform == "cpu" else _read_instead(graph, node, written)
+            once = kernel_seconds(device, flops_dtype(eqn), flops, more) - device.launch_seconds
         nodes.append(replace(node, seconds=once))
     return replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
+
+
+def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
+    """Bytes that the backward pass's kernels read more when they make a value themselves instead of reading it."""
+    made = sum(graph.values[v].nbytes for v in node.outputs)
+    operands = {graph.values[v].producer: graph.values[v].nbytes for v in graph.reads[node.id]}
+    kernels = written.kernels if written else ((frozenset(), frozenset({node.id})),)
+    return sum(
+        max(sum(nbytes for n, nbytes in operands.items() if n not in reads) - made, 0)
+        for writes, reads in kernels
+        if node.id in reads and not any(graph.nodes[n].forward for n in writes)
+    )
 
 
 def estimate_base(traced: Traced) -> int:

@@ -145,7 +145,12 @@ class _Planner:
         least = int(temporaries * _WORKSPACE_SHARE)
         scratch = workspaces(self.traced, self.program, request.device.platform, least)
         graph = lower(
-            self.traced, request.device, base_nbytes=base, written=written(module), workspace=scratch
+            self.traced,
+            request.device,
+            base_nbytes=base,
+            written=written(module),
+            workspace=scratch,
+            step_seconds=None if request.device.platform == "cpu" else self.baseline_seconds,
         )
         logger.info(
             "plain step: peak %s, %d equations, %d residuals, %d stages",
