@@ -41,7 +41,7 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
 
     **Arguments:** `fence` is one of `FENCES`.
     """
-    if graph.platform != "cpu":
+    if graph.backend.fuses:
         graph, schedule = merged(graph, schedule)
     if not graph.stages:
         return traced.jaxpr
@@ -142,7 +142,7 @@ class _Emitter:
         broadcast does, it may do at any time.
         """
         graph = self.graph
-        if graph.platform != "cpu":
+        if not graph.backend.hoists:
             return set()
         costly: set[int] = set()
         lasting: set[int] = set()
@@ -242,7 +242,7 @@ class _Emitter:
             through.extend(a for a in operands if self._early(n, a) and self._there_before(a, k))
         through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a)]
         bursts = any(_is_zero(eqn) or expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted)))
-        if bursts and self.graph.platform == "cpu":
+        if bursts and self.graph.backend.hoists:
             through.append(_ZERO)
         due = any(until <= k for until in self.waiting.values())
         return self._fenced(through, self._trigger(k), f"fence_{k}") if through or due else {}
@@ -265,7 +265,7 @@ class _Emitter:
 
         A contraction's operand it copies into another layout; a small one it broadcasts.
         """
-        if self.graph.platform != "cpu":
+        if not self.graph.backend.hoists:
             return False
         made = max((aval_nbytes(v.aval) for v in self.source[n].outvars), default=0)
         return n in self.loads or (made > self.graph.small_nbytes and 2 * aval_nbytes(var.aval) <= made)
@@ -316,7 +316,7 @@ class _Emitter:
         last = contractions[-1] if contractions else before
 
         def behind(m: int) -> bool:
-            return m >= start or (graph.platform != "cpu" and self.place[m] >= k)
+            return m >= start or (graph.backend.fuses and self.place[m] >= k)
 
         if self.all_cotangents or not any(self._maker(v) >= last for v in triggers):
             crossing = [

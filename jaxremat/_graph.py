@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from ._backend import Backend, backend
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -92,6 +94,11 @@ class Graph:
     small_nbytes: int = 0
     donated: frozenset[int] = frozenset()
     platform: str = "cpu"
+
+    @property
+    def backend(self) -> Backend:
+        """What the platform's compiler does."""
+        return backend(self.platform)
 
     @cached_property
     def stage_of(self) -> tuple[int, ...]:

@@ -256,7 +256,7 @@ def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec, written: Writ
         step_seconds += once
         if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
             # Its readers absorb it: they read its operands in its place.
-            more = max(read - made, 0) if graph.platform == "cpu" else _read_instead(graph, node, written)
+            more = _read_instead(graph, node, written) if graph.backend.fuses else max(read - made, 0)
             once = kernel_seconds(device, flops_dtype(eqn), flops, more) - device.launch_seconds
         nodes.append(replace(node, seconds=once))
     return replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)

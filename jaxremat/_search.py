@@ -49,10 +49,10 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Extra seconds of a step: on GPUs by the compiled kernels; on a CPU, which fuses otherwise, by the model."""
-        if self.graph.platform == "cpu":
-            return self.profile.extra_seconds
-        return max(self.compiled_overhead * self.graph.step_seconds, 0.0)
+        """Extra seconds of a step: of the compiled kernels where they say it, else by the model."""
+        if self.graph.backend.fuses:
+            return max(self.compiled_overhead * self.graph.step_seconds, 0.0)
+        return self.profile.extra_seconds
 
 
 MOST_OVERHEAD = 1.0

@@ -55,7 +55,7 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
         cuts.append(places[i])
         i = previous[i]
     cuts.reverse()
-    if graph.platform != "cpu":
+    if graph.backend.fuses:
         cuts = [cut for cut in dict.fromkeys(past_updates(graph, cuts[:-1])) if cut < stop] + [stop]
     return with_updates(graph, [start, *cuts])
 

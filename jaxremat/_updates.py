@@ -42,7 +42,7 @@ class _Updates:
         self.final = _last_contractions(graph, self.readers)
         self.overwriting = self._overwriting()
         self.prompt: set[int] = set()  # the nodes of updates that run in the stage of their gradient
-        finished = self._finished if graph.platform == "cpu" else self._settled
+        finished = self._settled if graph.backend.fuses else self._finished
         self.finished = [finished(range(a, b)) for a, b in pairwise(cuts)]
 
     def stages(self) -> tuple[Stage, ...]:
@@ -70,16 +70,17 @@ class _Updates:
         return made > 0 and (ends or made <= SMALL * graph.small_nbytes)
 
     def _settled(self, nodes: range) -> list[int]:
-        """On GPUs what ends a line of work, in the form that cuts no kernel in two.
+        """What ends a line of work, in the form that cuts no kernel in two.
 
         That is the step's output that the line leads to, where all of its update can run within the stage: what passes
         a fence is written, and an updated argument is in any case. Else it is what its readers want, such as the
         transposed product. What the backward pass goes on from it waits for by itself.
         """
+        ends = [n for n in self._heavy(nodes) if n.id in self.final]
         found: dict[int, None] = {}
-        for node in self._heavy(nodes):
+        for node in [n for n in ends if n.contraction] or ends:
             for v in node.outputs:
-                if node.id in self.final and self._counts(node.id, v):
+                if self._counts(node.id, v):
                     found[self._updated(v, nodes) or self._moved(v, nodes)] = None
         return list(found)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ._alive import alive_at_peak
+from ._backend import backend
 from ._budget import Budget, format_nbytes, parse_budget
 from ._devices import DeviceSpec
 from ._emit import FENCES, emit
@@ -150,7 +151,7 @@ class _Planner:
             base_nbytes=base,
             written=written(module),
             workspace=scratch,
-            step_seconds=None if request.device.platform == "cpu" else self.baseline_seconds,
+            step_seconds=self.baseline_seconds if backend(request.device.platform).fuses else None,
         )
         logger.info(
             "plain step: peak %s, %d equations, %d residuals, %d stages",
