@@ -16,6 +16,8 @@ from ._graph import Graph, Node, Stage
 SMALL = 64
 """Results up to this multiple of `Graph.small_nbytes` count as finished even where the backward pass reads on."""
 
+_OWN_LAYOUT = frozenset({"conv_general_dilated"})
+
 
 def with_updates(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
     """The stages between the cuts, ascending node ids, with what they finish and defer."""
@@ -72,35 +74,39 @@ class _Updates:
     def _settled(self, nodes: range) -> list[int]:
         """What ends a line of work, in the form that cuts no kernel in two.
 
-        That is the step's output that the line leads to, where all of its update can run within the stage: what passes
-        a fence is written, and an updated argument is in any case. Else it is what its readers want, such as the
-        transposed product. What the backward pass goes on from it waits for by itself.
+        Those are the step's outputs that the line leads to, where all of its update can run within the stage: what
+        passes a fence is written, and updated arguments are in any case; all of them pass, lest the compiler compute
+        them apart. Else it is what its readers want, such as the transposed product. So it is for convolutions, which
+        libraries write in a layout of their own: the updated arguments would pass in that layout, and be copied. What
+        the backward pass goes on from needs no fence to be done in time.
         """
         ends = [n for n in self._heavy(nodes) if n.id in self.final]
         found: dict[int, None] = {}
         for node in [n for n in ends if n.contraction] or ends:
             for v in node.outputs:
                 if self._counts(node.id, v):
-                    found[self._updated(v, nodes) or self._moved(v, nodes)] = None
+                    updated = () if node.primitive in _OWN_LAYOUT else self._updated(v, nodes)
+                    found.update(dict.fromkeys(updated or (self._moved(v, nodes),)))
         return list(found)
 
-    def _updated(self, v: int, nodes: range) -> int | None:
-        """The last output of the update that the value leads to; None where not all of it can run in the stage."""
+    def _updated(self, v: int, nodes: range) -> tuple[int, ...]:
+        """What the update that the value leads to returns; nothing where not all of it can run in the stage."""
         graph = self.graph
         update: set[int] = set()
         stack = [v]
         while stack:
             for n in self.readers[stack.pop()]:
                 if n not in nodes or graph.nodes[n].heavy:
-                    return None
+                    return ()
                 if n not in update:
                     update.add(n)
                     stack.extend(graph.nodes[n].outputs)
-        outputs = [u for n in update for u in graph.nodes[n].outputs if graph.values[u].is_output]
-        if not outputs:
-            return None
-        self.prompt |= update
-        return max(outputs)
+        outputs = tuple(
+            u for n in sorted(update) for u in graph.nodes[n].outputs if graph.values[u].is_output
+        )
+        if outputs:
+            self.prompt |= update
+        return outputs
 
     def _moved(self, v: int, nodes: range) -> int:
         """A result in the form that its readers want: what its kernel does to it at the end is done by then.
