@@ -91,11 +91,16 @@ def literal(value: Any) -> Any:
     return jex.Literal(value, jax.typeof(value))
 
 
+def new_eqn(
+    invars: Sequence[Any], outvars: Sequence[Any], primitive: Any, params: dict[str, Any], source_info: Any
+) -> Any:
+    """An equation without effects."""
+    return jex.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, jex.no_effects, source_info)
+
+
 def barrier(operands: Sequence[Any], outvars: Sequence[Any], source_info: Any) -> Any:
     """An optimization barrier: nothing that reads its results starts before all of its operands are there."""
-    return jex.new_jaxpr_eqn(
-        list(operands), list(outvars), _lax.optimization_barrier_p, {}, jex.no_effects, source_info
-    )
+    return new_eqn(operands, outvars, _lax.optimization_barrier_p, {}, source_info)
 
 
 def single(eqn: Any, invars: Sequence[Any]) -> jex.ClosedJaxpr:

@@ -12,6 +12,9 @@ dropped equations behind it. Tied as follows:
   Letting every cotangent through is another form of the same fence, which is tried where time for that is given.
 - fused values (never in memory) that a clone reads are cloned with it; the stage's own equations read the original
   of a fused value whose sources are all originals.
+- in a loop of the backward pass all happens within an iteration: clones of what an iteration of the forward loop made,
+  fused values always among them, lest they be stacked, and fences between the loop's own stages. At its start there is
+  none: an iteration is held back by the one before.
 
 Law: what the schedule does not drop is read in the original. A schedule that drops nothing still has fences, behind
 which updates wait until they may overwrite their argument; a graph without stages gives the traced jaxpr.
@@ -24,12 +27,13 @@ import jax.extend.core as jex
 import numpy as np
 
 from . import _compat
+from ._close import close_loops
 from ._cost import aval_nbytes
 from ._graph import Graph
 from ._merge import merged
-from ._primitives import is_costly, is_light
+from ._primitives import is_costly, is_light, is_loop_edge
 from ._schedule import Schedule
-from ._slices import expands, sliced
+from ._slices import expands, sliced_inline
 from ._trace import Traced
 
 FENCES = ("finished", "cotangents")
@@ -43,15 +47,16 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
     """
     if graph.backend.fuses:
         graph, schedule = merged(graph, schedule)
-    if not graph.stages:
+    if not graph.stages and not traced.loops:
         return traced.jaxpr
     jaxpr = traced.jaxpr.jaxpr
     emitter = _Emitter(traced, graph, schedule, fence)
-    emitter.eqns.extend(jaxpr.eqns[: graph.forward_stop])
+    emitter.append(jaxpr.eqns[: graph.forward_stop], traced.loop_of[: graph.forward_stop])
     for k in range(len(graph.stages)):
         emitter.stage(k)
     outvars = emitter.finish(jaxpr.outvars)
-    planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, emitter.eqns)
+    eqns = close_loops(emitter.eqns, emitter.loop_of, traced.loops)
+    planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
     _compat.check_jaxpr(planned)
     return planned
 
@@ -68,6 +73,7 @@ class _Emitter:
         self.schedule = schedule
         self.source = traced.jaxpr.jaxpr.eqns
         self.eqns: list[Any] = []
+        self.loop_of: list[int] = []  # of each of them
         self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
         self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
         self.waiting: dict[int, int] = {}  # deferred equation -> the stage of the fence that it waits for
@@ -88,19 +94,31 @@ class _Emitter:
         self.lasting = self._lasting()
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
 
+    def append(self, eqns: Sequence[Any], loop_of: Sequence[int]) -> None:
+        self.eqns.extend(eqns)
+        self.loop_of.extend(loop_of)
+
     def finish(self, outvars: Sequence[Any]) -> list[Any]:
         """Append what still waits; returns the step's outputs by their final names."""
         if self.waiting:
-            self._fenced([], self._finished(len(self.graph.stages)), "fence_updates")
+            self._fenced([], self._finished(len(self.graph.stages)), "fence_updates", -1)
             self._run(list(self.waiting), {})
         return [a if _compat.is_literal(a) else self.passed.get(a, a) for a in outvars]
 
     def stage(self, k: int) -> None:
-        stage = self.graph.stages[k]
+        graph, stage = self.graph, self.graph.stages[k]
         kept_here = {v for v, s in self.schedule.kept if s == k}
         self.clones = {var: clone for var, clone in self.clones.items() if self.value_of[var] in kept_here}
         wanted = self._wanted(k)
-        renamed = self._fence(k, wanted)
+        loop, around = graph.nodes[stage.start].loop, graph.around(stage.start)
+        # Before a loop there may be a fence for what waits; within its iterations nothing need be held back at first.
+        begins = loop != around
+        renamed = self._fence(k, [] if begins else wanted, around)
+        outside = [n for n in self.own[k] if graph.nodes[n].loop != loop]
+        if begins:
+            self.waiting = self._resume(k, renamed)
+            self._run(outside, renamed)
+            renamed = {}
         for n in wanted:
             eqn = self.source[n]
             invars = [
@@ -108,15 +126,17 @@ class _Emitter:
             ]
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
             clone = _compat.in_scope(eqn.replace(invars=invars, outvars=outvars), f"recompute_{k}")
-            self.eqns.extend(self._placed(clone, renamed))
+            placed = self._placed(clone, renamed)
+            self.append(placed, [loop] * len(placed))
             self.clones.update(
                 (var, clone)
                 for var, clone in zip(eqn.outvars, outvars, strict=True)
                 if self.value_of[var] not in self.schedule.saved
             )
-        self.waiting = self._resume(k, renamed)
+        if not begins:
+            self.waiting = self._resume(k, renamed)
         self.waiting.update(stage.deferred)
-        self._run([n for n in self.own[k] if n not in self.waiting], renamed)
+        self._run([n for n in self.own[k] if n not in self.waiting and n not in set(outside)], renamed)
 
     def _resume(self, k: int, renamed: dict[Any, Any]) -> dict[int, int]:
         """Append the deferred equations that waited for the fence of stage `k`; returns those that wait on."""
@@ -132,8 +152,15 @@ class _Emitter:
         for n in reversed(range(graph.forward_stop, len(graph.nodes))):
             readers = [place[m] for v in self.source[n].outvars for m in self.readers.get(v, ())]
             if readers and n not in settled and not graph.kernel[n] and graph.nodes[n].repeatable:
-                place[n] = min(readers)
+                place[n] = self._outside(min(readers), graph.nodes[n].loop)
         return place
+
+    def _outside(self, k: int, loop: int) -> int:
+        """The stage, or the last before it with whose equations or fence an equation of this loop may stand."""
+        graph = self.graph
+        while k and loop not in (graph.nodes[n := graph.stages[k].start].loop, graph.around(n)):
+            k -= 1
+        return k
 
     def _lasting(self) -> set[int]:
         """The fused forward values that the compiler may keep in memory all the same, if the backward pass reads them.
@@ -184,7 +211,8 @@ class _Emitter:
                 for a in eqn.invars
             ]
             moved = eqn.replace(invars=invars) if invars != list(eqn.invars) else eqn
-            self.eqns.extend(self._placed(moved, renamed))
+            placed = self._placed(moved, renamed)
+            self.append(placed, [self.graph.nodes[n].loop] * len(placed))
 
     def _maker(self, var: Any) -> int:
         return self.graph.values[self.value_of[var]].producer
@@ -194,12 +222,13 @@ class _Emitter:
         if _is_zero(eqn) and _ZERO in renamed:
             return [eqn.replace(invars=[renamed[_ZERO]])]
         if expands(eqn) and _ZERO in renamed:
-            return _inlined(eqn, sliced(eqn).jaxpr, [renamed[_ZERO], *eqn.invars])
+            return sliced_inline(eqn, renamed[_ZERO])
         return [eqn]
 
     def _wanted(self, k: int) -> list[int]:
         """The equations to clone: the schedule's nodes, and the fused ones between them and the stage's readers."""
         graph = self.graph
+        loop = graph.nodes[graph.stages[k].start].loop
         wanted = set(self.schedule.recomputed[k])
         gone = {v for n in wanted for v in graph.nodes[n].outputs}
         gone |= {v for v, s in self.schedule.kept if s == k}
@@ -209,7 +238,10 @@ class _Emitter:
             for v in graph.nodes[n].inputs
             if not graph.values[v].materialised
             and (
-                v in self.lasting or self._early(n, self.variable[v]) or not gone.isdisjoint(graph.sources[v])
+                v in self.lasting
+                or self._of_other_loop(n, v)
+                or self._early(n, self.variable[v])
+                or not gone.isdisjoint(graph.sources[v])
             )
         ]
         # What a clone reads must not be written to memory for its sake: fused operands are cloned with it.
@@ -222,22 +254,32 @@ class _Emitter:
                 or producer in wanted
                 or graph.values[v].materialised
                 or self.place[producer] >= k
+                or (graph.nodes[producer].loop != loop and graph.values[v].length == 1)
             ):
                 continue
             wanted.add(producer)
             stack.extend(graph.nodes[producer].inputs)
         return sorted(n for n in wanted if graph.nodes[n].repeatable)
 
-    def _fence(self, k: int, wanted: list[int]) -> dict[Any, Any]:
-        """Append the stage's fence; returns the fenced names of what passes through."""
+    def _of_other_loop(self, n: int, v: int) -> bool:
+        """Whether the equation reads in its loop what another loop's iteration made."""
+        values, nodes = self.graph.values, self.graph.nodes
+        producer = values[v].producer
+        return values[v].length > 1 and nodes[producer].loop != nodes[n].loop
+
+    def _fence(self, k: int, wanted: list[int], loop: int) -> dict[Any, Any]:
+        """Append the stage's fence in a loop, -1 for none; returns the fenced names of what passes through."""
         made = {v for n in wanted for v in self.source[n].outvars} | set(self.clones)
         through: list[Any] = []
         for n in wanted:
+            if is_loop_edge(self.source[n]):
+                continue
             operands = [a for a in self.source[n].invars if not _compat.is_literal(a)]
             inner = [a for a in operands if a in self.value_of and a not in made]
             through.extend(inner if inner or any(a in made for a in operands) else operands)
-        own = [self.source[n] for n in self.own[k]]
-        for n in self.own[k]:
+        here = [n for n in self.own[k] if self.graph.nodes[n].loop == loop]
+        own = [self.source[n] for n in here]
+        for n in here:
             operands = (a for a in self.source[n].invars if not _compat.is_literal(a))
             through.extend(a for a in operands if self._early(n, a) and self._there_before(a, k))
         through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a)]
@@ -245,9 +287,9 @@ class _Emitter:
         if bursts and self.graph.backend.hoists:
             through.append(_ZERO)
         due = any(until <= k for until in self.waiting.values())
-        return self._fenced(through, self._trigger(k), f"fence_{k}") if through or due else {}
+        return self._fenced(through, self._trigger(k), f"fence_{k}", loop) if through or due else {}
 
-    def _fenced(self, through: list[Any], trigger: list[Any], name: str) -> dict[Any, Any]:
+    def _fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:
         """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""
         trigger = [a for a in dict.fromkeys(trigger) if a not in set(through)]
         operands = [_CONSTANTS[a] if isinstance(a, str) else a for a in through]
@@ -256,7 +298,8 @@ class _Emitter:
             return {}
         outvars = [_compat.new_var(a.aval) for a in operands]
         template = self.source[self.graph.forward_stop]
-        self.eqns.append(_compat.in_scope(_compat.barrier(operands, outvars, template.source_info), name))
+        fence = _compat.in_scope(_compat.barrier(operands, outvars, template.source_info), name)
+        self.append([fence], [loop])
         self.passed.update(zip(trigger, outvars[len(through) :], strict=True))
         return dict(zip(through, outvars, strict=False))
 
@@ -265,7 +308,7 @@ class _Emitter:
 
         A contraction's operand it copies into another layout; a small one it broadcasts.
         """
-        if not self.graph.backend.hoists:
+        if not self.graph.backend.hoists or is_loop_edge(self.source[n]):
             return False
         made = max((aval_nbytes(v.aval) for v in self.source[n].outvars), default=0)
         return n in self.loads or (made > self.graph.small_nbytes and 2 * aval_nbytes(var.aval) <= made)
@@ -285,13 +328,22 @@ class _Emitter:
         stages = self.graph.stages
         start = stages[k].start if k < len(stages) else len(self.source)
         variables = [(self.variable[v], j) for j in range(k) for v in stages[j].finished]
+        around = self.graph.around(start) if k < len(stages) else -1
         return [
             var
             for var, j in variables
             for readers in (self.readers.get(var, ()),)
-            if any(n in self.waiting for n in readers)
-            or (j == k - 1 and (var in self.returned or any(n >= start for n in readers)))
+            if self._home(var) == around
+            and (
+                any(n in self.waiting for n in readers)
+                or (j == k - 1 and (var in self.returned or any(n >= start for n in readers)))
+            )
         ]
+
+    def _home(self, var: Any) -> int:
+        """The loop in whose body a variable is, -1 for none: a loop's results are in that around it."""
+        node = self.graph.nodes[self._maker(var)]
+        return self.graph.parents[node.loop] if node.primitive in ("scan_last", "scan_stack") else node.loop
 
     def _trigger(self, k: int) -> list[Any]:
         """What must be finished before the stage's recomputation may begin.
@@ -314,10 +366,7 @@ class _Emitter:
             n for n in range(before, start) if graph.nodes[n].contraction and not graph.nodes[n].forward
         ]
         last = contractions[-1] if contractions else before
-
-        def behind(m: int) -> bool:
-            return m >= start or (graph.backend.fuses and self.place[m] >= k)
-
+        place = self.place if graph.backend.fuses else graph.stage_of
         if self.all_cotangents or not any(self._maker(v) >= last for v in triggers):
             crossing = [
                 v
@@ -325,7 +374,8 @@ class _Emitter:
                 if not graph.nodes[n].forward and n not in self.waiting
                 for v in self.source[n].outvars
                 if _can_pass(v)
-                and (v in self.returned or any(behind(m) for m in self.readers.get(v, ())))
+                and self._home(v) == graph.around(start)
+                and (v in self.returned or any(place[m] >= k for m in self.readers.get(v, ())))
                 and graph.values[self.value_of[v]].materialised
             ]
             triggers.extend(crossing if self.all_cotangents else crossing[:1])
@@ -346,16 +396,3 @@ def _is_zero(eqn: Any) -> bool:
         and literal.val == 0
         and aval_nbytes(eqn.outvars[0].aval) > 2**20
     )
-
-
-def _inlined(eqn: Any, body: Any, arguments: list[Any]) -> list[Any]:
-    """The equations of a jaxpr without constants in place of the equation that it computes."""
-    rename: dict[Any, Any] = dict(zip(body.invars, arguments, strict=True))
-    rename.update(zip(body.outvars, eqn.outvars, strict=True))
-    eqns = []
-    for step in body.eqns:
-        invars = [a if _compat.is_literal(a) else rename[a] for a in step.invars]
-        outvars = [rename.setdefault(v, _compat.new_var(v.aval)) for v in step.outvars]
-        info = _compat.under(eqn.source_info, step)
-        eqns.append(step.replace(invars=invars, outvars=outvars, source_info=info))
-    return eqns

@@ -23,9 +23,12 @@ def fingerprint(traced: Traced) -> str:
     digest.update(
         f"{define(jaxpr.constvars)};{define(jaxpr.invars)};{traced.donated};{_compat.JAX_VERSION}".encode()
     )
-    for eqn in jaxpr.eqns:
+    for loop in traced.loops:
+        options = {k: v for k, v in loop.eqn.params.items() if k in ("reverse", "unroll", "_split_transpose")}
+        digest.update(f"{loop.id},{loop.group},{loop.length},{loop.role},{loop.parent},{options};".encode())
+    for eqn, loop_of in zip(jaxpr.eqns, traced.loop_of, strict=True):
         params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
         ins = " ".join(map(atom, eqn.invars))
-        digest.update(f"{define(eqn.outvars)}={eqn.primitive.name} {ins} {params}\n".encode())
+        digest.update(f"{define(eqn.outvars)}={eqn.primitive.name} {ins} {params} {loop_of}\n".encode())
     digest.update(" ".join(map(atom, jaxpr.outvars)).encode())
     return digest.hexdigest()

@@ -22,7 +22,8 @@ class Value:
 
     **Fields:** `id` its dense index; `producer` the id of the node that makes it, -1 for arguments and constants;
     `nbytes` per device; `materialised` whether it is written to memory; `is_output` whether the step returns it;
-    `shape` as text (`f32[32,56,56,64]`); `name` the user's `checkpoint_name`, or "".
+    `shape` as text (`f32[32,56,56,64]`); `name` the user's `checkpoint_name`, or ""; `length` how many iterations of a
+    loop make one each, all of which are stacked where it is saved for a loop of the backward pass.
     """
 
     id: int
@@ -32,6 +33,12 @@ class Value:
     is_output: bool = False
     shape: str = ""
     name: str = ""
+    length: int = 1
+
+    @property
+    def saved_nbytes(self) -> int:
+        """What saving it takes: `nbytes` of each iteration."""
+        return self.nbytes * self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +46,13 @@ class Node:
     """One equation.
 
     **Fields:** `id` its place in the schedule; `primitive` its name in JAX; `inputs` and `outputs` value ids;
-    `seconds` what running it once more costs on the device; `flops` of one run; `workspace_nbytes` scratch memory
+    `seconds` what running it once more costs on the device, all iterations of its loop together; `flops` of one
+    iteration; `workspace_nbytes` scratch memory
     while it runs; `heavy` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
     can absorb; `contraction` whether its operands must be in memory, because it absorbs none of them; `forward`
     whether its outputs may be residuals; `repeatable` whether it may run twice; `scope` its JAX name stack; `source`
-    the user's line, `file.py:12 (function)`.
+    the user's line, `file.py:12 (function)`; `loop` the loop in whose body it stands, -1 for none: the nodes of a loop
+    stand together.
     """
 
     id: int
@@ -59,6 +68,7 @@ class Node:
     repeatable: bool = True
     scope: str = ""
     source: str = ""
+    loop: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,9 @@ class Graph:
     pass to its end; `base_nbytes` what is there all the time (arguments + outputs - aliased bytes);
     `step_seconds` the plain step's time, against which overheads are measured; `small_nbytes` the size up to which
     residuals are always saved; `donated` the arguments whose memory the step's outputs take over; `platform` whose
-    compiler runs the step, by JAX's name (`"cpu"`, `"gpu"`).
+    compiler runs the step, by JAX's name (`"cpu"`, `"gpu"`); `parents` for each loop the loop around it, -1 for none;
+    `extra_seconds` what this form of the step takes longer than the plain one before anything is recomputed, and
+    `segments` which form it is (see `_segments`).
     """
 
     nodes: tuple[Node, ...]
@@ -94,6 +106,22 @@ class Graph:
     small_nbytes: int = 0
     donated: frozenset[int] = frozenset()
     platform: str = "cpu"
+    parents: tuple[int, ...] = ()
+    extra_seconds: float = 0.0
+    segments: tuple[int, ...] = ()
+
+    def around(self, node: int) -> int:
+        """The innermost loop that holds both this node and the one before it, -1 for none."""
+        before = self.loops_of(node - 1) if node else ()
+        return next((loop for loop in self.loops_of(node) if loop in before), -1)
+
+    def loops_of(self, node: int) -> tuple[int, ...]:
+        """The loops in whose bodies a node stands, the innermost first."""
+        found, loop = [], self.nodes[node].loop
+        while loop >= 0:
+            found.append(loop)
+            loop = self.parents[loop]
+        return tuple(found)
 
     @property
     def backend(self) -> Backend:
@@ -140,6 +168,11 @@ class Graph:
         """For each node the materialised values its kernel reads; empty for nodes that are fused away."""
         sources = list(self.sources)
         return tuple(self._union(sources, n.inputs) if self.kernel[n.id] else () for n in self.nodes)
+
+    @cached_property
+    def loop_stop(self) -> dict[int, int]:
+        """For each loop the id of the node behind its last."""
+        return {n.loop: n.id + 1 for n in self.nodes if n.loop >= 0}
 
     @cached_property
     def kernel(self) -> tuple[bool, ...]:
@@ -209,6 +242,14 @@ class Graph:
                 for v in finished.intersection(self.nodes[n].inputs):
                     lingering[v] = max(lingering.get(v, k), k)
         return lingering
+
+    def holdable(self, value: int, stage: int) -> bool:
+        """Whether the stage before can recompute the value and hand it on into the stage: not in or out of a loop."""
+        if stage <= self.stage_of[self.values[value].producer] + 1:
+            return False
+        loops = [self.nodes[s.start].loop for s in self.stages[stage - 1 : stage + 1]]
+        inside = self.nodes[self.values[value].producer].loop >= 0
+        return loops[0] == loops[1] if inside else loops == [-1, -1]
 
     def recomputable(self, value: int) -> bool:
         """Whether the value may be dropped and made again."""

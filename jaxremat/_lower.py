@@ -13,7 +13,16 @@ from . import _compat
 from ._cost import aval_nbytes, eqn_flops, flops_dtype, kernel_seconds
 from ._devices import DeviceSpec
 from ._graph import Graph, Node, Stage, Value
-from ._primitives import is_heavy, is_light, is_relabelling, is_repeatable, is_view, reads_memory
+from ._loops import ALONE, BACKWARD, FORWARD, Loop
+from ._primitives import (
+    is_heavy,
+    is_light,
+    is_loop_edge,
+    is_relabelling,
+    is_repeatable,
+    is_view,
+    reads_memory,
+)
 from ._stages import cut_stages
 from ._tags import Written
 from ._trace import Traced
@@ -52,7 +61,7 @@ def lower(
     values: list[Value] = []
     outputs = {a for a in jaxpr.outvars if not _compat.is_literal(a)}
 
-    def add(var: Any, producer: int) -> int:
+    def add(var: Any, producer: int, length: int = 1) -> int:
         index[var] = len(values)
         values.append(
             Value(
@@ -65,6 +74,7 @@ def lower(
                 if hasattr(var.aval, "str_short")
                 else str(var.aval),
                 name=traced.labels.get(var, ""),
+                length=length,
             )
         )
         return index[var]
@@ -76,8 +86,12 @@ def lower(
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
         stack = _compat.name_stack_text(eqn)
-        late = "transpose(" in stack or ("jvp(" not in stack and any(v in backward for v in inputs))
-        outs = tuple(add(v, i) for v in eqn.outvars)
+        loop = traced.loops[traced.loop_of[i]] if traced.loop_of[i] >= 0 else None
+        if loop is not None and loop.role != ALONE:
+            late = loop.role == BACKWARD
+        else:
+            late = "transpose(" in stack or ("jvp(" not in stack and any(v in backward for v in inputs))
+        outs = tuple(add(v, i, _length(eqn, loop)) for v in eqn.outvars)
         if late:
             backward.update(outs)
         nodes.append(
@@ -95,14 +109,22 @@ def lower(
                 repeatable=is_repeatable(eqn),
                 scope=stack,
                 source=_compat.user_line(eqn),
+                loop=traced.loop_of[i],
             )
         )
-    rules = _by_rules(jaxpr.eqns, nodes, values)
-    in_memory = rules if written is None else _by_compiler(jaxpr.eqns, nodes, values, written.sizes)
+    in_memory = _by_rules(jaxpr.eqns, nodes, values)
+    if written is not None:
+        # What the plain loop stacks says little of what it need stack: inside of loops the rules decide.
+        inside = {v for v in in_memory if values[v].producer >= 0 and nodes[values[v].producer].loop >= 0}
+        in_memory = _by_compiler(jaxpr.eqns, nodes, values, written.sizes) | inside
+    crossing = _crossing(jaxpr.eqns, nodes, values)
+    in_memory |= crossing | _carried(jaxpr.eqns, nodes)
+    nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
+    nodes = _with_stacks(jaxpr.eqns, nodes, values)
     values = [replace(v, materialised=v.producer < 0 or v.is_output or v.id in in_memory) for v in values]
     forward_stop = next((n.id for n in nodes if not n.forward), len(nodes))
     sizes = sorted(
-        v.nbytes for v in values if v.materialised and v.producer >= 0 and nodes[v.producer].forward
+        v.saved_nbytes for v in values if v.materialised and v.producer >= 0 and nodes[v.producer].forward
     )
     graph = Graph(
         nodes=tuple(nodes),
@@ -113,11 +135,77 @@ def lower(
         small_nbytes=_small(sizes),
         donated=frozenset(index[v] for v, d in zip(jaxpr.invars, traced.donated, strict=True) if d),
         platform=device.platform,
+        parents=tuple(loop.parent for loop in traced.loops),
+        segments=traced.segments,
     )
-    graph = _priced(_without_fused_copies(graph), jaxpr.eqns, device, written)
+    graph = _priced(_without_fused_copies(graph), jaxpr.eqns, device, written, _trips(traced.loops))
     if step_seconds is not None:
         graph = replace(graph, step_seconds=step_seconds)
     return replace(graph, stages=cut_stages(graph))
+
+
+def as_stacked(graph: Graph) -> Graph:
+    """The graph with all in memory that the plain step's forward loops stack for its backward loops."""
+    crossing = {
+        v
+        for node in graph.nodes
+        for v in node.inputs
+        if graph.values[v].length > 1 and graph.nodes[graph.values[v].producer].loop != node.loop
+    }
+    slices = {v for n in graph.nodes if n.primitive == "scan_slice" for v in n.outputs}
+    values = (replace(v, materialised=v.materialised or v.id in crossing - slices) for v in graph.values)
+    return replace(graph, values=tuple(values))
+
+
+def _length(eqn: Any, loop: Loop | None) -> int:
+    """How many of a value of this equation a backward loop finds where it is saved."""
+    if loop is None or loop.role != FORWARD or eqn.primitive.name in ("scan_last", "scan_stack"):
+        return 1
+    return loop.length
+
+
+def _trips(loops: Sequence[Loop]) -> list[int]:
+    """For each loop how often its body runs in one step."""
+    trips: list[int] = []
+    for loop in loops:
+        trips.append(loop.length * (trips[loop.parent] if loop.parent >= 0 else 1))
+    return trips
+
+
+def _crossing(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
+    """What loops read from outside: it is there while they run."""
+    found: set[int] = set()
+    for node, eqn in zip(nodes, eqns, strict=True):
+        for v in node.inputs:
+            producer = values[v].producer
+            outside = producer >= 0 and node.loop >= 0 and nodes[producer].loop != node.loop
+            if outside and (values[v].length == 1 or is_loop_edge(eqn)):
+                found.add(_behind_views(v, eqns, nodes, values))
+    return {v for v in found if values[v].producer >= 0}
+
+
+def _carried(eqns: Sequence[Any], nodes: Sequence[Node]) -> set[int]:
+    """What iterations hand on to the next: in memory on both sides."""
+    edges = [
+        n for n, eqn in zip(nodes, eqns, strict=True) if eqn.primitive.name in ("scan_carry", "scan_last")
+    ]
+    return {v for n in edges for v in (*n.outputs, *(n.inputs if n.primitive == "scan_last" else ()))}
+
+
+def _with_stacks(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> list[Node]:
+    """The nodes, with the stacked results that their loop has not filled yet as scratch memory.
+
+    The whole array is there from the loop's first iteration on.
+    """
+    pending: dict[int, int] = {}
+    found = []
+    for node, eqn in zip(reversed(nodes), reversed(eqns), strict=True):
+        waiting = pending.get(node.loop, 0) if node.loop >= 0 else 0
+        found.append(replace(node, workspace_nbytes=node.workspace_nbytes + waiting) if waiting else node)
+        if eqn.primitive.name == "scan_stack":
+            made = sum(values[v].nbytes for v in node.outputs if not values[v].is_output)
+            pending[node.loop] = waiting + made
+    return found[::-1]
 
 
 def _small(sizes: Sequence[int]) -> int:
@@ -215,7 +303,9 @@ def _without_fused_copies(graph: Graph) -> Graph:
     return replace(graph, nodes=nodes)
 
 
-def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec, written: Written | None) -> Graph:
+def _priced(
+    graph: Graph, eqns: Sequence[Any], device: DeviceSpec, written: Written | None, trips: Sequence[int]
+) -> Graph:
     """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results."""
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
     heavy: dict[
@@ -240,7 +330,7 @@ def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec, written: Writ
     step_seconds = 0.0
     for node, eqn in zip(graph.nodes, eqns, strict=True):
         fused_away = node.outputs and not any(graph.values[v].materialised for v in node.outputs)
-        if not graph.kernel[node.id] or is_view(eqn) or fused_away:
+        if not graph.kernel[node.id] or is_view(eqn) or is_loop_edge(eqn) or fused_away:
             nodes.append(node)
             continue
         inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
@@ -253,12 +343,13 @@ def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec, written: Writ
         read = arguments + sum(graph.values[v].nbytes for v in graph.reads[node.id])
         made = sum(graph.values[v].nbytes for v in node.outputs)
         once = kernel_seconds(device, flops_dtype(eqn), flops, read + made)
-        step_seconds += once
+        times = trips[node.loop] if node.loop >= 0 else 1
+        step_seconds += once * times
         if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
             # Its readers absorb it: they read its operands in its place.
             more = _read_instead(graph, node, written) if graph.backend.fuses else max(read - made, 0)
             once = kernel_seconds(device, flops_dtype(eqn), flops, more) - device.launch_seconds
-        nodes.append(replace(node, seconds=once))
+        nodes.append(replace(node, seconds=once * times))
     return replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
 
 

@@ -2,7 +2,7 @@
 
 On GPUs a fence costs traffic, because what passes through cannot be fused across, and brings nothing where nothing
 waits for it. A stage that recomputes nothing therefore becomes part of the one before. Law: saved, recomputed and kept
-values stay what they were; a schedule that drops nothing has no stage left.
+values stay what they were; a schedule that drops nothing has no stage left, unless there are loops, whose ends stay.
 """
 
 from bisect import bisect_left
@@ -18,9 +18,12 @@ def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
     All that a merged stage finishes waits for the fence behind it: else the compiler puts weight gradients off, and
     keeps what they are made of.
     """
-    if schedule.drops_nothing:
+    if schedule.drops_nothing and not graph.loop_stop:
         return replace(graph, stages=()), Schedule(schedule.saved, ())
-    first = [k for k, nodes in enumerate(schedule.recomputed) if nodes or k == 0]
+    loop_of = [graph.nodes[stage.start].loop for stage in graph.stages]
+    first = [
+        k for k, nodes in enumerate(schedule.recomputed) if nodes or k == 0 or loop_of[k] != loop_of[k - 1]
+    ]
     new_of = {k: i for i, k in enumerate(first)}
     groups = [graph.stages[k:stop] for k, stop in zip(first, [*first[1:], len(graph.stages)], strict=True)]
     fences = {n: bisect_left(first, fence) for stage in graph.stages for n, fence in stage.deferred}

@@ -5,25 +5,84 @@ Automatic differentiation leaves all optimizer updates to the end, so that every
 reductions, the optimizer), run as soon as their last operand of the main line exists, and those that depend on
 arguments alone run just before their first reader. Contractions that feed nothing but the tail (weight gradients) go
 first among those that are ready. Everything else keeps its order. The result is a topological order that keeps
-effects in sequence.
+effects in sequence. The equations of a loop that is laid open stay together, ordered among themselves alike, its
+results last.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from . import _compat
+from ._loops import Loop
 from ._primitives import is_contraction
 
 
-def memory_order(jaxpr: Any, alive: Sequence[bool]) -> list[int]:
-    """The indices of the live equations in execution order."""
-    eqns = jaxpr.eqns
+def memory_order(
+    jaxpr: Any, alive: Sequence[bool], loop_of: Sequence[int] = (), loops: Sequence[Loop] = ()
+) -> list[int]:
+    """The indices of the live equations in execution order.
+
+    **Arguments:** `loop_of` and `loops` as in `Traced`; without them no loop is laid open.
+    """
     live = [i for i, keep in enumerate(alive) if keep]
-    maker = {v: i for i in live for v in eqns[i].outvars}
-    operands = {
-        i: sorted({maker[a] for a in eqns[i].invars if not _compat.is_literal(a) and a in maker})
-        for i in live
-    }
+    return _ordered(jaxpr.eqns, live, loop_of or [-1] * len(alive), loops, -1)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One equation, or a loop that is laid open.
+
+    **Fields:** `order` its equations in execution order; `reads` and `makes` variables; `contraction` as in
+    `_primitives`; `effects`; `backward` whether running it early can only free memory.
+    """
+
+    order: tuple[int, ...]
+    reads: tuple[Any, ...]
+    makes: tuple[Any, ...]
+    contraction: bool
+    effects: bool
+    backward: bool
+
+
+def _ordered(
+    eqns: Sequence[Any], live: Sequence[int], loop_of: Sequence[int], loops: Sequence[Loop], parent: int
+) -> list[int]:
+    """The indices of the equations of one loop and of those in it, in execution order."""
+    inside: dict[int, list[int]] = {}  # loop of this level -> its equations; those of the level itself apart
+    single: list[int] = []
+    for i in live:
+        loop = loop_of[i]
+        while loop != parent and loops[loop].parent != parent:
+            loop = loops[loop].parent
+        if loop == parent:
+            single.append(i)
+        else:
+            inside.setdefault(loop, []).append(i)
+    units = [_unit(eqns, (i,), is_contraction(eqns[i])) for i in single]
+    for loop, members in inside.items():
+        units.append(_unit(eqns, _ordered(eqns, members, loop_of, loops, loop), True))
+    units.sort(key=lambda unit: min(unit.order))
+    order = [i for n in _unit_order(units) for i in units[n].order]
+    leaving = {i for i in single if eqns[i].primitive.name in ("scan_last", "scan_stack")}
+    return [i for i in order if i not in leaving] + [i for i in order if i in leaving]
+
+
+def _unit(eqns: Sequence[Any], order: Sequence[int], contraction: bool) -> _Unit:
+    return _Unit(
+        tuple(order),
+        tuple(a for i in order for a in eqns[i].invars if not _compat.is_literal(a)),
+        tuple(v for i in order for v in eqns[i].outvars),
+        contraction,
+        any(eqns[i].effects for i in order),
+        _backward(eqns[order[0]]),
+    )
+
+
+def _unit_order(units: Sequence[_Unit]) -> list[int]:
+    live = range(len(units))
+    maker = {v: i for i, unit in enumerate(units) for v in unit.makes}
+    operands = {i: sorted({maker[a] for a in units[i].reads if a in maker and maker[a] != i}) for i in live}
     readers: dict[int, list[int]] = {i: [] for i in live}
     for i in live:
         for j in operands[i]:
@@ -31,9 +90,9 @@ def memory_order(jaxpr: Any, alive: Sequence[bool]) -> list[int]:
 
     tail: dict[int, bool] = {}  # nothing reachable from here is a contraction, nor is it one itself
     for i in reversed(live):
-        tail[i] = not is_contraction(eqns[i]) and not eqns[i].effects and all(tail[j] for j in readers[i])
+        tail[i] = not units[i].contraction and not units[i].effects and all(tail[j] for j in readers[i])
     eager = {
-        i: tail[i] or (not eqns[i].effects and bool(readers[i]) and all(tail[j] for j in readers[i]))
+        i: tail[i] or (not units[i].effects and bool(readers[i]) and all(tail[j] for j in readers[i]))
         for i in live
     }
     rooted: dict[int, bool] = {}  # depends on an equation of the main line
@@ -60,7 +119,7 @@ def memory_order(jaxpr: Any, alive: Sequence[bool]) -> list[int]:
                 free = []
                 for j in readers[i]:
                     waiting[j] -= 1
-                    if waiting[j] == 0 and eager[j] and _backward(eqns[j]):
+                    if waiting[j] == 0 and eager[j] and units[j].backward:
                         free.append(j)
                 stack.extend((j, False) for j in reversed(free))
 

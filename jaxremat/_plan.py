@@ -52,6 +52,7 @@ class Plan:
       bytes of every schedule that was compiled, in order.
     - `actions` per residual, largest first; `alive` what the compiled step has in memory at its peak besides arguments
       and outputs, the largest first, empty where not compiled.
+    - `segments` for each pair of scans (see `_segments`) how many segments it is cut into.
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes`, `fence` what the emitter
       needs.
     """
@@ -77,6 +78,7 @@ class Plan:
     materialised: tuple[int, ...]
     small_nbytes: int
     fence: str
+    segments: tuple[int, ...]
 
     @property
     def drops_nothing(self) -> bool:
@@ -158,7 +160,7 @@ class Plan:
                 )
             data["actions"] = tuple(Action(**{**a, "stages": tuple(a["stages"])}) for a in data["actions"])
             data["alive"] = tuple(Alive(**a) for a in data["alive"])
-            for name in ("saved", "materialised"):
+            for name in ("saved", "materialised", "segments"):
                 data[name] = tuple(int(v) for v in data[name])
             for name in ("kept", "stages", "rounds"):
                 data[name] = tuple((int(a), int(b)) for a, b in data[name])
@@ -238,8 +240,8 @@ def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
             Action(
                 value=v,
                 name=value.name or node.primitive,
-                shape=value.shape,
-                nbytes=value.nbytes,
+                shape=value.shape if value.length == 1 else f"{value.length} x {value.shape}",
+                nbytes=value.saved_nbytes,
                 action="save" if saved else "recompute",
                 stages=() if saved else tuple(stages.get(v, ())),
                 scope=node.scope,

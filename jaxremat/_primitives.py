@@ -42,10 +42,11 @@ _SCATTERS = frozenset(
         "dynamic_update_slice",
     }
 )
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "split"})
+_VIEWS = frozenset({"scan_slice", "reshape", "squeeze", "expand_dims", "bitcast_convert_type", "split"})
 _LIGHT = frozenset(
     {"broadcast_in_dim", "iota", "convert_element_type", "transpose", "rev", "slice", "pad", "copy"}
 )
+_LOOP_EDGES = frozenset({"scan_slice", "scan_carry", "scan_last", "scan_stack"})
 _COSTLY = frozenset(
     {
         "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sinh", "cosh", "erf", "erfc", "erf_inv",
@@ -76,6 +77,7 @@ def is_heavy(eqn: Any) -> bool:
     name = eqn.primitive.name
     return (
         is_contraction(eqn)
+        or name in ("scan_last", "scan_stack")
         or name in _REDUCTIONS
         or name in _SCATTERS
         or name in _COLLECTIVES
@@ -104,6 +106,11 @@ def is_light(eqn: Any) -> bool:
     return eqn.primitive.name in _LIGHT or is_view(eqn)
 
 
+def is_loop_edge(eqn: Any) -> bool:
+    """Where an iteration of a loop that is laid open meets the rest, see `_loops`."""
+    return eqn.primitive.name in _LOOP_EDGES
+
+
 def is_costly(eqn: Any) -> bool:
     """Pointwise work of many operations per entry, which XLA does not repeat in each kernel that reads the result."""
     return eqn.primitive.name in _COSTLY
@@ -112,7 +119,7 @@ def is_costly(eqn: Any) -> bool:
 def is_repeatable(eqn: Any) -> bool:
     """Whether running the equation twice is invisible: no effects, no callbacks, no collectives."""
     name = eqn.primitive.name
-    if eqn.effects or name in _COLLECTIVES or name in _UNREPEATABLE:
+    if eqn.effects or name in _COLLECTIVES or name in _UNREPEATABLE or name in _LOOP_EDGES - {"scan_slice"}:
         return False
     return all(is_repeatable(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
 

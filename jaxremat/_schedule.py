@@ -36,7 +36,7 @@ def must_save(graph: Graph) -> frozenset[int]:
         v
         for v in graph.residuals
         if not graph.recomputable(v)
-        or graph.values[v].nbytes <= graph.small_nbytes
+        or graph.values[v].saved_nbytes <= graph.small_nbytes
         or graph.values[v].is_output
     )
 
@@ -47,7 +47,8 @@ def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]]
     **Arguments:**
 
     - `saved`: ids of residuals; ids that are no residuals are ignored.
-    - `kept`: pairs (value, stage): if the value is recomputed, hold it from the stage before into this stage.
+    - `kept`: pairs (value, stage): if the value is recomputed, hold it from the stage before into this stage. Pairs
+      that are not `Graph.holdable` are ignored.
 
     **Raises:** `SolverError` for ids that the graph does not have.
     """
@@ -60,7 +61,7 @@ def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]]
             "A solver must return ids of `graph.values`."
         )
     saved_values = must_save(graph) | (chosen & frozenset(graph.residuals))
-    kept_pairs = frozenset((v, k) for v, k in kept if v not in saved_values and k > 0)
+    kept_pairs = frozenset((v, k) for v, k in kept if v not in saved_values and graph.holdable(v, k))
     wanted_next: list[set[int]] = [set() for _ in graph.stages]
     kept_for: list[set[int]] = [set() for _ in graph.stages]
     for v, k in kept_pairs:
@@ -93,6 +94,12 @@ def check(graph: Graph, schedule: Schedule) -> Schedule:
             f"A schedule has {len(schedule.recomputed)} stages and the graph {len(graph.stages)}. "
             "Return `complete(graph, saved)`, or one tuple of nodes per stage."
         )
+    for v, k in sorted(schedule.kept):
+        if k >= len(graph.stages) or not graph.holdable(v, k):
+            raise SolverError(
+                f"A schedule keeps value {v} into stage {k}: values are kept from one stage into the next, "
+                f"not into or out of a loop, and there are stages 0 to {len(graph.stages) - 1}."
+            )
     previous: set[int] = set()
     for k, nodes in enumerate(schedule.recomputed):
         available = {v for v, stage in schedule.kept if stage == k}
@@ -110,6 +117,10 @@ def check(graph: Graph, schedule: Schedule) -> Schedule:
             if not (node.forward and node.repeatable):
                 raise SolverError(
                     f"Stage {k} recomputes node {n} ({node.primitive}), which may run only once."
+                )
+            if (node.loop < 0) != (graph.nodes[graph.stages[k].start].loop < 0):
+                raise SolverError(
+                    f"Stage {k} recomputes node {n} ({node.primitive}) of another loop, whose slices it does not see."
                 )
             if lost := [v for v in graph.reads[n] if missing(v)]:
                 raise SolverError(

@@ -1,12 +1,12 @@
 """Graph, budget -> the cheapest schedule of which the compiler says that it fits.
 
 The loop: solve within what the model allows, compile, read the compiler's peak, correct the model's allowance by the
-difference, solve again. The two ways to cut the backward pass into stages compete; each has an allowance of its own,
-because the model errs differently on each.
+difference, solve again. The forms of the step (its loops as they are, or in two levels) and the two ways to cut the
+backward pass into stages compete; each has an allowance of its own, because the model errs differently on each.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,9 +75,11 @@ class _Line:
 
 @dataclass
 class Search:
-    """**Fields:** `graph` with its coarse stages; `temporaries_nbytes` of the plain step; `trials` in order."""
+    """**Fields:** `forms` of the step with their coarse stages, the plain one first; `temporaries_nbytes` of the plain
+    step; `trials` in order.
+    """
 
-    graph: Graph
+    forms: Sequence[Graph]
     solver: Solver
     time_limit: float
     attempt: Attempt
@@ -86,8 +88,12 @@ class Search:
     solve_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        stages = dict.fromkeys((self.graph.stages, cut_stages(self.graph, fine=True)))
-        self.cuttings = [replace(self.graph, stages=cut) for cut in stages]
+        self.graph = self.forms[0]
+        self.cuttings = [
+            replace(graph, stages=cut)
+            for graph in self.forms
+            for cut in dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))
+        ]
 
     def within(self, budget: int, rounds: int) -> Trial | None:
         """The cheapest compiled schedule within the budget after that many rounds, or more if none fits; None if none
@@ -138,6 +144,8 @@ class Search:
         ready: list[tuple[tuple[float, ...], _Line]] = []
         for line in lines:
             if line.closed:
+                continue
+            if any(order[1] <= line.graph.extra_seconds for order, _ in ready):
                 continue
             if line.pending is None:
                 line.pending = self._solution(line.graph, line.allowance, self.solver)

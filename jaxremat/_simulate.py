@@ -5,6 +5,9 @@ order and its own kernels. A materialised value occupies its bytes from the kern
 kernel that reads it (a kernel of `Graph.in_place` writes over its operand, so its result counts from the next kernel
 on); a kernel's own workspace counts while it runs. What waits for a deferred update lives until its fence. Outputs of
 the step are part of the base.
+
+The body of a loop is played once. What an iteration of the forward pass makes counts once there, and from the end of
+its loop on as often as there are iterations, if something behind the loop reads the original.
 """
 
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ class Profile:
 
     **Fields:** `peak_nbytes` including the base; `peak_event` the index of the first event at the peak; `runs` the
     fields of all events, one tuple each; `alive` pairs (value, stage that made it or -1) at the peak, largest first;
-    `extra_seconds` spent on recomputation.
+    `extra_seconds` more than the plain step takes.
     """
 
     peak_nbytes: int
@@ -45,8 +48,8 @@ class Profile:
 
 
 def extra_seconds(graph: Graph, schedule: Schedule) -> float:
-    """Seconds that the schedule spends on recomputation in one step."""
-    return sum(graph.nodes[n].seconds for nodes in schedule.recomputed for n in nodes)
+    """Seconds by which a step that follows the schedule takes longer than the plain one."""
+    return graph.extra_seconds + sum(graph.nodes[n].seconds for nodes in schedule.recomputed for n in nodes)
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Profile:
@@ -87,6 +90,10 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
     for v, k in graph.lingering.items():
         end = own[k] if k < len(own) else len(ran) - 1
         last[v] = max(last.get(v, end), end)
+    behind: dict[int, int] = {}  # loop of the forward pass -> the first event behind it
+    for event, (n, stage) in enumerate(zip(ran, made_for, strict=True)):
+        if stage < 0 and graph.nodes[n].loop >= 0:
+            behind[graph.nodes[n].loop] = event + 1
     delta = [0] * (len(ran) + 2)
     born: dict[int, int] = {}
     for event, (n, stage) in enumerate(zip(ran, made_for, strict=True)):
@@ -99,6 +106,9 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
                 if end < begin:
                     continue
                 born[instance] = begin
+                if stage < 0 and value.length > 1 and end >= (stacked := behind[graph.nodes[n].loop]):
+                    delta[stacked] += value.saved_nbytes - value.nbytes
+                    delta[end + 1] -= value.saved_nbytes - value.nbytes
                 delta[begin] += value.nbytes
                 delta[end + 1] -= value.nbytes
     live = list(accumulate(delta[: len(ran)]))
@@ -111,7 +121,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
         for i, event in born.items()
         if event <= at <= max(event, last.get(i, event))
     ]
-    alive.sort(key=lambda i: (-graph.values[i[0]].nbytes, i))
+    alive.sort(key=lambda i: (-graph.values[i[0]].saved_nbytes, i))
     return Profile(
         peak_nbytes=graph.base_nbytes + max(peak, 0),
         peak_event=at,

@@ -10,6 +10,8 @@ import jax
 import jax.extend.core as jex
 from jax.core import ShapedArray
 
+from . import _compat
+
 ZERO = ShapedArray((), jax.numpy.float32)
 """The type of the first argument of `sliced`."""
 
@@ -50,6 +52,20 @@ def sliced(eqn: Any) -> jex.ClosedJaxpr:
         for a in (ZERO, *(v.aval for v in eqn.invars))
     ]
     return jax.make_jaxpr(run)(*types)
+
+
+def sliced_inline(eqn: Any, zero: Any) -> list[Any]:
+    """The equations of `sliced` in place of the equation, with a variable that is zero."""
+    body = sliced(eqn).jaxpr
+    rename: dict[Any, Any] = dict(zip(body.invars, [zero, *eqn.invars], strict=True))
+    rename.update(zip(body.outvars, eqn.outvars, strict=True))
+    eqns = []
+    for step in body.eqns:
+        invars = [a if _compat.is_literal(a) else rename[a] for a in step.invars]
+        outvars = [rename.setdefault(v, _compat.new_var(v.aval)) for v in step.outvars]
+        info = _compat.under(eqn.source_info, step)
+        eqns.append(step.replace(invars=invars, outvars=outvars, source_info=info))
+    return eqns
 
 
 def _slices(size: int) -> int:

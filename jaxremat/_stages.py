@@ -6,10 +6,10 @@ one stage recomputes are alive together. Both are bytes, so the stages are the s
     sum over cuts (bytes of residuals read on both sides + total / FINENESS)
     + sum over stages ((consumed + load)**2 - load**2) / total
 
-where a stage *consumes* the residuals that it reads first, `load` is the most that it has live of what the backward
-pass itself makes (gradients, scratch memory), and `total` is what all stages consume. Cuts thus fall between layers,
-and more of them where the residuals are large or meet something large, such as the gradients of a language model's
-logits.
+where a stage *consumes* the residuals that it reads first (of what a loop stacks, one iteration's), `load` is the most
+that it has live of what the backward pass itself makes (gradients, scratch memory), and `total` is what saving all
+residuals takes. Cuts thus fall between layers, and more of them where the residuals are large or meet something large,
+such as the gradients of a language model's logits. There is one at either end of every loop.
 
 Who reads a residual has two answers, hence two cuttings. A *fine* one counts the readers themselves. A *coarse* one
 counts as a reader of `u` also who reads what pointwise kernels make of `u`, because recomputing that needs `u`: no cut
@@ -34,9 +34,9 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
     start, stop = graph.forward_stop, len(graph.nodes)
     if start == stop:
         return ()
-    spanning, consumed = _spanning_and_consumed(graph, start, fine)
-    places = _candidates(graph, start, spanning, consumed)
-    total = consumed[-1] or 1
+    spanning, consumed, total = _spanning_and_consumed(graph, start, fine)
+    ends = {n for n in range(start + 1, stop) if graph.nodes[n].loop != graph.nodes[n - 1].loop}
+    places = sorted({*_candidates(graph, start, spanning, consumed), *ends})
     live = _load(graph, start)
     highest = [max(live[a - start : b - start]) for a, b in pairwise(places)]
     # best[i]: cost of the best cutting of everything before places[i]
@@ -47,6 +47,8 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
             load = max(load, highest[j])
             eaten = consumed[places[i] - start] - consumed[places[j] - start]
             found.append((best[j] + eaten * (eaten + 2 * load) / total, j))
+            if places[j] in ends:
+                break
         cost, at = min(found)
         best.append(cost + spanning[places[i] - start] + total / FINENESS)
         previous.append(at)
@@ -78,8 +80,10 @@ def _load(graph: Graph, start: int) -> list[int]:
     ]
 
 
-def _spanning_and_consumed(graph: Graph, start: int, fine: bool) -> tuple[list[int], list[int]]:
-    """For each place of the backward pass the bytes of residuals read on both sides, and of those first read before."""
+def _spanning_and_consumed(graph: Graph, start: int, fine: bool) -> tuple[list[int], list[int], int]:
+    """For each place of the backward pass the bytes of residuals read on both sides, and of those first read before;
+    and what saving them all takes.
+    """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     read = {
@@ -106,7 +110,8 @@ def _spanning_and_consumed(graph: Graph, start: int, fine: bool) -> tuple[list[i
     for i in range(1, size + 1):
         spanning[i] += spanning[i - 1]
         consumed[i] += consumed[i - 1]
-    return spanning[:size], consumed[:size]
+    total = sum(graph.values[v].saved_nbytes for v in first)
+    return spanning[:size], consumed[:size], total or 1
 
 
 def _candidates(graph: Graph, start: int, spanning: list[int], consumed: list[int]) -> list[int]:

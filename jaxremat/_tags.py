@@ -26,6 +26,18 @@ class Written:
     sizes: Mapping[int, tuple[int, ...]]
     kernels: tuple[tuple[frozenset[int], frozenset[int]], ...]
 
+    def renumbered(self, place: Mapping[int, int]) -> "Written":
+        """The same by other indices; equations without one are left out."""
+        sizes = {place[i]: sizes for i, sizes in self.sizes.items() if i in place}
+        kernels = (
+            (
+                frozenset(place[i] for i in writes if i in place),
+                frozenset(place[i] for i in reads if i in place),
+            )
+            for writes, reads in self.kernels
+        )
+        return Written(sizes, tuple((writes, reads) for writes, reads in kernels if reads))
+
 
 _TAG = re.compile(r"#(\d+)(?:[/)]|$)")
 

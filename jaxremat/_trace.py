@@ -1,11 +1,12 @@
 """Function and arguments -> `Traced`: one flat jaxpr of the whole step, forward and backward.
 
-Laws: evaluating `Traced.jaxpr` gives what the function gives. It holds no call that could be inlined, no dead
-equation and no two equal pure equations: merging equals undoes the user's own `jax.checkpoint`, so that the planner
-starts from the whole truth. Its equations stand in the order of `_order.memory_order`.
+Laws: evaluating `Traced.jaxpr`, its loops closed again, gives what the function gives. It holds no call that could be
+inlined, no dead equation and no two equal pure equations of one loop: merging equals undoes the user's own
+`jax.checkpoint`, so that the planner starts from the whole truth. Its equations stand in the order of
+`_order.memory_order`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,34 +15,29 @@ import jax.extend.core as jex
 import numpy as np
 
 from . import _compat
+from ._inline import Inliner
+from ._loops import Loop, Opened, open_loops, pairs
 from ._order import memory_order
-
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "call_jaxpr",
-}
-_IDENTITIES = frozenset({"name", "stop_gradient", "copy", "copy_p"})
+from ._primitives import is_loop_edge
+from ._segments import segmented
 
 
 @dataclass(frozen=True)
 class Traced:
     """A step as one flat jaxpr.
 
-    **Fields:** `jaxpr` normalised and ordered; `flat` the same program merely inlined, in the user's order, which
-    compiles to the plain step; `origin` for each equation of `flat` the index of the equation of `jaxpr` that computes
-    the same, -1 where none does; `labels` the user's `checkpoint_name`s by variable; `in_tree` and `out_tree` the
-    structures of `(args, kwargs)` without static arguments, and of the result; `donated` per flat argument;
-    `rematted` whether the user's program has checkpoints of its own.
+    **Fields:** `jaxpr` normalised and ordered, with the loops of `_loops` laid open; `loop_of` for each of its
+    equations the index in `loops` of the loop it is of, -1 for none; `flat` the same program merely inlined, in the
+    user's order, which compiles to the plain step; `origin` for each equation of `flat` the index of the equation of
+    `jaxpr` that computes the same, -1 where none does; `labels` the user's `checkpoint_name`s by variable; `in_tree`
+    and `out_tree` the structures of `(args, kwargs)` without static arguments, and of the result; `donated` per flat
+    argument; `rematted` whether the user's program has checkpoints of its own; `closed` the program as it was traced;
+    `lengths` of its pairs of scans, outside of other loops, and `segments` how many segments each is cut into here.
     """
 
     jaxpr: jex.ClosedJaxpr
+    loop_of: tuple[int, ...]
+    loops: tuple[Loop, ...]
     flat: jex.ClosedJaxpr
     origin: tuple[int, ...]
     labels: dict[Any, str]
@@ -49,6 +45,18 @@ class Traced:
     out_tree: Any
     donated: tuple[bool, ...]
     rematted: bool
+    closed: jex.ClosedJaxpr
+    lengths: tuple[int, ...]
+    segments: tuple[int, ...]
+
+    def in_segments(self, segments: Sequence[int]) -> "Traced":
+        """The same step with its pairs of scans in two levels, see `_segments`."""
+        return normalise(self.closed, self.in_tree, self.out_tree, self.donated, segments)
+
+    def renumbered(self, by_equation: Mapping[int, Any], other: "Traced") -> dict[int, Any]:
+        """What is known by this form's equations, by the equations of another form that compute the same."""
+        place = {i: j for i, j in zip(self.origin, other.origin, strict=True) if i >= 0 and j >= 0}
+        return {place[i]: what for i, what in by_equation.items() if i in place}
 
 
 def trace(jitted: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
@@ -61,14 +69,26 @@ def trace(jitted: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 
 def normalise(
-    closed: jex.ClosedJaxpr, in_tree: Any = None, out_tree: Any = None, donated: Sequence[bool] = ()
+    closed: jex.ClosedJaxpr,
+    in_tree: Any = None,
+    out_tree: Any = None,
+    donated: Sequence[bool] = (),
+    segments: Sequence[int] | None = None,
 ) -> Traced:
-    """Inline, merge, prune and order a jaxpr."""
-    flat, labels, rematted = _inline(closed)
-    merged, merged_of = _merge(flat)
+    """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in two levels."""
+    inliner = Inliner()
+    flat = inliner.program(closed)
+    forward = sorted(set(pairs(flat.jaxpr.eqns).values()))
+    segments = tuple(segments or (1,) * len(forward))
+    cut, of_flat, outer = segmented(flat, inliner, segments)
+    opened = open_loops(cut, inliner, outer)
+    merged, merged_of, loop_of = _merge(opened)
     kept = _alive(merged)
-    order = memory_order(merged.jaxpr, kept)
+    order = memory_order(merged.jaxpr, kept, loop_of, opened.loops)
     place = {old: new for new, old in enumerate(order)}
+    found = {
+        of_flat[i]: place.get(new, -1) for i, new in zip(opened.origin, merged_of, strict=True) if i >= 0
+    }
     jaxpr = _compat.new_jaxpr(
         merged.jaxpr.constvars,
         merged.consts,
@@ -79,101 +99,38 @@ def normalise(
     _compat.check_jaxpr(jaxpr)
     return Traced(
         jaxpr=jaxpr,
+        loop_of=tuple(loop_of[i] for i in order),
+        loops=opened.loops,
         flat=flat,
-        origin=tuple(place.get(i, -1) for i in merged_of),
-        labels=labels,
+        origin=tuple(found.get(i, -1) for i in range(len(flat.jaxpr.eqns))),
+        labels=inliner.labels,
         in_tree=in_tree,
         out_tree=out_tree,
         donated=tuple(donated) or (False,) * len(closed.jaxpr.invars),
-        rematted=rematted,
+        rematted=inliner.rematted,
+        closed=closed,
+        lengths=tuple(flat.jaxpr.eqns[i].params["length"] for i in forward),
+        segments=segments,
     )
 
 
-def _inline(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, dict[Any, str], bool]:
-    """Replace calls by their bodies and identities by their operands."""
-    eqns: list[Any] = []
-    constvars: list[Any] = []
-    consts: list[Any] = []
-    const_of: dict[int, Any] = {}
-    labels: dict[Any, str] = {}
-    rematted = False
+def _merge(opened: Opened) -> tuple[jex.ClosedJaxpr, list[int], list[int]]:
+    """Common subexpressions computed once; for each old equation the index of the new one, for each new one its loop.
 
-    def const_var(const: Any, aval: Any) -> Any:
-        if id(const) not in const_of:
-            const_of[id(const)] = _compat.new_var(aval)
-            constvars.append(const_of[id(const)])
-            consts.append(const)
-        return const_of[id(const)]
-
-    def walk(jaxpr: Any, operands: Sequence[Any], outer: Any) -> list[Any]:
-        nonlocal rematted
-        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], operands, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom if _compat.is_literal(atom) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            invars = [read(a) for a in eqn.invars]
-            info = eqn.source_info if outer is None else _compat.under(outer, eqn)
-            name = eqn.primitive.name
-            body = _body(eqn)
-            if body is not None:
-                rematted = rematted or name in ("remat2", "checkpoint")
-                inner, inner_consts = body
-                inner_constvars = [
-                    const_var(c, v.aval) for c, v in zip(inner_consts, inner.constvars, strict=True)
-                ]
-                outs = walk(inner, [*inner_constvars, *invars], info)
-                env.update(zip(eqn.outvars, outs, strict=True))
-                continue
-            if _is_identity(eqn, invars):
-                if name == "name" and not _compat.is_literal(invars[0]):
-                    labels.setdefault(invars[0], eqn.params["name"])
-                env[eqn.outvars[0]] = invars[0]
-                continue
-            outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
-            env.update(zip(eqn.outvars, outvars, strict=True))
-            eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
-        return [read(a) for a in jaxpr.outvars]
-
-    jaxpr = closed.jaxpr
-    top_consts = [const_var(c, v.aval) for c, v in zip(closed.consts, jaxpr.constvars, strict=True)]
-    invars = [_compat.new_var(v.aval) for v in jaxpr.invars]
-    outvars = walk(jaxpr, [*top_consts, *invars], None)
-    return _compat.new_jaxpr(constvars, consts, invars, outvars, eqns), labels, rematted
-
-
-def _body(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
-    """The jaxpr and constants of a call that may be inlined."""
-    key = _CALLS.get(eqn.primitive.name)
-    if key is None or (eqn.primitive.name in ("jit", "pjit") and not _compat.is_plain_call(eqn.params)):
-        return None
-    body = eqn.params[key]
-    jaxpr = getattr(body, "jaxpr", body)
-    consts = getattr(body, "consts", ())
-    if len(jaxpr.constvars) != len(consts) or len(jaxpr.invars) != len(eqn.invars):
-        return None
-    return jaxpr, consts
-
-
-def _is_identity(eqn: Any, invars: Sequence[Any]) -> bool:
-    if len(invars) != 1 or len(eqn.outvars) != 1 or invars[0].aval != eqn.outvars[0].aval:
-        return False
-    if eqn.primitive.name == "reduce_precision":
-        info = jax.numpy.finfo(invars[0].aval.dtype)
-        return eqn.params["exponent_bits"] == info.nexp and eqn.params["mantissa_bits"] == info.nmant
-    return eqn.primitive.name in _IDENTITIES
-
-
-def _merge(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[int]]:
-    """Common subexpressions computed once; also, for each old equation, the index of the new one."""
+    Within a loop and within its pair equals are merged: what the backward loop repeats it may as well read.
+    """
+    closed = opened.closed
     seen: dict[Any, int] = {}
     rename: dict[Any, Any] = {}
     eqns: list[Any] = []
     merged_of: list[int] = []
-    for eqn in closed.jaxpr.eqns:
+    loop_of: list[int] = []
+    for eqn, loop in zip(closed.jaxpr.eqns, opened.loop_of, strict=True):
         invars = [a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars]
-        key = None if eqn.effects or eqn.primitive.name == "optimization_barrier" else _key(eqn, invars)
+        pure = not eqn.effects and eqn.primitive.name != "optimization_barrier" and not is_loop_edge(eqn)
+        key = _key(eqn, invars) if pure else None
+        if key is not None:
+            key = (key, opened.loops[loop].group if loop >= 0 else -1)
         if key is not None and key in seen:
             twin = eqns[seen[key]]
             rename.update(zip(eqn.outvars, twin.outvars, strict=True))
@@ -182,10 +139,12 @@ def _merge(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[int]]:
         if key is not None:
             seen[key] = len(eqns)
         merged_of.append(len(eqns))
+        loop_of.append(loop)
         eqns.append(eqn.replace(invars=invars))
     outvars = [a if _compat.is_literal(a) else rename.get(a, a) for a in closed.jaxpr.outvars]
     jaxpr = closed.jaxpr
-    return _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, outvars, eqns), merged_of
+    merged = _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, outvars, eqns)
+    return merged, merged_of, loop_of
 
 
 def _key(eqn: Any, invars: Sequence[Any]) -> Any:
@@ -220,12 +179,23 @@ def _hashable(value: Any) -> Any:
 
 
 def _alive(closed: jex.ClosedJaxpr) -> list[bool]:
-    """For each equation whether an output or an effect needs it."""
+    """For each equation whether an output or an effect needs it, in this iteration of its loop or the next."""
+    eqns = closed.jaxpr.eqns
     needed = {a for a in closed.jaxpr.outvars if not _compat.is_literal(a)}
-    alive = [False] * len(closed.jaxpr.eqns)
-    for i in reversed(range(len(alive))):
-        eqn = closed.jaxpr.eqns[i]
-        if eqn.effects or any(v in needed for v in eqn.outvars):
-            alive[i] = True
-            needed.update(a for a in eqn.invars if not _compat.is_literal(a))
+    carried = {_edge(eqn): eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "scan_carry"}
+    alive = [False] * len(eqns)
+    known = -1
+    while known < (known := sum(alive)):
+        for i in reversed(range(len(eqns))):
+            eqn = eqns[i]
+            last = eqn.primitive.name == "scan_last" and carried[_edge(eqn)] in needed
+            if not alive[i] and (eqn.effects or last or any(v in needed for v in eqn.outvars)):
+                alive[i] = True
+                needed.update(a for a in eqn.invars if not _compat.is_literal(a))
+                if eqn.primitive.name == "scan_last":
+                    needed.add(carried[_edge(eqn)])
     return alive
+
+
+def _edge(eqn: Any) -> tuple[int, int]:
+    return eqn.params["loop"], eqn.params["index"]

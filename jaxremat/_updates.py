@@ -30,6 +30,8 @@ def past_updates(graph: Graph, cuts: Sequence[int]) -> list[int]:
     moved = []
     for cut in cuts:
         while cut < len(graph.nodes) and cut in final and not graph.nodes[cut].heavy:
+            if graph.nodes[cut].loop >= 0 or graph.nodes[cut - 1].loop >= 0:
+                break  # loops begin and end where they do
             cut += 1
         moved.append(cut)
     return moved
@@ -66,13 +68,23 @@ class _Updates:
 
     def _counts(self, n: int, v: int) -> bool:
         graph = self.graph
+        if self._leaving(n) and graph.nodes[n].primitive not in ("scan_last", "scan_stack"):
+            return False  # it is not to be seen behind the loop
         made = graph.values[v].nbytes
         read = sum(graph.values[u].nbytes for u in graph.nodes[n].inputs)
         ends = n in self.final and (made <= read or n in self.overwriting)
         return made > 0 and (ends or made <= SMALL * graph.small_nbytes)
 
+    def _leaving(self, n: int) -> bool:
+        """Whether the stage of the node ends with the loop that it begins in."""
+        k = self.stage_of[n]
+        start, stop = self.cuts[k : k + 2]
+        loop = self.graph.nodes[start].loop
+        return loop >= 0 and self.graph.loop_stop[loop] == stop
+
     def _settled(self, nodes: range) -> list[int]:
         """What ends a line of work, in the form that cuts no kernel in two.
+
 
         Those are the step's outputs that the line leads to, where all of its update can run within the stage: what
         passes a fence is written, and updated arguments are in any case; all of them pass, lest the compiler compute
@@ -80,13 +92,12 @@ class _Updates:
         libraries write in a layout of their own: the updated arguments would pass in that layout, and be copied. What
         the backward pass goes on from needs no fence to be done in time.
         """
-        ends = [n for n in self._heavy(nodes) if n.id in self.final]
+        ends = [(n, v) for n in self._heavy(nodes) if n.id in self.final for v in n.outputs]
+        ends = [(n, v) for n, v in ends if self._counts(n.id, v)]
         found: dict[int, None] = {}
-        for node in [n for n in ends if n.contraction] or ends:
-            for v in node.outputs:
-                if self._counts(node.id, v):
-                    updated = () if node.primitive in _OWN_LAYOUT else self._updated(v, nodes)
-                    found.update(dict.fromkeys(updated or (self._moved(v, nodes),)))
+        for node, v in [(n, v) for n, v in ends if n.contraction] or ends:
+            updated = () if node.primitive in _OWN_LAYOUT else self._updated(v, nodes)
+            found.update(dict.fromkeys(updated or (self._moved(v, nodes),)))
         return list(found)
 
     def _updated(self, v: int, nodes: range) -> tuple[int, ...]:
@@ -156,8 +167,14 @@ class _Updates:
             levelled = waits
             wrong = self._wrong(waits) or self._wrong(levelled := self._levelled(waits))
             if not wrong:
-                return {n: min(k, last) for n, k in levelled.items()}
+                return {n: self._outside(min(k, last)) for n, k in levelled.items()}
             waits = self._following({n: k for n, k in waits.items() if n not in wrong}, begun)
+
+    def _outside(self, k: int) -> int:
+        """The stage, or the first behind it whose fence does not stand in a loop."""
+        while self.cuts[k] < len(self.graph.nodes) and self.graph.around(self.cuts[k]) >= 0:
+            k += 1
+        return k
 
     def _following(self, waits: dict[int, int], begun: set[int]) -> dict[int, int]:
         """Those of the nodes that read something finished, or what another of them makes."""
@@ -187,7 +204,13 @@ class _Updates:
         for n, k in waits.items():
             node, stop = graph.nodes[n], self.cuts[min(k, last)]
             early = any(m < stop and m not in waits for v in node.outputs for m in self.readers[v])
-            if node.heavy or not node.repeatable or early or any(self._held(v) for v in node.inputs):
+            if (
+                node.heavy
+                or node.loop >= 0
+                or not node.repeatable
+                or early
+                or any(self._held(v) for v in node.inputs)
+            ):
                 wrong.add(n)
         return wrong
 

@@ -5,7 +5,7 @@ plan that fits. Nothing that exceeds the budget is returned.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,16 +18,17 @@ from ._errors import InfeasibleBudgetError, PlanMismatchError
 from ._fingerprint import fingerprint
 from ._graph import Graph
 from ._hlo import parse
-from ._lower import estimate_base, lower
+from ._lower import as_stacked, estimate_base, lower
 from ._plan import Plan, actions
 from ._program import Compiled, MemoryStats, Program
 from ._roofline import roofline
 from ._schedule import Schedule, check
 from ._search import Search, Trial
+from ._segments import choices
 from ._simulate import simulate
 from ._solver import Solution, Solver
 from ._tags import tagged, written
-from ._trace import trace
+from ._trace import Traced, trace
 from ._workspace import workspaces
 
 logger = logging.getLogger("jaxremat")
@@ -94,6 +95,8 @@ def apply_plan(
     if not plan.stages:
         jitted = program.plain
     else:
+        if plan.segments != traced.segments:
+            traced = traced.in_segments(plan.segments)
         graph = plan.layout(lower(traced, device, base_nbytes=0))
         jitted = program.evaluating(
             emit(traced, graph, check(graph, plan.schedule(graph)), plan.fence), traced
@@ -124,9 +127,11 @@ class _Planner:
         request = self.request
         budget = parse_budget(request.budget, request.device_nbytes)
         self.traced = trace(self.program.plain, self.args, self.kwargs)
+        self.forms = {self.traced.segments: self.traced}
         self.fingerprint = fingerprint(self.traced)
         rough = lower(self.traced, request.device, base_nbytes=estimate_base(self.traced))
-        rough_peak = simulate(rough, _everything(rough)).peak_nbytes
+        stacked = as_stacked(rough)
+        rough_peak = simulate(stacked, _everything(stacked)).peak_nbytes
         if not request.verify:
             return self._unverified(rough, rough_peak, budget)
         plain: Compiled | None = None
@@ -144,20 +149,28 @@ class _Planner:
         base = MemoryStats.of(witness).base_nbytes
         temporaries = self.baseline_nbytes - base
         least = int(temporaries * _WORKSPACE_SHARE)
-        scratch = workspaces(self.traced, self.program, request.device.platform, least)
-        graph = lower(
-            self.traced,
-            request.device,
-            base_nbytes=base,
-            written=written(module),
-            workspace=scratch,
-            step_seconds=self.baseline_seconds if backend(request.device.platform).fuses else None,
-        )
+
+        found = written(module)
+
+        def lowered(traced: Traced) -> Graph:
+            scratch = workspaces(traced, self.program, request.device.platform, least)
+            numbers = self.traced.renumbered({i: i for i in range(len(self.traced.jaxpr.jaxpr.eqns))}, traced)
+            kept = found.renumbered({old: new for new, old in numbers.items()})
+            return lower(
+                traced,
+                request.device,
+                base_nbytes=base,
+                written=kept,
+                workspace=scratch,
+                step_seconds=self.baseline_seconds if backend(request.device.platform).fuses else None,
+            )
+
+        graph = lowered(self.traced)
         logger.info(
             "plain step: peak %s, %d equations, %d residuals, %d stages",
             format_nbytes(self.baseline_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
         )  # fmt: skip
-        search = self._search(graph, self.baseline_nbytes - base)
+        search = self._search(self._forms(graph, lowered), self.baseline_nbytes - base)
         if budget == "min":
             trial = search.least()
             return self._planned(search, trial, trial.peak_nbytes)
@@ -168,13 +181,24 @@ class _Planner:
             trial = _reformed(search, trial, budget)
         return self._planned(search, trial, budget)
 
-    def _search(self, graph: Graph, temporaries_nbytes: int) -> Search:
+    def _forms(self, graph: Graph, lowered: Callable[[Traced], Graph]) -> list[Graph]:
+        """The graph, and that of the step with its loops in two levels if there are any to cut."""
+        forms = [graph]
+        segments = tuple(choices(length)[0] if choices(length) else 1 for length in self.traced.lengths)
+        if segments != self.traced.segments:
+            self.forms[segments] = self.traced.in_segments(segments)
+            cut = lowered(self.forms[segments])
+            longer = max(cut.step_seconds - graph.step_seconds, 0.0)
+            forms.append(replace(cut, step_seconds=graph.step_seconds, extra_seconds=longer))
+        return forms
+
+    def _search(self, forms: Sequence[Graph], temporaries_nbytes: int) -> Search:
         request = self.request
-        return Search(graph, request.solver, request.time_limit, self._try, temporaries_nbytes)
+        return Search(forms, request.solver, request.time_limit, self._try, temporaries_nbytes)
 
     def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial:
         profile = simulate(graph, solution.schedule)
-        jitted = self.program.evaluating(emit(self.traced, graph, solution.schedule, fence), self.traced)
+        jitted = self._jitted(graph, solution.schedule, fence)
         compiled = self._compile(jitted)
         seconds = roofline(parse(_text(compiled)), self.request.device).seconds
         trial = Trial(
@@ -194,6 +218,11 @@ class _Planner:
         )  # fmt: skip
         return trial
 
+    def _jitted(self, graph: Graph, schedule: Schedule, fence: str = FENCES[0]) -> Any:
+        """The step that follows a schedule of one of its forms."""
+        traced = self.forms[graph.segments]
+        return self.program.evaluating(emit(traced, graph, schedule, fence), traced)
+
     def _compile(self, jitted: Any) -> Compiled:
         self.compile_count += 1
         return self.program.lower(jitted, self.args, self.kwargs).compile()
@@ -209,6 +238,7 @@ class _Planner:
             compiled_peak_nbytes=peak,
             compiled_overhead=0.0,
             stages=(),
+            segments=self.traced.segments,
             alive=alive_at_peak(_text(compiled)),
         )
         return Planned(plan, self.program.plain, compiled)
@@ -227,17 +257,17 @@ class _Planner:
     def _unverified(self, graph: Graph, rough_peak: int, budget: Any) -> Planned:
         self.baseline_nbytes = rough_peak
         allowance = None if budget == "min" else budget
-        search = self._search(graph, rough_peak - graph.base_nbytes)
+        base = graph.base_nbytes
+        forms = self._forms(graph, lambda traced: lower(traced, self.request.device, base_nbytes=base))
+        search = self._search(forms, rough_peak - base)
         graph, solution = search.predict(allowance)
         peak = simulate(graph, solution.schedule).peak_nbytes
         if allowance is not None and peak > allowance:
             raise self._infeasible(allowance, predicted=(graph, solution.schedule))
         plan = self._as_plan(graph, allowance or peak, solution, search)
-        if solution.schedule.drops_nothing:
+        if solution.schedule.drops_nothing and (not graph.loop_stop or rough_peak <= (allowance or 0)):
             return Planned(replace(plan, stages=()), self.program.plain, None)
-        return Planned(
-            plan, self.program.evaluating(emit(self.traced, graph, solution.schedule), self.traced), None
-        )
+        return Planned(plan, self._jitted(graph, solution.schedule), None)
 
     def _as_plan(self, graph: Graph, budget: int, solution: Solution, search: Search | None = None) -> Plan:
         schedule = solution.schedule
@@ -266,6 +296,7 @@ class _Planner:
             materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
             small_nbytes=graph.small_nbytes,
             fence="finished",
+            segments=graph.segments,
         )
 
     def _infeasible(

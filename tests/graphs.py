@@ -82,6 +82,16 @@ class Builder:
         return v
 
 
+def in_loops(graph: Graph, length: int) -> Graph:
+    """The graph with its forward pass as a loop of that length, and all its stages as the loop that runs back."""
+    stop = graph.forward_stop
+    nodes = tuple(replace(n, loop=int(n.id >= stop)) for n in graph.nodes)
+    values = tuple(
+        replace(v, length=length, is_output=False) if 0 <= v.producer < stop else v for v in graph.values
+    )
+    return replace(graph, nodes=nodes, values=values, parents=(-1, -1))
+
+
 def chain(length: int, *, size: int = 1, seconds: Sequence[float] | None = None) -> Graph:
     """`x[i+1] = f(x[i])`; stage `k` reads `x[length - k]` and the cotangent, and makes the next cotangent.
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from graphs import Builder
+from graphs import Builder, in_loops
 from hypothesis import strategies as st
 
 from jaxremat import Action, Graph, Plan
@@ -21,6 +21,7 @@ def graphs(
     unrepeatable: bool = True,
     late_forward: bool = True,
     least_size: int = 0,
+    loops: bool = True,
 ) -> Graph:
     """A forward DAG with skips, fused values, outputs and scratch memory, and stages that read it backwards.
 
@@ -30,6 +31,7 @@ def graphs(
     - `unrepeatable`: some nodes may run only once; their results are always in memory.
     - `late_forward`: stages may hold nodes of the forward pass, whose results later stages read.
     - `least_size`: of a value, in units.
+    - `loops`: the forward pass may be a loop and the stages its backward loop.
     """
     build = Builder()
     values = [build.argument(draw(st.integers(0, 2))) for _ in range(draw(st.integers(1, 2)))]
@@ -86,7 +88,8 @@ def graphs(
                 )
             )
     build.node([*cotangent, *pick(1)], [1], is_output=True, seconds=1.0, forward=False)
-    return build.graph(base=draw(st.integers(0, 3)), small=draw(st.sampled_from([0, 0, 1])))
+    graph = build.graph(base=draw(st.integers(0, 3)), small=draw(st.sampled_from([0, 0, 1])))
+    return in_loops(graph, draw(st.integers(2, 4))) if loops and draw(st.integers(0, 3)) == 0 else graph
 
 
 @st.composite
@@ -151,5 +154,6 @@ def plans(draw: st.DrawFn) -> Plan:
             stages=st.lists(pairs, max_size=4).map(tuple),
             materialised=st.lists(ids, max_size=4).map(tuple),
             small_nbytes=NBYTES,
+            segments=st.lists(ids, max_size=3).map(tuple),
         )
     )

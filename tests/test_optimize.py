@@ -12,7 +12,6 @@ import jaxremat
 from jaxremat import InfeasibleBudgetError, MemoryStats
 
 SHARE = 0.6
-INFEASIBLE = frozenset({"scan"})
 ROUNDING = 2e-5
 """Largest difference allowed, relative to the largest entry of the array that it is in."""
 
@@ -51,13 +50,7 @@ def test_budget_and_results(case: Case) -> None:
     stats = MemoryStats.of(plain)
     budget = stats.base_nbytes + int(SHARE * stats.temporaries_nbytes)
     step = jaxremat.optimize(budget, donate_argnums=case.donate_argnums)(case.step)
-    try:
-        compiled = step.compile(*args)
-    except InfeasibleBudgetError as error:
-        assert case.name in INFEASIBLE
-        assert error.min_peak_nbytes > budget == error.budget_nbytes
-        return
-    assert case.name not in INFEASIBLE
+    compiled = step.compile(*args)
     plan = step.plan(*args)
     peak = MemoryStats.of(compiled).peak_nbytes
     assert peak == plan.compiled_peak_nbytes

@@ -51,6 +51,7 @@ def plan_of(graph: Graph, schedule: Schedule) -> Plan:
         materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
         small_nbytes=graph.small_nbytes,
         fence="finished",
+        segments=(1, 4),
     )
 
 

@@ -83,7 +83,10 @@ def overwrites(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]]
 
 
 def sweep(graph: Graph, schedule: Schedule) -> tuple[list[int], list[set[Any]]]:
-    """Live bytes and live buffers at each kernel run: after each run, drop every buffer that nothing reads later."""
+    """Live bytes and live buffers at each kernel run: after each run, drop every buffer that nothing reads later.
+
+    Behind the loop that made it, an original is there once for each iteration.
+    """
     timeline = play(graph, schedule)
     live: set[Any] = set()
     nbytes, alive = [], []
@@ -91,7 +94,12 @@ def sweep(graph: Graph, schedule: Schedule) -> tuple[list[int], list[set[Any]]]:
         new = {(v, again) for v, again in made if again >= 0 or not graph.values[v].is_output}
         over = overwrites(graph, timeline, i)
         live |= set() if over else new
-        nbytes.append(sum(graph.values[v].nbytes for v, _ in live) + graph.nodes[n].workspace_nbytes)
+        behind = n >= graph.forward_stop or timeline[i][1] >= 0
+        sizes = (
+            graph.values[v].nbytes * (graph.values[v].length if behind and again < 0 else 1)
+            for v, again in live
+        )
+        nbytes.append(sum(sizes) + graph.nodes[n].workspace_nbytes)
         alive.append(set(live))
         live |= new
         live = {b for b in live if any(b in read for _, _, read, _ in timeline[i + 1 :])}
@@ -109,7 +117,7 @@ def assert_equals_sweep(graph: Graph, schedule: Schedule) -> None:
         assert profile.peak_event == nbytes.index(max(nbytes))
         assert set(profile.alive) == alive[profile.peak_event]
         assert len(profile.alive) == len(set(profile.alive))
-    sizes = [graph.values[v].nbytes for v, _ in profile.alive]
+    sizes = [graph.values[v].saved_nbytes for v, _ in profile.alive]
     assert sizes == sorted(sizes, reverse=True)
     assert profile.extra_seconds == sum(graph.nodes[n].seconds for n, k, _, _ in timeline if k >= 0)
 
@@ -369,6 +377,8 @@ def raw_schedules(draw: st.DrawFn, graph: Graph) -> Schedule:
 
 def gone(graph: Graph, schedule: Schedule) -> bool:
     """Whether a stage reads an original of the forward pass that is not saved, or runs what may run only once."""
+    if any(k >= len(graph.stages) for _, k in schedule.kept):
+        return True
     previous: set[int] = set()
     for k, (stage, nodes) in enumerate(zip(graph.stages, schedule.recomputed, strict=True)):
         clones = {v for v, j in schedule.kept if j == k}

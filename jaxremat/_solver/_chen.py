@@ -56,7 +56,7 @@ class Chen:
     def _segmented(graph: Graph, home: dict[int, int], count: int, whole: int) -> Schedule:
         weight = [0] * (len(graph.stages) + 1)
         for v, k in home.items():
-            weight[k] += graph.values[v].nbytes
+            weight[k] += graph.values[v].saved_nbytes
         total, running = sum(weight) or 1, 0
         segment_of, first_of = [], {}
         for k in range(len(graph.stages)):

@@ -16,7 +16,7 @@ class Greedy:
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         residuals = [v for v in graph.residuals if graph.recomputable(v)]
         price = {
-            v: graph.nodes[graph.values[v].producer].seconds / max(graph.values[v].nbytes, 1)
+            v: graph.nodes[graph.values[v].producer].seconds / max(graph.values[v].saved_nbytes, 1)
             for v in residuals
         }
         order = sorted(residuals, key=lambda v: (price[v], v))

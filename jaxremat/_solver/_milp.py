@@ -147,7 +147,10 @@ class _Model:
         self.window = self._window()
         border = boundaries(graph) if self.holding else {}
         self.holdable = self.held | {
-            (v, k) for k, nodes in enumerate(self.window) for v in self._outputs(nodes) if v in border and k
+            (v, k)
+            for k, nodes in enumerate(self.window)
+            for v in self._outputs(nodes)
+            if v in border and graph.holdable(v, k)
         }
         self.moments = Moments(graph, self.fixed, self.window)
 
@@ -245,7 +248,7 @@ class _Model:
             model.max_mip_gap_abs = 100 * self.options.gap
             model.max_mip_gap = 1e-9
         else:
-            ceiling = sum(graph.values[v].nbytes for v in self.free) / MIB or 1.0
+            ceiling = sum(graph.values[v].saved_nbytes for v in self.free) / MIB or 1.0
             model.objective = peak + 1e-4 * ceiling / 100 * cost
             model.max_mip_gap = 0.002
         best, best_rank, bound, proven = start, rank(graph, start, budget_nbytes), 0.0, False
@@ -264,7 +267,7 @@ class _Model:
                     f"{model.num_rows} constraints. Try `solver=jaxremat.MinCut()`, which needs no integer program."
                 )
             if peak is None and model.objective_bound is not None and abs(model.objective_bound) < 1e12:
-                bound = max(bound, model.objective_bound / 100 * step)
+                bound = max(bound, graph.extra_seconds + model.objective_bound / 100 * step)
             if not model.num_solutions:
                 break
             schedule = self._schedule(save, hold)

@@ -80,14 +80,14 @@ class _Cuts:
                 uses[v] = uses.get(v, 0) + 1
         seconds = {n: graph.nodes[n].seconds for n in producers}
         scale_seconds = _SCALE / (sum(seconds.values()) or 1.0)
-        scale_bytes = _SCALE / (sum(graph.values[v].nbytes for v in values) or 1)
+        scale_bytes = _SCALE / (sum(graph.values[v].saved_nbytes for v in values) or 1)
         edges: list[tuple[int, int, float, float]] = []
         for n in producers:
             times = max([1, *(uses.get(v, 0) for v in graph.nodes[n].outputs)])
             edges.append((0, y[n], times * seconds[n] * scale_seconds + 1e-3, 0.0))
             edges.extend((z[u], y[n], _INFINITE, 0.0) for u in graph.reads[n] if u in z)
         for v in values:
-            edges.append((y[graph.values[v].producer], z[v], 0.0, graph.values[v].nbytes * scale_bytes))
+            edges.append((y[graph.values[v].producer], z[v], 0.0, graph.values[v].saved_nbytes * scale_bytes))
             if v in uses:
                 edges.append((z[v], 1, _INFINITE, 0.0))
         array = np.array(edges, dtype=float).reshape(-1, 4)

@@ -24,7 +24,10 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """Where a residual is read in its own place: last forward reader, and readers by stage."""
+    """Where a residual is read in its own place: last forward reader, and readers by stage.
+
+    For what a loop stacks, `forward` is the loop's end: from there on all iterations' count.
+    """
 
     born: int
     forward: int
@@ -57,6 +60,10 @@ class Moments:
         self.by_clone: frozenset[int] = frozenset()
         self.last = last  # own readers of the values that are no variables
         starts = [stage.start for stage in graph.stages]
+        near = dict(forward)  # the last reader of the value that is there in any case
+        for v in self.free:
+            if graph.values[v].length > 1:
+                forward[v] = graph.loop_stop[graph.nodes[graph.values[v].producer].loop] - 1
         for v, k in graph.lingering.items():
             end = starts[k] if k < len(starts) else len(graph.nodes) - 1
             last[v] = max(last.get(v, end), end)
@@ -77,11 +84,15 @@ class Moments:
         for value in graph.values:
             if value.producer < 0 or not value.materialised or value.is_output:
                 continue
-            stop = self.lives[value.id].forward if value.id in free else last.get(value.id, value.producer)
+            known = near if value.id in free else last
+            stop = known.get(value.id, value.producer)
             begin = value.producer + (value.producer in graph.in_place)
             if stop >= begin:
                 delta[begin] += value.nbytes
                 delta[stop + 1] -= value.nbytes
+            if value.length > 1 and stop >= (end := graph.loop_stop[graph.nodes[value.producer].loop]):
+                delta[end] += value.saved_nbytes - value.nbytes
+                delta[stop + 1] -= value.saved_nbytes - value.nbytes
         for i in range(1, len(delta)):
             delta[i] += delta[i - 1]
         self.base = delta
@@ -154,7 +165,8 @@ class Moments:
         for v in self.free:
             life, nbytes = self.lives[v], self.graph.values[v].nbytes
             if life.forward < n and life.born < n:
-                parts.extend(((key,), nbytes) for key in self._saved(v, k, own_at=n))
+                saved_nbytes = self.graph.values[v].saved_nbytes
+                parts.extend(((key,), saved_nbytes) for key in self._saved(v, k, own_at=n))
             if k >= 0 and life.by_stage.get(k, -1) >= n:
                 if self._by_clone(v):
                     parts.append(((("r", life.born, k),), nbytes))
@@ -171,7 +183,8 @@ class Moments:
         for v in self.free:
             life, nbytes = self.lives[v], self.graph.values[v].nbytes
             if life.forward < self.graph.stages[k].start:
-                parts.extend(((key,), nbytes) for key in self._saved(v, k, own_at=None))
+                saved_nbytes = self.graph.values[v].saved_nbytes
+                parts.extend(((key,), saved_nbytes) for key in self._saved(v, k, own_at=None))
             if k in life.by_stage:
                 parts.append(((("h", v, k),), nbytes))
                 if life.born < upto and self._by_clone(v):
@@ -214,14 +227,14 @@ class Moments:
                 if u not in free:
                     if self._outlived(u, n if k < 0 else graph.stages[k].start) and ("r", u) not in counted:
                         counted.add(("r", u))
-                        parts.append(((("r", m, j),), graph.values[u].nbytes))
+                        parts.append(((("r", m, j),), graph.values[u].saved_nbytes))
                     continue
                 life, nbytes = self.lives[u], graph.values[u].nbytes
                 passed = life.forward < (n if k < 0 else graph.stages[k].start)
                 if u in schedule.saved and passed and ("s", u) not in counted:
                     counted.add(("s", u))
                     parts = [(keys, b) for keys, b in parts if keys[0][:2] != ("e", u)]
-                    parts.append(((("s", u), ("r", m, j)), nbytes))
+                    parts.append(((("s", u), ("r", m, j)), graph.values[u].saved_nbytes))
                 clone = ("r", life.born, k)
                 again = j == k and life.born < n and life.born in schedule.recomputed[k]
                 if again and clone not in counted and u not in schedule.saved:

@@ -1,0 +1,123 @@
+"""Sections of equations -> scans again; the inverse of `_loops.open_loops`, for any plan of what is inside.
+
+A section becomes one scan, in the place of its last equation. What it reads of another section of its group is stacked
+there and scanned over here; what it reads from outside is a constant of its body. Law: closing what was merely opened
+gives the program that was there before, with the same stacked values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.extend.core as jex
+
+from . import _compat
+from ._loops import SLICE, Loop
+
+
+def close_loops(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[Any]:
+    """Flat equations with scans in the place of sections.
+
+    **Arguments:** `loop_of` the loop of each equation, -1 for none; a loop's equations stand together.
+    """
+    items = [_Item(eqn, loop) for eqn, loop in zip(eqns, loop_of, strict=True)]
+    for loop in sorted({i for i in loop_of if i >= 0}, key=lambda i: (-_depth(i, loops), i)):
+        items = _closed(items, loops[loop], loops)
+    return [item.eqn for item in items]
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    eqn: Any
+    loop: int
+
+
+@dataclass
+class _Section:
+    """What a section's equations are to the scan."""
+
+    carries: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # index -> (initial, in the body)
+    lasts: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # index -> (in the body, behind the loop)
+    scanned: dict[Any, Any] = field(default_factory=dict)  # in the body -> array
+    stacked: dict[Any, Any] = field(default_factory=dict)  # array -> in the body
+    eqns: list[Any] = field(default_factory=list)
+
+
+def _depth(loop: int, loops: Sequence[Loop]) -> int:
+    depth = 0
+    while (loop := loops[loop].parent) >= 0:
+        depth += 1
+    return depth
+
+
+def _closed(items: list[_Item], loop: Loop, loops: Sequence[Loop]) -> list[_Item]:
+    """The items with one loop's section as a scan of the loop around it."""
+    at = [i for i, item in enumerate(items) if item.loop == loop.id]
+    if at[-1] - at[0] + 1 != len(at):
+        raise AssertionError(f"the equations of loop {loop.id} do not stand together")
+    section = _Section()
+    for item in items[at[0] : at[-1] + 1]:
+        _sort(item.eqn, section)
+    after = items[at[-1] + 1 :]
+    for other in dict.fromkeys(item.loop for item in after if item.loop >= 0):
+        if loops[other].group == loop.group:
+            after = _handed_on(after, section, loop, other)
+    return [*items[: at[0]], _Item(_scan(section, loop), loop.parent), *after]
+
+
+def _sort(eqn: Any, section: _Section) -> None:
+    name = eqn.primitive.name
+    if name == "scan_carry":
+        section.carries[eqn.params["index"]] = (eqn.invars[0], eqn.outvars[0])
+    elif name == "scan_last":
+        section.lasts[eqn.params["index"]] = (eqn.invars[0], eqn.outvars[0])
+    elif name == "scan_slice":
+        section.scanned[eqn.outvars[0]] = eqn.invars[0]
+    elif name == "scan_stack":
+        section.stacked[eqn.outvars[0]] = eqn.invars[0]
+    else:
+        section.eqns.append(eqn)
+
+
+def _handed_on(items: list[_Item], section: _Section, loop: Loop, other: int) -> list[_Item]:
+    """The items, where loop `other` reads slices of what the section's iterations make; the section stacks that."""
+    made = {v: None for eqn in section.eqns for v in eqn.outvars}
+    made.update((v, None) for _, v in section.carries.values())
+    slices: list[Any] = []
+    rename: dict[Any, Any] = {}
+    for item in items:
+        for a in item.eqn.invars if item.loop == other else ():
+            if _compat.is_literal(a) or a in rename or (a not in made and a not in section.scanned):
+                continue
+            array = section.scanned.get(a)
+            if array is None:
+                array = _compat.new_var(jex.unmapped_aval(loop.length, 0, a.aval))
+                section.stacked[array] = a
+            rename[a] = _compat.new_var(a.aval)
+            params = {"loop": other, "length": loop.length}
+            slices.append(_compat.new_eqn([array], [rename[a]], SLICE, params, loop.eqn.source_info))
+    at = next(i for i, item in enumerate(items) if item.loop == other)
+    handed = [_Item(_renamed(i.eqn, rename), i.loop) if i.loop == other else i for i in items[at:]]
+    return [*items[:at], *(_Item(eqn, other) for eqn in slices), *handed]
+
+
+def _renamed(eqn: Any, rename: dict[Any, Any]) -> Any:
+    invars = [a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars]
+    return eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
+
+
+def _scan(section: _Section, loop: Loop) -> Any:
+    indices = sorted(section.carries)
+    carried = [section.carries[i][1] for i in indices]
+    results = [*(section.lasts[i][0] for i in indices), *section.stacked.values()]
+    known = {*carried, *section.scanned, *(v for eqn in section.eqns for v in eqn.outvars)}
+    read = [a for eqn in section.eqns for a in eqn.invars] + results
+    consts = list(dict.fromkeys(a for a in read if not _compat.is_literal(a) and a not in known))
+    body = _compat.new_jaxpr((), (), [*consts, *carried, *section.scanned], results, section.eqns)
+    init = [section.carries[i][0] for i in indices]
+    invars = [*consts, *init, *section.scanned.values()]
+    params = {**loop.eqn.params, "jaxpr": body, "num_consts": len(consts), "num_carry": len(indices)}
+    if "linear" in params:
+        params["linear"] = (False,) * len(invars)
+    outvars = [*(section.lasts[i][1] for i in indices), *section.stacked]
+    return loop.eqn.replace(invars=invars, outvars=outvars, params=params)

@@ -1,0 +1,108 @@
+"""Jaxpr -> flat equations: calls replaced by their bodies, identities by their operands.
+
+Law: evaluating the flat equations gives what the jaxpr gives; each keeps its own source line, its name stack is that of
+the calls around it with its own below.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from . import _compat
+
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "call_jaxpr",
+}
+_IDENTITIES = frozenset({"name", "stop_gradient", "copy", "copy_p"})
+
+
+class Inliner:
+    """Inlines one program; constants of all bodies become constants of the whole.
+
+    **Fields:** `constvars` and `consts` met so far; `labels` the user's `checkpoint_name`s by variable; `rematted`
+    whether a checkpoint of the user's own was inlined.
+    """
+
+    def __init__(self) -> None:
+        self.constvars: list[Any] = []
+        self.consts: list[Any] = []
+        self.labels: dict[Any, str] = {}
+        self.rematted = False
+        self._const_of: dict[int, Any] = {}
+
+    def program(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        """The whole program, flat."""
+        eqns: list[Any] = []
+        invars = [_compat.new_var(v.aval) for v in closed.jaxpr.invars]
+        outvars = self.body(closed, invars, None, eqns)
+        return _compat.new_jaxpr(self.constvars, self.consts, invars, outvars, eqns)
+
+    def body(self, closed: Any, operands: Sequence[Any], info: Any, into: list[Any]) -> list[Any]:
+        """Append a body's flat equations for these operands below a call's source info; returns its results."""
+        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        known = [self._constant(c, v.aval) for c, v in zip(consts, jaxpr.constvars, strict=True)]
+        return self._walk(jaxpr, [*known, *operands], info, into)
+
+    def _constant(self, const: Any, aval: Any) -> Any:
+        if id(const) not in self._const_of:
+            self._const_of[id(const)] = _compat.new_var(aval)
+            self.constvars.append(self._const_of[id(const)])
+            self.consts.append(const)
+        return self._const_of[id(const)]
+
+    def _walk(self, jaxpr: Any, operands: Sequence[Any], outer: Any, into: list[Any]) -> list[Any]:
+        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], operands, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom if _compat.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            invars = [read(a) for a in eqn.invars]
+            info = eqn.source_info if outer is None else _compat.under(outer, eqn)
+            name = eqn.primitive.name
+            if (inner := _call(eqn)) is not None:
+                self.rematted = self.rematted or name in ("remat2", "checkpoint")
+                env.update(zip(eqn.outvars, self.body(inner, invars, info, into), strict=True))
+                continue
+            if _is_identity(eqn, invars):
+                if name == "name" and not _compat.is_literal(invars[0]):
+                    self.labels.setdefault(invars[0], eqn.params["name"])
+                env[eqn.outvars[0]] = invars[0]
+                continue
+            outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
+            env.update(zip(eqn.outvars, outvars, strict=True))
+            into.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
+        return [read(a) for a in jaxpr.outvars]
+
+
+def _call(eqn: Any) -> Any | None:
+    """The body of a call that may be inlined."""
+    key = _CALLS.get(eqn.primitive.name)
+    if key is None or (eqn.primitive.name in ("jit", "pjit") and not _compat.is_plain_call(eqn.params)):
+        return None
+    body = eqn.params.get(key)
+    if body is None:
+        return None
+    jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+    if len(jaxpr.constvars) != len(consts) or len(jaxpr.invars) != len(eqn.invars):
+        return None
+    return body
+
+
+def _is_identity(eqn: Any, invars: Sequence[Any]) -> bool:
+    if len(invars) != 1 or len(eqn.outvars) != 1 or invars[0].aval != eqn.outvars[0].aval:
+        return False
+    if eqn.primitive.name == "reduce_precision":
+        info = jax.numpy.finfo(invars[0].aval.dtype)
+        return eqn.params["exponent_bits"] == info.nexp and eqn.params["mantissa_bits"] == info.nmant
+    return eqn.primitive.name in _IDENTITIES

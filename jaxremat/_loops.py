@@ -1,0 +1,200 @@
+"""Flat equations -> the same with loops laid open, so that what happens inside an iteration can be planned.
+
+A scan that is laid open becomes a *section* of equations: those of its body, for one iteration, and four kinds of
+others that tie the iteration to the rest,
+
+    scan_slice   X[L, ...] -> x[...]     this iteration's slice of a scanned-over array
+    scan_carry   init -> c               the carry as this iteration finds it
+    scan_last    c' -> last              the carry as it leaves it; behind the loop, as the last one does
+    scan_stack   y[...] -> Y[L, ...]     one slice of a stacked result
+
+and what is the same in all iterations is read directly. Two kinds of scans are laid open:
+
+- *pairs*: a scan of the forward pass and the one that automatic differentiation made of it, which runs backward and
+  reads what the former stacked. The backward section reads the forward section's own variables; in which form an
+  iteration of one hands them to that of the other (stacked, or recomputed from what is) is decided by the plan. Both
+  belong to one *group*, in which the slices of one array are the same value.
+- scans that hold a forward and a backward pass of their own, as gradient accumulation does, and the backward scans of
+  `_segments`.
+
+`_close` makes scans of the sections again.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.extend.core as jex
+
+from . import _compat
+from ._inline import Inliner
+from ._primitives import inner_jaxprs
+
+SLICE = jex.Primitive("scan_slice")
+CARRY = jex.Primitive("scan_carry")
+LAST = jex.Primitive("scan_last")
+STACK = jex.Primitive("scan_stack")
+SLICE.def_abstract_eval(lambda x, *, length, **_: jex.mapped_aval(length, 0, x))
+CARRY.def_abstract_eval(lambda x, **_: x)
+LAST.def_abstract_eval(lambda x, **_: x)
+STACK.def_abstract_eval(lambda x, *, length, **_: jex.unmapped_aval(length, 0, x))
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A scan that is laid open.
+
+    **Fields:** `id` its index in the program; `group` that of the forward loop of its pair, else its own; `length` the
+    number of iterations; `role`; `parent` the loop around it, -1 for none; `eqn` the scan.
+    """
+
+    id: int
+    group: int
+    length: int
+    role: str
+    parent: int
+    eqn: Any
+
+
+FORWARD, BACKWARD, ALONE = "forward", "backward", "alone"
+"""A loop's role: one of a pair, or with a forward and a backward pass of its own."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """**Fields:** `closed` the equations with loops laid open; `loop_of` the loop of each equation, -1 for none;
+    `loops`; `origin` for each equation that was there before its index then, -1 for the others.
+    """
+
+    closed: jex.ClosedJaxpr
+    loop_of: tuple[int, ...]
+    loops: tuple[Loop, ...]
+    origin: tuple[int, ...]
+
+
+def open_loops(flat: jex.ClosedJaxpr, inliner: Inliner, alone: Collection[int] = ()) -> Opened:
+    """Lay open the loops of flat equations that `inliner` has made.
+
+    **Arguments:** `alone` the indices of backward scans that are no part of a pair.
+    """
+    opener = _Opener(inliner, alone)
+    opener.run(flat.jaxpr.eqns, -1, list(range(len(flat.jaxpr.eqns))))
+    jaxpr = flat.jaxpr
+    return Opened(
+        _compat.new_jaxpr(inliner.constvars, inliner.consts, jaxpr.invars, jaxpr.outvars, opener.eqns),
+        tuple(opener.loop_of),
+        tuple(opener.loops),
+        tuple(opener.origin),
+    )
+
+
+class _Opener:
+    def __init__(self, inliner: Inliner, alone: Collection[int]):
+        self.inliner = inliner
+        self.alone = alone
+        self.eqns: list[Any] = []
+        self.loop_of: list[int] = []
+        self.origin: list[int] = []
+        self.loops: list[Loop] = []
+        self.slices: dict[tuple[int, Any], Any] = {}  # (group, array) -> the variable of its slice
+
+    def add(self, eqn: Any, loop: int, origin: int = -1) -> None:
+        self.eqns.append(eqn)
+        self.loop_of.append(loop)
+        self.origin.append(origin)
+
+    def run(self, eqns: Sequence[Any], parent: int, origin: Sequence[int]) -> None:
+        forward_of = {i: j for i, j in pairs(eqns).items() if origin[i] not in self.alone}
+        opened: dict[int, int] = {}  # index of a forward scan -> its loop
+        for i, eqn in enumerate(eqns):
+            if i in forward_of:
+                self.open(eqn, BACKWARD, opened[forward_of[i]], parent)
+            elif i in forward_of.values():
+                opened[i] = self.open(eqn, FORWARD, None, parent)
+            elif origin[i] in self.alone or (_is_scan(eqn) and _has_both_passes(eqn)):
+                self.open(eqn, ALONE, None, parent)
+            else:
+                self.add(eqn, parent, origin[i])
+
+    def open(self, eqn: Any, role: str, group: int | None, parent: int) -> int:
+        """Append the section of a scan; returns its loop's id."""
+        number = len(self.loops)
+        group = number if group is None else group
+        loop = Loop(number, group, eqn.params["length"], role, parent, eqn)
+        self.loops.append(loop)
+        consts, init, scanned = operands(eqn)
+        body: list[Any] = []
+        carries = [self._edge(CARRY, a, loop, index=i) for i, a in enumerate(init)]
+        slices = [self._slice(a, loop) for a in scanned]
+        results = self.inliner.body(eqn.params["jaxpr"], [*consts, *carries, *slices], eqn.source_info, body)
+        if role == ALONE:
+            self.run(body, number, [-1] * len(body))
+        else:
+            for inner in body:
+                self.add(inner, number)
+        for i, (atom, made) in enumerate(zip(results, eqn.outvars, strict=True)):
+            if i < len(init):
+                self._edge(LAST, atom, loop, made, index=i)
+            else:
+                self.slices[group, made] = atom
+                self._edge(STACK, atom, loop, made, index=i, length=loop.length)
+        return number
+
+    def _slice(self, array: Any, loop: Loop) -> Any:
+        key = (loop.group, array)
+        if key not in self.slices:
+            self.slices[key] = self._edge(SLICE, array, loop, length=loop.length)
+        return self.slices[key]
+
+    def _edge(self, primitive: Any, atom: Any, loop: Loop, made: Any = None, **params: Any) -> Any:
+        params = {"loop": loop.id, **params}
+        if made is None:
+            made = _compat.new_var(primitive.abstract_eval(atom.aval, **params)[0])
+        self.add(_compat.new_eqn([atom], [made], primitive, params, loop.eqn.source_info), loop.id)
+        return made
+
+
+def operands(eqn: Any) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """A scan's constants, initial carries and scanned-over arrays."""
+    consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+    return eqn.invars[:consts], eqn.invars[consts : consts + carries], eqn.invars[consts + carries :]
+
+
+def _is_scan(eqn: Any) -> bool:
+    return eqn.primitive.name == "scan" and not eqn.effects and eqn.params["length"] > 0
+
+
+def _is_late(eqn: Any) -> bool:
+    return "transpose(" in _compat.name_stack_text(eqn)
+
+
+def pairs(eqns: Sequence[Any]) -> dict[int, int]:
+    """For each backward scan the forward scan whose stacked results it scans over, by index; the last if several."""
+    maker: dict[Any, int] = {}
+    forward_of: dict[int, int] = {}
+    for i, eqn in enumerate(eqns):
+        if not _is_scan(eqn):
+            continue
+        sources = {maker[a] for a in operands(eqn)[2] if a in maker} if _is_late(eqn) else set()
+        matching = [j for j in sources if _runs_backward(eqn, eqns[j])]
+        if matching:
+            forward_of[i] = max(matching)
+        else:
+            maker.update((v, i) for v in eqn.outvars[eqn.params["num_carry"] :])
+    return forward_of
+
+
+def _runs_backward(eqn: Any, forward: Any) -> bool:
+    same = eqn.params["length"] == forward.params["length"]
+    return same and eqn.params["reverse"] != forward.params["reverse"]
+
+
+def _has_both_passes(eqn: Any) -> bool:
+    """Whether a scan's body differentiates something: backward equations stand in it, and others before them."""
+    return not _is_late(eqn) and any(map(_is_late, _inner(eqn)))
+
+
+def _inner(eqn: Any) -> list[Any]:
+    """The equations of an equation's bodies, and of the bodies in those."""
+    found = [inner for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns]
+    return found + [deeper for inner in found for deeper in _inner(inner)]
