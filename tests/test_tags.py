@@ -1,6 +1,7 @@
 """What the compiled plain step says of its equations: the buffers that it writes and reads for them."""
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxremat._hlo import parse
@@ -17,7 +18,7 @@ def test_kernels_read_what_kernels_write() -> None:
     traced = trace(jax.jit(f), (x,), {})
     names = [eqn.primitive.name for eqn in traced.jaxpr.jaxpr.eqns]
     assert names == ["dot_general", "sin", "dot_general", "add"]
-    program = jax.jit(jax.extend.core.jaxpr_as_fun(tagged(traced)))
+    program = jax.jit(jex.jaxpr_as_fun(tagged(traced)))
     found = written(parse(str(program.lower(x).compile().as_text())))
     assert found.sizes[1] == (64 * 64 * 4,)
     assert [reads for writes, reads in found.kernels if 2 in writes] == [{1}]

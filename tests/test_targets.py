@@ -130,7 +130,7 @@ def test_the_step_that_drops_nothing_has_the_plain_kernels() -> None:
     program = Program(step.step, donate_argnums=(0,), target=_target.Target("h100"))
     traced = trace(jitted, step.abstract_args(), {})
     same = program.lower(program.evaluating(traced.jaxpr, traced), step.abstract_args(), {}).compile()
-    found, wanted = (roofline(parse(c.as_text()), DEVICES["h100"]) for c in (same, plain("gpt")))
+    found, wanted = (roofline(parse(str(c.as_text())), DEVICES["h100"]) for c in (same, plain("gpt")))
     assert found.kernels == wanted.kernels
     assert found.flops == wanted.flops
     assert found.nbytes == pytest.approx(wanted.nbytes, rel=1e-3)
