@@ -44,7 +44,7 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
 
     **Arguments:** `fence` is one of `FENCES`.
     """
-    if graph.platform != "cpu":
+    if graph.backend.fuses:
         graph, schedule = merged(graph, schedule)
     if not graph.stages and not traced.loops:
         return traced.jaxpr
@@ -99,8 +99,9 @@ class _Emitter:
 
     def finish(self, outvars: Sequence[Any]) -> list[Any]:
         """Append what still waits; returns the step's outputs by their final names."""
-        self._fenced([], self._finished(len(self.graph.stages)), "fence_updates", -1)
-        self._run(list(self.waiting), {})
+        if self.waiting:
+            self._fenced([], self._finished(len(self.graph.stages)), "fence_updates", -1)
+            self._run(list(self.waiting), {})
         return [a if _compat.is_literal(a) else self.passed.get(a, a) for a in outvars]
 
     def stage(self, k: int) -> None:
@@ -250,7 +251,7 @@ class _Emitter:
         through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a)]
         bursts = any(is_zero(eqn) or expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted)))
         bursts = bursts or bool(entering)
-        if bursts and self.graph.platform == "cpu":
+        if bursts and self.graph.backend.hoists:
             through.append(_ZERO)
         due = any(until <= k for until in self.waiting.values())
         return self._fenced(through, self._trigger(k), f"fence_{k}", loop) if through or due else {}
@@ -330,6 +331,7 @@ class _Emitter:
             n for n in range(before, start) if graph.nodes[n].contraction and not graph.nodes[n].forward
         ]
         last = contractions[-1] if contractions else before
+        place = self.place if graph.backend.fuses else graph.stage_of
         if self.all_cotangents or not any(self._maker(v) >= last for v in triggers):
             crossing = [
                 v
@@ -338,7 +340,7 @@ class _Emitter:
                 for v in self.source[n].outvars
                 if _can_pass(v)
                 and self._home(v) == graph.around(start)
-                and (v in self.returned or any(m >= start for m in self.readers.get(v, ())))
+                and (v in self.returned or any(place[m] >= k for m in self.readers.get(v, ())))
                 and graph.values[self.value_of[v]].materialised
             ]
             triggers.extend(crossing if self.all_cotangents else crossing[:1])

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from ._backend import Backend, backend
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -121,6 +123,11 @@ class Graph:
             loop = self.parents[loop]
         return tuple(found)
 
+    @property
+    def backend(self) -> Backend:
+        """What the platform's compiler does."""
+        return backend(self.platform)
+
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
         """For each node its stage, -1 in the forward pass."""
@@ -194,12 +201,17 @@ class Graph:
     def in_place(self) -> frozenset[int]:
         """The nodes of the backward pass whose result takes over the memory of an operand that dies there.
 
-        These are pointwise kernels with an operand of the result's size that the backward pass made and nobody else
-        reads later.
+        These are pointwise kernels, without reductions fused into them, with an operand of the result's size that the
+        backward pass made and nobody else reads later.
         """
         last: dict[int, int] = {}
         repeated: set[int] = set()  # what a forward node reads may be read again, by its recomputation
+        reduced: set[int] = (
+            set()
+        )  # fused values that hide a reduction, which reads its operand before it is replaced
         for node in self.nodes:
+            if node.heavy or not reduced.isdisjoint(node.inputs):
+                reduced.update(v for v in node.outputs if not self.values[v].materialised)
             last.update((v, node.id) for v in self.reads[node.id])
             if node.forward:
                 repeated.update(self.reads[node.id])
@@ -212,7 +224,10 @@ class Graph:
         return frozenset(
             node.id
             for node in self.nodes
-            if not node.heavy and not node.forward and len(node.outputs) == 1
+            if not node.heavy
+            and not node.forward
+            and len(node.outputs) == 1
+            and reduced.isdisjoint(node.inputs)
             for nbytes in (self.values[node.outputs[0]].nbytes,)
             if any(dies(v, node, nbytes) for v in self.reads[node.id])
         )

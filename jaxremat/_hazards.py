@@ -38,7 +38,7 @@ class Hazards:
 
         A contraction's operand it copies into another layout; a small one it broadcasts.
         """
-        if self.graph.platform != "cpu" or is_loop_edge(self.source[n]):
+        if not self.graph.backend.hoists or is_loop_edge(self.source[n]):
             return False
         made = max((aval_nbytes(v.aval) for v in self.source[n].outvars), default=0)
         return n in self.loads or (made > self.graph.small_nbytes and 2 * aval_nbytes(var.aval) <= made)
@@ -50,7 +50,7 @@ class Hazards:
         broadcast does, it may do at any time.
         """
         graph = self.graph
-        if graph.platform != "cpu":
+        if not graph.backend.hoists:
             return set()
         costly: set[int] = set()
         lasting: set[int] = set()

@@ -349,11 +349,11 @@ def materialised(module: Module, tag: re.Pattern[str]) -> dict[str, tuple[int, .
                 continue
             for element, shape in enumerate(instruction.shapes):
                 scratch = element and shape.dtype == "u8" and instruction.opcode == "custom-call"
-                maker = _maker(module, tag, scope, instruction, element)
+                made_by = maker(module, tag, scope, instruction, element)
                 if instruction.opcode == "call":  # what is called counts itself, if it has tags
-                    maker = None if maker else next(iter(tag.findall(instruction.op_name)), None)
-                if isinstance(maker, str) and shape.nbytes and not scratch:
-                    found.setdefault(maker, []).append(shape.nbytes)
+                    made_by = None if made_by else next(iter(tag.findall(instruction.op_name)), None)
+                if isinstance(made_by, str) and shape.nbytes and not scratch:
+                    found.setdefault(made_by, []).append(shape.nbytes)
     return {name: tuple(sizes) for name, sizes in found.items()}
 
 
@@ -370,7 +370,7 @@ def executed(module: Module) -> Iterator[Computation]:
                 waiting += fresh
 
 
-def _maker(
+def maker(
     module: Module, tag: re.Pattern[str], scope: Mapping[str, Instruction], made: Instruction, leaf: int
 ) -> str | tuple[int, int] | None:
     """Tag of the equation that made a leaf, (number, leaf) of the parameter that it is, or None: untagged."""
@@ -379,7 +379,7 @@ def _maker(
             return made.index, leaf
         if made.opcode in ("fusion", "call"):
             callee = module.computations[made.callees[0]]
-            inside = _maker(module, tag, callee.by_name(), callee.root, leaf)
+            inside = maker(module, tag, callee.by_name(), callee.root, leaf)
             if not isinstance(inside, tuple):
                 return inside
             made, leaf = scope[made.operands[inside[0]]], inside[1]

@@ -24,6 +24,7 @@ from ._primitives import (
     reads_memory,
 )
 from ._stages import cut_stages
+from ._tags import Written
 from ._trace import Traced
 
 SMALL_SHARE = 1e-4
@@ -41,7 +42,7 @@ def lower(
     device: DeviceSpec,
     *,
     base_nbytes: int,
-    written: Mapping[int, Sequence[int]] | None = None,
+    written: Written | None = None,
     workspace: Mapping[int, int] | None = None,
 ) -> Graph:
     """The planner's view of a traced step.
@@ -49,8 +50,8 @@ def lower(
     **Arguments:**
 
     - `base_nbytes`: arguments + outputs - aliased bytes, per device.
-    - `written`: for each equation index the sizes in bytes of the buffers that the plain step's compiled program
-      writes for it; None where there is no compiled program, and fusion rules decide.
+    - `written`: what the plain step's compiled program writes and reads; None where there is none, and fusion rules
+      decide.
     - `workspace`: scratch bytes by equation index.
     """
     jaxpr = traced.jaxpr.jaxpr
@@ -113,7 +114,7 @@ def lower(
     if written is not None:
         # What the plain loop stacks says little of what it need stack: inside of loops the rules decide.
         inside = {v for v in in_memory if values[v].producer >= 0 and nodes[values[v].producer].loop >= 0}
-        in_memory = _by_compiler(jaxpr.eqns, nodes, values, written) | inside
+        in_memory = _by_compiler(jaxpr.eqns, nodes, values, written.sizes) | inside
     crossing = _crossing(jaxpr.eqns, nodes, values)
     in_memory |= crossing | _carried(jaxpr.eqns, nodes)
     nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
@@ -135,7 +136,7 @@ def lower(
         parents=tuple(loop.parent for loop in traced.loops),
         segments=traced.segments,
     )
-    graph = _priced(_without_fused_copies(graph), jaxpr.eqns, device, _trips(traced.loops))
+    graph = _priced(_without_fused_copies(graph), jaxpr.eqns, device, written, _trips(traced.loops))
     return replace(graph, stages=cut_stages(graph))
 
 
@@ -298,7 +299,9 @@ def _without_fused_copies(graph: Graph) -> Graph:
     return replace(graph, nodes=nodes)
 
 
-def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec, trips: Sequence[int]) -> Graph:
+def _priced(
+    graph: Graph, eqns: Sequence[Any], device: DeviceSpec, written: Written | None, trips: Sequence[int]
+) -> Graph:
     """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results."""
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
     heavy: dict[
@@ -340,11 +343,26 @@ def _priced(graph: Graph, eqns: Sequence[Any], device: DeviceSpec, trips: Sequen
         step_seconds += once * times
         if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
             # Its readers absorb it: they read its operands in its place.
-            once = (
-                kernel_seconds(device, flops_dtype(eqn), flops, max(read - made, 0)) - device.launch_seconds
+            more = (
+                _read_instead(graph, node, written)
+                if graph.backend.fuses and node.loop < 0
+                else max(read - made, 0)
             )
+            once = kernel_seconds(device, flops_dtype(eqn), flops, more) - device.launch_seconds
         nodes.append(replace(node, seconds=once * times))
     return replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
+
+
+def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
+    """Bytes that the backward pass's kernels read more when they make a value themselves instead of reading it."""
+    made = sum(graph.values[v].nbytes for v in node.outputs)
+    operands = {graph.values[v].producer: graph.values[v].nbytes for v in graph.reads[node.id]}
+    kernels = written.kernels if written else ((frozenset(), frozenset({node.id})),)
+    return sum(
+        max(sum(nbytes for n, nbytes in operands.items() if n not in reads) - made, 0)
+        for writes, reads in kernels
+        if node.id in reads and not any(graph.nodes[n].forward for n in writes)
+    )
 
 
 def estimate_base(traced: Traced) -> int:

@@ -47,6 +47,13 @@ class Trial:
     peak_nbytes: int
     compiled_overhead: float
 
+    @property
+    def seconds(self) -> float:
+        """Extra seconds of a step: of the compiled kernels where they say it, else by the model."""
+        if self.graph.backend.fuses:
+            return max(self.compiled_overhead * self.graph.step_seconds, 0.0)
+        return self.profile.extra_seconds
+
 
 MOST_OVERHEAD = 1.0
 """The least memory is looked for at no more than this overhead, where anything is to be had for that."""
@@ -106,14 +113,14 @@ class Search:
         """
         self._least(None)
         most = MOST_OVERHEAD * self.graph.step_seconds
-        trials = [t for t in self.trials if t.profile.extra_seconds <= most] or self.trials
+        trials = [t for t in self.trials if t.seconds <= most] or self.trials
         about = min(t.peak_nbytes for t in trials) + LEAST_SLACK * self.temporaries_nbytes
-        return min((t for t in trials if t.peak_nbytes <= about), key=lambda t: t.profile.extra_seconds)
+        return min((t for t in trials if t.peak_nbytes <= about), key=lambda t: t.seconds)
 
     def best(self, budget: int) -> Trial | None:
         """The cheapest trial that fits so far."""
         fitting = [t for t in self.trials if t.peak_nbytes <= budget]
-        return min(fitting, key=lambda t: (t.profile.extra_seconds, t.peak_nbytes), default=None)
+        return min(fitting, key=lambda t: (t.seconds, t.peak_nbytes), default=None)
 
     def reform(self, trial: Trial, fence: str) -> None:
         """Compile a trial's schedule with another form of fences."""
@@ -132,7 +139,7 @@ class Search:
     def _next(self, lines: list[_Line], budget: int) -> _Line | None:
         """The line to try next, with its pending solution; None where no further round promises anything."""
         best, step = self.best(budget), self.graph.step_seconds
-        if best is not None and best.profile.extra_seconds <= CHEAP * step:
+        if best is not None and best.seconds <= CHEAP * step:
             return None
         ready: list[tuple[tuple[float, ...], _Line]] = []
         for line in lines:
@@ -157,8 +164,11 @@ class Search:
     def _promises(self, line: _Line, seconds: float, best: Trial | None) -> bool:
         if best is None:
             return True
-        known = best.profile.extra_seconds
-        return seconds <= (known - CHEAP / 2 * self.graph.step_seconds if line.trials else HOPE * known)
+        if not line.trials:
+            return seconds <= HOPE * best.seconds
+        last = line.trials[-1]
+        expected = seconds + last.seconds - last.profile.extra_seconds
+        return expected <= best.seconds - CHEAP / 2 * self.graph.step_seconds
 
     def _advance(self, line: _Line, budget: int) -> None:
         """Compile the line's pending solution and correct its allowance."""
@@ -167,7 +177,7 @@ class Search:
         self.trials.append(trial)
         line.trials.append(trial)
         room = budget - trial.peak_nbytes
-        enough = room <= SLACK * (budget - self.graph.base_nbytes) or trial.profile.extra_seconds == 0
+        enough = room <= SLACK * (budget - self.graph.base_nbytes) or trial.seconds == 0
         line.closed = room >= 0 and enough
         line.allowance, line.pending = _allowance(line.trials, budget), None
 

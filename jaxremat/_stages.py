@@ -20,7 +20,7 @@ reaches lower peaks where a single layer is large.
 from itertools import accumulate, pairwise
 
 from ._graph import Graph, Stage
-from ._updates import with_updates
+from ._updates import past_updates, with_updates
 
 FINENESS = 1500
 """A cut costs `total / FINENESS` bytes: about `sqrt(FINENESS)` stages where all layers are equal."""
@@ -56,7 +56,10 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
     while i:
         cuts.append(places[i])
         i = previous[i]
-    return with_updates(graph, [start, *reversed(cuts)])
+    cuts.reverse()
+    if graph.backend.fuses:
+        cuts = [cut for cut in dict.fromkeys(past_updates(graph, cuts[:-1])) if cut < stop] + [stop]
+    return with_updates(graph, [start, *cuts])
 
 
 def _load(graph: Graph, start: int) -> list[int]:

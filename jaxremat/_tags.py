@@ -5,12 +5,39 @@ its passes as `op_name`, so that the kernels of the compiled program say whose r
 """
 
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import jax.extend.core as jex
 
 from . import _compat
-from ._hlo import Module, materialised
+from ._hlo import CONTROL, FREE, Instruction, Module, executed, maker, materialised
 from ._trace import Traced
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the compiled program does with memory, by equation index.
+
+    **Fields:** `sizes` in bytes of the buffers that kernels write for each equation; `kernels` the kernels that read
+    any such buffer, each as the equations whose buffers it writes and those whose buffers it reads.
+    """
+
+    sizes: Mapping[int, tuple[int, ...]]
+    kernels: tuple[tuple[frozenset[int], frozenset[int]], ...]
+
+    def renumbered(self, place: Mapping[int, int]) -> "Written":
+        """The same by other indices; equations without one are left out."""
+        sizes = {place[i]: sizes for i, sizes in self.sizes.items() if i in place}
+        kernels = (
+            (
+                frozenset(place[i] for i in writes if i in place),
+                frozenset(place[i] for i in reads if i in place),
+            )
+            for writes, reads in self.kernels
+        )
+        return Written(sizes, tuple((writes, reads) for writes, reads in kernels if reads))
+
 
 _TAG = re.compile(r"#(\d+)(?:[/)]|$)")
 
@@ -25,6 +52,22 @@ def tagged(traced: Traced) -> jex.ClosedJaxpr:
     return _compat.new_jaxpr(flat.jaxpr.constvars, flat.consts, flat.jaxpr.invars, flat.jaxpr.outvars, eqns)
 
 
-def written(module: Module) -> dict[int, tuple[int, ...]]:
-    """For each tagged equation the sizes in bytes of the buffers that kernels write for it."""
-    return {int(tag): sizes for tag, sizes in materialised(module, _TAG).items()}
+def written(module: Module) -> Written:
+    """What kernels write for the tagged equations, and what they read of that."""
+    kernels = []
+    for computation in executed(module):
+        scope = computation.by_name()
+        for instruction in computation.instructions:
+            if instruction.opcode in FREE | CONTROL or instruction.opcode.endswith("-done"):
+                continue
+            reads = _makers(module, scope, (scope[operand] for operand in instruction.operands))
+            if reads:
+                kernels.append((_makers(module, scope, [instruction]), reads))
+    sizes = {int(tag): sizes for tag, sizes in materialised(module, _TAG).items()}
+    return Written(sizes, tuple(kernels))
+
+
+def _makers(module: Module, scope: Mapping[str, Instruction], made: Iterable[Instruction]) -> frozenset[int]:
+    """The equations that made these instructions' buffers, as far as they are tagged."""
+    found = (maker(module, _TAG, scope, each, leaf) for each in made for leaf in range(len(each.shapes)))
+    return frozenset(int(tag) for tag in found if isinstance(tag, str))

@@ -6,7 +6,7 @@ inlined, no dead equation and no two equal pure equations of one loop: merging e
 `_order.memory_order`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +53,9 @@ class Traced:
         """The same step with its pairs of scans in two levels, see `_segments`."""
         return normalise(self.closed, self.in_tree, self.out_tree, self.donated, segments)
 
-    def renumbered(self, by_equation: Mapping[int, Any], other: "Traced") -> dict[int, Any]:
-        """What is known by this form's equations, by the equations of another form that compute the same."""
-        place = {i: j for i, j in zip(self.origin, other.origin, strict=True) if i >= 0 and j >= 0}
-        return {place[i]: what for i, what in by_equation.items() if i in place}
+    def places(self, other: "Traced") -> dict[int, int]:
+        """For this form's equations those of another form that compute the same, as far as there are any."""
+        return {i: j for i, j in zip(self.origin, other.origin, strict=True) if i >= 0 and j >= 0}
 
 
 def trace(jitted: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Traced:

@@ -11,10 +11,12 @@ Law: whatever reads a deferred node's results is deferred with it or longer, or 
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ._graph import Graph, Stage
+from ._graph import Graph, Node, Stage
 
 SMALL = 64
 """Results up to this multiple of `Graph.small_nbytes` count as finished even where the backward pass reads on."""
+
+_OWN_LAYOUT = frozenset({"conv_general_dilated"})
 
 
 def with_updates(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
@@ -22,18 +24,30 @@ def with_updates(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
     return _Updates(graph, cuts).stages()
 
 
+def past_updates(graph: Graph, cuts: Sequence[int]) -> list[int]:
+    """The cuts, moved behind the pointwise ends of lines of work that follow them, so that no update is cut off."""
+    final = _last_contractions(graph, _readers(graph))
+    moved = []
+    for cut in cuts:
+        while cut < len(graph.nodes) and cut in final and not graph.nodes[cut].heavy:
+            if graph.nodes[cut].loop >= 0 or graph.nodes[cut - 1].loop >= 0:
+                break  # loops begin and end where they do
+            cut += 1
+        moved.append(cut)
+    return moved
+
+
 class _Updates:
     def __init__(self, graph: Graph, cuts: Sequence[int]):
         self.graph = graph
         self.cuts = cuts
-        self.readers: list[list[int]] = [[] for _ in graph.values]
-        for node in graph.nodes:
-            for v in node.inputs:
-                self.readers[v].append(node.id)
+        self.readers = _readers(graph)
         self.stage_of: dict[int, int] = {n: k for k, (a, b) in enumerate(pairwise(cuts)) for n in range(a, b)}
-        final = _last_contractions(graph, self.readers)
+        self.final = _last_contractions(graph, self.readers)
         self.overwriting = self._overwriting()
-        self.finished = [self._finished(range(a, b), final) for a, b in pairwise(cuts)]
+        self.prompt: set[int] = set()  # the nodes of updates that run in the stage of their gradient
+        finished = self._settled if graph.backend.fuses else self._finished
+        self.finished = [finished(range(a, b)) for a, b in pairwise(cuts)]
 
     def stages(self) -> tuple[Stage, ...]:
         waits = self._waits()
@@ -42,33 +56,76 @@ class _Updates:
             for (a, b), done in zip(pairwise(self.cuts), self.finished, strict=True)
         )
 
-    def _finished(self, nodes: range, final: set[int]) -> list[int]:
+    def _finished(self, nodes: range) -> list[int]:
         """The results of heavy work that are small, or that end a line of work and should not be put off.
 
         These free larger operands, or go into the update of a donated argument, which must not be put off either.
         """
+        return [v for node in self._heavy(nodes) for v in node.outputs if self._counts(node.id, v)]
+
+    def _heavy(self, nodes: range) -> list[Node]:
+        return [n for n in self.graph.nodes[nodes.start : nodes.stop] if n.heavy and not n.forward]
+
+    def _counts(self, n: int, v: int) -> bool:
         graph = self.graph
-        loop = graph.nodes[nodes.start].loop if nodes else -1
-        leaving = loop >= 0 and graph.loop_stop[loop] == nodes.stop
+        if self._leaving(n) and graph.nodes[n].primitive not in ("scan_last", "scan_stack"):
+            return False  # it is not to be seen behind the loop
+        made = graph.values[v].nbytes
+        read = sum(graph.values[u].nbytes for u in graph.nodes[n].inputs)
+        ends = n in self.final and (made <= read or n in self.overwriting)
+        return made > 0 and (ends or made <= SMALL * graph.small_nbytes)
 
-        def counts(n: int, v: int) -> bool:
-            if leaving and graph.nodes[n].primitive not in ("scan_last", "scan_stack"):
-                return False  # it is not to be seen behind the loop
-            made = graph.values[v].nbytes
-            read = sum(graph.values[u].nbytes for u in graph.nodes[n].inputs)
-            small = made <= SMALL * graph.small_nbytes
-            return made > 0 and (small or (n in final and (made <= read or n in self.overwriting)))
+    def _leaving(self, n: int) -> bool:
+        """Whether the stage of the node ends with the loop that it begins in."""
+        k = self.stage_of[n]
+        start, stop = self.cuts[k : k + 2]
+        loop = self.graph.nodes[start].loop
+        return loop >= 0 and self.graph.loop_stop[loop] == stop
 
-        heavy = (graph.nodes[n] for n in nodes if graph.nodes[n].heavy and not graph.nodes[n].forward)
-        return [self._moved(v, nodes) for node in heavy for v in node.outputs if counts(node.id, v)]
+    def _settled(self, nodes: range) -> list[int]:
+        """What ends a line of work, in the form that cuts no kernel in two.
+
+
+        Those are the step's outputs that the line leads to, where all of its update can run within the stage: what
+        passes a fence is written, and updated arguments are in any case; all of them pass, lest the compiler compute
+        them apart. Else it is what its readers want, such as the transposed product. So it is for convolutions, which
+        libraries write in a layout of their own: the updated arguments would pass in that layout, and be copied. What
+        the backward pass goes on from needs no fence to be done in time.
+        """
+        ends = [(n, v) for n in self._heavy(nodes) if n.id in self.final for v in n.outputs]
+        ends = [(n, v) for n, v in ends if self._counts(n.id, v)]
+        found: dict[int, None] = {}
+        for node, v in [(n, v) for n, v in ends if n.contraction] or ends:
+            updated = () if node.primitive in _OWN_LAYOUT else self._updated(v, nodes)
+            found.update(dict.fromkeys(updated or (self._moved(v, nodes),)))
+        return list(found)
+
+    def _updated(self, v: int, nodes: range) -> tuple[int, ...]:
+        """What the update that the value leads to returns; nothing where not all of it can run in the stage."""
+        graph = self.graph
+        update: set[int] = set()
+        stack = [v]
+        while stack:
+            for n in self.readers[stack.pop()]:
+                if n not in nodes or graph.nodes[n].heavy:
+                    return ()
+                if n not in update:
+                    update.add(n)
+                    stack.extend(graph.nodes[n].outputs)
+        outputs = tuple(
+            u for n in sorted(update) for u in graph.nodes[n].outputs if graph.values[u].is_output
+        )
+        if outputs:
+            self.prompt |= update
+        return outputs
 
     def _moved(self, v: int, nodes: range) -> int:
-        """On GPUs a result in the form that its readers want: what its kernel does to it at the end is done by then.
+        """A result in the form that its readers want: what its kernel does to it at the end is done by then.
 
         Behind the fence it would be done in the update's kernel, which then could not write in place.
         """
         graph = self.graph
-        while graph.platform != "cpu" and len(self.readers[v]) == 1:
+        while len(self.readers[v]) == 1:
             node = graph.nodes[self.readers[v][0]]
             same = len(node.inputs) == 1 and len(node.outputs) == 1 and not node.heavy and node.id in nodes
             if not same or graph.values[node.outputs[0]].nbytes != graph.values[v].nbytes:
@@ -93,6 +150,8 @@ class _Updates:
         waits: dict[int, int] = {}
         for n, k in self.stage_of.items():
             producers = [graph.values[v].producer for v in graph.nodes[n].inputs]
+            if n in self.prompt:
+                continue
             if not any(v in begun for v in graph.nodes[n].inputs) and not any(p in waits for p in producers):
                 continue
             overwritten = [m for v in graph.nodes[n].inputs if v in graph.donated for m in self.readers[v]]
@@ -174,6 +233,15 @@ class _Updates:
             for n in range(start, stop):
                 done.setdefault(n, k + 2)
         return done
+
+
+def _readers(graph: Graph) -> list[list[int]]:
+    """For each value the nodes that read it."""
+    readers: list[list[int]] = [[] for _ in graph.values]
+    for node in graph.nodes:
+        for v in node.inputs:
+            readers[v].append(node.id)
+    return readers
 
 
 def _last_contractions(graph: Graph, readers: list[list[int]]) -> set[int]:

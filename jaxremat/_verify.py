@@ -148,10 +148,11 @@ class _Planner:
         base = MemoryStats.of(witness).base_nbytes
         temporaries = self.baseline_nbytes - base
         least = int(temporaries * _WORKSPACE_SHARE)
+        found = written(module)
 
         def lowered(traced: Traced) -> Graph:
             scratch = workspaces(traced, self.program, request.device.platform, least)
-            kept = self.traced.renumbered(written(module), traced)
+            kept = found.renumbered(self.traced.places(traced))
             return lower(traced, request.device, base_nbytes=base, written=kept, workspace=scratch)
 
         graph = lowered(self.traced)
@@ -159,7 +160,10 @@ class _Planner:
             "plain step: peak %s, %d equations, %d residuals, %d stages",
             format_nbytes(self.baseline_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
         )  # fmt: skip
-        search = self._search(self._forms(graph, lowered), self.baseline_nbytes - base)
+        forms = self._forms(graph, lowered)
+        if graph.backend.fuses:
+            forms = [replace(form, step_seconds=self.baseline_seconds) for form in forms]
+        search = self._search(forms, self.baseline_nbytes - base)
         if budget == "min":
             trial = search.least()
             return self._planned(search, trial, trial.peak_nbytes)

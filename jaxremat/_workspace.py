@@ -14,6 +14,7 @@ import jax
 import jax.extend.core as jex
 
 from . import _compat
+from ._backend import backend
 from ._cost import aval_nbytes
 from ._devices import cache_dir, write_atomically
 from ._primitives import is_contraction
@@ -43,7 +44,7 @@ def workspaces(traced: Traced, program: Program, platform: str, above_nbytes: in
 class _Cache:
     def __init__(self, program: Program, platform: str):
         self.program = program
-        self.slicing = platform == "cpu"  # as the emitter does
+        self.slicing = backend(platform).hoists  # as the emitter does
         self.path = cache_dir() / "workspace.json"
         self.fresh = False
         try:

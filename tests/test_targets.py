@@ -1,10 +1,12 @@
 """Plans for GPUs that are not there: XLA's compiler for them is asked, on machines that have none."""
 
+import functools
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from typing import Any
 
 import jax
@@ -18,8 +20,9 @@ import jaxremat
 from examples.benchmarks.networks import program
 from jaxremat import Plan, TargetError, _target
 from jaxremat._emit import emit
-from jaxremat._hlo import parse
+from jaxremat._hlo import Module, executed, parse
 from jaxremat._lower import lower
+from jaxremat._program import Program
 from jaxremat._roofline import roofline
 from jaxremat._solver import SaveAll
 from jaxremat._specs import DEVICES
@@ -39,6 +42,25 @@ def square(x: jax.Array) -> jax.Array:
 def a_step(name: str) -> Any:
     """A train step of the benchmarks, large enough for cuBLAS's scratch memory not to be all there is."""
     return program(name, scale="tiny", **STEPS[name])  # type: ignore[arg-type]
+
+
+@functools.cache
+def plain(name: str) -> Any:
+    """The step, compiled for an H100 as it is."""
+    step = a_step(name)
+    jitted = jax.jit(step.step, donate_argnums=0)
+    return _target.Target("h100").lower(jitted, step.abstract_args(), {}, {}).compile()
+
+
+@functools.cache
+def planned(name: str) -> Any:
+    """The step with seven tenths of its temporaries, planned and compiled for an H100."""
+    step = a_step(name)
+    stats = jaxremat.MemoryStats.of(plain(name))
+    budget = stats.base_nbytes + int(0.7 * stats.temporaries_nbytes)
+    optimized = jaxremat.optimize(budget, donate_argnums=(0,), target="h100")(step.step)
+    optimized.plan(*step.abstract_args())
+    return optimized
 
 
 def test_targets_have_names_and_memory() -> None:
@@ -71,19 +93,18 @@ def test_donation_counts() -> None:
 def test_the_budget_holds_on_an_h100(name: str, tmp_path: Any) -> None:
     step = a_step(name)
     args = step.abstract_args()
-    plain = jaxremat.memory(step.step, *args, donate_argnums=(0,), target="h100")
-    budget = plain.base_nbytes + int(0.7 * plain.temporaries_nbytes)
-    planned = jaxremat.optimize(budget, donate_argnums=(0,), target="h100")(step.step)
-    plan = planned.plan(*args)
+    optimized = planned(name)
+    plan = optimized.plan(*args)
     assert not plan.drops_nothing
     assert plan.compiled_peak_nbytes is not None
-    assert plan.compiled_peak_nbytes <= budget < plan.baseline_peak_nbytes == plain.peak_nbytes
-    compiled = planned.compile(*args)
+    assert plan.compiled_peak_nbytes <= plan.budget_nbytes < plan.baseline_peak_nbytes
+    assert plan.baseline_peak_nbytes == jaxremat.MemoryStats.of(plain(name)).peak_nbytes
+    compiled = optimized.compile(*args)
     assert jaxremat.MemoryStats.of(compiled).peak_nbytes == plan.compiled_peak_nbytes
     assert "is_scheduled=true" in compiled.as_text()
-    assert planned.lower(*args).compile().as_text() == compiled.as_text()
+    assert optimized.lower(*args).compile().as_text() == compiled.as_text()
     with pytest.raises(TargetError, match=r'planned for `target="h100"` and cannot run on this machine'):
-        planned(*step.make_args())
+        optimized(*step.make_args())
     # The plan is the same program's on every machine; here it runs on the CPU, without a solver.
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
@@ -100,6 +121,62 @@ def test_a_plan_that_drops_nothing_is_the_plain_program(name: str) -> None:
     graph = lower(traced, DEVICES["h100"], base_nbytes=0)
     assert len(graph.stages) > 1
     assert emit(traced, graph, SaveAll().solve(graph, None, time_limit=1.0).schedule) is traced.jaxpr
+
+
+def test_the_step_that_drops_nothing_has_the_plain_kernels() -> None:
+    """The normalised step, which such a plan emits, compiles to what the user's own does."""
+    step = a_step("gpt")
+    jitted = jax.jit(step.step, donate_argnums=0)
+    program = Program(step.step, donate_argnums=(0,), target=_target.Target("h100"))
+    traced = trace(jitted, step.abstract_args(), {})
+    same = program.lower(program.evaluating(traced.jaxpr, traced), step.abstract_args(), {}).compile()
+    found, wanted = (roofline(parse(str(c.as_text())), DEVICES["h100"]) for c in (same, plain("gpt")))
+    assert found.kernels == wanted.kernels
+    assert found.flops == wanted.flops
+    assert found.nbytes == pytest.approx(wanted.nbytes, rel=1e-3)
+
+
+def reductions_at_once(module: Module) -> dict[str, int]:
+    """For each scope of the user's the most of its reductions that one kernel does: mean and variance, say."""
+    most: dict[str, int] = {}
+    for ops in bodies(module):
+        scopes = Counter(re.sub(r"/?recompute_\d+", "", name.rpartition("/")[0]) for name in ops["reduce"])
+        most.update((scope, n) for scope, n in scopes.items() if n > most.get(scope, 0))
+    return most
+
+
+def exponentials(module: Module) -> Counter[tuple[int, int, int]]:
+    """The kernels with exponentials in them, by how many, how many reductions and how many divisions."""
+    counts = (tuple(len(ops[o]) for o in ("exponential", "reduce", "divide")) for ops in bodies(module))
+    return Counter((e, r, d) for e, r, d in counts if e)
+
+
+def bodies(module: Module) -> list[dict[str, list[str]]]:
+    """What is in each fused kernel: the names in JAX of its operations, by opcode."""
+    found = []
+    for computation in executed(module):
+        for kernel in computation.instructions:
+            if kernel.opcode == "fusion":
+                ops: dict[str, list[str]] = defaultdict(list)
+                for each in module.computations[kernel.callees[0]].instructions:
+                    ops[each.opcode].append(each.op_name)
+                found.append(ops)
+    return found
+
+
+def test_no_plan_breaks_a_softmax_or_a_norm() -> None:
+    """What one kernel of the plain program does, no two kernels do in the planned one."""
+    args = a_step("gpt").abstract_args()
+    before, after = parse(plain("gpt").as_text()), parse(planned("gpt").compile(*args).as_text())
+    was, now = reductions_at_once(before), reductions_at_once(after)
+    norms = [scope for scope in was if "norm" in scope]
+    assert len(norms) == 2 * (2 * STEPS["gpt"]["layers"] + 1)  # forward and backward
+    assert all(was[scope] == 2 for scope in norms)
+    assert {scope: n for scope, n in was.items() if now.get(scope, 0) < n} == {}
+    was, now = exponentials(before), exponentials(after)
+    assert was[1, 2, 0] == was[1, 1, 1] == STEPS["gpt"]["layers"]  # maximum and sum; their softmax
+    assert set(now) == set(was)
+    assert now >= was
 
 
 def test_only_stages_that_recompute_have_fences_on_a_gpu() -> None:

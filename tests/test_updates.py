@@ -1,5 +1,6 @@
 """What waits for a later fence: weight gradients and the updates behind them, and what XLA then need not copy."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jaxremat._devices import detect
 from jaxremat._hlo import Module, parse
 from jaxremat._lower import lower
 from jaxremat._trace import trace
-from jaxremat._updates import with_updates
+from jaxremat._updates import past_updates, with_updates
 
 ADAM = optax.adamw(1e-3)
 ADAM = optax.adam(1e-3)
@@ -61,6 +62,30 @@ def test_a_donated_argument_is_overwritten_after_its_last_reader_is_known_to_be_
 
 def test_heavy_work_is_not_deferred() -> None:
     assert deferred(two_layers(donated=True, update_heavy=True)) == {6: 2}
+
+
+def on_a_gpu(graph: Graph) -> Graph:
+    gpu = replace(graph, platform="gpu")
+    cuts = [*(stage.start for stage in graph.stages), len(graph.nodes)]
+    return replace(gpu, stages=with_updates(gpu, cuts))
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_on_a_gpu_an_update_runs_at_once_and_holds_the_next_fence_back(donated: bool) -> None:
+    graph = on_a_gpu(two_layers(donated=donated))
+    assert [stage.finished for stage in graph.stages] == [(5,), (8,)]  # what the updates return
+    assert deferred(graph) == {}
+    assert graph.lingering == {}
+
+
+def test_on_a_gpu_a_gradient_whose_update_cannot_run_at_once_holds_the_fence_back_itself() -> None:
+    graph = on_a_gpu(two_layers(donated=True, update_heavy=True))
+    assert [stage.finished for stage in graph.stages] == [(4,), (8,)]
+
+
+def test_on_a_gpu_cuts_move_behind_updates() -> None:
+    graph = on_a_gpu(two_layers(donated=True))
+    assert past_updates(graph, [2, 3, 5, 6]) == [2, 4, 5, 7]
 
 
 def test_what_lingers_counts() -> None:

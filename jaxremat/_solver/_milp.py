@@ -56,9 +56,9 @@ LEAST_SLACKS = (0.0005, 0.02, 0.05)
 MOST_OVERHEAD = 1.0
 """Least memory that costs more of the step's time than this is given up for the next of `LEAST_SLACKS`."""
 
-FREE = _cbc.cbclib.Cbc_deleteModel
-"""What python-mip calls when a model is collected. That may be at any moment, also while cffi parses a type and holds its
-lock, for which the first look-up of a function waits: so it is looked up here, once."""
+FREE: Any = getattr(_cbc.cbclib, "Cbc_deleteModel")  # noqa: B009
+"""What python-mip calls when a model is collected. That may be at any moment, also while cffi parses a type and holds
+its lock, for which the first look-up of a function waits: so it is looked up here, once."""
 
 
 @dataclass(frozen=True)
