@@ -93,8 +93,8 @@ class Graph:
     pass to its end; `base_nbytes` what is there all the time (arguments + outputs - aliased bytes);
     `step_seconds` the plain step's time, against which overheads are measured; `small_nbytes` the size up to which
     residuals are always saved; `donated` the arguments whose memory the step's outputs take over; `platform` whose
-    compiler runs the step, by JAX's name (`"cpu"`, `"gpu"`); `parents` for each loop the loop around it, -1 for none;
-    `extra_seconds` what this form of the step takes longer than the plain one before anything is recomputed, and
+    compiler runs the step, by JAX's name (`"cpu"`, `"gpu"`); `parents` for each loop the loop around it, -1 for none,
+    and `groups` a number that it shares with its pair alone; `extra_seconds` what this form of the step takes longer than the plain one before anything is recomputed, and
     `segments` which form it is (see `_segments`).
     """
 
@@ -107,6 +107,7 @@ class Graph:
     donated: frozenset[int] = frozenset()
     platform: str = "cpu"
     parents: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
     extra_seconds: float = 0.0
     segments: tuple[int, ...] = ()
 
@@ -247,9 +248,12 @@ class Graph:
         """Whether the stage before can recompute the value and hand it on into the stage: not in or out of a loop."""
         if stage <= self.stage_of[self.values[value].producer] + 1:
             return False
-        loops = [self.nodes[s.start].loop for s in self.stages[stage - 1 : stage + 1]]
-        inside = self.nodes[self.values[value].producer].loop >= 0
-        return loops[0] == loops[1] if inside else loops == [-1, -1]
+        before, loop = (self.nodes[s.start].loop for s in self.stages[stage - 1 : stage + 1])
+        return before == loop and self.repeats(loop, self.nodes[self.values[value].producer].loop)
+
+    def repeats(self, loop: int, other: int) -> bool:
+        """Whether what stands in one loop's body (-1: in none) may be run again in that of another."""
+        return loop == other or (min(loop, other) >= 0 and self.groups[loop] == self.groups[other])
 
     def recomputable(self, value: int) -> bool:
         """Whether the value may be dropped and made again."""

@@ -134,6 +134,7 @@ def lower(
         donated=frozenset(index[v] for v, d in zip(jaxpr.invars, traced.donated, strict=True) if d),
         platform=device.platform,
         parents=tuple(loop.parent for loop in traced.loops),
+        groups=tuple(loop.group for loop in traced.loops),
         segments=traced.segments,
     )
     graph = _priced(_without_fused_copies(graph), jaxpr.eqns, device, written, _trips(traced.loops))

@@ -118,7 +118,7 @@ def check(graph: Graph, schedule: Schedule) -> Schedule:
                 raise SolverError(
                     f"Stage {k} recomputes node {n} ({node.primitive}), which may run only once."
                 )
-            if (node.loop < 0) != (graph.nodes[graph.stages[k].start].loop < 0):
+            if not graph.repeats(graph.nodes[graph.stages[k].start].loop, node.loop):
                 raise SolverError(
                     f"Stage {k} recomputes node {n} ({node.primitive}) of another loop, whose slices it does not see."
                 )

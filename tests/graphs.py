@@ -89,7 +89,7 @@ def in_loops(graph: Graph, length: int) -> Graph:
     values = tuple(
         replace(v, length=length, is_output=False) if 0 <= v.producer < stop else v for v in graph.values
     )
-    return replace(graph, nodes=nodes, values=values, parents=(-1, -1))
+    return replace(graph, nodes=nodes, values=values, parents=(-1, -1), groups=(0, 0))
 
 
 def chain(length: int, *, size: int = 1, seconds: Sequence[float] | None = None) -> Graph:
