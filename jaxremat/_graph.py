@@ -23,7 +23,8 @@ class Value:
     **Fields:** `id` its dense index; `producer` the id of the node that makes it, -1 for arguments and constants;
     `nbytes` per device; `materialised` whether it is written to memory; `is_output` whether the step returns it;
     `shape` as text (`f32[32,56,56,64]`); `name` the user's `checkpoint_name`, or ""; `length` how many iterations of a
-    loop make one each, all of which are stacked where it is saved for a loop of the backward pass.
+    loop make one each, all of which are stacked where it is saved for a loop of the backward pass; `saved_seconds` what
+    the copies into such a stack and out of it take.
     """
 
     id: int
@@ -34,6 +35,7 @@ class Value:
     shape: str = ""
     name: str = ""
     length: int = 1
+    saved_seconds: float = 0.0
 
     @property
     def saved_nbytes(self) -> int:
@@ -94,8 +96,9 @@ class Graph:
     `step_seconds` the plain step's time, against which overheads are measured; `small_nbytes` the size up to which
     residuals are always saved; `donated` the arguments whose memory the step's outputs take over; `platform` whose
     compiler runs the step, by JAX's name (`"cpu"`, `"gpu"`); `parents` for each loop the loop around it, -1 for none,
-    and `groups` a number that it shares with its pair alone; `extra_seconds` what this form of the step takes longer than the plain one before anything is recomputed, and
-    `segments` which form it is (see `_segments`).
+    and `groups` a number that it shares with its pair alone; `extra_seconds` what this form of the step takes longer
+    than the plain one (less, where it is negative) before anything is saved in loops or recomputed, and `segments`
+    which form it is (see `_segments`).
     """
 
     nodes: tuple[Node, ...]

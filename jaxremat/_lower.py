@@ -10,17 +10,16 @@ from itertools import groupby
 from typing import Any
 
 from . import _compat
-from ._cost import aval_nbytes, eqn_flops, flops_dtype, kernel_seconds
+from ._cost import aval_nbytes, eqn_flops
 from ._devices import DeviceSpec
 from ._graph import Graph, Node, Stage, Value
 from ._loops import ALONE, BACKWARD, FORWARD, Loop
+from ._prices import behind_views, handed_over, priced
 from ._primitives import (
     is_heavy,
     is_light,
     is_loop_edge,
-    is_relabelling,
     is_repeatable,
-    is_view,
     reads_memory,
 )
 from ._stages import cut_stages
@@ -32,9 +31,6 @@ SMALL_SHARE = 1e-4
 
 MOST_SMALL = 0.01
 """... as long as they are no more than this share of it together."""
-
-MOST_FUSED_FLOPS = 50.0
-"""Bound on the pointwise arithmetic behind a fused value, per byte."""
 
 
 def lower(
@@ -137,20 +133,14 @@ def lower(
         groups=tuple(loop.group for loop in traced.loops),
         segments=traced.segments,
     )
-    graph = _priced(_without_fused_copies(graph), jaxpr.eqns, device, written, _trips(traced.loops))
+    graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, traced.loops)
     return replace(graph, stages=cut_stages(graph))
 
 
 def as_stacked(graph: Graph) -> Graph:
     """The graph with all in memory that the plain step's forward loops stack for its backward loops."""
-    crossing = {
-        v
-        for node in graph.nodes
-        for v in node.inputs
-        if graph.values[v].length > 1 and graph.nodes[graph.values[v].producer].loop != node.loop
-    }
-    slices = {v for n in graph.nodes if n.primitive == "scan_slice" for v in n.outputs}
-    values = (replace(v, materialised=v.materialised or v.id in crossing - slices) for v in graph.values)
+    stacked = handed_over(graph)
+    values = (replace(v, materialised=v.materialised or v.id in stacked) for v in graph.values)
     return replace(graph, values=tuple(values))
 
 
@@ -161,14 +151,6 @@ def _length(eqn: Any, loop: Loop | None) -> int:
     return loop.length
 
 
-def _trips(loops: Sequence[Loop]) -> list[int]:
-    """For each loop how often its body runs in one step."""
-    trips: list[int] = []
-    for loop in loops:
-        trips.append(loop.length * (trips[loop.parent] if loop.parent >= 0 else 1))
-    return trips
-
-
 def _crossing(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
     """What loops read from outside: it is there while they run."""
     found: set[int] = set()
@@ -177,7 +159,7 @@ def _crossing(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value
             producer = values[v].producer
             outside = producer >= 0 and node.loop >= 0 and nodes[producer].loop != node.loop
             if outside and (values[v].length == 1 or is_loop_edge(eqn)):
-                found.add(_behind_views(v, eqns, nodes, values))
+                found.add(behind_views(v, eqns, nodes, values))
     return {v for v in found if values[v].producer >= 0}
 
 
@@ -228,7 +210,7 @@ def _by_compiler(
         for v in nodes[i].outputs
         if values[v].nbytes and any(abs(size - values[v].nbytes) <= values[v].nbytes // 8 for size in sizes)
     }
-    chosen = {_behind_views(v, eqns, nodes, values) for v in chosen}
+    chosen = {behind_views(v, eqns, nodes, values) for v in chosen}
     return chosen | _read_in_memory(eqns, nodes, values, lambda node: not node.forward)
 
 
@@ -239,7 +221,7 @@ def _by_rules(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value
     readers: dict[int, list[int]] = {}
     for node in nodes:
         for v in node.inputs:
-            readers.setdefault(_behind_views(v, eqns, nodes, values), []).append(node.id)
+            readers.setdefault(behind_views(v, eqns, nodes, values), []).append(node.id)
     for v, users in readers.items():
         producer = values[v].producer
         if producer < 0 or is_light(eqns[producer]):
@@ -258,22 +240,11 @@ def _read_in_memory(
     for node in nodes:
         if node.contraction and which(node):
             for v in node.inputs:
-                root = _behind_views(v, eqns, nodes, values)
+                root = behind_views(v, eqns, nodes, values)
                 producer = values[root].producer
                 if producer >= 0 and nodes[producer].inputs:
                     chosen.add(root)
     return chosen
-
-
-def _behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> int:
-    """The value whose memory a contraction reads in place of a reshaped or transposed one."""
-    while (
-        (producer := values[v].producer) >= 0
-        and is_relabelling(eqns[producer])
-        and len(nodes[producer].inputs) == 1
-    ):
-        v = nodes[producer].inputs[0]
-    return v
 
 
 def _without_fused_copies(graph: Graph) -> Graph:
@@ -298,72 +269,6 @@ def _without_fused_copies(graph: Graph) -> Graph:
         for n in graph.nodes
     )
     return replace(graph, nodes=nodes)
-
-
-def _priced(
-    graph: Graph, eqns: Sequence[Any], device: DeviceSpec, written: Written | None, trips: Sequence[int]
-) -> Graph:
-    """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results."""
-    light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
-    heavy: dict[
-        int, frozenset[int]
-    ] = {}  # contractions and reductions that the compiler fuses into their reader
-    for node in graph.nodes:
-        below = sum(light.get(v, 0.0) for v in node.inputs)
-        inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
-        for v in node.outputs:
-            if not graph.values[v].materialised:
-                # Fused chains are trees written as DAGs: bounded, lest shared operands count exponentially often.
-                own = 0.0 if node.heavy else node.flops
-                light[v] = min(own + below, MOST_FUSED_FLOPS * max(graph.values[v].nbytes, 1))
-                heavy[v] = inner | {node.id} if node.heavy else inner
-    loaded = {
-        _behind_views(v, eqns, graph.nodes, graph.values)
-        for node in graph.nodes
-        if node.contraction and not node.forward
-        for v in node.inputs
-    }
-    nodes = []
-    step_seconds = 0.0
-    for node, eqn in zip(graph.nodes, eqns, strict=True):
-        fused_away = node.outputs and not any(graph.values[v].materialised for v in node.outputs)
-        if not graph.kernel[node.id] or is_view(eqn) or is_loop_edge(eqn) or fused_away:
-            nodes.append(node)
-            continue
-        inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
-        flops = (
-            node.flops
-            + sum(light.get(v, 0.0) for v in node.inputs)
-            + sum(graph.nodes[n].flops for n in inner)
-        )
-        arguments = sum(graph.values[v].nbytes for v in node.inputs if graph.values[v].producer < 0)
-        read = arguments + sum(graph.values[v].nbytes for v in graph.reads[node.id])
-        made = sum(graph.values[v].nbytes for v in node.outputs)
-        once = kernel_seconds(device, flops_dtype(eqn), flops, read + made)
-        times = trips[node.loop] if node.loop >= 0 else 1
-        step_seconds += once * times
-        if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
-            # Its readers absorb it: they read its operands in its place.
-            more = (
-                _read_instead(graph, node, written)
-                if graph.backend.fuses and node.loop < 0
-                else max(read - made, 0)
-            )
-            once = kernel_seconds(device, flops_dtype(eqn), flops, more) - device.launch_seconds
-        nodes.append(replace(node, seconds=once * times))
-    return replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
-
-
-def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
-    """Bytes that the backward pass's kernels read more when they make a value themselves instead of reading it."""
-    made = sum(graph.values[v].nbytes for v in node.outputs)
-    operands = {graph.values[v].producer: graph.values[v].nbytes for v in graph.reads[node.id]}
-    kernels = written.kernels if written else ((frozenset(), frozenset({node.id})),)
-    return sum(
-        max(sum(nbytes for n, nbytes in operands.items() if n not in reads) - made, 0)
-        for writes, reads in kernels
-        if node.id in reads and not any(graph.nodes[n].forward for n in writes)
-    )
 
 
 def estimate_base(traced: Traced) -> int:

@@ -49,7 +49,9 @@ class Profile:
 
 def extra_seconds(graph: Graph, schedule: Schedule) -> float:
     """Seconds by which a step that follows the schedule takes longer than the plain one."""
-    return graph.extra_seconds + sum(graph.nodes[n].seconds for nodes in schedule.recomputed for n in nodes)
+    recomputed = sum(graph.nodes[n].seconds for nodes in schedule.recomputed for n in nodes)
+    stacked = sum(graph.values[v].saved_seconds for v in sorted(schedule.saved))
+    return graph.extra_seconds + stacked + recomputed
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Profile:

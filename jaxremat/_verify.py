@@ -181,7 +181,7 @@ class _Planner:
         if segments != self.traced.segments:
             self.forms[segments] = self.traced.in_segments(segments)
             cut = lowered(self.forms[segments])
-            longer = max(cut.step_seconds - graph.step_seconds, 0.0)
+            longer = max(cut.step_seconds - graph.step_seconds, 0.0) + graph.extra_seconds
             forms.append(replace(cut, step_seconds=graph.step_seconds, extra_seconds=longer))
         return forms
 

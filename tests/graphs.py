@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxremat import Graph, Node, Stage, Value
+from jaxremat._schedule import must_save
 
 UNIT = 2**20
 """Bytes of a value of size one."""
@@ -82,14 +83,20 @@ class Builder:
         return v
 
 
-def in_loops(graph: Graph, length: int) -> Graph:
-    """The graph with its forward pass as a loop of that length, and all its stages as the loop that runs back."""
+def in_loops(graph: Graph, length: int, saved_seconds: float = 0.0) -> Graph:
+    """The graph with its forward pass as a loop of that length, and all its stages as the loop that runs back.
+
+    **Arguments:** `saved_seconds` what stacking costs, for each value that need not be.
+    """
     stop = graph.forward_stop
     nodes = tuple(replace(n, loop=int(n.id >= stop)) for n in graph.nodes)
     values = tuple(
         replace(v, length=length, is_output=False) if 0 <= v.producer < stop else v for v in graph.values
     )
-    return replace(graph, nodes=nodes, values=values, parents=(-1, -1), groups=(0, 0))
+    looped = replace(graph, nodes=nodes, values=values, parents=(-1, -1), groups=(0, 0))
+    free = set(looped.residuals) - must_save(looped)
+    priced = (replace(v, saved_seconds=saved_seconds) if v.id in free else v for v in values)
+    return replace(looped, values=tuple(priced))
 
 
 def chain(length: int, *, size: int = 1, seconds: Sequence[float] | None = None) -> Graph:

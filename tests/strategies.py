@@ -89,7 +89,11 @@ def graphs(
             )
     build.node([*cotangent, *pick(1)], [1], is_output=True, seconds=1.0, forward=False)
     graph = build.graph(base=draw(st.integers(0, 3)), small=draw(st.sampled_from([0, 0, 1])))
-    return in_loops(graph, draw(st.integers(2, 4))) if loops and draw(st.integers(0, 3)) == 0 else graph
+    return (
+        graph
+        if not loops or draw(st.integers(0, 3))
+        else in_loops(graph, draw(st.integers(2, 4)), draw(SECONDS))
+    )
 
 
 @st.composite

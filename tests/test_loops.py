@@ -117,8 +117,7 @@ def test_half_of_a_plain_loop_costs_nothing() -> None:
     stats = MemoryStats.of(compile_plain(case, args))
     budget = stats.base_nbytes + int(0.6 * stats.temporaries_nbytes)
     plan = jaxremat.plan(case.step, *args, budget=budget, donate_argnums=case.donate_argnums)
-    assert plan.overhead <= 0.005
-    assert plan.drops_nothing  # of what is worth saving
+    assert plan.overhead < 0  # what is not stacked is not written either
 
 
 def test_residuals_of_the_rewritten_loops() -> None:

@@ -7,7 +7,7 @@ Variables, all binary, over residuals `v`, their producers `n` and stages `k`:
     r[n,k]  node n is recomputed for stage k, for stages within `window` of the stages that read its outputs
     h[v,k]  a value that was recomputed before is held from stage k-1 into stage k (values at stage boundaries)
 
-    minimise    sum seconds(n) r[n,k]
+    minimise    sum seconds(n) r[n,k] + sum saved_seconds(v) s[v]
     subject to  s[v] + r[prod(v),k] + h[v,k] >= 1                     stage k reads v
                 r[n,k] <= s[u] + r[prod(u),k] + h[u,k]                n reads u; e[u,k] for s[u] in later stages
                 h[v,k] <= r[prod(v),k-1] + h[v,k-1]
@@ -53,6 +53,10 @@ HOLDING_SHARE = 0.1
 LEAST_SLACKS = (0.0005, 0.02, 0.05)
 """What the schedule of least memory may use beyond the least, as shares of what the plain step has live at its peak."""
 
+MOST_HOLDABLE = 500
+"""Where nothing fits, any value may be held from any stage to the next, if there are no more such pairs than this;
+otherwise only values at stage boundaries."""
+
 MOST_OVERHEAD = 1.0
 """Least memory that costs more of the step's time than this is given up for the next of `LEAST_SLACKS`."""
 
@@ -75,7 +79,8 @@ class Milp:
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         start = complete(graph, graph.residuals)
-        if not graph.residuals or rank(graph, start, budget_nbytes)[0] == 0:
+        free = not any(graph.values[v].saved_seconds for v in graph.residuals)
+        if not graph.residuals or (free and rank(graph, start, budget_nbytes)[0] == 0):
             return Solution(start, 0.0, True, "milp")
         large = len(graph.residuals) > MOST_RESIDUALS
         for solver, share in ((Chen(), 1 / 2 if large else 1 / 8), (MinCut(), 1 / 8), (Greedy(), 1 / 8)):
@@ -87,8 +92,8 @@ class Milp:
             found = self._least(graph, start, time_limit)
         else:
             found = self._within(graph, budget_nbytes, start, time_limit)
-        bound = found.bound_seconds if found.fits else 0.0
-        return Solution(found.schedule, max(bound, 0.0) / (graph.step_seconds or 1.0), found.proven, "milp")
+        bound = max(found.bound_seconds if found.fits else 0.0, graph.extra_seconds)
+        return Solution(found.schedule, bound / (graph.step_seconds or 1.0), found.proven, "milp")
 
     def _within(self, graph: Graph, budget_nbytes: int, start: Schedule, time_limit: float) -> "_Found":
         """The cheapest schedule that fits: of those that recompute for each stage afresh, then with values held.
@@ -104,7 +109,9 @@ class Milp:
             bound = min(found.bound_seconds, extra_seconds(graph, held.schedule))
             return _Found(held.schedule, True, bound, found.proven)
         if found.proven and not found.fits:
-            return _Model(graph, self, holding=True).solve(budget_nbytes, start, deadline)
+            found = _Model(graph, self, holding=True).solve(budget_nbytes, start, deadline)
+        if found.proven and not found.fits and len(pairs := _holdable(graph)) <= MOST_HOLDABLE:
+            found = _Model(graph, self, holding=True, held=pairs).solve(budget_nbytes, start, deadline)
         return found
 
     def _least(self, graph: Graph, start: Schedule, time_limit: float) -> "_Found":
@@ -123,6 +130,13 @@ class Milp:
             if extra_seconds(graph, found.schedule) <= MOST_OVERHEAD * graph.step_seconds:
                 break
         return found
+
+
+def _holdable(graph: Graph) -> frozenset[tuple[int, int]]:
+    """Every recomputed value with every stage that it could be handed on into."""
+    stages = range(1, len(graph.stages))
+    values = [v for v in graph.residuals if graph.recomputable(v)]
+    return frozenset((v, k) for v in values for k in stages if graph.holdable(v, k))
 
 
 def _repeats(schedule: Schedule) -> bool:
@@ -248,6 +262,8 @@ class _Model:
 
         possible = all(limit(terms) for terms in self.moments.initial())
         cost = mip.xsum(100 * graph.nodes[n].seconds / step * x for (n, _), x in again.items())
+        stacking = ((graph.values[v].saved_seconds, x) for v, x in save.items())
+        cost += mip.xsum(100 * seconds / step * x for seconds, x in stacking if seconds)
         if peak is None:
             model.objective = cost
             model.max_mip_gap_abs = 100 * self.options.gap
@@ -256,7 +272,7 @@ class _Model:
             ceiling = sum(graph.values[v].saved_nbytes for v in self.free) / MIB or 1.0
             model.objective = peak + 1e-4 * ceiling / 100 * cost
             model.max_mip_gap = 0.002
-        best, best_rank, bound, proven = start, rank(graph, start, budget_nbytes), 0.0, False
+        best, best_rank, bound, proven = start, rank(graph, start, budget_nbytes), graph.extra_seconds, False
         if peak is not None or best_rank[0] == 0:
             model.start = self._start(start, variables)
         total = deadline - time.monotonic()

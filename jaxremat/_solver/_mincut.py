@@ -87,7 +87,9 @@ class _Cuts:
             edges.append((0, y[n], times * seconds[n] * scale_seconds + 1e-3, 0.0))
             edges.extend((z[u], y[n], _INFINITE, 0.0) for u in graph.reads[n] if u in z)
         for v in values:
-            edges.append((y[graph.values[v].producer], z[v], 0.0, graph.values[v].saved_nbytes * scale_bytes))
+            value = graph.values[v]
+            stacking = value.saved_seconds * scale_seconds
+            edges.append((y[value.producer], z[v], stacking, value.saved_nbytes * scale_bytes))
             if v in uses:
                 edges.append((z[v], 1, _INFINITE, 0.0))
         array = np.array(edges, dtype=float).reshape(-1, 4)

@@ -24,10 +24,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """Where a residual is read in its own place: last forward reader, and readers by stage.
-
-    For what a loop stacks, `forward` is the loop's end: from there on all iterations' count.
-    """
+    """Where a residual is read in its own place: last forward reader, and readers by stage."""
 
     born: int
     forward: int
@@ -60,10 +57,6 @@ class Moments:
         self.by_clone: frozenset[int] = frozenset()
         self.last = last  # own readers of the values that are no variables
         starts = [stage.start for stage in graph.stages]
-        near = dict(forward)  # the last reader of the value that is there in any case
-        for v in self.free:
-            if graph.values[v].length > 1:
-                forward[v] = graph.loop_stop[graph.nodes[graph.values[v].producer].loop] - 1
         for v, k in graph.lingering.items():
             end = starts[k] if k < len(starts) else len(graph.nodes) - 1
             last[v] = max(last.get(v, end), end)
@@ -84,7 +77,7 @@ class Moments:
         for value in graph.values:
             if value.producer < 0 or not value.materialised or value.is_output:
                 continue
-            known = near if value.id in free else last
+            known = forward if value.id in free else last
             stop = known.get(value.id, value.producer)
             begin = value.producer + (value.producer in graph.in_place)
             if stop >= begin:
@@ -102,6 +95,16 @@ class Moments:
             else 0
             for stage in graph.stages
         ]
+
+    def _end(self, v: int) -> int:
+        """The first node for which all iterations' count of what a loop stacks; -1 for what none does."""
+        value = self.graph.values[v]
+        return self.graph.loop_stop[self.graph.nodes[value.producer].loop] if value.length > 1 else -1
+
+    def _original_nbytes(self, v: int, at: int) -> int:
+        """Bytes of an original that is there at a node, because something reads it later."""
+        value = self.graph.values[v]
+        return value.saved_nbytes if at >= self._end(v) else value.nbytes
 
     def _made(self, n: int) -> list[int]:
         values = (self.graph.values[v] for v in self.graph.nodes[n].outputs)
@@ -165,8 +168,8 @@ class Moments:
         for v in self.free:
             life, nbytes = self.lives[v], self.graph.values[v].nbytes
             if life.forward < n and life.born < n:
-                saved_nbytes = self.graph.values[v].saved_nbytes
-                parts.extend(((key,), saved_nbytes) for key in self._saved(v, k, own_at=n))
+                there = self._original_nbytes(v, n)
+                parts.extend(((key,), there) for key in self._saved(v, k, own_at=n))
             if k >= 0 and life.by_stage.get(k, -1) >= n:
                 if self._by_clone(v):
                     parts.append(((("r", life.born, k),), nbytes))
@@ -222,19 +225,20 @@ class Moments:
             if j > stage or (k >= 0 and m >= n)
         ]
         free = set(self.free)
+        at = n if k < 0 else graph.stages[k].start
         for m, j in later:
             for u in graph.reads[m]:
                 if u not in free:
-                    if self._outlived(u, n if k < 0 else graph.stages[k].start) and ("r", u) not in counted:
+                    if self._outlived(u, at) and ("r", u) not in counted:
                         counted.add(("r", u))
-                        parts.append(((("r", m, j),), graph.values[u].saved_nbytes))
+                        parts.append(((("r", m, j),), self._original_nbytes(u, at)))
                     continue
                 life, nbytes = self.lives[u], graph.values[u].nbytes
-                passed = life.forward < (n if k < 0 else graph.stages[k].start)
+                passed = life.forward < at
                 if u in schedule.saved and passed and ("s", u) not in counted:
                     counted.add(("s", u))
                     parts = [(keys, b) for keys, b in parts if keys[0][:2] != ("e", u)]
-                    parts.append(((("s", u), ("r", m, j)), graph.values[u].saved_nbytes))
+                    parts.append(((("s", u), ("r", m, j)), self._original_nbytes(u, at)))
                 clone = ("r", life.born, k)
                 again = j == k and life.born < n and life.born in schedule.recomputed[k]
                 if again and clone not in counted and u not in schedule.saved:

@@ -1,0 +1,138 @@
+"""Graph -> the same with the time of each kernel, and of what a loop saves.
+
+The price of a node is what running it once more costs: of a kernel of its own its arithmetic or traffic by the roofline
+of the device, of one that its readers absorb what they read more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ._cost import flops_dtype, kernel_seconds
+from ._devices import DeviceSpec
+from ._graph import Graph, Node, Value
+from ._loops import Loop
+from ._primitives import is_loop_edge, is_relabelling, is_view
+from ._tags import Written
+
+MOST_FUSED_FLOPS = 50.0
+"""Bound on the pointwise arithmetic behind a fused value, per byte."""
+
+COPIES = 2
+"""How often what a loop stacks is written and read for that alone: into the stack and out of it, from and to the
+buffers that an iteration's kernels work on. Fitted to compiled programs: a scanned GPT's, on XLA:CPU and for H100."""
+
+
+def priced(
+    graph: Graph, eqns: Sequence[Any], device: DeviceSpec, written: Written | None, loops: Sequence[Loop]
+) -> Graph:
+    """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results."""
+    trips = _trips(loops)
+    light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
+    heavy: dict[
+        int, frozenset[int]
+    ] = {}  # contractions and reductions that the compiler fuses into their reader
+    for node in graph.nodes:
+        below = sum(light.get(v, 0.0) for v in node.inputs)
+        inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
+        for v in node.outputs:
+            if not graph.values[v].materialised:
+                # Fused chains are trees written as DAGs: bounded, lest shared operands count exponentially often.
+                own = 0.0 if node.heavy else node.flops
+                light[v] = min(own + below, MOST_FUSED_FLOPS * max(graph.values[v].nbytes, 1))
+                heavy[v] = inner | {node.id} if node.heavy else inner
+    loaded = {
+        behind_views(v, eqns, graph.nodes, graph.values)
+        for node in graph.nodes
+        if node.contraction and not node.forward
+        for v in node.inputs
+    }
+    nodes = []
+    step_seconds = 0.0
+    for node, eqn in zip(graph.nodes, eqns, strict=True):
+        fused_away = node.outputs and not any(graph.values[v].materialised for v in node.outputs)
+        if not graph.kernel[node.id] or is_view(eqn) or is_loop_edge(eqn) or fused_away:
+            nodes.append(node)
+            continue
+        inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
+        flops = (
+            node.flops
+            + sum(light.get(v, 0.0) for v in node.inputs)
+            + sum(graph.nodes[n].flops for n in inner)
+        )
+        arguments = sum(graph.values[v].nbytes for v in node.inputs if graph.values[v].producer < 0)
+        read = arguments + sum(graph.values[v].nbytes for v in graph.reads[node.id])
+        made = sum(graph.values[v].nbytes for v in node.outputs)
+        once = kernel_seconds(device, flops_dtype(eqn), flops, read + made)
+        times = trips[node.loop] if node.loop >= 0 else 1
+        step_seconds += once * times
+        if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
+            # Its readers absorb it: they read its operands in its place.
+            more = (
+                _read_instead(graph, node, written)
+                if graph.backend.fuses and node.loop < 0
+                else max(read - made, 0)
+            )
+            once = kernel_seconds(device, flops_dtype(eqn), flops, more) - device.launch_seconds
+        nodes.append(replace(node, seconds=once * times))
+    return _with_stacking(replace(graph, nodes=tuple(nodes), step_seconds=step_seconds), device)
+
+
+def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
+    """Bytes that the backward pass's kernels read more when they make a value themselves instead of reading it."""
+    made = sum(graph.values[v].nbytes for v in node.outputs)
+    operands = {graph.values[v].producer: graph.values[v].nbytes for v in graph.reads[node.id]}
+    kernels = written.kernels if written else ((frozenset(), frozenset({node.id})),)
+    return sum(
+        max(sum(nbytes for n, nbytes in operands.items() if n not in reads) - made, 0)
+        for writes, reads in kernels
+        if node.id in reads and not any(graph.nodes[n].forward for n in writes)
+    )
+
+
+def _with_stacking(graph: Graph, device: DeviceSpec) -> Graph:
+    """The graph with the time of copies into stacks and out of them, which the plain step spends on all it stacks."""
+    plain = handed_over(graph)
+    seconds: dict[int, float] = {}
+    plain_seconds = 0.0
+    for value in graph.values:
+        if value.length == 1 or not graph.recomputable(value.id) or value.saved_nbytes <= graph.small_nbytes:
+            continue  # as in every plan
+        taken = 2 * COPIES * value.saved_nbytes / device.bandwidth
+        if value.materialised:
+            seconds[value.id] = taken
+        if value.id in plain:
+            plain_seconds += taken
+    values = tuple(replace(v, saved_seconds=seconds.get(v.id, 0.0)) for v in graph.values)
+    step_seconds = graph.step_seconds + plain_seconds
+    return replace(graph, values=values, step_seconds=step_seconds, extra_seconds=-plain_seconds)
+
+
+def handed_over(graph: Graph) -> set[int]:
+    """What the backward loops' own nodes read of the forward loops' iterations."""
+    slices = {v for n in graph.nodes if n.primitive == "scan_slice" for v in n.outputs}
+    return {
+        v
+        for node in graph.nodes
+        for v in node.inputs
+        if graph.values[v].length > 1 and graph.nodes[graph.values[v].producer].loop != node.loop
+    } - slices
+
+
+def behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> int:
+    """The value whose memory a contraction reads in place of a reshaped or transposed one."""
+    while (
+        (producer := values[v].producer) >= 0
+        and is_relabelling(eqns[producer])
+        and len(nodes[producer].inputs) == 1
+    ):
+        v = nodes[producer].inputs[0]
+    return v
+
+
+def _trips(loops: Sequence[Loop]) -> list[int]:
+    """For each loop how often its body runs in one step."""
+    trips: list[int] = []
+    for loop in loops:
+        trips.append(loop.length * (trips[loop.parent] if loop.parent >= 0 else 1))
+    return trips
