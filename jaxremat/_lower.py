@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from . import _compat
-from ._cost import aval_nbytes, eqn_flops, flops_dtype, kernel_seconds
+from ._cost import alone_seconds, aval_nbytes, eqn_flops, flops_dtype, kernel_seconds
 from ._devices import DeviceSpec
 from ._graph import Graph, Node, Stage, Value
 from ._loops import ALONE, BACKWARD, FORWARD, Loop
@@ -44,6 +44,7 @@ def lower(
     base_nbytes: int,
     written: Written | None = None,
     workspace: Mapping[int, int] | None = None,
+    seconds: Mapping[int, float] | None = None,
 ) -> Graph:
     """The planner's view of a traced step.
 
@@ -53,6 +54,7 @@ def lower(
     - `written`: what the plain step's compiled program writes and reads; None where there is none, and fusion rules
       decide.
     - `workspace`: scratch bytes by equation index.
+    - `seconds`: measured times of equations that ran alone, by index; the others' are the roofline's.
     """
     jaxpr = traced.jaxpr.jaxpr
     index: dict[Any, int] = {}
@@ -136,7 +138,9 @@ def lower(
         parents=tuple(loop.parent for loop in traced.loops),
         segments=traced.segments,
     )
-    graph = _priced(_without_fused_copies(graph), jaxpr.eqns, device, written, _trips(traced.loops))
+    graph = _priced(
+        _without_fused_copies(graph), jaxpr.eqns, device, written, _trips(traced.loops), seconds or {}
+    )
     return replace(graph, stages=cut_stages(graph))
 
 
@@ -300,9 +304,17 @@ def _without_fused_copies(graph: Graph) -> Graph:
 
 
 def _priced(
-    graph: Graph, eqns: Sequence[Any], device: DeviceSpec, written: Written | None, trips: Sequence[int]
+    graph: Graph,
+    eqns: Sequence[Any],
+    device: DeviceSpec,
+    written: Written | None,
+    trips: Sequence[int],
+    measured: Mapping[int, float],
 ) -> Graph:
-    """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results."""
+    """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results.
+
+    Where its equation was measured alone, the roofline is corrected by what it says of that equation alone.
+    """
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
     heavy: dict[
         int, frozenset[int]
@@ -338,7 +350,8 @@ def _priced(
         arguments = sum(graph.values[v].nbytes for v in node.inputs if graph.values[v].producer < 0)
         read = arguments + sum(graph.values[v].nbytes for v in graph.reads[node.id])
         made = sum(graph.values[v].nbytes for v in node.outputs)
-        once = kernel_seconds(device, flops_dtype(eqn), flops, read + made)
+        slower = measured[node.id] / alone_seconds(device, eqn) if node.id in measured else 1.0
+        once = slower * kernel_seconds(device, flops_dtype(eqn), flops, read + made)
         times = trips[node.loop] if node.loop >= 0 else 1
         step_seconds += once * times
         if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
@@ -348,7 +361,7 @@ def _priced(
                 if graph.backend.fuses and node.loop < 0
                 else max(read - made, 0)
             )
-            once = kernel_seconds(device, flops_dtype(eqn), flops, more) - device.launch_seconds
+            once = slower * (kernel_seconds(device, flops_dtype(eqn), flops, more) - device.launch_seconds)
         nodes.append(replace(node, seconds=once * times))
     return replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
 

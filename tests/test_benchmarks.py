@@ -100,7 +100,7 @@ def test_rows_hold_what_was_measured(folder: Path) -> None:
 def test_a_second_run_measures_nothing_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = bench(folder).path.read_text()
     with monkeypatch.context() as patch:
-        patch.delattr(steps, "_compile")
+        patch.delattr(steps.Bench, "_compile")
         bench(folder).run(ROWS, runs=2, check=True)
     assert bench(folder).path.read_text() == before
 
@@ -205,7 +205,7 @@ def test_the_summary_names_what_falls_short() -> None:
         "min": row(51, 120, **plan),
         "0.1": {"infeasible": True, "min_peak_nbytes": 51, "budget_nbytes": 10},
     }
-    record = {"network": "net", "rows": rows}
+    record = {"network": "net", "rows": rows, "environment": {"platform": "cpu"}}
     assert table.dominated(record) == ["net 0.5"]
     assert table.findings([record]) == [
         "3 plans of 4 budgets, infeasible: net 0.1",

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -47,8 +47,12 @@ class Bench:
 
     **Arguments:** `path` of the JSON file; `sizes` override the network's, as in `program`; `time_limit` of
     each solve in seconds; `plans` the folder where plans are kept, to time them later without planning again;
-    `target` a device to compile for that need not be there; `say` takes each line of progress.
+    `target` a device to compile for that need not be there; `rates` names of devices at whose rates the compiled
+    programs are priced besides; `say` takes each line of progress.
     """
+
+    kind: ClassVar[str] = "step"
+    """What the records of these measurements are called."""
 
     network: str
     scale: str
@@ -57,6 +61,7 @@ class Bench:
     time_limit: float = 10.0
     plans: Path | None = None
     target: str | None = None
+    rates: Sequence[str] = ()
     say: Callable[[str], None] = print
 
     def run(
@@ -107,7 +112,7 @@ class Bench:
         state, batch = plain.abstract_args()
         inputs = batch["inputs"]
         return {
-            "kind": "step",
+            "kind": self.kind,
             "network": self.network,
             "scale": self.scale,
             "parameters": plain.parameter_count(),
@@ -123,7 +128,7 @@ class Bench:
         """Write a row, which replaces what was known of it."""
         row = {"date": records.today(), "library": records.library_version(), **values}
         rows = {**self.record["rows"], name: row}
-        self.record["rows"] = {key: rows[key] for key in sorted(rows, key=_order)}
+        self.record["rows"] = {key: rows[key] for key in sorted(rows, key=self.place)}
         records.write(self.path, self.record)
         return row
 
@@ -160,43 +165,63 @@ class Bench:
             return step
         return self._planned(name)
 
+    def budget(self, name: str) -> int | str:
+        """The budget of the plan that a row is about: here a share of the plain step's temporaries."""
+        if name == "min":
+            return name
+        return int(self.plain["base_nbytes"] + float(name) * self.plain["temporaries_nbytes"])
+
+    def solver(self, name: str) -> jaxremat.Solver | None:
+        """The solver of that plan; None for the library's own choice."""
+        del name
+
+    def place(self, name: str) -> tuple[float, ...]:
+        """What rows are sorted by."""
+        return (ROWS.index(name), 0.0) if name in ROWS[:3] or name == "min" else (3, -float(name))
+
     def _planned(self, name: str) -> jax.stages.Compiled | None:
         plain = self.program()
         args = plain.abstract_args()
-        base, temporaries = self.plain["base_nbytes"], self.plain["temporaries_nbytes"]
-        budget = name if name == "min" else int(base + float(name) * temporaries)
+        budget = self.budget(name)
         began = time.perf_counter()
         with _compile_stopwatch() as compiling:
             try:
-                step = self._optimize(plain, budget)
+                step = self._optimize(plain, budget, solver=self.solver(name))
                 plan, compiled = step.plan(*args), step.compile(*args)
             except jaxremat.InfeasibleBudgetError as error:
-                row = {
-                    "infeasible": True,
-                    "budget_nbytes": budget,
-                    "min_peak_nbytes": error.min_peak_nbytes,
-                    "total_seconds": time.perf_counter() - began,
-                }
-                self._report(name, self._store(name, row))
+                self._store_infeasible(name, budget, error.min_peak_nbytes, time.perf_counter() - began)
                 return None
         total = time.perf_counter() - began
+        if self.refused(name, plan):
+            self._store_infeasible(name, budget, None, total)
+            return None
+        planning = total - sum(compiling) if self.target is None else None
+        return self._keep(name, plan, compiled, planning_seconds=planning, total_seconds=total)
+
+    def _keep(self, name: str, plan: jaxremat.Plan, compiled: Any, **times: float | None) -> Any:
+        """Write the row of a plan, and the plan beside."""
         if self.plans is not None:
             self.plans.mkdir(parents=True, exist_ok=True)
-            plan.save(self.plans / f"{name}.json")
+            plan.save(self.plan_path(name))
         row = self._compare(self._of_compiled(compiled))
         row |= _of_plan(plan)
-        row |= {
-            "fits": row["peak_nbytes"] <= plan.budget_nbytes,
-            "planning_seconds": total - sum(compiling) if self.target is None else None,
-            "total_seconds": total,
-        }
+        row |= {"fits": row["peak_nbytes"] <= plan.budget_nbytes, **times}
         self._report(name, self._store(name, row))
         return compiled
 
+    def refused(self, name: str, plan: jaxremat.Plan) -> bool:
+        """Whether a plan that fits is not what the row is about."""
+        del name, plan
+        return False
+
+    def _store_infeasible(self, name: str, budget: int | str, least: int | None, seconds: float) -> None:
+        row = {"budget_nbytes": budget, "min_peak_nbytes": least, "total_seconds": seconds}
+        self._report(name, self._store(name, {"infeasible": True, **row}))
+
     def _again(self, name: str) -> jax.stages.Compiled | None:
         """The step of a plan that was kept; None where it no longer is the one that was measured."""
-        path = self.plans / f"{name}.json" if self.plans else None
-        if path is None or not path.exists():
+        path = self.plan_path(name)
+        if self.plans is None or not path.exists():
             return None
         plain = self.program()
         try:
@@ -206,10 +231,14 @@ class Bench:
         peak = jaxremat.MemoryStats.of(step).peak_nbytes
         return step if peak == self.record["rows"][name]["peak_nbytes"] else None
 
-    def _optimize(self, plain: Program, *budget: Any, **plan: Any) -> jaxremat.Step:
+    def plan_path(self, name: str) -> Path:
+        """The file that a row's plan is kept in, if any are kept."""
+        return (self.plans or self.path.parent) / f"{name.replace('/', ' of ')}.json"
+
+    def _optimize(self, plain: Program, *budget: Any, **options: Any) -> jaxremat.Step:
         decorate = jaxremat.optimize(
             *budget,
-            **plan,
+            **options,
             donate_argnums=plain.donate_argnums,
             time_limit=self.time_limit,
             target=self.target,
@@ -237,7 +266,8 @@ class Bench:
         """What the compiled program says: bytes by XLA's buffer assignment, work by its kernels."""
         stats = jaxremat.MemoryStats.of(compiled)
         spec = detect(jax.devices()[0]) if self.target is None else DEVICES[self.target]
-        work = roofline(parse(compiled.as_text()), spec)
+        module = parse(compiled.as_text())
+        work = roofline(module, spec)
         return {
             "peak_nbytes": stats.peak_nbytes,
             "base_nbytes": stats.base_nbytes,
@@ -246,6 +276,7 @@ class Bench:
             "traffic_nbytes": work.nbytes,
             "kernels": work.kernels,
             "roofline_seconds": work.seconds,
+            "seconds_at": {name: roofline(module, DEVICES[name]).seconds for name in self.rates},
         }
 
     def _compare(self, row: records.Record) -> records.Record:
@@ -253,7 +284,12 @@ class Bench:
         return {
             **row,
             "extra_flops": row["flops"] / self.plain["flops"] - 1,
+            "extra_traffic": row["traffic_nbytes"] / self.plain["traffic_nbytes"] - 1,
             "roofline_overhead": row["roofline_seconds"] / self.plain["roofline_seconds"] - 1,
+            "overhead_at": {
+                name: seconds / self.plain["seconds_at"][name] - 1
+                for name, seconds in row["seconds_at"].items()
+            },
         }
 
     def _time(self, steps: Mapping[str, jax.stages.Compiled], args: compare.Args, runs: int) -> None:
@@ -276,7 +312,8 @@ class Bench:
         size = jaxremat.format_nbytes
         if row.get("infeasible"):
             budget, least = row["budget_nbytes"], row["min_peak_nbytes"]
-            self.say(f"  {name:>6}: {size(budget)} is infeasible, the least found is {size(least)}")
+            found = "" if least is None else f", the least found is {size(least)}"
+            self.say(f"  {name:>6}: {size(budget)} is infeasible{found}")
             return
         text = f"peak {size(row['peak_nbytes'])}"
         if "budget_nbytes" in row:
@@ -285,6 +322,7 @@ class Bench:
             text += f", first prediction off by {records.prediction_error(row):+.1%}"
         if "extra_flops" in row:
             text += f", extra flops {row['extra_flops']:.2%}, roofline {row['roofline_overhead']:+.2%}"
+            text += "".join(f", at {at}'s rates {more:+.2%}" for at, more in row["overhead_at"].items())
         if "gap" in row:
             text += f", solved in {row['solve_seconds']:.1f} s to a gap of {row['gap']:.2%}"
         self.say(f"  {name:>6}: {text}")
@@ -326,10 +364,6 @@ def _compile_stopwatch() -> Iterator[list[float]]:
         yield seconds
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-
-
-def _order(name: str) -> tuple[int, float]:
-    return (ROWS.index(name), 0.0) if name in ROWS[:3] or name == "min" else (3, -float(name))
 
 
 def _share(text: str) -> str:
