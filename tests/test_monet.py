@@ -12,7 +12,7 @@ import pytest
 from test_benchmarks import Perceptron, perceptron
 
 import jaxremat
-from examples.benchmarks import device, monet, monet_table, records, steps, table
+from examples.benchmarks import bench, device, monet, monet_table, records, table
 from examples.benchmarks.networks import Program, program
 from examples.benchmarks.networks.data import Images
 from examples.benchmarks.networks.training import make_program
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A results folder with one subject, planned for the H100 once."""
     folder = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "program", wide)
+        patch.setattr(bench, "program", wide)
         patch.setattr(records, "OUT", folder / "out")
         monet.bench(SUBJECT, "h100", scale="tiny", folder=folder, say=lambda line: None).run(ROWS)
     return folder
@@ -68,7 +68,7 @@ def test_rows_hold_what_was_planned_and_compiled(folder: Path) -> None:
 def test_the_knapsack_is_credited_with_its_own_plans_alone(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "program", wide)
+    monkeypatch.setattr(bench, "program", wide)
     monkeypatch.setattr(records, "OUT", tmp_path / "out")
     monkeypatch.setattr(monet.Monet, "solver", lambda self, name: jaxremat.MinCut())
     of = monet.bench(SUBJECT, "h100", scale="tiny", folder=tmp_path, say=lambda line: None)
@@ -162,7 +162,7 @@ def test_a_device_is_measured_in_processes_of_its_own(tmp_path: Path) -> None:
 
 
 def test_plans_made_elsewhere_need_no_solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "program", perceptron)
+    monkeypatch.setattr(bench, "program", perceptron)
     monkeypatch.setattr(records, "OUT", tmp_path / "here")
     said: list[str] = []
     of = device.bench(

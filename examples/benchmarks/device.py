@@ -28,8 +28,8 @@ import jax
 
 import jaxremat
 from examples.benchmarks import monet, records
+from examples.benchmarks.bench import BY_HAND
 from examples.benchmarks.monet import AT_BLOCK, SUBJECTS, Monet
-from examples.benchmarks.steps import BY_HAND
 from jaxremat._specs import find
 
 NEARLY_FREE = ("19/20", "9/10")

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 
 import jaxremat
 from examples.benchmarks import records
+from examples.benchmarks.bench import BY_HAND, Bench
 from examples.benchmarks.knapsack import Knapsack
-from examples.benchmarks.steps import BY_HAND, Bench
 
 RATES = ("p100", "h100")
 """The devices at whose rates the compiled programs are priced."""
