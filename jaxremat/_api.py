@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from ._budget import Budget, parse_budget
+from ._budget import Budget, parse_budget, parse_margin
 from ._devices import detect
 from ._errors import ArgumentError, JaxrematWarning
 from ._plan import Plan
@@ -19,7 +19,7 @@ from ._program import compiler_options as merged_options
 from ._solver import Solver
 from ._specs import find
 from ._target import Target
-from ._verify import Planned, Request, apply_plan, make_plan
+from ._verify import Options, Planned, Request, apply_plan, make_plan
 
 _UNSET: Any = object()
 
@@ -40,6 +40,8 @@ def optimize(
     verify: bool = True,
     effort: str = "normal",
     target: str | None = None,
+    profile: str = "roofline",
+    workspace_margin: int | float | str = 0,
 ) -> Callable[[Callable[..., Any]], "Step"]:
     """A drop-in for `jax.jit` on a whole train step that keeps its compiled peak within a budget.
 
@@ -58,6 +60,11 @@ def optimize(
     - `target`: plan for this device, one of `jaxremat.targets()`, on a machine that need not have it: the peak is that
       of XLA's compiler for it (`pip install "jaxremat[targets]"`). Such a step can be planned, lowered and compiled
       anywhere, and called where the device is.
+    - `profile`: where the planner's times come from: `"roofline"` from the device's figures, `"measure"` from running
+      each distinct operation alone on the device at hand, once (kept in the cache folder).
+    - `workspace_margin`: what the compiled peak leaves free below the budget, for memory that the compiler does not
+      count (workspaces that libraries allocate while they run): bytes, text, or a float below 1 as a share of the
+      budget. A plan carries its own.
 
     **Returns:** a decorator that gives a `Step`.
 
@@ -87,7 +94,30 @@ def optimize(
             f"`solver={solver!r}` has no method `solve(graph, budget_nbytes, *, time_limit)`. "
             "Pass an instance, such as `jaxremat.Milp()` or `jaxremat.Greedy()`."
         )
+    if profile not in ("roofline", "measure"):
+        raise ArgumentError(f'`profile={profile!r}` is unknown. Write "roofline" or "measure".')
     device = None if target is None else Target(target)
+    if device is not None and profile == "measure":
+        raise ArgumentError(
+            f'`profile="measure"` runs operations on the device at hand, and `target={target!r}` plans for one '
+            "that need not be there. Leave `profile` out, or plan on that device without `target`."
+        )
+    parse_margin(workspace_margin, None)
+    if workspace_margin and plan is not None:
+        raise ArgumentError(
+            "`workspace_margin` belongs to planning; a plan that is given carries the margin it was made with. "
+            "Leave it out, or plan again."
+        )
+    if (
+        workspace_margin
+        and budget is not _UNSET
+        and isinstance(budget, str)
+        and budget.strip().lower() == "min"
+    ):
+        raise ArgumentError(
+            '`workspace_margin` is kept free below a budget, and "min" asks for the least peak, whatever that is. '
+            "Leave it out, or write the budget in bytes."
+        )
     if plan is None and isinstance(budget, (str, int, float)):
         parse_budget(budget, 1 << 40)  # a budget that can never be read is refused where it is written
 
@@ -105,7 +135,8 @@ def optimize(
             compiler_options=tuple(sorted((compiler_options or {}).items())),
             target=device,
         )
-        return Step(program, None if budget is _UNSET else budget, plan, solver, time_limit, verify, effort)
+        options = Options(solver, time_limit, verify, effort, profile, workspace_margin)
+        return Step(program, None if budget is _UNSET else budget, plan, options)
 
     return decorate
 
@@ -128,19 +159,13 @@ class Step:
         program: Program,
         budget: Budget,
         plan: Plan | None,
-        solver: Solver | None,
-        time_limit: float,
-        verify: bool,
-        effort: str,
+        options: Options,
     ):
         functools.update_wrapper(self, program.fn)
         self._program = program
         self._budget = budget
         self._given = plan
-        self._solver = solver
-        self._time_limit = time_limit
-        self._verify = verify
-        self._effort = effort
+        self._options = options
         self._planned: dict[Any, Planned] = {}
         self._recent: _Recent | None = None
 
@@ -235,20 +260,13 @@ class Step:
             device = _device_of(args, kwargs)
             spec, reported = detect(device), (device.memory_stats() or {}).get("bytes_limit")
         if self._given is not None:
-            return apply_plan(program, self._given, spec, args, kwargs, self._verify)
-        if self._solver is None:
+            return apply_plan(program, self._given, spec, args, kwargs, self._options.verify)
+        if self._options.solver is None:
             from ._solver._milp import Milp
 
-            self._solver = Milp()
-        request = Request(
-            budget=self._budget,
-            solver=self._solver,
-            time_limit=self._time_limit,
-            verify=self._verify,
-            effort=self._effort,
-            device=spec,
-            device_nbytes=reported,
-        )
+            self._options = replace(self._options, solver=Milp())
+        here = None if program.target is not None else _device_of(args, kwargs)
+        request = Request(self._budget, self._options, spec, reported, here)
         return make_plan(program, request, args, kwargs)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

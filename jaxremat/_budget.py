@@ -41,6 +41,32 @@ def parse_budget(budget: Budget, device_nbytes: int | None) -> int | Literal["mi
     return parse_nbytes(budget)
 
 
+def parse_margin(margin: int | float | str, budget_nbytes: int | None) -> int:
+    """The bytes to keep free below a budget.
+
+    **Arguments:** `margin`: an int of bytes (0 for none), text such as "500MiB", or a float in [0, 1) as a share of the
+    budget; `budget_nbytes`: None where it is not known yet, and shares come to 0.
+
+    **Raises:** `BudgetError` for anything else, and where nothing of the budget is left.
+    """
+    if isinstance(margin, (int, float)) and not isinstance(margin, bool) and margin == 0:
+        return 0
+    try:
+        share = isinstance(margin, float) and 0 < margin < 1
+        nbytes = int(margin * (budget_nbytes or 0)) if share else parse_nbytes(margin)  # type: ignore[operator]
+    except BudgetError:
+        raise BudgetError(
+            f"`workspace_margin={margin!r}` is no number of bytes. Write an int of bytes, text such as "
+            '"500MiB", or a share of the budget such as 0.05.'
+        ) from None
+    if budget_nbytes is not None and nbytes >= budget_nbytes:
+        raise BudgetError(
+            f"`workspace_margin={margin!r}` keeps {format_nbytes(nbytes)} free, and the budget is "
+            f"{format_nbytes(budget_nbytes)}. Write a smaller margin."
+        )
+    return nbytes
+
+
 def parse_nbytes(text: int | float | str) -> int:
     """Bytes from an int or from text with a decimal (`GB`) or binary (`GiB`) unit.
 

@@ -73,6 +73,12 @@ def kernel_seconds(device: DeviceSpec, dtype: str, flops: float, nbytes: float) 
     return max(flops / device.peak(dtype), nbytes / device.bandwidth) + device.launch_seconds
 
 
+def alone_seconds(device: DeviceSpec, eqn: Any) -> float:
+    """Roofline time of an equation that is a kernel with nothing fused into it."""
+    nbytes = sum(aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars))
+    return kernel_seconds(device, flops_dtype(eqn), eqn_flops(eqn), nbytes)
+
+
 def flops_dtype(eqn: Any) -> str:
     """The type whose arithmetic rate the equation runs at: its widest floating operand."""
     for atom in (*eqn.invars, *eqn.outvars):

@@ -40,6 +40,7 @@ def lower(
     base_nbytes: int,
     written: Written | None = None,
     workspace: Mapping[int, int] | None = None,
+    seconds: Mapping[int, float] | None = None,
 ) -> Graph:
     """The planner's view of a traced step.
 
@@ -49,6 +50,7 @@ def lower(
     - `written`: what the plain step's compiled program writes and reads; None where there is none, and fusion rules
       decide.
     - `workspace`: scratch bytes by equation index.
+    - `seconds`: measured times of equations that ran alone, by index; the others' are the roofline's.
     """
     jaxpr = traced.jaxpr.jaxpr
     index: dict[Any, int] = {}
@@ -133,7 +135,7 @@ def lower(
         groups=tuple(loop.group for loop in traced.loops),
         segments=traced.segments,
     )
-    graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, traced.loops)
+    graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, traced.loops, seconds or {})
     return replace(graph, stages=cut_stages(graph))
 
 

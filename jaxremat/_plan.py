@@ -41,7 +41,8 @@ class Plan:
 
     **Fields:**
 
-    - `budget_nbytes` the peak allowed; for `"min"` the peak reached.
+    - `budget_nbytes` the peak allowed; for `"min"` the peak reached and the margin; `margin_nbytes` what of it the
+      compiled peak leaves free (`workspace_margin`).
     - `baseline_peak_nbytes` the plain step's compiled peak; `predicted_peak_nbytes` what the simulator expected before
       compiling; `compiled_peak_nbytes` what the compiler reports, None where `verify=False`.
     - `overhead` predicted extra seconds / the plain step's seconds; `compiled_overhead` the same ratio by a roofline of
@@ -79,6 +80,7 @@ class Plan:
     small_nbytes: int
     fence: str
     segments: tuple[int, ...]
+    margin_nbytes: int = 0
 
     @property
     def drops_nothing(self) -> bool:
@@ -256,8 +258,9 @@ def describe(plan: Plan, rows: int = 12) -> str:
     compiled = plan.compiled_peak_nbytes
     lines = [
         f"Plan: peak {format_nbytes(compiled or plan.predicted_peak_nbytes)} "
-        f"({'compiled' if compiled else 'predicted, not compiled'}) within {format_nbytes(plan.budget_nbytes)}; "
-        f"the plain step needs {format_nbytes(plan.baseline_peak_nbytes)}",
+        f"({'compiled' if compiled else 'predicted, not compiled'}) within {format_nbytes(plan.budget_nbytes)}"
+        + (f", of which {format_nbytes(plan.margin_nbytes)} stay free" if plan.margin_nbytes else "")
+        + f"; the plain step needs {format_nbytes(plan.baseline_peak_nbytes)}",
         f"  predicted peak {format_nbytes(plan.predicted_peak_nbytes)}, overhead {plan.overhead:.2%}"
         + (f" (compiled program {plan.compiled_overhead:.2%})" if plan.compiled_overhead is not None else "")
         + f", at most {plan.gap:.2%} from the best",

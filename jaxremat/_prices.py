@@ -4,11 +4,11 @@ The price of a node is what running it once more costs: of a kernel of its own i
 of the device, of one that its readers absorb what they read more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ._cost import flops_dtype, kernel_seconds
+from ._cost import alone_seconds, flops_dtype, kernel_seconds
 from ._devices import DeviceSpec
 from ._graph import Graph, Node, Value
 from ._loops import Loop
@@ -24,9 +24,17 @@ buffers that an iteration's kernels work on. Fitted to compiled programs: a scan
 
 
 def priced(
-    graph: Graph, eqns: Sequence[Any], device: DeviceSpec, written: Written | None, loops: Sequence[Loop]
+    graph: Graph,
+    eqns: Sequence[Any],
+    device: DeviceSpec,
+    written: Written | None,
+    loops: Sequence[Loop],
+    measured: Mapping[int, float],
 ) -> Graph:
-    """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results."""
+    """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results.
+
+    Where its equation was measured alone, the roofline is corrected by what it says of that equation alone.
+    """
     trips = _trips(loops)
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
     heavy: dict[
@@ -63,7 +71,8 @@ def priced(
         arguments = sum(graph.values[v].nbytes for v in node.inputs if graph.values[v].producer < 0)
         read = arguments + sum(graph.values[v].nbytes for v in graph.reads[node.id])
         made = sum(graph.values[v].nbytes for v in node.outputs)
-        once = kernel_seconds(device, flops_dtype(eqn), flops, read + made)
+        slower = measured[node.id] / alone_seconds(device, eqn) if node.id in measured else 1.0
+        once = slower * kernel_seconds(device, flops_dtype(eqn), flops, read + made)
         times = trips[node.loop] if node.loop >= 0 else 1
         step_seconds += once * times
         if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
@@ -73,7 +82,7 @@ def priced(
                 if graph.backend.fuses and node.loop < 0
                 else max(read - made, 0)
             )
-            once = kernel_seconds(device, flops_dtype(eqn), flops, more) - device.launch_seconds
+            once = slower * (kernel_seconds(device, flops_dtype(eqn), flops, more) - device.launch_seconds)
         nodes.append(replace(node, seconds=once * times))
     return _with_stacking(replace(graph, nodes=tuple(nodes), step_seconds=step_seconds), device)
 

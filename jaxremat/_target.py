@@ -4,6 +4,7 @@ XLA's GPU compiler runs in a process of its own (`_target_worker`), one per sess
 """
 
 import atexit
+import functools
 import importlib.metadata
 import importlib.util
 import io
@@ -80,12 +81,17 @@ class TargetLowered:
         module: Any = self._lowered.compiler_ir("stablehlo")
         buffer = io.BytesIO()
         module.operation.write_bytecode(buffer)
-        chip = self.target.spec.chip
-        assert chip is not None
-        figures, text = _worker().compile(
-            chip.config(self.target.spec.name), buffer.getvalue(), self._options, self.target.name
-        )
+        figures, text = _compile(self.target, buffer.getvalue(), tuple(sorted(self._options.items())))
         return TargetCompiled(self.target, figures, text)
+
+
+@functools.lru_cache(maxsize=16)  # planning one step for several budgets compiles the plain step once
+def _compile(
+    target: Target, module: bytes, options: tuple[tuple[str, Any], ...]
+) -> tuple[dict[str, int], str]:
+    chip = target.spec.chip
+    assert chip is not None
+    return _worker().compile(chip.config(target.spec.name), module, dict(options), target.name)
 
 
 class TargetCompiled:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ._alive import alive_at_peak
-from ._budget import Budget, format_nbytes, parse_budget
+from ._budget import Budget, format_nbytes, parse_budget, parse_margin
 from ._devices import DeviceSpec
 from ._emit import FENCES, emit
 from ._errors import InfeasibleBudgetError, PlanMismatchError
@@ -18,6 +18,7 @@ from ._fingerprint import fingerprint
 from ._graph import Graph
 from ._hlo import parse
 from ._lower import as_stacked, estimate_base, lower
+from ._measured import measure
 from ._plan import Plan, actions
 from ._program import Compiled, MemoryStats, Program
 from ._roofline import roofline
@@ -38,18 +39,35 @@ _ROUNDS = {"normal": 3, "thorough": 7}
 _WORKSPACE_SHARE = 1 / 200
 """Equations with an operand above this share of the temporaries are compiled alone for their scratch memory."""
 
+_MEASURED_SHARE = 1 / 1000
+"""Equations with an operand above this share of them are timed where `profile="measure"`."""
+
 
 @dataclass(frozen=True)
-class Request:
+class Options:
     """How to plan. **Fields** as the arguments of `jaxremat.optimize`."""
 
-    budget: Budget
-    solver: Solver
+    solver: Solver | None
     time_limit: float
     verify: bool
     effort: str
+    profile: str
+    workspace_margin: int | float | str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan for.
+
+    **Fields:** `budget`; `options`, with a solver; `device` and the memory that it reports; `here` the `jax.Device` to
+    measure on, None for a target.
+    """
+
+    budget: Budget
+    options: Options
     device: DeviceSpec
     device_nbytes: int | None
+    here: Any = None
 
 
 @dataclass(frozen=True)
@@ -104,9 +122,9 @@ def apply_plan(
         return Planned(plan, jitted, None)
     compiled = program.lower(jitted, args, kwargs).compile()
     peak = MemoryStats.of(compiled).peak_nbytes
-    if peak > plan.budget_nbytes:
+    if peak > (room := plan.budget_nbytes - plan.margin_nbytes):
         raise InfeasibleBudgetError(
-            f"The plan was made for {format_nbytes(plan.budget_nbytes)}, but this machine's compiler needs "
+            f"The plan was made for {format_nbytes(room)}, but this machine's compiler needs "
             f"{format_nbytes(peak)} for it. Plan again on this machine.",
             budget_nbytes=plan.budget_nbytes,
             min_peak_nbytes=peak,
@@ -121,29 +139,34 @@ class _Planner:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     compile_count: int = 0
+    margin_nbytes: int = 0
 
     def run(self) -> Planned:
         request = self.request
+        options = request.options
         budget = parse_budget(request.budget, request.device_nbytes)
+        if budget != "min":
+            self.margin_nbytes = parse_margin(options.workspace_margin, budget)
+            budget -= self.margin_nbytes  # from here on what the compiled peak may be
         self.traced = trace(self.program.plain, self.args, self.kwargs)
         self.forms = {self.traced.segments: self.traced}
         self.fingerprint = fingerprint(self.traced)
         rough = lower(self.traced, request.device, base_nbytes=estimate_base(self.traced))
         stacked = as_stacked(rough)
         rough_peak = simulate(stacked, _everything(stacked)).peak_nbytes
-        if not request.verify:
+        if not options.verify:
             return self._unverified(rough, rough_peak, budget)
         plain: Compiled | None = None
         if self.traced.rematted or (budget != "min" and rough_peak <= 1.2 * budget):
             plain = self._compile(self.program.plain)
             if budget != "min" and MemoryStats.of(plain).peak_nbytes <= budget:
-                return self._plain(plain, rough)
+                return self._plain(plain, rough, budget)
         witness = self._compile(self.program.evaluating(tagged(self.traced), self.traced))
         module = parse(_text(witness))
         stats = MemoryStats.of(plain or witness)
         self.baseline_nbytes = stats.peak_nbytes
         if plain is None and budget != "min" and self.baseline_nbytes <= budget:
-            return self._plain(self._compile(self.program.plain), rough)
+            return self._plain(self._compile(self.program.plain), rough, budget)
         self.baseline_seconds = roofline(module, request.device).seconds
         base = MemoryStats.of(witness).base_nbytes
         temporaries = self.baseline_nbytes - base
@@ -151,9 +174,14 @@ class _Planner:
         found = written(module)
 
         def lowered(traced: Traced) -> Graph:
-            scratch = workspaces(traced, self.program, request.device.platform, least)
-            kept = found.renumbered(self.traced.places(traced))
-            return lower(traced, request.device, base_nbytes=base, written=kept, workspace=scratch)
+            return lower(
+                traced,
+                request.device,
+                base_nbytes=base,
+                written=found.renumbered(self.traced.places(traced)),
+                workspace=workspaces(traced, self.program, request.device.platform, least),
+                seconds=self._measured(traced, temporaries),
+            )
 
         graph = lowered(self.traced)
         logger.info(
@@ -161,16 +189,16 @@ class _Planner:
             format_nbytes(self.baseline_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
         )  # fmt: skip
         forms = self._forms(graph, lowered)
-        if graph.backend.fuses:
+        if graph.backend.fuses and options.profile == "roofline":
             forms = [replace(form, step_seconds=self.baseline_seconds) for form in forms]
         search = self._search(forms, self.baseline_nbytes - base)
         if budget == "min":
             trial = search.least()
             return self._planned(search, trial, trial.peak_nbytes)
-        trial = search.within(budget, _ROUNDS[request.effort])
+        trial = search.within(budget, _ROUNDS[options.effort])
         if trial is None:
             raise self._infeasible(budget, search.trials)
-        if request.effort == "thorough":
+        if options.effort == "thorough":
             trial = _reformed(search, trial, budget)
         return self._planned(search, trial, budget)
 
@@ -185,9 +213,17 @@ class _Planner:
             forms.append(replace(cut, step_seconds=graph.step_seconds, extra_seconds=longer))
         return forms
 
+    def _measured(self, traced: Traced, temporaries_nbytes: int) -> dict[int, float] | None:
+        """Seconds of equations on the device at hand, where they are asked for."""
+        if self.request.options.profile != "measure":
+            return None
+        least = int(temporaries_nbytes * _MEASURED_SHARE)
+        return measure(traced, self.request.here, self.program.compiler_options, least)
+
     def _search(self, forms: Sequence[Graph], temporaries_nbytes: int) -> Search:
-        request = self.request
-        return Search(forms, request.solver, request.time_limit, self._try, temporaries_nbytes)
+        options = self.request.options
+        assert options.solver is not None
+        return Search(forms, options.solver, options.time_limit, self._try, temporaries_nbytes)
 
     def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial:
         profile = simulate(graph, solution.schedule)
@@ -220,11 +256,10 @@ class _Planner:
         self.compile_count += 1
         return self.program.lower(jitted, self.args, self.kwargs).compile()
 
-    def _plain(self, compiled: Compiled, graph: Graph) -> Planned:
+    def _plain(self, compiled: Compiled, graph: Graph, budget: int) -> Planned:
         peak = MemoryStats.of(compiled).peak_nbytes
         self.baseline_nbytes = peak
-        budget = parse_budget(self.request.budget, self.request.device_nbytes)
-        plan = self._as_plan(graph, int(budget), Solution(_everything(graph), solver="none"))
+        plan = self._as_plan(graph, budget, Solution(_everything(graph), solver="none"))
         plan = replace(
             plan,
             predicted_peak_nbytes=peak,
@@ -268,7 +303,7 @@ class _Planner:
         overhead = profile.extra_seconds / (graph.step_seconds or 1.0)
         trials = search.trials if search else []
         return Plan(
-            budget_nbytes=budget,
+            budget_nbytes=budget + self.margin_nbytes,
             baseline_peak_nbytes=self.baseline_nbytes,
             predicted_peak_nbytes=profile.peak_nbytes,
             compiled_peak_nbytes=None,
@@ -276,7 +311,7 @@ class _Planner:
             compiled_overhead=None,
             lower_bound=solution.lower_bound,
             gap=max(overhead - solution.lower_bound, 0.0),
-            solver=solution.solver or type(self.request.solver).__name__,
+            solver=solution.solver or type(self.request.options.solver).__name__,
             solve_seconds=search.solve_seconds if search else 0.0,
             compile_count=self.compile_count,
             rounds=tuple((t.profile.peak_nbytes, t.peak_nbytes) for t in trials),
@@ -290,6 +325,7 @@ class _Planner:
             small_nbytes=graph.small_nbytes,
             fence="finished",
             segments=graph.segments,
+            margin_nbytes=self.margin_nbytes,
         )
 
     def _infeasible(
@@ -304,6 +340,7 @@ class _Planner:
         else:
             graph, schedule = predicted
             peak, how = simulate(graph, schedule).peak_nbytes, "predicted"
+        least = peak + self.margin_nbytes
         profile = simulate(graph, schedule)
         event = profile.events[profile.peak_event]
         node = graph.nodes[event.node]
@@ -317,8 +354,8 @@ class _Planner:
             f"{format_nbytes(peak)} ({how}), at {node.primitive} ({node.source or node.scope}): arguments and outputs "
             f"{format_nbytes(graph.base_nbytes)}, live values {format_nbytes(event.live_nbytes)}, "
             f"the largest {largest or 'none'}. "
-            f"Use a budget of at least {peak} bytes ({format_nbytes(peak)}), or a smaller batch.",
-            budget_nbytes=budget,
+            f"Use a budget of at least {least} bytes ({format_nbytes(least)}), or a smaller batch.",
+            budget_nbytes=budget + self.margin_nbytes,
             min_peak_nbytes=peak,
         )
 

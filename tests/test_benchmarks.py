@@ -13,6 +13,7 @@ import pytest
 from flax import linen as nn
 
 import jaxremat
+from examples.benchmarks import bench as bench_module
 from examples.benchmarks import chain, compare, records, steps, table
 from examples.benchmarks.networks.data import Images
 from examples.benchmarks.networks.rematerialisation import Remat, rematted, save_dots
@@ -55,7 +56,7 @@ def perceptron(name: str, *, remat: Remat = "none", scale: str, **_: Any) -> Pro
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "program", perceptron)
+    monkeypatch.setattr(bench_module, "program", perceptron)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A results folder with one network, measured once."""
     folder = tmp_path_factory.mktemp("results")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "program", perceptron)
+        patch.setattr(bench_module, "program", perceptron)
         bench(folder).run(ROWS, runs=2, check=True)
     return folder
 
@@ -74,10 +75,10 @@ def folder(measured: Path, tmp_path: Path) -> Path:
     return shutil.copytree(measured, tmp_path / "results")
 
 
-def bench(folder: Path) -> steps.Bench:
+def bench(folder: Path) -> bench_module.Bench:
     path = folder / jax.default_backend() / "vgg16-tiny.json"
     plans = folder / "plans" / path.stem
-    return steps.Bench("vgg16", "tiny", path, time_limit=2.0, plans=plans, say=lambda line: None)
+    return bench_module.Bench("vgg16", "tiny", path, time_limit=2.0, plans=plans, say=lambda line: None)
 
 
 def test_rows_hold_what_was_measured(folder: Path) -> None:
@@ -100,7 +101,7 @@ def test_rows_hold_what_was_measured(folder: Path) -> None:
 def test_a_second_run_measures_nothing_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = bench(folder).path.read_text()
     with monkeypatch.context() as patch:
-        patch.delattr(steps, "_compile")
+        patch.delattr(bench_module.Bench, "_compile")
         bench(folder).run(ROWS, runs=2, check=True)
     assert bench(folder).path.read_text() == before
 
@@ -205,7 +206,7 @@ def test_the_summary_names_what_falls_short() -> None:
         "min": row(51, 120, **plan),
         "0.1": {"infeasible": True, "min_peak_nbytes": 51, "budget_nbytes": 10},
     }
-    record = {"network": "net", "rows": rows}
+    record = {"network": "net", "rows": rows, "environment": {"platform": "cpu"}}
     assert table.dominated(record) == ["net 0.5"]
     assert table.findings([record]) == [
         "3 plans of 4 budgets, infeasible: net 0.1",
@@ -223,7 +224,7 @@ def test_the_readme_shows_the_published_results() -> None:
 
 def test_a_chain_is_planned_without_compiling() -> None:
     detect(jax.devices()[0])  # measures the processor by compiling, once
-    with steps._compile_stopwatch() as compiled:
+    with bench_module.compile_stopwatch() as compiled:
         record = chain.measure(300)
     assert compiled == []
     assert 300 <= record["equations"] < 320

@@ -243,8 +243,30 @@ def test_a_dead_worker_is_replaced() -> None:
     worker = _target._worker()
     os.kill(worker.process.pid, signal.SIGKILL)
     worker.process.wait()
+    _target._compile.cache_clear()
     assert jaxremat.memory(square, MATRIX, target="h100").peak_nbytes > 0
     assert _target._worker() is not worker
+
+
+def test_the_plain_step_is_compiled_once_for_several_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BY_NAME["mlp_adamw"]
+    args = jax.eval_shape(case.make_args)
+    plain = jaxremat.memory(case.step, *args, donate_argnums=0, target="h100")
+    asked: list[bytes] = []
+    compile_there = _target._Worker.compile
+
+    def counting(self: Any, config: str, module: bytes, *rest: Any) -> Any:
+        asked.append(module)
+        return compile_there(self, config, module, *rest)
+
+    monkeypatch.setattr(_target._Worker, "compile", counting)
+    _target._compile.cache_clear()
+    for share in (0.8, 0.7):
+        budget = plain.base_nbytes + int(share * plain.temporaries_nbytes)
+        before = len(asked)
+        plan = jaxremat.plan(case.step, *args, budget=budget, donate_argnums=0, target="h100")
+    assert len(asked) - before < plan.compile_count
+    assert len(set(asked)) == len(asked)
 
 
 def test_without_the_compiler_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

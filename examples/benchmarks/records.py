@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -42,6 +43,7 @@ def environment(target: str | None = None) -> Record:
             "device": f"XLA's compiler for {DEVICES[target].name}, without the device",
         }
     return {
+        **({} if device.platform == "cpu" else _runtime(device)),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
@@ -104,6 +106,20 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _runtime(device: Any) -> Record:
+    return {"driver": driver(), "runtime": device.client.platform_version}
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver, as its own tool says; None without it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.split("\n")[0].strip() or None
 
 
 def _processor() -> str:

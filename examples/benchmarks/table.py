@@ -1,4 +1,4 @@
-"""Write the results of `steps` into the README as tables, and sum them up.
+"""Write the results of the benchmarks into the README as tables, and sum those of `steps` up.
 
 python -m examples.benchmarks.table            # rewrite the README between its two markers, print a summary
 python -m examples.benchmarks.table --check    # only look: exit status 1 if the README is not up to date
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.benchmarks import records
+from examples.benchmarks import monet_table, records
 from jaxremat import format_nbytes
 
 README = records.HERE.parents[1] / "README.md"
@@ -79,6 +79,19 @@ def markdown(steps: Sequence[records.Record], chains: Sequence[records.Record]) 
             parts += [title(record), grid(record)]
     parts += [chain_line(record) for record in chains]
     return "\n\n".join(parts)
+
+
+def everything(steps: Sequence[records.Record], results: Path) -> str:
+    """All that the README shows of a folder of results."""
+    monet, device, torch, chains = (
+        list(records.read_all(results, kind)) for kind in ("monet", "device", "torch", "chain")
+    )
+    parts = [
+        monet_table.monet_markdown(monet),
+        monet_table.device_markdown(device, torch),
+        markdown(steps, chains),
+    ]
+    return "\n\n".join(part for part in parts if part)
 
 
 def title(record: records.Record) -> str:
@@ -274,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = sorted(records.read_all(given.results, "step"), key=_place)
     old = given.readme.read_text(encoding="utf-8")
     try:
-        new = inserted(old, markdown(steps, list(records.read_all(given.results, "chain"))))
+        new = inserted(old, everything(steps, given.results))
     except ValueError as problem:
         print(problem)
         return 1

@@ -20,6 +20,7 @@ class GPT(nn.Module):
 
     ``context`` is the most tokens that the network can be given; ``tied`` uses the
     token embedding as the last layer's weights too. Dropout is off unless asked for.
+    With ``scanned`` the blocks are one loop over stacked weights.
     """
 
     layers: int = 12
@@ -29,6 +30,7 @@ class GPT(nn.Module):
     context: int = 1024
     tied: bool = True
     dropout: float = 0.0
+    scanned: bool = False
     remat: Remat = "none"
     dtype: DTypeLike = jnp.float32
 
@@ -44,10 +46,18 @@ class GPT(nn.Module):
         places = self.param("positions", small_normal, (self.context, self.width))
         x = embed(tokens) + places[:length].astype(self.dtype)
         x = nn.Dropout(self.dropout, deterministic=False)(x)
-        for index in range(self.layers):
-            x = block(self.heads, causal=True, dropout=self.dropout, dtype=self.dtype, name=f"block{index}")(
-                x
+        like = {"causal": True, "dropout": self.dropout, "dtype": self.dtype}
+        if self.scanned:
+            scan = nn.scan(
+                lambda layer, x, _: (layer(x), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                length=self.layers,
             )
+            x, _ = scan(block(self.heads, **like, name="blocks"), x, None)
+        else:
+            for index in range(self.layers):
+                x = block(self.heads, **like, name=f"block{index}")(x)
         x = nn.LayerNorm(1e-5, dtype=self.dtype, name="norm")(x)
         if self.tied:
             return embed.attend(x)

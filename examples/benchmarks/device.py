@@ -1,0 +1,255 @@
+"""Measure on the device at hand what the other benchmarks model: the allocator's peaks, step times, equal results.
+
+    python -m examples.benchmarks.device resnet50 gpt-small-unrolled-bf16 --torch
+    python -m examples.benchmarks.device all --runs 30
+    python -m examples.benchmarks.device resnet50 --plans FOLDER     # plans made elsewhere: no solver is needed
+
+Per step: seconds (medians of many runs in turn), the largest difference of all results from the plain step's, and the
+most memory that the device's allocator had in use, each in a process of its own because that figure is never reset.
+What the allocator shows beyond the compiler's number is what `workspace_margin` is to keep free. A device that
+reports no memory (the CPU) has no such figures: they stay empty.
+
+FOLDER is where `monet` keeps its plans (``out/plans/monet``): a folder per subject and target with a file per row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+
+import jaxremat
+from examples.benchmarks import monet, records
+from examples.benchmarks.bench import BY_HAND
+from examples.benchmarks.monet import AT_BLOCK, SUBJECTS, Monet
+from jaxremat._specs import find
+
+NEARLY_FREE = ("19/20", "9/10")
+"""Budgets that cost nothing by prediction: what their plans take longer is the price of the fences."""
+
+ROWS = ("plain", *BY_HAND, *NEARLY_FREE, "2/3", "1/2", "1/3", AT_BLOCK)
+
+
+@dataclass
+class Device(Monet):
+    """The measurements of one subject on the device at hand.
+
+    **Arguments:** those of `Monet`; `given` a folder of plans made elsewhere, one file per row; `profile` as in
+    `jaxremat.optimize`.
+    """
+
+    kind: ClassVar[str] = "device"
+    given: Path | None = None
+    profile: str = "roofline"
+
+    def _optimize(self, plain: Any, *budget: Any, **options: Any) -> jaxremat.Step:
+        profile = {} if "plan" in options else {"profile": self.profile}
+        return super()._optimize(plain, *budget, **options, **profile)
+
+    def _planned(self, name: str) -> Any:
+        if self.given is None:
+            return super()._planned(name)
+        path = self.given / self.plan_path(name).name
+        if not path.exists():
+            self.say(f"  {name:>6}: no plan in {path}")
+            return None
+        plan = jaxremat.Plan.load(path)
+        plain = self.program()
+        try:
+            compiled = self._optimize(plain, plan=plan, verify=False).compile(*plain.abstract_args())
+        except jaxremat.PlanMismatchError as error:
+            self.say(f"  {name:>6}: {error}")
+            return None
+        return self._keep(name, plan, compiled)
+
+    def peak(self, name: str) -> None:
+        """Run a row's step once and add to the row what the allocator had in use at most; in a fresh process."""
+        self._open(())
+        if name not in self.record["rows"] or self.record["rows"][name].get("infeasible"):
+            return
+        step = self._follow(name)
+        args = jax.block_until_ready(self.program().make_args())
+        before = in_use()
+        jax.block_until_ready(step(*args))
+        row = self.record["rows"][name]
+        found = of_allocator(row["peak_nbytes"], self._without_device(name), before, in_use())
+        self._store(name, {**row, **found})
+        if found["device_peak_nbytes"] is not None:
+            size = jaxremat.format_nbytes
+            self.say(
+                f"  {name:>6}: {size(found['device_peak_nbytes'])} in use at most, the compiler says "
+                f"{size(row['peak_nbytes'])}"
+            )
+
+    def _follow(self, name: str) -> Any:
+        """A row's step, compiled; a plan's from the file that was kept."""
+        if name in ("plain", *BY_HAND):
+            return self._compile(self.program(name if name in BY_HAND else "none"))[0]
+        plain, plan = self.program(), jaxremat.Plan.load(self.plan_path(name))
+        return self._optimize(plain, plan=plan, verify=False).compile(*plain.abstract_args())
+
+    def _without_device(self, name: str) -> int | None:
+        """The peak of a row's step by XLA's compiler for this device without it; None where there is none."""
+        if where() not in jaxremat.targets():
+            return None
+        try:
+            return jaxremat.MemoryStats.of(replace(self, target=where())._follow(name)).peak_nbytes
+        except jaxremat.TargetError as error:
+            self.say(f"  {name:>6}: {error}")
+            return None
+
+
+def of_allocator(
+    compiled_nbytes: int, deviceless_nbytes: int | None, before: int | None, after: int | None
+) -> records.Record:
+    """What the allocator's highest figures before and after a step say of the step's peak.
+
+    Nothing where the device reports none, nor where something before the step (autotuning, the initial state) needed
+    as much: then the step's own peak does not show. `beyond_nbytes` is what it is above the device-less number, or
+    where there is none above that of the device's own compiler.
+    """
+    shown = after if after is not None and before is not None and after > before else None
+    expected = compiled_nbytes if deviceless_nbytes is None else deviceless_nbytes
+    return {
+        "deviceless_nbytes": deviceless_nbytes,
+        "device_before_nbytes": before,
+        "device_peak_nbytes": shown,
+        "beyond_nbytes": None if shown is None else shown - expected,
+    }
+
+
+def in_use() -> int | None:
+    """The most bytes that the device's allocator has had in use in this process; None where it does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def where() -> str:
+    """The device's name among the targets, else its platform."""
+    return find(str(jax.devices()[0].device_kind)) or jax.default_backend()
+
+
+def bench(subject: str, *, scale: str, folder: Path, plans: Path | None, profile: str) -> Device:
+    """The measurements of a subject on the device at hand, kept below a folder."""
+    what = SUBJECTS[subject]
+    suffix = ("" if scale == "full" else f"-{scale}") + ("" if profile == "roofline" else f"-{profile}")
+    name = f"{subject}-{where()}{suffix}"
+    return Device(
+        what.network,
+        scale,
+        folder / "device" / f"{name}.json",
+        sizes={**(what.sizes if scale == "full" else {}), **what.variant},
+        plans=records.OUT / "plans" / "device" / name,
+        rates=monet.RATES,
+        subject=subject,
+        given=None if plans is None else plans / name,
+        profile=profile,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line; without subjects a tiny GPT, into ``out/``.
+
+    It starts a process for the steps and then one per row, and holds no device itself.
+    """
+    parser = argparse.ArgumentParser(
+        description="Measure steps on the device at hand, plain, by hand and planned."
+    )
+    parser.add_argument("subjects", nargs="*", metavar="subject", help=f"{', '.join(SUBJECTS)}, or all")
+    parser.add_argument(
+        "--scale", choices=("full", "small", "tiny"), help="default: full; without subjects tiny"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", type=monet.a_row, default=list(ROWS), metavar="ROW", help=", ".join(ROWS)
+    )
+    parser.add_argument("--runs", type=int, default=20, help="timed runs of each step (default: 20)")
+    parser.add_argument(
+        "--plans", type=Path, help="folder of plans made elsewhere, for their lack of a solver here"
+    )
+    parser.add_argument(
+        "--profile", choices=("roofline", "measure"), default="roofline", help="of the plans made here"
+    )
+    parser.add_argument(
+        "--torch", action="store_true", help="also PyTorch's activation_memory_budget, if it is there"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="folder of the JSON files (default: results, for tiny sizes out)"
+    )
+    parser.add_argument("--only", choices=("steps", "peak"), help="what a process of its own is to do")
+    given = parser.parse_args(argv)
+    if unknown := set(given.subjects) - {*SUBJECTS, "all"}:
+        parser.error(f"nothing is called {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
+    scale = given.scale or ("full" if given.subjects else "tiny")
+    folder: Path = given.results or (records.OUT if scale == "tiny" else records.RESULTS)
+    options = [
+        "--scale",
+        scale,
+        "--results",
+        str(folder),
+        "--profile",
+        given.profile,
+        "--runs",
+        str(given.runs),
+    ]
+    if given.plans:
+        options += ["--plans", str(given.plans.resolve())]
+    for subject in (
+        list(SUBJECTS) if "all" in given.subjects else given.subjects or ["gpt-small-unrolled-f32"]
+    ):
+        if given.only:
+            of = bench(subject, scale=scale, folder=folder, plans=given.plans, profile=given.profile)
+            if given.only == "steps":
+                of.run(given.rows, runs=given.runs, check=True)
+                print(f"  in {of.path}")
+            else:
+                of.peak(given.rows[0])
+            continue
+        print(f"{subject}:", flush=True)
+        _child([subject, *options, "--only", "steps", "--rows", *given.rows])
+        for row in given.rows:
+            _child([subject, *options, "--only", "peak", "--rows", row])
+        if given.torch:
+            _torch(subject, scale, folder, given.runs)
+
+
+def _child(command: list[str]) -> None:
+    """Run this script in a process of its own; what fails there is told, and the rest goes on."""
+    done = subprocess.run([sys.executable, "-m", "examples.benchmarks.device", *command], check=False)
+    if done.returncode:
+        print(f"  {' '.join(command)}: failed with status {done.returncode}", flush=True)
+
+
+def _torch(subject: str, scale: str, folder: Path, runs: int) -> None:
+    """Measure PyTorch's budget on the same network in a process of its own, into a file of its own."""
+    what = SUBJECTS[subject]
+    if what.network not in ("resnet50", "gpt"):
+        return
+    if importlib.util.find_spec("torch") is None:
+        print("  PyTorch is not installed: not measured")
+        return
+    sizes = {key: value for key, value in what.sizes.items() if scale == "full"}
+    dtype = "bf16" if "dtype" in what.variant else "f32"
+    command = [
+        what.network,
+        "--sizes",
+        json.dumps(sizes),
+        "--dtype",
+        dtype,
+        "--runs",
+        str(runs),
+        "--scale",
+        scale,
+    ]
+    command += ["--into", str(folder / "device" / f"{subject}-{scale}-torch.json")]
+    subprocess.run([sys.executable, "-m", "examples.benchmarks.pytorch.budget", *command], check=False)
+
+
+if __name__ == "__main__":
+    main()

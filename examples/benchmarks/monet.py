@@ -1,0 +1,232 @@
+"""The networks of MONeT at its sizes, and GPT-2: plans against rematerialisation by hand, a knapsack and MONeT itself.
+
+    python -m examples.benchmarks.monet resnet50 --target p100
+
+MONeT (Shah et al., "Memory Optimization for Deep Networks", ICLR 2021) reports the compute overhead of PyTorch 1.5 on a
+P100 with 16 GB at budgets of 10 to 5 GB. Here each network's budgets are the same *shares* of its plain peak, then
+a quarter, a fifth, the least, and the peak of rematerialisation by hand. Steps are compiled for a target, and planned
+with its rates; every compiled program is then priced by roofline at the rates of the H100 and of MONeT's P100.
+Nothing is timed.
+
+Rows are written one by one, so that a run that was cut short goes on where it stopped. Tiny sizes go to ``out/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+import jaxremat
+from examples.benchmarks import records
+from examples.benchmarks.bench import BY_HAND, Bench
+from examples.benchmarks.knapsack import Knapsack
+
+RATES = ("p100", "h100")
+"""The devices at whose rates the compiled programs are priced."""
+
+AT_BLOCK = "at block"
+"""The row of the plan whose budget is the peak of per-block rematerialisation by hand."""
+
+KNAPSACK = "knapsack "
+"""What a row's name begins with that is planned by the knapsack."""
+
+BEYOND = ("1/4", "1/5", AT_BLOCK, "min")
+
+
+@dataclass(frozen=True)
+class Published:
+    """MONeT's figures for a network: the plain step's GB, and the overhead in percent by the budget in GB."""
+
+    plain: float
+    overheads: dict[str, float]
+
+    @property
+    def rows(self) -> dict[str, float]:
+        """Overheads as shares of the step, by the name of the row with that share of the plain peak."""
+        return {f"{gigabytes}/{self.plain}": percent / 100 for gigabytes, percent in self.overheads.items()}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network at one size.
+
+    **Fields:** `network` its name in `networks`; `sizes` what the published size has other than the default, at scale
+    "full" alone; `variant` what this subject has other than the default at any scale.
+    """
+
+    network: str
+    sizes: dict[str, Any] = field(default_factory=dict)
+    variant: dict[str, Any] = field(default_factory=dict)
+    published: Published | None = None
+
+
+def _monet(network: str, batch: int, plain: float, **overheads: float) -> Subject:
+    by_budget = {key.removeprefix("gb").replace("_", "."): value for key, value in overheads.items()}
+    return Subject(network, {"batch": batch}, published=Published(plain, by_budget))
+
+
+_GPTS = {
+    "gpt-small": {"batch": 8, "length": 1024},
+    "gpt-medium": {"batch": 8, "length": 1024, "layers": 24, "width": 1024, "heads": 16},
+}
+_KINDS: dict[str, dict[str, Any]] = {"unrolled": {}, "scanned": {"scanned": True}}
+_TYPES: dict[str, dict[str, Any]] = {"bf16": {"dtype": jnp.bfloat16}, "f32": {}}
+
+# Percent by budget in GB, from the tables of MONeT's appendix. VGG-16's budgets are those that it says it needed.
+SUBJECTS: dict[str, Subject] = {
+    "resnet50": _monet("resnet50", 184, 15.06, gb10=3.22, gb9=4.68, gb8=5.56, gb7=7.28, gb6=9.31, gb5=11.95),
+    "googlenet": _monet(
+        "googlenet", 320, 14.93, gb10=7.13, gb9=7.87, gb8=8.44, gb7=9.71, gb6=12.14, gb5=15.77
+    ),
+    "unet": _monet("unet", 11, 14.32, gb10=-4.10, gb9=-2.07, gb8=-0.09, gb7=1.39, gb6=4.95, gb5=11.51),
+    "mobilenet_v2": _monet(
+        "mobilenet_v2", 272, 14.46, gb10=2.40, gb9=3.10, gb8=4.77, gb7=5.53, gb6=7.55, gb5=8.72
+    ),
+    "vgg16": _monet(
+        "vgg16", 176, 14.12, gb9_71=-5.30, gb8_66=-4.64, gb7_88=-2.18, gb6_82=1.99, gb5_90=5.44, gb5_51=9.11
+    ),
+    **{
+        f"{size}-{kind}-{dtype}": Subject("gpt", _GPTS[size], {**variant, **computed})
+        for size in _GPTS
+        for dtype, computed in _TYPES.items()
+        for kind, variant in _KINDS.items()
+    },
+}
+PLAIN_SHARES = ("2/3", "1/2", "1/3")
+"""The shares of the plain peak for networks that MONeT does not have."""
+
+
+def rows_of(subject: Subject) -> list[str]:
+    """The names of a subject's own rows; those by hand first, because a plan's budget is the peak of one."""
+    shares = list(subject.published.rows) if subject.published else list(PLAIN_SHARES)
+    plans = [*shares, *BEYOND]
+    return ["plain", *BY_HAND, *plans, *(KNAPSACK + name for name in (*shares[::2], "1/4"))]
+
+
+@dataclass
+class Monet(Bench):
+    """The measurements of one subject for one target.
+
+    **Arguments:** those of `Bench`, and the name of the `subject`.
+    """
+
+    kind: ClassVar[str] = "monet"
+    subject: str = ""
+
+    def _describe(self) -> records.Record:
+        published = SUBJECTS[self.subject].published
+        found = {"subject": self.subject, "published": published.rows if published else {}}
+        return {**super()._describe(), **found}
+
+    def budget(self, name: str) -> int | str:
+        """The bytes that a row's name says: a share of the plain peak, or what per-block rematerialisation needs."""
+        name = name.removeprefix(KNAPSACK)
+        if name == "min":
+            return name
+        if name == AT_BLOCK:
+            return self.record["rows"]["block"]["peak_nbytes"]
+        return int(self.plain["peak_nbytes"] * share(name))
+
+    def solver(self, name: str) -> jaxremat.Solver | None:
+        """The knapsack, where the row is about it."""
+        return Knapsack() if name.startswith(KNAPSACK) else None
+
+    def refused(self, name: str, plan: jaxremat.Plan) -> bool:
+        """Plans of the planner's last resort are not the knapsack's."""
+        return name.startswith(KNAPSACK) and plan.solver not in ("knapsack", "none")
+
+    def place(self, name: str) -> tuple[float, ...]:
+        """By hand first, then plans by the share of the plain peak, then those by other budgets, the knapsack last."""
+        first = ("plain", *BY_HAND)
+        if name in first:
+            return (0.0, float(first.index(name)))
+        plan = name.removeprefix(KNAPSACK)
+        late = 3.0 * name.startswith(KNAPSACK)
+        return (2.0 + late, float(plan == "min")) if plan in (AT_BLOCK, "min") else (1.0 + late, -share(plan))
+
+
+def share(name: str) -> float:
+    """The number that a row's name like `10/15.06` stands for. **Raises:** ValueError for other names."""
+    part, whole = (float(text) for text in name.split("/"))
+    if not 0 < part <= whole:
+        raise ValueError(name)
+    return part / whole
+
+
+def a_row(text: str) -> str:
+    """A row's name, as it is written on the command line."""
+    if text not in ("plain", *BY_HAND, AT_BLOCK, "min"):
+        try:
+            share(text.removeprefix(KNAPSACK))
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no row: write a share of the plain peak like 1/2, {AT_BLOCK!r}, 'min', 'plain', "
+                f"{BY_HAND[0]!r} or {BY_HAND[1]!r}"
+            ) from None
+    return text
+
+
+def bench(subject: str, target: str, *, scale: str, folder: Path, **options: Any) -> Monet:
+    """The measurements of a subject, kept below a folder."""
+    what = SUBJECTS[subject]
+    name = f"{subject}-{target}" if scale == "full" else f"{subject}-{target}-{scale}"
+    return Monet(
+        what.network,
+        scale,
+        folder / "monet" / f"{name}.json",
+        sizes={**(what.sizes if scale == "full" else {}), **what.variant},
+        plans=records.OUT / "plans" / "monet" / name,
+        target=target,
+        rates=RATES,
+        subject=subject,
+        **options,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line; without subjects the smallest GPT, tiny, anew, at one share, into ``out/``."""
+    parser = argparse.ArgumentParser(
+        description="Plan MONeT's networks at its budgets, for a GPU or without it."
+    )
+    parser.add_argument("subjects", nargs="*", metavar="subject", help=f"{', '.join(SUBJECTS)}, or all")
+    parser.add_argument("--target", choices=jaxremat.targets(), default="p100", help="default: p100")
+    parser.add_argument(
+        "--scale", choices=("full", "small", "tiny"), help="default: full; without subjects tiny"
+    )
+    parser.add_argument("--rows", nargs="+", type=a_row, metavar="ROW", help="in place of the subject's own")
+    parser.add_argument("--only", choices=("plans", "knapsack"), help="of the subject's own rows")
+    parser.add_argument("--fresh", action="store_true", help="measure rows anew that are there")
+    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each solve (default: 10)")
+    parser.add_argument(
+        "--results", type=Path, help="folder of the JSON files (default: results, for tiny sizes out)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="log each planning round")
+    given = parser.parse_args(argv)
+    if unknown := set(given.subjects) - {*SUBJECTS, "all"}:
+        parser.error(f"nothing is called {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
+    if given.verbose:
+        logging.basicConfig(format="    %(message)s")
+        logging.getLogger("jaxremat").setLevel(logging.INFO)
+    quick = not given.subjects
+    scale = given.scale or ("tiny" if quick else "full")
+    subjects = list(SUBJECTS) if "all" in given.subjects else given.subjects or ["gpt-small-unrolled-f32"]
+    folder = given.results or (records.RESULTS if scale == "full" else records.OUT)
+    for subject in subjects:
+        plans = given.rows or (["1/2"] if quick else rows_of(SUBJECTS[subject]))
+        if given.only:
+            plans = [row for row in plans if row.startswith(KNAPSACK) == (given.only == "knapsack")]
+        rows = list(dict.fromkeys(["plain", *BY_HAND, *plans]))
+        print(f"{subject} for {given.target}:", flush=True)
+        of = bench(subject, given.target, scale=scale, folder=folder, time_limit=given.time_limit)
+        of.run(rows, fresh=given.fresh or quick)
+        print(f"  in {of.path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What PyTorch does about the same question, where it is installed."""
