@@ -31,6 +31,8 @@ TITLES = {
     "unet": "UNet",
     "vit": "ViT-B/16",
     "gpt": "GPT-2 small",
+    "gpt_scanned": "GPT-2 medium, scanned",
+    "vit_scanned": "ViT-B/16, scanned",
 }
 LABELS = {"plain": "plain", "block": "by hand, per block", "dots": "by hand, products kept", "min": "least"}
 BY_HAND = ("block", "dots")

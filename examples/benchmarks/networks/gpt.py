@@ -6,13 +6,15 @@ details as in github.com/openai/gpt-2.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
 
 from .rematerialisation import Remat, rematted, save_dots
-from .transformer import Block, small_normal
+from .transformer import Block, in_turn, small_normal
 
 
 class GPT(nn.Module):
@@ -46,18 +48,8 @@ class GPT(nn.Module):
         places = self.param("positions", small_normal, (self.context, self.width))
         x = embed(tokens) + places[:length].astype(self.dtype)
         x = nn.Dropout(self.dropout, deterministic=False)(x)
-        like = {"causal": True, "dropout": self.dropout, "dtype": self.dtype}
-        if self.scanned:
-            scan = nn.scan(
-                lambda layer, x, _: (layer(x), None),
-                variable_axes={"params": 0},
-                split_rngs={"params": True, "dropout": True},
-                length=self.layers,
-            )
-            x, _ = scan(block(self.heads, **like, name="blocks"), x, None)
-        else:
-            for index in range(self.layers):
-                x = block(self.heads, **like, name=f"block{index}")(x)
+        block = partial(block, self.heads, causal=True, dropout=self.dropout, dtype=self.dtype)
+        x = in_turn(block, self.layers, x, scanned=self.scanned)
         x = nn.LayerNorm(1e-5, dtype=self.dtype, name="norm")(x)
         if self.tied:
             return embed.attend(x)

@@ -113,6 +113,28 @@ _RECIPES: dict[str, Recipe] = {
         small=Size(Tokens(2, 256), {"layers": 6, "width": 384, "heads": 6, "vocabulary": 8192}),
         tiny=Size(Tokens(2, 16), {"layers": 2, "width": 32, "heads": 4, "vocabulary": 64, "context": 32}),
     ),
+    "gpt_scanned": Recipe(
+        GPT,
+        _ADAMW,
+        full=Size(Tokens(2, 512), {"scanned": True, "layers": 24, "width": 1024, "heads": 16}),
+        small=Size(
+            Tokens(2, 256), {"scanned": True, "layers": 6, "width": 384, "heads": 6, "vocabulary": 8192}
+        ),
+        tiny=Size(
+            Tokens(2, 16),
+            {"scanned": True, "layers": 2, "width": 32, "heads": 4, "vocabulary": 64, "context": 32},
+        ),
+    ),
+    "vit_scanned": Recipe(
+        ViT,
+        _ADAMW,
+        full=Size(Images(16, 224), {"scanned": True}),
+        small=Size(Images(8, 112), {"scanned": True, "layers": 6, "width": 384, "heads": 6, "classes": 100}),
+        tiny=Size(
+            Images(4, 32),
+            {"scanned": True, "layers": 2, "width": 32, "heads": 4, "patch": 8, "classes": 10},
+        ),
+    ),
 }
 
 NAMES: tuple[str, ...] = tuple(_RECIPES)

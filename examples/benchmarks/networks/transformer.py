@@ -8,6 +8,8 @@ like any other, for a rematerialisation policy to keep or to drop.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -75,3 +77,22 @@ class Block(nn.Module):
         y = nn.LayerNorm(self.epsilon, dtype=self.dtype, name="feed_forward_norm")(x)
         y = FeedForward(self.exact_gelu, dtype=self.dtype, name="feed_forward")(y)
         return x + nn.Dropout(self.dropout, deterministic=False)(y)
+
+
+def in_turn(block: Callable[..., nn.Module], count: int, x: jax.Array, *, scanned: bool) -> jax.Array:
+    """Run ``count`` blocks one after the other, each a module of its own or all one loop over stacked weights.
+
+    To be called within a compact module; ``block`` takes the name.
+    """
+    if not scanned:
+        for index in range(count):
+            x = block(name=f"block{index}")(x)  # type: ignore[operator]
+        return x
+    loop = nn.scan(
+        lambda layer, x, _: (layer(x), None),
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True},
+        length=count,
+    )
+    x, _ = loop(block(name="blocks"), x, None)
+    return x
