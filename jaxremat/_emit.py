@@ -149,6 +149,8 @@ class _Emitter:
         place = list(graph.stage_of)
         settled = {n for stage in graph.stages for n, _ in stage.deferred}
         settled |= {graph.values[v].producer for stage in graph.stages for v in stage.finished}
+        entered = (v for n in range(graph.forward_stop, len(self.source)) for v in self._entered(n))
+        settled |= {graph.values[v].producer for v in entered}  # they pass the fence before the loop
         for n in reversed(range(graph.forward_stop, len(graph.nodes))):
             readers = [place[m] for v in self.source[n].outvars for m in self.readers.get(v, ())]
             if readers and n not in settled and not graph.kernel[n] and graph.nodes[n].repeatable:
@@ -241,7 +243,7 @@ class _Emitter:
             operands = [a for a in self.source[n].invars if not _compat.is_literal(a)]
             inner = [a for a in operands if a in self.value_of and a not in made]
             through.extend(inner if inner or any(a in made for a in operands) else operands)
-        entering = [n for n in self.own[k] if self._enters(n) and self.graph.nodes[n].loop != loop]
+        entering = [n for n in self.own[k] if self.graph.nodes[n].loop != loop and self._entered(n)]
         through.extend(a for n in entering for a in self.source[n].invars if a in self.value_of)
         here = [n for n in self.own[k] if self.graph.nodes[n].loop == loop]
         own = [self.source[n] for n in here]
@@ -256,9 +258,9 @@ class _Emitter:
         due = any(until <= k for until in self.waiting.values())
         return self._fenced(through, self._trigger(k), f"fence_{k}", loop) if through or due else {}
 
-    def _enters(self, n: int) -> bool:
-        """Whether the equation starts a loop off, which thereby waits for a fence before it."""
-        return self.source[n].primitive.name == "scan_carry"
+    def _entered(self, n: int) -> tuple[int, ...]:
+        """The values that start a loop off, which thereby waits for a fence before it, if the equation is its carry."""
+        return self.graph.nodes[n].inputs if self.source[n].primitive.name == "scan_carry" else ()
 
     def _fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:
         """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""
@@ -276,7 +278,7 @@ class _Emitter:
 
     def _waits(self, n: int, var: Any) -> bool:
         """Whether the equation reads the operand behind the fence, though that is not recomputed."""
-        return self._enters(n) or self.hazards.early(n, var)
+        return bool(self._entered(n)) or self.hazards.early(n, var)
 
     def _there_before(self, var: Any, k: int) -> bool:
         """Whether it is saved or an argument, so that the compiler could copy it to another layout long before."""

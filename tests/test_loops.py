@@ -28,6 +28,7 @@ CPU = DeviceSpec("here", "cpu", 2**30, 2.5e10, (("f32", 1.5e11),), 2e-6, 2.5e10)
 PAIR = [FORWARD, BACKWARD]
 ROLES = {
     "two loops": [*PAIR, *PAIR],
+    "turned": [*PAIR, *PAIR],
     "accumulation": [ALONE],
     "accumulation over layers": [ALONE, *PAIR],
     "checkpointed loop": PAIR,

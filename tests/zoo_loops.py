@@ -89,6 +89,12 @@ def _two(params: Any, x: jax.Array) -> jax.Array:
     return lax.scan(body, y, (params, between), reverse=True)[0]
 
 
+def _turned(params: Any, x: jax.Array) -> jax.Array:
+    """Two loops, and between them nothing but a change of layout."""
+    y = _layers()(params, x).reshape(16, ROWS // 16, WIDTH)
+    return _layers()(params, y.swapaxes(0, 1).reshape(x.shape))
+
+
 def _recurrent(params: Any, x: jax.Array) -> jax.Array:
     """A recurrent net over time, its states read by what follows."""
 
@@ -248,6 +254,7 @@ LOOPS = {
         _case("map", _map),
         _case("fori", _fori),
         _case("two loops", _two),
+        _case("turned", _turned),
         _case("recurrent", _recurrent, _recurrent_params),
         _case("nested", _nested),
         _case("branching", _branching),
