@@ -156,9 +156,6 @@ def _scan(section: _Section, loop: Loop) -> Any:
     body = _compat.new_jaxpr((), (), [*consts, *carried, *section.scanned], results, section.eqns)
     _compat.check_jaxpr(body)
     init = [section.carries[i][0] for i in indices]
-    invars = [*consts, *init, *section.scanned.values()]
-    params = {**loop.eqn.params, "jaxpr": body, "num_consts": len(consts), "num_carry": len(indices)}
-    if "linear" in params:
-        params["linear"] = (False,) * len(invars)
-    outvars = [*(section.lasts[i][1] for i in indices), *section.stacked]
-    return loop.eqn.replace(invars=invars, outvars=outvars, params=params)
+    lasts = [section.lasts[i][1] for i in indices]
+    operands = consts, init, list(section.scanned.values())
+    return _compat.scan_like(loop.eqn, body, loop.length, operands, (lasts, list(section.stacked)))

@@ -1,5 +1,6 @@
 """The one door to private or versioned parts of JAX; everything else of the library imports JAX's public names."""
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,11 @@ from jax._src import core as _core
 from jax._src import sharding_impls as _shardings
 from jax._src import source_info_util as _source
 from jax._src.lax import lax as _lax
+
+try:  # from jax 0.11 on, where scans say with it how their operands are grouped
+    _flattree: Any = importlib.import_module("jax._src.flattree")
+except ImportError:
+    _flattree = None
 
 _UNSPECIFIED: type = _shardings.UnspecifiedValue  # type: ignore[attr-defined]
 
@@ -96,6 +102,42 @@ def new_eqn(
 ) -> Any:
     """An equation without effects."""
     return jex.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, jex.no_effects, source_info)
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """A scan's numbers of constants and of carries."""
+    params = eqn.params
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carries, _ = params["ft_in"].unpack()
+    return len(consts), len(carries)
+
+
+def scan_like(
+    eqn: Any,
+    body: Any,
+    length: int,
+    operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    results: tuple[Sequence[Any], Sequence[Any]],
+) -> Any:
+    """A scan that runs as another does.
+
+    **Arguments:** `operands` constants, initial carries and scanned-over arrays; `results` last carries and stacks.
+    """
+    consts, init, scanned = operands
+    invars, outvars = [*consts, *init, *scanned], [*results[0], *results[1]]
+    params = {**eqn.params, "jaxpr": body, "length": length}
+    if "num_carry" in params:
+        params |= {"num_consts": len(consts), "num_carry": len(init)}
+        if "linear" in params:
+            params["linear"] = (False,) * len(invars)
+    else:
+
+        def groups(*sequences: Sequence[Any]) -> Any:
+            return _flattree.pack(tuple(_flattree.nones(len(each)) for each in sequences))
+
+        params |= {"ft_in": groups(consts, init, scanned), "ft_out": groups(*results)}
+    return eqn.replace(invars=invars, outvars=outvars, params=params)
 
 
 def barrier(operands: Sequence[Any], outvars: Sequence[Any], source_info: Any) -> Any:

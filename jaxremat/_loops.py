@@ -157,7 +157,7 @@ class _Opener:
 
 def operands(eqn: Any) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """A scan's constants, initial carries and scanned-over arrays."""
-    consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carries = _compat.scan_counts(eqn)
     return eqn.invars[:consts], eqn.invars[consts : consts + carries], eqn.invars[consts + carries :]
 
 
@@ -181,7 +181,7 @@ def pairs(eqns: Sequence[Any]) -> dict[int, int]:
         if matching:
             forward_of[i] = max(matching)
         else:
-            maker.update((v, i) for v in eqn.outvars[eqn.params["num_carry"] :])
+            maker.update((v, i) for v in eqn.outvars[_compat.scan_counts(eqn)[1] :])
     return forward_of
 
 

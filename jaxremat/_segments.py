@@ -86,7 +86,7 @@ class _Pair:
         self.eqn = eqn
         self.count = count
         self.length = eqn.params["length"] // count
-        self.carries = eqn.params["num_carry"]
+        self.carries = _compat.scan_counts(eqn)[1]
         self.seen = seen
         self.starts: list[Any] = []  # the stacked carries with which the segments start
 
@@ -163,7 +163,8 @@ def _selected(eqn: Any, results: Sequence[int]) -> jex.ClosedJaxpr:
     """A scan's body with its carries and these of its results, without the equations that they do not need."""
     closed = eqn.params["jaxpr"]
     jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-    outvars = [*jaxpr.outvars[: eqn.params["num_carry"]], *(jaxpr.outvars[i] for i in results)]
+    carries = _compat.scan_counts(eqn)[1]
+    outvars = [*jaxpr.outvars[:carries], *(jaxpr.outvars[i] for i in results)]
     needed = {a for a in outvars if not _compat.is_literal(a)}
     kept = []
     for inner in reversed(jaxpr.eqns):
@@ -185,9 +186,4 @@ def _scan(
     """A scan that runs as another does, with another body, length and operands."""
     results = getattr(body, "jaxpr", body).outvars[len(init) :]
     stacked = [_compat.new_var(jex.unmapped_aval(length, 0, a.aval)) for a in results]
-    invars = [*consts, *init, *scanned]
-    params = {**like.params, "jaxpr": body, "length": length}
-    params |= {"num_consts": len(consts), "num_carry": len(init)}
-    if "linear" in params:
-        params["linear"] = (False,) * len(invars)
-    return like.replace(invars=invars, outvars=[*(lasts or _fresh(init)), *stacked], params=params)
+    return _compat.scan_like(like, body, length, (consts, init, scanned), (lasts or _fresh(init), stacked))

@@ -16,7 +16,7 @@ from zoo import Case
 from zoo_loops import LAYERS, LOOPS, ROWS, WIDTH
 
 import jaxremat
-from jaxremat import InfeasibleBudgetError, MemoryStats, complete, simulate
+from jaxremat import InfeasibleBudgetError, MemoryStats, _compat, complete, simulate
 from jaxremat._devices import DeviceSpec
 from jaxremat._emit import emit
 from jaxremat._loops import ALONE, BACKWARD, FORWARD
@@ -53,7 +53,7 @@ def scans(closed: Any) -> list[Any]:
 def stacked(closed: jex.ClosedJaxpr) -> list[tuple[int, ...]]:
     """The shapes of what the first scan stacks and the last scans over."""
     first, *_, last = scans(closed)
-    made = set(first.outvars[first.params["num_carry"] :])
+    made = set(first.outvars[_compat.scan_counts(first)[1] :])
     return sorted(v.aval.shape for v in dict.fromkeys(last.invars) if v in made)
 
 
@@ -125,7 +125,7 @@ def test_residuals_of_the_rewritten_loops() -> None:
     found = traced(LOOPS["layers"])
     carry, hidden, narrow = (LAYERS, ROWS, WIDTH), (LAYERS, ROWS, 2 * WIDTH), (LAYERS, ROWS, WIDTH)
     plain = scans(found.flat)[0]
-    assert len(plain.outvars) - plain.params["num_carry"] > 5
+    assert len(plain.outvars) - _compat.scan_counts(plain)[1] > 5
     assert stacked(emitted(found, [])) == [carry]
     assert stacked(emitted(found, ["dot_general"])) == sorted([carry, hidden, narrow])
 
