@@ -113,6 +113,7 @@ class _Emitter:
         # The fence of a loop's first stage holds the whole loop back, not what its iterations recompute.
         begins = loop != around
         renamed = self._fence(k, [] if begins else wanted, around)
+        inside = [n for n in self.own[k] if graph.nodes[n].loop == loop]
         outside = [n for n in self.own[k] if graph.nodes[n].loop != loop]
         if begins:
             self.waiting = self._resume(k, renamed)
@@ -136,7 +137,7 @@ class _Emitter:
         if not begins:
             self.waiting = self._resume(k, renamed)
         self.waiting.update(stage.deferred)
-        self._run([n for n in self.own[k] if n not in self.waiting and n not in set(outside)], renamed)
+        self._run([n for n in inside if n not in self.waiting], renamed)
 
     def _resume(self, k: int, renamed: dict[Any, Any]) -> dict[int, int]:
         """Append the deferred equations that waited for the fence of stage `k`; returns those that wait on."""

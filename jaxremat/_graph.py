@@ -210,9 +210,8 @@ class Graph:
         """
         last: dict[int, int] = {}
         repeated: set[int] = set()  # what a forward node reads may be read again, by its recomputation
-        reduced: set[int] = (
-            set()
-        )  # fused values that hide a reduction, which reads its operand before it is replaced
+        # fused values that hide a reduction, which reads its operand before that may be written over
+        reduced: set[int] = set()
         for node in self.nodes:
             if node.heavy or not reduced.isdisjoint(node.inputs):
                 reduced.update(v for v in node.outputs if not self.values[v].materialised)

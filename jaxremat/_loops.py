@@ -106,11 +106,12 @@ class _Opener:
 
     def run(self, eqns: Sequence[Any], parent: int, origin: Sequence[int]) -> None:
         forward_of = {i: j for i, j in pairs(eqns).items() if origin[i] not in self.alone}
+        forward = set(forward_of.values())
         opened: dict[int, int] = {}  # index of a forward scan -> its loop
         for i, eqn in enumerate(eqns):
             if i in forward_of:
                 self.open(eqn, BACKWARD, opened[forward_of[i]], parent)
-            elif i in forward_of.values():
+            elif i in forward:
                 opened[i] = self.open(eqn, FORWARD, None, parent)
             elif origin[i] in self.alone or (_is_scan(eqn) and _has_both_passes(eqn)):
                 self.open(eqn, ALONE, None, parent)
