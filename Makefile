@@ -83,7 +83,7 @@ bench: setup ## every script of examples/benchmarks, one after the other
 	done
 
 lock: ## write requirements.lock anew from pyproject.toml (needs uv)
-	uv pip compile pyproject.toml --universal --python-version 3.11 --extra demo --extra targets --group dev \
+	uv pip compile pyproject.toml --universal --python-version 3.11 --extra demo --extra tools --extra targets --group dev \
 		--upgrade --custom-compile-command 'make lock' --output-file requirements.lock --quiet
 
 clean: ## remove caches and build outputs; .venv stays
