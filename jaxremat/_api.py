@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
+from ._baseline import Baseline
 from ._budget import Budget, parse_budget, parse_margin
 from ._devices import detect
 from ._errors import ArgumentError, JaxrematWarning
@@ -259,15 +260,15 @@ class Step:
         else:
             device = _device_of(args, kwargs)
             spec, reported = detect(device), (device.memory_stats() or {}).get("bytes_limit")
+        here = None if program.target is not None else _device_of(args, kwargs)
+        baseline = Baseline(program, args, kwargs, spec, self._options.profile, here)
         if self._given is not None:
-            return apply_plan(program, self._given, spec, args, kwargs, self._options.verify)
+            return apply_plan(baseline, self._given, self._options.verify)
         if self._options.solver is None:
             from ._solver._milp import Milp
 
             self._options = replace(self._options, solver=Milp())
-        here = None if program.target is not None else _device_of(args, kwargs)
-        request = Request(self._budget, self._options, spec, reported, here)
-        return make_plan(program, request, args, kwargs)
+        return make_plan(baseline, Request(self._budget, self._options, reported))
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, tree = jax.tree.flatten_with_path(self._program.dynamic(args, kwargs))

@@ -24,6 +24,7 @@ PIPELINE = [
     "_plan",
     "_solver",
     "_search",
+    "_baseline",
     "_verify",
     "_api",
 ]

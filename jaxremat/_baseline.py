@@ -1,0 +1,182 @@
+"""Program, arguments -> the plain step, traced, compiled and lowered: what every plan of it starts from.
+
+Law: each part is made when it is first asked for, and once, however many budgets are planned for.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from ._budget import format_nbytes
+from ._devices import DeviceSpec
+from ._emit import FENCES, emit
+from ._fingerprint import fingerprint
+from ._graph import Graph
+from ._hlo import Module, parse
+from ._lower import as_stacked, estimate_base, lower
+from ._measured import measure
+from ._program import Compiled, MemoryStats, Program
+from ._roofline import roofline
+from ._schedule import Schedule
+from ._segments import choices
+from ._simulate import simulate
+from ._tags import tagged, written
+from ._trace import Traced, trace
+from ._workspace import workspaces
+
+logger = logging.getLogger("jaxremat")
+
+_WORKSPACE_SHARE = 1 / 200
+"""Equations with an operand above this share of the temporaries are compiled alone for their scratch memory."""
+
+_MEASURED_SHARE = 1 / 1000
+"""Equations with an operand above this share of them are timed where `profile="measure"`."""
+
+
+@dataclass
+class Baseline:
+    """The plain step.
+
+    **Fields:** `program`, `args`, `kwargs`; `device`; `profile` as in `jaxremat.optimize`; `here` the `jax.Device` to
+    measure on, None for a target; `compile_count` of whole steps so far.
+    """
+
+    program: Program
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: DeviceSpec
+    profile: str
+    here: Any = None
+    compile_count: int = 0
+    _forms: dict[tuple[int, ...], Traced] = field(default_factory=dict)
+
+    @cached_property
+    def traced(self) -> Traced:
+        """The step as it is."""
+        return trace(self.program.plain, self.args, self.kwargs)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells the program from others."""
+        return fingerprint(self.traced)
+
+    def form(self, segments: tuple[int, ...]) -> Traced:
+        """The step with its loops in this many segments."""
+        if segments == self.traced.segments:
+            return self.traced
+        if segments not in self._forms:
+            self._forms[segments] = self.traced.in_segments(segments)
+        return self._forms[segments]
+
+    @cached_property
+    def rough(self) -> Graph:
+        """The graph by rules alone, without a compilation."""
+        return lower(self.traced, self.device, base_nbytes=estimate_base(self.traced))
+
+    @cached_property
+    def rough_peak_nbytes(self) -> int:
+        """The plain step's peak by that graph."""
+        stacked = as_stacked(self.rough)
+        return simulate(stacked, everything(stacked)).peak_nbytes
+
+    @cached_property
+    def rough_graphs(self) -> tuple[Graph, ...]:
+        """`graphs` by rules alone."""
+        base = self.rough.base_nbytes
+        return self._in_segments(self.rough, lambda traced: lower(traced, self.device, base_nbytes=base))
+
+    @cached_property
+    def plain(self) -> Compiled:
+        """The user's own step."""
+        return self.compile(self.program.plain)
+
+    @cached_property
+    def witness(self) -> Compiled:
+        """The plain step with every equation tagged."""
+        return self.compile(self.program.evaluating(tagged(self.traced), self.traced))
+
+    @cached_property
+    def _module(self) -> Module:
+        return parse(text_of(self.witness))
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The plain step's compiled peak: of the user's own step if that is compiled already or has checkpoints, which
+        the tagged one lacks; else of that one.
+        """
+        own = "plain" in self.__dict__ or self.traced.rematted
+        return MemoryStats.of(self.plain if own else self.witness).peak_nbytes
+
+    @property
+    def temporaries_nbytes(self) -> int:
+        """What of it is not there all the time."""
+        return self.peak_nbytes - MemoryStats.of(self.witness).base_nbytes
+
+    @cached_property
+    def seconds(self) -> float:
+        """The plain step's time by a roofline of its kernels."""
+        return roofline(self._module, self.device).seconds
+
+    @cached_property
+    def graphs(self) -> tuple[Graph, ...]:
+        """The graph by what XLA writes to memory, and that of the step with its loops in two levels, if it has any."""
+        base, found = MemoryStats.of(self.witness).base_nbytes, written(self._module)
+        temporaries = self.temporaries_nbytes
+
+        def lowered(traced: Traced) -> Graph:
+            least = int(temporaries * _WORKSPACE_SHARE)
+            return lower(
+                traced,
+                self.device,
+                base_nbytes=base,
+                written=found.renumbered(self.traced.places(traced)),
+                workspace=workspaces(traced, self.program, self.device.platform, least),
+                seconds=self._measured(traced, temporaries),
+            )
+
+        graph = lowered(self.traced)
+        logger.info(
+            "plain step: peak %s, %d equations, %d residuals, %d stages",
+            format_nbytes(self.peak_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
+        )  # fmt: skip
+        graphs = self._in_segments(graph, lowered)
+        if graph.backend.fuses and self.profile == "roofline":
+            return tuple(replace(each, step_seconds=self.seconds) for each in graphs)
+        return graphs
+
+    def _in_segments(self, graph: Graph, lowered: Callable[[Traced], Graph]) -> tuple[Graph, ...]:
+        segments = tuple(choices(length)[0] if choices(length) else 1 for length in self.traced.lengths)
+        if segments == self.traced.segments:
+            return (graph,)
+        cut = lowered(self.form(segments))
+        longer = max(cut.step_seconds - graph.step_seconds, 0.0) + graph.extra_seconds
+        return graph, replace(cut, step_seconds=graph.step_seconds, extra_seconds=longer)
+
+    def _measured(self, traced: Traced, temporaries_nbytes: int) -> dict[int, float] | None:
+        """Seconds of equations on the device at hand, where they are asked for."""
+        if self.profile != "measure":
+            return None
+        least = int(temporaries_nbytes * _MEASURED_SHARE)
+        return measure(traced, self.here, self.program.compiler_options, least)
+
+    def jitted(self, graph: Graph, schedule: Schedule, fence: str = FENCES[0]) -> Any:
+        """The step that follows a schedule of one of its graphs."""
+        traced = self.form(graph.segments)
+        return self.program.evaluating(emit(traced, graph, schedule, fence), traced)
+
+    def compile(self, jitted: Any) -> Compiled:
+        """A variant of the step, compiled for the device."""
+        self.compile_count += 1
+        return self.program.lower(jitted, self.args, self.kwargs).compile()
+
+
+def everything(graph: Graph) -> Schedule:
+    """The plain step's schedule."""
+    return Schedule(frozenset(graph.residuals), ((),) * len(graph.stages))
+
+
+def text_of(compiled: Compiled) -> str:
+    """The optimised, scheduled HLO."""
+    return compiled.as_text() or ""
