@@ -3,7 +3,6 @@
 Law: equations with the same key compile to the same program, so that a figure is measured once per machine.
 """
 
-import contextlib
 import hashlib
 import json
 import re
@@ -14,7 +13,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from . import _compat
-from ._devices import cache_dir, write_atomically
+from ._disk import cache_dir, read, store
 from ._slices import SLICES, expands, sliced
 
 
@@ -37,23 +36,23 @@ class Figures:
 
     def __init__(self, name: str, kind: Callable[[Any], Any]):
         self.path: Path = cache_dir() / name
-        self.fresh = False
-        try:
-            stored = json.loads(self.path.read_text(encoding="utf-8"))
-            self.known: dict[str, Any] = {str(k): None if v is None else kind(v) for k, v in stored.items()}
-        except (OSError, ValueError, AttributeError, TypeError):
-            self.known = {}
+        self.kind = kind
+        self.fresh: dict[str, Any] = {}
+        self.known = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        def parse(text: str) -> dict[str, Any]:
+            return {str(k): None if v is None else self.kind(v) for k, v in json.loads(text).items()}
+
+        return read(self.path, parse) or {}
 
     def get(self, key: str, measure: Callable[[], Any]) -> Any:
         """The number for a key, measured if it is not known."""
         if key not in self.known:
-            self.fresh = True
-            self.known[key] = measure()
+            self.known[key] = self.fresh[key] = measure()
         return self.known[key]
 
     def store(self) -> None:
-        """Write the file, if a number is new."""
+        """Add the new numbers to the file, and to what other processes have added meanwhile."""
         if self.fresh:
-            with contextlib.suppress(OSError):  # a cache that cannot be written is no cache
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(self.path, json.dumps(self.known))
+            store(self.path, json.dumps(self._read() | self.fresh))

@@ -12,6 +12,7 @@ from jax.core import ShapedArray, Tracer
 
 from ._baseline import Baseline
 from ._budget import Budget, parse_budget, parse_margin
+from ._cache import recall_or_plan
 from ._devices import detect
 from ._errors import ArgumentError, JaxrematWarning
 from ._plan import Plan
@@ -20,7 +21,7 @@ from ._program import compiler_options as merged_options
 from ._solver import Solver
 from ._specs import find
 from ._target import Target
-from ._verify import Options, Planned, Request, apply_plan, make_plan
+from ._verify import Options, Planned, Request, apply_plan
 
 _UNSET: Any = object()
 
@@ -43,6 +44,7 @@ def optimize(
     target: str | None = None,
     profile: str = "roofline",
     workspace_margin: int | float | str = 0,
+    cache: bool = True,
 ) -> Callable[[Callable[..., Any]], "Step"]:
     """A drop-in for `jax.jit` on a whole train step that keeps its compiled peak within a budget.
 
@@ -66,6 +68,9 @@ def optimize(
     - `workspace_margin`: what the compiled peak leaves free below the budget, for memory that the compiler does not
       count (workspaces that libraries allocate while they run): bytes, text, or a float below 1 as a share of the
       budget. A plan carries its own.
+    - `cache`: keep the plan on disk (`$JAXREMAT_CACHE`, else `~/.cache/jaxremat`) and follow it the next time that the
+      same step is planned within the same budget for the same device; it is compiled and verified then as any other.
+      Plans of solvers of your own are not kept. The environment variable `JAXREMAT_PLAN_CACHE=0` is False everywhere.
 
     **Returns:** a decorator that gives a `Step`.
 
@@ -136,7 +141,7 @@ def optimize(
             compiler_options=tuple(sorted((compiler_options or {}).items())),
             target=device,
         )
-        options = Options(solver, time_limit, verify, effort, profile, workspace_margin)
+        options = Options(solver, time_limit, verify, effort, profile, workspace_margin, cache)
         return Step(program, None if budget is _UNSET else budget, plan, options)
 
     return decorate
@@ -268,7 +273,7 @@ class Step:
             from ._solver._milp import Milp
 
             self._options = replace(self._options, solver=Milp())
-        return make_plan(baseline, Request(self._budget, self._options, reported))
+        return recall_or_plan(baseline, Request(self._budget, self._options, reported))
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, tree = jax.tree.flatten_with_path(self._program.dynamic(args, kwargs))

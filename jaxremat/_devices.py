@@ -12,12 +12,12 @@ import os
 import platform
 import re
 import statistics
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ._disk import cache_dir, read, store
 from ._specs import DEVICES, DeviceSpec, find
 
 
@@ -42,29 +42,24 @@ def measure_cpu() -> DeviceSpec:
     """The spec of this processor: the cached measurement, or a fresh one (about a second), which it caches.
 
     The cache is one JSON file per processor model, core count and jax version, in `$JAXREMAT_CACHE` or
-    `~/.cache/jaxremat`. A file that cannot be read is measured anew; a folder that cannot be written is left
-    alone.
+    `~/.cache/jaxremat`. See `_disk` for files that cannot be read or written.
     """
     import jax  # here and in `_measure` alone: the rest of the module runs without it
 
     key = f"{_processor()}, {_cores()} cores, jax {jax.__version__}"
     path = cache_dir() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if stored["key"] == key:
-            return DeviceSpec.from_json(stored["spec"])
+
+    def parse(text: str) -> DeviceSpec:
+        stored = json.loads(text)
+        if stored["key"] != key:
+            raise ValueError("it is another machine's")
+        return DeviceSpec.from_json(stored["spec"])
+
+    if (known := read(path, parse)) is not None:
+        return known
     spec = _measure(key)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"key": key, "spec": spec.to_json()}, indent=1))
+    store(path, json.dumps({"key": key, "spec": spec.to_json()}, indent=1))
     return spec
-
-
-def cache_dir() -> Path:
-    """Folder for what is measured once: `$JAXREMAT_CACHE`, else the XDG cache folder's `jaxremat`."""
-    if own := os.environ.get("JAXREMAT_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "jaxremat"
 
 
 _SIDE = 512  # of the measured products: milliseconds each, large enough for the rate to have levelled off
@@ -123,15 +118,3 @@ def _host_nbytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
         return 16 * 2**30  # a system that does not say
-
-
-def write_atomically(path: Path, text: str) -> None:
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(draft, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(draft)
-        raise

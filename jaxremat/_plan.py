@@ -2,13 +2,13 @@
 
 import json
 import os
-import tempfile
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ._alive import Alive
 from ._budget import format_nbytes
+from ._disk import write_atomically
 from ._errors import PlanMismatchError
 from ._graph import Graph
 from ._schedule import Schedule, complete
@@ -181,17 +181,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all."""
-        target, text = Path(path), self.to_json()
-        with tempfile.NamedTemporaryFile(
-            "w", dir=target.parent, prefix=target.name, suffix=".tmp", delete=False
-        ) as file:
-            try:
-                file.write(text)
-                file.flush()
-                os.replace(file.name, target)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        write_atomically(Path(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":

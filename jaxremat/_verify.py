@@ -41,6 +41,7 @@ class Options:
     effort: str
     profile: str
     workspace_margin: int | float | str
+    cache: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
         jitted = baseline.program.plain
     else:
         graph = plan.layout(lower(baseline.form(plan.segments), baseline.device, base_nbytes=0))
-        jitted = baseline.jitted(graph, check(graph, plan.schedule(graph)), plan.fence)
+        schedule = check(graph, plan.schedule(graph))
+        plan = replace(plan, actions=actions(graph, schedule))  # with lines of the code as it is today
+        jitted = baseline.jitted(graph, schedule, plan.fence)
     if not verify:
         return Planned(plan, jitted, None)
     compiled = baseline.compile(jitted)
@@ -102,7 +105,8 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
             budget_nbytes=plan.budget_nbytes,
             min_peak_nbytes=peak,
         )
-    return Planned(replace(plan, compiled_peak_nbytes=peak), jitted, compiled)
+    plan = replace(plan, compiled_peak_nbytes=peak, alive=alive_at_peak(text_of(compiled)))
+    return Planned(plan, jitted, compiled)
 
 
 @dataclass

@@ -1,10 +1,14 @@
 """Settings of the whole test suite: property tests draw the same examples on every machine.
 
 `HYPOTHESIS_PROFILE=explore` draws new ones, more of them, and shrinks what fails, which may take minutes.
+
+Figures of single operations are kept from run to run in a folder of the tests' own. Plans are not: a test of the
+planner has to plan.
 """
 
 import os
 
+import pytest
 from hypothesis import Phase, settings
 
 settings.register_profile(
@@ -12,3 +16,8 @@ settings.register_profile(
 )
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["JAXREMAT_CACHE"] = str(config.rootpath / ".pytest_cache" / "jaxremat")
+    os.environ["JAXREMAT_PLAN_CACHE"] = "0"

@@ -10,7 +10,8 @@ import pytest
 from jax.experimental import io_callback
 
 import jaxremat
-from jaxremat import ArgumentError, _measured
+from jaxremat import ArgumentError, JaxrematWarning, _measured
+from jaxremat._alone import Figures
 from jaxremat._cost import alone_seconds
 from jaxremat._lower import lower
 from jaxremat._measured import measure
@@ -105,8 +106,20 @@ def test_figures_that_cannot_be_read_are_measured_anew(counted: list[str], tmp_p
     once = len(counted)
     for text in ("", "[]", '{"a": "fast"}'):
         file.write_text(text)
-        assert measure(of, device, (), 0) == found
+        with pytest.warns(JaxrematWarning, match=f"{file.name} cannot be read"):
+            assert measure(of, device, (), 0) == found
     assert len(counted) == 4 * once
+
+
+def test_figures_of_several_processes_are_put_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
+    one, other = (Figures("figures.json", float) for _ in range(2))
+    assert one.get("a", lambda: 1.0) == 1.0 and other.get("b", lambda: None) is None
+    one.store()
+    other.store()
+    assert Figures("figures.json", float).known == {"a": 1.0, "b": None}
 
 
 def test_small_equations_are_left_to_the_roofline(counted: list[str]) -> None:

@@ -233,6 +233,7 @@ class Bench:
             donate_argnums=plain.donate_argnums,
             time_limit=self.time_limit,
             target=self.target,
+            cache=False,  # what is measured is planning
         )
         return decorate(plain.step)
 

@@ -1,0 +1,116 @@
+"""Program, request -> the plan that was made for them before, on disk; or a fresh one, which is kept there.
+
+Laws: a plan is found under all that planning looks at, the planner's own code included, and nothing else; what is found
+is emitted, compiled and held against its budget as a plan from a file is, so that a cache can cost time but no byte.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxlib import version as jaxlib
+
+from ._baseline import Baseline
+from ._budget import parse_budget, parse_margin
+from ._disk import cache_dir, read, store, touch, trim
+from ._errors import InfeasibleBudgetError, PlanMismatchError
+from ._plan import Plan
+from ._solver import Solver
+from ._verify import Planned, Request, apply_plan, make_plan
+
+logger = logging.getLogger("jaxremat")
+
+MOST_NBYTES = 256 * 2**20
+"""Plans kept, all together. A plan of a network with thousands of equations takes some hundred kilobytes."""
+
+
+def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
+    """The plan kept for this request, if there is one that still fits; else a new one. **Raises:** as `make_plan`."""
+    path = _path(baseline, request)
+    if path is None:
+        return make_plan(baseline, request)
+    if (plan := read(path, _parse)) is not None:
+        try:
+            planned = apply_plan(baseline, plan, request.options.verify)
+        except (InfeasibleBudgetError, PlanMismatchError) as error:
+            logger.info("the plan in %s no longer holds: %s", path, error)
+        else:
+            logger.info("followed the plan in %s", path)
+            touch(path)
+            return planned
+    planned = make_plan(baseline, request)
+    text = planned.plan.to_json()
+    store(path, json.dumps({"sha256": _digest(text), "plan": text}))
+    trim(path.parent, MOST_NBYTES)
+    return planned
+
+
+def enabled() -> bool:
+    """Whether the environment lets plans be kept: not with `JAXREMAT_PLAN_CACHE=0`."""
+    return os.environ.get("JAXREMAT_PLAN_CACHE", "").strip().lower() not in ("0", "off", "no", "false")
+
+
+def _path(baseline: Baseline, request: Request) -> Path | None:
+    """Where the plan of a request is kept; None where it may not be."""
+    options = request.options
+    solver = _identity(options.solver)
+    if not (options.cache and enabled()) or solver is None:
+        return None
+    program, here = baseline.program, baseline.here
+    budget = parse_budget(request.budget, request.device_nbytes)
+    shardings = _shardings(baseline.args, baseline.kwargs)
+    key = {
+        "program": baseline.fingerprint,
+        "budget": budget,
+        "margin": 0 if budget == "min" else parse_margin(options.workspace_margin, budget),
+        "options": [solver, options.time_limit, options.verify, options.effort, options.profile],
+        "device": baseline.device.to_json(),
+        "target": program.target and program.target.name,
+        "runtime": here and [str(here.device_kind), str(here.client.platform_version)],
+        "shardings": [repr(program.in_shardings), repr(program.out_shardings), shardings],
+        "compiler": [repr(program.compiler_options), os.environ.get("XLA_FLAGS", "")],
+        "versions": [jax.__version__, jaxlib.__version__, _sources()],
+    }
+    return cache_dir() / "plans" / f"{_digest(json.dumps(key, sort_keys=True))}.json"
+
+
+def _identity(solver: Solver | None) -> str | None:
+    """What tells a solver from others; None of a user's, of which nobody knows whether it is still the same."""
+    own = type(solver).__module__.partition(".")[0] == __package__
+    return repr(solver) if own and dataclasses.is_dataclass(solver) else None
+
+
+def _shardings(args: Any, kwargs: Any) -> list[str]:
+    """How arguments are laid out over several devices; on one device arrays and mere shapes are planned alike."""
+    found = []
+    for leaf in jax.tree.leaves((args, kwargs)):
+        sharding = getattr(leaf, "sharding", None)
+        found.append(repr(sharding) if sharding is not None and len(sharding.device_set) > 1 else "")
+    return found if any(found) else []
+
+
+def _parse(text: str) -> Plan:
+    stored = json.loads(text)
+    if _digest(stored["plan"]) != stored["sha256"]:
+        raise ValueError("its checksum is wrong")
+    return Plan.from_json(stored["plan"])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of this library's code: another planner plans anew."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,91 @@
+"""Text by file name in a folder on disk: what one process found, every later one reads.
+
+Laws: a file is there whole or not at all, however many processes write it; what cannot be read is reported with a
+`JaxrematWarning` and counts as missing; a folder that cannot be written is left alone.
+"""
+
+import contextlib
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from ._errors import JaxrematWarning
+
+T = TypeVar("T")
+
+_DRAFT_SECONDS = 3600.0
+"""A draft older than this is that of a process that was killed while it wrote."""
+
+
+def cache_dir() -> Path:
+    """Folder for what is found once: `$JAXREMAT_CACHE`, else the XDG cache folder's `jaxremat`."""
+    if own := os.environ.get("JAXREMAT_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "jaxremat"
+
+
+def read(path: Path, parse: Callable[[str], T]) -> T | None:
+    """What a file holds; None where there is none, or where `parse` refuses its text, which is a warning.
+
+    `parse` refuses by raising ValueError (JSON's errors are such), KeyError, TypeError or AttributeError.
+    """
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        warnings.warn(
+            f"The cache file {path} cannot be read ({why[:120]}); it is ignored and will be written anew. "
+            "If that happens again, remove the file.",
+            JaxrematWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def store(path: Path, text: str) -> None:
+    """Write a file of the cache; where that is impossible there is no cache."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file in one go. **Raises:** OSError."""
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def touch(path: Path) -> None:
+    """Note that a file was of use, so that `trim` removes others first."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
+def trim(folder: Path, most_nbytes: int) -> None:
+    """Remove the files of a folder that were of use longest ago, until the rest have no more than that many bytes."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            with contextlib.suppress(OSError):  # another process has just removed it
+                status = entry.stat()
+                found.append((status.st_mtime, entry.path, status.st_size))
+    spare = sum(nbytes for _, _, nbytes in found) - most_nbytes
+    for modified, path, nbytes in sorted(found):
+        dead = path.endswith(".tmp") and time.time() - modified > _DRAFT_SECONDS
+        if spare > 0 or dead:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            spare -= nbytes
