@@ -6,6 +6,7 @@ def train_step(state, batch): ...
 
 from typing import TYPE_CHECKING, Any
 
+from . import testing as testing
 from ._alive import Alive as Alive
 from ._api import Step as Step
 from ._api import memory as memory
@@ -19,6 +20,7 @@ from ._errors import JaxrematError as JaxrematError
 from ._errors import JaxrematWarning as JaxrematWarning
 from ._errors import PlanMismatchError as PlanMismatchError
 from ._errors import SolverError as SolverError
+from ._errors import SolverRuleError as SolverRuleError
 from ._errors import TargetError as TargetError
 from ._graph import Graph as Graph
 from ._graph import Node as Node

@@ -21,6 +21,20 @@ class SolverError(JaxrematError, RuntimeError):
     """A solver that ended without an answer, or whose answer is no plan of the graph it was given."""
 
 
+class SolverRuleError(SolverError):
+    """A solver that breaks a rule which `jaxremat.testing.check_solver` holds it to.
+
+    **Attributes:** `rule` its name; `graph` the name of the graph on which it was broken; `budget_nbytes` the budget
+    asked for, None for the least memory.
+    """
+
+    def __init__(self, message: str, *, rule: str, graph: str, budget_nbytes: int | None):
+        super().__init__(message)
+        self.rule = rule
+        self.graph = graph
+        self.budget_nbytes = budget_nbytes
+
+
 class TargetError(JaxrematError, RuntimeError):
     """A device that is unknown, cannot be compiled for here, or is not the one at hand."""
 

@@ -54,12 +54,7 @@ def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]]
     """
     ids = tuple(saved)
     chosen = frozenset(ids)
-    wrong = next((v for v in ids if not 0 <= v < len(graph.values)), None)
-    if wrong is not None:
-        raise SolverError(
-            f"A schedule saves value {wrong}, but the graph has values 0 to {len(graph.values) - 1}. "
-            "A solver must return ids of `graph.values`."
-        )
+    _check_ids("value", ids, len(graph.values))
     saved_values = must_save(graph) | (chosen & frozenset(graph.residuals))
     kept_pairs = frozenset((v, k) for v, k in kept if v not in saved_values and graph.holdable(v, k))
     wanted_next: list[set[int]] = [set() for _ in graph.stages]
@@ -84,6 +79,16 @@ def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]]
     return Schedule(saved_values, tuple(recomputed), kept_pairs)
 
 
+def _check_ids(what: str, ids: Iterable[int], count: int) -> None:
+    """**Raises:** `SolverError` for the first id that the graph does not have."""
+    wrong = next((i for i in ids if not 0 <= i < count), None)
+    if wrong is not None:
+        raise SolverError(
+            f"A schedule names {what} {wrong}, but the graph has {what}s 0 to {count - 1}. "
+            f"A solver must return ids of `graph.{what}s`."
+        )
+
+
 def check(graph: Graph, schedule: Schedule) -> Schedule:
     """The schedule itself, if it can be emitted.
 
@@ -94,6 +99,8 @@ def check(graph: Graph, schedule: Schedule) -> Schedule:
             f"A schedule has {len(schedule.recomputed)} stages and the graph {len(graph.stages)}. "
             "Return `complete(graph, saved)`, or one tuple of nodes per stage."
         )
+    _check_ids("value", {*schedule.saved, *(v for v, _ in schedule.kept)}, len(graph.values))
+    _check_ids("node", {n for nodes in schedule.recomputed for n in nodes}, len(graph.nodes))
     for v, k in sorted(schedule.kept):
         if k >= len(graph.stages) or not graph.holdable(v, k):
             raise SolverError(

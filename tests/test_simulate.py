@@ -319,7 +319,7 @@ def test_must_save() -> None:
 @pytest.mark.parametrize("ids", [[99], [-1], [1, 99], [-7, 1]])
 def test_complete_refuses_ids_that_the_graph_does_not_have(ids: list[int]) -> None:
     wrong = next(v for v in ids if not 0 <= v < 12)
-    with pytest.raises(SolverError, match=rf"saves value {wrong}, but .* values 0 to 11"):
+    with pytest.raises(SolverError, match=rf"names value {wrong}, but .* values 0 to 11"):
         complete(chain(5), ids)
 
 

@@ -12,7 +12,7 @@ FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py")
 TREES = {name: ast.parse(path.read_text(), name) for name, path in FILES.items()}
 FREE_OF_JAX = [
     "_graph.py", "_schedule.py", "_simulate.py", "_plan.py", "_stages.py", "_budget.py", "_errors.py", "_hlo.py",
-    "_alive.py", "_merge.py", "_disk.py", "_backend.py", "_updates.py",
+    "_alive.py", "_merge.py", "_disk.py", "_backend.py", "_updates.py", "_specimens.py", "testing.py",
     *(name for name in FILES if name.startswith("_solver/")),
 ]  # fmt: skip
 PIPELINE = [

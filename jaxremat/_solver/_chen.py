@@ -36,7 +36,8 @@ class Chen:
             [self.segments] if self.segments else sorted(around, key=lambda count: (abs(count - root), count))
         )
         home = home_stages(graph)
-        best: tuple[tuple[float, ...], Schedule] | None = None
+        plain = complete(graph, graph.residuals)
+        best: tuple[tuple[float, ...], Schedule] = (rank(graph, plain, budget_nbytes), plain)
         for count in counts:
             # `whole` segments at the end of the net are saved as they are, as many as fit
             low, high = -1, min(count, total)
@@ -44,12 +45,11 @@ class Chen:
                 whole = (low + high) // 2 if low >= 0 else 0
                 schedule = self._segmented(graph, home, min(count, total), whole)
                 order = rank(graph, schedule, budget_nbytes)
-                if best is None or order < best[0]:
+                if order < best[0]:
                     best = (order, schedule)
                 low, high = (whole, high) if order[0] == 0 else (low, whole)
             if time.monotonic() > deadline:
                 break
-        assert best is not None
         return Solution(best[1], solver="chen")
 
     @staticmethod

@@ -1,4 +1,17 @@
-"""What every solver is: a graph and a budget in, a schedule and the evidence for its quality out."""
+"""What every solver is: a graph and a budget in, a schedule and the evidence for its quality out.
+
+The rules, which `jaxremat.testing.check_solver` holds a solver to:
+
+- It answers every graph and budget with a `Solution`, however little time it has. Where nothing fits, too: then with
+  the schedule of least memory that it came across.
+- Its schedule can be emitted: a stage reads what is saved, recomputed in it or kept from the stage before.
+  `jaxremat.complete(graph, saved)` makes such a schedule of any choice of saved values.
+- Where everything saved fits the budget, or what it itself gives where the least memory is asked for, so does the
+  schedule. By `jaxremat.simulate(graph, schedule).peak_nbytes`, of which the budget is an upper bound.
+- Equal graphs and budgets get equal answers, as long as time does not run out.
+- It leaves the graph as it is.
+- Its `lower_bound` is one, and what it calls `proven` is true.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -12,8 +25,9 @@ class Solution:
     """A schedule and how good it is known to be.
 
     **Fields:** `schedule`; `lower_bound` no schedule within the budget that recomputes for every stage afresh costs
-    less than this share of the step's time (0 where nothing is proven); `proven` whether the search ended rather than
-    ran out of time; `solver` its name.
+    less than this share of the step's time (0 where nothing is known); `proven` whether the search came to its end
+    rather than ran out of time: where the schedule exceeds the budget, no schedule that recomputes for every stage
+    afresh is within it; `solver` its name.
     """
 
     schedule: Schedule
@@ -29,7 +43,12 @@ class Solver(Protocol):
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         """The cheapest schedule whose simulated peak is at most the budget.
 
-        **Arguments:** `budget_nbytes` is None where the least reachable peak is asked for; `time_limit` in seconds.
+        **Arguments:**
+
+        - `graph`: `graph.residuals` are the values to choose from; `graph.values[v].nbytes` and
+          `graph.nodes[graph.values[v].producer].seconds` what they take.
+        - `budget_nbytes`: the peak allowed, everything included; None where the least reachable peak is asked for.
+        - `time_limit`: seconds, after which the best so far is the answer.
 
         A solver that finds nothing within the budget returns one of little peak that it came across: whether a
         schedule fits is the simulator's verdict, not the solver's, and the least peak is asked for apart.

@@ -1,0 +1,246 @@
+"""Sizes, seconds, who reads whom -> small graphs: a builder, and the shapes on which planners are tried.
+
+Law: equal calls give equal graphs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ._graph import Graph, Node, Stage, Value
+from ._schedule import must_save
+
+UNIT = 2**20
+"""Bytes of a value of size one."""
+
+
+class Builder:
+    """Appends arguments, nodes and stages in execution order; sizes are in units of `UNIT` bytes."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.values: list[Value] = []
+        self.starts: list[int] = []
+
+    def argument(self, size: int = 1, is_output: bool = False) -> int:
+        """The id of a new argument of the step."""
+        return self._value(-1, size, True, is_output)
+
+    def node(
+        self,
+        inputs: Sequence[int],
+        sizes: Sequence[int] = (1,),
+        *,
+        materialised: Sequence[bool] | bool = True,
+        is_output: Sequence[bool] | bool = False,
+        seconds: float = 1.0,
+        workspace: int = 0,
+        heavy: bool = True,
+        contraction: bool = False,
+        forward: bool | None = None,
+        repeatable: bool = True,
+        primitive: str = "op",
+    ) -> tuple[int, ...]:
+        """The ids of a new node's outputs; it is of the forward pass if no stage has begun, unless told otherwise."""
+        n = len(self.nodes)
+        written = [materialised] * len(sizes) if isinstance(materialised, bool) else list(materialised)
+        returned = [is_output] * len(sizes) if isinstance(is_output, bool) else list(is_output)
+        outputs = tuple(self._value(n, *row) for row in zip(sizes, written, returned, strict=True))
+        self.nodes.append(
+            Node(
+                id=n,
+                primitive=primitive,
+                inputs=tuple(dict.fromkeys(inputs)),
+                outputs=outputs,
+                seconds=seconds,
+                workspace_nbytes=workspace * UNIT,
+                heavy=heavy,
+                contraction=contraction,
+                forward=not self.starts if forward is None else forward,
+                repeatable=repeatable,
+                source=f"model.py:{n + 1} (f)",
+            )
+        )
+        return outputs
+
+    def stage(self) -> None:
+        """The next node begins a new stage."""
+        self.starts.append(len(self.nodes))
+
+    def graph(self, *, base: int = 0, small: int = 0, step_seconds: float | None = None) -> Graph:
+        """The graph; a step takes the seconds of all its kernels unless told otherwise."""
+        stops = [*self.starts[1:], len(self.nodes)]
+        graph = Graph(
+            nodes=tuple(self.nodes),
+            values=tuple(self.values),
+            stages=tuple(Stage(a, b) for a, b in zip(self.starts, stops, strict=False)),
+            base_nbytes=base * UNIT,
+            step_seconds=0.0,
+            small_nbytes=small * UNIT,
+        )
+        seconds = sum(n.seconds for n in graph.kernels()) if step_seconds is None else step_seconds
+        return replace(graph, step_seconds=seconds)
+
+    def _value(self, producer: int, size: int, materialised: bool, is_output: bool) -> int:
+        v = len(self.values)
+        self.values.append(Value(v, producer, size * UNIT, materialised, is_output, f"u8[{size}]"))
+        return v
+
+
+def in_loops(graph: Graph, length: int, saved_seconds: float = 0.0) -> Graph:
+    """The graph with its forward pass as a loop of that length, and all its stages as the loop that runs back.
+
+    **Arguments:** `saved_seconds` what stacking costs, for each value that need not be.
+    """
+    stop = graph.forward_stop
+    nodes = tuple(replace(n, loop=int(n.id >= stop)) for n in graph.nodes)
+    values = tuple(
+        replace(v, length=length, is_output=False) if 0 <= v.producer < stop else v for v in graph.values
+    )
+    looped = replace(graph, nodes=nodes, values=values, parents=(-1, -1), groups=(0, 0))
+    free = set(looped.residuals) - must_save(looped)
+    priced = (replace(v, saved_seconds=saved_seconds) if v.id in free else v for v in values)
+    return replace(looped, values=tuple(priced))
+
+
+def chain(length: int, *, size: int = 1, seconds: Sequence[float] | None = None) -> Graph:
+    """`x[i+1] = f(x[i])`; stage `k` reads `x[length - k]` and the cotangent, and makes the next cotangent.
+
+    Values 1 to `length` are `x[1]` to `x[length]`, made by nodes 0 to `length - 1`; cotangents are of size one.
+    """
+    build = Builder()
+    x = build.argument()
+    xs = []
+    for i in range(length):
+        price = 1.0 if seconds is None else seconds[i]
+        (x,) = build.node([x], [size], seconds=price, primitive="dot_general")
+        xs.append(x)
+    cotangent: list[int] = []
+    for x in reversed(xs):
+        build.stage()
+        cotangent = list(build.node([x, *cotangent], [1], primitive="dot_general"))
+    build.node(cotangent, [1], is_output=True, primitive="add")
+    return build.graph()
+
+
+def blocks(count: int, *, inner: int = 3, big: int = 4) -> Graph:
+    """A chain of blocks: a stream value of size one, `inner` values of size `big` per block, one stage per block.
+
+    The second of the inner values is fused, the last inner value adds back to the stream.
+    """
+    build = Builder()
+    stream = build.argument()
+    made: list[list[int]] = []
+    for _ in range(count):
+        values, v = [stream], stream
+        for i in range(inner):
+            kernel = i != 1
+            (v,) = build.node([v], [big], materialised=kernel, heavy=kernel, seconds=2.0 if kernel else 0.25)
+            values.append(v)
+        (stream,) = build.node([stream, v], [1], heavy=False, seconds=0.5, primitive="add")
+        made.append(values)
+    cotangent: list[int] = []
+    for values in reversed(made):
+        build.stage()
+        for v in reversed(values):
+            cotangent = list(build.node([v, *cotangent], [1], seconds=2.0))
+        build.node(cotangent, [1], is_output=True, seconds=0.5)
+    return build.graph(base=2)
+
+
+def diamond() -> Graph:
+    """Two branches from one value, joined; the backward pass reads both branches in one stage and the root last."""
+    build = Builder()
+    x = build.argument()
+    (root,) = build.node([x], [2], seconds=4.0)
+    (left,) = build.node([root], [3], seconds=1.0)
+    (right,) = build.node([root], [3], seconds=2.0)
+    (join,) = build.node([left, right], [1], seconds=1.0)
+    build.stage()
+    (c,) = build.node([join], [1])
+    build.stage()
+    (c,) = build.node([left, right, c], [1], workspace=1)
+    build.stage()
+    build.node([root, c], [1], is_output=True)
+    return build.graph()
+
+
+def unrepeatable() -> Graph:
+    """A chain whose second value comes from a callback, which may run only once, beside a small value."""
+    build = Builder()
+    x = build.argument()
+    (a,) = build.node([x], [4], seconds=2.0)
+    (b,) = build.node([a], [4], repeatable=False, primitive="pure_callback")
+    (c,) = build.node([b], [4], seconds=2.0)
+    (d, e) = build.node([c], [4, 1], seconds=2.0)
+    build.stage()
+    (g,) = build.node([d, e], [1])
+    build.stage()
+    (g,) = build.node([c, g], [1])
+    build.stage()
+    build.node([a, g], [1], is_output=True)
+    return build.graph(small=1)
+
+
+def forward_only() -> Graph:
+    """A step without a backward pass: nothing to plan."""
+    build = Builder()
+    (a,) = build.node([build.argument()], [2])
+    build.node([a], [1], is_output=True)
+    return build.graph(base=1)
+
+
+def skips(depth: int) -> Graph:
+    """A U: `depth` levels down and up, each level up reads the level down beside it; values halve on the way down.
+
+    The values of the first levels are the largest, are made first and are read last.
+    """
+    build = Builder()
+    x = build.argument()
+    sizes = [2 ** (depth - i) for i in range(depth)]
+    down: list[int] = []
+    for size in sizes:
+        (x,) = build.node([x], [size], seconds=size / 2)
+        down.append(x)
+    reads: list[list[int]] = []
+    for skip, size in zip(reversed(down), reversed(sizes), strict=True):
+        reads.append([x, skip])
+        (x,) = build.node([x, skip], [size], seconds=size)
+    cotangent: list[int] = []
+    for operands in reversed(reads):
+        build.stage()
+        cotangent = list(build.node([x, *operands, *cotangent], [1], seconds=2.0))
+        x = operands[0]
+    for v in reversed(down):
+        build.stage()
+        cotangent = list(build.node([v, *cotangent], [1], seconds=1.0))
+    build.node(cotangent, [1], is_output=True, seconds=0.5)
+    return build.graph(base=1)
+
+
+def uneven(length: int) -> Graph:
+    """A chain of values of sizes 1 to 5 whose seconds have nothing to do with their sizes; every third is scratchy."""
+    build = Builder()
+    x = build.argument()
+    values = []
+    for i in range(length):
+        scratch = 2 if i % 3 == 0 else 0
+        (x,) = build.node([x], [1 + 7 * i % 5], seconds=0.25 * (1 + 11 * i % 13), workspace=scratch)
+        values.append(x)
+    cotangent: list[int] = []
+    for i, v in enumerate(reversed(values)):
+        if i % 2 == 0:
+            build.stage()
+        cotangent = list(build.node([v, *cotangent], [1], seconds=1.0))
+    build.node(cotangent, [1], is_output=True, seconds=0.25)
+    return build.graph(base=1)
+
+
+def siblings() -> Graph:
+    """A node with two large results, which different stages read: one may be saved and the other recomputed."""
+    build = Builder()
+    (a, b) = build.node([build.argument()], [4, 4])
+    build.stage()
+    (c,) = build.node([b], [0], workspace=10)
+    build.stage()
+    build.node([a, b, c], [1], is_output=True, workspace=6)
+    return build.graph()
