@@ -45,6 +45,7 @@ def optimize(
     profile: str = "roofline",
     workspace_margin: int | float | str = 0,
     cache: bool = True,
+    respect_checkpoint: bool = False,
 ) -> Callable[[Callable[..., Any]], "Step"]:
     """A drop-in for `jax.jit` on a whole train step that keeps its compiled peak within a budget.
 
@@ -71,6 +72,9 @@ def optimize(
     - `cache`: keep the plan on disk (`$JAXREMAT_CACHE`, else `~/.cache/jaxremat`) and follow it the next time that the
       same step is planned within the same budget for the same device; it is compiled and verified then as any other.
       Plans of solvers of your own are not kept. The environment variable `JAXREMAT_PLAN_CACHE=0` is False everywhere.
+    - `respect_checkpoint`: leave your own `jax.checkpoint`s and `nn.remat`s as they are: what they compute again, they
+      do, as one piece, and the planner plans around them. By default they are undone, and all is planned afresh. A
+      plan carries its own.
 
     **Returns:** a decorator that gives a `Step`.
 
@@ -109,10 +113,11 @@ def optimize(
             "that need not be there. Leave `profile` out, or plan on that device without `target`."
         )
     parse_margin(workspace_margin, None)
-    if workspace_margin and plan is not None:
+    planning = {"workspace_margin": workspace_margin, "respect_checkpoint": respect_checkpoint}
+    if plan is not None and any(planning.values()):
         raise ArgumentError(
-            "`workspace_margin` belongs to planning; a plan that is given carries the margin it was made with. "
-            "Leave it out, or plan again."
+            f"`{next(name for name, given in planning.items() if given)}` belongs to planning; a plan that is given "
+            "carries what it was made with. Leave it out, or plan again."
         )
     if (
         workspace_margin
@@ -141,7 +146,9 @@ def optimize(
             compiler_options=tuple(sorted((compiler_options or {}).items())),
             target=device,
         )
-        options = Options(solver, time_limit, verify, effort, profile, workspace_margin, cache)
+        options = Options(
+            solver, time_limit, verify, effort, profile, workspace_margin, cache, respect_checkpoint
+        )
         return Step(program, None if budget is _UNSET else budget, plan, options)
 
     return decorate
@@ -266,7 +273,8 @@ class Step:
             device = _device_of(args, kwargs)
             spec, reported = detect(device), (device.memory_stats() or {}).get("bytes_limit")
         here = None if program.target is not None else _device_of(args, kwargs)
-        baseline = Baseline(program, args, kwargs, spec, self._options.profile, here)
+        kept = (self._given or self._options).respect_checkpoint
+        baseline = Baseline(program, args, kwargs, spec, self._options.profile, here, kept)
         if self._given is not None:
             return apply_plan(baseline, self._given, self._options.verify)
         if self._options.solver is None:

@@ -40,7 +40,8 @@ class Baseline:
     """The plain step.
 
     **Fields:** `program`, `args`, `kwargs`; `device`; `profile` as in `jaxremat.optimize`; `here` the `jax.Device` to
-    measure on, None for a target; `compile_count` of whole steps so far.
+    measure on, None for a target; `respect_checkpoint` as in `jaxremat.optimize`; `compile_count` of whole steps so
+    far.
     """
 
     program: Program
@@ -49,13 +50,15 @@ class Baseline:
     device: DeviceSpec
     profile: str
     here: Any = None
+    respect_checkpoint: bool = False
     compile_count: int = 0
     _forms: dict[tuple[int, ...], Traced] = field(default_factory=dict)
 
     @cached_property
     def traced(self) -> Traced:
         """The step as it is."""
-        return trace(self.program.plain, self.args, self.kwargs)
+        keep = self.respect_checkpoint
+        return trace(self.program.plain, self.args, self.kwargs, respect_checkpoint=keep)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -12,6 +12,7 @@ import jax.extend.core as jex
 
 from . import _compat
 
+_CHECKPOINTS = frozenset({"checkpoint", "remat2"})
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -29,11 +30,15 @@ _IDENTITIES = frozenset({"name", "stop_gradient", "copy", "copy_p"})
 class Inliner:
     """Inlines one program; constants of all bodies become constants of the whole.
 
+    **Arguments:** `respect_checkpoint` leaves the regions of the backward pass that the user's own checkpoints compute
+    again as they are.
+
     **Fields:** `constvars` and `consts` met so far; `labels` the user's `checkpoint_name`s by variable; `rematted`
     whether a checkpoint of the user's own was inlined.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, respect_checkpoint: bool = False) -> None:
+        self.respect_checkpoint = respect_checkpoint
         self.constvars: list[Any] = []
         self.consts: list[Any] = []
         self.labels: dict[Any, str] = {}
@@ -70,8 +75,11 @@ class Inliner:
             invars = [read(a) for a in eqn.invars]
             info = eqn.source_info if outer is None else _compat.under(outer, eqn)
             name = eqn.primitive.name
-            if (inner := _call(eqn)) is not None:
-                self.rematted = self.rematted or name in ("remat2", "checkpoint")
+            if (
+                not (self.respect_checkpoint and _computes_again(eqn, info))
+                and (inner := _call(eqn)) is not None
+            ):
+                self.rematted = self.rematted or name in _CHECKPOINTS
                 env.update(zip(eqn.outvars, self.body(inner, invars, info, into), strict=True))
                 continue
             if _is_identity(eqn, invars):
@@ -83,6 +91,12 @@ class Inliner:
             env.update(zip(eqn.outvars, outvars, strict=True))
             into.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
         return [read(a) for a in jaxpr.outvars]
+
+
+def _computes_again(eqn: Any, info: Any) -> bool:
+    """Whether a checkpoint stands in the backward pass, where it computes again what it did not save."""
+    late = "transpose(" in str(info.name_stack)
+    return late and eqn.primitive.name in _CHECKPOINTS and eqn.params["differentiated"]
 
 
 def _call(eqn: Any) -> Any | None:

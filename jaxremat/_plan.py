@@ -54,6 +54,7 @@ class Plan:
     - `actions` per residual, largest first; `alive` what the compiled step has in memory at its peak besides arguments
       and outputs, the largest first, empty where not compiled.
     - `segments` for each pair of scans (see `_segments`) how many segments it is cut into.
+    - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes`, `fence` what the emitter
       needs.
     """
@@ -81,6 +82,7 @@ class Plan:
     fence: str
     segments: tuple[int, ...]
     margin_nbytes: int = 0
+    respect_checkpoint: bool = False
 
     @property
     def drops_nothing(self) -> bool:
@@ -200,6 +202,7 @@ _SCALARS: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
     "str": (str,),
+    "bool": (bool,),
     "int | None": (int, type(None)),
     "float | None": (int, float, type(None)),
 }
@@ -258,6 +261,8 @@ def describe(plan: Plan, rows: int = 12) -> str:
         f"recomputed {format_nbytes(plan.dropped_nbytes)} in {sum(a.action == 'recompute' for a in plan.actions)}",
         f"  solver {plan.solver}, {plan.solve_seconds:.2f} s, {plan.compile_count} compilations",
     ]
+    if plan.respect_checkpoint:
+        lines.append("  the step's own checkpoints are kept, and what they recompute is not counted above")
     if not plan.drops_nothing:
         lines.append("  largest values:")
         for a in plan.actions[:rows]:

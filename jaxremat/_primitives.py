@@ -5,7 +5,9 @@ from typing import Any
 _CONTRACTIONS = frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul"}
 )
-_LOOPS = frozenset({"scan", "while", "cond", "shard_map", "jit", "pjit", "closed_call", "core_call"})
+_LOOPS = frozenset(
+    {"scan", "while", "cond", "shard_map", "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"}
+)
 _CALLS = frozenset(
     {
         "custom_call",

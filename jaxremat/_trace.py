@@ -2,7 +2,8 @@
 
 Laws: evaluating `Traced.jaxpr`, its loops closed again, gives what the function gives. It holds no call that could be
 inlined, no dead equation and no two equal pure equations of one loop: merging equals undoes the user's own
-`jax.checkpoint`, so that the planner starts from the whole truth. Its equations stand in the order of
+`jax.checkpoint`, so that the planner starts from the whole truth. With `respect_checkpoint` the regions that these
+compute again in the backward pass are single equations instead. Its equations stand in the order of
 `_order.memory_order`.
 """
 
@@ -32,7 +33,8 @@ class Traced:
     `jaxpr` that computes the same, -1 where none does; `labels` the user's `checkpoint_name`s by variable; `in_tree`
     and `out_tree` the structures of `(args, kwargs)` without static arguments, and of the result; `donated` per flat
     argument; `rematted` whether the user's program has checkpoints of its own; `closed` the program as it was traced;
-    `lengths` of its pairs of scans, outside of other loops, and `segments` how many segments each is cut into here.
+    `lengths` of its pairs of scans, outside of other loops, and `segments` how many segments each is cut into here;
+    `respect_checkpoint` whether what the user's checkpoints compute again is left as it is.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -48,23 +50,37 @@ class Traced:
     closed: jex.ClosedJaxpr
     lengths: tuple[int, ...]
     segments: tuple[int, ...]
+    respect_checkpoint: bool
 
     def in_segments(self, segments: Sequence[int]) -> "Traced":
         """The same step with its pairs of scans in two levels, see `_segments`."""
-        return normalise(self.closed, self.in_tree, self.out_tree, self.donated, segments)
+        return normalise(
+            self.closed,
+            self.in_tree,
+            self.out_tree,
+            self.donated,
+            segments,
+            respect_checkpoint=self.respect_checkpoint,
+        )
 
     def places(self, other: "Traced") -> dict[int, int]:
         """For this form's equations those of another form that compute the same, as far as there are any."""
         return {i: j for i, j in zip(self.origin, other.origin, strict=True) if i >= 0 and j >= 0}
 
 
-def trace(jitted: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Traced:
+def trace(
+    jitted: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    respect_checkpoint: bool = False,
+) -> Traced:
     """Trace a jitted step for these arguments (arrays or `jax.ShapeDtypeStruct`s) and normalise the result."""
     staged = jitted.trace(*args, **kwargs)  # type: ignore[attr-defined]
     infos, in_tree = jax.tree.flatten(staged.args_info)
     donated = tuple(bool(info.donated) for info in infos)
     out_tree = jax.tree.structure(staged.out_info)
-    return normalise(staged.jaxpr, in_tree, out_tree, donated)
+    return normalise(staged.jaxpr, in_tree, out_tree, donated, respect_checkpoint=respect_checkpoint)
 
 
 def normalise(
@@ -73,9 +89,11 @@ def normalise(
     out_tree: Any = None,
     donated: Sequence[bool] = (),
     segments: Sequence[int] | None = None,
+    *,
+    respect_checkpoint: bool = False,
 ) -> Traced:
     """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in two levels."""
-    inliner = Inliner()
+    inliner = Inliner(respect_checkpoint)
     flat = inliner.program(closed)
     forward = sorted(set(pairs(flat.jaxpr.eqns).values()))
     segments = tuple(segments or (1,) * len(forward))
@@ -110,6 +128,7 @@ def normalise(
         closed=closed,
         lengths=tuple(flat.jaxpr.eqns[i].params["length"] for i in forward),
         segments=segments,
+        respect_checkpoint=respect_checkpoint,
     )
 
 

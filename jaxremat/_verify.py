@@ -42,6 +42,7 @@ class Options:
     profile: str
     workspace_margin: int | float | str
     cache: bool = True
+    respect_checkpoint: bool = False
 
 
 @dataclass(frozen=True)
@@ -246,6 +247,7 @@ class _Planner:
             fence="finished",
             segments=graph.segments,
             margin_nbytes=self.margin_nbytes,
+            respect_checkpoint=self.baseline.respect_checkpoint,
         )
 
     def _infeasible(

@@ -159,5 +159,6 @@ def plans(draw: st.DrawFn) -> Plan:
             materialised=st.lists(ids, max_size=4).map(tuple),
             small_nbytes=NBYTES,
             segments=st.lists(ids, max_size=3).map(tuple),
+            respect_checkpoint=st.booleans(),
         )
     )
