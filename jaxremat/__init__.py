@@ -16,12 +16,15 @@ from ._budget import format_nbytes as format_nbytes
 from ._errors import ArgumentError as ArgumentError
 from ._errors import BudgetError as BudgetError
 from ._errors import InfeasibleBudgetError as InfeasibleBudgetError
+from ._errors import InstallError as InstallError
 from ._errors import JaxrematError as JaxrematError
 from ._errors import JaxrematWarning as JaxrematWarning
 from ._errors import PlanMismatchError as PlanMismatchError
 from ._errors import SolverError as SolverError
 from ._errors import SolverRuleError as SolverRuleError
 from ._errors import TargetError as TargetError
+from ._frontier import Frontier as Frontier
+from ._frontier import Point as Point
 from ._graph import Graph as Graph
 from ._graph import Node as Node
 from ._graph import Stage as Stage
@@ -39,8 +42,10 @@ from ._solver import Greedy as Greedy
 from ._solver import MinCut as MinCut
 from ._solver import RecomputeAll as RecomputeAll
 from ._solver import SaveAll as SaveAll
+from ._solver import SaveDots as SaveDots
 from ._solver import Solution as Solution
 from ._solver import Solver as Solver
+from ._sweep import sweep as sweep
 from ._target import targets as targets
 
 if TYPE_CHECKING:

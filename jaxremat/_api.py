@@ -16,8 +16,7 @@ from ._cache import recall_or_plan
 from ._devices import detect
 from ._errors import ArgumentError, JaxrematWarning
 from ._plan import Plan
-from ._program import MemoryStats, Program
-from ._program import compiler_options as merged_options
+from ._program import MemoryStats, Program, device_of, placed
 from ._solver import Solver
 from ._specs import find
 from ._target import Target
@@ -243,7 +242,7 @@ class Step:
     def _executable(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled step to run here; of a step for a target, compiled anew by the device's own compiler."""
         target = self._program.target
-        if target is not None and find(str(_device_of(args, kwargs).device_kind)) == target.name:
+        if target is not None and find(str(device_of(args, kwargs).device_kind)) == target.name:
             return planned.jitted.lower(*args, **kwargs).compile()
         return self._compiled(
             planned, args, kwargs
@@ -265,23 +264,28 @@ class Step:
         return planned
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        program = _placed(self._program, args, kwargs)
+        baseline, request = self._prepare(args, kwargs)
+        if self._given is not None:
+            return apply_plan(baseline, self._given, self._options.verify)
+        return recall_or_plan(baseline, request)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Baseline, Request]:
+        """What to plan for these arguments."""
+        program = placed(self._program, args, kwargs)
+        here: Any = None
         if program.target is not None:
             spec = program.target.spec
             reported = spec.memory_nbytes
         else:
-            device = _device_of(args, kwargs)
-            spec, reported = detect(device), (device.memory_stats() or {}).get("bytes_limit")
-        here = None if program.target is not None else _device_of(args, kwargs)
-        kept = (self._given or self._options).respect_checkpoint
-        baseline = Baseline(program, args, kwargs, spec, self._options.profile, here, kept)
-        if self._given is not None:
-            return apply_plan(baseline, self._given, self._options.verify)
-        if self._options.solver is None:
+            here = device_of(args, kwargs)
+            spec, reported = detect(here), (here.memory_stats() or {}).get("bytes_limit")
+        if self._options.solver is None and self._given is None:
             from ._solver._milp import Milp
 
             self._options = replace(self._options, solver=Milp())
-        return recall_or_plan(baseline, Request(self._budget, self._options, reported))
+        kept = (self._given or self._options).respect_checkpoint
+        baseline = Baseline(program, args, kwargs, spec, self._options.profile, here, kept)
+        return baseline, Request(self._budget, self._options, reported)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, tree = jax.tree.flatten_with_path(self._program.dynamic(args, kwargs))
@@ -362,7 +366,7 @@ def memory(
         compiler_options=tuple(sorted((compiler_options or {}).items())),
         target=None if target is None else Target(target),
     )
-    program = _placed(program, args, {})
+    program = placed(program, args, {})
     if (jitted := getattr(fn, "lower", None)) is None:
         return MemoryStats.of(program.lower(program.plain, args, {}).compile())
     if program.target is not None:
@@ -381,19 +385,3 @@ def _type_of(leaf: Any) -> Any:
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)
-
-
-def _placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    """The program with the compiler options of the device that it is for."""
-    platform = "gpu" if program.target is not None else _device_of(args, kwargs).platform
-    options = merged_options(platform, dict(program.compiler_options))
-    return replace(program, compiler_options=tuple(sorted(options.items())))
-
-
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The device that the step will run on: that of its first array or struct with a sharding, else the default."""
-    for leaf in jax.tree.leaves((args, kwargs)):
-        sharding = getattr(leaf, "sharding", None)
-        if sharding is not None:
-            return min(sharding.device_set, key=lambda d: d.id)
-    return jax.devices()[0]

@@ -67,6 +67,13 @@ def parse_margin(margin: int | float | str, budget_nbytes: int | None) -> int:
     return nbytes
 
 
+def with_margin(nbytes: int, margin: int | float | str) -> int:
+    """The least budget of which a margin (see `parse_margin`) leaves so many bytes."""
+    share = margin if isinstance(margin, float) and 0 < margin < 1 else 0.0
+    budget = int(nbytes / (1 - share)) + parse_margin(margin, None)
+    return next(b for b in range(budget - 1, budget + 3) if b - parse_margin(margin, b) >= nbytes)
+
+
 def parse_nbytes(text: int | float | str) -> int:
     """Bytes from an int or from text with a decimal (`GB`) or binary (`GiB`) unit.
 

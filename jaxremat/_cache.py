@@ -10,8 +10,9 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jaxlib import version as jaxlib
@@ -22,8 +23,9 @@ from ._disk import cache_dir, read, store, touch, trim
 from ._errors import InfeasibleBudgetError, PlanMismatchError
 from ._plan import Plan
 from ._solver import Solver
-from ._verify import Planned, Request, apply_plan, make_plan
+from ._verify import Options, Planned, Request, apply_plan, make_plan
 
+T = TypeVar("T")
 logger = logging.getLogger("jaxremat")
 
 MOST_NBYTES = 256 * 2**20
@@ -35,20 +37,38 @@ def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
     path = _path(baseline, request)
     if path is None:
         return make_plan(baseline, request)
-    if (plan := read(path, _parse)) is not None:
+    if (plan := recall(path, Plan.from_json)) is not None:
         try:
             planned = apply_plan(baseline, plan, request.options.verify)
         except (InfeasibleBudgetError, PlanMismatchError) as error:
             logger.info("the plan in %s no longer holds: %s", path, error)
         else:
             logger.info("followed the plan in %s", path)
-            touch(path)
             return planned
     planned = make_plan(baseline, request)
-    text = planned.plan.to_json()
-    store(path, json.dumps({"sha256": _digest(text), "plan": text}))
-    trim(path.parent, MOST_NBYTES)
+    keep(path, planned.plan.to_json())
     return planned
+
+
+def recall(path: Path, parse: Callable[[str], T]) -> T | None:
+    """What `keep` wrote there; None where there is none, or where it cannot be read, which is a warning."""
+
+    def opened(text: str) -> T:
+        stored = json.loads(text)
+        if _digest(stored["text"]) != stored["sha256"]:
+            raise ValueError("its checksum is wrong")
+        return parse(stored["text"])
+
+    found = read(path, opened)
+    if found is not None:
+        touch(path)
+    return found
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a file of the cache, and remove the oldest of its folder where they have become too many."""
+    store(path, json.dumps({"sha256": _digest(text), "text": text}))
+    trim(path.parent, MOST_NBYTES)
 
 
 def enabled() -> bool:
@@ -59,16 +79,22 @@ def enabled() -> bool:
 def _path(baseline: Baseline, request: Request) -> Path | None:
     """Where the plan of a request is kept; None where it may not be."""
     options = request.options
+    budget = parse_budget(request.budget, request.device_nbytes)
+    margin = 0 if budget == "min" else parse_margin(options.workspace_margin, budget)
+    key = key_of(baseline, options, {"budget": budget, "margin": margin})
+    return None if key is None else cache_dir() / "plans" / f"{key}.json"
+
+
+def key_of(baseline: Baseline, options: Options, wanted: dict[str, Any]) -> str | None:
+    """What tells something `wanted` of a step from the like of other steps; None where nothing may be kept."""
     solver = _identity(options.solver)
     if not (options.cache and enabled()) or solver is None:
         return None
     program, here = baseline.program, baseline.here
-    budget = parse_budget(request.budget, request.device_nbytes)
     shardings = _shardings(baseline.args, baseline.kwargs)
     key = {
         "program": baseline.fingerprint,
-        "budget": budget,
-        "margin": 0 if budget == "min" else parse_margin(options.workspace_margin, budget),
+        **wanted,
         "options": [solver, options.time_limit, options.verify, options.effort, options.profile],
         "device": baseline.device.to_json(),
         "target": program.target and program.target.name,
@@ -77,7 +103,7 @@ def _path(baseline: Baseline, request: Request) -> Path | None:
         "compiler": [repr(program.compiler_options), os.environ.get("XLA_FLAGS", "")],
         "versions": [jax.__version__, jaxlib.__version__, _sources()],
     }
-    return cache_dir() / "plans" / f"{_digest(json.dumps(key, sort_keys=True))}.json"
+    return _digest(json.dumps(key, sort_keys=True))
 
 
 def _identity(solver: Solver | None) -> str | None:
@@ -93,13 +119,6 @@ def _shardings(args: Any, kwargs: Any) -> list[str]:
         sharding = getattr(leaf, "sharding", None)
         found.append(repr(sharding) if sharding is not None and len(sharding.device_set) > 1 else "")
     return found if any(found) else []
-
-
-def _parse(text: str) -> Plan:
-    stored = json.loads(text)
-    if _digest(stored["plan"]) != stored["sha256"]:
-        raise ValueError("its checksum is wrong")
-    return Plan.from_json(stored["plan"])
 
 
 def _digest(text: str) -> str:

@@ -39,6 +39,10 @@ class TargetError(JaxrematError, RuntimeError):
     """A device that is unknown, cannot be compiled for here, or is not the one at hand."""
 
 
+class InstallError(JaxrematError, ImportError):
+    """An optional package that is needed here and not installed."""
+
+
 class InfeasibleBudgetError(JaxrematError, MemoryError):
     """No plan fits the budget.
 

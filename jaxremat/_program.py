@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -156,3 +156,19 @@ class Program:
         step.__name__ = step.__qualname__ = name
         step.__wrapped__ = self.fn  # type: ignore[attr-defined]  # its signature, for donation and static arguments by name
         return self.jit(step)
+
+
+def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    """The program with the compiler options of the device that it is for."""
+    platform = "gpu" if program.target is not None else device_of(args, kwargs).platform
+    options = compiler_options(platform, dict(program.compiler_options))
+    return replace(program, compiler_options=tuple(sorted(options.items())))
+
+
+def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The device that the step will run on: that of its first array or struct with a sharding, else the default."""
+    for leaf in jax.tree.leaves((args, kwargs)):
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None:
+            return min(sharding.device_set, key=lambda d: d.id)
+    return jax.devices()[0]

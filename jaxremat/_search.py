@@ -89,11 +89,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.graph = self.forms[0]
-        self.cuttings = [
-            replace(graph, stages=cut)
-            for graph in self.forms
-            for cut in dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))
-        ]
+        self.cuttings = cuttings(self.forms)
 
     def within(self, budget: int, rounds: int) -> Trial | None:
         """The cheapest compiled schedule within the budget after that many rounds, or more if none fits; None if none
@@ -125,6 +121,12 @@ class Search:
     def reform(self, trial: Trial, fence: str) -> None:
         """Compile a trial's schedule with another form of fences."""
         self.trials.append(self.attempt(trial.graph, trial.solution, fence))
+
+    def follow(self, graph: Graph, solution: Solution) -> Trial:
+        """Compile a solution that was found elsewhere."""
+        check(graph, solution.schedule)
+        self.trials.append(self.attempt(graph, solution, "finished"))
+        return self.trials[-1]
 
     def predict(self, allowance: int | None) -> tuple[Graph, Solution]:
         """The solution that is best by the model alone, with the graph that it is of."""
@@ -207,6 +209,15 @@ class Search:
             )
         check(graph, solution.schedule)
         return solution
+
+
+def cuttings(forms: Sequence[Graph]) -> tuple[Graph, ...]:
+    """Each form of the step with its backward pass cut coarsely and finely."""
+    return tuple(
+        replace(graph, stages=cut)
+        for graph in forms
+        for cut in dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))
+    )
 
 
 def _allowance(trials: list[Trial], budget: int) -> int:

@@ -74,6 +74,11 @@ def make_plan(baseline: Baseline, request: Request) -> Planned:
     return _Planner(baseline, request).run()
 
 
+def make_plan_of(baseline: Baseline, request: Request, graph: Graph, solution: Solution) -> Planned:
+    """The plan of a schedule that is known already, whose budget is what it needs; the request's is not looked at."""
+    return _Planner(baseline, request).follow(graph, solution)
+
+
 def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
     """The step that follows a plan made before; needs no solver.
 
@@ -141,6 +146,16 @@ class _Planner:
         if options.effort == "thorough":
             trial = _reformed(search, trial, budget)
         return self._planned(search, trial, budget)
+
+    def follow(self, graph: Graph, solution: Solution) -> Planned:
+        if not self.request.options.verify:
+            search = self._search(self.baseline.rough_graphs, 0)
+            peak = simulate(graph, solution.schedule).peak_nbytes
+            plan = self._as_plan(graph, peak, solution, search)
+            return Planned(plan, self.baseline.jitted(graph, solution.schedule), None)
+        search = self._search(self.baseline.graphs, self.baseline.temporaries_nbytes)
+        trial = search.follow(graph, solution)
+        return self._planned(search, trial, trial.peak_nbytes)
 
     def _plain_fits(self, budget: int) -> bool:
         """Whether the plain step keeps the budget; it is compiled where that is likely, the tagged one is anyway."""

@@ -211,7 +211,7 @@ def test_what_is_not_kept(planned: list[Any], folder: Path, monkeypatch: pytest.
     assert len(planned) == 5
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"sha256": "0", "plan": "{}"}', "TAMPERED"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"sha256": "0", "text": "{}"}', "TAMPERED"])
 def test_a_corrupt_file_is_a_warning_and_written_anew(planned: list[Any], folder: Path, text: str) -> None:
     first = plan(solver=MinCut())
     (file,) = folder.iterdir()
@@ -229,7 +229,7 @@ def test_a_corrupt_file_is_a_warning_and_written_anew(planned: list[Any], folder
 
 def put(file: Path, plan: Plan) -> None:
     text = plan.to_json()
-    file.write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "plan": text}))
+    file.write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}))
 
 
 def test_a_plan_that_does_not_hold_here_is_made_anew(

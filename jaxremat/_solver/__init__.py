@@ -7,3 +7,4 @@ from ._interface import Solver as Solver
 from ._mincut import MinCut as MinCut
 from ._trivial import RecomputeAll as RecomputeAll
 from ._trivial import SaveAll as SaveAll
+from ._trivial import SaveDots as SaveDots

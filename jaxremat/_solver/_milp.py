@@ -35,6 +35,7 @@ from .._simulate import extra_seconds, rank, simulate
 from ._chen import Chen
 from ._frontiers import boundaries, hold
 from ._greedy import Greedy
+from ._hull import Lagrangian
 from ._interface import Solution
 from ._mincut import MinCut
 from ._moments import Moments, Terms
@@ -94,6 +95,17 @@ class Milp:
             found = self._within(graph, budget_nbytes, start, time_limit)
         bound = max(found.bound_seconds if found.fits else 0.0, graph.extra_seconds)
         return Solution(found.schedule, bound / (graph.step_seconds or 1.0), found.proven, "milp")
+
+    def priced(self, graph: Graph, price: float, start: Schedule, *, time_limit: float) -> Solution:
+        """The schedule of least seconds + price x peak, and a bound on that; see `_hull.Priced`."""
+        lagrangian = Lagrangian(graph, price)
+        known = MinCut().priced(graph, price, start, time_limit=time_limit / 4).schedule
+        if not graph.residuals or len(graph.residuals) > MOST_RESIDUALS:
+            return Solution(known, 0.0, False, "milp")
+        found = _Model(graph, self).solve(None, known, time.monotonic() + time_limit, lagrangian)
+        return Solution(
+            found.schedule, found.bound_seconds / (graph.step_seconds or 1.0), found.proven, "milp"
+        )
 
     def _within(self, graph: Graph, budget_nbytes: int, start: Schedule, time_limit: float) -> "_Found":
         """The cheapest schedule that fits: of those that recompute for each stage afresh, then with values held.
@@ -196,10 +208,22 @@ class _Model:
             edge = grown
         return reach
 
-    def solve(self, budget_nbytes: int | None, start: Schedule, deadline: float) -> _Found:
-        """The cheapest schedule within the budget, or with None the one of least peak; never worse than `start`."""
+    def solve(
+        self,
+        budget_nbytes: int | None,
+        start: Schedule,
+        deadline: float,
+        lagrangian: Lagrangian | None = None,
+    ) -> _Found:
+        """The cheapest schedule within the budget, or with None the one of least peak, or of the least Lagrangian;
+        never worse than `start`.
+        """
         graph, step = self.graph, self.graph.step_seconds or 1.0
-        model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
+
+        def order(schedule: Schedule) -> tuple[float, ...]:
+            return lagrangian.order(schedule) if lagrangian else rank(graph, schedule, budget_nbytes)
+
+        model: Any = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
         model.verbose = 0
         model.threads = self.options.threads
         model.seed = 1
@@ -213,7 +237,7 @@ class _Model:
         longer = {
             (v, k): model.add_var(var_type=mip.BINARY) for v in self.free for k in self.moments.extra[v]
         }
-        peak = model.add_var(lb=0.0) if budget_nbytes is None else None
+        peak: Any = model.add_var(lb=0.0) if budget_nbytes is None else None
         variables: dict[str, dict[tuple[int, ...], Any]] = {
             "s": {(v,): x for v, x in save.items()}, "e": longer, "r": again, "h": hold,
         }  # fmt: skip
@@ -264,7 +288,9 @@ class _Model:
         cost = mip.xsum(100 * graph.nodes[n].seconds / step * x for (n, _), x in again.items())
         stacking = ((graph.values[v].saved_seconds, x) for v, x in save.items())
         cost += mip.xsum(100 * seconds / step * x for seconds, x in stacking if seconds)
-        if peak is None:
+        if peak is None or lagrangian:
+            if lagrangian:
+                cost += mip.xsum([(100 * lagrangian.price * MIB / step) * peak])  # type: ignore[operator]
             model.objective = cost
             model.max_mip_gap_abs = 100 * self.options.gap
             model.max_mip_gap = 1e-9
@@ -272,7 +298,8 @@ class _Model:
             ceiling = sum(graph.values[v].saved_nbytes for v in self.free) / MIB or 1.0
             model.objective = peak + 1e-4 * ceiling / 100 * cost
             model.max_mip_gap = 0.002
-        best, best_rank, bound, proven = start, rank(graph, start, budget_nbytes), graph.extra_seconds, False
+        constant = graph.extra_seconds + (lagrangian.price * graph.base_nbytes if lagrangian else 0.0)
+        best, best_rank, bound, proven = start, order(start), constant, False
         if peak is not None or best_rank[0] == 0:
             model.start = self._start(start, variables)
         total = deadline - time.monotonic()
@@ -287,12 +314,13 @@ class _Model:
                     f"CBC ended with status {status.name} on a program of {model.num_cols} variables and "
                     f"{model.num_rows} constraints. Try `solver=jaxremat.MinCut()`, which needs no integer program."
                 )
-            if peak is None and model.objective_bound is not None and abs(model.objective_bound) < 1e12:
-                bound = max(bound, graph.extra_seconds + model.objective_bound / 100 * step)
+            proved: Any = model.objective_bound
+            if (peak is None or lagrangian) and proved is not None and abs(proved) < 1e12:
+                bound = max(bound, constant + proved / 100 * step)
             if not model.num_solutions:
                 break
             schedule = self._schedule(save, hold)
-            found = rank(graph, schedule, budget_nbytes)
+            found = order(schedule)
             if found < best_rank:
                 best, best_rank = schedule, found
             profile = simulate(graph, schedule)

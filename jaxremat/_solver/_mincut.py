@@ -21,6 +21,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from .._graph import Graph
 from .._schedule import Schedule, complete, must_save
 from .._simulate import Profile, rank, simulate
+from ._hull import Lagrangian
 from ._interface import Solution
 
 _INFINITE = 2**30
@@ -54,11 +55,16 @@ class MinCut:
         best = min((schedule for schedule, _ in points), key=lambda s: rank(graph, s, budget_nbytes))
         return Solution(best, solver="mincut")
 
-    def frontier(self, graph: Graph, points: int = 16) -> tuple[tuple[Schedule, Profile], ...]:
-        """Schedules from the plain step to the least memory, by growing price of a byte."""
-        cuts = _Cuts(graph)
-        prices = [0.0, *(2.0**x for x in np.linspace(-12, 6, points - 1))]
-        return tuple(cuts.at(price) for price in prices)
+    def priced(self, graph: Graph, price: float, start: Schedule, *, time_limit: float) -> Solution:
+        """A schedule of little seconds + price x peak; see `_hull.Priced`. Proves nothing.
+
+        What is saved stands for the peak, of which it is the larger part where there is something to gain.
+        """
+        cuts, lagrangian = _Cuts(graph), Lagrangian(graph, price)
+        seconds = sum(graph.nodes[n].seconds for n in cuts.producers)
+        unit = seconds / (sum(graph.values[v].saved_nbytes for v in cuts.residuals) or 1)
+        found = [start] + [cuts.at(scale * price / (unit or 1.0))[0] for scale in (0.5, 1.0, 2.0)]
+        return Solution(min(found, key=lagrangian.order), solver="mincut")
 
 
 class _Cuts:
@@ -66,12 +72,13 @@ class _Cuts:
         self.graph = graph
         fixed = must_save(graph)
         self.residuals = [v for v in graph.residuals if v not in fixed]
+        self.producers = sorted({graph.values[v].producer for v in self.residuals})
 
     @cached_property
     def _skeleton(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
         """Edges (from, to, constant capacity, capacity per unit of price)."""
         graph, values = self.graph, self.residuals
-        producers = sorted({graph.values[v].producer for v in values})
+        producers = self.producers
         y = {n: 2 + i for i, n in enumerate(producers)}
         z = {v: 2 + len(y) + i for i, v in enumerate(values)}
         uses: dict[int, int] = {}
@@ -115,7 +122,6 @@ class _Cuts:
         residual.data = np.maximum(residual.data, 0)
         residual.eliminate_zeros()
         reached = set(breadth_first_order(residual, 0, return_predecessors=False).tolist())
-        producers = sorted({graph.values[v].producer for v in self.residuals})
-        dropped = {n for i, n in enumerate(producers) if 2 + i not in reached}
+        dropped = {n for i, n in enumerate(self.producers) if 2 + i not in reached}
         schedule = complete(graph, (v for v in self.residuals if graph.values[v].producer not in dropped))
         return schedule, simulate(graph, schedule)

@@ -1,4 +1,4 @@
-"""The two ends of the frontier: save every residual, or as few as possible."""
+"""Rules that look at no budget: save every residual, as few as possible, or what products make."""
 
 from dataclasses import dataclass
 
@@ -21,3 +21,12 @@ class RecomputeAll:
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         return Solution(complete(graph, ()), solver="recompute_all")
+
+
+@dataclass(frozen=True)
+class SaveDots:
+    """What products and convolutions make is saved, whatever the budget: `jax.checkpoint_policies.dots_saveable`."""
+
+    def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        products = (v for v in graph.residuals if graph.nodes[graph.values[v].producer].contraction)
+        return Solution(complete(graph, products), solver="save_dots")
