@@ -113,6 +113,19 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carries)
 
 
+def scan_operands(eqn: Any) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """A scan's constants, initial carries and scanned-over arrays."""
+    consts, carries = scan_counts(eqn)
+    return eqn.invars[:consts], eqn.invars[consts : consts + carries], eqn.invars[consts + carries :]
+
+
+def cond_like(eqn: Any, branches: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """A `cond` that chooses as another does, between other branches, which have no constants."""
+    return eqn.replace(
+        invars=list(invars), outvars=list(outvars), params={**eqn.params, "branches": tuple(branches)}
+    )
+
+
 def scan_like(
     eqn: Any,
     body: Any,

@@ -28,8 +28,11 @@ from typing import Any
 import jax.extend.core as jex
 
 from . import _compat
+from ._equals import Equals
 from ._inline import Inliner
 from ._primitives import inner_jaxprs
+
+operands = _compat.scan_operands
 
 SLICE = jex.Primitive("scan_slice")
 CARRY = jex.Primitive("scan_carry")
@@ -130,7 +133,11 @@ class _Opener:
         slices = [self._slice(a, loop) for a in scanned]
         results = self.inliner.body(eqn.params["jaxpr"], [*consts, *carries, *slices], eqn.source_info, body)
         if role == ALONE:
-            self.run(body, number, [-1] * len(body))
+            once = Equals(self.inliner)
+            for inner in body:
+                once.add(inner)
+            results = [once.read(a) for a in results]
+            self.run(once.eqns, number, [-1] * len(once.eqns))
         else:
             for inner in body:
                 self.add(inner, number)
@@ -154,12 +161,6 @@ class _Opener:
             made = _compat.new_var(primitive.abstract_eval(atom.aval, **params)[0])
         self.add(_compat.new_eqn([atom], [made], primitive, params, loop.eqn.source_info), loop.id)
         return made
-
-
-def operands(eqn: Any) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """A scan's constants, initial carries and scanned-over arrays."""
-    consts, carries = _compat.scan_counts(eqn)
-    return eqn.invars[:consts], eqn.invars[consts : consts + carries], eqn.invars[consts + carries :]
 
 
 def _is_scan(eqn: Any) -> bool:

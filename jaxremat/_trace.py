@@ -13,13 +13,12 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import numpy as np
 
 from . import _compat
+from ._equals import Equals
 from ._inline import Inliner
-from ._loops import Loop, Opened, open_loops, pairs
+from ._loops import ALONE, BACKWARD, Loop, Opened, open_loops, pairs
 from ._order import memory_order
-from ._primitives import is_loop_edge
 from ._segments import segmented
 
 
@@ -95,16 +94,17 @@ def normalise(
     """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in two levels."""
     inliner = Inliner(respect_checkpoint)
     flat = inliner.program(closed)
-    forward = sorted(set(pairs(flat.jaxpr.eqns).values()))
+    once, once_of, _ = _merged(flat, inliner)
+    forward = sorted(set(pairs(once.jaxpr.eqns).values()))
     segments = tuple(segments or (1,) * len(forward))
-    cut, of_flat, outer = segmented(flat, inliner, segments)
+    cut, of_once, outer = segmented(once, inliner, segments)
     opened = open_loops(cut, inliner, outer)
-    merged, merged_of, loop_of = _merge(opened)
+    merged, merged_of, loop_of = _merged(opened.closed, inliner, opened)
     kept = _alive(merged)
     order = memory_order(merged.jaxpr, kept, loop_of, opened.loops)
     place = {old: new for new, old in enumerate(order)}
     found = {
-        of_flat[i]: place.get(new, -1) for i, new in zip(opened.origin, merged_of, strict=True) if i >= 0
+        of_once[i]: place.get(new, -1) for i, new in zip(opened.origin, merged_of, strict=True) if i >= 0
     }
     jaxpr = _compat.new_jaxpr(
         merged.jaxpr.constvars,
@@ -119,81 +119,37 @@ def normalise(
         loop_of=tuple(loop_of[i] for i in order),
         loops=opened.loops,
         flat=flat,
-        origin=tuple(found.get(i, -1) for i in range(len(flat.jaxpr.eqns))),
+        origin=tuple(found.get(i, -1) for i in once_of),
         labels=inliner.labels,
         in_tree=in_tree,
         out_tree=out_tree,
         donated=tuple(donated) or (False,) * len(closed.jaxpr.invars),
         rematted=inliner.rematted,
         closed=closed,
-        lengths=tuple(flat.jaxpr.eqns[i].params["length"] for i in forward),
+        lengths=tuple(once.jaxpr.eqns[i].params["length"] for i in forward),
         segments=segments,
         respect_checkpoint=respect_checkpoint,
     )
 
 
-def _merge(opened: Opened) -> tuple[jex.ClosedJaxpr, list[int], list[int]]:
-    """Common subexpressions computed once; for each old equation the index of the new one, for each new one its loop.
+def _merged(
+    closed: jex.ClosedJaxpr, inliner: Inliner, opened: Opened | None = None
+) -> tuple[jex.ClosedJaxpr, list[int], list[int]]:
+    """Equals computed once; for each old equation the index of the new one, for each new one its loop.
 
     Within a loop and within its pair equals are merged: what the backward loop repeats it may as well read.
     """
-    closed = opened.closed
-    seen: dict[Any, int] = {}
-    rename: dict[Any, Any] = {}
-    eqns: list[Any] = []
-    merged_of: list[int] = []
+    equals = Equals(inliner)
     loop_of: list[int] = []
-    for eqn, loop in zip(closed.jaxpr.eqns, opened.loop_of, strict=True):
-        invars = [a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars]
-        pure = not eqn.effects and eqn.primitive.name != "optimization_barrier" and not is_loop_edge(eqn)
-        key = _key(eqn, invars) if pure else None
-        if key is not None:
-            key = (key, opened.loops[loop].group if loop >= 0 else -1)
-        if key is not None and key in seen:
-            twin = eqns[seen[key]]
-            rename.update(zip(eqn.outvars, twin.outvars, strict=True))
-            merged_of.append(seen[key])
-            continue
-        if key is not None:
-            seen[key] = len(eqns)
-        merged_of.append(len(eqns))
-        loop_of.append(loop)
-        eqns.append(eqn.replace(invars=invars))
-    outvars = [a if _compat.is_literal(a) else rename.get(a, a) for a in closed.jaxpr.outvars]
-    jaxpr = closed.jaxpr
-    merged = _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, outvars, eqns)
-    return merged, merged_of, loop_of
-
-
-def _key(eqn: Any, invars: Sequence[Any]) -> Any:
-    """What makes two pure equations the same; None where parameters cannot be compared."""
-
-    def atom(a: Any) -> Any:
-        if not _compat.is_literal(a):
-            return a
-        value = np.asarray(a.val)
-        return (str(value.dtype), value.shape, value.tobytes(), str(a.aval))
-
-    try:
-        params = tuple(sorted((k, _hashable(v)) for k, v in eqn.params.items()))
-        key = (eqn.primitive, tuple(map(atom, invars)), params, eqn.ctx, tuple(v.aval for v in eqn.outvars))
-        hash(key)
-    except (TypeError, ValueError):
-        return None
-    return key
-
-
-class _Typed(tuple):
-    """A parameter with its type, ordered by name alone, so that `1`, `1.0` and `True` stay different."""
-
-    __slots__ = ()
-
-    def __lt__(self, other: Any) -> bool:
-        return False
-
-
-def _hashable(value: Any) -> Any:
-    return _Typed((type(value), value))
+    for i, eqn in enumerate(closed.jaxpr.eqns):
+        loop = opened.loops[opened.loop_of[i]] if opened and opened.loop_of[i] >= 0 else None
+        late = None if loop is None or loop.role == ALONE else loop.role == BACKWARD
+        equals.add(eqn, -1 if loop is None else loop.group, late)
+        if len(equals.eqns) > len(loop_of):
+            loop_of.append(-1 if loop is None else loop.id)
+    outvars = [equals.read(a) for a in closed.jaxpr.outvars]
+    merged = _compat.new_jaxpr(inliner.constvars, inliner.consts, closed.jaxpr.invars, outvars, equals.eqns)
+    return merged, equals.merged_of, loop_of
 
 
 def _alive(closed: jex.ClosedJaxpr) -> list[bool]:

@@ -20,6 +20,11 @@ from jaxremat._trace import Traced, trace
 
 REGIONS = ("checkpoint", "remat2")
 FEW = ["blocks, names", "loop"]
+UNROLLED = {"blocks", "blocks, dots", "blocks, names", "nn.remat", "accumulation, unrolled"}
+CONTRACTIONS = {"loops": 12, "nn.remat_scan, three levels": 8, "two levels by hand": 8}
+"""Of programs that have loops: two layers' worth, forward and twice backward. What a checkpoint within a loop within
+another computes again stays.
+"""
 
 
 def traced(name: str, respect_checkpoint: bool = False) -> Traced:
@@ -87,6 +92,11 @@ def test_undone_regions_compute_the_same(name: str) -> None:
     assert_same(want, got)
 
 
+@pytest.mark.parametrize("name", sorted(CHECKPOINTS.keys() - UNROLLED))
+def test_what_loops_compute_again_is_merged_back(name: str) -> None:
+    assert counts(traced(name).jaxpr.jaxpr)["dot_general"] == CONTRACTIONS.get(name, 6)
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_least_memory_with_regions_kept(name: str) -> None:
     plan = least(name, respect_checkpoint=True)
@@ -95,10 +105,16 @@ def test_least_memory_with_regions_kept(name: str) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.parametrize("name", ["loop", "nn.remat_scan"])
+def test_least_memory_with_regions_undone(name: str) -> None:
+    least(name)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CHECKPOINTS.keys() - set(FEW))
-def test_least_memory_with_all_regions_kept(name: str) -> None:
-    least(name, respect_checkpoint=True)
+@pytest.mark.parametrize("respect_checkpoint", [True, False])
+@pytest.mark.parametrize("name", sorted(CHECKPOINTS))
+def test_least_memory_of_all(name: str, respect_checkpoint: bool) -> None:
+    least(name, respect_checkpoint=respect_checkpoint)
 
 
 def test_a_plan_knows_whether_it_keeps_regions() -> None:

@@ -1,0 +1,307 @@
+"""Flat equations -> the same with equals computed once, what loops of the backward pass repeat among them.
+
+Two pure equations are equal where primitive, operands, parameters and types are. A scan or a `cond` of the backward
+pass that repeats one of the forward pass, as under the user's own `jax.checkpoint`, has another body: it gives what is
+to be kept for differentiation as well. It is *joined* to the earlier one, which then gives both, where
+
+- its operands are the other's, or what the other stacks, or are there as early, or are made of constants alone: these
+  are then made within its body;
+- each of its carries is one of the other's: both begin alike, and taken to be alike as an iteration begins, they are
+  alike as it ends;
+- it adds no contraction to the other's body.
+
+Law: every variable keeps its value, and no contraction is computed more often than before.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.extend.core as jex
+import numpy as np
+
+from . import _compat
+from ._inline import Inliner
+from ._primitives import is_contraction, is_heavy, is_loop_edge
+
+
+@dataclass
+class Equals:
+    """Merges equal equations, which are added in execution order.
+
+    **Fields:** `eqns` what is left; `scopes` and `late` of each, see `add`; `merged_of` for each equation that was
+    added the index of the one that now computes it.
+    """
+
+    inliner: Inliner
+    eqns: list[Any] = field(default_factory=list)
+    scopes: list[int] = field(default_factory=list)
+    late: list[bool] = field(default_factory=list)
+    merged_of: list[int] = field(default_factory=list)
+    _rename: dict[Any, Any] = field(default_factory=dict)
+    _seen: dict[Any, int] = field(default_factory=dict)
+    _maker: dict[Any, int] = field(default_factory=dict)
+    _constants: dict[Any, Any] = field(
+        default_factory=dict
+    )  # variable -> the equation that makes it of constants alone
+
+    def read(self, atom: Any) -> Any:
+        """What an operand or a result is called now."""
+        return atom if _compat.is_literal(atom) else self._rename.get(atom, atom)
+
+    def add(self, eqn: Any, scope: int = -1, late: bool | None = None) -> None:
+        """The next equation.
+
+        **Arguments:** `scope` within which equals are merged; `late` whether it is of the backward pass, by default as
+        its name stack says.
+        """
+        late = "transpose(" in _compat.name_stack_text(eqn) if late is None else late
+        invars = [self.read(a) for a in eqn.invars]
+        pure = not eqn.effects and eqn.primitive.name != "optimization_barrier" and not is_loop_edge(eqn)
+        key = _key(eqn, invars) if pure else None
+        twin = None if key is None else self._seen.get((key, scope))
+        if twin is not None:
+            self._rename.update(zip(eqn.outvars, self.eqns[twin].outvars, strict=True))
+        elif pure and late and eqn.primitive.name in _JOINED:
+            twin = self._join(eqn.replace(invars=invars), scope)
+        if twin is None:
+            twin = len(self.eqns)
+            self.eqns.append(eqn.replace(invars=invars))
+            self.scopes.append(scope)
+            self.late.append(late)
+            self._maker.update(dict.fromkeys(eqn.outvars, twin))
+            if pure and not is_heavy(eqn) and all(a in self._constants for a in _variables(invars)):
+                self._constants.update(dict.fromkeys(eqn.outvars, self.eqns[twin]))
+            if key is not None:
+                self._seen[key, scope] = twin
+        self.merged_of.append(twin)
+
+    def value(self, atom: Any) -> Any:
+        """What makes two operands the same, of whatever scope: what they are called or, of constants, made of."""
+        eqn = None if _compat.is_literal(atom) else self._constants.get(atom)
+        if eqn is None:
+            return _atom(atom)
+        place = next(i for i, v in enumerate(eqn.outvars) if v is atom)
+        return _like(eqn, tuple(map(self.value, eqn.invars))), place
+
+    def body(self, closed: Any, operands: Sequence[Any], info: Any, into: list[Any]) -> list[Any]:
+        """As `Inliner.body`, with operands that are made of constants made anew."""
+        made: dict[Any, Any] = {}
+
+        def anew(atom: Any) -> Any:
+            if _compat.is_literal(atom) or atom not in self._constants:
+                return atom
+            if atom not in made:
+                eqn = self._constants[atom]
+                outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
+                into.append(eqn.replace(invars=list(map(anew, eqn.invars)), outvars=outvars))
+                made.update(zip(eqn.outvars, outvars, strict=True))
+            return made[atom]
+
+        return self.inliner.body(closed, list(map(anew, operands)), info, into)
+
+    def together(self, first: Sequence[Any], second: Sequence[Any]) -> "Equals | None":
+        """Two bodies as one, None where the second adds contractions."""
+        both = Equals(self.inliner, _constants=dict(self._constants))
+        for late, eqns in ((False, first), (True, second)):
+            for eqn in eqns:
+                both.add(eqn, late=late)
+        more = sum(map(is_contraction, both.eqns)) > sum(map(is_contraction, first))
+        return None if more else both
+
+    def _join(self, again: Any, scope: int) -> int | None:
+        """Join the equation to an earlier one; returns that one's index."""
+        for i, eqn in enumerate(self.eqns):
+            if eqn.primitive is not again.primitive or self.scopes[i] != scope or self.late[i] or eqn.effects:
+                continue
+            joined = _JOINED[eqn.primitive.name](eqn, again, self)
+            if joined is not None and all(self._maker.get(a, -1) < i for a in _variables(joined.eqn.invars)):
+                self.eqns[i] = joined.eqn
+                self._rename.update(joined.results)
+                self._maker.update(dict.fromkeys(joined.eqn.outvars, i))
+                return i
+        return None
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """An equation that gives what two gave, and which of its results are the second's."""
+
+    eqn: Any
+    results: Mapping[Any, Any]
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return list(dict.fromkeys(a for a in atoms if not _compat.is_literal(a)))
+
+
+def _extra(
+    outvars: Sequence[Any],
+    made: Sequence[Sequence[Any]],
+    own: Sequence[Any],
+    own_made: Sequence[Sequence[Any]],
+) -> tuple[dict[Any, Any], dict[Any, Sequence[Any]]]:
+    """The second's results by those of the first, and what of them the first has not, by name.
+
+    **Arguments:** `made` for each of the first's `outvars` what it is in each body, `own_made` for the second's.
+    """
+    known = {tuple(map(_atom, atoms)): v for v, atoms in zip(outvars, made, strict=True)}
+    found: dict[Any, Any] = {}
+    extra: dict[Any, Sequence[Any]] = {}
+    for v, atoms in zip(own, own_made, strict=True):
+        if (key := tuple(map(_atom, atoms))) in known:
+            found[v] = known[key]
+        else:
+            known[key] = v
+            extra[v] = atoms
+    return found, extra
+
+
+def _joined_scans(eqn: Any, again: Any, around: Equals) -> _Joined | None:
+    length = eqn.params["length"]
+    if any(eqn.params[name] != again.params[name] for name in ("length", "reverse")):
+        return None
+    consts, init, scanned = _compat.scan_operands(eqn)
+    carries = [_compat.new_var(a.aval) for a in init]
+    slices = {a: _slice(length, a) for a in scanned}
+    first: list[Any] = []
+    operands = [*consts, *carries, *(slices[a] for a in scanned)]
+    results = around.body(eqn.params["jaxpr"], operands, eqn.source_info, first)
+    stacked = dict(zip(eqn.outvars[len(init) :], results[len(init) :], strict=True))
+    own_consts, own_init, own_scanned = _compat.scan_operands(again)
+    more = {a: _slice(length, a) for a in own_scanned if a not in stacked and a not in slices}
+    parts = {**more, **slices, **stacked}
+    begun = [[j for j, b in enumerate(init) if around.value(a) == around.value(b)] for a in own_init]
+    while all(begun):
+        alike = [js[0] for js in begun]
+        second: list[Any] = []
+        operands = [*own_consts, *(carries[j] for j in alike), *(parts[a] for a in own_scanned)]
+        own_results = around.body(again.params["jaxpr"], operands, eqn.source_info, second)
+        if (both := around.together(first, second)) is None:
+            return None
+        ends, own_ends = ([both.read(a) for a in made] for made in (results, own_results))
+        wrong = [i for i, j in enumerate(alike) if _atom(own_ends[i]) != _atom(ends[j])]
+        if not wrong:
+            break
+        begun[next((i for i in wrong if len(begun[i]) > 1), wrong[0])].pop(0)
+    else:
+        return None
+    lasts, stacks = eqn.outvars[: len(init)], eqn.outvars[len(init) :]
+    found, extra = _extra(
+        stacks,
+        [[a] for a in ends[len(init) :]],
+        again.outvars[len(own_init) :],
+        [[a] for a in own_ends[len(own_init) :]],
+    )
+    found.update((v, lasts[j]) for v, j in zip(again.outvars, alike, strict=False))
+    results = [*ends, *(a for (a,) in extra.values())]
+    arrays = {v: a for a, v in (*slices.items(), *more.items())}
+    inside = {*carries, *arrays, *(v for e in both.eqns for v in e.outvars)}
+    read = _variables([*(a for e in both.eqns for a in e.invars), *results])
+    outside = [a for a in read if a not in inside]
+    body = _compat.new_jaxpr((), (), [*outside, *carries, *arrays], results, both.eqns)
+    operands = outside, init, list(arrays.values())
+    return _Joined(_compat.scan_like(eqn, body, length, operands, (lasts, [*stacks, *extra])), found)
+
+
+def _slice(length: int, array: Any) -> Any:
+    return _compat.new_var(jex.mapped_aval(length, 0, array.aval))
+
+
+def _joined_conds(eqn: Any, again: Any, around: Equals) -> _Joined | None:
+    branches = eqn.params["branches"]
+    if around.value(eqn.invars[0]) != around.value(again.invars[0]) or len(branches) != len(
+        again.params["branches"]
+    ):
+        return None
+    bodies: list[Equals] = []
+    ends: list[list[Any]] = []
+    own_ends: list[list[Any]] = []
+    for branch, own_branch in zip(branches, again.params["branches"], strict=True):
+        first: list[Any] = []
+        second: list[Any] = []
+        results = around.body(branch, eqn.invars[1:], eqn.source_info, first)
+        own_results = around.body(own_branch, again.invars[1:], eqn.source_info, second)
+        if (both := around.together(first, second)) is None:
+            return None
+        bodies.append(both)
+        ends.append([both.read(a) for a in results])
+        own_ends.append([both.read(a) for a in own_results])
+    found, extra = _extra(
+        eqn.outvars, list(zip(*ends, strict=True)), again.outvars, list(zip(*own_ends, strict=True))
+    )
+    results = [[*own, *(atoms[i] for atoms in extra.values())] for i, own in enumerate(ends)]
+    read = _variables([a for both, made in zip(bodies, results, strict=True)
+                       for a in (*(a for e in both.eqns for a in e.invars), *made)])  # fmt: skip
+    inside = {v for both in bodies for e in both.eqns for v in e.outvars}
+    outside = [a for a in read if a not in inside]
+    closed = []
+    for both, made in zip(bodies, results, strict=True):
+        copies = [_compat.new_var(a.aval) for a in outside]
+        body = _compat.new_jaxpr((), (), outside, made, both.eqns)
+        eqns, atoms = _compat.inlined(body, copies, _compat.root_source(eqn))
+        closed.append(_compat.new_jaxpr((), (), copies, atoms, eqns))
+    outvars = [*eqn.outvars, *extra]
+    return _Joined(_compat.cond_like(eqn, closed, [eqn.invars[0], *outside], outvars), found)
+
+
+_JOINED = {"scan": _joined_scans, "cond": _joined_conds}
+
+
+def _atom(a: Any) -> Any:
+    """What makes two operands the same."""
+    if not _compat.is_literal(a):
+        return a
+    value = np.asarray(a.val)
+    return (str(value.dtype), value.shape, value.tobytes(), str(a.aval))
+
+
+def _key(eqn: Any, invars: Sequence[Any]) -> Any:
+    """What makes two pure equations the same; None where parameters cannot be compared."""
+    try:
+        key = _like(eqn, tuple(map(_atom, invars)))
+        hash(key)
+    except (TypeError, ValueError):
+        return None
+    return key
+
+
+def _like(eqn: Any, invars: Any) -> Any:
+    params = tuple(sorted((k, _hashable(v)) for k, v in eqn.params.items()))
+    return (eqn.primitive, invars, params, eqn.ctx, tuple(v.aval for v in eqn.outvars))
+
+
+class _Typed(tuple):
+    """A parameter with its type, ordered by name alone, so that `1`, `1.0` and `True` stay different."""
+
+    __slots__ = ()
+
+    def __lt__(self, other: Any) -> bool:
+        return False
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return _Typed((type(value), tuple(map(_hashable, value))))
+    if hasattr(getattr(value, "jaxpr", value), "eqns"):
+        return _Typed((type(value), _structure(value)))
+    return _Typed((type(value), value))
+
+
+def _structure(closed: Any) -> Any:
+    """What makes two bodies the same, whatever their variables are called."""
+    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+    place: dict[Any, int] = {}
+    for v in (*jaxpr.constvars, *jaxpr.invars):
+        place[v] = len(place)
+
+    def atom(a: Any) -> Any:
+        return _atom(a) if _compat.is_literal(a) else place[a]
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqns.append((_like(eqn, tuple(map(atom, eqn.invars))), frozenset(eqn.effects)))
+        for v in eqn.outvars:
+            place[v] = len(place)
+    types = tuple(v.aval for v in (*jaxpr.constvars, *jaxpr.invars))
+    return types, tuple(map(id, consts)), tuple(eqns), tuple(map(atom, jaxpr.outvars))
