@@ -92,10 +92,11 @@ def key_of(baseline: Baseline, options: Options, wanted: dict[str, Any]) -> str 
         return None
     program, here = baseline.program, baseline.here
     shardings = _shardings(baseline.args, baseline.kwargs)
+    names = {f.name for f in dataclasses.fields(options)} - {"solver", "workspace_margin", "cache"}
     key = {
         "program": baseline.fingerprint,
         **wanted,
-        "options": [solver, options.time_limit, options.verify, options.effort, options.profile],
+        "options": {name: getattr(options, name) for name in names} | {"solver": solver},
         "device": baseline.device.to_json(),
         "target": program.target and program.target.name,
         "runtime": here and [str(here.device_kind), str(here.client.platform_version)],

@@ -1,0 +1,38 @@
+"""The commands, put together."""
+
+from typing import Annotated
+
+import typer
+
+from ._check import register as _add_runs
+from ._command import EXIT_CODES, Commands
+from ._machine import register as _add_machine
+from ._plans import register as _add_plans
+
+
+def application() -> typer.Typer:
+    """The command-line application."""
+    app = typer.Typer(
+        cls=Commands,
+        help="Rematerialisation for JAX, planned and proven: train inside a byte budget.",
+        epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning, _ in EXIT_CODES) + ".",
+        pretty_exceptions_enable=False,
+    )
+
+    @app.callback(invoke_without_command=True)
+    def everything(
+        context: typer.Context,
+        version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    ) -> None:
+        if version:
+            from importlib.metadata import version as version_of
+
+            typer.echo(f"jaxremat {version_of('jaxremat')}, jax {version_of('jax')}")
+            raise typer.Exit()
+        if context.invoked_subcommand is None:
+            typer.echo(context.get_help(), err=True)
+            raise typer.Exit(2)
+
+    for add in (_add_plans, _add_runs, _add_machine):
+        add(app)
+    return app

@@ -1,0 +1,142 @@
+"""`jaxremat check` and `time`: the plain step and the planned one run, beside each other."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich import box
+from rich.console import Group
+from rich.table import Table
+
+from .._api import Step, _placed
+from .._budget import format_nbytes
+from .._errors import TargetError
+from .._plan import Plan
+from .._specs import find
+from ._command import Answer, command
+from ._runs import Leaf, compare, concrete, medians, time_in_turn
+from ._subject import BudgetText, Planning, Subject, step_of
+
+_ROWS = 12
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+
+    @command(app, "check")
+    def check(
+        *,
+        subject: Subject,
+        budget: BudgetText = None,
+        planning: Planning,
+        rtol: Annotated[
+            float, typer.Option(min=0.0, help="Allowed of a result's largest entry or change.")
+        ] = 1e-3,
+    ) -> Answer:
+        """Run the plain step and the planned one once, and compare every array of their results.
+
+        A result that stands where an argument does (new parameters, new optimiser state) is compared by how it changed.
+        Results may also differ by 8 times what the last bit of the arguments changes in the plain step's.
+        """
+        plan, plain, planned, args, kwargs, made_up = _both(subject, planning, budget)
+        leaves = compare(plain, planned, args, kwargs, rtol)
+        wrong = [leaf for leaf in leaves if not leaf.agrees]
+        data = {
+            "agree": not wrong,
+            "differing": len(wrong),
+            "drops_nothing": plan.drops_nothing,
+            "peak_nbytes": plan.compiled_peak_nbytes,
+            "made_up_arguments": made_up,
+            "leaves": [asdict(leaf) | {"agrees": leaf.agrees, "relative": leaf.relative} for leaf in leaves],
+        }
+        return Answer(data, _compared(plan, leaves, made_up), code=1 if wrong else 0)
+
+    @command(app, "time")
+    def time(
+        *,
+        subject: Subject,
+        budget: BudgetText = None,
+        planning: Planning,
+        runs: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 10,
+    ) -> Answer:
+        """Time the plain step and the planned one in turn."""
+        plan, plain, planned, args, kwargs, made_up = _both(subject, planning, budget)
+        seconds = time_in_turn({"plain": plain, "planned": planned}, args, kwargs, runs)
+        found = medians(seconds)
+        ratio = found["planned"]["median"] / found["plain"]["median"]
+        data = {
+            "ratio": ratio,
+            "runs": runs,
+            "seconds": seconds,
+            **found,
+            "predicted_overhead": plan.overhead,
+            "compiled_overhead": plan.compiled_overhead,
+            "made_up_arguments": made_up,
+        }
+        return Answer(data, _timed(plan, found, ratio))
+
+
+def _both(
+    subject: Subject, planning: Planning, budget: str | None
+) -> tuple[Plan, Callable[..., Any], Step, Any, Any, bool]:
+    """The plan; the plain step and the planned one; arguments, and whether they were made up from shapes."""
+    _here(subject.target)
+    call = subject.load()
+    args, kwargs, made_up = concrete(call.args, call.kwargs)
+    step = step_of(subject, call.fn, budget, planning)
+    plan = step.plan(*args, **kwargs)
+    plain = _placed(step._program, args, kwargs).plain  # with the same compiler options
+    return plan, plain, step, args, kwargs, made_up
+
+
+def _here(target: str | None) -> None:
+    """**Raises:** `TargetError` where the steps could not be run."""
+    if target is not None and target not in {find(str(d.device_kind)) for d in jax.local_devices()}:
+        raise TargetError(
+            f"`--target {target}` is not in this machine, and both steps are to be run. Leave it out to run them here, "
+            f"or use `jaxremat plan --target {target}`, which only compiles."
+        )
+
+
+def _compared(plan: Plan, leaves: list[Leaf], made_up: bool) -> Group:
+    wrong = sum(not leaf.agrees for leaf in leaves)
+    verdict = f"{wrong} of {len(leaves)} results differ" if wrong else f"all {len(leaves)} results agree"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
+    table.add_column("result")
+    table.add_column("type")
+    for name in ("difference", "of largest", "by rounding"):
+        table.add_column(name, justify="right")
+    table.add_column()
+
+    def order(leaf: Leaf) -> tuple[bool, float]:
+        return leaf.agrees, -leaf.relative
+
+    for leaf in sorted(leaves, key=order)[:_ROWS]:
+        mark = "" if leaf.agrees else "differs"
+        mark = mark if leaf.finite else f"{mark} not finite".strip()
+        table.add_row(
+            leaf.path, leaf.shape, f"{leaf.apart:.1e}", f"{leaf.relative:.1e}", f"{leaf.rounding:.1e}", mark
+        )
+    rest = [f"... and {len(leaves) - _ROWS} that differ less"] if len(leaves) > _ROWS else []
+    notes = ["The arguments are shapes, filled with random floats and zeros."] * made_up
+    notes += ["Nothing is recomputed: the plain step fits."] * plan.drops_nothing
+    return Group(_peak(plan), table, *rest, *notes, verdict)
+
+
+def _timed(plan: Plan, found: dict[str, dict[str, float]], ratio: float) -> Group:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
+    for name in ("", "median", "fastest", "slowest"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, figures in found.items():
+        table.add_row(name, *(f"{1e3 * figures[key]:.2f} ms" for key in ("median", "fastest", "slowest")))
+    priced = "" if plan.compiled_overhead is None else f", by a roofline {1 + plan.compiled_overhead:.3f}"
+    return Group(
+        _peak(plan), table, f"{ratio:.3f} of the plain step's time; predicted {1 + plan.overhead:.3f}{priced}"
+    )
+
+
+def _peak(plan: Plan) -> str:
+    peak = plan.compiled_peak_nbytes or plan.predicted_peak_nbytes
+    return f"peak {format_nbytes(peak)}, the plain step's {format_nbytes(plan.baseline_peak_nbytes)}"

@@ -1,0 +1,276 @@
+"""`module:function`, `module:make_args` and options -> a function, its arguments, and a `Step` of it."""
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
+
+from .._api import Step, optimize
+from .._budget import Budget
+from .._errors import ArgumentError
+from .._program import Program
+from .._solver import Chen, Greedy, MinCut, RecomputeAll
+from .._target import targets
+
+SOLVERS = {"mincut": MinCut, "greedy": Greedy, "chen": Chen, "recompute-all": RecomputeAll}
+"""By name, but for the default, which imports python-mip."""
+
+
+def known_target(name: str | None) -> str | None:
+    """A target's name as it is. **Raises:** an error of usage for others."""
+    if name is not None and name not in targets():
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(targets())}")
+    return name
+
+
+def writable(path: Path | None) -> Path | None:
+    """A path in a folder that is there: known before minutes are spent on what shall be written."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {str(path.parent)!r}")
+    return path
+
+
+TargetName = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        callback=known_target,
+        autocompletion=lambda: list(targets()),
+        help="Compile for this device, here or not (`jaxremat devices`).",
+    ),
+]
+
+
+class Call(NamedTuple):
+    """A function and what to call it with."""
+
+    fn: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def by_position(self) -> "Call":
+        """The same with all arguments in a row, those of the function's signature in its order."""
+        if not self.kwargs:
+            return self
+        bound = inspect.signature(self.fn).bind(*self.args, **self.kwargs)
+        count, names = len(bound.args), tuple(bound.kwargs)
+
+        def fn(*args: Any) -> Any:
+            return self.fn(*args[:count], **dict(zip(names, args[count:], strict=True)))
+
+        return Call(fn, (*bound.args, *bound.kwargs.values()), {})
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The options that say which function is meant, and how it is jitted."""
+
+    function: Annotated[
+        str, typer.Argument(metavar="MODULE:FUNCTION", help="The train step: `train:step`, `train.py:step`.")
+    ]
+    make_args: Annotated[
+        str,
+        typer.Option(
+            "--args",
+            metavar="FUNCTION",
+            help="What makes its arguments: returns a tuple of them, or a tuple and a dict of those by name, as arrays "
+            "or `jax.ShapeDtypeStruct`s. Without a module, of the same one.",
+        ),
+    ]
+    donate: Annotated[
+        str, typer.Option(metavar="0,1", help="Arguments that are donated, by number or name.")
+    ] = ""
+    static: Annotated[
+        str, typer.Option(metavar="2", help="Arguments that are static, by number or name.")
+    ] = ""
+    target: TargetName = None
+
+    def load(self) -> Call:
+        """Import both. **Raises:** `ArgumentError`."""
+        fn = resolve(self.function)
+        module = self.function.rpartition(":")[0]
+        source = self.make_args if ":" in self.make_args else f"{module}:{self.make_args}"
+        made = resolve(source)
+        return Call(fn, *split(fn, made() if callable(made) else made, source))
+
+    def jit_options(self, fn: Any) -> dict[str, Any]:
+        """Keyword arguments of `optimize` for the function, without those that were not given."""
+        found: dict[str, Any] = {}
+        for option, text in (("donate", self.donate), ("static", self.static)):
+            if numbers := tuple(
+                _number(fn, option, word.strip()) for word in text.split(",") if word.strip()
+            ):
+                found[f"{option}_argnums"] = numbers
+        return found | ({"target": self.target} if self.target else {})
+
+
+def _number(fn: Any, option: str, word: str) -> int:
+    """An argument's position. **Raises:** an error of usage where there is no such argument."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    many = not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if word in names:
+        return names.index(word)
+    number = int(word) if word.removeprefix("-").isdigit() else None
+    if number is None or not (many or -len(names) <= number < len(names)):
+        raise typer.BadParameter(f"--{option} {word}: the function takes {', '.join(names)}")
+    return number
+
+
+@dataclass(frozen=True)
+class Planning:
+    """The options that say how to plan; what is None was not given."""
+
+    solver: Annotated[
+        Literal["milp", "mincut", "greedy", "chen", "recompute-all"] | None, typer.Option(help="The planner.")
+    ] = None
+    time_limit: Annotated[float | None, typer.Option(metavar="S", help="Seconds for each solve.")] = None
+    effort: Annotated[
+        Literal["normal", "thorough"] | None, typer.Option(help="How many plans to compile.")
+    ] = None
+    profile: Annotated[Literal["roofline", "measure"] | None, typer.Option(help="Where times come from.")] = (
+        None
+    )
+    margin: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What stays free below the budget: 500MiB.")
+    ] = None
+    verify: Annotated[bool | None, typer.Option(help="Compile the plan and read its peak.")] = None
+    cache: Annotated[bool | None, typer.Option(help="Look for the plan in the cache first.")] = None
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `optimize`, without those that were not given."""
+        found = {
+            "solver": SOLVERS[self.solver]() if self.solver in SOLVERS else None,
+            "time_limit": self.time_limit,
+            "effort": self.effort,
+            "profile": self.profile,
+            "workspace_margin": _share(self.margin),
+            "verify": self.verify,
+            "cache": self.cache,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+BudgetText = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="SIZE",
+        help="24GiB, 500MB, a number of bytes, a share of the device's memory such as 0.9, or min; by default all of "
+        "the device's memory, or what an already decorated function asks for.",
+    ),
+]
+
+
+def step_of(subject: Subject, fn: Any, budget: str | None, planning: Planning) -> Step:
+    """The function, decorated; one that already is gets the options that were given in place of its own."""
+    jit, plan = subject.jit_options(fn), planning.options()
+    if not isinstance(fn, Step):
+        return optimize(parsed(budget), **jit, **plan)(fn)
+    if budget is None and not jit and not plan:
+        return fn
+    follow = fn._given if budget is None else None
+    asked = {"plan": follow} if follow else {"budget": fn._budget if budget is None else parsed(budget)}
+    fresh = optimize(**asked, **jit, **plan)(fn._program.fn)  # which checks the options
+    options = {name: getattr(fresh._options, name) for name in plan}
+    return Step(
+        _rejitted(fn._program, fresh._program, jit), fresh._budget, follow, replace(fn._options, **options)
+    )
+
+
+def _rejitted(old: Program, new: Program, given: dict[str, Any]) -> Program:
+    changed = {name: getattr(new, name) for name in given if name != "target"}
+    return replace(old, **changed, target=new.target if "target" in given else old.target)
+
+
+def parsed(budget: str | None) -> Budget:
+    """A budget from the command line: text is text, but for shares."""
+    return budget if budget is None else _share(budget)
+
+
+def _share(text: str | None) -> Any:
+    """A share below 1 as a float, other text as it is."""
+    try:
+        return number if text is not None and 0 < (number := float(text)) <= 1 and "." in text else text
+    except ValueError:
+        return text
+
+
+def resolve(path: str) -> Any:
+    """What `module:name` means, with the current directory in front. **Raises:** `ArgumentError`."""
+    module, colon, names = path.rpartition(":")
+    if not (colon and module and names):
+        raise ArgumentError(
+            f"{path!r} is not of the form module:function, as in train:step or train.py:step."
+        )
+    found = _imported(module)
+    for name in names.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError:
+            near = [n for n in vars(found) if not n.startswith("_")] if hasattr(found, "__dict__") else []
+            known = f"; it has {', '.join(near[:12])}" if near else ""
+            raise ArgumentError(f"{path!r}: {module} has no {name!r}{known}.") from None
+    return found
+
+
+def _imported(module: str) -> Any:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    if module.endswith(".py"):
+        file = Path(module).resolve()
+        if not file.is_file():
+            raise ArgumentError(f"There is no file {module!r} in {here}.")
+        if str(file.parent) not in sys.path:
+            sys.path.insert(0, str(file.parent))
+        module = file.stem
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # it is there, and what it imports is not
+        raise ArgumentError(
+            f"There is no module {module!r}, neither in {here} nor among the installed ones."
+        ) from None
+
+
+def split(fn: Callable[..., Any], made: Any, source: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and those by name, from what `make_args` returned.
+
+    A tuple and a dict are both where the dict's keys are names of the function's parameters; else they are its first
+    two arguments. **Raises:** `ArgumentError`.
+    """
+    if isinstance(made, dict):
+        return (), made
+    if not isinstance(made, (tuple, list)):
+        raise ArgumentError(
+            f"{source!r} made a {type(made).__name__}. It has to return a tuple of the function's arguments, such as "
+            "(params, batch), or (args, kwargs)."
+        )
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return tuple(made), {}
+    if len(made) == 2 and isinstance(made[0], tuple) and isinstance(made[1], dict):
+        with contextlib.suppress(TypeError):
+            signature.bind(*made[0], **made[1])
+            return made[0], made[1]
+    try:
+        signature.bind(*made)
+    except TypeError as error:
+        raise ArgumentError(
+            f"{source!r} made {len(made)} arguments, and the function takes {signature}: {error}."
+        ) from None
+    return tuple(made), {}
