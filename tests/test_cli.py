@@ -203,6 +203,21 @@ def test_time(run: Any) -> None:
     assert "of the plain step's time" in text.stdout
 
 
+def test_sweep(run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot, saved = tmp_path / "frontier.png", tmp_path / "frontier.json"
+    words = ("--points", "2", "--solver", "mincut", "--no-verify")
+    found = run("sweep", *STEP, *words, "--plot", str(plot), "--save", str(saved))
+    assert found.exit_code == 0, found.output
+    frontier = jaxremat.Frontier.load(saved)
+    assert found.stdout == f"{frontier}\n"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    said = json.loads(run("sweep", "cli_steps:decorated", "--args", "by_name", *words, "--json").stdout)
+    assert [point["kind"] for point in said["points"]] == ["plain", "least"]
+    found = run("sweep", *STEP, "--points", "1")
+    assert found.exit_code == 2 and found.stderr.count("\n") == 1
+
+
 def test_devices(run: Any) -> None:
     said = json.loads(run("devices", "--json").stdout)
     assert [each["name"] for each in said if not each["here"]] == list(jaxremat.targets())
@@ -280,7 +295,7 @@ def test_an_interrupt_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_command_is_explained_and_has_json(run: Any) -> None:
-    for name in ("plan", "memory", "check", "time", "devices", "demo"):
+    for name in ("plan", "memory", "sweep", "check", "time", "devices", "demo"):
         found = run(name, "--help", env={"COLUMNS": "200"})
         assert found.exit_code == 0
         assert "--json" in found.stdout and "--debug" in found.stdout

@@ -10,10 +10,11 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from .._api import Step, _placed
+from .._api import Step
 from .._budget import format_nbytes
 from .._errors import TargetError
 from .._plan import Plan
+from .._program import placed
 from .._specs import find
 from ._command import Answer, command
 from ._runs import Leaf, compare, concrete, medians, time_in_turn
@@ -87,7 +88,7 @@ def _both(
     args, kwargs, made_up = concrete(call.args, call.kwargs)
     step = step_of(subject, call.fn, budget, planning)
     plan = step.plan(*args, **kwargs)
-    plain = _placed(step._program, args, kwargs).plain  # with the same compiler options
+    plain = placed(step._program, args, kwargs).plain  # with the same compiler options
     return plan, plain, step, args, kwargs, made_up
 
 

@@ -13,6 +13,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -24,6 +25,7 @@ from .._errors import (
     ArgumentError,
     BudgetError,
     InfeasibleBudgetError,
+    InstallError,
     JaxrematError,
     PlanMismatchError,
     TargetError,
@@ -34,15 +36,15 @@ EXIT_CODES: tuple[tuple[int, str, tuple[type[BaseException], ...]], ...] = (
     (1, "no: the step does not fit the budget, or the results differ", (InfeasibleBudgetError,)),
     (2, "the command line is wrong: an option, a budget, a function", (ArgumentError, BudgetError)),
     (3, "the plan was made for another program, or is none", (PlanMismatchError,)),
-    (4, "something is missing: a package, a compiler, a device, a file", (TargetError, ImportError, OSError)),
+    (
+        4,
+        "something is missing: a package, a compiler, a device, a file",
+        (TargetError, ImportError, OSError),
+    ),
     (5, "something failed: the function itself, a solver", (Exception,)),
     (130, "interrupted", (KeyboardInterrupt,)),
 )
 """Code, meaning, and the errors that end with it; the first that matches counts."""
-
-
-class MissingError(JaxrematError, ImportError):
-    """A package that a command needs is not installed."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,22 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., Answer]], Ca
         return fn
 
     return register
+
+
+def require(extra: str, *modules: str) -> None:
+    """**Raises:** `InstallError`, with the command that installs them, where modules are not there."""
+    if missing := [name for name in modules if not _installed(name)]:
+        raise InstallError(
+            f"this command needs {', '.join(missing)}, which is not installed. "
+            f'Run: pip install "jaxremat[{extra}]"'
+        )
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # present in sys.modules without a spec
+        return False
 
 
 def _is_group(hint: Any) -> bool:

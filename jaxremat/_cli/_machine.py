@@ -1,7 +1,6 @@
 """`jaxremat devices` and `demo`: what can be planned for, and what that is like."""
 
 import json
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import jax
@@ -14,7 +13,7 @@ from .._budget import format_nbytes
 from .._devices import detect
 from .._specs import DEVICES, DeviceSpec
 from .._target import targets
-from ._command import Answer, MissingError, command
+from ._command import Answer, command, require
 
 
 def register(app: typer.Typer) -> None:
@@ -51,22 +50,6 @@ def register(app: typer.Typer) -> None:
 
         found = run(console, steps, batch, budget)
         return Answer(json.loads(found.to_json()), "")
-
-
-def require(extra: str, *modules: str) -> None:
-    """**Raises:** `MissingError`, with the command that installs them, where modules are not there."""
-    if missing := [name for name in modules if not _installed(name)]:
-        raise MissingError(
-            f"this command needs {', '.join(missing)}, which is not installed. "
-            f'Run: pip install "jaxremat[{extra}]"'
-        )
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # present in sys.modules without a spec
-        return False
 
 
 def _row(spec: DeviceSpec) -> tuple[str, ...]:

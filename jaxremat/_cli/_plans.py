@@ -11,8 +11,9 @@ from .._api import Step
 from .._api import memory as memory_of
 from .._budget import format_nbytes, parse_budget
 from .._program import MemoryStats
+from .._sweep import sweep as frontier_of
 from .._target import Target
-from ._command import Answer, command
+from ._command import Answer, command, require
 from ._subject import BudgetText, Planning, Subject, parsed, step_of, writable
 
 
@@ -40,13 +41,11 @@ def register(app: typer.Typer) -> None:
     def memory(subject: Subject, budget: BudgetText = None) -> Answer:
         """Compile a function and print what it needs on one device; with a budget, whether it fits."""
         call = subject.load()
-        options = subject.jit_options(call.fn)
+        row, options = call.by_position(), subject.jit_options(call.fn)
         if isinstance(call.fn, Step):
-            step = step_of(subject, call.fn, None, Planning())
-            stats = MemoryStats.of(step.compile(*call.args, **call.kwargs))
+            stats = memory_of(step_of(subject, call.fn, None, Planning()), *row.args)
         else:
-            flat = call.by_position()
-            stats = memory_of(flat.fn, *flat.args, **options)
+            stats = memory_of(row.fn, *row.args, **options)
         device_nbytes = None if subject.target is None else Target(subject.target).spec.memory_nbytes
         limit = None if budget is None else parse_budget(parsed(budget), device_nbytes)
         if limit == "min":
@@ -54,6 +53,41 @@ def register(app: typer.Typer) -> None:
         fits = None if limit is None else stats.peak_nbytes <= limit
         data = {**_figures(stats), "budget_nbytes": limit, "fits": fits}
         return Answer(data, _table(stats, limit), code=1 if fits is False else 0)
+
+    @command(app, "sweep")
+    def sweep(
+        *,
+        subject: Subject,
+        points: Annotated[int, typer.Option(min=2, help="How many budgets.")] = 12,
+        plot: Annotated[
+            Path | None,
+            typer.Option(metavar="FILE", callback=writable, help="Draw them: a .png, .svg or .pdf."),
+        ] = None,
+        save: Annotated[
+            Path | None, typer.Option(metavar="FILE", callback=writable, help="Write them, with their plans.")
+        ] = None,
+        planning: Planning,
+    ) -> Answer:
+        """Plan within budgets from the plain step's memory down to the least: what does memory cost?
+
+        A sweep that was interrupted goes on where it was.
+        """
+        if plot is not None:
+            require("tools", "matplotlib")
+        call = subject.load()
+        row, options = call.by_position(), subject.jit_options(call.fn)
+        if isinstance(call.fn, Step):
+            found = frontier_of(step_of(subject, call.fn, None, planning), *row.args, points=points)
+        else:
+            found = frontier_of(row.fn, *row.args, points=points, **options, **planning.options())
+        if save is not None:
+            found.save(save)
+        if plot is not None:
+            import matplotlib
+
+            matplotlib.use("agg")  # a file is wanted, not a window
+            found.plot().figure.savefig(plot, dpi=150)  # type: ignore[union-attr]
+        return Answer(json.loads(found.to_json()), str(found))
 
 
 def _figures(stats: MemoryStats) -> dict[str, int]:

@@ -62,6 +62,12 @@ class Call(NamedTuple):
             return self
         bound = inspect.signature(self.fn).bind(*self.args, **self.kwargs)
         count, names = len(bound.args), tuple(bound.kwargs)
+        if not names:
+            return Call(self.fn, bound.args, {})
+        if isinstance(self.fn, Step):
+            raise ArgumentError(
+                f"This command gives a decorated step no arguments by name ({', '.join(names)})."
+            )
 
         def fn(*args: Any) -> Any:
             return self.fn(*args[:count], **dict(zip(names, args[count:], strict=True)))
