@@ -29,10 +29,12 @@ from ._graph import Graph as Graph
 from ._graph import Node as Node
 from ._graph import Stage as Stage
 from ._graph import Value as Value
-from ._plan import Action as Action
+from ._memory import MemoryStats as MemoryStats
+from ._outcome import Action as Action
+from ._outcome import Round as Round
 from ._plan import Plan as Plan
-from ._program import MemoryStats as MemoryStats
 from ._program import compiler_options as compiler_options
+from ._report import Report as Report
 from ._schedule import Schedule as Schedule
 from ._schedule import complete as complete
 from ._simulate import Profile as Profile

@@ -11,12 +11,15 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from ._baseline import Baseline
+from ._bound import Bound
 from ._budget import Budget, parse_budget, parse_margin
 from ._cache import recall_or_plan
 from ._devices import detect
 from ._errors import ArgumentError, JaxrematWarning
+from ._memory import MemoryStats
 from ._plan import Plan
-from ._program import MemoryStats, Program, device_of, placed
+from ._program import Program, device_of, placed
+from ._report import Report
 from ._solver import Solver
 from ._specs import find
 from ._target import Target
@@ -228,6 +231,10 @@ class Step:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         return self._plan_for(args, kwargs).plan
 
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """The report of the plan for these arguments, see `Plan.report`."""
+        return self.plan(*args, **kwargs).report()
+
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The planned step, lowered for these arguments: a `jax.stages.Lowered`, or its like for a target."""
         return self._program.lower(self._plan_for(args, kwargs).jitted, args, kwargs)
@@ -249,7 +256,7 @@ class Step:
         )  # one for a target says, when called, that it cannot run here
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else _Bound(self, instance)
+        return self if instance is None else Bound(self, instance)
 
     def __repr__(self) -> str:
         what = f"plan={self._given.fingerprint[:12]}" if self._given is not None else repr(self._budget)
@@ -308,30 +315,6 @@ class Step:
                 f"A static argument cannot be hashed ({error}). Pass a hashable object, such as a tuple."
             ) from None
         return key
-
-
-class _Bound:
-    """A step as a method of an object."""
-
-    def __init__(self, step: Step, instance: Any):
-        functools.update_wrapper(self, step)
-        self.__self__ = instance
-        self.__func__ = step
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """`Step.plan` for this object."""
-        return self.__func__.plan(self.__self__, *args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`Step.lower` for this object."""
-        return self.__func__.lower(self.__self__, *args, **kwargs)
-
-    def compile(self, *args: Any, **kwargs: Any) -> Any:
-        """`Step.compile` for this object."""
-        return self.__func__.compile(self.__self__, *args, **kwargs)
 
 
 def plan(fn: Callable[..., Any], *args: Any, budget: Budget, **options: Any) -> Plan:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import jax
+
 from ._budget import format_nbytes
 from ._devices import DeviceSpec
 from ._emit import FENCES, emit
@@ -17,7 +19,8 @@ from ._graph import Graph
 from ._hlo import Module, parse
 from ._lower import as_stacked, estimate_base, lower
 from ._measured import measure
-from ._program import Compiled, MemoryStats, Program
+from ._memory import MemoryStats
+from ._program import Compiled, Program
 from ._roofline import roofline
 from ._schedule import Schedule
 from ._segments import choices
@@ -64,6 +67,13 @@ class Baseline:
     def fingerprint(self) -> str:
         """What tells the program from others."""
         return fingerprint(self.traced)
+
+    @property
+    def compiler(self) -> str:
+        """The compiler, and the device that it compiles for."""
+        name = "the CPU" if self.device.platform == "cpu" else self.device.name
+        there = "" if self.program.target is None else ", without the device"
+        return f"XLA of jax {jax.__version__} for {name}{there}"
 
     def form(self, segments: tuple[int, ...]) -> Traced:
         """The step with its loops in this many segments."""

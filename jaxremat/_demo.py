@@ -19,8 +19,9 @@ from rich.table import Table
 from ._api import memory, optimize
 from ._budget import format_nbytes, parse_budget
 from ._demo_net import Batch, Digits, ResNet, State, TrainStep, initial_state, train_step
+from ._memory import MemoryStats
 from ._plan import Plan
-from ._program import MemoryStats, compiler_options
+from ._program import compiler_options
 
 _BAR_WIDTH = 24
 

@@ -26,41 +26,6 @@ def compiler_options(platform: str, own: dict[str, Any] | None = None) -> dict[s
     return merged
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryStats:
-    """What a compiled program holds on one device, in bytes, as XLA's buffer assignment says.
-
-    **Fields:** `arguments_nbytes`, `outputs_nbytes`, `aliased_nbytes` (outputs that reuse donated arguments),
-    `temporaries_nbytes`. `peak_nbytes` is arguments + outputs - aliased + temporaries.
-    """
-
-    arguments_nbytes: int
-    outputs_nbytes: int
-    aliased_nbytes: int
-    temporaries_nbytes: int
-
-    @property
-    def base_nbytes(self) -> int:
-        """What is there all the time: arguments + outputs - aliased."""
-        return self.arguments_nbytes + self.outputs_nbytes - self.aliased_nbytes
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The whole step's memory."""
-        return self.base_nbytes + self.temporaries_nbytes
-
-    @classmethod
-    def of(cls, compiled: "Compiled") -> "MemoryStats":
-        """Read them off a compiled program."""
-        stats: Any = compiled.memory_analysis()
-        return cls(
-            arguments_nbytes=int(stats.argument_size_in_bytes),
-            outputs_nbytes=int(stats.output_size_in_bytes),
-            aliased_nbytes=int(stats.alias_size_in_bytes),
-            temporaries_nbytes=int(stats.temp_size_in_bytes),
-        )
-
-
 Lowered = jax.stages.Lowered | TargetLowered
 Compiled = jax.stages.Compiled | TargetCompiled
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ._errors import SolverError
 from ._graph import Graph
+from ._outcome import Round
 from ._program import Compiled
 from ._schedule import check
 from ._simulate import Profile, rank
@@ -46,6 +47,8 @@ class Trial:
     compiled: Compiled
     peak_nbytes: int
     compiled_overhead: float
+    compile_seconds: float
+    solve_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -53,6 +56,24 @@ class Trial:
         if self.graph.backend.fuses:
             return max(self.compiled_overhead * self.graph.step_seconds, 0.0)
         return self.profile.extra_seconds
+
+    @property
+    def round(self) -> Round:
+        """What a plan tells of it."""
+        overhead = self.profile.extra_seconds / (self.graph.step_seconds or 1.0)
+        return Round(
+            predicted_peak_nbytes=self.profile.peak_nbytes,
+            compiled_peak_nbytes=self.peak_nbytes,
+            overhead=overhead,
+            compiled_overhead=self.compiled_overhead,
+            gap=max(overhead - self.solution.lower_bound, 0.0),
+            solver=self.solution.solver,
+            stages=len(self.graph.stages),
+            segments=self.graph.segments,
+            fence=self.fence,
+            solve_seconds=self.solve_seconds,
+            compile_seconds=self.compile_seconds,
+        )
 
 
 MOST_OVERHEAD = 1.0
@@ -120,7 +141,7 @@ class Search:
 
     def reform(self, trial: Trial, fence: str) -> None:
         """Compile a trial's schedule with another form of fences."""
-        self.trials.append(self.attempt(trial.graph, trial.solution, fence))
+        self._attempt(trial.graph, trial.solution, fence)
 
     def follow(self, graph: Graph, solution: Solution) -> Trial:
         """Compile a solution that was found elsewhere."""
@@ -175,8 +196,7 @@ class Search:
     def _advance(self, line: _Line, budget: int) -> None:
         """Compile the line's pending solution and correct its allowance."""
         assert line.pending is not None
-        trial = self.attempt(line.graph, line.pending, "finished")
-        self.trials.append(trial)
+        trial = self._attempt(line.graph, line.pending, "finished")
         line.trials.append(trial)
         room = budget - trial.peak_nbytes
         enough = room <= SLACK * (budget - self.graph.base_nbytes) or trial.seconds == 0
@@ -190,10 +210,17 @@ class Search:
             for cut in self.cuttings:
                 solution = self._solution(cut, None, solver)
                 if not self._tried(solution):
-                    self.trials.append(self.attempt(cut, solution, "finished"))
-                    if budget is not None and self.trials[-1].peak_nbytes <= budget:
-                        return self.trials[-1]
+                    trial = self._attempt(cut, solution, "finished")
+                    if budget is not None and trial.peak_nbytes <= budget:
+                        return trial
         return None
+
+    def _attempt(self, graph: Graph, solution: Solution, fence: str) -> Trial:
+        """Compile a solution, and note the seconds of solving since the trial before."""
+        trial = self.attempt(graph, solution, fence)
+        before = sum(t.solve_seconds for t in self.trials)
+        self.trials.append(replace(trial, solve_seconds=self.solve_seconds - before))
+        return self.trials[-1]
 
     def _tried(self, solution: Solution) -> bool:
         return any(t.solution.schedule == solution.schedule for t in self.trials)

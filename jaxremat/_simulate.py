@@ -54,8 +54,53 @@ def extra_seconds(graph: Graph, schedule: Schedule) -> float:
     return graph.extra_seconds + stacked + recomputed
 
 
+class Life(NamedTuple):
+    """A stretch in which an instance of a value is in memory: the value, the stage that made it (-1 in its own place),
+    the first and the last event, its bytes. What a loop stacks has two, before and behind the end of its loop.
+    """
+
+    value: int
+    stage: int
+    begin: int
+    end: int
+    nbytes: int
+
+
+class Run(NamedTuple):
+    """A schedule played: the nodes that ran, the stage that each is recomputed for (-1 in its own place), and what was
+    in memory when.
+    """
+
+    nodes: tuple[int, ...]
+    made_for: tuple[int, ...]
+    lives: tuple[Life, ...]
+
+
 def simulate(graph: Graph, schedule: Schedule) -> Profile:
     """Play the schedule; see the module's docstring for the law."""
+    ran, made_for, lives = play(graph, schedule)
+    delta = [0] * (len(ran) + 2)
+    for life in lives:
+        delta[life.begin] += life.nbytes
+        delta[life.end + 1] -= life.nbytes
+    live = list(accumulate(delta[: len(ran)]))
+    for event, n in enumerate(ran):
+        live[event] += graph.nodes[n].workspace_nbytes
+    peak = max(live, default=0)
+    at = live.index(peak) if live else 0
+    alive = [(life.value, life.stage) for life in lives if life.begin <= at <= life.end]
+    alive.sort(key=lambda i: (-graph.values[i[0]].saved_nbytes, i[1], i[0]))
+    return Profile(
+        peak_nbytes=graph.base_nbytes + max(peak, 0),
+        peak_event=at,
+        runs=(ran, made_for, tuple(live)),
+        alive=tuple(alive),
+        extra_seconds=extra_seconds(graph, schedule),
+    )
+
+
+def play(graph: Graph, schedule: Schedule) -> Run:
+    """What runs and lives when, by the law of the module's docstring."""
     # An instance of value v is v itself, or v + size * (k + 1) where stage k recomputes it: ints, for very deep nets.
     size = len(graph.values)
     ran: list[int] = []  # nodes, in order
@@ -96,41 +141,21 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
     for event, (n, stage) in enumerate(zip(ran, made_for, strict=True)):
         if stage < 0 and graph.nodes[n].loop >= 0:
             behind[graph.nodes[n].loop] = event + 1
-    delta = [0] * (len(ran) + 2)
-    born: dict[int, int] = {}
+    lives: list[Life] = []
     for event, (n, stage) in enumerate(zip(ran, made_for, strict=True)):
         for v in graph.nodes[n].outputs:
             value = graph.values[v]
             if value.materialised and not (value.is_output and stage < 0):
-                instance = v + size * (stage + 1)
                 begin = event + (stage < 0 and n in graph.in_place)
-                end = last.get(instance, event)
+                end = last.get(v + size * (stage + 1), event)
                 if end < begin:
                     continue
-                born[instance] = begin
                 if stage < 0 and value.length > 1 and end >= (stacked := behind[graph.nodes[n].loop]):
-                    delta[stacked] += value.saved_nbytes - value.nbytes
-                    delta[end + 1] -= value.saved_nbytes - value.nbytes
-                delta[begin] += value.nbytes
-                delta[end + 1] -= value.nbytes
-    live = list(accumulate(delta[: len(ran)]))
-    for event, n in enumerate(ran):
-        live[event] += graph.nodes[n].workspace_nbytes
-    peak = max(live, default=0)
-    at = live.index(peak) if live else 0
-    alive = [
-        (i % size, i // size - 1)
-        for i, event in born.items()
-        if event <= at <= max(event, last.get(i, event))
-    ]
-    alive.sort(key=lambda i: (-graph.values[i[0]].saved_nbytes, i))
-    return Profile(
-        peak_nbytes=graph.base_nbytes + max(peak, 0),
-        peak_event=at,
-        runs=(tuple(ran), tuple(made_for), tuple(live)),
-        alive=tuple(alive),
-        extra_seconds=extra_seconds(graph, schedule),
-    )
+                    lives.append(Life(v, stage, begin, stacked - 1, value.nbytes))
+                    lives.append(Life(v, stage, stacked, end, value.saved_nbytes))
+                else:
+                    lives.append(Life(v, stage, begin, end, value.nbytes))
+    return Run(tuple(ran), tuple(made_for), tuple(lives))
 
 
 def rank(graph: Graph, schedule: Schedule, budget_nbytes: int | None) -> tuple[float, ...]:

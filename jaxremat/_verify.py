@@ -5,10 +5,12 @@ plan that fits. Nothing that exceeds the budget is returned.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ._account import account, account_of_plain
 from ._alive import alive_at_peak
 from ._baseline import Baseline, everything, text_of
 from ._budget import Budget, format_nbytes, parse_budget, parse_margin
@@ -16,9 +18,11 @@ from ._emit import FENCES
 from ._errors import InfeasibleBudgetError, PlanMismatchError
 from ._graph import Graph
 from ._hlo import parse
-from ._lower import lower
-from ._plan import Plan, actions
-from ._program import Compiled, MemoryStats
+from ._lower import as_stacked, lower
+from ._memory import MemoryStats
+from ._outcome import actions
+from ._plan import Plan
+from ._program import Compiled
 from ._roofline import roofline
 from ._schedule import Schedule, check
 from ._search import Search, Trial
@@ -103,7 +107,8 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
     if not verify:
         return Planned(plan, jitted, None)
     compiled = baseline.compile(jitted)
-    peak = MemoryStats.of(compiled).peak_nbytes
+    memory = MemoryStats.of(compiled)
+    peak = memory.peak_nbytes
     if peak > (room := plan.budget_nbytes - plan.margin_nbytes):
         raise InfeasibleBudgetError(
             f"The plan was made for {format_nbytes(room)}, but this machine's compiler needs "
@@ -111,7 +116,13 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
             budget_nbytes=plan.budget_nbytes,
             min_peak_nbytes=peak,
         )
-    plan = replace(plan, compiled_peak_nbytes=peak, alive=alive_at_peak(text_of(compiled)))
+    plan = replace(
+        plan,
+        compiled_peak_nbytes=peak,
+        memory=memory,
+        compiler=baseline.compiler,
+        alive=alive_at_peak(text_of(compiled)),
+    )
     return Planned(plan, jitted, compiled)
 
 
@@ -168,26 +179,34 @@ class _Planner:
         compiled, graph = self.baseline.plain, self.baseline.rough
         plan = self._as_plan(graph, budget, Solution(everything(graph), solver="none"))
         plan = replace(
-            plan,
+            self._confirmed(plan, compiled),
             predicted_peak_nbytes=plan.baseline_peak_nbytes,
-            compiled_peak_nbytes=plan.baseline_peak_nbytes,
             compiled_overhead=0.0,
             stages=(),
             segments=self.baseline.traced.segments,
-            alive=alive_at_peak(text_of(compiled)),
+            account=account_of_plain(as_stacked(graph)),
         )
         return Planned(plan, self.baseline.program.plain, compiled)
 
     def _planned(self, search: Search, trial: Trial, budget: int) -> Planned:
         plan = self._as_plan(trial.graph, budget, trial.solution, search)
         plan = replace(
-            plan,
-            compiled_peak_nbytes=trial.peak_nbytes,
+            self._confirmed(plan, trial.compiled),
             compiled_overhead=trial.compiled_overhead,
             fence=trial.fence,
-            alive=alive_at_peak(text_of(trial.compiled)),
         )
         return Planned(plan, trial.jitted, trial.compiled)
+
+    def _confirmed(self, plan: Plan, compiled: Compiled) -> Plan:
+        """The plan with what the compiler says of its step."""
+        memory = MemoryStats.of(compiled)
+        return replace(
+            plan,
+            compiled_peak_nbytes=memory.peak_nbytes,
+            memory=memory,
+            compiler=self.baseline.compiler,
+            alive=alive_at_peak(text_of(compiled)),
+        )
 
     def _unverified(self, budget: int | Literal["min"]) -> Planned:
         baseline = self.baseline
@@ -211,6 +230,7 @@ class _Planner:
     def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial:
         baseline = self.baseline
         profile = simulate(graph, solution.schedule)
+        began = time.monotonic()
         jitted = baseline.jitted(graph, solution.schedule, fence)
         compiled = baseline.compile(jitted)
         seconds = roofline(parse(text_of(compiled)), baseline.device).seconds
@@ -223,6 +243,7 @@ class _Planner:
             compiled=compiled,
             peak_nbytes=MemoryStats.of(compiled).peak_nbytes,
             compiled_overhead=seconds / baseline.seconds - 1,
+            compile_seconds=time.monotonic() - began,
         )
         logger.info(
             "predicted %s, compiled %s, overhead predicted %.2f %%, compiled %.2f %%",
@@ -237,12 +258,15 @@ class _Planner:
         overhead = profile.extra_seconds / (graph.step_seconds or 1.0)
         trials = search.trials if search else []
         return Plan(
+            step=getattr(self.baseline.program.fn, "__name__", "step"),
             budget_nbytes=budget + self.margin_nbytes,
             baseline_peak_nbytes=self.baseline.peak_nbytes
             if self.request.options.verify
             else self.baseline.rough_peak_nbytes,
             predicted_peak_nbytes=profile.peak_nbytes,
             compiled_peak_nbytes=None,
+            memory=None,
+            compiler="",
             overhead=overhead,
             compiled_overhead=None,
             lower_bound=solution.lower_bound,
@@ -250,9 +274,10 @@ class _Planner:
             solver=solution.solver or type(self.request.options.solver).__name__,
             solve_seconds=search.solve_seconds if search else 0.0,
             compile_count=self.baseline.compile_count - self.compiled_before,
-            rounds=tuple((t.profile.peak_nbytes, t.peak_nbytes) for t in trials),
+            rounds=tuple(t.round for t in trials),
             actions=actions(graph, schedule),
             alive=(),
+            account=account(as_stacked(search.forms[0] if search else graph), graph, schedule),
             fingerprint=self.baseline.fingerprint,
             saved=tuple(sorted(schedule.saved)),
             kept=tuple(sorted(schedule.kept)),

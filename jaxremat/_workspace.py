@@ -12,8 +12,9 @@ import jax.extend.core as jex
 from ._alone import Figures, alone, key
 from ._backend import backend
 from ._cost import aval_nbytes
+from ._memory import MemoryStats
 from ._primitives import is_contraction
-from ._program import MemoryStats, Program
+from ._program import Program
 from ._slices import expands
 from ._trace import Traced
 

@@ -5,7 +5,9 @@ from typing import Any
 from graphs import Builder, in_loops
 from hypothesis import strategies as st
 
-from jaxremat import Action, Graph, Plan
+from jaxremat import Action, Graph, MemoryStats, Plan, Round
+from jaxremat._account import Account, Share
+from jaxremat._timeline import Group, Moment, Timeline
 
 SECONDS = st.integers(0, 8).map(lambda quarters: quarters / 4)  # sums of these are exact
 FEW = st.integers(0, 9).map(lambda i: i == 0)  # true once in ten
@@ -115,6 +117,44 @@ def holdable(graph: Graph) -> list[tuple[int, int]]:
     ]
 
 
+def tuples_of(items: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    """Tuples of at most three."""
+    return st.lists(items, max_size=3).map(tuple)
+
+
+@st.composite
+def accounts(draw: st.DrawFn) -> Account:
+    """Accounts with arbitrary content, for reading and writing."""
+    moments = st.builds(
+        Moment,
+        seconds=SHARES,
+        forward_nbytes=NBYTES,
+        recomputed_nbytes=NBYTES,
+        backward_nbytes=NBYTES,
+        scratch_nbytes=NBYTES,
+    )
+    timelines = st.builds(Timeline, seconds=SHARES, forward_seconds=SHARES, moments=tuples_of(moments))
+    shares = st.builds(
+        Share,
+        saved_nbytes=NBYTES,
+        recomputed_nbytes=NBYTES,
+        dropped_nbytes=NBYTES,
+        seconds=SHARES,
+        extra_seconds=SHARES,
+    )
+    return draw(
+        st.builds(
+            Account,
+            base_nbytes=NBYTES,
+            step_seconds=SHARES,
+            plain=timelines,
+            planned=timelines,
+            groups=tuples_of(st.builds(Group, nbytes=NBYTES)),
+            shares=tuples_of(shares),
+        )
+    )
+
+
 NBYTES = st.integers(0, 2**50)
 SHARES = st.floats(0, 10, allow_nan=False)
 TEXTS = st.text(max_size=12)
@@ -150,7 +190,22 @@ def plans(draw: st.DrawFn) -> Plan:
             solver=TEXTS,
             solve_seconds=SHARES,
             compile_count=ids,
-            rounds=st.lists(st.tuples(NBYTES, NBYTES), max_size=3).map(tuple),
+            step=TEXTS,
+            memory=st.none() | st.builds(MemoryStats, NBYTES, NBYTES, NBYTES, NBYTES),
+            compiler=TEXTS,
+            rounds=tuples_of(
+                st.builds(
+                    Round,
+                    predicted_peak_nbytes=NBYTES,
+                    compiled_peak_nbytes=NBYTES,
+                    overhead=SHARES,
+                    compiled_overhead=SHARES,
+                    gap=SHARES,
+                    solve_seconds=SHARES,
+                    compile_seconds=SHARES,
+                )
+            ),
+            account=accounts(),
             actions=st.lists(actions, max_size=4).map(tuple),
             fingerprint=TEXTS,
             saved=st.lists(ids, max_size=4).map(tuple),

@@ -20,7 +20,7 @@ from test_optimize import stripped
 import jaxremat
 from jaxremat import JaxrematWarning, MinCut, Plan, Solution, _cache, _disk
 from jaxremat._devices import measure_cpu
-from jaxremat._program import MemoryStats
+from jaxremat._memory import MemoryStats
 
 WIDTH, LAYERS, BATCH = 32, 6, 512
 

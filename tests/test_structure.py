@@ -12,8 +12,9 @@ FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py")
 TREES = {name: ast.parse(path.read_text(), name) for name, path in FILES.items()}
 FREE_OF_JAX = [
     "_graph.py", "_schedule.py", "_simulate.py", "_plan.py", "_stages.py", "_budget.py", "_errors.py", "_hlo.py",
-    "_alive.py", "_merge.py", "_disk.py", "_backend.py", "_updates.py", "_specimens.py", "testing.py",
-    *(name for name in FILES if name.startswith("_solver/")),
+    "_alive.py", "_merge.py", "_disk.py", "_backend.py", "_updates.py", "_specimens.py", "testing.py", "_memory.py",
+    "_timeline.py", "_account.py", "_outcome.py", "_json.py",
+    *(name for name in FILES if name.startswith(("_solver/", "_report/"))),
 ]  # fmt: skip
 PIPELINE = [
     "_errors",
@@ -21,6 +22,10 @@ PIPELINE = [
     "_graph",
     "_schedule",
     "_simulate",
+    "_timeline",
+    "_account",
+    "_outcome",
+    "_report",
     "_plan",
     "_solver",
     "_search",

@@ -322,12 +322,13 @@ class Bench:
 
 def _of_plan(plan: jaxremat.Plan) -> records.Record:
     """What the plan says of itself."""
-    first = plan.rounds[0] if plan.rounds else (None, None)
+    rounds = [(each.predicted_peak_nbytes, each.compiled_peak_nbytes) for each in plan.rounds]
+    first = rounds[0] if rounds else (None, None)
     return {
         "budget_nbytes": plan.budget_nbytes,
         "first_predicted_nbytes": first[0],
         "first_compiled_nbytes": first[1],
-        "rounds": plan.rounds,
+        "rounds": rounds,
         "predicted_nbytes": plan.predicted_peak_nbytes,
         "predicted_overhead": plan.overhead,
         "compiled_overhead": plan.compiled_overhead,

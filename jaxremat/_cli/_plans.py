@@ -10,7 +10,7 @@ from rich.table import Table
 from .._api import Step
 from .._api import memory as memory_of
 from .._budget import format_nbytes, parse_budget
-from .._program import MemoryStats
+from .._memory import MemoryStats
 from .._sweep import sweep as frontier_of
 from .._target import Target
 from ._command import Answer, command, require

@@ -1,0 +1,94 @@
+"""Graph, schedules -> account: what a report tells of the graph itself, compact enough to be kept in the plan's file.
+
+Law: the bytes saved and not saved by all modules together are those of the plan's actions.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ._graph import Graph, Node, Stage
+from ._schedule import Schedule, complete
+from ._simulate import extra_seconds
+from ._timeline import Group, Groups, Timeline, module_path, rounded, timeline
+
+
+class Share(NamedTuple):
+    """One module's share, without that of modules inside it.
+
+    **Fields:** `path` its name, with those around it; `saved_nbytes`, `recomputed_nbytes` and `dropped_nbytes` (neither
+    saved nor needed again) of its residuals; `seconds` of running its forward pass once more, and `extra_seconds` that
+    recomputation takes.
+    """
+
+    path: tuple[str, ...]
+    saved_nbytes: int
+    recomputed_nbytes: int
+    dropped_nbytes: int
+    seconds: float
+    extra_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Where the step's memory and time go, as modelled.
+
+    **Fields:** `base_nbytes` arguments + outputs - aliased bytes; `step_seconds` of the plain step; `plain` and
+    `planned` timelines, and the `groups` that they name by index; `shares` by module, in the order of the program.
+    """
+
+    base_nbytes: int
+    step_seconds: float
+    plain: Timeline
+    planned: Timeline
+    groups: tuple[Group, ...]
+    shares: tuple[Share, ...]
+
+
+def account(plain: Graph, graph: Graph, schedule: Schedule) -> Account:
+    """The account of a schedule of a graph; `plain` is the graph of the step as it is."""
+    groups = Groups()
+    before = _before(plain, groups)
+    after = timeline(graph, schedule, max(plain.step_seconds + extra_seconds(graph, schedule), 0.0), groups)
+    return Account(
+        graph.base_nbytes, plain.step_seconds, before, after, groups.listed(), _shares(graph, schedule)
+    )
+
+
+def account_of_plain(plain: Graph) -> Account:
+    """The account of the step as it is."""
+    groups = Groups()
+    before = _before(plain, groups)
+    shares = _shares(plain, complete(plain, plain.residuals))
+    return Account(plain.base_nbytes, plain.step_seconds, before, before, groups.listed(), shares)
+
+
+def _before(plain: Graph, groups: Groups) -> Timeline:
+    # One stage: the plain step has no fences, so that nothing waits for one.
+    whole = (Stage(plain.forward_stop, len(plain.nodes)),) if plain.stages else ()
+    plain = replace(plain, stages=whole)
+    return timeline(plain, complete(plain, plain.residuals), plain.step_seconds, groups)
+
+
+def _shares(graph: Graph, schedule: Schedule) -> tuple[Share, ...]:
+    found: dict[tuple[str, ...], list[float]] = {}
+    runs = Counter(n for nodes in schedule.recomputed for n in nodes)
+    residuals = set(graph.residuals)
+    for node in graph.nodes:
+        if not node.forward:
+            continue
+        share = found.setdefault(_path(node), [0, 0, 0, 0.0, 0.0])
+        for v in residuals.intersection(node.outputs):
+            share[0 if v in schedule.saved else 1 if node.id in runs else 2] += graph.values[v].saved_nbytes
+        share[3] += node.seconds
+        share[4] += node.seconds * runs[node.id]
+    return tuple(
+        Share(path, *map(int, share[:3]), *map(rounded, share[3:]))
+        for path, share in found.items()
+        if any(share)
+    )
+
+
+def _path(node: Node) -> tuple[str, ...]:
+    """Its modules; its line where it stands in none."""
+    return module_path(node.scope) or (node.source or "(no name)",)

@@ -1,0 +1,66 @@
+"""JSON data -> dataclasses and named tuples, by their annotations.
+
+Law: `read(cls, json.loads(json.dumps(asdict(x)))) == x`, and data of another kind is refused where it stands.
+"""
+
+import types
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def read(kind: Any, data: Any, where: str = "the text") -> Any:
+    """The value of this type that the data stands for.
+
+    **Arguments:** `kind`: a dataclass, a named tuple, a tuple, a literal, int, float, str, bool, or a union of them.
+
+    **Raises:** `KeyError` for a field that is missing or unknown, `TypeError` for anything else that is no such value.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _one_of(parts, data, where)
+    if origin is Literal:
+        if data not in parts:
+            raise TypeError(f"{where} is {data!r}")
+        return data
+    if origin is tuple:
+        return _many(parts, data, where)
+    if is_dataclass(kind):
+        if not isinstance(data, dict):
+            raise TypeError(f"{where} is {data!r:.60}")
+        names = [f.name for f in fields(kind)]
+        if unknown := set(data) ^ set(names):
+            raise KeyError(", ".join(sorted(unknown)))
+        make: Any = kind
+        return make(**{name: read(_hints(kind)[name], data[name], name) for name in names})
+    if hasattr(kind, "_fields"):
+        return kind(*_each([_hints(kind)[name] for name in kind._fields], data, kind._fields))
+    wanted = (int, float) if kind is float else kind
+    if not isinstance(data, wanted) or (isinstance(data, bool) and kind is not bool):
+        raise TypeError(f"{where} is {data!r:.60}")
+    return data
+
+
+_hints = cache(get_type_hints)
+
+
+def _one_of(kinds: Iterable[Any], data: Any, where: str) -> Any:
+    if data is None and types.NoneType in kinds:
+        return None
+    (kind,) = (kind for kind in kinds if kind is not types.NoneType)
+    return read(kind, data, where)
+
+
+def _many(kinds: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        raise TypeError(f"{where} is {data!r:.60}")
+    if kinds[-1] is Ellipsis:
+        return tuple(read(kinds[0], item, where) for item in data)
+    return tuple(_each(kinds, data, [where] * len(kinds)))
+
+
+def _each(kinds: Any, data: Any, names: Any) -> list[Any]:
+    if not isinstance(data, list) or len(data) != len(kinds):
+        raise TypeError(f"{', '.join(names)} are {data!r:.60}")
+    return [read(kind, item, name) for kind, item, name in zip(kinds, data, names, strict=True)]

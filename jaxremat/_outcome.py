@@ -1,0 +1,197 @@
+"""What planning came to, in full: what is done with each value, what it costs, and what the compiler confirmed."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ._account import Account
+from ._alive import Alive
+from ._budget import format_nbytes
+from ._graph import Graph
+from ._memory import MemoryStats
+from ._schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What happens to one residual.
+
+    **Fields:** `value` its id; `name` the user's `checkpoint_name`, else the primitive that makes it; `shape` as text;
+    `nbytes`; `action`; `stages` in which it is recomputed, none where what reads it is recomputed nowhere either;
+    `scope` the name stack; `source` the user's line.
+    """
+
+    value: int
+    name: str
+    shape: str
+    nbytes: int
+    action: Literal["save", "recompute"]
+    stages: tuple[int, ...]
+    scope: str
+    source: str
+
+    def __str__(self) -> str:
+        if self.action == "save":
+            return "save"
+        return f"recompute in stage {', '.join(map(str, self.stages))}" if self.stages else "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One schedule that was compiled in search of the best.
+
+    **Fields:** `predicted_peak_nbytes` by the simulator, `compiled_peak_nbytes` by the compiler; `overhead` and
+    `compiled_overhead` as in `Plan`, and `gap` to the solver's own bound; `solver`; `stages` how many the backward pass
+    is cut into, `segments` as in `Plan`; `fence` the form of the fences; `solve_seconds` since the round before,
+    `compile_seconds` to emit, compile and read it.
+    """
+
+    predicted_peak_nbytes: int
+    compiled_peak_nbytes: int
+    overhead: float
+    compiled_overhead: float
+    gap: float
+    solver: str
+    stages: int
+    segments: tuple[int, ...]
+    fence: str
+    solve_seconds: float
+    compile_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The part of a `Plan` that is for people; its fields are described there."""
+
+    step: str
+    budget_nbytes: int
+    margin_nbytes: int = 0
+    respect_checkpoint: bool = False
+    baseline_peak_nbytes: int
+    predicted_peak_nbytes: int
+    compiled_peak_nbytes: int | None
+    memory: MemoryStats | None
+    compiler: str
+    overhead: float
+    compiled_overhead: float | None
+    lower_bound: float
+    gap: float
+    solver: str
+    solve_seconds: float
+    compile_count: int
+    rounds: tuple[Round, ...]
+    actions: tuple[Action, ...]
+    alive: tuple[Alive, ...]
+    account: Account
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The compiled peak; the predicted one where nothing was compiled."""
+        return self.compiled_peak_nbytes or self.predicted_peak_nbytes
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether nothing is recomputed: the plain step, with fences for updates where `stages` are not empty."""
+        return not any(a.action == "recompute" for a in self.actions)
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes of the residuals that are saved."""
+        return sum(a.nbytes for a in self.actions if a.action == "save")
+
+    @property
+    def dropped_nbytes(self) -> int:
+        """Bytes of the residuals that are not saved: recomputed, or not needed again."""
+        return sum(a.nbytes for a in self.actions if a.action == "recompute")
+
+    def explain_peak(self, rows: int = 12) -> str:
+        """What fills the compiled step's memory at its peak, by kind and user's source line, the largest first.
+
+        Equal arrays from the same line are one row. The liveness is read off the compiler's schedule; it may exceed
+        the compiler's own figure a little, because XLA also uses the memory of outputs.
+        """
+        if not self.alive:
+            return "The plan was not compiled, so that nothing is known of its peak. Plan with `verify=True`."
+        largest = alike(self.alive)
+        shares = ", ".join(f"{kind} {format_nbytes(n)}" for kind, n in by_kind(self.alive))
+        lines = [f"At the compiled peak of {format_nbytes(self.compiled_peak_nbytes or 0)}: {shares}"]
+        for a, count in largest[:rows]:
+            times = f"{count} x " if count > 1 else ""
+            lines.append(
+                f"  {format_nbytes(a.nbytes * count):>9}  {a.kind:<10}  {times}{a.shape}  {a.source or a.scope}"
+            )
+        if len(largest) > rows:
+            rest = sum(a.nbytes * count for a, count in largest[rows:])
+            lines.append(f"  {format_nbytes(rest):>9}  in {len(largest) - rows} more")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def alike(alive: tuple[Alive, ...]) -> list[tuple[Alive, int]]:
+    """Equal arrays from the same line: one of them and how many there are, the largest in all first."""
+    groups: dict[tuple[str, str, str], list[Alive]] = {}
+    for a in alive:
+        groups.setdefault((a.kind, a.shape, a.source or a.scope), []).append(a)
+    counted = [(group[0], len(group)) for group in groups.values()]
+    return sorted(counted, key=lambda each: -each[0].nbytes * each[1])
+
+
+def by_kind(alive: tuple[Alive, ...]) -> list[tuple[str, int]]:
+    """Bytes by kind, the most first."""
+    kinds: dict[str, int] = {}
+    for a in alive:
+        kinds[a.kind] = kinds.get(a.kind, 0) + a.nbytes
+    return sorted(kinds.items(), key=lambda kind: -kind[1])
+
+
+def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
+    """What a schedule does to each residual, largest first."""
+    stages: dict[int, list[int]] = {}
+    for k, nodes in enumerate(schedule.recomputed):
+        for n in nodes:
+            for v in graph.nodes[n].outputs:
+                stages.setdefault(v, []).append(k)
+    found = []
+    for v in graph.residuals:
+        value, node = graph.values[v], graph.nodes[graph.values[v].producer]
+        saved = v in schedule.saved
+        found.append(
+            Action(
+                value=v,
+                name=value.name or node.primitive,
+                shape=value.shape if value.length == 1 else f"{value.length} x {value.shape}",
+                nbytes=value.saved_nbytes,
+                action="save" if saved else "recompute",
+                stages=() if saved else tuple(stages.get(v, ())),
+                scope=node.scope,
+                source=node.source,
+            )
+        )
+    return tuple(sorted(found, key=lambda a: (-a.nbytes, a.value)))
+
+
+def describe(plan: Outcome, rows: int = 12) -> str:
+    """The plan in a few lines for a terminal."""
+    compiled = plan.compiled_peak_nbytes
+    lines = [
+        f"Plan: peak {format_nbytes(plan.peak_nbytes)} "
+        f"({'compiled' if compiled else 'predicted, not compiled'}) within {format_nbytes(plan.budget_nbytes)}"
+        + (f", of which {format_nbytes(plan.margin_nbytes)} stay free" if plan.margin_nbytes else "")
+        + f"; the plain step needs {format_nbytes(plan.baseline_peak_nbytes)}",
+        f"  predicted peak {format_nbytes(plan.predicted_peak_nbytes)}, overhead {plan.overhead:.2%}"
+        + (f" (compiled program {plan.compiled_overhead:.2%})" if plan.compiled_overhead is not None else "")
+        + f", at most {plan.gap:.2%} from the best",
+        f"  saved {format_nbytes(plan.saved_nbytes)} in {sum(a.action == 'save' for a in plan.actions)} values, "
+        f"recomputed {format_nbytes(plan.dropped_nbytes)} in {sum(a.action == 'recompute' for a in plan.actions)}",
+        f"  solver {plan.solver}, {plan.solve_seconds:.2f} s, {plan.compile_count} compilations",
+    ]
+    if plan.respect_checkpoint:
+        lines.append("  the step's own checkpoints are kept, and what they recompute is not counted above")
+    if not plan.drops_nothing:
+        lines.append("  largest values:")
+        lines += [
+            f"    {format_nbytes(a.nbytes):>9}  {a}  {a.name} {a.shape}  {a.source or a.scope}"
+            for a in plan.actions[:rows]
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,201 @@
+"""Outcome -> the rows and sentences that every form of a report shows."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .._account import Account
+from .._alive import Alive
+from .._budget import format_nbytes
+from .._outcome import Action, Outcome
+from .._timeline import module_path, numberless
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds for people, three digits: `1.38 s`, `12.0 ms`, `840 us`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= 0.9995 * scale:
+            return f"{_three(seconds / scale)} {unit}"
+    return f"{_three(seconds / 1e-9)} ns" if seconds else "0 s"
+
+
+def _three(number: float) -> str:
+    digits = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
+    return f"{number:.{digits}f}"
+
+
+def is_plain(outcome: Outcome) -> bool:
+    """Whether the step is left as it is."""
+    return outcome.account.plain == outcome.account.planned
+
+
+def verdict(outcome: Outcome) -> str:
+    """The whole in one sentence."""
+    peak, budget = format_nbytes(outcome.peak_nbytes), format_nbytes(outcome.budget_nbytes)
+    needs = "needs" if outcome.compiled_peak_nbytes else "is expected to need"
+    if is_plain(outcome):
+        return f"{outcome.step} {needs} {peak} as it is, within the {budget} allowed, so that nothing is recomputed."
+    plain = format_nbytes(outcome.baseline_peak_nbytes)
+    return f"{outcome.step} {needs} {peak} of the {budget} allowed; without the plan it needs {plain}."
+
+
+def price(outcome: Outcome) -> str:
+    """What it costs, in one sentence."""
+    if is_plain(outcome):
+        return "It costs nothing: the program is the one that jax.jit gives."
+    modelled = f"{outcome.overhead:+.1%} of the step's time by the planner's model"
+    if outcome.compiled_overhead is None:
+        return f"It costs {modelled}; nothing was compiled."
+    return (
+        f"It costs {modelled}, {outcome.compiled_overhead:+.1%} by a roofline of the two compiled programs. "
+        "Neither is a stopwatch."
+    )
+
+
+def remarks(outcome: Outcome) -> str:
+    """What else to know of the figures; "" for nothing."""
+    kept = "The step's own checkpoints are kept; what they recompute is not counted here. "
+    free = f"{format_nbytes(outcome.margin_nbytes)} of the budget stay free. "
+    return ((kept if outcome.respect_checkpoint else "") + (free if outcome.margin_nbytes else "")).strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Residuals that look alike and share a fate: one `action`, how many, all their bytes, which stages, where."""
+
+    fate: str
+    count: int
+    nbytes: int
+    name: str
+    shape: str
+    stages: tuple[int, ...]
+    module: str
+    source: str
+
+    @property
+    def when(self) -> str:
+        """The stages, `3` or `3 to 9`; "" where it is not recomputed."""
+        first, last = (self.stages[0], self.stages[-1]) if self.stages else ("", "")
+        return str(first) if first == last else f"{first} to {last}"
+
+
+def largest(actions: Iterable[Action]) -> list[Values]:
+    """Residuals in groups, those with most bytes in all first."""
+    groups: dict[tuple[str, ...], list[Action]] = {}
+    for a in actions:
+        fate = "save" if a.action == "save" else "recompute" if a.stages else "drop"
+        module = numberless("/".join(module_path(a.scope)))
+        groups.setdefault((fate, a.name, a.shape, a.source, module), []).append(a)
+    found = []
+    for (fate, name, shape, source, module), group in groups.items():
+        modules = {"/".join(module_path(a.scope)) for a in group}
+        found.append(
+            Values(
+                fate=fate,
+                count=len(group),
+                nbytes=sum(a.nbytes for a in group),
+                name=name,
+                shape=shape,
+                stages=tuple(sorted({k for a in group for k in a.stages})),
+                module=modules.pop() if len(modules) == 1 else module,
+                source=source,
+            )
+        )
+    return sorted(found, key=lambda v: -v.nbytes)
+
+
+@dataclass
+class Branch:
+    """One module with all inside of it; `children` by name, in the order of the program."""
+
+    name: str
+    saved_nbytes: int = 0
+    recomputed_nbytes: int = 0
+    dropped_nbytes: int = 0
+    seconds: float = 0.0
+    extra_seconds: float = 0.0
+    children: dict[str, "Branch"] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its residuals."""
+        return self.saved_nbytes + self.recomputed_nbytes + self.dropped_nbytes
+
+
+def modules(account: Account) -> Branch:
+    """The tree of modules; its root is the whole forward pass."""
+    root = Branch("forward pass")
+    for share in account.shares:
+        branch = root
+        for name in (None, *share.path):
+            if name is not None:
+                branch = branch.children.setdefault(name, Branch(name))
+            branch.saved_nbytes += share.saved_nbytes
+            branch.recomputed_nbytes += share.recomputed_nbytes
+            branch.dropped_nbytes += share.dropped_nbytes
+            branch.seconds += share.seconds
+            branch.extra_seconds += share.extra_seconds
+    return root
+
+
+def rounds(outcome: Outcome) -> list[tuple[str, ...]]:
+    """The solver's log: a row for each schedule that was compiled, under `ROUND`."""
+    rows = []
+    for i, r in enumerate(outcome.rounds, 1):
+        room = outcome.budget_nbytes - outcome.margin_nbytes
+        rows.append(
+            (
+                str(i),
+                format_nbytes(r.predicted_peak_nbytes),
+                format_nbytes(r.compiled_peak_nbytes),
+                "yes" if r.compiled_peak_nbytes <= room else "no",
+                f"{r.overhead:.2%}",
+                f"{r.compiled_overhead:.2%}",
+                f"{r.gap:.2%}",
+                str(r.stages),
+                r.solver,
+                f"{r.solve_seconds:.2f} s",
+                f"{r.compile_seconds:.2f} s",
+            )
+        )
+    return rows
+
+
+ROUND = ("round", "predicted", "compiled", "fits", "overhead", "roofline", "gap", "stages", "solver", "solving",
+         "compiling")  # fmt: skip
+"""Names of the columns of `rounds`."""
+
+
+def verified(outcome: Outcome) -> list[tuple[str, str]]:
+    """What the compiler confirmed, in rows of a name and a figure; none where nothing was compiled."""
+    memory = outcome.memory
+    if memory is None or outcome.compiled_peak_nbytes is None:
+        return []
+    room = outcome.budget_nbytes - outcome.margin_nbytes
+    rows = [
+        ("compiler", outcome.compiler),
+        ("arguments", format_nbytes(memory.arguments_nbytes)),
+        ("outputs", format_nbytes(memory.outputs_nbytes)),
+        ("aliased (outputs in donated arguments)", f"-{format_nbytes(memory.aliased_nbytes)}"),
+        ("temporaries", format_nbytes(memory.temporaries_nbytes)),
+        ("peak, the sum of these", format_nbytes(memory.peak_nbytes)),
+        ("budget", format_nbytes(outcome.budget_nbytes)),
+    ]
+    if outcome.margin_nbytes:
+        rows.append(("of which stay free", format_nbytes(outcome.margin_nbytes)))
+    return [*rows, ("left below the budget", format_nbytes(room - memory.peak_nbytes))]
+
+
+def tidy(source: str) -> str:
+    """A source line without the inner functions that nobody named: `net.py:7 (Net.__call__)`."""
+    return re.sub(r"(\.<locals>)?(\.<(lambda|genexpr|listcomp)>|\.<locals>)", "", source)
+
+
+def module_of(scope: str) -> str:
+    """The module of a compiler's name for an operation: `jit(step)/jvp(Net)/Dense_0/dot_general` is `Net/Dense_0`."""
+    return "/".join(module_path(scope.partition("/")[2].rpartition("/")[0]))
+
+
+def bytes_of(counted: Iterable[tuple[Alive, int]]) -> int:
+    """All bytes of what `alike` counted."""
+    return sum(a.nbytes * count for a, count in counted)

@@ -1,0 +1,89 @@
+"""Outcome -> `Report`: one object that shows itself wherever it is looked at."""
+
+import html
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .._errors import InstallError
+from .._outcome import Outcome
+from ._html import page
+from ._text import text
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a plan does, for people: where memory goes over the step, which values are saved or recomputed, what each
+    module takes, how the plan was found and what the compiler confirmed.
+
+    In a terminal, `print` it (with colours and tables where rich is installed); in a notebook, leave it as the last
+    line of a cell; `save("report.html")` writes one HTML file that needs nothing else.
+
+    **Fields:** `outcome` the plan.
+    """
+
+    outcome: Outcome
+
+    def text(self, width: int = 100) -> str:
+        """The report as plain text of at most about so many columns."""
+        return text(self.outcome, width)
+
+    def html(self) -> str:
+        """The report as one HTML page: no network, no scripts or styles from elsewhere.
+
+        **Raises:** `InstallError` where jinja2 is not installed.
+        """
+        if not _installed("jinja2"):
+            raise InstallError(
+                "HTML reports need jinja2, which is not installed. "
+                'Run: pip install "jaxremat[tools]". `print(report)` needs nothing.'
+            )
+        return page(self.outcome)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report to a file: an HTML page, or plain text where the name ends in `.txt`.
+
+        **Raises:** `InstallError` where jinja2 is not installed.
+        """
+        target = Path(path)
+        target.write_text(self.text() if target.suffix == ".txt" else self.html(), encoding="utf-8")
+
+    def summary_html(self) -> str:
+        """Its beginning as a fragment of HTML: what was reached, and the memory over the step."""
+        return self._fragment(summary=True)
+
+    def _repr_html_(self) -> str:
+        return self._fragment(summary=False)
+
+    def _fragment(self, summary: bool) -> str:
+        if not _installed("jinja2"):
+            return f"<pre>{html.escape(self.text())}</pre>"
+        return page(self.outcome, whole=False, summary=summary)
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from ._rich import renderables
+
+        yield from renderables(self.outcome, options.max_width)
+
+    def __str__(self) -> str:
+        width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+        if not _installed("rich"):
+            return self.text(width)
+        from ._rich import rendered
+
+        return rendered(self.outcome, width, colours=sys.stdout.isatty())
+
+    def __repr__(self) -> str:
+        return f"<jaxremat.Report of {self.outcome.step}>"
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # in sys.modules without a spec
+        return False

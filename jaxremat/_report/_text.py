@@ -1,0 +1,193 @@
+"""Outcome -> the report in plain text, for terminals without rich, logs and files."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .._budget import format_nbytes
+from .._outcome import Outcome, alike, by_kind
+from .._timeline import Timeline
+from ._content import (
+    ROUND,
+    Branch,
+    bytes_of,
+    format_seconds,
+    is_plain,
+    largest,
+    module_of,
+    modules,
+    price,
+    remarks,
+    rounds,
+    verdict,
+    verified,
+)
+from ._notes import NOTES
+
+ROWS = 12
+"""Rows of a table in a terminal, at most."""
+
+EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the report: a title, a picture in characters, a table under its column names, and what to look at.
+
+    Columns whose name begins with `>` stand to the right.
+    """
+
+    title: str
+    picture: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    note: str = ""
+
+
+def sections(outcome: Outcome, width: int) -> list[Section]:
+    """The report's parts; pictures are at most so wide."""
+    found = [_memory(outcome, width)]
+    if outcome.actions:
+        found.append(_values(outcome))
+    if outcome.account.shares:
+        found.append(_modules(outcome))
+    if outcome.alive:
+        found.append(_peak(outcome))
+    if outcome.rounds:
+        columns = tuple(name if name in ("fits", "solver") else f">{name}" for name in ROUND)
+        rows = tuple(rounds(outcome))
+        found.append(Section("How it was found", (), columns, rows, NOTES["rounds"]))
+    figures = tuple(verified(outcome))
+    note = NOTES["verified"] if figures else NOTES["not compiled"]
+    found.append(Section("What was verified", (), ("", ">") if figures else (), figures, note))
+    return found
+
+
+def text(outcome: Outcome, width: int) -> str:
+    """The whole report."""
+    blocks = ["\n".join(textwrap.wrap(f"{verdict(outcome)} {price(outcome)} {remarks(outcome)}", width))]
+    for section in sections(outcome, width):
+        lines = [section.title, "-" * len(section.title), *section.picture]
+        if section.rows:
+            lines += _table(section.columns, section.rows, width)
+        blocks.append("\n".join([*lines, *textwrap.wrap(section.note, width)]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    right = [name.startswith(">") for name in columns]
+    names = [name.removeprefix(">") for name in columns]
+    widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
+    for row in (names, *rows) if any(names) else rows:
+        cells = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
+        yield ("  " + "  ".join(cells)).rstrip()[: max(width, 40)]
+
+
+def _memory(outcome: Outcome, width: int) -> Section:
+    account = outcome.account
+    runs = [("as it is" if is_plain(outcome) else "plain", account.plain)]
+    if not is_plain(outcome):
+        runs.append(("planned", account.planned))
+    highest = max([account.base_nbytes + m.nbytes for _, run in runs for m in run.moments], default=1)
+    top = min(max(highest, outcome.budget_nbytes), int(1.3 * highest))
+    columns = max(min(width - 12, 72), 20)
+    longest = max(run.seconds for _, run in runs) or 1.0
+    picture: list[str] = []
+    for name, run in runs:
+        share = max(int(columns * run.seconds / longest), 1)
+        picture.append(f"{name}: {format_seconds(run.seconds)}, modelled")
+        picture += _hill(run, account.base_nbytes, top, outcome.budget_nbytes, share)
+    note = NOTES["plain memory"] if is_plain(outcome) else NOTES["memory"]
+    return Section(
+        "Memory over one step", tuple(picture), note=note.replace(" (orange)", "").replace(" (blue)", "")
+    )
+
+
+def _hill(
+    run: Timeline, base_nbytes: int, top: int, budget: int, columns: int, height: int = 7
+) -> Iterator[str]:
+    """A timeline in characters: the largest of each column, the budget dotted, and the passes underneath."""
+    most = [0] * columns
+    begins = [min(int(columns * m.seconds / (run.seconds or 1.0)), columns - 1) for m in run.moments]
+    for moment, (first, last) in zip(run.moments, pairwise([*begins, columns]), strict=True):
+        for i in range(first, max(last, first + 1)):
+            most[i] = max(most[i], base_nbytes + moment.nbytes)
+    forward = int(columns * run.forward_seconds / (run.seconds or 1.0))
+    passes = ["forward".ljust(forward)[:forward], "| backward"[: columns - forward]]
+    for row in reversed(range(height)):
+        low, high = top * row / height, top * (row + 1) / height
+        here = low < budget <= high
+        cells = ""
+        for nbytes in most:
+            eighths = max(0, min(8, round(8 * (nbytes - low) / (high - low))))
+            cells += "┄" if here and eighths == 0 else EIGHTHS[eighths]
+        label = "budget" if here else format_nbytes(high) if row == height - 1 else ""
+        yield f"{label:>9} {cells}".rstrip()
+    yield f"{'':>9} {''.join(passes)}".rstrip()
+
+
+def _values(outcome: Outcome) -> Section:
+    values = largest(outcome.actions)
+    rows = [
+        (
+            format_nbytes(v.nbytes),
+            v.fate,
+            v.when,
+            _times(v.count),
+            v.name,
+            v.shape,
+            v.module or _line(v.source),
+        )
+        for v in values[:ROWS]
+    ]
+    if rest := values[ROWS:]:
+        more = f"in {sum(v.count for v in rest)} more"
+        rows.append((format_nbytes(sum(v.nbytes for v in rest)), more, "", "", "", "", ""))
+    columns = (">bytes", "action", "stage", ">", "value", "shape", "where")
+    return Section("The largest values", (), columns, tuple(rows), NOTES["values"])
+
+
+def _modules(outcome: Outcome) -> Section:
+    rows = [
+        (("  " * depth + branch.name)[:44], format_nbytes(branch.saved_nbytes),
+         format_nbytes(branch.recomputed_nbytes), format_nbytes(branch.dropped_nbytes),
+         format_seconds(branch.extra_seconds))
+        for depth, branch in _walk(modules(outcome.account), 0)
+    ]  # fmt: skip
+    columns = ("module", ">saved", ">recomputed", ">dropped", ">takes")
+    return Section(
+        "By module", (), columns, tuple(rows), NOTES["modules"].replace("longest bars", "largest figures")
+    )
+
+
+def _walk(branch: Branch, depth: int, most_depth: int = 2) -> Iterator[tuple[int, Branch]]:
+    """The larger branches near the root."""
+    yield depth, branch
+    if depth < most_depth:
+        for child in branch.children.values():
+            if child.nbytes >= 0.01 * max(branch.nbytes, 1):
+                yield from _walk(child, depth + 1, most_depth)
+
+
+def _peak(outcome: Outcome) -> Section:
+    counted = alike(outcome.alive)
+    rows = [
+        (format_nbytes(a.nbytes * n), a.kind, _times(n), a.shape, _line(a.source), module_of(a.scope))
+        for a, n in counted[:ROWS]
+    ]
+    if rest := counted[ROWS:]:
+        more = f"in {sum(n for _, n in rest)} more"
+        rows.append((format_nbytes(bytes_of(rest)), more, "", "", "", ""))
+    shares = ", ".join(f"{kind} {format_nbytes(nbytes)}" for kind, nbytes in by_kind(outcome.alive))
+    columns = (">bytes", "made by", ">", "array", "line", "module")
+    return Section("At the compiled peak", (shares,), columns, tuple(rows), NOTES["peak"])
+
+
+def _times(count: int) -> str:
+    return f"{count} x" if count > 1 else ""
+
+
+def _line(source: str) -> str:
+    """`file.py:12`: the function is the first to go where space is short."""
+    return source.partition(" (")[0]

@@ -1,0 +1,222 @@
+"""Graph + schedule -> timeline: the simulator's memory over the step's time, in few enough moments to keep in a plan.
+
+Law: the largest moment of a timeline is the peak of `simulate`, and the bytes of a moment's kinds sum up to what the
+simulator has alive then.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from ._graph import Graph, Node
+from ._schedule import Schedule
+from ._simulate import Life, play, simulate
+
+MOMENTS = 240
+"""A timeline has at most so many: about one per four pixels of a page."""
+
+NAMED = 6
+"""Of what is alive, the largest are named at each moment."""
+
+Kind = Literal["forward", "recomputed", "backward"]
+
+KINDS: tuple[Kind, ...] = ("forward", "recomputed", "backward")
+
+
+class Group(NamedTuple):
+    """Arrays that look alike: what the same line makes in one module, or in modules that differ by a number.
+
+    **Fields:** `name` the user's `checkpoint_name`, else the primitive; `shape` as text; `kind` who made them; `nbytes`
+    of one; `module` the name stack, with `*` for numbers that differ; `source` the user's line.
+    """
+
+    name: str
+    shape: str
+    kind: Kind
+    nbytes: int
+    module: str
+    source: str
+
+
+class Moment(NamedTuple):
+    """The largest of what happens in one slice of the step's time, which lasts until the next moment.
+
+    **Fields:** `seconds` when it begins; `running` the `Group` that runs, by index, whose `kind` says in which pass;
+    bytes alive by kind, `scratch_nbytes` what only the running kernel has; `alive` pairs (index of a `Group`, how
+    many), the largest first.
+    """
+
+    seconds: float
+    running: int
+    forward_nbytes: int
+    recomputed_nbytes: int
+    backward_nbytes: int
+    scratch_nbytes: int
+    alive: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes alive, without the base."""
+        return self.forward_nbytes + self.recomputed_nbytes + self.backward_nbytes + self.scratch_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Memory over one run of a step, as modelled.
+
+    **Fields:** `seconds` of the whole run; `forward_seconds` where the backward pass begins; `moments` in order.
+    """
+
+    seconds: float
+    forward_seconds: float
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment | None:
+        """The first moment of most memory, None for a step without kernels."""
+        return max(self.moments, key=lambda m: m.nbytes, default=None)
+
+
+class Groups:
+    """Puts arrays of a graph into groups, and gives an index to those that are named."""
+
+    def __init__(self) -> None:
+        self._modules: dict[Group, set[str]] = {}
+        self._index: dict[Group, int] = {}
+
+    def of_value(self, graph: Graph, v: int, kind: Kind, nbytes: int) -> Group:
+        """The group of a value that lives with so many bytes."""
+        value = graph.values[v]
+        stacked = value.length > 1 and nbytes == value.saved_nbytes
+        shape = f"{value.length} x {value.shape}" if stacked else value.shape
+        return self._group(graph.nodes[value.producer], value.name, shape, kind, nbytes)
+
+    def of_node(self, graph: Graph, n: int, kind: Kind) -> Group:
+        """The group of the largest of what a node makes."""
+        outputs = (graph.values[v] for v in graph.nodes[n].outputs)
+        largest = max(outputs, key=lambda value: value.nbytes, default=None)
+        if largest is None:
+            return self._group(graph.nodes[n], "", "", kind, 0)
+        return self._group(graph.nodes[n], largest.name, largest.shape, kind, largest.nbytes)
+
+    def _group(self, node: Node, name: str, shape: str, kind: Kind, nbytes: int) -> Group:
+        module = "/".join(module_path(node.scope))
+        group = Group(name or node.primitive, shape, kind, nbytes, numberless(module), node.source)
+        self._modules.setdefault(group, set()).add(module)
+        return group
+
+    def index(self, group: Group) -> int:
+        """The index of a group."""
+        return self._index.setdefault(group, len(self._index))
+
+    def listed(self) -> tuple[Group, ...]:
+        """The groups that have an index, in its order."""
+        return tuple(
+            group._replace(module=next(iter(modules))) if len(modules := self._modules[group]) == 1 else group
+            for group in self._index
+        )
+
+
+_WRAPPED = re.compile(r"^[\w.]+\((.*)\)$")
+
+
+def module_path(scope: str) -> tuple[str, ...]:
+    """The modules that a name stack is of, the outermost first: `transpose(jvp(Net))/Dense_0` is `Net`, `Dense_0`."""
+    path = []
+    for part in scope.split("/"):
+        while found := _WRAPPED.match(part):
+            part = found[1]
+        if part:
+            path.append(part)
+    return tuple(path)
+
+
+def numberless(path: str) -> str:
+    """The path with `*` for each number, which is the same for modules that are repeated."""
+    return re.sub(r"\d+", "*", path)
+
+
+def timeline(graph: Graph, schedule: Schedule, seconds: float, groups: Groups) -> Timeline:
+    """The timeline of a schedule.
+
+    **Arguments:** `seconds`: what the whole run takes; the nodes' own seconds, which are prices of running them once
+    more, only say how it is divided. `groups`: takes up what is named.
+    """
+    nodes, made_for, lives = play(graph, schedule)
+    live = simulate(graph, schedule).runs[2]
+    prices = [graph.nodes[n].seconds for n in nodes]
+    if sum(prices) <= 0:
+        prices = [1.0] * len(nodes)
+    scale = seconds / sum(prices) if prices else 0.0
+    starts = [scale * t for t in accumulate(prices[:-1], initial=0.0)][: len(nodes)]
+    chosen = _chosen(starts, live, seconds)
+    moments = []
+    for (event, begin), there in zip(chosen, _there(lives, [event for event, _ in chosen]), strict=True):
+        n, stage = nodes[event], made_for[event]
+        sums: Counter[Kind] = Counter()
+        found: Counter[Group] = Counter()
+        for life in there:
+            producer = graph.nodes[graph.values[life.value].producer]
+            kind = _kind(producer.forward, life.stage)
+            sums[kind] += life.nbytes
+            found[groups.of_value(graph, life.value, kind, life.nbytes)] += 1
+        largest = sorted(found, key=lambda group: -found[group] * group.nbytes)[:NAMED]
+        moments.append(
+            Moment(
+                seconds=rounded(begin),
+                running=groups.index(groups.of_node(graph, n, _kind(n < graph.forward_stop, stage))),
+                forward_nbytes=sums["forward"],
+                recomputed_nbytes=sums["recomputed"],
+                backward_nbytes=sums["backward"],
+                scratch_nbytes=live[event] - sum(sums.values()),
+                alive=tuple((groups.index(group), found[group]) for group in largest),
+            )
+        )
+    behind = (
+        i
+        for i, (n, stage) in enumerate(zip(nodes, made_for, strict=True))
+        if n >= graph.forward_stop or stage >= 0
+    )
+    first = next(behind, None)
+    return Timeline(rounded(seconds), rounded(seconds if first is None else starts[first]), tuple(moments))
+
+
+def _kind(forward: bool, stage: int) -> Kind:
+    return "recomputed" if stage >= 0 else "forward" if forward else "backward"
+
+
+def _chosen(starts: Sequence[float], live: Sequence[int], seconds: float) -> list[tuple[int, float]]:
+    """Of each slice of the time the event of most memory, and when the slice begins; equal neighbours are one."""
+    slices: list[list[int]] = [[] for _ in range(MOMENTS)]
+    for event, start in enumerate(starts):
+        slices[min(int(start / seconds * MOMENTS), MOMENTS - 1) if seconds else 0].append(event)
+    chosen: list[tuple[int, float]] = []
+    before: list[int] = []  # the event that may still run when the slice begins
+    for i, events in enumerate(slices):
+        running = before + events
+        if running:
+            event = max(running, key=lambda event: live[event])
+            if not chosen or chosen[-1][0] != event:
+                chosen.append((event, seconds * i / MOMENTS))
+            before = running[-1:]
+    return chosen
+
+
+def _there(lives: Sequence[Life], events: Sequence[int]) -> list[list[Life]]:
+    """For each of the events, in any order, what is alive then."""
+    there: list[list[Life]] = [[] for _ in events]
+    order = sorted(range(len(events)), key=lambda i: events[i])
+    ascending = [events[i] for i in order]
+    for life in lives:
+        for i in order[bisect_left(ascending, life.begin) : bisect_right(ascending, life.end)]:
+            there[i].append(life)
+    return there
+
+
+def rounded(seconds: float) -> float:
+    """To five digits: more would only be text."""
+    return float(f"{seconds:.5g}")
