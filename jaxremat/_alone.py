@@ -52,6 +52,12 @@ class Figures:
             self.known[key] = self.fresh[key] = measure()
         return self.known[key]
 
+    def __enter__(self) -> "Figures":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.store()  # what was measured before Ctrl-C too
+
     def store(self) -> None:
         """Add the new numbers to the file, and to what other processes have added meanwhile."""
         if self.fresh:

@@ -23,6 +23,7 @@ from ._report import Report
 from ._solver import Solver
 from ._specs import find
 from ._target import Target
+from ._terminal import shown
 from ._verify import Options, Planned, Request, apply_plan
 
 _UNSET: Any = object()
@@ -48,6 +49,7 @@ def optimize(
     workspace_margin: int | float | str = 0,
     cache: bool = True,
     respect_checkpoint: bool = False,
+    progress: bool | None = None,
 ) -> Callable[[Callable[..., Any]], "Step"]:
     """A drop-in for `jax.jit` on a whole train step that keeps its compiled peak within a budget.
 
@@ -60,7 +62,8 @@ def optimize(
     - `donate_argnums`, `donate_argnames`, `static_argnums`, `static_argnames`, `in_shardings`, `out_shardings`,
       `compiler_options`: as in `jax.jit`. What the backend needs for fences to count is added to the options.
     - `solver`: a `jaxremat.Solver`; None for `jaxremat.Milp()`.
-    - `time_limit`: seconds for each solve; the incumbent and its honest gap are used when it ends.
+    - `time_limit`: seconds for each solve; the incumbent and its honest gap are used when it ends. Ctrl-C ends planning
+      at once, also within a solve.
     - `verify`: compile, compare with the budget, correct and plan again at most twice. False trusts the model.
     - `effort`: `"thorough"` allows more rounds, and tries other forms of fences.
     - `target`: plan for this device, one of `jaxremat.targets()`, on a machine that need not have it: the peak is that
@@ -77,6 +80,9 @@ def optimize(
     - `respect_checkpoint`: leave your own `jax.checkpoint`s and `nn.remat`s as they are: what they compute again, they
       do, as one piece, and the planner plans around them. By default they are undone, and all is planned afresh. A
       plan carries its own.
+    - `progress`: show bars for tracing, compiling and solving. By default on a terminal where rich is installed
+      (`pip install "jaxremat[tools]"`), but not in tests and continuous integration; True there too, False never. The
+      environment variable `JAXREMAT_PROGRESS=0` is False everywhere.
 
     **Returns:** a decorator that gives a `Step`.
 
@@ -149,7 +155,7 @@ def optimize(
             target=device,
         )
         options = Options(
-            solver, time_limit, verify, effort, profile, workspace_margin, cache, respect_checkpoint
+            solver, time_limit, verify, effort, profile, workspace_margin, cache, respect_checkpoint, progress
         )
         return Step(program, None if budget is _UNSET else budget, plan, options)
 
@@ -272,9 +278,10 @@ class Step:
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         baseline, request = self._prepare(args, kwargs)
-        if self._given is not None:
-            return apply_plan(baseline, self._given, self._options.verify)
-        return recall_or_plan(baseline, request)
+        with shown(self._options.progress):
+            if self._given is not None:
+                return apply_plan(baseline, self._given, self._options.verify)
+            return recall_or_plan(baseline, request)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Baseline, Request]:
         """What to plan for these arguments."""

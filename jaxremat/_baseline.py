@@ -21,6 +21,7 @@ from ._lower import as_stacked, estimate_base, lower
 from ._measured import measure
 from ._memory import MemoryStats
 from ._program import Compiled, Program
+from ._progress import phase
 from ._roofline import roofline
 from ._schedule import Schedule
 from ._segments import choices
@@ -61,7 +62,8 @@ class Baseline:
     def traced(self) -> Traced:
         """The step as it is."""
         keep = self.respect_checkpoint
-        return trace(self.program.plain, self.args, self.kwargs, respect_checkpoint=keep)
+        with phase("tracing the step"):
+            return trace(self.program.plain, self.args, self.kwargs, respect_checkpoint=keep)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -103,12 +105,14 @@ class Baseline:
     @cached_property
     def plain(self) -> Compiled:
         """The user's own step."""
-        return self.compile(self.program.plain)
+        with phase("compiling the plain step"):
+            return self.compile(self.program.plain)
 
     @cached_property
     def witness(self) -> Compiled:
         """The plain step with every equation tagged."""
-        return self.compile(self.program.evaluating(tagged(self.traced), self.traced))
+        with phase("compiling the plain step, tagged"):
+            return self.compile(self.program.evaluating(tagged(self.traced), self.traced))
 
     @cached_property
     def _module(self) -> Module:

@@ -85,11 +85,10 @@ def demo(
 
     wanted = asked or plain.memory.peak_nbytes // 2
     within = "the least memory" if wanted == "min" else format_nbytes(wanted)
-    with console.status(f"planning within {within}"):
-        began = time.perf_counter()
-        step = optimize(wanted, donate_argnums=0, time_limit=5.0)(train_step)
-        plan = step.plan(state, example)
-        planned = Run("planned", step, _copied(state), memory(step, state, example))
+    began = time.perf_counter()
+    step = optimize(wanted, donate_argnums=0, time_limit=5.0)(train_step)
+    plan = step.plan(state, example)  # shows its progress itself
+    planned = Run("planned", step, _copied(state), memory(step, state, example))
     peak = format_nbytes(planned.memory.peak_nbytes)
     _did(console, f"planned and compiled within {within}: peak {peak}", began)
 

@@ -18,6 +18,7 @@ from ._alone import Figures, alone, key
 from ._backend import backend
 from ._cost import aval_nbytes
 from ._primitives import is_light, is_view
+from ._progress import phase
 from ._trace import Traced
 
 RUNS, BATCHES = 5, 5
@@ -38,16 +39,20 @@ def measure(
     where = (str(device.device_kind), jax.__version__, options)
     name = hashlib.sha256(repr(where).encode()).hexdigest()[:16]
     cache = Figures(f"seconds-{name}.json", float)
+    large = [
+        (i, eqn)
+        for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns)
+        if not (eqn.effects or not eqn.outvars or is_view(eqn) or (is_light(eqn) and not eqn.invars))
+        and max(aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars)) > above_nbytes
+    ]
     found: dict[int, float] = {}
-    for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns):
-        if eqn.effects or not eqn.outvars or is_view(eqn) or (is_light(eqn) and not eqn.invars):
-            continue
-        if max((aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars)), default=0) > above_nbytes:
+    with phase("timing single operations", len(large)) as progress, cache:
+        for i, eqn in large:
             run = functools.partial(_seconds, alone(eqn, slicing), device, dict(options))
             seconds = cache.get(key(eqn, slicing, where), run)
             if seconds is not None:
                 found[i] = seconds
-    cache.store()
+            progress.advance()
     return found
 
 

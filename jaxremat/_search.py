@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ._budget import format_nbytes
 from ._errors import SolverError
 from ._graph import Graph
 from ._outcome import Round
 from ._program import Compiled
+from ._progress import phase
 from ._schedule import check
 from ._simulate import Profile, rank
 from ._solver import MinCut, Solution, Solver
@@ -227,7 +229,9 @@ class Search:
 
     def _solution(self, graph: Graph, allowance: int | None, solver: Solver) -> Solution:
         began = time.monotonic()
-        solution = solver.solve(graph, allowance, time_limit=self.time_limit)
+        within = "for the least memory" if allowance is None else f"within {format_nbytes(allowance)}"
+        with phase(f"solving {within}"):
+            solution = solver.solve(graph, allowance, time_limit=self.time_limit)
         self.solve_seconds += time.monotonic() - began
         if not isinstance(solution, Solution):
             raise SolverError(

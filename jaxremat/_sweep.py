@@ -19,10 +19,12 @@ from ._disk import cache_dir
 from ._errors import ArgumentError, InfeasibleBudgetError
 from ._frontier import Frontier, Point, Policy, monotone
 from ._plan import Plan
+from ._progress import Phase, phase
 from ._search import cuttings
 from ._simulate import simulate
 from ._solver import Chen, RecomputeAll, SaveDots, Solution
 from ._solver._hull import Bound, Priced, Vertex, cheapest, hull, improves, vertex
+from ._terminal import shown
 from ._verify import Request, make_plan, make_plan_of
 
 POLICIES = {"dots saved": SaveDots(), "√n checkpoints": Chen(), "recompute all": RecomputeAll()}
@@ -76,13 +78,15 @@ def sweep(
     else:
         step = optimize(None, target=target, **options)(fn)
     baseline, request = step._prepare(args, {})
-    return _Sweep(baseline, request).run(points)
+    with shown(request.options.progress), phase("sweeping", points + len(POLICIES)) as progress:
+        return _Sweep(baseline, request, progress).run(points)
 
 
 @dataclass
 class _Sweep:
     baseline: Baseline
     request: Request
+    progress: Phase
 
     def __post_init__(self) -> None:
         options = self.request.options
@@ -93,8 +97,10 @@ class _Sweep:
         plain = self._done("plain", self._plain)
         step_seconds = float(plain["step_seconds"])
         found = [Point(_plan(plain), "plain")]
+        self.progress.advance()
         least = self._done("least", lambda: self._entry(self._planned("min")))
         found.append(Point(_plan(least), "least"))
+        self.progress.advance()
         vertices, bounds = self._hull(found[0].plan, found[1].plan, step_seconds, (points - 2) // 2)
         found += [Point(plan, "hull") for plan in vertices]
         while len(found) < points and (budget := self._halfway([p.plan for p in found])):
@@ -106,13 +112,15 @@ class _Sweep:
             else:
                 plan = _plan(entry)
             found.append(Point(plan, "budget"))
-        policies = [
-            self._done(f"rule-{i}", lambda name=name: self._policy(name)) for i, name in enumerate(POLICIES)
-        ]
+            self.progress.advance()
+        policies = []
+        for i, name in enumerate(POLICIES):
+            policies.append(Policy(**self._done(f"rule-{i}", lambda name=name: self._policy(name))))
+            self.progress.advance()
         compiled = self.request.options.verify and self.baseline.rough.backend.fuses
         frontier = Frontier(
             points=(),
-            policies=tuple(Policy(**each) for each in policies),
+            policies=tuple(policies),
             bounds=tuple((price / step_seconds, seconds / step_seconds) for price, seconds in bounds),
             judged="compiled" if compiled else "predicted",
             device=self.baseline.device.name,
@@ -122,13 +130,12 @@ class _Sweep:
 
     def _done(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What an earlier sweep has found, else what `make` finds, which is kept."""
-        if self.key is None:
-            return make()
-        path = cache_dir() / "sweeps" / f"{self.key}-{name}.json"
-        if (known := recall(path, _parse)) is not None:
-            return known
-        found = make()
-        keep(path, json.dumps(found))
+        path = None if self.key is None else cache_dir() / "sweeps" / f"{self.key}-{name}.json"
+        found = None if path is None else recall(path, _parse)
+        if found is None:
+            found = make()
+            if path is not None:
+                keep(path, json.dumps(found))
         return found
 
     def _plain(self) -> dict[str, Any]:
@@ -171,6 +178,7 @@ class _Sweep:
             entry = self._done(f"hull-{price!r}", lambda: self._vertex(price, edge, (*plans, least)))
             if entry["plan"] is not None:
                 plans.append(_plan(entry))
+                self.progress.advance()
             return Vertex(entry["peak_nbytes"], entry["seconds"]), Bound(price, entry["bound"])
 
         return plans, hull((first, last), at, most)[1]

@@ -148,9 +148,12 @@ class _Worker:
             try:
                 pickle.dump((config, module, options), self.process.stdin)
                 self.process.stdin.flush()
+                answer = self._receive()
             except BrokenPipeError:
                 self._died()
-            answer = self._receive()
+            except KeyboardInterrupt:
+                self.stop()  # else its answer would be taken for that to the next question
+                raise
         if answer[0] == "failed":
             raise TargetError(f"XLA's compiler for `target={name!r}` refuses the step: {answer[1]}")
         return answer[1], answer[2]

@@ -7,6 +7,7 @@ Messages are pickles on what was standard input and output; what libraries print
 
 import os
 import pickle
+import signal
 import sys
 from typing import Any
 
@@ -22,6 +23,7 @@ _FIGURES = ("argument", "output", "alias", "temp")
 
 def serve() -> None:
     """Answer requests until the input ends. The first message out says that the worker is there."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the asking process's affair
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     devices: dict[str, Any] = {}

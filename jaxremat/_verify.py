@@ -23,6 +23,7 @@ from ._memory import MemoryStats
 from ._outcome import actions
 from ._plan import Plan
 from ._program import Compiled
+from ._progress import phase
 from ._roofline import roofline
 from ._schedule import Schedule, check
 from ._search import Search, Trial
@@ -47,6 +48,7 @@ class Options:
     workspace_margin: int | float | str
     cache: bool = True
     respect_checkpoint: bool = False
+    progress: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
         jitted = baseline.jitted(graph, schedule, plan.fence)
     if not verify:
         return Planned(plan, jitted, None)
-    compiled = baseline.compile(jitted)
+    with phase("compiling the plan"):
+        compiled = baseline.compile(jitted)
     memory = MemoryStats.of(compiled)
     peak = memory.peak_nbytes
     if peak > (room := plan.budget_nbytes - plan.margin_nbytes):
@@ -136,6 +139,7 @@ class _Planner:
 
     def __post_init__(self) -> None:
         self.compiled_before = self.baseline.compile_count
+        self.tried = 0
 
     def run(self) -> Planned:
         options, baseline = self.request.options, self.baseline
@@ -230,9 +234,11 @@ class _Planner:
     def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial:
         baseline = self.baseline
         profile = simulate(graph, solution.schedule)
+        self.tried += 1
         began = time.monotonic()
-        jitted = baseline.jitted(graph, solution.schedule, fence)
-        compiled = baseline.compile(jitted)
+        with phase(f"compiling plan {self.tried}"):
+            jitted = baseline.jitted(graph, solution.schedule, fence)
+            compiled = baseline.compile(jitted)
         seconds = roofline(parse(text_of(compiled)), baseline.device).seconds
         trial = Trial(
             graph=graph,

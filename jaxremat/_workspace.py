@@ -15,6 +15,7 @@ from ._cost import aval_nbytes
 from ._memory import MemoryStats
 from ._primitives import is_contraction
 from ._program import Program
+from ._progress import phase
 from ._slices import expands
 from ._trace import Traced
 
@@ -29,14 +30,20 @@ def workspaces(traced: Traced, program: Program, platform: str, above_nbytes: in
     device = jax.default_backend() if program.target is None else program.target.name
     where = (sorted(program.compiler_options), jax.__version__, device)
     cache = Figures("workspace.json", int)
+    large = [
+        (i, eqn)
+        for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns)
+        if (expands(eqn) or is_contraction(eqn))
+        and not eqn.effects
+        and eqn.outvars
+        and max(aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars)) > above_nbytes
+    ]
     found: dict[int, int] = {}
-    for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns):
-        if not (expands(eqn) or is_contraction(eqn)) or eqn.effects or not eqn.outvars:
-            continue
-        if max((aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars)), default=0) > above_nbytes:
+    with phase("compiling single operations", len(large)) as progress, cache:
+        for i, eqn in large:
             measure = functools.partial(_measure, alone(eqn, slicing), program)
             found[i] = cache.get(key(eqn, slicing, where), measure)
-    cache.store()
+            progress.advance()
     return found
 
 

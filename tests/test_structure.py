@@ -13,7 +13,8 @@ TREES = {name: ast.parse(path.read_text(), name) for name, path in FILES.items()
 FREE_OF_JAX = [
     "_graph.py", "_schedule.py", "_simulate.py", "_plan.py", "_stages.py", "_budget.py", "_errors.py", "_hlo.py",
     "_alive.py", "_merge.py", "_disk.py", "_backend.py", "_updates.py", "_specimens.py", "testing.py", "_memory.py",
-    "_timeline.py", "_account.py", "_outcome.py", "_json.py",
+    "_timeline.py", "_account.py", "_outcome.py", "_json.py", "_progress.py", "_terminal.py", "_frontier.py",
+    "_frontier_plot.py",
     *(name for name in FILES if name.startswith(("_solver/", "_report/"))),
 ]  # fmt: skip
 PIPELINE = [
@@ -175,3 +176,10 @@ def test_importing_the_library_imports_no_mip() -> None:
 
     code = "import sys, jaxremat; jaxremat.Plan; sys.exit('mip' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
+
+
+def test_only_the_terminal_and_what_talks_import_rich() -> None:
+    """So that everything else runs where it is not installed, and shows nothing by itself."""
+    found = {name for name in FILES if imports_package(name, "rich")}
+    assert "_terminal.py" in found
+    assert all(name in TALKATIVE or name.startswith(("_terminal", "_cli/", "_report")) for name in found)

@@ -248,6 +248,24 @@ def test_a_dead_worker_is_replaced() -> None:
     assert _target._worker() is not worker
 
 
+def test_a_worker_that_is_asked_no_further_answers_nothing_to_the_next_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C in a terminal reaches the worker too, which goes on; who asked it hears no answer."""
+    want = jaxremat.memory(square, MATRIX, target="h100")
+    worker = _target._worker()
+    os.kill(worker.process.pid, signal.SIGINT)
+    _target._compile.cache_clear()
+    assert jaxremat.memory(square, MATRIX, target="h100") == want
+    assert _target._worker() is worker
+    _target._compile.cache_clear()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(worker, "_receive", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        jaxremat.memory(lambda x: jnp.sin(x), MATRIX, target="h100")
+    assert jaxremat.memory(square, MATRIX, target="h100") == want
+    assert _target._worker() is not worker
+
+
 def test_the_plain_step_is_compiled_once_for_several_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     case = BY_NAME["mlp_adamw"]
     args = jax.eval_shape(case.make_args)

@@ -20,6 +20,7 @@ problem, so its bound is a bound on every schedule within the window, and the la
 own measure.
 """
 
+import functools
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +31,7 @@ import mip.cbc as _cbc
 
 from .._errors import SolverError
 from .._graph import Graph
+from .._progress import note
 from .._schedule import Schedule, complete, must_save
 from .._simulate import extra_seconds, rank, simulate
 from ._chen import Chen
@@ -37,6 +39,7 @@ from ._frontiers import boundaries, hold
 from ._greedy import Greedy
 from ._hull import Lagrangian
 from ._interface import Solution
+from ._interrupt import interruptible
 from ._mincut import MinCut
 from ._moments import Moments, Terms
 
@@ -154,6 +157,14 @@ def _holdable(graph: Graph) -> frozenset[tuple[int, int]]:
 def _repeats(schedule: Schedule) -> bool:
     """Whether some node is recomputed for two stages in a row, which holding its value would save."""
     return any(set(a) & set(b) for a, b in zip(schedule.recomputed, schedule.recomputed[1:], strict=False))
+
+
+def _known(best: tuple[float, ...], bound_seconds: float, step_seconds: float) -> str:
+    """An incumbent and its gap, for people."""
+    if best[0] > 0:
+        return "nothing fits yet"
+    overhead = best[1] / step_seconds
+    return f"{overhead:.2%} extra time, gap {max(overhead - bound_seconds / step_seconds, 0.0):.2%}"
 
 
 @dataclass(frozen=True)
@@ -305,7 +316,10 @@ class _Model:
         total = deadline - time.monotonic()
         proven = not possible
         while possible and (left := deadline - time.monotonic()) > 0:
-            status = model.optimize(max_seconds=max(min(left, total / 3), 0.05))
+            if peak is None:
+                note(_known(best_rank, bound, step))
+            seconds = max(min(left, total / 3), 0.05)
+            status = interruptible(functools.partial(model.optimize, max_seconds=seconds))
             if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
                 proven = True
                 break

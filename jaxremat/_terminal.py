@@ -1,0 +1,99 @@
+"""Phases -> bars on a terminal, with rich: on standard error, gone when planning is over."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from ._errors import InstallError
+from ._progress import is_watched, watched
+
+_NO = ("0", "off", "no", "false")
+
+
+@contextmanager
+def shown(progress: bool | None) -> Iterator[None]:
+    """Show the phases of what happens inside, if that is wanted; see `wanted`.
+
+    **Raises:** `InstallError` where it is asked for and rich is missing.
+    """
+    if is_watched() or not wanted(progress):
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        _if_counted(BarColumn)(24),
+        _if_counted(MofNCompleteColumn)(),
+        TimeElapsedColumn(),
+        TextColumn("[dim]{task.fields[note]}"),
+    )
+    # What the step prints while it is traced keeps its way; warnings go above the bars.
+    console = Console(stderr=True)
+    with (
+        Progress(*columns, console=console, transient=True, redirect_stdout=False) as bars,
+        watched(_Bars(bars)),
+    ):
+        yield
+
+
+def wanted(progress: bool | None) -> bool:
+    """Whether to show bars: on a terminal, with rich installed, and neither in tests nor in continuous integration.
+
+    **Arguments:** `progress`: False for never, True in tests and continuous integration too. The environment's
+    `JAXREMAT_PROGRESS=0` turns bars off everywhere.
+    """
+    if progress is False or os.environ.get("JAXREMAT_PROGRESS", "").strip().lower() in _NO:
+        return False
+    if progress and not _installed():
+        raise InstallError(
+            '`progress=True` needs rich, which is not installed. Run: pip install "jaxremat[tools]", or leave it out.'
+        )
+    if not sys.stderr.isatty():
+        return False
+    return bool(progress) or (not ({"CI", "PYTEST_CURRENT_TEST"} & set(os.environ)) and _installed())
+
+
+def _installed() -> bool:
+    try:
+        return find_spec("rich") is not None
+    except ValueError:  # present in sys.modules without a spec
+        return False
+
+
+class _Bars:
+    """A `Watcher` that keeps a bar for each phase that goes on."""
+
+    def __init__(self, bars: Any):
+        self._bars = bars
+
+    def begin(self, name: str, total: int | None) -> Any:
+        return self._bars.add_task(name, total=total, note="")
+
+    def update(self, task: Any, parts: int, note: str | None) -> None:
+        self._bars.update(task, advance=parts, **({} if note is None else {"note": note}))
+
+    def end(self, task: Any) -> None:
+        self._bars.remove_task(task)
+
+
+def _if_counted(column: Any) -> Any:
+    """The same column, empty for phases of which nobody knows how long they are."""
+
+    class Counted(column):
+        def render(self, task: Any) -> Any:
+            return super().render(task) if task.total is not None else ""
+
+    return Counted
