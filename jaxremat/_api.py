@@ -1,8 +1,9 @@
-"""What users call: `optimize`, `plan`, `memory`."""
+"""Function, budget -> a decorated step: `optimize`, and the `Step` that it gives."""
 
 import functools
+import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from ._budget import Budget, parse_budget, parse_margin
 from ._cache import recall_or_plan
 from ._devices import detect
 from ._errors import ArgumentError, JaxrematWarning
-from ._memory import MemoryStats
+from ._pins import parse_pins
 from ._plan import Plan
 from ._program import Program, device_of, placed
 from ._report import Report
@@ -50,6 +51,7 @@ def optimize(
     cache: bool = True,
     respect_checkpoint: bool = False,
     progress: bool | None = None,
+    pins: Mapping[str | re.Pattern[str], str] | None = None,
 ) -> Callable[[Callable[..., Any]], "Step"]:
     """A drop-in for `jax.jit` on a whole train step that keeps its compiled peak within a budget.
 
@@ -83,11 +85,15 @@ def optimize(
     - `progress`: show bars for tracing, compiling and solving. By default on a terminal where rich is installed
       (`pip install "jaxremat[tools]"`), but not in tests and continuous integration; True there too, False never. The
       environment variable `JAXREMAT_PROGRESS=0` is False everywhere.
+    - `pins`: what `jaxremat.hint` says in the model, from outside: `{"Block_*/Dense_0": "recompute"}`. A pattern is a
+      path of globs within a name stack (`jaxremat.Node.scope`, ended by the primitive or a `checkpoint_name`), or
+      within a source line, or a compiled regular expression; what it matches is `"save"`d or `"recompute"`d, or a
+      `"stage"` of the backward pass begins where the backward pass of what it matches does.
 
     **Returns:** a decorator that gives a `Step`.
 
     **Raises:** on the first call with new shapes: `BudgetError`, `InfeasibleBudgetError`, `PlanMismatchError`,
-    `SolverError`, `ArgumentError`, `TargetError`.
+    `SolverError`, `ArgumentError`, `TargetError`, `HintError`.
 
     ```python
     @jaxremat.optimize("3GiB", donate_argnums=(0, 1))
@@ -121,7 +127,7 @@ def optimize(
             "that need not be there. Leave `profile` out, or plan on that device without `target`."
         )
     parse_margin(workspace_margin, None)
-    planning = {"workspace_margin": workspace_margin, "respect_checkpoint": respect_checkpoint}
+    planning = {"workspace_margin": workspace_margin, "respect_checkpoint": respect_checkpoint, "pins": pins}
     if plan is not None and any(planning.values()):
         raise ArgumentError(
             f"`{next(name for name, given in planning.items() if given)}` belongs to planning; a plan that is given "
@@ -145,17 +151,26 @@ def optimize(
             raise ArgumentError(f"`optimize` decorates functions; it was given a {type(fn).__name__}.")
         program = Program(
             fn=fn,
-            static_argnums=_as_tuple(static_argnums),
-            static_argnames=_as_tuple(static_argnames),
-            donate_argnums=_as_tuple(donate_argnums),
-            donate_argnames=_as_tuple(donate_argnames),
+            static_argnums=as_tuple(static_argnums),
+            static_argnames=as_tuple(static_argnames),
+            donate_argnums=as_tuple(donate_argnums),
+            donate_argnames=as_tuple(donate_argnames),
             in_shardings=in_shardings,
             out_shardings=out_shardings,
             compiler_options=tuple(sorted((compiler_options or {}).items())),
             target=device,
         )
         options = Options(
-            solver, time_limit, verify, effort, profile, workspace_margin, cache, respect_checkpoint, progress
+            solver,
+            time_limit,
+            verify,
+            effort,
+            profile,
+            workspace_margin,
+            cache,
+            respect_checkpoint,
+            progress,
+            parse_pins(pins or {}),
         )
         return Step(program, None if budget is _UNSET else budget, plan, options)
 
@@ -297,9 +312,10 @@ class Step:
             from ._solver._milp import Milp
 
             self._options = replace(self._options, solver=Milp())
-        kept = (self._given or self._options).respect_checkpoint
-        baseline = Baseline(program, args, kwargs, spec, self._options.profile, here, kept)
-        return baseline, Request(self._budget, self._options, reported)
+        options = self._options
+        kept = (self._given or options).respect_checkpoint
+        baseline = Baseline(program, args, kwargs, spec, options.profile, here, kept, options.pins)
+        return baseline, Request(self._budget, options, reported)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, tree = jax.tree.flatten_with_path(self._program.dynamic(args, kwargs))
@@ -324,46 +340,6 @@ class Step:
         return key
 
 
-def plan(fn: Callable[..., Any], *args: Any, budget: Budget, **options: Any) -> Plan:
-    """The plan of a step for these arguments, without decorating it.
-
-    **Arguments:** the step's own (arrays or `jax.ShapeDtypeStruct`s), `budget` and the options of `jaxremat.optimize`.
-    Keyword arguments of the step itself are given by wrapping it in `functools.partial`.
-    """
-    return optimize(budget, **options)(fn).plan(*args)
-
-
-def memory(
-    fn: Callable[..., Any],
-    *args: Any,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-    compiler_options: dict[str, Any] | None = None,
-    target: str | None = None,
-) -> MemoryStats:
-    """What any function needs on one device, by compiling it: the trustworthy number.
-
-    **Arguments:** the function (jitted or not, or a `Step`) and its arguments (arrays or `jax.ShapeDtypeStruct`s);
-    `target` as in `optimize`; the rest as in `jax.jit`. On the CPU the compiler is told to keep `jax.checkpoint`'s
-    fences, as `optimize` does.
-    """
-    if isinstance(fn, Step):
-        return MemoryStats.of(fn.compile(*args))
-    program = Program(
-        fn=fn,
-        static_argnums=_as_tuple(static_argnums),
-        donate_argnums=_as_tuple(donate_argnums),
-        compiler_options=tuple(sorted((compiler_options or {}).items())),
-        target=None if target is None else Target(target),
-    )
-    program = placed(program, args, {})
-    if (jitted := getattr(fn, "lower", None)) is None:
-        return MemoryStats.of(program.lower(program.plain, args, {}).compile())
-    if program.target is not None:
-        return MemoryStats.of(program.lower(fn, args, {}).compile())
-    return MemoryStats.of(jitted(*args).compile(compiler_options=dict(program.compiler_options) or None))
-
-
 def _type_of(leaf: Any) -> Any:
     """The array type of an argument leaf. **Raises:** TypeError where it is no array."""
     if isinstance(leaf, jax.Array):
@@ -373,5 +349,5 @@ def _type_of(leaf: Any) -> Any:
     return jax.typeof(leaf)
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)

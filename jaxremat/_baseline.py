@@ -20,6 +20,7 @@ from ._hlo import Module, parse
 from ._lower import as_stacked, estimate_base, lower
 from ._measured import measure
 from ._memory import MemoryStats
+from ._pins import Patterns
 from ._program import Compiled, Program
 from ._progress import phase
 from ._roofline import roofline
@@ -44,8 +45,8 @@ class Baseline:
     """The plain step.
 
     **Fields:** `program`, `args`, `kwargs`; `device`; `profile` as in `jaxremat.optimize`; `here` the `jax.Device` to
-    measure on, None for a target; `respect_checkpoint` as in `jaxremat.optimize`; `compile_count` of whole steps so
-    far.
+    measure on, None for a target; `respect_checkpoint` and `pins` as in `jaxremat.optimize`; `compile_count` of whole
+    steps so far.
     """
 
     program: Program
@@ -55,6 +56,7 @@ class Baseline:
     profile: str
     here: Any = None
     respect_checkpoint: bool = False
+    pins: Patterns = ()
     compile_count: int = 0
     _forms: dict[tuple[int, ...], Traced] = field(default_factory=dict)
 
@@ -88,7 +90,13 @@ class Baseline:
     @cached_property
     def rough(self) -> Graph:
         """The graph by rules alone, without a compilation."""
-        return lower(self.traced, self.device, base_nbytes=estimate_base(self.traced))
+        base = estimate_base(self.traced)
+        return lower(self.traced, self.device, base_nbytes=base, patterns=self.pins)
+
+    @property
+    def must_recompute(self) -> bool:
+        """Whether the user wants something recomputed that the plain step saves."""
+        return bool(self.rough.pinned["recompute"])
 
     @cached_property
     def rough_peak_nbytes(self) -> int:
@@ -100,7 +108,9 @@ class Baseline:
     def rough_graphs(self) -> tuple[Graph, ...]:
         """`graphs` by rules alone."""
         base = self.rough.base_nbytes
-        return self._in_segments(self.rough, lambda traced: lower(traced, self.device, base_nbytes=base))
+        return self._in_segments(
+            self.rough, lambda traced: lower(traced, self.device, base_nbytes=base, patterns=self.pins)
+        )
 
     @cached_property
     def plain(self) -> Compiled:
@@ -151,6 +161,7 @@ class Baseline:
                 written=found.renumbered(self.traced.places(traced)),
                 workspace=workspaces(traced, self.program, self.device.platform, least),
                 seconds=self._measured(traced, temporaries),
+                patterns=self.pins,
             )
 
         graph = lowered(self.traced)
@@ -165,7 +176,9 @@ class Baseline:
 
     def _in_segments(self, graph: Graph, lowered: Callable[[Traced], Graph]) -> tuple[Graph, ...]:
         segments = tuple(choices(length)[0] if choices(length) else 1 for length in self.traced.lengths)
-        if segments == self.traced.segments:
+        # Where a loop is cut into segments, what its iterations make is made again, saved or not.
+        stacked = any(graph.values[v].length > 1 for v in graph.pinned["save"])
+        if segments == self.traced.segments or stacked:
             return (graph,)
         cut = lowered(self.form(segments))
         longer = max(cut.step_seconds - graph.step_seconds, 0.0) + graph.extra_seconds

@@ -96,7 +96,8 @@ def key_of(baseline: Baseline, options: Options, wanted: dict[str, Any]) -> str 
     key = {
         "program": baseline.fingerprint,
         **wanted,
-        "options": {name: getattr(options, name) for name in names} | {"solver": solver},
+        "options": {name: getattr(options, name) for name in names}
+        | {"solver": solver, "pins": repr(options.pins)},
         "device": baseline.device.to_json(),
         "target": program.target and program.target.name,
         "runtime": here and [str(here.device_kind), str(here.client.platform_version)],

@@ -76,6 +76,11 @@ def user_line(eqn: Any) -> str:
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"
 
 
+def hide_frames(file: str) -> None:
+    """Never take a line of this file for the user's."""
+    _source.register_exclusion(file)
+
+
 def is_plain_call(params: dict[str, Any]) -> bool:
     """Whether a nested `jit` asks for nothing (shardings, layouts, options) that inlining would lose."""
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))

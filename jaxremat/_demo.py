@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ._api import memory, optimize
+from ._api import optimize
+from ._ask import memory
 from ._budget import format_nbytes, parse_budget
 from ._demo_net import Batch, Digits, ResNet, State, TrainStep, initial_state, train_step
 from ._memory import MemoryStats

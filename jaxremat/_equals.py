@@ -98,7 +98,7 @@ class Equals:
                 made.update(zip(eqn.outvars, outvars, strict=True))
             return made[atom]
 
-        return self.inliner.body(closed, list(map(anew, operands)), info, into)
+        return self.inliner.body(closed, list(map(anew, operands)), info, into, marks=True)
 
     def together(self, first: Sequence[Any], second: Sequence[Any]) -> "Equals | None":
         """Two bodies as one, None where the second adds contractions."""

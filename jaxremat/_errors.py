@@ -58,5 +58,32 @@ class InfeasibleBudgetError(JaxrematError, MemoryError):
         self.min_peak_nbytes = min_peak_nbytes
 
 
+class HintError(JaxrematError, ValueError):
+    """A hint or a pin that is unknown, matches nothing, or contradicts another or the program."""
+
+
+class InfeasibleHintError(InfeasibleBudgetError):
+    """A budget that could be met without the hints in the model, or without `pins`.
+
+    **Attributes:** as of `InfeasibleBudgetError`, where `min_peak_nbytes` is the least peak with the hints; and
+
+    - `free_min_peak_nbytes`: the least peak found without them, in bytes.
+    - `hints`: who they are, as in `hint(..., "save") at model.py:12 (f)`, the costliest first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_nbytes: int,
+        min_peak_nbytes: int,
+        free_min_peak_nbytes: int,
+        hints: tuple[str, ...],
+    ):
+        super().__init__(message, budget_nbytes=budget_nbytes, min_peak_nbytes=min_peak_nbytes)
+        self.free_min_peak_nbytes = free_min_peak_nbytes
+        self.hints = hints
+
+
 class JaxrematWarning(UserWarning):
     """Something that works, but not as the user probably wants it."""

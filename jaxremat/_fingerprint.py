@@ -31,4 +31,6 @@ def fingerprint(traced: Traced) -> str:
         ins = " ".join(map(atom, eqn.invars))
         digest.update(f"{define(eqn.outvars)}={eqn.primitive.name} {ins} {params} {loop_of}\n".encode())
     digest.update(" ".join(map(atom, jaxpr.outvars)).encode())
+    hints = sorted((index[hint.variable], hint.action) for hint in traced.hints if hint.variable in index)
+    digest.update(repr(hints).encode() if hints else b"")
     return digest.hexdigest()

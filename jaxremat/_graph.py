@@ -74,6 +74,19 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class Pin:
+    """What the user decides, whatever a solver thinks.
+
+    **Fields:** `action` `"save"` or `"recompute"` of a value, or `"stage"`, a cut of the backward pass; `at` the id of
+    the value, or of the node before which a stage begins; `origin` who says so, `hint(..., "save") at model.py:12`.
+    """
+
+    action: str
+    at: int
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """A stretch `start <= node id < stop` of the schedule, before which dropped values are recomputed.
 
@@ -98,7 +111,7 @@ class Graph:
     compiler runs the step, by JAX's name (`"cpu"`, `"gpu"`); `parents` for each loop the loop around it, -1 for none,
     and `groups` a number that it shares with its pair alone; `extra_seconds` what this form of the step takes longer
     than the plain one (less, where it is negative) before anything is saved in loops or recomputed, and `segments`
-    which form it is (see `_segments`).
+    which form it is (see `_segments`); `pins` what the user has decided.
     """
 
     nodes: tuple[Node, ...]
@@ -113,6 +126,7 @@ class Graph:
     groups: tuple[int, ...] = ()
     extra_seconds: float = 0.0
     segments: tuple[int, ...] = ()
+    pins: tuple[Pin, ...] = ()
 
     def around(self, node: int) -> int:
         """The innermost loop that holds both this node and the one before it, -1 for none."""
@@ -197,9 +211,15 @@ class Graph:
                 continue
             needed.add(v)
             node = self.nodes[self.values[v].producer]
-            if node.repeatable:
+            if node.repeatable and v not in self.pinned["save"]:
                 stack.extend(self.reads[node.id])
         return tuple(sorted(needed))
+
+    @cached_property
+    def pinned(self) -> dict[str, frozenset[int]]:
+        """For each action of a pin the values, or nodes, that are pinned to it."""
+        actions = ("save", "recompute", "stage")
+        return {action: frozenset(pin.at for pin in self.pins if pin.action == action) for action in actions}
 
     @cached_property
     def in_place(self) -> frozenset[int]:
@@ -260,7 +280,8 @@ class Graph:
     def recomputable(self, value: int) -> bool:
         """Whether the value may be dropped and made again."""
         producer = self.values[value].producer
-        return producer >= 0 and self.nodes[producer].forward and self.nodes[producer].repeatable
+        made_again = producer >= 0 and self.nodes[producer].forward and self.nodes[producer].repeatable
+        return made_again and value not in self.pinned["save"]
 
     @cached_property
     def _needs(self) -> tuple[tuple[int, ...], ...]:

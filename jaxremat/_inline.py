@@ -11,6 +11,7 @@ import jax
 import jax.extend.core as jex
 
 from . import _compat
+from ._hints import Hint, is_hint, read_hint
 
 _CHECKPOINTS = frozenset({"checkpoint", "remat2"})
 _CALLS = {
@@ -24,7 +25,7 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "call_jaxpr",
 }
-_IDENTITIES = frozenset({"name", "stop_gradient", "copy", "copy_p"})
+_IDENTITIES = frozenset({"name", "stop_gradient", "copy", "copy_p", "jaxremat_hint"})
 
 
 class Inliner:
@@ -34,7 +35,7 @@ class Inliner:
     again as they are.
 
     **Fields:** `constvars` and `consts` met so far; `labels` the user's `checkpoint_name`s by variable; `rematted`
-    whether a checkpoint of the user's own was inlined.
+    whether a checkpoint of the user's own was inlined; `hints` the marks of `jaxremat.hint`.
     """
 
     def __init__(self, respect_checkpoint: bool = False) -> None:
@@ -42,6 +43,7 @@ class Inliner:
         self.constvars: list[Any] = []
         self.consts: list[Any] = []
         self.labels: dict[Any, str] = {}
+        self.hints: dict[Hint, None] = {}
         self.rematted = False
         self._const_of: dict[int, Any] = {}
 
@@ -52,11 +54,16 @@ class Inliner:
         outvars = self.body(closed, invars, None, eqns)
         return _compat.new_jaxpr(self.constvars, self.consts, invars, outvars, eqns)
 
-    def body(self, closed: Any, operands: Sequence[Any], info: Any, into: list[Any]) -> list[Any]:
-        """Append a body's flat equations for these operands below a call's source info; returns its results."""
+    def body(
+        self, closed: Any, operands: Sequence[Any], info: Any, into: list[Any], *, marks: bool = False
+    ) -> list[Any]:
+        """Append a body's flat equations for these operands below a call's source info; returns its results.
+
+        **Arguments:** `marks` leaves names and hints where they are, for when the body is inlined for good.
+        """
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         known = [self._constant(c, v.aval) for c, v in zip(consts, jaxpr.constvars, strict=True)]
-        return self._walk(jaxpr, [*known, *operands], info, into)
+        return self._walk(jaxpr, [*known, *operands], info, into, marks)
 
     def _constant(self, const: Any, aval: Any) -> Any:
         if id(const) not in self._const_of:
@@ -65,7 +72,9 @@ class Inliner:
             self.consts.append(const)
         return self._const_of[id(const)]
 
-    def _walk(self, jaxpr: Any, operands: Sequence[Any], outer: Any, into: list[Any]) -> list[Any]:
+    def _walk(
+        self, jaxpr: Any, operands: Sequence[Any], outer: Any, into: list[Any], marks: bool
+    ) -> list[Any]:
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], operands, strict=True))
 
         def read(atom: Any) -> Any:
@@ -80,9 +89,11 @@ class Inliner:
                 and (inner := _call(eqn)) is not None
             ):
                 self.rematted = self.rematted or name in _CHECKPOINTS
-                env.update(zip(eqn.outvars, self.body(inner, invars, info, into), strict=True))
+                env.update(zip(eqn.outvars, self.body(inner, invars, info, into, marks=marks), strict=True))
                 continue
-            if _is_identity(eqn, invars):
+            if _is_identity(eqn, invars) and not (marks and (name == "name" or is_hint(eqn))):
+                if is_hint(eqn) and (found := read_hint(eqn, invars[0])) is not None:
+                    self.hints.setdefault(found)
                 if name == "name" and not _compat.is_literal(invars[0]):
                     self.labels.setdefault(invars[0], eqn.params["name"])
                 env[eqn.outvars[0]] = invars[0]

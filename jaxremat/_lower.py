@@ -12,8 +12,9 @@ from typing import Any
 from . import _compat
 from ._cost import aval_nbytes, eqn_flops
 from ._devices import DeviceSpec
-from ._graph import Graph, Node, Stage, Value
+from ._graph import Graph, Node, Pin, Stage, Value
 from ._loops import ALONE, BACKWARD, FORWARD, Loop
+from ._pins import Patterns, matching, with_pins
 from ._prices import behind_views, handed_over, priced
 from ._primitives import (
     is_heavy,
@@ -41,6 +42,7 @@ def lower(
     written: Written | None = None,
     workspace: Mapping[int, int] | None = None,
     seconds: Mapping[int, float] | None = None,
+    patterns: Patterns = (),
 ) -> Graph:
     """The planner's view of a traced step.
 
@@ -51,6 +53,9 @@ def lower(
       decide.
     - `workspace`: scratch bytes by equation index.
     - `seconds`: measured times of equations that ran alone, by index; the others' are the roofline's.
+    - `patterns`: what `pins` the user gave besides the hints in the program.
+
+    **Raises:** `HintError` where hints or pins contradict each other or the program.
     """
     jaxpr = traced.jaxpr.jaxpr
     index: dict[Any, int] = {}
@@ -135,8 +140,28 @@ def lower(
         groups=tuple(loop.group for loop in traced.loops),
         segments=traced.segments,
     )
+    pins = [*_hinted(traced, index, graph), *matching(graph, patterns, written is not None)]
+    graph = with_pins(graph, pins) if pins else graph
     graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, traced.loops, seconds or {})
     return replace(graph, stages=cut_stages(graph))
+
+
+def _hinted(traced: Traced, index: Mapping[Any, int], graph: Graph) -> list[Pin]:
+    """The program's own hints: of a value that is a view of another, the one that is in memory; of a stage, the first
+    node that reads the cotangent.
+    """
+    found = []
+    for hint in traced.hints:
+        if (v := index.get(hint.variable)) is None:
+            continue  # nothing needs it
+        if hint.action == "stage":
+            readers = [n.id for n in graph.nodes if v in n.inputs]
+            found.extend(Pin("stage", n, hint.origin) for n in readers[:1])
+            continue
+        if not graph.values[v].materialised:
+            v = behind_views(v, traced.jaxpr.jaxpr.eqns, graph.nodes, graph.values)
+        found.append(Pin(hint.action, v, hint.origin))
+    return found
 
 
 def as_stacked(graph: Graph) -> Graph:

@@ -17,7 +17,7 @@ class Action:
 
     **Fields:** `value` its id; `name` the user's `checkpoint_name`, else the primitive that makes it; `shape` as text;
     `nbytes`; `action`; `stages` in which it is recomputed, none where what reads it is recomputed nowhere either;
-    `scope` the name stack; `source` the user's line.
+    `scope` the name stack; `source` the user's line; `pin` the hint that decided it, else "".
     """
 
     value: int
@@ -28,11 +28,11 @@ class Action:
     stages: tuple[int, ...]
     scope: str
     source: str
+    pin: str = ""
 
     def __str__(self) -> str:
-        if self.action == "save":
-            return "save"
-        return f"recompute in stage {', '.join(map(str, self.stages))}" if self.stages else "drop"
+        where = f"recompute in stage {', '.join(map(str, self.stages))}" if self.stages else "drop"
+        return ("save" if self.action == "save" else where) + (" (pinned)" if self.pin else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,7 @@ def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
         for n in nodes:
             for v in graph.nodes[n].outputs:
                 stages.setdefault(v, []).append(k)
+    pins = {pin.at: pin.origin for pin in graph.pins if pin.action != "stage"}
     found = []
     for v in graph.residuals:
         value, node = graph.values[v], graph.nodes[graph.values[v].producer]
@@ -166,6 +167,7 @@ def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
                 stages=() if saved else tuple(stages.get(v, ())),
                 scope=node.scope,
                 source=node.source,
+                pin=pins.get(v, ""),
             )
         )
     return tuple(sorted(found, key=lambda a: (-a.nbytes, a.value)))

@@ -31,13 +31,16 @@ class Schedule:
 
 
 def must_save(graph: Graph) -> frozenset[int]:
-    """Residuals that are saved in every schedule: those that may not be made twice, and the small ones."""
+    """Residuals that are saved in every schedule: those that may not be made twice, the small ones, and pinned ones."""
     return frozenset(
         v
         for v in graph.residuals
-        if not graph.recomputable(v)
-        or graph.values[v].saved_nbytes <= graph.small_nbytes
-        or graph.values[v].is_output
+        if v not in graph.pinned["recompute"]
+        and (
+            not graph.recomputable(v)
+            or graph.values[v].saved_nbytes <= graph.small_nbytes
+            or graph.values[v].is_output
+        )
     )
 
 
@@ -46,7 +49,7 @@ def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]]
 
     **Arguments:**
 
-    - `saved`: ids of residuals; ids that are no residuals are ignored.
+    - `saved`: ids of residuals; ids that are no residuals are ignored, and so are those that are pinned.
     - `kept`: pairs (value, stage): if the value is recomputed, hold it from the stage before into this stage. Pairs
       that are not `Graph.holdable` are ignored.
 
@@ -55,7 +58,7 @@ def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]]
     ids = tuple(saved)
     chosen = frozenset(ids)
     _check_ids("value", ids, len(graph.values))
-    saved_values = must_save(graph) | (chosen & frozenset(graph.residuals))
+    saved_values = must_save(graph) | (chosen & frozenset(graph.residuals)) - graph.pinned["recompute"]
     kept_pairs = frozenset((v, k) for v, k in kept if v not in saved_values and graph.holdable(v, k))
     wanted_next: list[set[int]] = [set() for _ in graph.stages]
     kept_for: list[set[int]] = [set() for _ in graph.stages]
@@ -89,10 +92,27 @@ def _check_ids(what: str, ids: Iterable[int], count: int) -> None:
         )
 
 
+def _check_pins(graph: Graph, schedule: Schedule) -> None:
+    """**Raises:** `SolverError` for the first pin that the schedule does not honour."""
+    cuts = {stage.start for stage in graph.stages}
+    residuals = frozenset(graph.residuals)
+    for pin in graph.pins:
+        if pin.action == "stage":
+            if pin.at not in cuts and not graph.backend.fuses:
+                raise SolverError(f"No stage begins at node {pin.at}, where {pin.origin} wants one.")
+        elif (pin.at in schedule.saved) != (pin.action == "save") and pin.at in residuals:
+            done = "saves" if pin.action == "recompute" else "does not save"
+            raise SolverError(
+                f"A schedule {done} value {pin.at}, against {pin.origin}. "
+                "`complete(graph, saved)` honours all pins; `graph.pins` lists them."
+            )
+
+
 def check(graph: Graph, schedule: Schedule) -> Schedule:
     """The schedule itself, if it can be emitted.
 
-    **Raises:** `SolverError` where a stage would read a value that is neither saved, recomputed nor kept.
+    **Raises:** `SolverError` where a stage would read a value that is neither saved, recomputed nor kept, and where
+    a pin is not honoured.
     """
     if len(schedule.recomputed) != len(graph.stages):
         raise SolverError(
@@ -101,6 +121,7 @@ def check(graph: Graph, schedule: Schedule) -> Schedule:
         )
     _check_ids("value", {*schedule.saved, *(v for v, _ in schedule.kept)}, len(graph.values))
     _check_ids("node", {n for nodes in schedule.recomputed for n in nodes}, len(graph.nodes))
+    _check_pins(graph, schedule)
     for v, k in sorted(schedule.kept):
         if k >= len(graph.stages) or not graph.holdable(v, k):
             raise SolverError(

@@ -6,7 +6,7 @@ Law: equal calls give equal graphs.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ._graph import Graph, Node, Stage, Value
+from ._graph import Graph, Node, Pin, Stage, Value
 from ._schedule import must_save
 
 UNIT = 2**20
@@ -244,3 +244,9 @@ def siblings() -> Graph:
     build.stage()
     build.node([a, b, c], [1], is_output=True, workspace=6)
     return build.graph()
+
+
+def pinned() -> Graph:
+    """A chain of which one value is saved and two are recomputed whatever that costs."""
+    pins = (Pin("recompute", 2, "pin of 2"), Pin("save", 4, "pin of 4"), Pin("recompute", 5, "pin of 5"))
+    return replace(chain(6, size=2), pins=pins)

@@ -9,7 +9,8 @@ one stage recomputes are alive together. Both are bytes, so the stages are the s
 where a stage *consumes* the residuals that it reads first (of what a loop stacks, one iteration's), `load` is the most
 that it has live of what the backward pass itself makes (gradients, scratch memory), and `total` is what saving all
 residuals takes. Cuts thus fall between layers, and more of them where the residuals are large or meet something large,
-such as the gradients of a language model's logits. There is one at either end of every loop.
+such as the gradients of a language model's logits. There is one at either end of every loop, and
+where the user has pinned one.
 
 Who reads a residual has two answers, hence two cuttings. A *fine* one counts the readers themselves. A *coarse* one
 counts as a reader of `u` also who reads what pointwise kernels make of `u`, because recomputing that needs `u`: no cut
@@ -36,6 +37,7 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
         return ()
     spanning, consumed, total = _spanning_and_consumed(graph, start, fine)
     ends = {n for n in range(start + 1, stop) if graph.nodes[n].loop != graph.nodes[n - 1].loop}
+    ends |= {n for n in graph.pinned["stage"] if start < n < stop}
     places = sorted({*_candidates(graph, start, spanning, consumed), *ends})
     live = _load(graph, start)
     highest = [max(live[a - start : b - start]) for a, b in pairwise(places)]

@@ -7,8 +7,9 @@ compute again in the backward pass are single equations instead. Its equations s
 `_order.memory_order`.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ import jax.extend.core as jex
 
 from . import _compat
 from ._equals import Equals
+from ._errors import JaxrematWarning
+from ._hints import Hint, hidden
 from ._inline import Inliner
 from ._loops import ALONE, BACKWARD, Loop, Opened, open_loops, pairs
 from ._order import memory_order
@@ -29,10 +32,11 @@ class Traced:
     **Fields:** `jaxpr` normalised and ordered, with the loops of `_loops` laid open; `loop_of` for each of its
     equations the index in `loops` of the loop it is of, -1 for none; `flat` the same program merely inlined, in the
     user's order, which compiles to the plain step; `origin` for each equation of `flat` the index of the equation of
-    `jaxpr` that computes the same, -1 where none does; `labels` the user's `checkpoint_name`s by variable; `in_tree`
-    and `out_tree` the structures of `(args, kwargs)` without static arguments, and of the result; `donated` per flat
-    argument; `rematted` whether the user's program has checkpoints of its own; `closed` the program as it was traced;
-    `lengths` of its pairs of scans, outside of other loops, and `segments` how many segments each is cut into here;
+    `jaxpr` that computes the same, -1 where none does; `labels` the user's `checkpoint_name`s by variable, and `hints`
+    the marks of `jaxremat.hint`; `in_tree` and `out_tree` the structures of `(args, kwargs)` without static arguments,
+    and of the result; `donated` per flat argument; `rematted` whether the user's program has checkpoints of its own;
+    `closed` the program as it was traced; `lengths` of its pairs of scans, outside of other loops, and `segments` how
+    many segments each is cut into here;
     `respect_checkpoint` whether what the user's checkpoints compute again is left as it is.
     """
 
@@ -42,6 +46,7 @@ class Traced:
     flat: jex.ClosedJaxpr
     origin: tuple[int, ...]
     labels: dict[Any, str]
+    hints: tuple[Hint, ...]
     in_tree: Any
     out_tree: Any
     donated: tuple[bool, ...]
@@ -79,7 +84,18 @@ def trace(
     infos, in_tree = jax.tree.flatten(staged.args_info)
     donated = tuple(bool(info.donated) for info in infos)
     out_tree = jax.tree.structure(staged.out_info)
-    return normalise(staged.jaxpr, in_tree, out_tree, donated, respect_checkpoint=respect_checkpoint)
+    traced = normalise(staged.jaxpr, in_tree, out_tree, donated, respect_checkpoint=respect_checkpoint)
+    found = {hint.origin for hint in traced.hints}
+    for origin, primitive in hidden(traced.jaxpr.jaxpr.eqns).items():
+        if origin in found:
+            continue
+        warnings.warn(
+            f"{origin} has no effect: it stands in a `{primitive}`, which is saved or recomputed whole. "
+            "Mark what goes in or comes out instead.",
+            JaxrematWarning,
+            stacklevel=2,
+        )
+    return traced
 
 
 def normalise(
@@ -94,12 +110,12 @@ def normalise(
     """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in two levels."""
     inliner = Inliner(respect_checkpoint)
     flat = inliner.program(closed)
-    once, once_of, _ = _merged(flat, inliner)
+    once, once_of, _, first = _merged(flat, inliner)
     forward = sorted(set(pairs(once.jaxpr.eqns).values()))
     segments = tuple(segments or (1,) * len(forward))
     cut, of_once, outer = segmented(once, inliner, segments)
     opened = open_loops(cut, inliner, outer)
-    merged, merged_of, loop_of = _merged(opened.closed, inliner, opened)
+    merged, merged_of, loop_of, again = _merged(opened.closed, inliner, opened)
     kept = _alive(merged)
     order = memory_order(merged.jaxpr, kept, loop_of, opened.loops)
     place = {old: new for new, old in enumerate(order)}
@@ -120,7 +136,8 @@ def normalise(
         loops=opened.loops,
         flat=flat,
         origin=tuple(found.get(i, -1) for i in once_of),
-        labels=inliner.labels,
+        labels={again(first(v)): name for v, name in reversed(inliner.labels.items())},
+        hints=tuple(dict.fromkeys(replace(h, variable=again(first(h.variable))) for h in inliner.hints)),
         in_tree=in_tree,
         out_tree=out_tree,
         donated=tuple(donated) or (False,) * len(closed.jaxpr.invars),
@@ -134,8 +151,9 @@ def normalise(
 
 def _merged(
     closed: jex.ClosedJaxpr, inliner: Inliner, opened: Opened | None = None
-) -> tuple[jex.ClosedJaxpr, list[int], list[int]]:
-    """Equals computed once; for each old equation the index of the new one, for each new one its loop.
+) -> tuple[jex.ClosedJaxpr, list[int], list[int], Callable[[Any], Any]]:
+    """Equals computed once; for each old equation the index of the new one, for each new one its loop; and what a
+    variable is called now.
 
     Within a loop and within its pair equals are merged: what the backward loop repeats it may as well read.
     """
@@ -149,7 +167,7 @@ def _merged(
             loop_of.append(-1 if loop is None else loop.id)
     outvars = [equals.read(a) for a in closed.jaxpr.outvars]
     merged = _compat.new_jaxpr(inliner.constvars, inliner.consts, closed.jaxpr.invars, outvars, equals.eqns)
-    return merged, equals.merged_of, loop_of
+    return merged, equals.merged_of, loop_of, equals.read
 
 
 def _alive(closed: jex.ClosedJaxpr) -> list[bool]:

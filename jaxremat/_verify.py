@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ._account import account, account_of_plain
 from ._alive import alive_at_peak
 from ._baseline import Baseline, everything, text_of
+from ._blame import blamed
 from ._budget import Budget, format_nbytes, parse_budget, parse_margin
 from ._emit import FENCES
 from ._errors import InfeasibleBudgetError, PlanMismatchError
@@ -21,6 +22,7 @@ from ._hlo import parse
 from ._lower import as_stacked, lower
 from ._memory import MemoryStats
 from ._outcome import actions
+from ._pins import Patterns
 from ._plan import Plan
 from ._program import Compiled
 from ._progress import phase
@@ -49,6 +51,7 @@ class Options:
     cache: bool = True
     respect_checkpoint: bool = False
     progress: bool | None = None
+    pins: Patterns = ()
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ class _Planner:
             budget -= self.margin_nbytes  # from here on what the compiled peak may be
         if not options.verify:
             return self._unverified(budget)
-        if budget != "min" and self._plain_fits(budget):
+        if budget != "min" and not baseline.must_recompute and self._plain_fits(budget):
             return self._plain(budget)
         search = self._search(baseline.graphs, baseline.temporaries_nbytes)
         if budget == "min":
@@ -157,7 +160,8 @@ class _Planner:
             return self._planned(search, trial, trial.peak_nbytes)
         trial = search.within(budget, _ROUNDS[options.effort])
         if trial is None:
-            raise self._infeasible(budget, search.trials)
+            error = self._infeasible(budget, search.trials)
+            raise blamed(error, budget, baseline.graphs, self._least_compiled)
         if options.effort == "thorough":
             trial = _reformed(search, trial, budget)
         return self._planned(search, trial, budget)
@@ -220,11 +224,21 @@ class _Planner:
         graph, solution = search.predict(allowance)
         peak = simulate(graph, solution.schedule).peak_nbytes
         if allowance is not None and peak > allowance:
-            raise self._infeasible(allowance, predicted=(graph, solution.schedule))
+            error = self._infeasible(allowance, predicted=(graph, solution.schedule))
+            raise blamed(error, allowance, baseline.rough_graphs, self._least_predicted)
         plan = self._as_plan(graph, allowance or peak, solution, search)
         if solution.schedule.drops_nothing and (not graph.loop_stop or rough_peak <= (allowance or 0)):
             return Planned(replace(plan, stages=()), baseline.program.plain, None)
         return Planned(plan, baseline.jitted(graph, solution.schedule), None)
+
+    def _least_compiled(self, forms: Sequence[Graph]) -> int:
+        search = self._search(forms, self.baseline.temporaries_nbytes)
+        search.least()
+        return min(trial.peak_nbytes for trial in search.trials)
+
+    def _least_predicted(self, forms: Sequence[Graph]) -> int:
+        graph, solution = self._search(forms, 0).predict(None)
+        return simulate(graph, solution.schedule).peak_nbytes
 
     def _search(self, forms: Sequence[Graph], temporaries_nbytes: int) -> Search:
         options = self.request.options

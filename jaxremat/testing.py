@@ -41,6 +41,7 @@ _GRAPHS: dict[str, Callable[[], Graph]] = {
     "loop": lambda: specimens.in_loops(specimens.chain(5, size=2), 4),
     "loop whose stacks take time": lambda: specimens.in_loops(specimens.blocks(2), 3, 0.5),
     "no backward pass": specimens.forward_only,
+    "what the user has pinned": specimens.pinned,
 }
 
 
@@ -266,7 +267,7 @@ class _Case:
         try:
             return solution, simulate(self.own, check(self.own, solution.schedule))
         except Exception as error:
-            raise self.broken("emittable", budget, str(error)) from error
+            raise self.broken("emittable", budget, str(error).rstrip(".")) from error
 
     def broken(self, rule: str, budget: int | None, what: str) -> SolverRuleError:
         asked = "the least memory" if budget is None else f"a budget of {_exactly(budget)}"

@@ -14,7 +14,7 @@ FREE_OF_JAX = [
     "_graph.py", "_schedule.py", "_simulate.py", "_plan.py", "_stages.py", "_budget.py", "_errors.py", "_hlo.py",
     "_alive.py", "_merge.py", "_disk.py", "_backend.py", "_updates.py", "_specimens.py", "testing.py", "_memory.py",
     "_timeline.py", "_account.py", "_outcome.py", "_json.py", "_progress.py", "_terminal.py", "_frontier.py",
-    "_frontier_plot.py",
+    "_frontier_plot.py", "_pins.py", "_blame.py",
     *(name for name in FILES if name.startswith(("_solver/", "_report/"))),
 ]  # fmt: skip
 PIPELINE = [
@@ -34,6 +34,7 @@ PIPELINE = [
     "_verify",
     "_cache",
     "_api",
+    "_ask",
 ]
 """The data's way through the library: a module never imports a later one."""
 TALKATIVE = {"__main__.py", "_demo.py"}

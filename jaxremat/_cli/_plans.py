@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from .._api import Step
-from .._api import memory as memory_of
+from .._ask import memory as memory_of
 from .._budget import format_nbytes, parse_budget
 from .._memory import MemoryStats
 from .._sweep import sweep as frontier_of

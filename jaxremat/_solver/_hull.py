@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from .._graph import Graph
-from .._schedule import Schedule
+from .._schedule import Schedule, complete
 from .._simulate import simulate
 from ._interface import Solution
 
@@ -78,7 +78,7 @@ def cheapest(
     found, bounds = [], []
     for graph in graphs:
         own = [v.solution.schedule for v in starts if v.graph is graph and v.solution is not None]
-        own.append(Schedule(frozenset(graph.residuals), ((),) * len(graph.stages)))
+        own.append(complete(graph, graph.residuals))
         start = min(own, key=Lagrangian(graph, price).order)
         solution = solver.priced(graph, price, start, time_limit=time_limit)
         found.append(vertex(graph, solution))

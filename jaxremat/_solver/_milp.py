@@ -9,6 +9,7 @@ Variables, all binary, over residuals `v`, their producers `n` and stages `k`:
 
     minimise    sum seconds(n) r[n,k] + sum saved_seconds(v) s[v]
     subject to  s[v] + r[prod(v),k] + h[v,k] >= 1                     stage k reads v
+                s[v] = 0                                               v is pinned to be recomputed
                 r[n,k] <= s[u] + r[prod(u),k] + h[u,k]                n reads u; e[u,k] for s[u] in later stages
                 h[v,k] <= r[prod(v),k-1] + h[v,k-1]
                 live(e) <= budget                                      for moments e of the schedule
@@ -84,7 +85,9 @@ class Milp:
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         start = complete(graph, graph.residuals)
         free = not any(graph.values[v].saved_seconds for v in graph.residuals)
-        if not graph.residuals or (free and rank(graph, start, budget_nbytes)[0] == 0):
+        if not graph.residuals or (
+            free and start.drops_nothing and rank(graph, start, budget_nbytes)[0] == 0
+        ):
             return Solution(start, 0.0, True, "milp")
         large = len(graph.residuals) > MOST_RESIDUALS
         for solver, share in ((Chen(), 1 / 2 if large else 1 / 8), (MinCut(), 1 / 8), (Greedy(), 1 / 8)):
@@ -213,7 +216,9 @@ class _Model:
                 more = {n for n in more if graph.stage_of[n] < k}
                 grown.append(more - reach[k])
             if sum(map(len, reach)) + sum(map(len, grown)) > self.options.variables:
-                break
+                # No further, but for what is never there to recompute from.
+                again = {graph.values[v].producer for v in graph.pinned["recompute"]}
+                grown = [more & again for more in grown]
             for nodes, more in zip(reach, grown, strict=True):
                 nodes |= more
             edge = grown
@@ -252,6 +257,9 @@ class _Model:
         variables: dict[str, dict[tuple[int, ...], Any]] = {
             "s": {(v,): x for v, x in save.items()}, "e": longer, "r": again, "h": hold,
         }  # fmt: skip
+
+        for v in graph.pinned["recompute"].intersection(save):
+            model.add_constr(save[v] <= 0)
 
         def ready(v: int, k: int) -> list[Any]:
             producer = graph.values[v].producer

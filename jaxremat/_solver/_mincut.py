@@ -95,6 +95,8 @@ class _Cuts:
             edges.extend((z[u], y[n], _INFINITE, 0.0) for u in graph.reads[n] if u in z)
         for v in values:
             value = graph.values[v]
+            if v in graph.pinned["recompute"]:
+                edges.append((y[value.producer], z[v], _INFINITE, 0.0))
             stacking = value.saved_seconds * scale_seconds
             edges.append((y[value.producer], z[v], stacking, value.saved_nbytes * scale_bytes))
             if v in uses:

@@ -1,0 +1,51 @@
+"""Function, arguments -> its plan or its memory, asked for without decorating it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._api import Step, as_tuple, optimize
+from ._budget import Budget
+from ._memory import MemoryStats
+from ._plan import Plan
+from ._program import Program, placed
+from ._target import Target
+
+
+def plan(fn: Callable[..., Any], *args: Any, budget: Budget, **options: Any) -> Plan:
+    """The plan of a step for these arguments, without decorating it.
+
+    **Arguments:** the step's own (arrays or `jax.ShapeDtypeStruct`s), `budget` and the options of `jaxremat.optimize`.
+    Keyword arguments of the step itself are given by wrapping it in `functools.partial`.
+    """
+    return optimize(budget, **options)(fn).plan(*args)
+
+
+def memory(
+    fn: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    compiler_options: dict[str, Any] | None = None,
+    target: str | None = None,
+) -> MemoryStats:
+    """What any function needs on one device, by compiling it: the trustworthy number.
+
+    **Arguments:** the function (jitted or not, or a `Step`) and its arguments (arrays or `jax.ShapeDtypeStruct`s);
+    `target` as in `optimize`; the rest as in `jax.jit`. On the CPU the compiler is told to keep `jax.checkpoint`'s
+    fences, as `optimize` does.
+    """
+    if isinstance(fn, Step):
+        return MemoryStats.of(fn.compile(*args))
+    program = Program(
+        fn=fn,
+        static_argnums=as_tuple(static_argnums),
+        donate_argnums=as_tuple(donate_argnums),
+        compiler_options=tuple(sorted((compiler_options or {}).items())),
+        target=None if target is None else Target(target),
+    )
+    program = placed(program, args, {})
+    if (jitted := getattr(fn, "lower", None)) is None:
+        return MemoryStats.of(program.lower(program.plain, args, {}).compile())
+    if program.target is not None:
+        return MemoryStats.of(program.lower(fn, args, {}).compile())
+    return MemoryStats.of(jitted(*args).compile(compiler_options=dict(program.compiler_options) or None))
