@@ -15,7 +15,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow lint format demo bench lock clean distclean
+.PHONY: help setup test test-slow browser lint format demo bench lock clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -64,6 +64,19 @@ test: setup ## the fast tests, on the CPU
 
 test-slow: setup ## the tests marked slow, and only those
 	$(PYTEST) -m slow $(ARGS)
+
+# The tests of HTML reports look at them in a browser, and are skipped without one: CI installs it first.
+browser: ## install Chromium for the tests of reports, with apt-get, as root
+	@set -eu; \
+	if [ -n "$${CHROMIUM-}" ] || command -v chromium chromium-browser google-chrome chrome >/dev/null; then \
+		echo "make browser: there is one"; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		echo "make browser: installing Chromium"; \
+		apt-get update -qq; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; \
+	else \
+		echo "make browser: no apt-get, or not root. Install Chromium, or the tests of reports in it are skipped." >&2; \
+	fi
 
 lint: setup ## ruff and pyright
 	$(BIN)/ruff check .

@@ -33,16 +33,24 @@ class Share(NamedTuple):
 class Account:
     """Where the step's memory and time go, as modelled.
 
-    **Fields:** `base_nbytes` arguments + outputs - aliased bytes; `step_seconds` of the plain step; `plain` and
-    `planned` timelines, and the `groups` that they name by index; `shares` by module, in the order of the program.
+    **Fields:** `base_nbytes` arguments + outputs - aliased bytes; `step_seconds` of the plain step; `loops` how many of
+    its loops are laid open, whose bodies the timelines play once; `plain` and `planned` timelines, None
+    where the step is left as it is, and the `groups` that they name by index; `shares` by module, in the order of the
+    program.
     """
 
     base_nbytes: int
     step_seconds: float
+    loops: int
     plain: Timeline
-    planned: Timeline
+    planned: Timeline | None
     groups: tuple[Group, ...]
     shares: tuple[Share, ...]
+
+    @property
+    def runs(self) -> tuple[Timeline, ...]:
+        """The timelines that there are, the plain step's first."""
+        return (self.plain,) if self.planned is None else (self.plain, self.planned)
 
 
 def account(plain: Graph, graph: Graph, schedule: Schedule) -> Account:
@@ -50,9 +58,8 @@ def account(plain: Graph, graph: Graph, schedule: Schedule) -> Account:
     groups = Groups()
     before = _before(plain, groups)
     after = timeline(graph, schedule, max(plain.step_seconds + extra_seconds(graph, schedule), 0.0), groups)
-    return Account(
-        graph.base_nbytes, plain.step_seconds, before, after, groups.listed(), _shares(graph, schedule)
-    )
+    shares, loops = _shares(graph, schedule), len(plain.parents)
+    return Account(graph.base_nbytes, plain.step_seconds, loops, before, after, groups.listed(), shares)
 
 
 def account_of_plain(plain: Graph) -> Account:
@@ -60,7 +67,8 @@ def account_of_plain(plain: Graph) -> Account:
     groups = Groups()
     before = _before(plain, groups)
     shares = _shares(plain, complete(plain, plain.residuals))
-    return Account(plain.base_nbytes, plain.step_seconds, before, before, groups.listed(), shares)
+    loops = len(plain.parents)
+    return Account(plain.base_nbytes, plain.step_seconds, loops, before, None, groups.listed(), shares)
 
 
 def _before(plain: Graph, groups: Groups) -> Timeline:

@@ -1,5 +1,6 @@
 """What planning came to, in full: what is done with each value, what it costs, and what the compiler confirmed."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,13 +115,12 @@ class Outcome:
         largest = alike(self.alive)
         shares = ", ".join(f"{kind} {format_nbytes(n)}" for kind, n in by_kind(self.alive))
         lines = [f"At the compiled peak of {format_nbytes(self.compiled_peak_nbytes or 0)}: {shares}"]
-        for a, count in largest[:rows]:
-            times = f"{count} x " if count > 1 else ""
-            lines.append(
-                f"  {format_nbytes(a.nbytes * count):>9}  {a.kind:<10}  {times}{a.shape}  {a.source or a.scope}"
-            )
+        for group in largest[:rows]:
+            a, times = group[0], f"{len(group)} x " if len(group) > 1 else ""
+            nbytes = format_nbytes(bytes_of(group))
+            lines.append(f"  {nbytes:>9}  {a.kind:<10}  {times}{a.shape}  {a.source or a.scope}")
         if len(largest) > rows:
-            rest = sum(a.nbytes * count for a, count in largest[rows:])
+            rest = sum(map(bytes_of, largest[rows:]))
             lines.append(f"  {format_nbytes(rest):>9}  in {len(largest) - rows} more")
         return "\n".join(lines)
 
@@ -128,16 +128,20 @@ class Outcome:
         return describe(self)
 
 
-def alike(alive: tuple[Alive, ...]) -> list[tuple[Alive, int]]:
-    """Equal arrays from the same line: one of them and how many there are, the largest in all first."""
+def alike(alive: Iterable[Alive]) -> list[list[Alive]]:
+    """Arrays in groups: equal ones from the same line, the groups of most bytes first."""
     groups: dict[tuple[str, str, str], list[Alive]] = {}
     for a in alive:
         groups.setdefault((a.kind, a.shape, a.source or a.scope), []).append(a)
-    counted = [(group[0], len(group)) for group in groups.values()]
-    return sorted(counted, key=lambda each: -each[0].nbytes * each[1])
+    return sorted(groups.values(), key=bytes_of, reverse=True)
 
 
-def by_kind(alive: tuple[Alive, ...]) -> list[tuple[str, int]]:
+def bytes_of(arrays: Iterable[Alive]) -> int:
+    """All their bytes."""
+    return sum(a.nbytes for a in arrays)
+
+
+def by_kind(alive: Iterable[Alive]) -> list[tuple[str, int]]:
     """Bytes by kind, the most first."""
     kinds: dict[str, int] = {}
     for a in alive:

@@ -122,16 +122,29 @@ class Groups:
 
 
 _WRAPPED = re.compile(r"^[\w.]+\((.*)\)$")
+_MACHINERY = re.compile(
+    r"while|body|cond|branch_\d+_fun|closed_call|checkpoint|rematted_computation|recompute_\d+"
+)
 
 
 def module_path(scope: str) -> tuple[str, ...]:
-    """The modules that a name stack is of, the outermost first: `transpose(jvp(Net))/Dense_0` is `Net`, `Dense_0`."""
-    path = []
+    """The modules that a name stack is of, the outermost first: `transpose(jvp(Net))/Dense_0` is `Net`, `Dense_0`.
+
+    What loops and rematerialisation add is left out. The body of a loop begins with the path of all modules again.
+    """
+    path: list[str] = []
+    inside = False  # of a loop or the like, whose body comes next
     for part in scope.split("/"):
         while found := _WRAPPED.match(part):
             part = found[1]
-        if part:
-            path.append(part)
+        part = part.removesuffix(".<lambda>")
+        if not part or _MACHINERY.fullmatch(part):
+            inside = True
+            continue
+        if inside and path[:1] == [part]:
+            path.clear()
+        inside = False
+        path.append(part)
     return tuple(path)
 
 

@@ -228,7 +228,8 @@ class _Planner:
             raise blamed(error, allowance, baseline.rough_graphs, self._least_predicted)
         plan = self._as_plan(graph, allowance or peak, solution, search)
         if solution.schedule.drops_nothing and (not graph.loop_stop or rough_peak <= (allowance or 0)):
-            return Planned(replace(plan, stages=()), baseline.program.plain, None)
+            plan = replace(plan, stages=(), account=account_of_plain(as_stacked(baseline.rough)))
+            return Planned(plan, baseline.program.plain, None)
         return Planned(plan, baseline.jitted(graph, solution.schedule), None)
 
     def _least_compiled(self, forms: Sequence[Graph]) -> int:

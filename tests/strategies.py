@@ -146,9 +146,10 @@ def accounts(draw: st.DrawFn) -> Account:
         st.builds(
             Account,
             base_nbytes=NBYTES,
+            loops=st.integers(0, 2),
             step_seconds=SHARES,
             plain=timelines,
-            planned=timelines,
+            planned=st.none() | timelines,
             groups=tuples_of(st.builds(Group, nbytes=NBYTES)),
             shares=tuples_of(shares),
         )

@@ -17,7 +17,7 @@ from outcomes import plan_of
 from strategies import plans
 
 import jaxremat
-from jaxremat import InstallError, MinCut, Plan, complete, format_nbytes
+from jaxremat import Alive, InstallError, MinCut, Plan, complete, format_nbytes
 from jaxremat._account import account_of_plain
 from jaxremat._report import _report
 from jaxremat._report._chart import HEIGHT, WIDTH, chart
@@ -32,7 +32,7 @@ PLAIN = replace(
 UNCOMPILED = replace(
     PLAN, compiled_peak_nbytes=None, memory=None, compiler="", compiled_overhead=None, alive=(), rounds=()
 )
-VOID = {"meta", "link", "br", "img", "input", "path", "rect"}
+VOID = {"meta", "link", "br", "img", "input", "path", "rect", "wbr"}
 
 
 class Page(HTMLParser):
@@ -49,6 +49,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         self.tags.append((tag, dict(attrs)))
+        self.words.append("" if tag == "wbr" else " ")
         if tag not in VOID:
             self.open.append(tag)
 
@@ -57,6 +58,7 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+        self.words.append(" ")
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] not in ("style", "script"):
@@ -64,7 +66,7 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        return re.sub(r"\s+", " ", " ".join(self.words))
+        return re.sub(r"\s+", " ", "".join(self.words))
 
 
 @pytest.mark.parametrize("plan", [PLAN, PLAIN, UNCOMPILED], ids=["planned", "plain", "uncompiled"])
@@ -126,6 +128,15 @@ def test_what_else_to_know_of_the_figures() -> None:
     assert "stay free" not in PLAN.report().html()
 
 
+def test_pins_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    pinned = replace(PLAN.actions[0], pin='hint("save")')
+    plan = replace(PLAN, actions=(pinned, *PLAN.actions[1:]))
+    assert Page(plan.report().html()).text.count('pinned by hint("save")') == 1
+    assert plan.report().text(200).count("(pinned)") == str(plan.report()).count("(pinned)") == 1
+    assert "pinned" not in PLAN.report().html()
+
+
 def test_words_of_the_program_are_no_markup() -> None:
     hostile = "</script><script>alert(1)</script><b x='"
     action = replace(
@@ -160,7 +171,8 @@ def test_any_plan_has_a_report(plan: Plan) -> None:
         )
 
     account = plan.account
-    account = replace(account, plain=runnable(account.plain), planned=runnable(account.planned))
+    planned = account.planned and runnable(account.planned)
+    account = replace(account, plain=runnable(account.plain), planned=planned)
     report = replace(plan, account=account).report()
     Page(report.html())
     assert report.text() and str(report)
@@ -196,7 +208,7 @@ def test_the_picture_is_drawn_to_scale() -> None:
     assert planned.end == 100 >= plain.end
     assert planned.modelled_nbytes == PLAN.predicted_peak_nbytes
     top = 100 * PLAN.budget_nbytes / (100 - drawn.budget.top)  # bytes at the upper edge
-    for panel, run in ((plain, PLAN.account.plain), (planned, PLAN.account.planned)):
+    for panel, run in zip(drawn.panels, PLAN.account.runs, strict=True):
         levels = [
             int(y) for y in re.findall(r"V(\d+)", panel.layers[0].path)
         ]  # the highest layer: all memory
@@ -278,8 +290,10 @@ def test_seconds_and_names_for_people() -> None:
     ]  # fmt: skip
     assert format_seconds(-0.0123) == "-12.3 ms"
     assert tidy("net.py:7 (f.<locals>.g.<locals>.<lambda>)") == "net.py:7 (f.g)"
-    assert module_of("jit(step)/jvp(Net)/Dense_0/dot_general") == "Net/Dense_0"
-    assert module_of("fusion") == ""
+    first = Alive(8, "f32[2]", "forward", "jit(step)/jvp(Net)/Dense_0/dot_general", "")
+    assert module_of([first]) == "Net/Dense_0"
+    assert module_of([first, replace(first, scope="jit(step)/jvp(Net)/Dense_1/dot_general")]) == "Net/Dense_*"
+    assert module_of([replace(first, scope="fusion")]) == ""
 
 
 class Net(nn.Module):
@@ -313,7 +327,7 @@ def test_of_a_step() -> None:
     assert sum(r.solve_seconds for r in plan.rounds) <= plan.solve_seconds + 1e-9
     assert plan.compiler.startswith("XLA of jax ") and "the CPU" in plan.compiler
     account = plan.account
-    assert account.base_nbytes == plain.base_nbytes
+    assert account.base_nbytes == plain.base_nbytes and account.planned is not None
     assert account.base_nbytes + max(m.nbytes for m in account.planned.moments) == plan.predicted_peak_nbytes
     assert account.planned.seconds == pytest.approx(account.plain.seconds * (1 + plan.overhead), rel=1e-3)
     assert ("Net", "Dense_0") in {s.path for s in account.shares}
@@ -326,10 +340,10 @@ def test_of_a_step() -> None:
 
 def test_of_a_step_that_fits_or_is_not_compiled() -> None:
     fits = jaxremat.plan(step, *ARGS, budget="1GiB")
-    assert fits.account.plain == fits.account.planned
+    assert fits.account.planned is None
     assert "It costs nothing" in str(fits.report())
     guess = jaxremat.plan(step, *ARGS, budget="min", verify=False)
-    assert guess.memory is None and guess.account.plain != guess.account.planned
+    assert guess.memory is None and guess.account.planned is not None
     assert "Nothing was compiled" in str(guess.report())
 
 

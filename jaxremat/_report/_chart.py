@@ -68,9 +68,8 @@ def chart(outcome: Outcome) -> Chart:
     account = outcome.account
     compiled = outcome.compiled_peak_nbytes
     plain = None if compiled is None else outcome.baseline_peak_nbytes
-    runs = [("The step as it is", account.plain, plain)]
-    if account.plain != account.planned:
-        runs.append(("With the plan", account.planned, compiled))
+    names = ("The step as it is", "With the plan")
+    runs = list(zip(names, account.runs, (plain, compiled), strict=False))
     highest = max(max(_peak(account, run), measured or 0) for _, run, measured in runs)
     shown = outcome.budget_nbytes <= 1.5 * highest  # a budget far above would flatten the picture
     top = 1.08 * max(highest, outcome.budget_nbytes if shown else 0, 1)

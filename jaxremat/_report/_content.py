@@ -9,6 +9,7 @@ from .._alive import Alive
 from .._budget import format_nbytes
 from .._outcome import Action, Outcome
 from .._timeline import module_path, numberless
+from ._notes import NOTES
 
 
 def format_seconds(seconds: float) -> str:
@@ -26,7 +27,7 @@ def _three(number: float) -> str:
 
 def is_plain(outcome: Outcome) -> bool:
     """Whether the step is left as it is."""
-    return outcome.account.plain == outcome.account.planned
+    return outcome.account.planned is None
 
 
 def verdict(outcome: Outcome) -> str:
@@ -52,6 +53,12 @@ def price(outcome: Outcome) -> str:
     )
 
 
+def memory_note(outcome: Outcome) -> str:
+    """What the pictures of memory show, and what to look at."""
+    note = NOTES["plain memory" if is_plain(outcome) else "memory"]
+    return f"{note} {NOTES['loops']}" if outcome.account.loops else note
+
+
 def remarks(outcome: Outcome) -> str:
     """What else to know of the figures; "" for nothing."""
     kept = "The step's own checkpoints are kept; what they recompute is not counted here. "
@@ -61,7 +68,7 @@ def remarks(outcome: Outcome) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Residuals that look alike and share a fate: one `action`, how many, all their bytes, which stages, where."""
+    """Residuals that look alike and share a fate: how many, all their bytes, which stages, where, by which pin."""
 
     fate: str
     count: int
@@ -71,6 +78,7 @@ class Values:
     stages: tuple[int, ...]
     module: str
     source: str
+    pin: str
 
     @property
     def when(self) -> str:
@@ -85,9 +93,9 @@ def largest(actions: Iterable[Action]) -> list[Values]:
     for a in actions:
         fate = "save" if a.action == "save" else "recompute" if a.stages else "drop"
         module = numberless("/".join(module_path(a.scope)))
-        groups.setdefault((fate, a.name, a.shape, a.source, module), []).append(a)
+        groups.setdefault((fate, a.name, a.shape, a.source, module, a.pin), []).append(a)
     found = []
-    for (fate, name, shape, source, module), group in groups.items():
+    for (fate, name, shape, source, module, pin), group in groups.items():
         modules = {"/".join(module_path(a.scope)) for a in group}
         found.append(
             Values(
@@ -99,6 +107,7 @@ def largest(actions: Iterable[Action]) -> list[Values]:
                 stages=tuple(sorted({k for a in group for k in a.stages})),
                 module=modules.pop() if len(modules) == 1 else module,
                 source=source,
+                pin=pin,
             )
         )
     return sorted(found, key=lambda v: -v.nbytes)
@@ -191,11 +200,10 @@ def tidy(source: str) -> str:
     return re.sub(r"(\.<locals>)?(\.<(lambda|genexpr|listcomp)>|\.<locals>)", "", source)
 
 
-def module_of(scope: str) -> str:
-    """The module of a compiler's name for an operation: `jit(step)/jvp(Net)/Dense_0/dot_general` is `Net/Dense_0`."""
-    return "/".join(module_path(scope.partition("/")[2].rpartition("/")[0]))
+def module_of(alive: Iterable[Alive]) -> str:
+    """The module of a group of arrays, with `*` for numbers that differ.
 
-
-def bytes_of(counted: Iterable[tuple[Alive, int]]) -> int:
-    """All bytes of what `alike` counted."""
-    return sum(a.nbytes * count for a, count in counted)
+    What made an array has a name such as `jit(step)/jvp(Net)/Dense_0/dot_general`; its module is `Net/Dense_0`.
+    """
+    modules = {"/".join(module_path(a.scope.partition("/")[2].rpartition("/")[0])) for a in alive}
+    return modules.pop() if len(modules) == 1 else " or ".join(sorted(set(map(numberless, modules)))[:2])

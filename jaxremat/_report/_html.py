@@ -1,18 +1,19 @@
 """Outcome -> HTML: a whole page, or a fragment for notebooks. Needs jinja2."""
 
+import re
 from functools import cache
 from typing import Any
 
 from .._budget import format_nbytes
-from .._outcome import Outcome, alike, by_kind
+from .._outcome import Outcome, alike, by_kind, bytes_of
 from .._timeline import KINDS
 from ._chart import HEIGHT, LAYERS, WIDTH, chart
 from ._content import (
     ROUND,
-    bytes_of,
     format_seconds,
     is_plain,
     largest,
+    memory_note,
     module_of,
     modules,
     price,
@@ -24,7 +25,7 @@ from ._content import (
 )
 from ._notes import NOTES
 
-VALUES = 40
+VALUES = 24
 """Rows of the tables of values, at most; the rest is summed up."""
 
 _WORDS = {
@@ -56,7 +57,7 @@ def page(outcome: Outcome, whole: bool = True, summary: bool = False) -> str:
         values=values[:VALUES],
         more_values=values[VALUES:],
         alive=alive[:VALUES],
-        more_alive=alive[VALUES:],
+        more_alive=sum(map(bytes_of, alive[VALUES:])),
         kinds=by_kind(outcome.alive),
         modules=modules(outcome.account),
         verified=verified(outcome),
@@ -68,14 +69,20 @@ def page(outcome: Outcome, whole: bool = True, summary: bool = False) -> str:
 def _moments(outcome: Outcome) -> dict[str, Any]:
     """What the page shows of each moment under the pointer, in few words: see `report.js`."""
     account = outcome.account
-    runs = [account.plain] if is_plain(outcome) else [account.plain, account.planned]
     return {
         "base": account.base_nbytes,
         "groups": [
             [g.name, g.shape, KINDS.index(g.kind), g.nbytes, g.module, tidy(g.source)] for g in account.groups
         ],
-        "runs": [{"seconds": run.seconds, "moments": run.moments} for run in runs],
+        "runs": [{"seconds": run.seconds, "moments": run.moments} for run in account.runs],
     }
+
+
+def _breakable(path: str) -> Any:
+    """A path as HTML that may be broken where a reader would."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"([/_.])|(?=\()", r"\1<wbr>", str(escape(path))))
 
 
 @cache
@@ -90,8 +97,9 @@ def _template() -> Any:
         lstrip_blocks=True,
     )
     environment.globals.update(
-        {f.__name__: f for f in (bytes_of, module_of, price, remarks, rounds, tidy, verdict)}
+        {f.__name__: f for f in (bytes_of, memory_note, module_of, price, remarks, rounds, tidy, verdict)}
     )
+    environment.filters["breakable"] = _breakable
     environment.filters["nbytes"] = format_nbytes
     environment.filters["seconds"] = format_seconds
     return environment.get_template("report.html")

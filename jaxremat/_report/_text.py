@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .._budget import format_nbytes
-from .._outcome import Outcome, alike, by_kind
+from .._outcome import Outcome, alike, by_kind, bytes_of
 from .._timeline import Timeline
 from ._content import (
     ROUND,
     Branch,
-    bytes_of,
     format_seconds,
     is_plain,
     largest,
+    memory_note,
     module_of,
     modules,
     price,
@@ -86,9 +86,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
 
 def _memory(outcome: Outcome, width: int) -> Section:
     account = outcome.account
-    runs = [("as it is" if is_plain(outcome) else "plain", account.plain)]
-    if not is_plain(outcome):
-        runs.append(("planned", account.planned))
+    names = ("as it is",) if is_plain(outcome) else ("plain", "planned")
+    runs = list(zip(names, account.runs, strict=True))
     highest = max([account.base_nbytes + m.nbytes for _, run in runs for m in run.moments], default=1)
     top = min(max(highest, outcome.budget_nbytes), int(1.3 * highest))
     columns = max(min(width - 12, 72), 20)
@@ -98,7 +97,7 @@ def _memory(outcome: Outcome, width: int) -> Section:
         share = max(int(columns * run.seconds / longest), 1)
         picture.append(f"{name}: {format_seconds(run.seconds)}, modelled")
         picture += _hill(run, account.base_nbytes, top, outcome.budget_nbytes, share)
-    note = NOTES["plain memory"] if is_plain(outcome) else NOTES["memory"]
+    note = memory_note(outcome)
     return Section(
         "Memory over one step", tuple(picture), note=note.replace(" (orange)", "").replace(" (blue)", "")
     )
@@ -171,14 +170,15 @@ def _walk(branch: Branch, depth: int, most_depth: int = 2) -> Iterator[tuple[int
 
 
 def _peak(outcome: Outcome) -> Section:
-    counted = alike(outcome.alive)
+    groups = alike(outcome.alive)
     rows = [
-        (format_nbytes(a.nbytes * n), a.kind, _times(n), a.shape, _line(a.source), module_of(a.scope))
-        for a, n in counted[:ROWS]
-    ]
-    if rest := counted[ROWS:]:
-        more = f"in {sum(n for _, n in rest)} more"
-        rows.append((format_nbytes(bytes_of(rest)), more, "", "", "", ""))
+        (format_nbytes(bytes_of(group)), group[0].kind, _times(len(group)), group[0].shape, _line(group[0].source),
+         module_of(group))
+        for group in groups[:ROWS]
+    ]  # fmt: skip
+    if rest := groups[ROWS:]:
+        more = f"in {sum(map(len, rest))} more"
+        rows.append((format_nbytes(sum(map(bytes_of, rest))), more, "", "", "", ""))
     shares = ", ".join(f"{kind} {format_nbytes(nbytes)}" for kind, nbytes in by_kind(outcome.alive))
     columns = (">bytes", "made by", ">", "array", "line", "module")
     return Section("At the compiled peak", (shares,), columns, tuple(rows), NOTES["peak"])
