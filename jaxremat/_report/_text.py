@@ -131,7 +131,7 @@ def _values(outcome: Outcome) -> Section:
     rows = [
         (
             format_nbytes(v.nbytes),
-            v.fate,
+            v.fate + (" (pinned)" if v.pin else ""),
             v.when,
             _times(v.count),
             v.name,
