@@ -1,5 +1,6 @@
 """Frontier -> a picture of memory against time, on matplotlib axes."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from ._budget import format_nbytes
@@ -19,7 +20,7 @@ def plot(frontier: Any, ax: "Axes | None" = None) -> "Axes":
     """See `Frontier.plot`."""
     try:
         from matplotlib import pyplot
-        from matplotlib.ticker import FuncFormatter, PercentFormatter
+        from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
     except ImportError as error:
         raise InstallError(
             'Drawing a frontier needs matplotlib, which is not installed. Run: pip install "jaxremat[tools]"'
@@ -60,6 +61,8 @@ def plot(frontier: Any, ax: "Axes | None" = None) -> "Axes":
         )  # fmt: skip
     ax.axvline(points[0].peak_nbytes, color="0.6", lw=0.8, ls=":", zorder=1)
     ax.set_ylim(-0.03 * top, top)
+    low, high = ax.get_xlim()
+    ax.xaxis.set_major_locator(MultipleLocator(_tick(high - low)))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: format_nbytes(nbytes)))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.set_xlabel("peak memory" + ("" if plain.compiled_peak_nbytes else " (predicted)"))
@@ -73,6 +76,13 @@ def plot(frontier: Any, ax: "Axes | None" = None) -> "Axes":
     return ax
 
 
+def _tick(span_nbytes: float) -> float:
+    """A distance between ticks that is a round number in binary units, for at most eight of them."""
+    unit = 2.0 ** (10 * max((int(span_nbytes).bit_length() - 1) // 10, 0))
+    power = 10.0 ** math.floor(math.log10(span_nbytes / unit / 8))
+    return unit * next(n * power for n in (1, 2, 5, 10) if 8 * n * power >= span_nbytes / unit)
+
+
 def _bound(frontier: Any, ax: Any, low: int, top: float) -> None:
     """The region that no plan of the model reaches, where something is proven."""
     high = frontier.plain.peak_nbytes
@@ -81,4 +91,6 @@ def _bound(frontier: Any, ax: Any, low: int, top: float) -> None:
     # What is proven speaks of predicted peaks; a compiled one is larger or smaller by what the model errs.
     places = [low + (high - low) * i / _STEPS for i in range(_STEPS + 1)]
     heights = [min(max(frontier.lower_bound(int(x)), 0.0), top) for x in places]
-    ax.fill_between(places, heights, color="0.88", lw=0, zorder=0, label="below the proven bound")
+    ax.fill_between(
+        places, heights, color="0.88", lw=0, zorder=0, label="below the bound proven in the model"
+    )

@@ -103,7 +103,16 @@ class _Sweep:
         self.progress.advance()
         vertices, bounds = self._hull(found[0].plan, found[1].plan, step_seconds, (points - 2) // 2)
         found += [Point(plan, "hull") for plan in vertices]
-        while len(found) < points and (budget := self._halfway([p.plan for p in found])):
+        compiled = self.request.options.verify and self.baseline.rough.backend.fuses
+        frontier = Frontier(
+            points=(),
+            policies=(),
+            bounds=tuple((price / step_seconds, seconds / step_seconds) for price, seconds in bounds),
+            judged="compiled" if compiled else "predicted",
+            device=self.baseline.device.name,
+            fingerprint=self.baseline.fingerprint,
+        )
+        while len(found) < points and (budget := self._halfway(found, frontier.cost)):
             entry = self._done(f"budget-{budget}", lambda budget=budget: self._entry(self._within(budget)))
             if entry["plan"] is None:  # then that of the next smaller budget is the best known
                 margin = parse_margin(self.request.options.workspace_margin, budget)
@@ -117,15 +126,7 @@ class _Sweep:
         for i, name in enumerate(POLICIES):
             policies.append(Policy(**self._done(f"rule-{i}", lambda name=name: self._policy(name))))
             self.progress.advance()
-        compiled = self.request.options.verify and self.baseline.rough.backend.fuses
-        frontier = Frontier(
-            points=(),
-            policies=tuple(policies),
-            bounds=tuple((price / step_seconds, seconds / step_seconds) for price, seconds in bounds),
-            judged="compiled" if compiled else "predicted",
-            device=self.baseline.device.name,
-            fingerprint=self.baseline.fingerprint,
-        )
+        frontier = replace(frontier, policies=tuple(policies))
         return replace(frontier, points=monotone(found, frontier.cost))
 
     def _done(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -204,25 +205,20 @@ class _Sweep:
             entry = self._entry(make_plan_of(self.baseline, self.request, best.graph, solution).plan)
         return {**entry, "peak_nbytes": best.peak_nbytes, "seconds": best.seconds, "bound": bound.seconds}
 
-    def _halfway(self, plans: Sequence[Plan]) -> int | None:
-        """The middle of the widest gap between budgets that is not known; None where all are narrow.
+    def _halfway(self, points: Sequence[Point], cost: Callable[[Point], float]) -> int | None:
+        """The middle of the gap between budgets that most may lie in, None where all are narrow.
 
-        From its own peak up to its budget a plan is as good as any within that budget.
+        From its own peak up to its budget a plan is as good as any within that budget; and where the next smaller
+        budget costs no more, there is nothing to be found.
         """
-        plans = sorted(plans, key=lambda plan: plan.budget_nbytes)
-        gaps = [
-            (
-                high.margin_nbytes
-                + (high.compiled_peak_nbytes or high.predicted_peak_nbytes)
-                - low.budget_nbytes,
-                -i,
-            )
-            for i, (low, high) in enumerate(pairwise(plans))
-        ]
-        width, i = max(gaps)
-        if width <= max(NARROW * (plans[-1].budget_nbytes - plans[0].budget_nbytes), 1):
-            return None
-        return plans[-i].budget_nbytes + width // 2
+        points = sorted(points, key=lambda point: point.budget_nbytes)
+        narrow = max(NARROW * (points[-1].budget_nbytes - points[0].budget_nbytes), 1)
+        gaps = []
+        for low, high in pairwise(points):
+            width = high.plan.margin_nbytes + high.peak_nbytes - low.budget_nbytes
+            if width > narrow and (less := cost(low) - cost(high)) > 0:
+                gaps.append((width * less, low.budget_nbytes + width // 2))
+        return max(gaps, default=(0, None))[1]
 
     def _policy(self, name: str) -> dict[str, Any]:
         """What a rule by hand needs and costs."""
