@@ -30,6 +30,12 @@ def plot(frontier: Any, ax: "Axes | None" = None) -> "Axes":
     points = sorted(frontier, key=lambda p: (p.peak_nbytes, p.budget_nbytes))
     most = max(frontier.cost(p) for p in points) or 0.01
     top = _ROOM * max([most, *(c for c in map(frontier.cost, frontier.policies) if c <= 1.5 * most)])
+    if frontier.judged == "compiled":  # what is proven is proven of the model, which is drawn too then
+        top = max(top, _ROOM * max(p.overhead for p in points))
+        ax.plot(
+            [p.peak_nbytes for p in points], [p.overhead for p in points], ".:",
+            color="0.5", lw=1, zorder=1, label="the same plans, by the model",
+        )  # fmt: skip
     _bound(frontier, ax, points[0].peak_nbytes, top)
     # Between two points the smaller one's plan is the best that is known, and fits.
     ax.step(
