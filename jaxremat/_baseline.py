@@ -4,7 +4,6 @@ Law: each part is made when it is first asked for, and once, however many budget
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,8 +14,10 @@ from ._budget import format_nbytes
 from ._devices import DeviceSpec
 from ._emit import FENCES, emit
 from ._fingerprint import fingerprint
-from ._graph import Graph
+from ._graph import Graph, Segments
 from ._hlo import Module, parse
+from ._levels import Form, forms
+from ._loops import FORWARD
 from ._lower import as_stacked, estimate_base, lower
 from ._measured import measure
 from ._memory import MemoryStats
@@ -25,7 +26,6 @@ from ._program import Compiled, Program
 from ._progress import phase
 from ._roofline import roofline
 from ._schedule import Schedule
-from ._segments import choices
 from ._simulate import simulate
 from ._tags import tagged, written
 from ._trace import Traced, trace
@@ -46,7 +46,7 @@ class Baseline:
 
     **Fields:** `program`, `args`, `kwargs`; `device`; `profile` as in `jaxremat.optimize`; `here` the `jax.Device` to
     measure on, None for a target; `respect_checkpoint` and `pins` as in `jaxremat.optimize`; `compile_count` of whole
-    steps so far.
+    steps so far; `forms` of the step that were made, by levels.
     """
 
     program: Program
@@ -58,7 +58,8 @@ class Baseline:
     respect_checkpoint: bool = False
     pins: Patterns = ()
     compile_count: int = 0
-    _forms: dict[tuple[int, ...], Traced] = field(default_factory=dict)
+    forms: dict[Segments, Traced] = field(default_factory=dict)
+    _graphs: dict[tuple[bool, Segments], Graph] = field(default_factory=dict)
 
     @cached_property
     def traced(self) -> Traced:
@@ -79,19 +80,21 @@ class Baseline:
         there = "" if self.program.target is None else ", without the device"
         return f"XLA of jax {jax.__version__} for {name}{there}"
 
-    def form(self, segments: tuple[int, ...]) -> Traced:
-        """The step with its loops in this many segments."""
+    def form(self, segments: Segments) -> Traced:
+        """The step with its loops in these levels."""
         if segments == self.traced.segments:
             return self.traced
-        if segments not in self._forms:
-            self._forms[segments] = self.traced.in_segments(segments)
-        return self._forms[segments]
+        if segments not in self.forms:
+            self.forms[segments] = self.traced.in_segments(segments)
+        return self.forms[segments]
 
     @cached_property
     def rough(self) -> Graph:
         """The graph by rules alone, without a compilation."""
-        base = estimate_base(self.traced)
-        return lower(self.traced, self.device, base_nbytes=base, patterns=self.pins)
+        return self._roughly(self.traced, estimate_base(self.traced))
+
+    def _roughly(self, traced: Traced, base_nbytes: int) -> Graph:
+        return lower(traced, self.device, base_nbytes=base_nbytes, patterns=self.pins)
 
     @property
     def must_recompute(self) -> bool:
@@ -103,14 +106,6 @@ class Baseline:
         """The plain step's peak by that graph."""
         stacked = as_stacked(self.rough)
         return simulate(stacked, everything(stacked)).peak_nbytes
-
-    @cached_property
-    def rough_graphs(self) -> tuple[Graph, ...]:
-        """`graphs` by rules alone."""
-        base = self.rough.base_nbytes
-        return self._in_segments(
-            self.rough, lambda traced: lower(traced, self.device, base_nbytes=base, patterns=self.pins)
-        )
 
     @cached_property
     def plain(self) -> Compiled:
@@ -147,42 +142,53 @@ class Baseline:
         return roofline(self._module, self.device).seconds
 
     @cached_property
-    def graphs(self) -> tuple[Graph, ...]:
-        """The graph by what XLA writes to memory, and that of the step with its loops in two levels, if it has any."""
-        base, found = MemoryStats.of(self.witness).base_nbytes, written(self._module)
-        temporaries = self.temporaries_nbytes
-
-        def lowered(traced: Traced) -> Graph:
-            least = int(temporaries * _WORKSPACE_SHARE)
-            return lower(
-                traced,
-                self.device,
-                base_nbytes=base,
-                written=found.renumbered(self.traced.places(traced)),
-                workspace=workspaces(traced, self.program, self.device.platform, least),
-                seconds=self._measured(traced, temporaries),
-                patterns=self.pins,
-            )
-
-        graph = lowered(self.traced)
+    def graph(self) -> Graph:
+        """The graph by what XLA writes to memory."""
+        graph = self._lowered(self.traced)
         logger.info(
             "plain step: peak %s, %d equations, %d residuals, %d stages",
             format_nbytes(self.peak_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
         )  # fmt: skip
-        graphs = self._in_segments(graph, lowered)
         if graph.backend.fuses and self.profile == "roofline":
-            return tuple(replace(each, step_seconds=self.seconds) for each in graphs)
-        return graphs
+            return replace(graph, step_seconds=self.seconds)
+        return graph
 
-    def _in_segments(self, graph: Graph, lowered: Callable[[Traced], Graph]) -> tuple[Graph, ...]:
-        segments = tuple(choices(length)[0] if choices(length) else 1 for length in self.traced.lengths)
-        # Where a loop is cut into segments, what its iterations make is made again, saved or not.
-        stacked = any(graph.values[v].length > 1 for v in graph.pinned["save"])
-        if segments == self.traced.segments or stacked:
-            return (graph,)
-        cut = lowered(self.form(segments))
-        longer = max(cut.step_seconds - graph.step_seconds, 0.0) + graph.extra_seconds
-        return graph, replace(cut, step_seconds=graph.step_seconds, extra_seconds=longer)
+    def _lowered(self, traced: Traced) -> Graph:
+        least = int(self.temporaries_nbytes * _WORKSPACE_SHARE)
+        return lower(
+            traced,
+            self.device,
+            base_nbytes=MemoryStats.of(self.witness).base_nbytes,
+            written=written(self._module).renumbered(self.traced.places(traced)),
+            workspace=workspaces(traced, self.program, self.device.platform, least),
+            seconds=self._measured(traced, self.temporaries_nbytes),
+            patterns=self.pins,
+        )
+
+    def plain_graph(self, *, rough: bool = False) -> Graph:
+        """The graph of the step's loops as they are."""
+        return self.rough if rough else self.graph
+
+    def deeper(self, graph: Graph) -> tuple[Form, ...]:
+        """The forms that the loops of this graph of the step may take besides.
+
+        A loop in levels makes all that its iterations make again: where some of it must be saved, it stays as it is.
+        """
+        pairs = [loop.id for loop in self.traced.loops if loop.role == FORWARD and loop.parent < 0]
+        saved = {graph.nodes[graph.values[v].producer].loop for v in graph.pinned["save"]}
+        lengths = zip(pairs, self.traced.lengths, strict=True)
+        return forms(graph, pairs, [1 if loop in saved else length for loop, length in lengths])
+
+    def graph_of(self, form: Form, *, rough: bool = False) -> Graph:
+        """The graph of such a form, its time counted from the plain step's."""
+        key = rough, form.segments
+        if key not in self._graphs:
+            plain, traced = self.plain_graph(rough=rough), self.form(form.segments)
+            base = plain.base_nbytes
+            graph = self._roughly(traced, base) if rough else self._lowered(traced)
+            more = plain.extra_seconds + form.more_seconds
+            self._graphs[key] = replace(graph, step_seconds=plain.step_seconds, extra_seconds=more)
+        return self._graphs[key]
 
     def _measured(self, traced: Traced, temporaries_nbytes: int) -> dict[int, float] | None:
         """Seconds of equations on the device at hand, where they are asked for."""

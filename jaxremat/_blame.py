@@ -1,6 +1,6 @@
 """A budget that pins make infeasible -> an error that names them, with the least peak with and without them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from ._budget import format_nbytes
@@ -20,20 +20,20 @@ _TRY_SECONDS = 1.0
 def blamed(
     error: InfeasibleBudgetError,
     room_nbytes: int,
-    graphs: Sequence[Graph],
-    least_without: Callable[[Sequence[Graph]], int],
+    graph: Graph,
+    least_without: Callable[[], int],
 ) -> InfeasibleBudgetError:
     """The error, or where the budget can be met without pins another that says so.
 
-    **Arguments:** `room_nbytes` the budget less the margin; `graphs` the forms of the step; `least_without` the least
-    peak that is found for graphs, in bytes.
+    **Arguments:** `room_nbytes` the budget less the margin; `graph` of the step, its loops as they are; `least_without`
+    gives the least peak that is found without pins, in bytes.
     """
-    if not graphs[0].pins:
+    if not graph.pins:
         return error
-    free = least_without([without(graph, None) for graph in graphs])
+    free = least_without()
     if free > room_nbytes:
         return error
-    costs = _costs(graphs[0])
+    costs = _costs(graph)
     named = [f"{origin} ({_more(nbytes)})" for origin, nbytes in costs[:MOST_NAMED]]
     rest = f" and {len(costs) - MOST_NAMED} more" if len(costs) > MOST_NAMED else ""
     least = error.min_peak_nbytes + error.budget_nbytes - room_nbytes

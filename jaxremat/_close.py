@@ -13,7 +13,7 @@ import jax
 import jax.extend.core as jex
 
 from . import _compat
-from ._loops import SLICE, Loop
+from ._loops import SLICE, Loop, row_at
 
 
 def close_loops(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[Any]:
@@ -81,6 +81,10 @@ def _sort(eqn: Any, section: _Section) -> None:
         section.filled[eqn.outvars[0]] = eqn.invars[0], eqn.invars[1]
     elif name == "scan_stack":
         section.stacked[eqn.outvars[0]] = eqn.invars[0]
+    elif name == "scan_part":
+        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
+        read = _compat.inlined(jax.make_jaxpr(row_at)(*types), eqn.invars, eqn.source_info, eqn.outvars)
+        section.eqns.extend(read[0])
     else:
         section.eqns.append(eqn)
 

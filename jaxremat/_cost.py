@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ._devices import DeviceSpec
-from ._primitives import inner_jaxprs, is_light
+from ._primitives import inner_jaxprs, is_light, is_write
 
 
 def aval_nbytes(aval: Any) -> int:
@@ -34,7 +34,7 @@ def eqn_flops(eqn: Any) -> float:
     if bodies := inner_jaxprs(eqn):
         per_body = [sum(eqn_flops(e) for e in body.eqns) for body in bodies]
         return max(per_body) if name == "cond" else sum(per_body)
-    if is_light(eqn):
+    if is_light(eqn) or is_write(eqn):
         return 0.0
     return float(max([out, *(math.prod(getattr(a.aval, "shape", ())) for a in eqn.invars)]))
 
@@ -75,7 +75,8 @@ def kernel_seconds(device: DeviceSpec, dtype: str, flops: float, nbytes: float) 
 
 def alone_seconds(device: DeviceSpec, eqn: Any) -> float:
     """Roofline time of an equation that is a kernel with nothing fused into it."""
-    nbytes = sum(aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars))
+    atoms = [eqn.invars[1]] * 2 if is_write(eqn) else [*eqn.invars, *eqn.outvars]
+    nbytes = sum(aval_nbytes(a.aval) for a in atoms)
     return kernel_seconds(device, flops_dtype(eqn), eqn_flops(eqn), nbytes)
 
 

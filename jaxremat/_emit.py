@@ -151,10 +151,14 @@ class _Emitter:
         settled = {n for stage in graph.stages for n, _ in stage.deferred}
         settled |= {graph.values[v].producer for stage in graph.stages for v in stage.finished}
         entered = (v for n in range(graph.forward_stop, len(self.source)) for v in self._entered(n))
-        settled |= {graph.values[v].producer for v in entered}  # they pass the fence before the loop
+        entered = {graph.values[v].producer for v in entered}
+        # What starts a loop off passes the fence before it; if it is zeros, it is made behind that fence.
+        begun = {n for n in entered if n >= 0 and is_zero(self.source[n])}
+        settled |= entered - begun
         for n in reversed(range(graph.forward_stop, len(graph.nodes))):
             readers = [place[m] for v in self.source[n].outvars for m in self.readers.get(v, ())]
-            if readers and n not in settled and not graph.kernel[n] and graph.nodes[n].repeatable:
+            fused = not graph.kernel[n] and graph.nodes[n].repeatable
+            if readers and (n in begun or (fused and n not in settled)):
                 place[n] = self._outside(min(readers), graph.nodes[n].loop)
         return place
 
@@ -245,7 +249,8 @@ class _Emitter:
             inner = [a for a in operands if a in self.value_of and a not in made]
             through.extend(inner if inner or any(a in made for a in operands) else operands)
         entering = [n for n in self.own[k] if self.graph.nodes[n].loop != loop and self._entered(n)]
-        through.extend(a for n in entering for a in self.source[n].invars if a in self.value_of)
+        entered = (a for n in entering for a in self.source[n].invars if a in self.value_of)
+        through.extend(a for a in entered if self.place[self._maker(a)] < k)
         here = [n for n in self.own[k] if self.graph.nodes[n].loop == loop]
         own = [self.source[n] for n in here]
         for n in here:

@@ -15,6 +15,12 @@ from functools import cached_property
 
 from ._backend import Backend, backend
 
+Segments = tuple[tuple[int, ...], ...]
+"""For each pair of a step's loops its lengths by level, the outermost first (see `_levels`), none as it was."""
+
+OVERWRITING = frozenset({"dynamic_update_slice", "scan_last"})
+"""Heavy work that writes over its operand: into a part of it, or as the next iteration's carry."""
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -125,7 +131,7 @@ class Graph:
     parents: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
     extra_seconds: float = 0.0
-    segments: tuple[int, ...] = ()
+    segments: Segments = ()
     pins: tuple[Pin, ...] = ()
 
     def around(self, node: int) -> int:
@@ -225,8 +231,8 @@ class Graph:
     def in_place(self) -> frozenset[int]:
         """The nodes of the backward pass whose result takes over the memory of an operand that dies there.
 
-        These are pointwise kernels, without reductions fused into them, with an operand of the result's size that the
-        backward pass made and nobody else reads later.
+        These are pointwise kernels, without reductions fused into them, and those of `OVERWRITING`, with an operand of
+        the result's size that the backward pass made and nobody else reads later.
         """
         last: dict[int, int] = {}
         repeated: set[int] = set()  # what a forward node reads may be read again, by its recomputation
@@ -242,12 +248,13 @@ class Graph:
         def dies(v: int, node: Node, nbytes: int) -> bool:
             value = self.values[v]
             own = value.producer >= 0 and not value.is_output and not self.nodes[value.producer].forward
+            own = own and self.kept_by(v, self.reader_loop(node)) < 0
             return own and v not in repeated and last[v] == node.id and value.nbytes == nbytes
 
         return frozenset(
             node.id
             for node in self.nodes
-            if not node.heavy
+            if (node.primitive in OVERWRITING or not node.heavy)
             and not node.forward
             and len(node.outputs) == 1
             and reduced.isdisjoint(node.inputs)
@@ -272,6 +279,30 @@ class Graph:
             return False
         before, loop = (self.nodes[s.start].loop for s in self.stages[stage - 1 : stage + 1])
         return before == loop and self.repeats(loop, self.nodes[self.values[value].producer].loop)
+
+    def kept_by(self, value: int, loop: int) -> int:
+        """The outermost loop that keeps a value because it is read in `loop`: every iteration of what the value was not
+        made in may read it again. -1 for none.
+        """
+        made = self.nodes[self.values[value].producer].loop
+        kept = -1
+        while loop >= 0 and not self._within(made, loop):
+            kept, loop = loop, self.parents[loop]
+        return kept
+
+    def _within(self, loop: int, around: int) -> bool:
+        while loop >= 0 and loop != around:
+            loop = self.parents[loop]
+        return loop == around
+
+    def reader_loop(self, node: Node) -> int:
+        """The loop in whose iterations a node reads its operands: carries start off in the loop around theirs."""
+        return self.parents[node.loop] if node.primitive == "scan_carry" else node.loop
+
+    def kept_until(self, value: int, loop: int) -> int:
+        """The last node of that loop, -1 where there is none."""
+        kept = self.kept_by(value, loop)
+        return self.loop_stop[kept] - 1 if kept >= 0 else -1
 
     def repeats(self, loop: int, other: int) -> bool:
         """Whether what stands in one loop's body (-1: in none) may be run again in that of another."""

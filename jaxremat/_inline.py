@@ -62,10 +62,11 @@ class Inliner:
         **Arguments:** `marks` leaves names and hints where they are, for when the body is inlined for good.
         """
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-        known = [self._constant(c, v.aval) for c, v in zip(consts, jaxpr.constvars, strict=True)]
+        known = [self.constant(c, v.aval) for c, v in zip(consts, jaxpr.constvars, strict=True)]
         return self._walk(jaxpr, [*known, *operands], info, into, marks)
 
-    def _constant(self, const: Any, aval: Any) -> Any:
+    def constant(self, const: Any, aval: Any) -> Any:
+        """The program's variable for a constant of one of its bodies."""
         if id(const) not in self._const_of:
             self._const_of[id(const)] = _compat.new_var(aval)
             self.constvars.append(self._const_of[id(const)])

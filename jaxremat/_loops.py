@@ -8,6 +8,7 @@ others that tie the iteration to the rest,
     scan_last    c' -> last              the carry as it leaves it; behind the loop, as the last one does
     scan_stack   y[...] -> Y[L, ...]     one slice of a stacked result; if there is a second operand, a zero, the
                                          array is made of it, and not before it
+    scan_part    X[N, ...], i -> x[...]  the row of an array that loops in levels (`_segments`) read at an index
 
 and what is the same in all iterations is read directly. Two kinds of scans are laid open:
 
@@ -15,17 +16,19 @@ and what is the same in all iterations is read directly. Two kinds of scans are 
   reads what the former stacked. The backward section reads the forward section's own variables; in which form an
   iteration of one hands them to that of the other (stacked, or recomputed from what is) is decided by the plan. Both
   belong to one *group*, in which the slices of one array are the same value.
-- scans that hold a forward and a backward pass of their own, as gradient accumulation does, and the backward scans of
-  `_segments`.
+- scans that hold a forward and a backward pass of their own, as gradient accumulation does, and those that `_segments`
+  makes, whose primitive is `APART`.
 
 `_close` makes scans of the sections again.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.extend.core as jex
+from jax import lax
+from jax.extend.core.primitives import scan_p
 
 from . import _compat
 from ._equals import Equals
@@ -38,10 +41,13 @@ SLICE = jex.Primitive("scan_slice")
 CARRY = jex.Primitive("scan_carry")
 LAST = jex.Primitive("scan_last")
 STACK = jex.Primitive("scan_stack")
+PART = jex.Primitive("scan_part")
+APART = jex.Primitive("scan_apart")
 SLICE.def_abstract_eval(lambda x, *, length, **_: jex.mapped_aval(length, 0, x))
 CARRY.def_abstract_eval(lambda x, **_: x)
 LAST.def_abstract_eval(lambda x, **_: x)
 STACK.def_abstract_eval(lambda x, *_, length, **__: jex.unmapped_aval(length, 0, x))
+PART.def_abstract_eval(lambda x, _, *, length: jex.mapped_aval(length, 0, x))
 
 
 @dataclass(frozen=True)
@@ -76,12 +82,9 @@ class Opened:
     origin: tuple[int, ...]
 
 
-def open_loops(flat: jex.ClosedJaxpr, inliner: Inliner, alone: Collection[int] = ()) -> Opened:
-    """Lay open the loops of flat equations that `inliner` has made.
-
-    **Arguments:** `alone` the indices of backward scans that are no part of a pair.
-    """
-    opener = _Opener(inliner, alone)
+def open_loops(flat: jex.ClosedJaxpr, inliner: Inliner) -> Opened:
+    """Lay open the loops of flat equations that `inliner` has made."""
+    opener = _Opener(inliner)
     opener.run(flat.jaxpr.eqns, -1, list(range(len(flat.jaxpr.eqns))))
     jaxpr = flat.jaxpr
     return Opened(
@@ -93,9 +96,8 @@ def open_loops(flat: jex.ClosedJaxpr, inliner: Inliner, alone: Collection[int] =
 
 
 class _Opener:
-    def __init__(self, inliner: Inliner, alone: Collection[int]):
+    def __init__(self, inliner: Inliner):
         self.inliner = inliner
-        self.alone = alone
         self.eqns: list[Any] = []
         self.loop_of: list[int] = []
         self.origin: list[int] = []
@@ -108,7 +110,7 @@ class _Opener:
         self.origin.append(origin)
 
     def run(self, eqns: Sequence[Any], parent: int, origin: Sequence[int]) -> None:
-        forward_of = {i: j for i, j in pairs(eqns).items() if origin[i] not in self.alone}
+        forward_of = pairs(eqns)
         forward = set(forward_of.values())
         opened: dict[int, int] = {}  # index of a forward scan -> its loop
         for i, eqn in enumerate(eqns):
@@ -116,7 +118,9 @@ class _Opener:
                 self.open(eqn, BACKWARD, opened[forward_of[i]], parent)
             elif i in forward:
                 opened[i] = self.open(eqn, FORWARD, None, parent)
-            elif origin[i] in self.alone or (_is_scan(eqn) and _has_both_passes(eqn)):
+            elif eqn.primitive is APART:
+                self.open(eqn.replace(primitive=scan_p), ALONE, None, parent)
+            elif _is_scan(eqn) and _has_both_passes(eqn):
                 self.open(eqn, ALONE, None, parent)
             else:
                 self.add(eqn, parent, origin[i])
@@ -161,6 +165,11 @@ class _Opener:
             made = _compat.new_var(primitive.abstract_eval(atom.aval, **params)[0])
         self.add(_compat.new_eqn([atom], [made], primitive, params, loop.eqn.source_info), loop.id)
         return made
+
+
+def row_at(array: Any, index: Any) -> Any:
+    """The row of an array at an index that is not negative."""
+    return lax.dynamic_index_in_dim(array, index, keepdims=False, allow_negative_indices=False)
 
 
 def _is_scan(eqn: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 from ._account import Account
 from ._alive import Alive
 from ._budget import format_nbytes
-from ._graph import Graph
+from ._graph import Graph, Segments
 from ._memory import MemoryStats
 from ._schedule import Schedule
 
@@ -53,7 +53,7 @@ class Round:
     gap: float
     solver: str
     stages: int
-    segments: tuple[int, ...]
+    segments: Segments
     fence: str
     solve_seconds: float
     compile_seconds: float

@@ -8,7 +8,7 @@ from typing import Any
 
 from ._disk import write_atomically
 from ._errors import PlanMismatchError
-from ._graph import Graph
+from ._graph import Graph, Segments
 from ._json import read
 from ._outcome import Outcome
 from ._report import Report
@@ -37,7 +37,8 @@ class Plan(Outcome):
     - `solver`, `solve_seconds`, `compile_count` how it was found; `rounds` every schedule that was compiled, in order.
     - `actions` per residual, largest first; `alive` what the compiled step has in memory at its peak besides arguments
       and outputs, the largest first, empty where not compiled; `account` where memory and time go, as modelled.
-    - `segments` for each pair of scans (see `_segments`) how many segments it is cut into.
+    - `segments` for each pair of scans the lengths of its levels, the outermost first (see `_segments`); none where it
+      is as it was.
     - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes`, `fence` what the emitter
       needs.
@@ -50,7 +51,7 @@ class Plan(Outcome):
     materialised: tuple[int, ...]
     small_nbytes: int
     fence: str
-    segments: tuple[int, ...]
+    segments: Segments
 
     def layout(self, graph: Graph) -> Graph:
         """The graph with this plan's stages and materialised values in place of its own.

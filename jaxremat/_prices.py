@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ._cost import alone_seconds, flops_dtype, kernel_seconds
+from ._cost import alone_seconds, aval_nbytes, flops_dtype, kernel_seconds
 from ._devices import DeviceSpec
 from ._graph import Graph, Node, Value
 from ._loops import Loop
-from ._primitives import is_loop_edge, is_relabelling, is_view
+from ._primitives import is_loop_edge, is_loop_slice, is_relabelling, is_view, is_write
 from ._tags import Written
 
 MOST_FUSED_FLOPS = 50.0
@@ -71,6 +71,8 @@ def priced(
         arguments = sum(graph.values[v].nbytes for v in node.inputs if graph.values[v].producer < 0)
         read = arguments + sum(graph.values[v].nbytes for v in graph.reads[node.id])
         made = sum(graph.values[v].nbytes for v in node.outputs)
+        if is_write(eqn):
+            read = made = aval_nbytes(eqn.invars[1].aval)
         slower = measured[node.id] / alone_seconds(device, eqn) if node.id in measured else 1.0
         once = slower * kernel_seconds(device, flops_dtype(eqn), flops, read + made)
         times = trips[node.loop] if node.loop >= 0 else 1
@@ -84,7 +86,8 @@ def priced(
             )
             once = slower * (kernel_seconds(device, flops_dtype(eqn), flops, more) - device.launch_seconds)
         nodes.append(replace(node, seconds=once * times))
-    return _with_stacking(replace(graph, nodes=tuple(nodes), step_seconds=step_seconds), device)
+    graph = replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
+    return _with_stacking(graph, device, trips)
 
 
 def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
@@ -99,7 +102,7 @@ def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
     )
 
 
-def _with_stacking(graph: Graph, device: DeviceSpec) -> Graph:
+def _with_stacking(graph: Graph, device: DeviceSpec, trips: Sequence[int]) -> Graph:
     """The graph with the time of copies into stacks and out of them, which the plain step spends on all it stacks."""
     plain = handed_over(graph)
     seconds: dict[int, float] = {}
@@ -107,7 +110,7 @@ def _with_stacking(graph: Graph, device: DeviceSpec) -> Graph:
     for value in graph.values:
         if value.length == 1 or not graph.recomputable(value.id) or value.saved_nbytes <= graph.small_nbytes:
             continue  # as in every plan
-        taken = 2 * COPIES * value.saved_nbytes / device.bandwidth
+        taken = 2 * COPIES * value.nbytes * trips[graph.nodes[value.producer].loop] / device.bandwidth
         if value.materialised:
             seconds[value.id] = taken
         if value.id in plain:
@@ -133,7 +136,7 @@ def behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Seq
     while (
         (producer := values[v].producer) >= 0
         and is_relabelling(eqns[producer])
-        and len(nodes[producer].inputs) == 1
+        and (len(nodes[producer].inputs) == 1 or is_loop_slice(eqns[producer]))
     ):
         v = nodes[producer].inputs[0]
     return v

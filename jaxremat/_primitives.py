@@ -44,11 +44,12 @@ _SCATTERS = frozenset(
         "dynamic_update_slice",
     }
 )
-_VIEWS = frozenset({"scan_slice", "reshape", "squeeze", "expand_dims", "bitcast_convert_type", "split"})
+_SLICES = frozenset({"scan_slice", "scan_part"})
+_VIEWS = frozenset({*_SLICES, "reshape", "squeeze", "expand_dims", "bitcast_convert_type", "split"})
 _LIGHT = frozenset(
     {"broadcast_in_dim", "iota", "convert_element_type", "transpose", "rev", "slice", "pad", "copy"}
 )
-_LOOP_EDGES = frozenset({"scan_slice", "scan_carry", "scan_last", "scan_stack"})
+_LOOP_EDGES = frozenset({*_SLICES, "scan_carry", "scan_last", "scan_stack"})
 _COSTLY = frozenset(
     {
         "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sinh", "cosh", "erf", "erfc", "erf_inv",
@@ -108,9 +109,19 @@ def is_light(eqn: Any) -> bool:
     return eqn.primitive.name in _LIGHT or is_view(eqn)
 
 
+def is_write(eqn: Any) -> bool:
+    """An update of a part of an array, which is written over it."""
+    return eqn.primitive.name == "dynamic_update_slice"
+
+
 def is_loop_edge(eqn: Any) -> bool:
     """Where an iteration of a loop that is laid open meets the rest, see `_loops`."""
     return eqn.primitive.name in _LOOP_EDGES
+
+
+def is_loop_slice(eqn: Any) -> bool:
+    """Whether the equation reads an iteration's part of an array, see `_loops`."""
+    return eqn.primitive.name in _SLICES
 
 
 def is_costly(eqn: Any) -> bool:
@@ -121,7 +132,7 @@ def is_costly(eqn: Any) -> bool:
 def is_repeatable(eqn: Any) -> bool:
     """Whether running the equation twice is invisible: no effects, no callbacks, no collectives."""
     name = eqn.primitive.name
-    if eqn.effects or name in _COLLECTIVES or name in _UNREPEATABLE or name in _LOOP_EDGES - {"scan_slice"}:
+    if eqn.effects or name in _COLLECTIVES or name in _UNREPEATABLE or name in _LOOP_EDGES - _SLICES:
         return False
     return all(is_repeatable(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
 

@@ -1,10 +1,12 @@
 """Graph, budget -> the cheapest schedule of which the compiler says that it fits.
 
 The loop: solve within what the model allows, compile, read the compiler's peak, correct the model's allowance by the
-difference, solve again. The forms of the step (its loops as they are, or in two levels) and the two ways to cut the
-backward pass into stages compete; each has an allowance of its own, because the model errs differently on each.
+difference, solve again. The forms of the step (its loops as they are, or in levels) and the two ways to cut the
+backward pass into stages compete; each has an allowance of its own, because the model errs differently on each. A
+deeper form is made when no other promises to fit for less than running the forward passes that it repeats.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +15,7 @@ from typing import Any
 from ._budget import format_nbytes
 from ._errors import SolverError
 from ._graph import Graph
+from ._levels import Form
 from ._outcome import Round
 from ._program import Compiled
 from ._progress import phase
@@ -98,27 +101,30 @@ class _Line:
 
 @dataclass
 class Search:
-    """**Fields:** `forms` of the step with their coarse stages, the plain one first; `temporaries_nbytes` of the plain
-    step; `trials` in order.
+    """**Fields:** `graph` of the plain step's form, with coarse stages; `deeper` forms and their `graph_of`, see
+    `_levels`; `temporaries_nbytes` of the plain step; `trials` in order.
     """
 
-    forms: Sequence[Graph]
+    graph: Graph
     solver: Solver
     time_limit: float
     attempt: Attempt
     temporaries_nbytes: int
+    deeper: Sequence[Form] = ()
+    graph_of: Callable[[Form], Graph] | None = None
     trials: list[Trial] = field(default_factory=list)
     solve_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.graph = self.forms[0]
-        self.cuttings = cuttings(self.forms)
+        self.cuttings = cuttings(self.graph)
+        self.left = list(self.deeper)  # forms that are not made yet
+        self.plain_nbytes = 0  # the least that the plain form needs, once it does not fit
 
     def within(self, budget: int, rounds: int) -> Trial | None:
         """The cheapest compiled schedule within the budget after that many rounds, or more if none fits; None if none
         does then.
         """
-        lines = [_Line(cut, budget) for cut in self.cuttings]
+        lines: list[_Line] = []
         for i in range(rounds + MORE_ROUNDS):
             line = self._next(lines, budget)
             if line is None or line.pending is None or (i >= rounds and self.best(budget)):
@@ -130,8 +136,9 @@ class Search:
         """The compiled schedule of least peak at a bearable overhead, and of those that need about as little the
         fastest.
         """
-        self._least(None)
         most = MOST_OVERHEAD * self.graph.step_seconds
+        self._make(self._deepest(most))
+        self._least(None)
         trials = [t for t in self.trials if t.seconds <= most] or self.trials
         about = min(t.peak_nbytes for t in trials) + LEAST_SLACK * self.temporaries_nbytes
         return min((t for t in trials if t.peak_nbytes <= about), key=lambda t: t.seconds)
@@ -153,13 +160,50 @@ class Search:
 
     def predict(self, allowance: int | None) -> tuple[Graph, Solution]:
         """The solution that is best by the model alone, with the graph that it is of."""
-        found = []
-        for cut in self.cuttings:
-            solution = self._solution(cut, allowance, self.solver)
-            found.append((rank(cut, solution.schedule, allowance), cut, solution))
-            if found[-1][0][:2] <= (0.0, CHEAP * cut.step_seconds):
-                break
-        return min(found, key=lambda each: each[0])[1:]
+        found: list[tuple[tuple[float, ...], Graph, Solution]] = []
+        if allowance is None:
+            self._make(self._deepest(MOST_OVERHEAD * self.graph.step_seconds))
+        while True:
+            for cut in self.cuttings[len(found) :]:
+                solution = self._solution(cut, allowance, self.solver)
+                found.append((self._rank(cut, solution, allowance), cut, solution))
+                if found[-1][0][:2] <= (0.0, CHEAP * cut.step_seconds):
+                    return cut, solution
+            order, cut, solution = min(found, key=lambda each: each[0])
+            if allowance is None or not self._deepen(order[1] if order[0] == 0.0 else None, allowance):
+                return cut, solution
+
+    def _make(self, form: Form | None) -> None:
+        """Add the cuttings of a form, if there is one; the shallower ones are passed over."""
+        if form is not None:
+            assert self.graph_of is not None
+            self.left = self.left[self.left.index(form) + 1 :]
+            self.cuttings += cuttings(self.graph_of(form))
+
+    def _deepest(self, most_seconds: float) -> Form | None:
+        """The first form that comes near the least memory of those that take no longer than that."""
+        able = [form for form in self.left if self.graph.extra_seconds + form.more_seconds <= most_seconds]
+        enough = max((form.fewer_nbytes for form in able), default=0) - LEAST_SLACK * self.temporaries_nbytes
+        return next((form for form in able if form.fewer_nbytes >= enough), None)
+
+    def _deepen(self, seconds: float | None, budget: int) -> bool:
+        """Make the next form that may fit, if none is known that takes less; whether there was one.
+
+        **Arguments:** `seconds` that the best so far takes, None if nothing fits.
+        """
+        for form in self.left:
+            if seconds is not None and seconds <= self.graph.extra_seconds + form.more_seconds:
+                return False
+            if self.plain_nbytes - form.fewer_nbytes <= budget or form is self.left[-1]:
+                self._make(form)
+                return True
+        return False
+
+    def _rank(self, graph: Graph, solution: Solution, allowance: int | None) -> tuple[float, ...]:
+        order = rank(graph, solution.schedule, allowance)
+        if graph.segments == self.graph.segments and order[0]:
+            self.plain_nbytes = int(order[1])
+        return order
 
     def _next(self, lines: list[_Line], budget: int) -> _Line | None:
         """The line to try next, with its pending solution; None where no further round promises anything."""
@@ -167,14 +211,19 @@ class Search:
         if best is not None and best.seconds <= CHEAP * step:
             return None
         ready: list[tuple[tuple[float, ...], _Line]] = []
-        for line in lines:
-            if line.closed:
-                continue
-            if any(order[1] <= line.graph.extra_seconds for order, _ in ready):
+        for i in itertools.count():
+            if i == len(self.cuttings):
+                known = [order[1] for order, _ in ready] + ([best.seconds] if best else [])
+                if not self._deepen(min(known, default=None), budget):
+                    break
+            if i == len(lines):
+                lines.append(_Line(self.cuttings[i], budget))
+            line = lines[i]
+            if line.closed or any(order[1] <= line.graph.extra_seconds for order, _ in ready):
                 continue
             if line.pending is None:
                 line.pending = self._solution(line.graph, line.allowance, self.solver)
-            order = rank(line.graph, line.pending.schedule, line.allowance)
+            order = self._rank(line.graph, line.pending, line.allowance)
             if not self._tried(line.pending) and order[0] == 0.0 and self._promises(line, order[1], best):
                 ready.append((order, line))
                 if order[1] <= CHEAP * step:
@@ -242,13 +291,9 @@ class Search:
         return solution
 
 
-def cuttings(forms: Sequence[Graph]) -> tuple[Graph, ...]:
-    """Each form of the step with its backward pass cut coarsely and finely."""
-    return tuple(
-        replace(graph, stages=cut)
-        for graph in forms
-        for cut in dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))
-    )
+def cuttings(graph: Graph) -> list[Graph]:
+    """The graph with its coarse stages, and with fine ones if those are others."""
+    return [replace(graph, stages=c) for c in dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))]
 
 
 def _allowance(trials: list[Trial], budget: int) -> int:

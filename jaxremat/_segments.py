@@ -1,189 +1,349 @@
-"""Flat equations -> the same with pairs of scans in two levels, which saves one carry per segment instead of per layer.
+"""Flat equations -> the same with pairs of scans in levels, which keep fewer carries and run the forward pass again.
 
-A pair of `L = S * M` iterations
+A pair of `L = S * M + r` iterations, of the rows of arrays `X[L, ...]`,
 
-    c, R = scan(forward, c0, xs)                g, Y = scan(backward, g0, (R, ...), reverse)
+    c, R = scan(forward, c0, X)                g, Y = scan(backward, g0, (R, X), reverse)
 
-becomes `S` segments of `M` iterations. The outer backward body runs the inner forward scan again:
+becomes in two levels `S` segments of `M` iterations, and a pair of the last `r`. With `I = arange(S * M)` as `[S, M]`,
 
-    c, C = scan(c -> (scan(forward, c, xs'), c), c0, xs[S, M, ...])
-    g, Y = scan(g -> (R = scan(forward, c', xs'); scan(backward, g, (R, ...))), g0, (C, xs[S, M, ...], ...), reverse)
+    c, C = scan(c -> (scan(forward, c, I'), c), c0, I)
+    c, R = scan(forward, c, rest)
+    g, Y = scan(backward, (g0, zeros), (R, rest), reverse)
+    g, Y = scan((g, Y) -> (R = scan(forward, c', I'); scan(backward, (g, Y), (R, I'), reverse)),
+                (g, Y), (C, I), reverse)
 
-so that a carry is stacked `S` times and everything else `M` times, at one more forward pass. These are scans like any
-others: `_loops` lays the outer backward scan open, and in it the inner pair.
+so that `S` carries are stacked, and everything else `M` times. In more levels the inner pair is cut in the same way.
+All levels read and write the rows of the whole arrays: none has a copy of its segment's parameters or gradients. These
+are scans like any others: `_loops` lays the outer backward scan open, and in it the inner pair.
 """
 
-from collections.abc import Sequence
-from math import isqrt
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
 
 from . import _compat
+from ._graph import Segments
 from ._inline import Inliner
-from ._loops import operands, pairs
+from ._loops import APART, PART, operands, pairs, row_at
 
-
-def choices(length: int) -> tuple[int, ...]:
-    """Numbers of segments worth trying for a scan of this length: divisors around its square root."""
-    divisors = [s for s in range(2, length) if length % s == 0]
-    root = isqrt(length)
-    near = sorted(divisors, key=lambda s: max(s / root, root / s))
-    return tuple(near[:1])
+Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], Sequence[Any], Sequence[Any]]]
+"""Constants, carries and slices of an iteration -> its equations, the carries that it leaves, what it stacks."""
 
 
 def segmented(
-    flat: jex.ClosedJaxpr, inliner: Inliner, segments: Sequence[int]
-) -> tuple[jex.ClosedJaxpr, list[int], set[int]]:
-    """The program with its pairs in two levels; also for each equation its index before, -1 for new ones; and the
-    indices of the outer backward scans.
+    flat: jex.ClosedJaxpr, inliner: Inliner, segments: Segments
+) -> tuple[jex.ClosedJaxpr, list[int]]:
+    """The program with its pairs in levels; also for each equation its index before, -1 for new ones.
 
-    **Arguments:** `segments` for each pair of the program's top level, in the order of the forward scans, into how many
-    segments it is cut; 1 leaves it as it is.
+    **Arguments:** `segments` for each pair of the program's top level, in the order of the forward scans, the lengths
+    of its levels; none leave it as it is.
     """
     eqns = flat.jaxpr.eqns
-    backward_of: dict[int, list[int]] = {}
-    for backward, forward in pairs(eqns).items():
-        backward_of.setdefault(forward, []).append(backward)
-    counts = dict(zip(sorted(backward_of), segments, strict=True))
-    replaced: dict[int, list[Any]] = {}
     read_by: dict[Any, set[int]] = {}
     for i, eqn in enumerate(eqns):
         for a in eqn.invars:
             if not _compat.is_literal(a):
                 read_by.setdefault(a, set()).add(i)
     returned = {a for a in flat.jaxpr.outvars if not _compat.is_literal(a)}
-    for i, count in counts.items():
-        if count > 1:
-            own = set(backward_of[i])
-            seen = [v in returned or not read_by.get(v, set()) <= own for v in eqns[i].outvars]
-            pair = _Pair(eqns[i], count, seen)
+    replaced: dict[int, list[Any]] = {}
+    for (i, own), levels in zip(backward_of(eqns).items(), segments, strict=True):
+        if levels:
+            seen = [v in returned or not read_by.get(v, set()) <= set(own) for v in eqns[i].outvars]
+            pair = _Pair(eqns[i], inliner, levels, seen)
             replaced[i] = pair.forward()
             replaced.update((j, pair.backward(eqns[j])) for j in own)
     found: list[Any] = []
     origin: list[int] = []
-    outer: set[int] = set()
     for i, eqn in enumerate(eqns):
-        if i in replaced and i not in counts:
-            outer.update(
-                len(found) + j for j, new in enumerate(replaced[i]) if new.primitive is eqn.primitive
-            )
         found.extend(replaced.get(i, [eqn]))
         origin.extend([-1] * len(replaced[i]) if i in replaced else [i])
     jaxpr = flat.jaxpr
-    return (
-        _compat.new_jaxpr(inliner.constvars, inliner.consts, jaxpr.invars, jaxpr.outvars, found),
-        origin,
-        outer,
+    cut = _compat.new_jaxpr(inliner.constvars, inliner.consts, jaxpr.invars, jaxpr.outvars, found)
+    return cut, origin
+
+
+def backward_of(eqns: Sequence[Any]) -> dict[int, list[int]]:
+    """For the forward scan of each pair, in order, its backward scans, by index."""
+    found: dict[int, list[int]] = {}
+    for backward, forward in pairs(eqns).items():
+        found.setdefault(forward, []).append(backward)
+    return dict(sorted(found.items()))
+
+
+def most_levels(eqns: Sequence[Any]) -> tuple[int, ...]:
+    """For each pair the iterations that can be cut into levels: all, or 1 where zeros cannot stand for what its
+    backward scans have not stacked yet.
+    """
+    return tuple(
+        eqns[i].params["length"]
+        if all(
+            jnp.issubdtype(v.aval.dtype, jnp.number)
+            for j in own
+            for v in eqns[j].outvars[_compat.scan_counts(eqns[j])[1] :]
+        )
+        else 1
+        for i, own in backward_of(eqns).items()
     )
 
 
 class _Pair:
-    """One forward scan, to be cut into `count` segments; `seen` which of its results others than its pair read."""
+    """A forward scan, to be cut into levels; `seen` says which of its results others than its pair read.
 
-    def __init__(self, eqn: Any, count: int, seen: Sequence[bool]):
+    In all scans that are made here the whole arrays stand among the constants, and what is scanned over are indices.
+    """
+
+    def __init__(self, eqn: Any, inliner: Inliner, levels: Sequence[int], seen: Sequence[bool]):
         self.eqn = eqn
-        self.count = count
-        self.length = eqn.params["length"] // count
-        self.carries = _compat.scan_counts(eqn)[1]
-        self.seen = seen
+        self.inliner = inliner
+        self.levels = tuple(levels)
+        self.rest = eqn.params["length"] - prod(levels)
+        self.carries = len(operands(eqn)[1])
+        self.known = self._known(eqn)
+        self.visible = [i for i in range(self.carries, len(eqn.outvars)) if seen[i]]
+        self.main: Any = None  # the indices of the iterations in levels
+        self.behind: Any = None  # and those of the rest
         self.starts: list[Any] = []  # the stacked carries with which the segments start
+        self.last: dict[Any, Any] = {}  # for the forward scan's stacked results those of the rest
+
+    def _known(self, eqn: Any, but: Sequence[Any] = ()) -> list[Any]:
+        """A scan's constants, those of its body and the arrays that it scans over but for these."""
+        consts, _, arrays = operands(eqn)
+        closed = eqn.params["jaxpr"]
+        inner = zip(getattr(closed, "consts", ()), getattr(closed, "jaxpr", closed).constvars, strict=True)
+        own = (self.inliner.constant(c, v.aval) for c, v in inner)
+        return [*own, *consts, *(a for a in arrays if a not in but)]
 
     def forward(self) -> list[Any]:
-        """The outer forward scan, which stacks the carries that its segments start with."""
-        eqn = self.eqn
-        consts, init, scanned = operands(eqn)
-        cuts, arrays = self._cut(scanned)
-        visible = [i for i in range(self.carries, len(eqn.outvars)) if self.seen[i]]
-        known, carried = _fresh(consts), _fresh(init)
-        slices = [_slice(self.count, a) for a in arrays]
-        inner = _scan(eqn, _selected(eqn, visible), self.length, known, carried, slices)
-        results = [*inner.outvars[: self.carries], *carried, *inner.outvars[self.carries :]]
-        body = _compat.new_jaxpr((), (), [*known, *carried, *slices], results, [inner])
-        outer = _scan(eqn, body, self.count, consts, init, arrays, eqn.outvars[: self.carries])
-        self.starts = outer.outvars[self.carries : 2 * self.carries]
-        stacked = outer.outvars[2 * self.carries :]
-        return [
-            *cuts,
-            outer,
-            *(_reshape(v, eqn.outvars[i], eqn) for v, i in zip(stacked, visible, strict=True)),
-        ]
+        """The outer forward scan, which stacks the carries that its segments start with; then the rest's."""
+        eqn, count, main = self.eqn, self.carries, prod(self.levels)
+        init, ends = operands(eqn)[1], eqn.outvars[:count]
+        made: list[Any] = []
+        self.main = self._indices(made, self.levels, self.rest if eqn.params["reverse"] else 0)
+        between = _fresh(init) if self.rest else ends
+        outer = self._forward(self.levels, self.known, init, self.main, self.visible, between, starts=True)
+        made.append(outer)
+        self.starts = outer.outvars[count : 2 * count]
+        if self.rest:
+            self.behind = self._indices(made, (self.rest,), 0 if eqn.params["reverse"] else main)
+            all_ = range(count, len(eqn.outvars))
+            made.append(
+                self._forward((self.rest,), self.known, between, self.behind, all_, ends, opened=True)
+            )
+            self.last = dict(zip(eqn.outvars[count:], made[-1].outvars[count:], strict=True))
+        for i, stack in zip(self.visible, outer.outvars[2 * count :], strict=True):
+            parts = [stack, self.last[eqn.outvars[i]]] if self.rest else [stack]
+
+            def whole(stack: Any, *rest: Any) -> Any:
+                stack = stack.reshape(main, *stack.shape[len(self.levels) :])
+                return jnp.concatenate([*rest, stack] if eqn.params["reverse"] else [stack, *rest])
+
+            _append(made, whole, parts, eqn, eqn.outvars[i])
+        return made
 
     def backward(self, eqn: Any) -> list[Any]:
-        """The outer backward scan; its body runs a segment's forward scan once more."""
-        consts, init, scanned = operands(eqn)
-        place = {v: i for i, v in enumerate(self.eqn.outvars) if i >= self.carries}
-        wanted = sorted({place[a] for a in scanned if a in place})
-        own_consts, _, own_scanned = operands(self.eqn)
-        others = [a for a in scanned if a not in place]
-        cuts, arrays = self._cut([*own_scanned, *others])
-        known, again, carried = _fresh(consts), _fresh(own_consts), _fresh(init)
-        starts = [_slice(self.count, a) for a in self.starts]
-        slices = [_slice(self.count, a) for a in arrays]
-        forward = _scan(
-            self.eqn, _selected(self.eqn, wanted), self.length, again, starts, slices[: len(own_scanned)]
-        )
-        made = dict(zip(wanted, forward.outvars[self.carries :], strict=True))
-        rest = iter(slices[len(own_scanned) :])
-        inputs = [made[place[a]] if a in place else next(rest) for a in scanned]
-        backward = _scan(eqn, eqn.params["jaxpr"], self.length, known, carried, inputs)
-        body = _compat.new_jaxpr(
-            (), (), [*known, *again, *carried, *starts, *slices], backward.outvars, [forward, backward]
-        )
-        ends = eqn.outvars[: len(init)]
-        outer = _scan(eqn, body, self.count, [*consts, *own_consts], init, [*self.starts, *arrays], ends)
-        stacked = zip(outer.outvars[len(init) :], eqn.outvars[len(init) :], strict=True)
-        return [*cuts, outer, *(_reshape(v, made, eqn) for v, made in stacked)]
+        """The rest's backward scan, and the outer one; its body runs a segment's forward scan once more."""
+        known = [*self.known, *self._known(eqn, self._handed(eqn))]
+        made: list[Any] = []
+        init = operands(eqn)[1]
+        stacks = (v.aval for v in eqn.outvars[len(init) :])
+        state = [*init, *(_append(made, lambda a=a: lax.full(a.shape, 0, a.dtype), (), eqn) for a in stacks)]
+        if self.rest:
+            handed = [self.last[a] for a in self._handed(eqn)]
+            made.append(self._backward(eqn, self.rest, known, state, self.behind, handed))
+            state = made[-1].outvars
+        made.append(self._apart(eqn, self.levels, known, state, self.main, self.starts, eqn.outvars))
+        return made
 
-    def _cut(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Equations that shape arrays `[L, ...]` as `[S, M, ...]`, and their results."""
-        eqns = []
-        for a in arrays:
-            shape = (self.count, self.length, *a.aval.shape[1:])
-            eqns.append(_reshape(a, _compat.new_var(a.aval.update(shape=shape)), self.eqn))
-        return eqns, [eqn.outvars[0] for eqn in eqns]
+    def _handed(self, eqn: Any) -> list[Any]:
+        """What a backward scan reads of what the forward scan stacks."""
+        stacked = self.eqn.outvars[self.carries :]
+        return [v for v in stacked if v in operands(eqn)[2]]
+
+    def _forward(
+        self,
+        levels: Sequence[int],
+        known: Sequence[Any],
+        init: Sequence[Any],
+        indices: Any,
+        results: Sequence[int],
+        ends: Sequence[Any] | None = None,
+        *,
+        starts: bool = False,
+        opened: bool = False,
+    ) -> Any:
+        """A forward scan over the first level, which stacks some results, and before them the carries that each of its
+        iterations starts with if they are wanted; `opened` if it is one of a pair.
+        """
+
+        def body(known: list[Any], carried: list[Any], slices: list[Any]) -> Any:
+            if len(levels) == 1:
+                eqns, made = self._iteration(self.eqn, known, carried, slices[0], {}, results, opened)
+            else:
+                eqns = [_inside(self._forward(levels[1:], known, carried, slices[0], results))]
+                made = eqns[0].outvars
+            return eqns, made[: self.carries], [*(carried if starts else ()), *made[self.carries :]]
+
+        return _loop(self.eqn, levels[0], (known, init, [indices]), body, ends)
+
+    def _backward(
+        self,
+        eqn: Any,
+        length: int,
+        known: Sequence[Any],
+        state: Sequence[Any],
+        indices: Any,
+        handed: Sequence[Any],
+    ) -> Any:
+        """A backward scan whose carries are its own and the arrays of its results."""
+        carries = len(operands(eqn)[1])
+        residuals = self._handed(eqn)
+        results = range(carries, len(eqn.outvars))
+
+        def body(known: list[Any], state: list[Any], slices: list[Any]) -> Any:
+            index, *given = slices
+            there = dict(zip(residuals, given, strict=True))
+            own = known[len(self.known) :]
+            eqns, made = self._iteration(eqn, own, state[:carries], index, there, results, True)
+            written = [
+                _append(eqns, _write, (whole, row, index), _inside(eqn))
+                for whole, row in zip(state[carries:], made[carries:], strict=True)
+            ]
+            return eqns, [*made[:carries], *written], []
+
+        return _loop(eqn, length, (known, state, [indices, *handed]), body)
+
+    def _apart(
+        self,
+        eqn: Any,
+        levels: Sequence[int],
+        known: Sequence[Any],
+        state: Sequence[Any],
+        indices: Any,
+        starts: Sequence[Any],
+        ends: Sequence[Any] | None = None,
+    ) -> Any:
+        """The backward scan over the first level, each of whose iterations starts from a carry that was kept."""
+
+        def body(known: list[Any], state: list[Any], slices: list[Any]) -> Any:
+            index, *start = slices
+            own = known[: len(self.known)]
+            if len(levels) == 2:
+                names = {v: i for i, v in enumerate(self.eqn.outvars)}
+                wanted = [names[v] for v in self._handed(eqn)]
+                again = self._forward(levels[1:], own, start, index, wanted, opened=True)
+                handed = again.outvars[self.carries :]
+                back = self._backward(eqn, levels[1], known, state, index, handed)
+            else:
+                again = self._forward(levels[1:], own, start, index, (), starts=True)
+                back = self._apart(eqn, levels[1:], known, state, index, again.outvars[self.carries :])
+            return [_inside(again), _inside(back)], back.outvars, []
+
+        scan = _loop(eqn, levels[0], (known, state, [indices, *starts]), body, ends)
+        return scan.replace(primitive=APART)
+
+    def _iteration(
+        self,
+        eqn: Any,
+        known: Sequence[Any],
+        carried: Sequence[Any],
+        index: Any,
+        given: dict[Any, Any],
+        results: Sequence[int],
+        opened: bool,
+    ) -> tuple[list[Any], list[Any]]:
+        """The equations of one iteration of a scan and its results, carries and some of the others.
+
+        **Arguments:** `known` as made by `_known`; `given` slices of arrays that it scans over, the other arrays are
+        read at the `index`.
+        """
+        closed = eqn.params["jaxpr"]
+        jaxpr = getattr(closed, "jaxpr", closed)
+        arrays = operands(eqn)[2]
+        first = len(known) - sum(a not in given for a in arrays)
+        eqns: list[Any] = []
+        rows = iter([_row(eqns, array, index, _inside(eqn), opened) for array in known[first:]])
+        slices = [given[a] if a in given else next(rows) for a in arrays]
+        own = zip([*jaxpr.constvars, *jaxpr.invars], [*known[:first], *carried, *slices], strict=True)
+        rename: dict[Any, Any] = dict(own)
+        outvars = [*jaxpr.outvars[: len(carried)], *(jaxpr.outvars[i] for i in results)]
+        for inner in _needed(jaxpr.eqns, outvars):
+            made = [rename.setdefault(v, _compat.new_var(v.aval)) for v in inner.outvars]
+            eqns.append(inner.replace(invars=[_read(a, rename) for a in inner.invars], outvars=made))
+        return eqns, [_read(a, rename) for a in outvars]
+
+    def _indices(self, into: list[Any], shape: Sequence[int], first: int) -> Any:
+        """Append what makes an array of this shape of the iterations' indices from the first on."""
+        made = lambda: lax.iota(jnp.int32, prod(shape)).reshape(shape) + first  # noqa: E731
+        return _append(into, made, (), self.eqn)
+
+
+def _read(atom: Any, rename: dict[Any, Any]) -> Any:
+    return atom if _compat.is_literal(atom) else rename[atom]
+
+
+def _needed(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """The equations that these results need."""
+    needed = {a for a in outvars if not _compat.is_literal(a)}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            kept.append(eqn)
+            needed.update(a for a in eqn.invars if not _compat.is_literal(a))
+    return kept[::-1]
+
+
+def _row(into: list[Any], array: Any, index: Any, like: Any, opened: bool) -> Any:
+    """Append what reads the row of an array at an index."""
+    if opened:
+        params = {"length": array.aval.shape[0]}
+        made = _compat.new_var(jex.mapped_aval(params["length"], 0, array.aval))
+        into.append(_compat.new_eqn([array, index], [made], PART, params, like.source_info))
+        return made
+    return _append(into, row_at, (array, index), like)
+
+
+def _write(array: Any, row: Any, index: Any) -> Any:
+    return lax.dynamic_update_index_in_dim(array, row, index, 0, allow_negative_indices=False)
+
+
+def _append(
+    into: list[Any], fn: Callable[..., Any], arguments: Sequence[Any], like: Any, made: Any = None
+) -> Any:
+    """Append the equations of a function of these arguments; returns its result, of the given name if any."""
+    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in arguments]
+    named = () if made is None else (made,)
+    eqns, (result,) = _compat.inlined(jax.make_jaxpr(fn)(*types), arguments, like.source_info, named)
+    into.extend(eqns)
+    return result
+
+
+def _inside(eqn: Any) -> Any:
+    """The equation as part of a body: the names around it are those of the loop."""
+    return eqn.replace(source_info=_compat.root_source(eqn))
 
 
 def _fresh(atoms: Sequence[Any]) -> list[Any]:
     return [_compat.new_var(a.aval) for a in atoms]
 
 
-def _slice(length: int, array: Any) -> Any:
-    return _compat.new_var(jex.mapped_aval(length, 0, array.aval))
-
-
-def _reshape(array: Any, made: Any, like: Any) -> Any:
-    type_ = jax.ShapeDtypeStruct(array.aval.shape, array.aval.dtype)
-    template = jax.make_jaxpr(lambda x: jax.lax.reshape(x, made.aval.shape))(type_).eqns[0]
-    return template.replace(invars=[array], outvars=[made], source_info=like.source_info)
-
-
-def _selected(eqn: Any, results: Sequence[int]) -> jex.ClosedJaxpr:
-    """A scan's body with its carries and these of its results, without the equations that they do not need."""
-    closed = eqn.params["jaxpr"]
-    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-    carries = _compat.scan_counts(eqn)[1]
-    outvars = [*jaxpr.outvars[:carries], *(jaxpr.outvars[i] for i in results)]
-    needed = {a for a in outvars if not _compat.is_literal(a)}
-    kept = []
-    for inner in reversed(jaxpr.eqns):
-        if any(v in needed for v in inner.outvars):
-            kept.append(inner)
-            needed.update(a for a in inner.invars if not _compat.is_literal(a))
-    return _compat.new_jaxpr(jaxpr.constvars, consts, jaxpr.invars, outvars, kept[::-1])
-
-
-def _scan(
+def _loop(
     like: Any,
-    body: Any,
     length: int,
-    consts: Sequence[Any],
-    init: Sequence[Any],
-    scanned: Sequence[Any],
-    lasts: Sequence[Any] | None = None,
+    arguments: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    body: Body,
+    ends: Sequence[Any] | None = None,
 ) -> Any:
-    """A scan that runs as another does, with another body, length and operands."""
-    results = getattr(body, "jaxpr", body).outvars[len(init) :]
-    stacked = [_compat.new_var(jex.unmapped_aval(length, 0, a.aval)) for a in results]
-    return _compat.scan_like(like, body, length, (consts, init, scanned), (lasts or _fresh(init), stacked))
+    """A scan that runs as another does, with another body, length, operands, and names of its last carries."""
+    consts, init, scanned = arguments
+    known, carried = _fresh(consts), _fresh(init)
+    slices = [_compat.new_var(jex.mapped_aval(length, 0, a.aval)) for a in scanned]
+    eqns, lasts, stacked = body(known, carried, slices)
+    closed = _compat.new_jaxpr((), (), [*known, *carried, *slices], [*lasts, *stacked], eqns)
+    stacks = [_compat.new_var(jex.unmapped_aval(length, 0, a.aval)) for a in stacked]
+    results = list(ends) if ends is not None else _fresh(init)
+    return _compat.scan_like(like, closed, length, arguments, (results, stacks))

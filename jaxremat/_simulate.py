@@ -7,7 +7,8 @@ on); a kernel's own workspace counts while it runs. What waits for a deferred up
 the step are part of the base.
 
 The body of a loop is played once. What an iteration of the forward pass makes counts once there, and from the end of
-its loop on as often as there are iterations, if something behind the loop reads the original.
+its loop on as often as there are iterations, if something behind the loop reads the original. What a loop reads that
+was made outside of it is there until it ends.
 """
 
 from dataclasses import dataclass
@@ -107,6 +108,8 @@ def play(graph: Graph, schedule: Schedule) -> Run:
     made_for: list[int] = []  # the stage that each is recomputed for, -1 in its own place
     last: dict[int, int] = {}  # instance -> the last run that reads it
     where: dict[int, int] = {}  # value -> its present clone; absent: the original
+    keeping: list[tuple[int, int]] = []  # originals and the loops that read them from outside
+    ended: dict[int, int] = {}  # loop -> its last event
 
     def run(n: int, stage: int) -> None:
         event = len(ran)
@@ -114,6 +117,15 @@ def play(graph: Graph, schedule: Schedule) -> Run:
         made_for.append(stage)
         for v in graph.reads[n]:
             last[where.get(v, v)] = event
+        if (loop := graph.nodes[n].loop) < 0:
+            return
+        if stage < 0:
+            ended[loop] = event
+            loop = graph.reader_loop(graph.nodes[n])
+        else:
+            loop = graph.nodes[graph.stages[stage].start].loop
+        kept = ((v, graph.kept_by(v, loop)) for v in graph.reads[n] if v not in where)
+        keeping.extend((v, loop) for v, loop in kept if loop >= 0)
 
     for n in range(graph.forward_stop):
         if graph.kernel[n]:
@@ -134,6 +146,8 @@ def play(graph: Graph, schedule: Schedule) -> Run:
             if graph.kernel[n]:
                 run(n, -1)
 
+    for v, loop in keeping:
+        last[v] = max(last[v], ended[loop])
     for v, k in graph.lingering.items():
         end = own[k] if k < len(own) else len(ran) - 1
         last[v] = max(last.get(v, end), end)

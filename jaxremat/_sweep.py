@@ -143,10 +143,12 @@ class _Sweep:
         verify = self.request.options.verify
         if verify:
             _ = self.baseline.plain  # before the tagged one, so that all plans have the same figures for it
-        graphs = self.baseline.graphs if verify else self.baseline.rough_graphs
         peak = self.baseline.peak_nbytes if verify else self.baseline.rough_peak_nbytes
         plan = self._planned(with_margin(peak, self.request.options.workspace_margin))
-        return {**self._entry(plan), "step_seconds": graphs[0].step_seconds or 1.0}
+        return {
+            **self._entry(plan),
+            "step_seconds": self.baseline.plain_graph(rough=not verify).step_seconds or 1.0,
+        }
 
     def _planned(self, budget: Any) -> Plan:
         return make_plan(self.baseline, replace(self.request, budget=budget)).plan
@@ -188,7 +190,13 @@ class _Sweep:
         """The best schedule at a price; with its plan, if it is better than the ends of the edge above it."""
         assert isinstance(self.solver, Priced)
         options = self.request.options
-        graphs = cuttings(self.baseline.graphs if options.verify else self.baseline.rough_graphs)
+        rough = not options.verify
+        made = {plan.segments for plan in plans}
+        plain = self.baseline.plain_graph(rough=rough)
+        forms = (form for form in self.baseline.deeper(plain) if form.segments in made)
+        graphs = [plain]
+        graphs += (self.baseline.graph_of(form, rough=rough) for form in forms)
+        graphs = [cut for graph in graphs for cut in cuttings(graph)]
         starts = [
             vertex(graph, Solution(plan.schedule(graph)))
             for plan in plans
@@ -223,7 +231,7 @@ class _Sweep:
     def _policy(self, name: str) -> dict[str, Any]:
         """What a rule by hand needs and costs."""
         verify = self.request.options.verify
-        graph = (self.baseline.graphs if verify else self.baseline.rough_graphs)[0]
+        graph = self.baseline.plain_graph(rough=not verify)
         solution = POLICIES[name].solve(graph, None, time_limit=self.request.options.time_limit)
         profile = simulate(graph, solution.schedule)
         overhead = profile.extra_seconds / (graph.step_seconds or 1.0)

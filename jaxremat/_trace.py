@@ -18,11 +18,12 @@ import jax.extend.core as jex
 from . import _compat
 from ._equals import Equals
 from ._errors import JaxrematWarning
+from ._graph import Segments
 from ._hints import Hint, hidden
 from ._inline import Inliner
-from ._loops import ALONE, BACKWARD, Loop, Opened, open_loops, pairs
+from ._loops import ALONE, BACKWARD, Loop, Opened, open_loops
 from ._order import memory_order
-from ._segments import segmented
+from ._segments import most_levels, segmented
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Traced:
     `jaxpr` that computes the same, -1 where none does; `labels` the user's `checkpoint_name`s by variable, and `hints`
     the marks of `jaxremat.hint`; `in_tree` and `out_tree` the structures of `(args, kwargs)` without static arguments,
     and of the result; `donated` per flat argument; `rematted` whether the user's program has checkpoints of its own;
-    `closed` the program as it was traced; `lengths` of its pairs of scans, outside of other loops, and `segments` how
-    many segments each is cut into here;
-    `respect_checkpoint` whether what the user's checkpoints compute again is left as it is.
+    `closed` the program as it was traced; `lengths` of its pairs of scans, outside of other loops, 1 for those that
+    must stay as they are, and `segments` the levels that each has here, empty for one; `respect_checkpoint` whether
+    what the user's checkpoints compute again is left as it is.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -53,11 +54,11 @@ class Traced:
     rematted: bool
     closed: jex.ClosedJaxpr
     lengths: tuple[int, ...]
-    segments: tuple[int, ...]
+    segments: Segments
     respect_checkpoint: bool
 
-    def in_segments(self, segments: Sequence[int]) -> "Traced":
-        """The same step with its pairs of scans in two levels, see `_segments`."""
+    def in_segments(self, segments: Segments) -> "Traced":
+        """The same step with its pairs of scans in levels, see `_segments`."""
         return normalise(
             self.closed,
             self.in_tree,
@@ -103,18 +104,18 @@ def normalise(
     in_tree: Any = None,
     out_tree: Any = None,
     donated: Sequence[bool] = (),
-    segments: Sequence[int] | None = None,
+    segments: Segments | None = None,
     *,
     respect_checkpoint: bool = False,
 ) -> Traced:
-    """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in two levels."""
+    """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in levels."""
     inliner = Inliner(respect_checkpoint)
     flat = inliner.program(closed)
     once, once_of, _, first = _merged(flat, inliner)
-    forward = sorted(set(pairs(once.jaxpr.eqns).values()))
-    segments = tuple(segments or (1,) * len(forward))
-    cut, of_once, outer = segmented(once, inliner, segments)
-    opened = open_loops(cut, inliner, outer)
+    lengths = most_levels(once.jaxpr.eqns)
+    segments = segments or ((),) * len(lengths)
+    cut, of_once = segmented(once, inliner, segments)
+    opened = open_loops(cut, inliner)
     merged, merged_of, loop_of, again = _merged(opened.closed, inliner, opened)
     kept = _alive(merged)
     order = memory_order(merged.jaxpr, kept, loop_of, opened.loops)
@@ -143,7 +144,7 @@ def normalise(
         donated=tuple(donated) or (False,) * len(closed.jaxpr.invars),
         rematted=inliner.rematted,
         closed=closed,
-        lengths=tuple(once.jaxpr.eqns[i].params["length"] for i in forward),
+        lengths=lengths,
         segments=segments,
         respect_checkpoint=respect_checkpoint,
     )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ._account import account, account_of_plain
 from ._alive import alive_at_peak
 from ._baseline import Baseline, everything, text_of
-from ._blame import blamed
+from ._blame import blamed, without
 from ._budget import Budget, format_nbytes, parse_budget, parse_margin
 from ._emit import FENCES
 from ._errors import InfeasibleBudgetError, PlanMismatchError
@@ -154,25 +154,25 @@ class _Planner:
             return self._unverified(budget)
         if budget != "min" and not baseline.must_recompute and self._plain_fits(budget):
             return self._plain(budget)
-        search = self._search(baseline.graphs, baseline.temporaries_nbytes)
+        search = self._search(rough=False)
         if budget == "min":
             trial = search.least()
             return self._planned(search, trial, trial.peak_nbytes)
         trial = search.within(budget, _ROUNDS[options.effort])
         if trial is None:
             error = self._infeasible(budget, search.trials)
-            raise blamed(error, budget, baseline.graphs, self._least_compiled)
+            raise blamed(error, budget, baseline.graph, self._least_compiled)
         if options.effort == "thorough":
             trial = _reformed(search, trial, budget)
         return self._planned(search, trial, budget)
 
     def follow(self, graph: Graph, solution: Solution) -> Planned:
         if not self.request.options.verify:
-            search = self._search(self.baseline.rough_graphs, 0)
+            search = self._search(rough=True)
             peak = simulate(graph, solution.schedule).peak_nbytes
             plan = self._as_plan(graph, peak, solution, search)
             return Planned(plan, self.baseline.jitted(graph, solution.schedule), None)
-        search = self._search(self.baseline.graphs, self.baseline.temporaries_nbytes)
+        search = self._search(rough=False)
         trial = search.follow(graph, solution)
         return self._planned(search, trial, trial.peak_nbytes)
 
@@ -220,31 +220,46 @@ class _Planner:
         baseline = self.baseline
         allowance = None if budget == "min" else budget
         rough_peak = baseline.rough_peak_nbytes
-        search = self._search(baseline.rough_graphs, rough_peak - baseline.rough.base_nbytes)
+        search = self._search(rough=True)
         graph, solution = search.predict(allowance)
         peak = simulate(graph, solution.schedule).peak_nbytes
         if allowance is not None and peak > allowance:
             error = self._infeasible(allowance, predicted=(graph, solution.schedule))
-            raise blamed(error, allowance, baseline.rough_graphs, self._least_predicted)
+            raise blamed(error, allowance, baseline.rough, self._least_predicted)
         plan = self._as_plan(graph, allowance or peak, solution, search)
         if solution.schedule.drops_nothing and (not graph.loop_stop or rough_peak <= (allowance or 0)):
             plan = replace(plan, stages=(), account=account_of_plain(as_stacked(baseline.rough)))
             return Planned(plan, baseline.program.plain, None)
         return Planned(plan, baseline.jitted(graph, solution.schedule), None)
 
-    def _least_compiled(self, forms: Sequence[Graph]) -> int:
-        search = self._search(forms, self.baseline.temporaries_nbytes)
+    def _least_compiled(self) -> int:
+        """The least compiled peak that is found without pins."""
+        search = self._search(rough=False, pinned=False)
         search.least()
         return min(trial.peak_nbytes for trial in search.trials)
 
-    def _least_predicted(self, forms: Sequence[Graph]) -> int:
-        graph, solution = self._search(forms, 0).predict(None)
+    def _least_predicted(self) -> int:
+        graph, solution = self._search(rough=True, pinned=False).predict(None)
         return simulate(graph, solution.schedule).peak_nbytes
 
-    def _search(self, forms: Sequence[Graph], temporaries_nbytes: int) -> Search:
-        options = self.request.options
+    def _search(self, *, rough: bool, pinned: bool = True) -> Search:
+        options, baseline = self.request.options, self.baseline
         assert options.solver is not None
-        return Search(forms, options.solver, options.time_limit, self._try, temporaries_nbytes)
+        nbytes = baseline.rough_peak_nbytes - baseline.rough.base_nbytes
+
+        def wanted(graph: Graph) -> Graph:
+            return graph if pinned else without(graph, None)
+
+        graph = wanted(baseline.plain_graph(rough=rough))
+        return Search(
+            graph=graph,
+            deeper=baseline.deeper(graph),
+            graph_of=lambda form: wanted(baseline.graph_of(form, rough=rough)),
+            solver=options.solver,
+            time_limit=options.time_limit,
+            attempt=self._try,
+            temporaries_nbytes=nbytes if rough else baseline.temporaries_nbytes,
+        )
 
     def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial:
         baseline = self.baseline
@@ -298,7 +313,7 @@ class _Planner:
             rounds=tuple(t.round for t in trials),
             actions=actions(graph, schedule),
             alive=(),
-            account=account(as_stacked(search.forms[0] if search else graph), graph, schedule),
+            account=account(as_stacked(search.graph if search else graph), graph, schedule),
             fingerprint=self.baseline.fingerprint,
             saved=tuple(sorted(schedule.saved)),
             kept=tuple(sorted(schedule.kept)),

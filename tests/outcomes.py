@@ -12,7 +12,7 @@ ROUND = Round(
     gap=0.0625,
     solver="milp",
     stages=3,
-    segments=(1, 4),
+    segments=((), (2, 4)),
     fence="finished",
     solve_seconds=0.5,
     compile_seconds=2.0,
@@ -48,5 +48,5 @@ def plan_of(graph: Graph, schedule: Schedule) -> Plan:
         materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
         small_nbytes=graph.small_nbytes,
         fence="finished",
-        segments=(1, 4),
+        segments=((), (2, 4)),
     )

@@ -214,7 +214,7 @@ def plans(draw: st.DrawFn) -> Plan:
             stages=st.lists(pairs, max_size=4).map(tuple),
             materialised=st.lists(ids, max_size=4).map(tuple),
             small_nbytes=NBYTES,
-            segments=st.lists(ids, max_size=3).map(tuple),
+            segments=st.lists(st.lists(ids, max_size=3).map(tuple), max_size=3).map(tuple),
             respect_checkpoint=st.booleans(),
         )
     )

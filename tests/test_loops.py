@@ -17,12 +17,15 @@ from zoo_loops import LAYERS, LOOPS, ROWS, WIDTH
 
 import jaxremat
 from jaxremat import InfeasibleBudgetError, MemoryStats, _compat, complete, simulate
+from jaxremat._baseline import Baseline
 from jaxremat._devices import DeviceSpec
 from jaxremat._emit import emit
+from jaxremat._levels import carries, choices
 from jaxremat._loops import ALONE, BACKWARD, FORWARD
 from jaxremat._lower import lower
-from jaxremat._segments import choices
+from jaxremat._program import Program
 from jaxremat._trace import Traced, trace
+from jaxremat._verify import Options, Request, make_plan
 
 CPU = DeviceSpec("here", "cpu", 2**30, 2.5e10, (("f32", 1.5e11),), 2e-6, 2.5e10)
 PAIR = [FORWARD, BACKWARD]
@@ -176,31 +179,87 @@ def test_the_length_of_a_loop_does_not_matter_for_planning() -> None:
     assert count(4) == count(4000)
 
 
-@pytest.mark.parametrize("length", [4, 12, 36, 100])
-def test_segments_divide_the_loop(length: int) -> None:
-    for count in choices(length):
-        assert 1 < count < length
-        assert length % count == 0
+def in_levels(found: Traced, levels: tuple[int, ...]) -> tuple[Traced, jex.ClosedJaxpr]:
+    """The step with its only loop in levels, and the same emitted with nothing saved but carries."""
+    cut = found.in_segments((levels,))
+    return cut, emitted(cut, [])
 
 
 def test_two_levels() -> None:
     """A carry per segment and one per layer of a segment, instead of one per layer."""
     found = traced(LOOPS["layers"])
     assert found.lengths == (LAYERS,)
-    two = found.in_segments((2,))
+    two, planned = in_levels(found, (2, 3))
     assert [loop.role for loop in two.loops] == [ALONE, *PAIR]
-    planned = emitted(two, [])
     assert stacked(planned) == [(2, ROWS, WIDTH)]
     outer = scans(planned)[-1]
-    assert stacked(outer.params["jaxpr"]) == [(LAYERS // 2, ROWS, WIDTH)]
-    args = LOOPS["layers"].make_args()
-    want = jax.jit(LOOPS["layers"].step)(*args)
-    got = jax.tree.unflatten(two.out_tree, jex.jaxpr_as_fun(planned)(*jax.tree.leaves(args)))
-    assert_same(want, got)
+    assert stacked(outer.params["jaxpr"]) == [(3, ROWS, WIDTH)]
 
 
-def test_deep_loops_need_the_square_root() -> None:
-    """64 layers in two levels: far less than one carry per layer."""
+def test_three_levels() -> None:
+    case = LOOPS["twenty-four layers"]
+    three, planned = in_levels(traced(case), (2, 3, 4))
+    assert [loop.role for loop in three.loops] == [ALONE, ALONE, *PAIR]
+    kept = []
+    for _ in range(3):
+        first, *_, last = scans(planned)
+        kept.append([v.aval.shape for v in first.outvars[_compat.scan_counts(first)[1] :]])
+        planned = last.params["jaxpr"]
+    assert kept == [[(length, ROWS, WIDTH)] for length in (2, 3, 4)]
+    assert not scans(planned)
+
+
+def test_a_rest_is_a_pair_of_its_own() -> None:
+    """Seven layers, first in two segments of two: the others are run once, and their carries are gone before theirs."""
+    seven, planned = in_levels(traced(LOOPS["seven layers"]), (2, 2))
+    assert [loop.role for loop in seven.loops] == [*PAIR, ALONE, *PAIR]
+    assert [eqn.params["length"] for eqn in scans(planned)] == [2, 3, 3, 2]
+    outer, rest, rest_back, back = scans(planned)
+    made, again = set(outer.outvars[1:]), set(rest.outvars[1:])
+    assert [v.aval.shape for v in back.invars if v in made] == [(2, ROWS, WIDTH)]
+    assert [v.aval.shape for v in rest_back.invars if v in again] == [(3, ROWS, WIDTH)]
+
+
+LEVELS = {
+    "seven layers": (2, 2),
+    "seven layers, reversed": (2, 3),
+    "thirteen layers": (2, 2, 3),
+    "twenty-four layers": (2, 3, 4),
+    "constants": (2, 2),
+    "map": (2, 3),
+    "recurrent": (3, 5),
+    "random": (2, 2),
+    "linen scan": (2, 3),
+    "two loops": (2, 2),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_levels_change_no_result(name: str) -> None:
+    case = LOOPS[name]
+    found, args = traced(case), case.make_args()
+    cut = found.in_segments((LEVELS[name],) * len(found.lengths))
+    planned = emitted(cut, ["dot_general"])
+    want = jax.jit(case.step)(*args)
+    assert_same(want, jax.tree.unflatten(cut.out_tree, jex.jaxpr_as_fun(planned)(*jax.tree.leaves(args))))
+
+
+def test_no_level_copies_parameters_or_gradients() -> None:
+    """All levels read the rows of the arguments and write those of one array of gradients."""
+    case = LOOPS["twenty-four layers"]
+    _, planned = in_levels(traced(case), (2, 3, 4))
+
+    def shapes(closed: Any) -> set[tuple[int, ...]]:
+        jaxpr = getattr(closed, "jaxpr", closed)
+        inner = [shapes(eqn.params["jaxpr"]) for eqn in scans(jaxpr)]
+        return {v.aval.shape for eqn in jaxpr.eqns for v in eqn.outvars}.union(*inner)
+
+    weights = {s for s in shapes(planned) if s[-2:] == (WIDTH, 2 * WIDTH) and len(s) > 2}
+    assert weights == {(24, WIDTH, 2 * WIDTH), (1, WIDTH, 2 * WIDTH)}
+
+
+def deep(depth: int) -> tuple[Any, tuple[Any, ...]]:
+    """A step of that many layers, and its arguments; carries are far larger than the rest."""
 
     def step(params: Any, x: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -208,15 +267,56 @@ def test_deep_loops_need_the_square_root() -> None:
 
         return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
 
-    depth, size = 64, 2**14
-    args = (jax.ShapeDtypeStruct((depth,), jnp.float32), jax.ShapeDtypeStruct((size,), jnp.float32))
-    plan = jaxremat.plan(step, *args, budget="min", donate_argnums=0)
-    assert plan.segments == (8,)
-    assert plan.compiled_peak_nbytes is not None
-    assert plan.compiled_peak_nbytes < 32 * size * 4
-    loaded = jaxremat.Plan.from_json(plan.to_json())
-    compiled = jaxremat.optimize(plan=loaded, donate_argnums=0)(step).compile(*args)
-    assert MemoryStats.of(compiled).peak_nbytes == plan.compiled_peak_nbytes
+    return step, (jax.ShapeDtypeStruct((depth,), jnp.float32), jax.ShapeDtypeStruct((SIZE,), jnp.float32))
+
+
+SIZE = 2**14
+CARRY_NBYTES = 4 * SIZE
+
+
+def carries_at_the_peak(depth: int, levels: tuple[int, ...]) -> float:
+    """The compiled temporaries of a deep step whose loop keeps nothing but carries, in carries."""
+    step, args = deep(depth)
+    found = trace(jax.jit(step, donate_argnums=0), args, {})
+    planned = emitted(found.in_segments((levels,)) if levels else found, [])
+    options = jaxremat.compiler_options("cpu")
+    compiled = jax.jit(jex.jaxpr_as_fun(planned)).lower(*args).compile(compiler_options=options)
+    return MemoryStats.of(compiled).temporaries_nbytes / CARRY_NBYTES
+
+
+def test_the_compiled_peak_grows_as_the_levels_say() -> None:
+    """Carries by level, and a few for what an iteration makes, at any depth."""
+    for depth in (16, 256):
+        for levels in choices(depth):
+            assert carries(depth, levels) <= carries_at_the_peak(depth, levels) <= carries(depth, levels) + 6
+    logarithm = [carries_at_the_peak(4**d, (4,) * d) for d in (2, 3, 4, 5)]
+    assert np.allclose(np.diff(logarithm), 4, atol=0.1)
+
+
+def test_deep_loops_in_levels() -> None:
+    """67 layers, a prime number: deeper forms for smaller budgets, each inside its own, at more time."""
+    step, args = deep(67)
+    plans = [jaxremat.plan(step, *args, budget=n * CARRY_NBYTES, donate_argnums=0) for n in (76, 28, 20)]
+    assert [len(plan.segments[0]) for plan in plans] == [0, 2, 3]
+    assert plans[0].overhead < plans[1].overhead < plans[2].overhead
+    for plan in plans:
+        assert (plan.compiled_peak_nbytes or np.inf) <= plan.budget_nbytes
+        loaded = jaxremat.Plan.from_json(plan.to_json())
+        assert loaded == plan
+        compiled = jaxremat.optimize(plan=loaded, donate_argnums=0)(step).compile(*args)
+        assert MemoryStats.of(compiled).peak_nbytes == plan.compiled_peak_nbytes
+
+
+def test_forms_are_made_when_they_are_needed() -> None:
+    step, args = deep(64)
+    program = Program(
+        step, donate_argnums=(0,), compiler_options=tuple(jaxremat.compiler_options("cpu").items())
+    )
+    for budget, forms in ((74, 0), (28, 1)):
+        baseline = Baseline(program, args, {}, CPU, "roofline")
+        options = Options(jaxremat.Milp(), 10.0, True, "normal", "roofline", 0)
+        make_plan(baseline, Request(budget * CARRY_NBYTES, options, None))
+        assert len(baseline.forms) == forms
 
 
 def test_without_compiling() -> None:

@@ -23,7 +23,7 @@ def a_trial(graph: Graph, saved: set[int], compiled_overhead: float) -> Trial:
 def test_on_a_gpu_the_compiled_kernels_decide(platform: str) -> None:
     """The plan that the model takes for the cheaper one has the dearer kernels."""
     graph = replace(chain(6), platform=platform)
-    search = Search([graph], Milp(), 1.0, a_trial, 0)  # type: ignore[arg-type]  # nothing is compiled here
+    search = Search(graph, Milp(), 1.0, a_trial, 0)  # type: ignore[arg-type]  # nothing is compiled here
     by_model = a_trial(graph, set(graph.residuals[:4]), 0.3)
     by_kernels = a_trial(graph, set(graph.residuals[:2]), 0.1)
     assert by_model.profile.extra_seconds < by_kernels.profile.extra_seconds

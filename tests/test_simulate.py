@@ -31,6 +31,21 @@ def runs(graph: Graph, n: int) -> bool:
     return node.heavy or any(graph.values[v].materialised for v in node.outputs)
 
 
+def outside(graph: Graph, n: int, again: int, v: int) -> list[int]:
+    """The loops around a reader, recomputed for a stage or not, but not around the maker of what it reads."""
+
+    def around(loop: int) -> list[int]:
+        return [] if loop < 0 else [loop, *around(graph.parents[loop])]
+
+    node = graph.nodes[n]
+    if again >= 0:
+        loops = around(graph.nodes[graph.stages[again].start].loop)
+    else:
+        loops = around(node.loop)[int(node.primitive == "scan_carry") :]
+    made = around(graph.nodes[graph.values[v].producer].loop)
+    return [loop for loop in loops if loop not in made]
+
+
 def play(graph: Graph, schedule: Schedule) -> list[tuple[int, int, set[Any], set[Any]]]:
     """Every kernel run in order: node, stage it is recomputed for or -1, buffers read and buffers written.
 
@@ -60,6 +75,14 @@ def play(graph: Graph, schedule: Schedule) -> list[tuple[int, int, set[Any], set
         for n in range(stage.start, stage.stop):
             if runs(graph, n):
                 run(n, -1)
+    for n, again, read, _ in timeline:
+        for v, clone in list(read):
+            for loop in outside(graph, n, again, v) if clone < 0 else ():
+                # Every iteration may read it: it is read at the end of the loop too.
+                ends = max(
+                    i for i, (m, k, _, _) in enumerate(timeline) if k < 0 and graph.nodes[m].loop == loop
+                )
+                timeline[ends][2].add((v, -1))
     return timeline
 
 

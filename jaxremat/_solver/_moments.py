@@ -24,11 +24,14 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """Where a residual is read in its own place: last forward reader, and readers by stage."""
+    """Where a residual is read in its own place: last forward reader, and readers by stage; `until` which node the
+    original is there if it is saved, for those or because their loop keeps it.
+    """
 
     born: int
     forward: int
     by_stage: dict[int, int]
+    until: int
 
 
 class Moments:
@@ -41,15 +44,18 @@ class Moments:
         last: dict[int, int] = {}
         own: dict[int, dict[int, int]] = {v: {} for v in self.free}
         forward: dict[int, int] = {}
+        until: dict[int, int] = {}
         for node in graph.kernels():
-            k = graph.stage_of[node.id]
+            k, loop = graph.stage_of[node.id], graph.reader_loop(node)
             for v in graph.reads[node.id]:
+                end = max(node.id, graph.kept_until(v, loop))
                 if v not in free:
-                    last[v] = node.id
+                    last[v] = max(last.get(v, end), end)
                 elif graph.stage_of[graph.values[v].producer] == k:
-                    forward[v] = node.id
+                    forward[v] = max(forward.get(v, end), end)
                 else:
                     own[v][k] = node.id
+                    until[v] = max(until.get(v, end), end)
         # Of a node with several results, a saved one is read in the original though the node is run again: saved or
         # recomputed, it is there once. Its bytes count by one of the two variables, `by_clone` says for which by `r`.
         outputs = [[v for v in node.outputs if v in free] for node in graph.nodes]
@@ -67,11 +73,14 @@ class Moments:
                     if u in free and graph.stage_of[graph.values[u].producer] < k:
                         readable[u].add(k)
         # A saved value lives through `cover` at least; beyond it, while it is held for one of its `extra` stages.
-        self.cover = {v: max(own[v], default=min(readable[v], default=-1)) for v in self.free}
+        self.cover = {
+            v: graph.stage_of[until[v]] if v in until else min(readable[v], default=-1) for v in self.free
+        }
         self.extra = {v: tuple(sorted(k for k in readable[v] if k > self.cover[v])) for v in self.free}
         self.lives = {
-            v: _Life(graph.values[v].producer, forward.get(v, graph.values[v].producer), own[v])
+            v: _Life(born, forward.get(v, born), own[v], until.get(v, -1))
             for v in self.free
+            for born in (graph.values[v].producer,)
         }
         delta = [0] * (len(graph.nodes) + 3)
         for value in graph.values:
@@ -148,7 +157,7 @@ class Moments:
         if v in self.by_clone:
             return []
         if own_at is not None and life.by_stage:
-            covered = any(at >= own_at for at in life.by_stage.values())
+            covered = life.until >= own_at
         elif own_at is not None:
             covered = k < self.cover[v]
         else:
@@ -226,19 +235,26 @@ class Moments:
         ]
         free = set(self.free)
         at = n if k < 0 else graph.stages[k].start
+
+        def original(u: int, m: int, j: int) -> None:
+            """Count the original, which is there because node `m`, recomputed for stage `j`, reads it."""
+            nonlocal parts
+            there = self._original_nbytes(u, at)
+            if u not in free:
+                if self._outlived(u, at) and ("r", u) not in counted:
+                    counted.add(("r", u))
+                    parts.append(((("r", m, j),), there))
+            elif u in schedule.saved and self.lives[u].forward < at and ("s", u) not in counted:
+                counted.add(("s", u))
+                parts = [(keys, b) for keys, b in parts if keys[0][:2] != ("e", u)]
+                parts.append(((("s", u), ("r", m, j)), there))
+
         for m, j in later:
             for u in graph.reads[m]:
+                original(u, m, j)
                 if u not in free:
-                    if self._outlived(u, at) and ("r", u) not in counted:
-                        counted.add(("r", u))
-                        parts.append(((("r", m, j),), self._original_nbytes(u, at)))
                     continue
                 life, nbytes = self.lives[u], graph.values[u].nbytes
-                passed = life.forward < at
-                if u in schedule.saved and passed and ("s", u) not in counted:
-                    counted.add(("s", u))
-                    parts = [(keys, b) for keys, b in parts if keys[0][:2] != ("e", u)]
-                    parts.append(((("s", u), ("r", m, j)), self._original_nbytes(u, at)))
                 clone = ("r", life.born, k)
                 again = j == k and life.born < n and life.born in schedule.recomputed[k]
                 if again and clone not in counted and u not in schedule.saved:
@@ -248,6 +264,12 @@ class Moments:
                 if j == k and (u, k) in schedule.kept and held not in counted:
                     counted.add(held)
                     parts.append(((held, ("r", m, j)), nbytes))
+        for j in range(stage + 1):
+            loop = graph.nodes[graph.stages[j].start].loop
+            for m in schedule.recomputed[j] if loop >= 0 else ():
+                for u in graph.reads[m]:
+                    if graph.kept_until(u, loop) >= at:
+                        original(u, m, j)
         constant = terms.constant_nbytes
         if k >= 0:
             again = ("r", n, k)

@@ -1,0 +1,97 @@
+"""Loops in levels: how many carries they keep, and which forms of a step are worth making."""
+
+from dataclasses import replace
+from math import log2, prod, sqrt
+
+import pytest
+from graphs import chain, in_loops
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxremat import Graph
+from jaxremat._levels import carries, choices, forms
+
+UNIT = 2**20
+
+
+def at_once(length: int, levels: tuple[int, ...]) -> int:
+    """The most carries in memory while the loop is played: what each level that is entered has stacked."""
+    if not levels:
+        return length
+    rest = length - prod(levels)
+    most = levels[0] + rest  # the outer level's, while the rest runs forward and backward
+
+    def enter(level: int, held: int) -> None:
+        nonlocal most
+        held += levels[level]
+        most = max(most, held)
+        if level + 1 < len(levels):
+            enter(level + 1, held)
+
+    enter(0, 0)
+    return most
+
+
+@given(st.integers(1, 3000))
+def test_choices_are_within_the_loop_and_need_ever_fewer_carries(length: int) -> None:
+    found = choices(length)
+    assert found[0] == ()
+    needed = [carries(length, levels) for levels in found]
+    assert needed == [at_once(length, levels) for levels in found]
+    assert needed == sorted(set(needed), reverse=True)
+    for depth, levels in enumerate(found[1:], 2):
+        assert len(levels) == depth
+        assert min(levels) >= 2
+        assert length - prod(levels) in {0, *range(2, length)}
+
+
+@pytest.mark.parametrize("length", [97, 100, 997, 1000, 4096, 9973, 10000])
+def test_two_levels_need_the_square_root_and_many_the_logarithm(length: int) -> None:
+    """Prime lengths too."""
+    found = choices(length)
+    assert carries(length, found[1]) <= 2.1 * sqrt(length)
+    assert carries(length, found[-1]) <= 3.5 * log2(length)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_short_loops_stay_as_they_are(length: int) -> None:
+    assert choices(length) == ((),)
+
+
+def looped(length: int) -> Graph:
+    """A chain of two kernels as the body of a loop, and the loop that runs back."""
+    graph = in_loops(chain(2), length)
+    edge = replace(graph.nodes[0], primitive="scan_carry")
+    return replace(graph, nodes=(edge, *graph.nodes[1:]))
+
+
+def test_forms_count_what_they_save_and_repeat() -> None:
+    graph = looped(64)
+    carry = graph.values[graph.nodes[0].outputs[0]].nbytes
+    seconds = sum(n.seconds for n in graph.nodes if n.loop == 0)
+    two, three = forms(graph, [0], [64])
+    assert (two.segments, three.segments) == (((8, 8),), ((4, 4, 4),))
+    assert (two.fewer_nbytes, three.fewer_nbytes) == ((64 - 16) * carry, (64 - 12) * carry)
+    assert (two.more_seconds, three.more_seconds) == (seconds, 2 * seconds)
+
+
+def test_a_rest_is_not_run_again() -> None:
+    (form, *_) = forms(looped(97), [0], [97])
+    graph = looped(97)
+    seconds = sum(n.seconds for n in graph.nodes if n.loop == 0)
+    assert form.segments == ((8, 11),)
+    assert form.more_seconds == pytest.approx(seconds * 88 / 97)
+
+
+def test_the_loop_that_saves_most_is_cut_first() -> None:
+    """Of two equal loops the longer one."""
+    graph = looped(64)
+    shifted = tuple(replace(n, loop=n.loop + 2) for n in graph.nodes)
+    both = replace(graph, nodes=graph.nodes + shifted, parents=(-1,) * 4, groups=(0, 0, 2, 2))
+    first, *_ = forms(both, [0, 2], [16, 100])
+    assert first.segments == ((), (10, 10))
+
+
+def test_a_loop_that_must_stay_is_not_cut() -> None:
+    """Such loops are said to have one iteration."""
+    assert forms(looped(64), [0], [1]) == ()
