@@ -15,7 +15,15 @@ def a_trial(graph: Graph, saved: set[int], compiled_overhead: float) -> Trial:
     profile = simulate(graph, schedule)
     compiled: Any = None
     return Trial(
-        graph, Solution(schedule), "finished", profile, None, compiled, profile.peak_nbytes, compiled_overhead
+        graph,
+        Solution(schedule),
+        "finished",
+        profile,
+        None,
+        compiled,
+        profile.peak_nbytes,
+        compiled_overhead,
+        0.0,
     )
 
 
