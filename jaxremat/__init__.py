@@ -7,6 +7,7 @@ def train_step(state, batch): ...
 from typing import TYPE_CHECKING, Any
 
 from . import testing as testing
+from . import zoo as zoo
 from ._alive import Alive as Alive
 from ._api import Step as Step
 from ._api import optimize as optimize

@@ -218,6 +218,20 @@ def test_sweep(run: Any, tmp_path: Path) -> None:
     assert found.exit_code == 2 and found.stderr.count("\n") == 1
 
 
+def test_report(run: Any, tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    file, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    run("plan", *STEP, *WITHIN, "--save", str(file))
+    found = run("report", str(file), "--html", str(page))
+    assert found.exit_code == 0, found.output
+    assert "peak" in found.stdout and "tanh" in found.stdout
+    assert page.read_text().lstrip().lower().startswith("<!doctype html")
+    assert json.loads(run("report", str(file), "--json").stdout) == json.loads(file.read_text())
+    for name, code in (("nowhere.json", 4), (__file__, 3)):
+        found = run("report", name)
+        assert found.exit_code == code and found.stderr.count("\n") == 1
+
+
 def test_devices(run: Any) -> None:
     said = json.loads(run("devices", "--json").stdout)
     assert [each["name"] for each in said if not each["here"]] == list(jaxremat.targets())
@@ -295,7 +309,7 @@ def test_an_interrupt_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_command_is_explained_and_has_json(run: Any) -> None:
-    for name in ("plan", "memory", "sweep", "check", "time", "devices", "demo"):
+    for name in ("plan", "memory", "sweep", "report", "check", "time", "devices", "demo"):
         found = run(name, "--help", env={"COLUMNS": "200"})
         assert found.exit_code == 0
         assert "--json" in found.stdout and "--debug" in found.stdout

@@ -8,6 +8,7 @@ from ._check import register as _add_runs
 from ._command import EXIT_CODES, Commands
 from ._machine import register as _add_machine
 from ._plans import register as _add_plans
+from ._zoo import register as _add_zoo
 
 
 def application() -> typer.Typer:
@@ -33,6 +34,6 @@ def application() -> typer.Typer:
             typer.echo(context.get_help(), err=True)
             raise typer.Exit(2)
 
-    for add in (_add_plans, _add_runs, _add_machine):
+    for add in (_add_plans, _add_runs, _add_zoo, _add_machine):
         add(app)
     return app

@@ -11,6 +11,7 @@ from .._api import Step
 from .._ask import memory as memory_of
 from .._budget import format_nbytes, parse_budget
 from .._memory import MemoryStats
+from .._plan import Plan
 from .._sweep import sweep as frontier_of
 from .._target import Target
 from ._command import Answer, command, require
@@ -88,6 +89,22 @@ def register(app: typer.Typer) -> None:
             matplotlib.use("agg")  # a file is wanted, not a window
             found.plot().figure.savefig(plot, dpi=150)  # type: ignore[union-attr]
         return Answer(json.loads(found.to_json()), str(found))
+
+    @command(app, "report")
+    def report(
+        file: Annotated[
+            Path, typer.Argument(metavar="PLAN", help="What `plan --save` or `Plan.save` wrote.")
+        ],
+        html: Annotated[
+            Path | None, typer.Option(metavar="FILE", callback=writable, help="Write a page for a browser.")
+        ] = None,
+    ) -> Answer:
+        """Show a plan: memory over the step, the largest values, modules, what was verified."""
+        plan = Plan.load(file)
+        found = plan.report()
+        if html is not None:
+            found.save(html)
+        return Answer(json.loads(plan.to_json()), found)
 
 
 def _figures(stats: MemoryStats) -> dict[str, int]:

@@ -1,0 +1,128 @@
+"""Make the plans that come with the library, and say which of them are of other programs by now.
+
+    python -m examples.benchmarks.zoo resnet50 gpt --scale full --target h100 --shares 0.5 min
+    python -m examples.benchmarks.zoo --check
+
+A plan follows from the network's code, from the versions of jax, Flax and Optax, and from how jaxremat normalises a
+traced step. Whenever one of them changes what a step's jaxpr looks like, the plans have to be made anew: `--check`
+traces every program that the version of jax at hand has plans for, and compares fingerprints; `--check --compile`
+applies them too, and compares peaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxremat
+from examples.benchmarks.networks import NAMES, program
+from jaxremat import zoo
+from jaxremat._fingerprint import fingerprint
+from jaxremat._trace import trace
+
+FOLDER = Path(zoo.__file__).parent
+SHARES = ("0.75", "0.5", "0.33", "min")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "jaxremat")
+
+
+def make(network: str, scale: str, target: str, shares: Sequence[str], folder: Path = FOLDER) -> Path:
+    """Plan a network at shares of its temporaries, and write or replace its file; what does not fit is left out."""
+    step = program(network, scale=scale)  # type: ignore[arg-type]
+    args = step.abstract_args()
+    options: dict[str, Any] = {"donate_argnums": step.donate_argnums}
+    options |= {"target": target} if target != "cpu" else {}
+    plain = jaxremat.memory(step.step, *args, **options)
+    plans: dict[str, jaxremat.Plan] = {}
+    for share in shares:
+        budget: int | str = "min"
+        if share != "min":
+            budget = plain.base_nbytes + int(float(share) * plain.temporaries_nbytes)
+        try:
+            plan = jaxremat.plan(step.step, *args, budget=budget, cache=False, **options)
+        except jaxremat.InfeasibleBudgetError as error:
+            print(
+                f"  {share}: infeasible, the least found is {jaxremat.format_nbytes(error.min_peak_nbytes)}"
+            )
+            continue
+        name = share if share == "min" else f"{float(share):.0%}"
+        plans[name] = replace(plan, alive=())  # which is read off the program again when the plan is applied
+        print(f"  {name}: {str(plan).splitlines()[0]}")
+    inputs = args[1]["inputs"]
+    shared = {
+        "network": network,
+        "scale": scale,
+        "target": target,
+        "jax": zoo.JAX_MINOR,
+        "versions": {name: version(name) for name in PACKAGES},
+        "settings": {
+            "program": f'examples.benchmarks.networks.program("{network}", scale="{scale}")',
+            "inputs": f"{inputs.dtype}[{','.join(map(str, inputs.shape))}]",
+            "parameters": step.parameter_count(),
+            "donate_argnums": list(step.donate_argnums),
+        },
+    }
+    path = folder / zoo.file_name(network, scale, target)
+    path.write_text(zoo.to_json(shared, plans), encoding="utf-8")
+    return path
+
+
+def stale(entries: Sequence[zoo.Entry]) -> Iterator[zoo.Entry]:
+    """Those whose program is another by now."""
+    known: dict[tuple[str, str], str] = {}
+    for entry in entries:
+        key = entry.network, entry.scale
+        if key not in known:
+            step = program(entry.network, scale=entry.scale)  # type: ignore[arg-type]
+            jitted = jax.jit(step.step, donate_argnums=step.donate_argnums)
+            known[key] = fingerprint(trace(jitted, step.abstract_args(), {}))
+        if known[key] != entry.plan.fingerprint:
+            yield entry
+
+
+def applied(entry: zoo.Entry) -> jaxremat.Plan:
+    """The plan as this compiler sees it. **Raises:** as `jaxremat.optimize` does with a plan."""
+    step = program(entry.network, scale=entry.scale)  # type: ignore[arg-type]
+    target = None if entry.target == "cpu" else entry.target
+    decorate = jaxremat.optimize(plan=entry.plan, donate_argnums=step.donate_argnums, target=target)
+    return decorate(step.step).plan(*step.abstract_args())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line; without arguments it checks the smallest network's plans."""
+    parser = argparse.ArgumentParser(description="Make or check the plans that come with the library.")
+    parser.add_argument("networks", nargs="*", metavar="network", help=", ".join(NAMES))
+    parser.add_argument("--scale", choices=("full", "small", "tiny"), default="small")
+    parser.add_argument("--target", choices=("cpu", *jaxremat.targets()), default="h100")
+    parser.add_argument("--shares", nargs="+", metavar="S", default=SHARES, help="of the temporaries, or min")
+    parser.add_argument("--check", action="store_true", help="make nothing; say which plans are stale")
+    parser.add_argument("--compile", action="store_true", help="with --check: apply and compile them too")
+    given = parser.parse_args(argv)
+    if unknown := set(given.networks) - set(NAMES):
+        parser.error(f"no network is called {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    if given.networks and not given.check:
+        for network in given.networks:
+            print(f"{network}, {given.scale}, {given.target}:")
+            print(f"  in {make(network, given.scale, given.target, given.shares)}")
+        return
+    networks = given.networks or (NAMES if given.check else ("gpt_scanned",))
+    entries = [e for e in zoo.entries() if e.here and e.network in networks]
+    wrong = list(stale(entries))
+    for entry in entries:
+        said = "of another program: make it anew" if entry in wrong else "of this program"
+        if given.compile and entry not in wrong:
+            peak = applied(entry).compiled_peak_nbytes or 0
+            same = "" if peak == entry.plan.compiled_peak_nbytes else ", not as it was made"
+            said += f", peak {jaxremat.format_nbytes(peak)}{same}"
+        print(f"{entry.name}: {said}")
+    if wrong:
+        raise SystemExit(f"{len(wrong)} of {len(entries)} plans are stale.")
+
+
+if __name__ == "__main__":
+    main()

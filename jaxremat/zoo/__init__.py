@@ -1,0 +1,127 @@
+"""The name of a benchmark network, a budget and a device -> a plan that was made and compiled before.
+
+Law: a plan belongs to one program, which its fingerprint tells from every other: this network with these settings,
+traced by this minor version of jax with such a Flax and Optax as `Entry.versions` has, normalised by such a jaxremat.
+Anything else is a `PlanMismatchError`, when it is loaded or when it is applied, and never another program's plan.
+"""
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from .._compat import JAX_VERSION
+from .._errors import ArgumentError, PlanMismatchError
+from .._plan import Plan
+
+FORMAT = 1
+JAX_MINOR = ".".join(map(str, JAX_VERSION))
+"""The version of jax at hand, as far as plans depend on it."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A plan of the zoo.
+
+    **Fields:**
+
+    - `network`, `scale` as `examples.benchmarks.networks.program` takes them; `target` as `jaxremat.optimize` does, or
+      `"cpu"`; `budget` the share of the plain step's temporaries that is left, beside its arguments and outputs
+      (`"50%"`), or `"min"`.
+    - `jax` the minor version that the plan is for; `versions` of what it was made with.
+    - `settings` the program's: inputs, parameters, what is donated.
+    - `plan` with all of its figures, but for what is alive at the peak.
+    """
+
+    network: str
+    scale: str
+    target: str
+    budget: str
+    jax: str
+    versions: dict[str, str]
+    settings: dict[str, Any]
+    plan: Plan
+
+    @property
+    def here(self) -> bool:
+        """Whether it is for the version of jax at hand."""
+        return self.jax == JAX_MINOR
+
+    @property
+    def name(self) -> str:
+        """What it is called in text."""
+        return f"{self.network} {self.scale} {self.budget} {self.target}"
+
+
+def entries() -> tuple[Entry, ...]:
+    """Every plan of the zoo, for every version of jax."""
+    folder = files(__name__)
+    names = sorted(each.name for each in folder.iterdir() if each.name.endswith(".json"))
+    return tuple(entry for name in names for entry in _read(name))
+
+
+def load(network: str, budget: str, *, target: str = "h100", scale: str = "full") -> Plan:
+    """A plan of the zoo for the version of jax at hand: `optimize(plan=jaxremat.zoo.load("resnet50", "50%"))`.
+
+    **Arguments:** as the fields of `Entry`; `entries()` and `jaxremat zoo list` say what there is.
+
+    **Raises:** `ArgumentError` where the zoo has no such plan; `PlanMismatchError` where it has it only for other
+    versions of jax, whose jaxprs differ.
+    """
+    return find(network, budget, target=target, scale=scale).plan
+
+
+def find(network: str, budget: str, *, target: str = "h100", scale: str = "full") -> Entry:
+    """`load`, with the program's settings and the versions that the plan was made with."""
+    named = [e for e in entries() if e.network == network]
+    alike = [e for e in named if (e.budget, e.target, e.scale) == (budget, target, scale)]
+    if not alike:
+        known = sorted({e.name for e in named}) or sorted({e.network for e in entries()})
+        raise ArgumentError(
+            f"The zoo has no plan `{network} {scale} {budget} {target}`. It has {', '.join(known)}. "
+            "Plan it with `jaxremat.plan`."
+        )
+    found = next((e for e in alike if e.here), None)
+    if found is None:
+        raise PlanMismatchError(
+            f"The zoo's plan `{alike[0].name}` is for jax {' and '.join(e.jax for e in alike)}, and this is jax "
+            f"{JAX_MINOR}, whose jaxprs differ. Plan the step afresh, with `jaxremat.plan` or "
+            f"`python -m examples.benchmarks.zoo {network}`."
+        )
+    return found
+
+
+def file_name(network: str, scale: str, target: str) -> str:
+    """Where the plans of a network for the version of jax at hand are kept, in this folder."""
+    return f"{network}-{scale}-{target}-jax{JAX_MINOR}.json"
+
+
+def to_json(shared: dict[str, Any], plans: dict[str, Plan]) -> str:
+    """The text of such a file, a line for each plan. **Arguments:** `shared` fields of the entries, but for the two."""
+    head = json.dumps({"zoo_format": FORMAT, **shared}, indent=1)[:-2]
+    lines = [
+        f'  "{b}": {json.dumps(json.loads(p.to_json()), separators=(",", ":"))}' for b, p in plans.items()
+    ]
+    return f'{head},\n "plans": {{\n' + ",\n".join(lines) + "\n }\n}\n"
+
+
+@functools.cache
+def _read(name: str) -> tuple[Entry, ...]:
+    return tuple(parse((files(__name__) / name).read_text(encoding="utf-8"), name))
+
+
+def parse(text: str, name: str) -> Iterator[Entry]:
+    """The entries of a file. **Raises:** `PlanMismatchError` where it is none of this format version."""
+    try:
+        data = json.loads(text)
+        if data.pop("zoo_format") != FORMAT:
+            raise KeyError("zoo_format")
+        plans = data.pop("plans")
+        for budget, plan in plans.items():
+            yield Entry(budget=budget, plan=Plan.from_json(json.dumps(plan)), **data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, PlanMismatchError):
+            raise
+        raise PlanMismatchError(f"{name} is no file of the zoo ({type(error).__name__}: {error}).") from error
