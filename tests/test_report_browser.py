@@ -116,7 +116,7 @@ def test_arrow_keys_move_through_the_step(browser: Any, saved: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1200, 360])
+@pytest.mark.parametrize("width", [1200, 800, 360])
 def test_the_page_is_painted_and_fits(browser: Any, saved: Path, width: int, scheme: str) -> None:
     with opened(browser, saved, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
         hover(page, 0, 0.5)
@@ -164,6 +164,8 @@ def test_modules_open_and_print(browser: Any, saved: Path) -> None:
             page.evaluate("getComputedStyle(document.querySelector('.jaxremat')).backgroundColor")
             == "rgb(255, 255, 255)"
         )
+        page.set_viewport_size({"width": 700, "height": 1000})  # what a sheet of paper has
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert len(page.pdf()) > 10_000
 
 
