@@ -1,9 +1,8 @@
-"""A Flax NNX model inside a budget: a pure step function around `nnx.merge` and `nnx.state`.
+"""A Flax NNX model inside a budget: a train step as it is written for `nnx.jit`.
 
     python examples/nnx_mlp.py --steps 20
 
-NNX modules are objects with state. `optimize`, like `jax.jit`, plans functions of arrays, so the step takes the arrays
-that `nnx.split` hands out, puts the objects together inside, and gives the new arrays back.
+Modules, optimizers, metrics and random streams are updated in place, as `nnx.jit` updates them.
 """
 
 import argparse
@@ -46,33 +45,33 @@ def main() -> None:
 
     model = MLP(args.layers, args.width, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-    graphdef, state = nnx.split((model, optimizer))
+    metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
 
-    def train_step(state, x, y):
-        model, optimizer = nnx.merge(graphdef, state)
-
+    def train_step(model, optimizer, metrics, x, y):
         def loss_fn(model):
-            return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+            logits = model(x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), logits
 
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
         optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), loss
+        metrics.update(loss=loss, logits=logits, labels=y)
 
     def batch(step: int) -> tuple[jax.Array, jax.Array]:
         x = jax.random.normal(jax.random.key(step), (args.batch, 32))
         return x, (x @ jax.random.normal(jax.random.key(-1), (32, 10))).argmax(-1)
 
-    plain = jaxremat.memory(train_step, state, *batch(0), donate_argnums=0)
+    plain = jaxremat.memory(train_step, model, optimizer, metrics, *batch(0), donate_argnums=(0, 1))
     print(f"plain step: compiled peak {jaxremat.format_nbytes(plain.peak_nbytes)}")
 
-    step = jaxremat.optimize(args.budget, donate_argnums=0)(train_step)
-    print(step.plan(state, *batch(0)))
+    step = jaxremat.optimize(args.budget, donate_argnums=(0, 1))(train_step)  # was: nnx.jit(train_step)
+    print(step.plan(model, optimizer, metrics, *batch(0)))
     for number in range(args.steps):
-        state, loss = step(state, *batch(number))
+        step(model, optimizer, metrics, *batch(number))
         if number % 5 == 0 or number == args.steps - 1:
-            print(f"step {number}: loss {loss:.3f}")
+            found = metrics.compute()
+            print(f"step {number}: loss {found['loss']:.3f}, accuracy {found['accuracy']:.1%}")
+            metrics.reset()
 
-    nnx.update((model, optimizer), state)  # the objects again, trained
     model.eval()
     x, y = batch(args.steps)
     print(f"accuracy on new points: {jnp.mean(model(x).argmax(-1) == y):.1%}")

@@ -17,6 +17,7 @@ from ._budget import Budget, parse_budget, parse_margin
 from ._cache import recall_or_plan
 from ._devices import detect
 from ._errors import ArgumentError, JaxrematWarning
+from ._nnx import OfObjects, has_objects
 from ._pins import parse_pins
 from ._plan import Plan
 from ._program import Program, device_of, placed
@@ -204,6 +205,7 @@ class Step:
         self._options = options
         self._planned: dict[Any, Planned] = {}
         self._recent: _Recent | None = None
+        self._of_objects: OfObjects | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recent = self._recent
@@ -229,7 +231,19 @@ class Step:
                 raise
             return self._slow_call(args, kwargs)  # the same types, traced or placed on other devices
 
+    def _objects(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OfObjects | None:
+        """This step for NNX objects, if some are among the arguments."""
+        if not has_objects(args, kwargs):
+            return None
+        if self._of_objects is None:
+            self._of_objects = OfObjects(
+                self._program, lambda of_trees: Step(of_trees, self._budget, self._given, self._options)
+            )
+        return self._of_objects
+
     def _slow_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (objects := self._objects(args, kwargs)) is not None:
+            return objects.call(args, kwargs)
         dynamic = self._program.dynamic(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -250,6 +264,8 @@ class Step:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        if (objects := self._objects(args, kwargs)) is not None:
+            return objects.ask(objects.of_trees.plan, args, kwargs)
         return self._plan_for(args, kwargs).plan
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
@@ -258,10 +274,14 @@ class Step:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The planned step, lowered for these arguments: a `jax.stages.Lowered`, or its like for a target."""
+        if (objects := self._objects(args, kwargs)) is not None:
+            return objects.ask(objects.of_trees.lower, args, kwargs)
         return self._program.lower(self._plan_for(args, kwargs).jitted, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """The planned step, compiled for these arguments: a `jax.stages.Compiled`, or its like for a target."""
+        if (objects := self._objects(args, kwargs)) is not None:
+            return objects.ask(objects.of_trees.compile, args, kwargs)
         return self._compiled(self._plan_for(args, kwargs), args, kwargs)
 
     def _compiled(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 from ._api import Step, as_tuple, optimize
 from ._budget import Budget
 from ._memory import MemoryStats
+from ._nnx import OfObjects, has_objects
 from ._plan import Plan
 from ._program import Program, placed
 from ._target import Target
@@ -44,6 +45,12 @@ def memory(
         target=None if target is None else Target(target),
     )
     program = placed(program, args, {})
+    if has_objects(args, {}):
+        objects = OfObjects(program, lambda of_trees: of_trees)
+        trees: Program = objects.of_trees
+        return MemoryStats.of(
+            objects.ask(lambda *found: trees.lower(trees.plain, found, {}).compile(), args, {})
+        )
     if (jitted := getattr(fn, "lower", None)) is None:
         return MemoryStats.of(program.lower(program.plain, args, {}).compile())
     if program.target is not None:

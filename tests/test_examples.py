@@ -18,6 +18,8 @@ TINY = {
     "gpt.py": "--layers 2 --width 32 --length 64 --batch 2 --steps 2",
     "nnx_mlp.py": "--layers 2 --width 16 --batch 512 --budget min --steps 2",
     "deep_resnet.py": "--blocks 2 3 7 2 --width 8 --batch 2 --size 32 --classes 10 --budget min --steps 2",
+    "equinox_mlp.py": "--layers 2 --width 16 --batch 512 --steps 2",
+    "haiku_mlp.py": "--layers 2 --width 16 --batch 512 --steps 2",
     "own_solver.py": "--layers 3 --batch 4 --share 0.75 --steps 1",
 }
 
