@@ -29,18 +29,20 @@ from ._primitives import is_contraction, is_heavy, is_loop_edge, is_loop_slice
 class Equals:
     """Merges equal equations, which are added in execution order.
 
-    **Fields:** `eqns` what is left; `scopes` and `late` of each, see `add`; `merged_of` for each equation that was
-    added the index of the one that now computes it.
+    **Fields:** `eqns` what is left; `scopes` of each; `merged_of` for each equation that was added the index of the
+    one that now computes it.
     """
 
     inliner: Inliner
     eqns: list[Any] = field(default_factory=list)
     scopes: list[int] = field(default_factory=list)
-    late: list[bool] = field(default_factory=list)
     merged_of: list[int] = field(default_factory=list)
     _rename: dict[Any, Any] = field(default_factory=dict)
     _seen: dict[Any, int] = field(default_factory=dict)
     _maker: dict[Any, int] = field(default_factory=dict)
+    _joinable: dict[tuple[Any, int], list[int]] = field(
+        default_factory=dict
+    )  # of the forward pass, by kind and scope
     _constants: dict[Any, Any] = field(
         default_factory=dict
     )  # variable -> the equation that makes it of constants alone
@@ -55,7 +57,9 @@ class Equals:
         **Arguments:** `scope` within which equals are merged; `late` whether it is of the backward pass, by default as
         its name stack says.
         """
-        late = "transpose(" in _compat.name_stack_text(eqn) if late is None else late
+        joins = eqn.primitive.name in _JOINED and not eqn.effects
+        if joins and late is None:
+            late = "transpose(" in _compat.name_stack_text(eqn)
         invars = [self.read(a) for a in eqn.invars]
         edge = is_loop_edge(eqn) and not is_loop_slice(eqn)
         pure = not eqn.effects and eqn.primitive.name != "optimization_barrier" and not edge
@@ -63,13 +67,14 @@ class Equals:
         twin = None if key is None else self._seen.get((key, scope))
         if twin is not None:
             self._rename.update(zip(eqn.outvars, self.eqns[twin].outvars, strict=True))
-        elif pure and late and eqn.primitive.name in _JOINED:
+        elif joins and late:
             twin = self._join(eqn.replace(invars=invars), scope)
         if twin is None:
             twin = len(self.eqns)
             self.eqns.append(eqn.replace(invars=invars))
             self.scopes.append(scope)
-            self.late.append(late)
+            if joins and not late:
+                self._joinable.setdefault((eqn.primitive, scope), []).append(twin)
             self._maker.update(dict.fromkeys(eqn.outvars, twin))
             if pure and not is_heavy(eqn) and all(a in self._constants for a in _variables(invars)):
                 self._constants.update(dict.fromkeys(eqn.outvars, self.eqns[twin]))
@@ -112,9 +117,8 @@ class Equals:
 
     def _join(self, again: Any, scope: int) -> int | None:
         """Join the equation to an earlier one; returns that one's index."""
-        for i, eqn in enumerate(self.eqns):
-            if eqn.primitive is not again.primitive or self.scopes[i] != scope or self.late[i] or eqn.effects:
-                continue
+        for i in self._joinable.get((again.primitive, scope), ()):
+            eqn = self.eqns[i]
             joined = _JOINED[eqn.primitive.name](eqn, again, self)
             if joined is not None and all(self._maker.get(a, -1) < i for a in _variables(joined.eqn.invars)):
                 self.eqns[i] = joined.eqn

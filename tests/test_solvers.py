@@ -25,6 +25,7 @@ from jaxremat import (
     simulate,
 )
 from jaxremat._schedule import check, must_save
+from jaxremat._solver._blocks import Blocks
 from jaxremat._solver._milp import Milp
 
 SOLVERS: dict[str, Any] = {
@@ -34,6 +35,7 @@ SOLVERS: dict[str, Any] = {
     "chen_3": Chen(segments=3),
     "greedy": Greedy(),
     "mincut": MinCut(),
+    "blocks": Blocks(),
     "milp": Milp(gap=0.0),
 }
 GRAPHS = {

@@ -35,11 +35,12 @@ from .._graph import Graph
 from .._progress import note
 from .._schedule import Schedule, complete, must_save
 from .._simulate import extra_seconds, rank, simulate
+from ._blocks import Blocks
 from ._chen import Chen
 from ._frontiers import boundaries, hold
 from ._greedy import Greedy
 from ._hull import Lagrangian
-from ._interface import Solution
+from ._interface import Solution, Solver
 from ._interrupt import interruptible
 from ._mincut import MinCut
 from ._moments import Moments, Terms
@@ -48,6 +49,9 @@ mip: Any = _mip  # its annotations do not cover its own operators
 MIB = float(2**20)
 MOST_RESIDUALS = 2500
 """Graphs with more residuals get the best of the other solvers: the integer program would not be written in time."""
+
+MANY_RESIDUALS = 500
+"""Graphs with more are planned block by block first: the integer program may not get far."""
 
 TOLERANCE_NBYTES = 64
 """What the integer program's arithmetic may overlook."""
@@ -90,7 +94,10 @@ class Milp:
         ):
             return Solution(start, 0.0, True, "milp")
         large = len(graph.residuals) > MOST_RESIDUALS
-        for solver, share in ((Chen(), 1 / 2 if large else 1 / 8), (MinCut(), 1 / 8), (Greedy(), 1 / 8)):
+        solvers: list[tuple[Solver, float]] = [(Chen(), 1 / 8), (MinCut(), 1 / 8), (Greedy(), 1 / 8)]
+        if len(graph.residuals) > MANY_RESIDUALS:
+            solvers.append((Blocks(), 1 / 2 if large else 1 / 8))
+        for solver, share in solvers:
             known = solver.solve(graph, budget_nbytes, time_limit=share * time_limit).schedule
             start = min((start, known), key=lambda schedule: rank(graph, schedule, budget_nbytes))
         if large:
