@@ -113,6 +113,11 @@ def test_a_step_that_fits_is_told_apart() -> None:
     assert "as it is" in PLAIN.report().text()
 
 
+def test_more_or_less_time() -> None:
+    text = replace(PLAN, overhead=0.0312, compiled_overhead=-0.25).report().text(1000)
+    assert "model it takes 3.1% more time" in text and "compiled programs 25.0% less." in text
+
+
 def test_what_was_not_compiled_is_not_called_measured() -> None:
     text = Page(UNCOMPILED.report().html()).text
     assert "Nothing was compiled" in text and "measured peak " not in text and "as modelled" in text

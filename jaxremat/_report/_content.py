@@ -44,13 +44,17 @@ def price(outcome: Outcome) -> str:
     """What it costs, in one sentence."""
     if is_plain(outcome):
         return "It costs nothing: the program is the one that jax.jit gives."
-    modelled = f"{outcome.overhead:+.1%} of the step's time by the planner's model"
+    modelled = f"By the planner's model it takes {_more(outcome.overhead)} time than without the plan"
     if outcome.compiled_overhead is None:
-        return f"It costs {modelled}; nothing was compiled."
+        return f"{modelled}; nothing was compiled."
     return (
-        f"It costs {modelled}, {outcome.compiled_overhead:+.1%} by a roofline of the two compiled programs. "
+        f"{modelled}, by a roofline of the two compiled programs {_more(outcome.compiled_overhead)}. "
         "Neither is a stopwatch."
     )
+
+
+def _more(share: float) -> str:
+    return f"{abs(share):.1%} {'less' if share < 0 else 'more'}"
 
 
 def memory_note(outcome: Outcome) -> str:
