@@ -11,8 +11,10 @@ from . import zoo as zoo
 from ._alive import Alive as Alive
 from ._api import Step as Step
 from ._api import optimize as optimize
+from ._ask import cost as cost
 from ._ask import memory as memory
 from ._ask import plan as plan
+from ._ask import search_plan as search_plan
 from ._budget import format_nbytes as format_nbytes
 from ._errors import ArgumentError as ArgumentError
 from ._errors import BudgetError as BudgetError

@@ -9,6 +9,7 @@ from ._memory import MemoryStats
 from ._nnx import OfObjects, has_objects
 from ._plan import Plan
 from ._program import Program, placed
+from ._solver import Solver, Sublinear
 from ._target import Target
 
 
@@ -56,3 +57,30 @@ def memory(
     if program.target is not None:
         return MemoryStats.of(program.lower(fn, args, {}).compile())
     return MemoryStats.of(jitted(*args).compile(compiler_options=dict(program.compiler_options) or None))
+
+
+def search_plan(fn: Callable[..., Any], *args: Any, solver: Solver | None = None, **options: Any) -> Plan:
+    """The plan of least memory that costs at most one more forward pass, without a budget to choose.
+
+    For the least memory at up to twice the step's time ask for `jaxremat.plan(fn, *args, budget="min")`.
+
+    **Arguments:** the step's own (arrays or `jax.ShapeDtypeStruct`s), and the options of `jaxremat.optimize`; `solver`
+    knows what each budget costs.
+
+    **Returns:** a `Plan`, whose `overhead` is at most the forward pass's share of the step; follow it with
+    `jaxremat.optimize(plan=...)`.
+
+    ```python
+    step = jaxremat.optimize(plan=jaxremat.search_plan(train_step, *args))(train_step)
+    ```
+    """
+    if solver is None:
+        from ._solver._milp import Milp
+
+        solver = Milp()
+    return plan(fn, *args, budget="min", solver=Sublinear(solver), **options)
+
+
+def cost(fn: Callable[..., Any], *args: Any, **options: Any) -> int:
+    """The bytes that a step needs on one device: the peak of `jaxremat.memory`, whose arguments it takes."""
+    return memory(fn, *args, **options).peak_nbytes

@@ -21,7 +21,7 @@ from ._program import Compiled
 from ._progress import phase
 from ._schedule import check
 from ._simulate import Profile, rank
-from ._solver import MinCut, Solution, Solver
+from ._solver import MinCut, Solution, Solver, Sublinear
 from ._stages import cut_stages
 
 SLACK = 0.02
@@ -136,7 +136,7 @@ class Search:
         """The compiled schedule of least peak at a bearable overhead, and of those that need about as little the
         fastest.
         """
-        most = MOST_OVERHEAD * self.graph.step_seconds
+        most = self._most_seconds()
         self._make(self._deepest(most))
         self._least(None)
         trials = [t for t in self.trials if t.seconds <= most] or self.trials
@@ -162,7 +162,7 @@ class Search:
         """The solution that is best by the model alone, with the graph that it is of."""
         found: list[tuple[tuple[float, ...], Graph, Solution]] = []
         if allowance is None:
-            self._make(self._deepest(MOST_OVERHEAD * self.graph.step_seconds))
+            self._make(self._deepest(self._most_seconds()))
         while True:
             for cut in self.cuttings[len(found) :]:
                 solution = self._solution(cut, allowance, self.solver)
@@ -172,6 +172,12 @@ class Search:
             order, cut, solution = min(found, key=lambda each: each[0])
             if allowance is None or not self._deepen(order[1] if order[0] == 0.0 else None, allowance):
                 return cut, solution
+
+    def _most_seconds(self) -> float:
+        """What the least memory may cost."""
+        if isinstance(self.solver, Sublinear):
+            return self.solver.most_seconds(self.graph) * (1 + 1e-9)
+        return MOST_OVERHEAD * self.graph.step_seconds
 
     def _make(self, form: Form | None) -> None:
         """Add the cuttings of a form, if there is one; the shallower ones are passed over."""

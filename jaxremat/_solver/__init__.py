@@ -5,6 +5,7 @@ from ._greedy import Greedy as Greedy
 from ._interface import Solution as Solution
 from ._interface import Solver as Solver
 from ._mincut import MinCut as MinCut
+from ._sublinear import Sublinear as Sublinear
 from ._trivial import RecomputeAll as RecomputeAll
 from ._trivial import SaveAll as SaveAll
 from ._trivial import SaveDots as SaveDots
