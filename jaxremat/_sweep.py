@@ -5,6 +5,7 @@ gives without a budget (see `_solver._hull`); the others halve the widest gaps b
 once. Law: what a sweep has done is on disk, so that the next one like it goes on from there.
 """
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -77,6 +78,13 @@ def sweep(
         step = fn
     else:
         step = optimize(None, target=target, **options)(fn)
+    if (objects := step._objects(args, {})) is not None:
+        return objects.ask(functools.partial(_swept, objects.of_trees, points), args, {})
+    return _swept(step, points, *args)
+
+
+def _swept(step: Step, points: int, *args: Any) -> Frontier:
+    """The frontier of a step of trees of arrays."""
     baseline, request = step._prepare(args, {})
     with shown(request.options.progress), phase("sweeping", points + len(POLICIES)) as progress:
         return _Sweep(baseline, request, progress).run(points)

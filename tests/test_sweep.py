@@ -328,3 +328,25 @@ def test_bounds_only_grow_between_neighbours(frontier: Frontier) -> None:
     peaks = sorted(p.predicted_peak_nbytes for p in frontier)
     bounds = [frontier.lower_bound(peak) for peak in peaks]
     assert all(a >= b for a, b in pairwise(bounds))
+
+
+def test_a_step_of_nnx_objects() -> None:
+    from flax import nnx
+
+    net = nnx.List([nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(4)])
+
+    def step(net: Any, x: jax.Array) -> jax.Array:
+        def loss(net: Any) -> jax.Array:
+            y = x
+            for layer in net:
+                y = jax.numpy.tanh(layer(y))
+            return (y**2).mean()
+
+        value, grads = nnx.value_and_grad(loss)(net)
+        nnx.update(net, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(net, nnx.Param), grads))
+        return value
+
+    x = jax.ShapeDtypeStruct((512, 64), jax.numpy.float32)
+    found = jaxremat.sweep(step, net, x, points=3, verify=False)
+    assert [found.cost(p) for p in found] == sorted(found.cost(p) for p in found)
+    assert found.least.plan.fingerprint == jaxremat.plan(step, net, x, budget="min", verify=False).fingerprint
