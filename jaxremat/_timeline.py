@@ -4,6 +4,7 @@ Law: the largest moment of a timeline is the peak of `simulate`, and the bytes o
 simulator has alive then.
 """
 
+import heapq
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -167,21 +168,24 @@ def timeline(graph: Graph, schedule: Schedule, seconds: float, groups: Groups) -
     scale = seconds / sum(prices) if prices else 0.0
     starts = [scale * t for t in accumulate(prices[:-1], initial=0.0)][: len(nodes)]
     chosen = _chosen(starts, live, seconds)
+    begins, ends = _changes(lives, [event for event, _ in chosen])
     moments = []
-    for (event, begin), there in zip(chosen, _there(lives, [event for event, _ in chosen]), strict=True):
-        n, stage = nodes[event], made_for[event]
-        sums: Counter[Kind] = Counter()
-        found: Counter[Group] = Counter()
-        for life in there:
-            producer = graph.nodes[graph.values[life.value].producer]
-            kind = _kind(producer.forward, life.stage)
-            sums[kind] += life.nbytes
-            found[groups.of_value(graph, life.value, kind, life.nbytes)] += 1
-        largest = sorted(found, key=lambda group: -found[group] * group.nbytes)[:NAMED]
+    sums: Counter[Kind] = Counter()
+    found: Counter[Group] = Counter()
+    for (event, begin), born, dead in zip(chosen, begins, ends, strict=True):
+        for life, sign in (*((life, 1) for life in born), *((life, -1) for life in dead)):
+            kind = _kind(graph.nodes[graph.values[life.value].producer].forward, life.stage)
+            sums[kind] += sign * life.nbytes
+            found[groups.of_value(graph, life.value, kind, life.nbytes)] += sign
+        n = nodes[event]
+        there = (group for group, count in found.items() if count)
+        largest = heapq.nlargest(NAMED, there, key=lambda group: found[group] * group.nbytes)
         moments.append(
             Moment(
                 seconds=rounded(begin),
-                running=groups.index(groups.of_node(graph, n, _kind(n < graph.forward_stop, stage))),
+                running=groups.index(
+                    groups.of_node(graph, n, _kind(n < graph.forward_stop, made_for[event]))
+                ),
                 forward_nbytes=sums["forward"],
                 recomputed_nbytes=sums["recomputed"],
                 backward_nbytes=sums["backward"],
@@ -219,15 +223,16 @@ def _chosen(starts: Sequence[float], live: Sequence[int], seconds: float) -> lis
     return chosen
 
 
-def _there(lives: Sequence[Life], events: Sequence[int]) -> list[list[Life]]:
-    """For each of the events, in any order, what is alive then."""
-    there: list[list[Life]] = [[] for _ in events]
-    order = sorted(range(len(events)), key=lambda i: events[i])
-    ascending = [events[i] for i in order]
+def _changes(lives: Sequence[Life], events: Sequence[int]) -> tuple[list[list[Life]], list[list[Life]]]:
+    """For each of the ascending events what lives then and not at the one before, and the other way round."""
+    begins: list[list[Life]] = [[] for _ in events]
+    ends: list[list[Life]] = [[] for _ in (*events, None)]
     for life in lives:
-        for i in order[bisect_left(ascending, life.begin) : bisect_right(ascending, life.end)]:
-            there[i].append(life)
-    return there
+        first, behind = bisect_left(events, life.begin), bisect_right(events, life.end)
+        if first < behind:
+            begins[first].append(life)
+            ends[behind].append(life)
+    return begins, ends[:-1]
 
 
 def rounded(seconds: float) -> float:
