@@ -81,6 +81,11 @@ SAY = {
         "proven to be at least",
         "Frontier: 10 budgets",
     ),
+    "4_fit_an_h100_from_a_laptop": (
+        "1.31 billion parameters",
+        "batch 32\nPlan: peak",
+        "At the compiled peak of",
+    ),
 }
 """What notebooks print, where more than running is asked of them."""
 
