@@ -344,7 +344,7 @@ class _Emitter:
             crossing = [
                 v
                 for n in range(before if self.all_cotangents else last, start)
-                if not graph.nodes[n].forward and n not in self.waiting
+                if not graph.nodes[n].forward and n not in self.waiting and self.place[n] < k
                 for v in self.source[n].outvars
                 if _can_pass(v)
                 and self._home(v) == graph.around(start)

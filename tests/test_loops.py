@@ -244,6 +244,29 @@ def test_levels_change_no_result(name: str) -> None:
     assert_same(want, jax.tree.unflatten(cut.out_tree, jex.jaxpr_as_fun(planned)(*jax.tree.leaves(args))))
 
 
+def test_large_gradients_begin_behind_the_fence() -> None:
+    """Zeros that a loop writes its gradients into are made of what passes the fence before it, not before that."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return (lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params)[0] ** 2).mean()
+
+        return params - jax.grad(loss)(params)
+
+    args = (jax.ShapeDtypeStruct((19, 160, 160), jnp.float32), jax.ShapeDtypeStruct((16, 160), jnp.float32))
+    for levels in ((4, 4), (2, 2, 4)):
+        found = trace(jax.jit(step, donate_argnums=0), args, {}).in_segments((levels,))
+        planned = emitted(found, []).jaxpr.eqns
+        zeros = [
+            eqn
+            for eqn in planned
+            if eqn.outvars[0].aval.shape == args[0].shape and eqn.primitive.name != "scan"
+        ]
+        begun = next(eqn for eqn in zeros if eqn.primitive.name == "broadcast_in_dim")
+        fence = next(eqn for eqn in planned if any(v is begun.invars[0] for v in eqn.outvars))
+        assert fence.primitive.name == "optimization_barrier"
+
+
 def test_no_level_copies_parameters_or_gradients() -> None:
     """All levels read the rows of the arguments and write those of one array of gradients."""
     case = LOOPS["twenty-four layers"]
