@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.benchmarks import monet_table, records
+from examples.benchmarks import depth, monet_table, records
 from jaxremat import format_nbytes
 
 README = records.HERE.parents[1] / "README.md"
@@ -88,10 +88,12 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
     monet, device, torch, chains = (
         list(records.read_all(results, kind)) for kind in ("monet", "device", "torch", "chain")
     )
+    deep = [depth.markdown(record) for record in records.read_all(results, "depth")]
     parts = [
         monet_table.monet_markdown(monet),
         monet_table.device_markdown(device, torch),
         markdown(steps, chains),
+        *deep,
     ]
     return "\n\n".join(part for part in parts if part)
 

@@ -1,0 +1,264 @@
+"""Peak memory against depth, at fixed recomputation, and the deepest residual network within a budget.
+
+    python -m examples.benchmarks.depth peaks --save
+    python -m examples.benchmarks.depth deepest plain body scan planned --save
+
+*Peaks*: a scan over 64 to 10,000 residual layers, of which nothing is saved but the carries of loops in one level (each
+layer's forward pass runs twice in all), in two (three times) and in as many as are worth it, each compiled.
+
+*Deepest*: how many bottleneck blocks the third stage of `examples/deep_resnet.py` may have within 12 GB, plainly, by
+hand with `nn.remat` on the body of `nn.scan` or with `nn.remat_scan`, and planned. The peak grows by nearly the same
+for each block, so that a few compilations find the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax import lax
+
+import jaxremat
+from examples.benchmarks import records
+from examples.deep_resnet import Bottleneck
+from jaxremat import MemoryStats, compiler_options, complete, format_nbytes
+from jaxremat._budget import parse_budget
+from jaxremat._devices import detect
+from jaxremat._emit import emit
+from jaxremat._levels import carries, choices
+from jaxremat._lower import lower
+from jaxremat._program import Program
+from jaxremat._trace import trace
+
+DEPTHS = (64, 211, 701, 2311, 10000)
+"""Three of them prime."""
+
+ROWS, WIDTH = 16384, 32
+FORMS = ("plain", "one level", "two levels", "all levels")
+BY_HAND = ("plain", "body", "scan")
+BUDGET = "12GB"
+FIRST = (60, 90)
+"""Blocks of the third stage that are compiled first; from their peaks the most is guessed."""
+
+
+def layers(depth: int) -> tuple[Program, tuple[Any, ...]]:
+    """A train step of that many layers, and its arguments as shapes and types."""
+
+    def step(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss_of(weights: jax.Array) -> jax.Array:
+            y, _ = lax.scan(lambda y, weight: (y + jnp.tanh(y @ weight), None), x, weights)
+            return jnp.mean(y * y)
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        return weights - 0.01 * gradients, loss
+
+    options = tuple(sorted(compiler_options(jax.default_backend()).items()))
+    program = Program(step, donate_argnums=(0,), compiler_options=options)
+    shapes = (depth, WIDTH, WIDTH), (ROWS, WIDTH)
+    return program, tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+
+def peaks(depth: int) -> list[records.Record]:
+    """The compiled peaks of all forms of a net of that depth."""
+    program, args = layers(depth)
+    traced = trace(program.plain, args, {})
+    levels = choices(depth)
+    rows = []
+    for form, chosen in zip(FORMS, (None, (), levels[1], levels[-1]), strict=True):
+        jitted = program.plain
+        if chosen is not None:
+            cut = traced.in_segments((chosen,)) if chosen else traced
+            graph = lower(cut, detect(jax.devices()[0]), base_nbytes=0)
+            jitted = program.evaluating(emit(cut, graph, complete(graph, ())), cut)
+        stats = MemoryStats.of(program.lower(jitted, args, {}).compile())
+        row = {"depth": depth, "form": form, "levels": chosen, "peak_nbytes": stats.peak_nbytes}
+        row |= {"carries": None if chosen is None else carries(depth, chosen)}
+        rows.append({**row, "base_nbytes": stats.base_nbytes, "temporaries_nbytes": stats.temporaries_nbytes})
+        print(f"  {depth:>6} {form:>10}: {format_nbytes(stats.peak_nbytes)}", flush=True)
+    return rows
+
+
+def slope(rows: Sequence[records.Record], form: str) -> float:
+    """By which power of the depth the peak grows, by least squares on logarithmic axes."""
+    points = [(math.log(r["depth"]), math.log(r["peak_nbytes"])) for r in rows if r["form"] == form]
+    x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+
+
+class ResNet(nn.Module):
+    """The network of `examples/deep_resnet.py` with its third stage rematerialised by hand, or not."""
+
+    blocks: tuple[int, ...]
+    remat: str
+    width: int = 64
+    classes: int = 1000
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(self.width, (7, 7), 2, use_bias=False)(x)
+        x = nn.max_pool(nn.relu(nn.BatchNorm(use_running_average=False)(x)), (3, 3), (2, 2), "SAME")
+        axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
+        for stage, count in enumerate(self.blocks):
+            width = self.width * 2**stage
+            x, _ = Bottleneck(width, 1 if stage == 0 else 2)(x)
+            if self.remat == "scan":
+                root = math.isqrt(count - 1)
+                for lengths in ((root, (count - 1) // root), (1, (count - 1) % root)):
+                    if math.prod(lengths):
+                        x = nn.remat_scan(_Alone, lengths=lengths)(width)(x)
+                continue
+            body = nn.remat(Bottleneck, prevent_cse=False) if self.remat == "body" else Bottleneck
+            x, _ = nn.scan(body, length=count - 1, **axes)(width)(x, None)  # type: ignore[arg-type]
+        return nn.Dense(self.classes)(x.mean((1, 2)))
+
+
+class _Alone(nn.Module):
+    """A block as `nn.remat_scan` wants it, from a carry to a carry."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return Bottleneck(self.width)(x)[0]
+
+
+def train_step(blocks: int, remat: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The step with that many blocks in the third stage, and its arguments as shapes and types."""
+    net, tx = ResNet((6, 32, blocks, 6), remat), optax.sgd(0.01)
+
+    def step(state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        def loss_of(params: Any) -> Any:
+            logits, changed = net.apply({**state, "params": params}, images, mutable="batch_stats")
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), changed
+
+        (loss, changed), grads = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
+        updates, _ = tx.update(grads, tx.init(state["params"]))
+        return {"params": optax.apply_updates(state["params"], updates), **changed}, loss
+
+    images = jax.ShapeDtypeStruct((16, 224, 224, 3), jnp.float32)
+    state = jax.eval_shape(net.init, jax.random.key(0), images)
+    return step, (state, images, jax.ShapeDtypeStruct((16,), jnp.int32))
+
+
+def peak_of(remat: str, budget: int, target: str | None, blocks: int) -> int:
+    """The compiled peak with that many blocks: of a plan one that fits, or the least that was found."""
+    if remat != "planned":
+        step, args = train_step(blocks, remat)
+        return jaxremat.memory(step, *args, donate_argnums=0, target=target).peak_nbytes
+    step, args = train_step(blocks, "plain")
+    try:
+        plan = jaxremat.plan(step, *args, budget=budget, donate_argnums=0, target=target)
+    except jaxremat.InfeasibleBudgetError as error:
+        return error.min_peak_nbytes
+    return plan.compiled_peak_nbytes or plan.predicted_peak_nbytes
+
+
+def deepest(peak: Callable[[int], int], budget: int, first: Sequence[int]) -> records.Record:
+    """The most blocks whose step fits, by compiling some: the largest that is known to, and what is known of more."""
+    known: dict[int, int] = {}
+    wanted = list(first)
+    while wanted:
+        blocks = wanted.pop(0)
+        known[blocks] = peak(blocks)
+        print(f"    {blocks} blocks: {format_nbytes(known[blocks])}", flush=True)
+        if wanted:
+            continue
+        (a, low), (b, high) = (
+            sorted(known.items())[:: len(known) - 1] if len(known) == 2 else _nearest(known, budget)
+        )
+        guess = a + int((budget - low) / max((high - low) / (b - a), 1))
+        fitting = max((n for n, nbytes in known.items() if nbytes <= budget), default=0)
+        exceeding = min((n for n, nbytes in known.items() if nbytes > budget), default=10**6)
+        guess = min(max(guess, fitting + 1), exceeding - 1)
+        if exceeding - fitting > 1 and guess not in known and len(known) < 8:
+            wanted.append(guess)
+    fitting = {n: nbytes for n, nbytes in known.items() if nbytes <= budget}
+    best = max(fitting, default=0)
+    return {"blocks": best, "peak_nbytes": fitting.get(best), "known": sorted(known.items())}
+
+
+def _nearest(known: dict[int, int], budget: int) -> list[tuple[int, int]]:
+    return sorted(sorted(known.items(), key=lambda item: abs(item[1] - budget))[:2])
+
+
+def markdown(record: records.Record) -> str:
+    """The tables of one file of results."""
+    parts = []
+    if rows := record.get("peaks"):
+        lines = ["| layers | " + " | ".join(FORMS) + " |", "| ---: |" + " ---: |" * len(FORMS)]
+        for depth in sorted({row["depth"] for row in rows}):
+            own = {row["form"]: format_nbytes(row["peak_nbytes"]) for row in rows if row["depth"] == depth}
+            lines.append(f"| {depth:,} | " + " | ".join(own[form] for form in FORMS) + " |")
+        found = " | ".join(f"{slope(rows, form):.2f}" for form in FORMS)
+        lines.append(f"| slope on logarithmic axes | {found} |")
+        parts += [
+            "**Peak against depth**: a scan over residual layers of 2 MiB carries (`examples/benchmarks/depth.py`), "
+            "nothing saved but the carries of its levels. One level runs each layer's forward pass twice, two levels "
+            "three times. Parameters and gradients, 8 KiB a layer, count too. Peaks by XLA's buffer assignment.",
+            "\n".join(lines),
+        ]
+    if found := record.get("deepest"):
+        names = {
+            "plain": "plain",
+            "body": "by hand, `nn.remat` on the body",
+            "scan": "by hand, `nn.remat_scan`",
+            "planned": "planned",
+        }
+        lines = ["| step | blocks of the third stage | convolutions | peak |", "| --- | ---: | ---: | ---: |"]
+        for name in names.keys() & found.keys():
+            row = found[name]
+            depth = 3 * (44 + row["blocks"]) + 2
+            lines.append(
+                f"| {names[name]} | {row['blocks']:,} | {depth:,} | {format_nbytes(row['peak_nbytes'] or 0)} |"
+            )
+        lines[2:] = sorted(lines[2:], key=lambda line: int(line.split("|")[2].replace(",", "")))
+        parts += [
+            f"**The deepest residual network within {record['budget']}**: 16 images of 224 x 224, stages of 6, 32, n "
+            "and 6 bottleneck blocks, SGD; the largest n that was compiled and fits.",
+            "\n".join(lines),
+        ]
+    return "\n\n".join(parts)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line; without arguments two small depths, into ``out/``."""
+    parser = argparse.ArgumentParser(description="Measure peaks against depth.")
+    parser.add_argument("what", nargs="?", choices=("peaks", "deepest"), default="peaks")
+    parser.add_argument("steps", nargs="*", metavar="step", help=f"of deepest: {', '.join(BY_HAND)}, planned")
+    parser.add_argument("--depths", type=int, nargs="+", help="numbers of layers, at least 5")
+    parser.add_argument("--budget", default=BUDGET)
+    parser.add_argument("--first", type=int, nargs="+", default=FIRST, help="blocks to compile first")
+    parser.add_argument("--target", choices=jaxremat.targets(), help="of deepest: compile for this GPU")
+    parser.add_argument("--save", action="store_true", help="write into results/ rather than out/")
+    given = parser.parse_args(argv)
+    if wrong := set(given.steps) - {*BY_HAND, "planned"}:
+        parser.error(f"no step is called {', '.join(sorted(wrong))}")
+    folder: Path = records.RESULTS if given.save else records.OUT
+    path = folder / (given.target or jax.default_backend()) / "depth.json"
+    record = {**records.read(path), "kind": "depth", "environment": records.environment(given.target)}
+    record |= {"date": records.today(), "library": records.library_version()}
+    if given.what == "peaks":
+        depths = given.depths or (DEPTHS if given.save else DEPTHS[:2])
+        record["peaks"] = [row for depth in depths for row in peaks(depth)]
+        records.write(path, record)
+    for name in given.steps if given.what == "deepest" else ():
+        print(f"  {name}:")
+        budget = parse_budget(given.budget, None)
+        assert isinstance(budget, int)
+        found = deepest(partial(peak_of, name, budget, given.target), budget, given.first)
+        record |= {"budget": given.budget, "deepest": {**record.get("deepest", {}), name: found}}
+        records.write(path, record)
+    print(markdown(record))
+    print(f"in {path}")
+
+
+if __name__ == "__main__":
+    main()

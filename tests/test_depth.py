@@ -1,0 +1,43 @@
+"""The benchmark of peaks against depth, at small sizes."""
+
+import pytest
+
+from examples.benchmarks import depth
+
+
+@pytest.mark.parametrize("each", [7, 10, 33])
+def test_the_deepest_net_is_found_by_a_few_compilations(each: int) -> None:
+    """Peaks that grow by about the same for each block."""
+    compiled = []
+
+    def peak(blocks: int) -> int:
+        compiled.append(blocks)
+        return 100 + each * blocks + blocks // 10
+
+    found = depth.deepest(peak, 5000, (20, 30))
+    assert peak(found["blocks"]) == found["peak_nbytes"] <= 5000 < peak(found["blocks"] + 1)
+    assert len(compiled) <= 10
+
+
+def test_peaks_against_depth_become_a_table() -> None:
+    rows = [
+        {"depth": n, "form": form, "peak_nbytes": int(2**20 * n**power)}
+        for n in (64, 256, 4096)
+        for form, power in zip(depth.FORMS, (1.0, 0.9, 0.5, 0.25), strict=True)
+    ]
+    assert depth.slope(rows, "two levels") == pytest.approx(0.5, abs=1e-3)
+    text = depth.markdown({"peaks": rows})
+    assert (
+        "| 4,096 | 4.00 GiB |" in text and "| slope on logarithmic axes | 1.00 | 0.90 | 0.50 | 0.25 |" in text
+    )
+    row = {"blocks": 56, "peak_nbytes": 2**30}
+    assert "| planned | 56 | 302 | 1.00 GiB |" in depth.markdown(
+        {"deepest": {"planned": row}, "budget": "12GB"}
+    )
+
+
+def test_levels_lower_the_compiled_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(depth, "ROWS", 1024)
+    found = {row["form"]: row["peak_nbytes"] for row in depth.peaks(64)}
+    assert list(found) == list(depth.FORMS)
+    assert list(found.values()) == sorted(found.values(), reverse=True)
