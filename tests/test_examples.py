@@ -86,6 +86,7 @@ SAY = {
         "batch 32\nPlan: peak",
         "At the compiled peak of",
     ),
+    "5_write_your_own_planner": ("PeakShaver: no rule broken", 'Careless breaks the rule "budget"', "milp: "),
 }
 """What notebooks print, where more than running is asked of them."""
 
