@@ -27,6 +27,25 @@ def close_loops(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loo
     return [item.eqn for item in items]
 
 
+def without_unread(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The equations, their conds and shard_maps without results that nobody reads, nor what they make only those of.
+
+    A plan that drops what such a one hands to the backward pass reads it in a clone, which need not make the rest.
+    """
+    read = {a for a in results if not _compat.is_literal(a)}
+    found = []
+    for eqn in reversed(eqns):
+        if eqn.primitive.name in _PRUNED and not eqn.effects:
+            wanted = [v in read for v in eqn.outvars]
+            eqn = _compat.with_results(eqn, wanted) if any(wanted) and not all(wanted) else eqn
+        read.update(a for a in eqn.invars if not _compat.is_literal(a))
+        found.append(eqn)
+    return found[::-1]
+
+
+_PRUNED = frozenset({"cond", "shard_map"})
+
+
 @dataclass(frozen=True, slots=True)
 class _Item:
     eqn: Any
@@ -152,8 +171,9 @@ def _renamed(eqn: Any, rename: dict[Any, Any]) -> Any:
 
 def _scan(section: _Section, loop: Loop) -> Any:
     indices = sorted(section.carries)
-    carried = [section.carries[i][1] for i in indices]
     results = [*(section.lasts[i][0] for i in indices), *section.stacked.values()]
+    section.eqns = without_unread(section.eqns, results)
+    carried = [section.carries[i][1] for i in indices]
     known = {*carried, *section.scanned, *(v for eqn in section.eqns for v in eqn.outvars)}
     read = [a for eqn in section.eqns for a in eqn.invars] + results
     consts = list(dict.fromkeys(a for a in read if not _compat.is_literal(a) and a not in known))

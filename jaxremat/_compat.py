@@ -9,6 +9,7 @@ import jax.extend.core as jex
 from jax._src import core as _core
 from jax._src import sharding_impls as _shardings
 from jax._src import source_info_util as _source
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 
 try:  # from jax 0.11 on, where scans say with it how their operands are grouped
@@ -129,6 +130,14 @@ def cond_like(eqn: Any, branches: Sequence[Any], invars: Sequence[Any], outvars:
     return eqn.replace(
         invars=list(invars), outvars=list(outvars), params={**eqn.params, "branches": tuple(branches)}
     )
+
+
+def with_results(eqn: Any, wanted: Sequence[bool]) -> Any:
+    """An equation without some of its results, and its bodies without what makes only them."""
+    operands = list(dict.fromkeys(a for a in eqn.invars if not is_literal(a)))
+    jaxpr = new_jaxpr((), (), operands, eqn.outvars, [eqn]).jaxpr
+    (fewer,) = _partial_eval.dce_jaxpr(jaxpr, list(wanted))[0].eqns
+    return fewer
 
 
 def scan_like(

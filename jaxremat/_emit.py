@@ -26,7 +26,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from . import _compat
-from ._close import close_loops
+from ._close import close_loops, without_unread
 from ._graph import Graph
 from ._hazards import ZERO, Hazards, is_zero
 from ._merge import merged
@@ -54,7 +54,7 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
     for k in range(len(graph.stages)):
         emitter.stage(k)
     outvars = emitter.finish(jaxpr.outvars)
-    eqns = close_loops(emitter.eqns, emitter.loop_of, traced.loops)
+    eqns = without_unread(close_loops(emitter.eqns, emitter.loop_of, traced.loops), outvars)
     planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
     _compat.check_jaxpr(planned)
     return planned

@@ -130,11 +130,18 @@ def is_costly(eqn: Any) -> bool:
 
 
 def is_repeatable(eqn: Any) -> bool:
-    """Whether running the equation twice is invisible: no effects, no callbacks, no collectives."""
+    """Whether running the equation twice is invisible: no effects, no callbacks, no collectives.
+
+    What its bodies do to references of their own, as kernels do, is no effect of the equation.
+    """
+    return not eqn.effects and _is_unseen(eqn)
+
+
+def _is_unseen(eqn: Any) -> bool:
     name = eqn.primitive.name
-    if eqn.effects or name in _COLLECTIVES or name in _UNREPEATABLE or name in _LOOP_EDGES - _SLICES:
+    if name in _COLLECTIVES or name in _UNREPEATABLE or name in _LOOP_EDGES - _SLICES:
         return False
-    return all(is_repeatable(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+    return all(_is_unseen(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:

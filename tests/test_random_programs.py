@@ -15,7 +15,9 @@ from jaxremat import InfeasibleBudgetError, MemoryStats, Milp, MinCut
 
 pytestmark = pytest.mark.slow
 
-OPERATIONS = ("matmul", "matmul", "tanh", "relu", "softmax", "norm", "multiply", "add")
+OPERATIONS = (
+    "matmul", "matmul", "tanh", "relu", "softmax", "norm", "multiply", "add", "branch", "switch", "loop",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,16 @@ class Net:
                 return jax.nn.relu(a)
             case "softmax":
                 return jax.nn.softmax(a)
+            case "branch":
+                # Either way is taken in some programs.
+                return jax.lax.cond(
+                    jnp.sum(a) > 0, lambda a: jnp.tanh(a) * jnp.cos(a), lambda a: jnp.sin(2 * a), a
+                )
+            case "switch":
+                ways = [jnp.tanh, lambda a: jax.nn.softmax(a) * a, lambda a: a * jax.nn.sigmoid(a)]
+                return jax.lax.switch(jnp.argmax(a[0]) % 3, ways, a)
+            case "loop":
+                return jax.lax.scan(lambda c, s: (jnp.tanh(c * s), None), a, jnp.arange(1.0, 4.0))[0]
             case "norm":
                 return (a - a.mean(-1, keepdims=True)) * jax.lax.rsqrt(a.var(-1, keepdims=True) + 1e-3)
             case "multiply":
