@@ -20,6 +20,9 @@ from jaxremat._trace import Traced, trace
 
 REGIONS = ("checkpoint", "remat2")
 FEW = ["blocks, names", "loop"]
+OFTEN = {"loop, dots", "loops", "pieces", "two levels by hand"}
+"""What is compiled by default; the others are slow tests."""
+
 UNROLLED = {"blocks", "blocks, dots", "blocks, names", "nn.remat", "accumulation, unrolled"}
 CONTRACTIONS = {"loops": 12, "nn.remat_scan, three levels": 8, "two levels by hand": 8}
 """Of programs that have loops: two layers' worth, forward and twice backward. What a checkpoint within a loop within
@@ -81,7 +84,8 @@ def test_kept_regions_are_those_of_the_step(name: str) -> None:
     assert regions(emit(found, graph, complete(graph, ())).jaxpr) == own
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
+                                  for name in CHECKPOINTS])  # fmt: skip
 def test_undone_regions_compute_the_same(name: str) -> None:
     case, found = CHECKPOINTS[name], traced(name)
     assert_well_formed(found)
