@@ -16,6 +16,8 @@ from ._ask import memory as memory
 from ._ask import plan as plan
 from ._ask import search_plan as search_plan
 from ._budget import format_nbytes as format_nbytes
+from ._checkpoint import Checkpointed as Checkpointed
+from ._checkpoint import checkpoint as checkpoint
 from ._errors import ArgumentError as ArgumentError
 from ._errors import BudgetError as BudgetError
 from ._errors import HintError as HintError
@@ -35,8 +37,11 @@ from ._graph import Node as Node
 from ._graph import Pin as Pin
 from ._graph import Stage as Stage
 from ._graph import Value as Value
+from ._held_plan import HeldPlan as HeldPlan
 from ._hints import hint as hint
 from ._memory import MemoryStats as MemoryStats
+from ._names import name_values as name_values
+from ._names import policy as policy
 from ._outcome import Action as Action
 from ._outcome import Round as Round
 from ._plan import Plan as Plan

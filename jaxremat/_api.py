@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.core import ShapedArray, Tracer
 
+from ._arguments import as_tuple, check_planning, or_milp
 from ._baseline import Baseline
 from ._bound import Bound
 from ._budget import Budget, parse_budget, parse_margin
@@ -112,13 +112,7 @@ def optimize(
         )
     if effort not in ("normal", "thorough"):
         raise ArgumentError(f'`effort={effort!r}` is unknown. Write "normal" or "thorough".')
-    if not time_limit > 0:
-        raise ArgumentError(f"`time_limit={time_limit!r}` is no positive number of seconds.")
-    if solver is not None and (isinstance(solver, type) or not isinstance(solver, Solver)):
-        raise ArgumentError(
-            f"`solver={solver!r}` has no method `solve(graph, budget_nbytes, *, time_limit)`. "
-            "Pass an instance, such as `jaxremat.Milp()` or `jaxremat.Greedy()`."
-        )
+    check_planning(solver, time_limit)
     if profile not in ("roofline", "measure"):
         raise ArgumentError(f'`profile={profile!r}` is unknown. Write "roofline" or "measure".')
     device = None if target is None else Target(target)
@@ -328,10 +322,8 @@ class Step:
         else:
             here = device_of(args, kwargs)
             spec, reported = detect(here), (here.memory_stats() or {}).get("bytes_limit")
-        if self._options.solver is None and self._given is None:
-            from ._solver._milp import Milp
-
-            self._options = replace(self._options, solver=Milp())
+        if self._given is None:
+            self._options = replace(self._options, solver=or_milp(self._options.solver))
         options = self._options
         kept = (self._given or options).respect_checkpoint
         baseline = Baseline(program, args, kwargs, spec, options.profile, here, kept, options.pins)
@@ -367,7 +359,3 @@ def _type_of(leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return ShapedArray(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
     return jax.typeof(leaf)
-
-
-def as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)

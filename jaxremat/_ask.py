@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._api import Step, as_tuple, optimize
+from ._api import Step, optimize
+from ._arguments import as_tuple
 from ._budget import Budget
 from ._memory import MemoryStats
 from ._nnx import OfObjects, has_objects

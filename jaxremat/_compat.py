@@ -1,11 +1,13 @@
 """The one door to private or versioned parts of JAX; everything else of the library imports JAX's public names."""
 
 import importlib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax._src import ad_checkpoint as _checkpoint
 from jax._src import core as _core
 from jax._src import sharding_impls as _shardings
 from jax._src import source_info_util as _source
@@ -93,6 +95,12 @@ def is_plain_call(params: dict[str, Any]) -> bool:
     )
 
 
+def varying_axes(var: Any) -> frozenset[Any]:
+    """The axes of a `shard_map`'s mesh over which a variable's values differ."""
+    kind = getattr(var.aval, "manual_axis_type", None)
+    return frozenset(getattr(kind or var.aval, "varying", getattr(var.aval, "vma", ())))
+
+
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr's operand is an inline constant."""
     return isinstance(atom, jex.Literal)
@@ -165,6 +173,28 @@ def scan_like(
 
         params |= {"ft_in": groups(consts, init, scanned), "ft_out": groups(*results)}
     return eqn.replace(invars=invars, outvars=outvars, params=params)
+
+
+def name_eqn(operand: Any, outvar: Any, name: str, source_info: Any) -> Any:
+    """What `jax.ad_checkpoint.checkpoint_name` stages: the operand under a name that policies see."""
+    return new_eqn([operand], [outvar], _checkpoint.name_p, {"name": name}, source_info)
+
+
+def enclosing_options() -> dict[str, Any] | None:
+    """The compiler options of the outermost `jax.jit` that is being traced, None where none is to be seen.
+
+    What `make_jaxpr` traces is not compiled.
+    """
+    found = None
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "make_jaxpr_f":
+            return None
+        info = frame.f_locals.get("ji") if frame.f_globals.get("__name__") == "jax._src.pjit" else None
+        options = getattr(info, "compiler_options_kvs", None)
+        found = found if options is None else dict(options)
+        frame = frame.f_back
+    return found
 
 
 def barrier(operands: Sequence[Any], outvars: Sequence[Any], source_info: Any) -> Any:

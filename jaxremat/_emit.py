@@ -49,11 +49,8 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
     if not graph.stages and not traced.loops:
         return traced.jaxpr
     jaxpr = traced.jaxpr.jaxpr
-    emitter = _Emitter(traced, graph, schedule, fence)
-    emitter.append(jaxpr.eqns[: graph.forward_stop], traced.loop_of[: graph.forward_stop])
-    for k in range(len(graph.stages)):
-        emitter.stage(k)
-    outvars = emitter.finish(jaxpr.outvars)
+    emitter = Emitter(traced, graph, schedule, fence)
+    outvars = emitter.run()
     eqns = without_unread(close_loops(emitter.eqns, emitter.loop_of, traced.loops), outvars)
     planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
     _compat.check_jaxpr(planned)
@@ -65,9 +62,15 @@ _ZERO = "zero"
 _CONSTANTS = {_ZERO: ZERO}
 
 
-class _Emitter:
-    def __init__(self, traced: Traced, graph: Graph, schedule: Schedule, fence: str):
+class Emitter:
+    """Appends the planned step's equations to `eqns`, with the loop of each in `loop_of`."""
+
+    def __init__(
+        self, traced: Traced, graph: Graph, schedule: Schedule, fence: str, cotangents: Sequence[Any] = ()
+    ):
+        self.traced = traced
         self.graph = graph
+        self.cotangents = cotangents  # of a backward pass that is a program of its own
         self.all_cotangents = fence == "cotangents"
         self.schedule = schedule
         self.source = traced.jaxpr.jaxpr.eqns
@@ -92,6 +95,14 @@ class _Emitter:
             self.own[self.place[n]].append(n)
         self.hazards = Hazards(graph, self.source, self.readers)
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
+
+    def run(self) -> list[Any]:
+        """Append everything; returns the step's outputs by their final names."""
+        stop = self.graph.forward_stop
+        self.append(self.source[:stop], self.traced.loop_of[:stop])
+        for k in range(len(self.graph.stages)):
+            self.stage(k)
+        return self.finish(self.traced.jaxpr.jaxpr.outvars)
 
     def append(self, eqns: Sequence[Any], loop_of: Sequence[int]) -> None:
         self.eqns.extend(eqns)
@@ -210,7 +221,7 @@ class _Emitter:
             if not graph.values[v].materialised
             and (
                 v in self.hazards.lasting
-                or self._of_other_loop(n, v)
+                or self._apart(n, v)
                 or self.hazards.early(n, self.variable[v])
                 or not gone.isdisjoint(graph.sources[v])
             )
@@ -232,11 +243,12 @@ class _Emitter:
             stack.extend(graph.nodes[producer].inputs)
         return sorted(n for n in wanted if graph.nodes[n].repeatable)
 
-    def _of_other_loop(self, n: int, v: int) -> bool:
-        """Whether the equation reads in its loop what another loop's iteration made."""
+    def _apart(self, n: int, v: int) -> bool:
+        """Whether what the equation reads was made in another loop's iteration, or in another program."""
         values, nodes = self.graph.values, self.graph.nodes
         producer = values[v].producer
-        return values[v].length > 1 and nodes[producer].loop != nodes[n].loop
+        elsewhere = values[v].length > 1 and nodes[producer].loop != nodes[n].loop
+        return elsewhere or bool(self.cotangents and 0 <= producer < self.graph.forward_stop)
 
     def _fence(self, k: int, wanted: list[int], loop: int) -> dict[Any, Any]:
         """Append the stage's fence in a loop, -1 for none; returns the fenced names of what passes through."""
@@ -270,6 +282,12 @@ class _Emitter:
 
     def _fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:
         """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""
+        varying = {_compat.varying_axes(a) for a in (*trigger, *through) if not isinstance(a, str)}
+        if any(varying):
+            # In a `shard_map` a fence takes what varies over the same axes; what recomputation reads does somewhere.
+            axes = max(varying, key=len)
+            through = [a for a in through if not isinstance(a, str) and _compat.varying_axes(a) == axes]
+            trigger = [a for a in trigger if _compat.varying_axes(a) == axes]
         trigger = [a for a in dict.fromkeys(trigger) if a not in set(through)]
         operands = [_CONSTANTS[a] if isinstance(a, str) else a for a in through]
         operands += [self.passed.get(a, a) for a in trigger]
@@ -332,7 +350,7 @@ class _Emitter:
                 for v in self.source[n].outvars
                 if v in self.returned
             ]
-            return [v for v in loss if _can_pass(v)]
+            return [v for v in self.cotangents or loss if _can_pass(v)]
         before = graph.stages[k - 1].start
         triggers = self._finished(k)
         contractions = [

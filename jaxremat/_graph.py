@@ -117,7 +117,8 @@ class Graph:
     compiler runs the step, by JAX's name (`"cpu"`, `"gpu"`); `parents` for each loop the loop around it, -1 for none,
     and `groups` a number that it shares with its pair alone; `extra_seconds` what this form of the step takes longer
     than the plain one (less, where it is negative) before anything is saved in loops or recomputed, and `segments`
-    which form it is (see `_segments`); `pins` what the user has decided.
+    which form it is (see `_segments`); `pins` what the user has decided; `counts_forward` whether
+    memory counts in the forward pass too, or only from its end on (see `_held`).
     """
 
     nodes: tuple[Node, ...]
@@ -133,6 +134,7 @@ class Graph:
     extra_seconds: float = 0.0
     segments: Segments = ()
     pins: tuple[Pin, ...] = ()
+    counts_forward: bool = True
 
     def around(self, node: int) -> int:
         """The innermost loop that holds both this node and the one before it, -1 for none."""

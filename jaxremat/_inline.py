@@ -12,6 +12,7 @@ import jax.extend.core as jex
 
 from . import _compat
 from ._hints import Hint, is_hint, read_hint
+from ._primitives import is_late
 
 _CHECKPOINTS = frozenset({"checkpoint", "remat2"})
 _CALLS = {
@@ -21,25 +22,31 @@ _CALLS = {
     "core_call": "call_jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
+}
+_DERIVATIVES = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "call_jaxpr",
 }
-_IDENTITIES = frozenset({"name", "stop_gradient", "copy", "copy_p", "jaxremat_hint"})
+_IDENTITIES = frozenset({"name", "copy", "copy_p"})
+_MARKS = frozenset({"stop_gradient", "jaxremat_hint"})  # identities that mean something to differentiation
 
 
 class Inliner:
     """Inlines one program; constants of all bodies become constants of the whole.
 
     **Arguments:** `respect_checkpoint` leaves the regions of the backward pass that the user's own checkpoints compute
-    again as they are.
+    again as they are; `derivatives`: the program is to be differentiated yet, so that functions with derivatives of
+    their own stay calls, and marks stay where they are.
 
     **Fields:** `constvars` and `consts` met so far; `labels` the user's `checkpoint_name`s by variable; `rematted`
     whether a checkpoint of the user's own was inlined; `hints` the marks of `jaxremat.hint`.
     """
 
-    def __init__(self, respect_checkpoint: bool = False) -> None:
+    def __init__(self, *, respect_checkpoint: bool = False, derivatives: bool = False) -> None:
         self.respect_checkpoint = respect_checkpoint
+        self.derivatives = derivatives
+        self.calls = _CALLS if derivatives else _CALLS | _DERIVATIVES
         self.constvars: list[Any] = []
         self.consts: list[Any] = []
         self.labels: dict[Any, str] = {}
@@ -87,12 +94,13 @@ class Inliner:
             name = eqn.primitive.name
             if (
                 not (self.respect_checkpoint and _computes_again(eqn, info))
-                and (inner := _call(eqn)) is not None
+                and (inner := self._call(eqn)) is not None
             ):
                 self.rematted = self.rematted or name in _CHECKPOINTS
                 env.update(zip(eqn.outvars, self.body(inner, invars, info, into, marks=marks), strict=True))
                 continue
-            if _is_identity(eqn, invars) and not (marks and (name == "name" or is_hint(eqn))):
+            identity = _is_identity(eqn, invars) or (name in _MARKS and not self.derivatives)
+            if identity and not (marks and (name == "name" or is_hint(eqn))):
                 if is_hint(eqn) and (found := read_hint(eqn, invars[0])) is not None:
                     self.hints.setdefault(found)
                 if name == "name" and not _compat.is_literal(invars[0]):
@@ -104,25 +112,24 @@ class Inliner:
             into.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
         return [read(a) for a in jaxpr.outvars]
 
+    def _call(self, eqn: Any) -> Any | None:
+        """The body of a call that may be inlined."""
+        key = self.calls.get(eqn.primitive.name)
+        if key is None or (eqn.primitive.name in ("jit", "pjit") and not _compat.is_plain_call(eqn.params)):
+            return None
+        body = eqn.params.get(key)
+        if body is None:
+            return None
+        jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+        if len(jaxpr.constvars) != len(consts) or len(jaxpr.invars) != len(eqn.invars):
+            return None
+        return body
+
 
 def _computes_again(eqn: Any, info: Any) -> bool:
     """Whether a checkpoint stands in the backward pass, where it computes again what it did not save."""
-    late = "transpose(" in str(info.name_stack)
+    late = is_late(eqn.replace(source_info=info))
     return late and eqn.primitive.name in _CHECKPOINTS and eqn.params["differentiated"]
-
-
-def _call(eqn: Any) -> Any | None:
-    """The body of a call that may be inlined."""
-    key = _CALLS.get(eqn.primitive.name)
-    if key is None or (eqn.primitive.name in ("jit", "pjit") and not _compat.is_plain_call(eqn.params)):
-        return None
-    body = eqn.params.get(key)
-    if body is None:
-        return None
-    jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-    if len(jaxpr.constvars) != len(consts) or len(jaxpr.invars) != len(eqn.invars):
-        return None
-    return body
 
 
 def _is_identity(eqn: Any, invars: Sequence[Any]) -> bool:

@@ -33,7 +33,7 @@ from jax.extend.core.primitives import scan_p
 from . import _compat
 from ._equals import Equals
 from ._inline import Inliner
-from ._primitives import inner_jaxprs
+from ._primitives import inner_jaxprs, is_late
 
 operands = _compat.scan_operands
 
@@ -176,10 +176,6 @@ def _is_scan(eqn: Any) -> bool:
     return eqn.primitive.name == "scan" and not eqn.effects and eqn.params["length"] > 0
 
 
-def _is_late(eqn: Any) -> bool:
-    return "transpose(" in _compat.name_stack_text(eqn)
-
-
 def pairs(eqns: Sequence[Any]) -> dict[int, int]:
     """For each backward scan the forward scan whose stacked results it scans over, by index; the last if several."""
     maker: dict[Any, int] = {}
@@ -187,7 +183,7 @@ def pairs(eqns: Sequence[Any]) -> dict[int, int]:
     for i, eqn in enumerate(eqns):
         if not _is_scan(eqn):
             continue
-        sources = {maker[a] for a in operands(eqn)[2] if a in maker} if _is_late(eqn) else set()
+        sources = {maker[a] for a in operands(eqn)[2] if a in maker} if is_late(eqn) else set()
         matching = [j for j in sources if _runs_backward(eqn, eqns[j])]
         if matching:
             forward_of[i] = max(matching)
@@ -203,7 +199,7 @@ def _runs_backward(eqn: Any, forward: Any) -> bool:
 
 def _has_both_passes(eqn: Any) -> bool:
     """Whether a scan's body differentiates something: backward equations stand in it, and others before them."""
-    return not _is_late(eqn) and any(map(_is_late, _inner(eqn)))
+    return not is_late(eqn) and any(map(is_late, _inner(eqn)))
 
 
 def _inner(eqn: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from ._pins import Patterns, matching, with_pins
 from ._prices import behind_views, handed_over, priced
 from ._primitives import (
     is_heavy,
+    is_late,
     is_light,
     is_loop_edge,
     is_repeatable,
@@ -91,7 +92,7 @@ def lower(
         if loop is not None and loop.role != ALONE:
             late = loop.role == BACKWARD
         else:
-            late = "transpose(" in stack or ("jvp(" not in stack and any(v in backward for v in inputs))
+            late = is_late(eqn) or ("jvp(" not in stack and any(v in backward for v in inputs))
         outs = tuple(add(v, i, _length(eqn, loop)) for v in eqn.outvars)
         if late:
             backward.update(outs)

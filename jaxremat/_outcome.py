@@ -18,7 +18,8 @@ class Action:
 
     **Fields:** `value` its id; `name` the user's `checkpoint_name`, else the primitive that makes it; `shape` as text;
     `nbytes`; `action`; `stages` in which it is recomputed, none where what reads it is recomputed nowhere either;
-    `scope` the name stack; `source` the user's line; `pin` the hint that decided it, else "".
+    `scope` the name stack; `source` the user's line; `pin` the hint that decided it, else "";
+    `named` whether the name is the user's.
     """
 
     value: int
@@ -30,6 +31,7 @@ class Action:
     scope: str
     source: str
     pin: str = ""
+    named: bool = False
 
     def __str__(self) -> str:
         where = f"recompute in stage {', '.join(map(str, self.stages))}" if self.stages else "drop"
@@ -157,8 +159,12 @@ def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
             for v in graph.nodes[n].outputs:
                 stages.setdefault(v, []).append(k)
     pins = {pin.at: pin.origin for pin in graph.pins if pin.action != "stage"}
+    read = {v for k in range(len(graph.stages)) for v in graph.needs(k)}
+    read.update(v for nodes in schedule.recomputed for n in nodes for v in graph.reads[n])
     found = []
     for v in graph.residuals:
+        if v in schedule.saved and v not in read and v not in pins:
+            continue  # what would have been recomputed from it is saved
         value, node = graph.values[v], graph.nodes[graph.values[v].producer]
         saved = v in schedule.saved
         found.append(
@@ -172,6 +178,7 @@ def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
                 scope=node.scope,
                 source=node.source,
                 pin=pins.get(v, ""),
+                named=bool(value.name),
             )
         )
     return tuple(sorted(found, key=lambda a: (-a.nbytes, a.value)))

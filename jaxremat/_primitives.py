@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from . import _compat
+
 _CONTRACTIONS = frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul"}
 )
@@ -47,7 +49,17 @@ _SCATTERS = frozenset(
 _SLICES = frozenset({"scan_slice", "scan_part"})
 _VIEWS = frozenset({*_SLICES, "reshape", "squeeze", "expand_dims", "bitcast_convert_type", "split"})
 _LIGHT = frozenset(
-    {"broadcast_in_dim", "iota", "convert_element_type", "transpose", "rev", "slice", "pad", "copy"}
+    {
+        "broadcast_in_dim",
+        "iota",
+        "convert_element_type",
+        "transpose",
+        "rev",
+        "slice",
+        "pad",
+        "copy",
+        "jaxremat_hint",
+    }
 )
 _LOOP_EDGES = frozenset({*_SLICES, "scan_carry", "scan_last", "scan_stack"})
 _COSTLY = frozenset(
@@ -122,6 +134,16 @@ def is_loop_edge(eqn: Any) -> bool:
 def is_loop_slice(eqn: Any) -> bool:
     """Whether the equation reads an iteration's part of an array, see `_loops`."""
     return eqn.primitive.name in _SLICES
+
+
+def is_late(eqn: Any) -> bool:
+    """Whether automatic differentiation made the equation for the backward pass, as the outermost transformation.
+
+    What is transposed below a `jvp` is of a gradient that is itself differentiated, and of its forward pass.
+    """
+    stack = _compat.name_stack_text(eqn)
+    transposed = stack.find("transpose(")
+    return transposed >= 0 and not 0 <= stack.find("jvp(") < transposed
 
 
 def is_costly(eqn: Any) -> bool:

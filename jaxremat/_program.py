@@ -16,8 +16,12 @@ _KEEP_FENCES = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 """XLA:CPU removes optimization barriers before its last common-subexpression pass, which then undoes every plan."""
 
 
-def compiler_options(platform: str, own: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The compiler options under which fences count on this platform, merged with the caller's own."""
+def compiler_options(platform: str | None = None, own: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The compiler options under which fences count on this platform, merged with the caller's own.
+
+    **Arguments:** `platform`: by JAX's name ("cpu", "gpu"), None for the default backend's.
+    """
+    platform = jax.default_backend() if platform is None else platform
     merged = dict(own or {})
     if platform == "cpu":
         for name, value in _KEEP_FENCES.items():
@@ -100,6 +104,14 @@ class Program:
         return tuple(a for i, a in enumerate(args) if i not in numbers), {
             k: v for k, v in kwargs.items() if k not in names
         }
+
+    def refilled(
+        self, dynamic: tuple[Sequence[Any], dict[str, Any]], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with others in the place of those that are traced: the inverse of `dynamic`."""
+        numbers, _ = self._static
+        traced = iter(dynamic[0])
+        return tuple(a if i in numbers else next(traced) for i, a in enumerate(args)), kwargs | dynamic[1]
 
     def static(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments that are not."""

@@ -6,6 +6,8 @@ kernel that reads it (a kernel of `Graph.in_place` writes over its operand, so i
 on); a kernel's own workspace counts while it runs. What waits for a deferred update lives until its fence. Outputs of
 the step are part of the base.
 
+Where a graph says that memory does not count in the forward pass, nothing is there until its end.
+
 The body of a loop is played once. What an iteration of the forward pass makes counts once there, and from the end of
 its loop on as often as there are iterations, if something behind the loop reads the original. What a loop reads that
 was made outside of it is there until it ends.
@@ -87,6 +89,10 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
     live = list(accumulate(delta[: len(ran)]))
     for event, n in enumerate(ran):
         live[event] += graph.nodes[n].workspace_nbytes
+    if not graph.counts_forward:
+        late = (i for i, n in enumerate(ran) if made_for[i] >= 0 or n >= graph.forward_stop)
+        passed = next(late, len(ran))
+        live[:passed] = [0] * passed
     peak = max(live, default=0)
     at = live.index(peak) if live else 0
     alive = [(life.value, life.stage) for life in lives if life.begin <= at <= life.end]

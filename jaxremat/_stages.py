@@ -36,8 +36,7 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
     if start == stop:
         return ()
     spanning, consumed, total = _spanning_and_consumed(graph, start, fine)
-    ends = {n for n in range(start + 1, stop) if graph.nodes[n].loop != graph.nodes[n - 1].loop}
-    ends |= {n for n in graph.pinned["stage"] if start < n < stop}
+    ends = set(_fixed_cuts(graph, start))
     places = sorted({*_candidates(graph, start, spanning, consumed), *ends})
     live = _load(graph, start)
     highest = [max(live[a - start : b - start]) for a, b in pairwise(places)]
@@ -62,6 +61,25 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
     if graph.backend.fuses:
         cuts = [cut for cut in dict.fromkeys(past_updates(graph, cuts[:-1])) if cut < stop] + [stop]
     return with_updates(graph, [start, *cuts])
+
+
+def uncut(graph: Graph) -> tuple[Stage, ...]:
+    """The fewest stages: one, but for the ends of loops and where a pin wants another."""
+    start, stop = graph.forward_stop, len(graph.nodes)
+    return with_updates(graph, [start, *_fixed_cuts(graph, start), stop]) if start < stop else ()
+
+
+def coarser(graph: Graph, stages: tuple[Stage, ...], every: int) -> tuple[Stage, ...]:
+    """Of these stages as many as that made one, but for the ends of loops and where a pin wants one."""
+    fixed = {graph.forward_stop, *_fixed_cuts(graph, graph.forward_stop)}
+    cuts = [s.start for i, s in enumerate(stages) if i % every == 0 or s.start in fixed]
+    return with_updates(graph, [*cuts, len(graph.nodes)])
+
+
+def _fixed_cuts(graph: Graph, start: int) -> list[int]:
+    """Where loops begin or end in the backward pass, and where pins want a stage to begin."""
+    nodes, pinned = graph.nodes, graph.pinned["stage"]
+    return [n for n in range(start + 1, len(nodes)) if nodes[n].loop != nodes[n - 1].loop or n in pinned]
 
 
 def _load(graph: Graph, start: int) -> list[int]:

@@ -23,6 +23,7 @@ from ._hints import Hint, hidden
 from ._inline import Inliner
 from ._loops import ALONE, BACKWARD, Loop, Opened, open_loops
 from ._order import memory_order
+from ._primitives import is_late
 from ._segments import most_levels, segmented
 
 
@@ -107,9 +108,13 @@ def normalise(
     segments: Segments | None = None,
     *,
     respect_checkpoint: bool = False,
+    apart: bool = False,
 ) -> Traced:
-    """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in levels."""
-    inliner = Inliner(respect_checkpoint)
+    """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in levels.
+
+    **Arguments:** `apart`: the forward pass is a program of its own, so that all of it stands before the backward pass.
+    """
+    inliner = Inliner(respect_checkpoint=respect_checkpoint)
     flat = inliner.program(closed)
     once, once_of, _, first = _merged(flat, inliner)
     lengths = most_levels(once.jaxpr.eqns)
@@ -119,6 +124,9 @@ def normalise(
     merged, merged_of, loop_of, again = _merged(opened.closed, inliner, opened)
     kept = _alive(merged)
     order = memory_order(merged.jaxpr, kept, loop_of, opened.loops)
+    if apart:
+        late = _late(merged.jaxpr.eqns, loop_of, opened.loops)
+        order.sort(key=lambda i: late[i])
     place = {old: new for new, old in enumerate(order)}
     found = {
         of_once[i]: place.get(new, -1) for i, new in zip(opened.origin, merged_of, strict=True) if i >= 0
@@ -188,6 +196,27 @@ def _alive(closed: jex.ClosedJaxpr) -> list[bool]:
                 if eqn.primitive.name == "scan_last":
                     needed.add(carried[_edge(eqn)])
     return alive
+
+
+def _late(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
+    """For each equation whether it is of the backward pass, or reads what that makes; alike for all of a loop."""
+    late = [is_late(eqn) for eqn in eqns]
+    made: set[Any] = set()
+    known = -1
+    while known < (known := sum(late)):
+        backward = {loop_of[i] for i, is_so in enumerate(late) if is_so and loop_of[i] >= 0}
+        for loop in reversed(loops):
+            if loop.id in backward and loop.parent >= 0:
+                backward.add(loop.parent)
+        for i, eqn in enumerate(eqns):
+            late[i] = late[i] or loop_of[i] in backward or any(a in made for a in _variables(eqn))
+            if late[i]:
+                made.update(eqn.outvars)
+    return late
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [a for a in eqn.invars if not _compat.is_literal(a)]
 
 
 def _edge(eqn: Any) -> tuple[int, int]:

@@ -59,7 +59,7 @@ def test_the_readmes_examples_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    first, on_a_target, swept = re.findall(
+    first, checkpointed, on_a_target, swept = re.findall(
         r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
     )
     scope: dict[str, object] = {}
@@ -68,6 +68,8 @@ def test_the_readmes_examples_run(
     exec(compile(swept, "README.md", "exec"), scope)
     assert capsys.readouterr().out.startswith("Frontier: 8 budgets")
     assert (tmp_path / "frontier.png").exists()
+    exec(compile(checkpointed, "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("Plan: holds ")
     exec(compile(on_a_target, "README.md", "exec"), {})
     assert "\nPlan: peak " in capsys.readouterr().out
     assert jaxremat.Plan.load("plan.json").budget_nbytes == 8 * 2**30

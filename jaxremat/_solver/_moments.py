@@ -146,6 +146,8 @@ class Moments:
                 continue
             again = made_for >= 0
             stage = made_for if again else graph.stage_of[node]
+            if stage < 0 and not graph.counts_forward:
+                continue
             top = best.get((stage, again))
             if top is None or live_nbytes > top[0]:
                 best[stage, again] = (live_nbytes, node, made_for)

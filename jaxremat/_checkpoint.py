@@ -1,0 +1,261 @@
+"""`checkpoint`: a plan for a function that something else differentiates, in JAX's own currency."""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from . import _compat
+from ._arguments import as_tuple, check_planning, or_milp
+from ._devices import detect
+from ._errors import ArgumentError, JaxrematWarning
+from ._graph import Graph
+from ._halves import Halves, emit_halves
+from ._held import Found, Held, as_plan, parse_held, plan_held
+from ._held_plan import HeldPlan
+from ._joint import Function, Joint, NotReversibleError, called, differentiated
+from ._lower import lower
+from ._policy import checkpointed
+from ._program import Program, compiler_options
+from ._segmentation import Segmentation, names_to_save, restricted, segmentation
+from ._solver import Solver
+
+_UNSET: Any = object()
+
+
+def checkpoint(
+    fn: Callable[..., Any] = _UNSET,
+    budget: Held = "dots",
+    *,
+    emit: str = "policy",
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    prevent_cse: bool = True,
+    solver: Solver | None = None,
+    time_limit: float = 10.0,
+) -> Any:
+    """A drop-in for `jax.checkpoint` on a loss, a block or a layer, which chooses what is saved and what recomputed.
+
+    The plan is made for the types of the arguments, when the function is called or traced. A plan for a whole train
+    step (`jaxremat.optimize`) sees more and does better; this one is for functions that something else differentiates.
+
+    **Arguments:**
+
+    - `fn`: any function that JAX can differentiate in reverse mode. Left out, a decorator is returned.
+    - `budget`: the most bytes of the forward pass's values that the backward pass may have at any time: those that
+      were saved and still have a reader to come, and those that it has recomputed and not let go of. Before it begins,
+      that is all that is saved. Arguments, what the function closes over, cotangents and gradients do not count,
+      because the program around has them in any case; nor does what the forward pass makes and lets go of itself.
+      Values of a `lax.scan` count once for each iteration where they are saved, once where they are recomputed. An int
+      of bytes; text such as "2GiB"; a float in (0, 1] as a share of what plain JAX would keep from one pass to the
+      other; "dots" for the fewest bytes without computing a contraction (or a loop, a sort, an opaque call) twice,
+      "free" for the fewest without repeating reductions and scatters either; "min" for the least that can be reached.
+    - `emit`: `"policy"` makes the function a sequence of `jax.checkpoint`s with policies. It works under every
+      transformation, forward mode and second derivatives included, but what one part hands on to the next is kept, and
+      so is not what only derivative rules make. `"custom_vjp"` gives the function a backward pass of its own, with any
+      plan whatever and with fences around what is recomputed; reverse mode only.
+    - `static_argnums`, `static_argnames`: as in `jax.jit`.
+    - `prevent_cse`: as in `jax.checkpoint`, for `"policy"`.
+    - `solver`, `time_limit`: as in `jaxremat.optimize`.
+
+    **Returns:** a `Checkpointed`: called as `fn`; `.plan(*args)` is its plan.
+
+    **Raises:** `ArgumentError`, and, when it is called, `BudgetError`, `InfeasibleBudgetError`, `SolverError`.
+
+    On the CPU, XLA merges recomputation back with the original unless it is told not to: jit what contains this
+    function with `compiler_options=jaxremat.compiler_options()`. A warning says so where these can be seen to be
+    missing.
+
+    ```python
+    block = jaxremat.checkpoint(transformer_block, budget=0.3)
+    grads = jax.jit(jax.grad(loss_with(block)), compiler_options=jaxremat.compiler_options())(params)
+    ```
+    """
+    if fn is _UNSET:
+        return functools.partial(
+            checkpoint,
+            budget=budget,
+            emit=emit,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            prevent_cse=prevent_cse,
+            solver=solver,
+            time_limit=time_limit,
+        )
+    if not callable(fn):
+        raise ArgumentError(
+            f"`checkpoint` takes a function first; it was given a {type(fn).__name__} ({fn!r:.60}). "
+            "Write `checkpoint(fn, budget=...)`, or `@checkpoint(budget=...)` above it."
+        )
+    if emit not in ("policy", "custom_vjp"):
+        raise ArgumentError(f'`emit={emit!r}` is unknown. Write "policy" or "custom_vjp".')
+    parse_held(budget, 1 << 40)  # a budget that can never be read is refused where it is written
+    check_planning(solver, time_limit)
+    program = Program(fn, as_tuple(static_argnums), as_tuple(static_argnames))
+    return Checkpointed(program, _Options(budget, emit, prevent_cse, or_milp(solver), time_limit))
+
+
+@dataclass(frozen=True)
+class _Options:
+    """**Fields** as the arguments of `checkpoint`."""
+
+    budget: Held
+    emit: str
+    prevent_cse: bool
+    solver: Solver
+    time_limit: float
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan for one kind of arguments, and what follows it."""
+
+    plan: HeldPlan
+    follow: Any
+
+
+class Checkpointed:
+    """A function with a plan for its backward pass: call and differentiate it as the function it wraps.
+
+    Made by `jaxremat.checkpoint`.
+    """
+
+    def __init__(self, program: Program, options: _Options):
+        functools.update_wrapper(self, program.fn)
+        self._program = program
+        self._options = options
+        self._planned: dict[Any, _Planned] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _warn_of_options()
+        function, leaves, key = called(self._program, args, kwargs)
+        primals = [*function.consts, *leaves]
+        return jax.tree.unflatten(function.out_tree, self._following(function, key)(*primals))
+
+    def _following(self, function: Function, key: Any) -> Callable[..., Any]:
+        """The function of flat primals, with its plan."""
+        if not (any(function.inexact) and any(function.differentiable)):
+            return jex.jaxpr_as_fun(function.closed)
+        if self._options.emit == "custom_vjp":
+            return self._halved(function, key)
+        try:
+            return self._segmented(function, key).follow
+        except NotReversibleError:  # it may be called all the same, and differentiated forward
+            return jax.checkpoint(jex.jaxpr_as_fun(function.closed), prevent_cse=self._options.prevent_cse)
+
+    def plan(self, *args: Any, **kwargs: Any) -> HeldPlan:
+        """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s), all of them differentiated."""
+        function, _, key = called(self._program, args, kwargs)
+        if self._options.emit == "custom_vjp":
+            return self._halves(function, key, function.inexact).plan
+        return self._segmented(function, key).plan
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        options = self._options
+        return f"<jaxremat.checkpoint({options.budget!r}, {options.emit}) of {self._program.fn!r}>"
+
+    def _segmented(self, function: Function, key: Any) -> _Planned:
+        """What follows is the function of flat primals, in parts of which each is a `jax.checkpoint`."""
+        if key not in self._planned:
+            joint = differentiated(function, function.inexact)
+            cuts: dict[Any, Segmentation] = {}
+
+            def restrict(graph: Graph) -> Graph:
+                cuts[graph.stages] = segmentation(joint, graph)
+                return restricted(graph, cuts[graph.stages])
+
+            found = self._found(joint, restrict)
+            cut = cuts[found.graph.stages]
+            names = names_to_save(function.body, cut, found.graph, found.solution.schedule)
+            follow = checkpointed(function.body, cut, names, self._options.prevent_cse)
+            self._planned[key] = _Planned(as_plan(joint, found), follow)
+        return self._planned[key]
+
+    def _halved(self, function: Function, key: Any) -> Callable[..., Any]:
+        """The function of flat primals, with the planned backward pass as its own derivative."""
+        evaluate = jex.jaxpr_as_fun(function.closed)
+
+        @jax.custom_vjp
+        def run(*primals: Any) -> list[Any]:
+            return evaluate(*primals)
+
+        def forward(*primals: Any) -> tuple[list[Any], Any]:
+            smooth = function.inexact
+            wanted = tuple(p.perturbed and is_smooth for p, is_smooth in zip(primals, smooth, strict=True))
+            halves = self._halves(function, key, wanted).follow
+            values = [p.value for p in primals]
+            made = jex.jaxpr_as_fun(halves.forward)(*values)
+            saved = (*made[halves.results :], *(values[i] for i in halves.read))
+            pull = functools.partial(_backward, halves, wanted, function.differentiable)
+            return made[: halves.results], jax.tree_util.Partial(pull, *saved)
+
+        def backward(pull: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+            return pull(cotangents)
+
+        run.defvjp(forward, backward, symbolic_zeros=True)
+        return run
+
+    def _halves(self, function: Function, key: Any, wanted: tuple[bool, ...]) -> _Planned:
+        """What follows are the `Halves` for the cotangents of the wanted primals."""
+        if (key, wanted) not in self._planned:
+            joint = differentiated(function, wanted)
+            found = self._found(joint)
+            halves = emit_halves(joint, found.graph, found.solution.schedule)
+            self._planned[key, wanted] = _Planned(as_plan(joint, found), halves)
+        return self._planned[key, wanted]
+
+    def _found(self, joint: Joint, restrict: Callable[[Graph], Graph] = lambda graph: graph) -> Found:
+        options = self._options
+        graph = lower(joint.traced, detect(jax.devices()[0]), base_nbytes=0)
+        return plan_held(joint, graph, options.budget, options.solver, options.time_limit, restrict)
+
+
+def _warn_of_options() -> None:
+    """Warn, once, where the enclosing `jit` lets the compiler undo what is planned."""
+    global _warned
+    options = _compat.enclosing_options()
+    needed = compiler_options()
+    if _warned or options is None or not needed:
+        return
+    told = (*map(str, options.values()), os.environ.get("XLA_FLAGS", ""))
+    if not all(any(str(value) in text for text in told) for value in needed.values()):
+        _warned = True
+        warnings.warn(
+            "A function planned by `jaxremat.checkpoint` is compiled by a `jax.jit` without the options that it "
+            "needs on this backend, which will merge recomputation back with the original. Write "
+            "`jax.jit(..., compiler_options=jaxremat.compiler_options())` on the outermost `jit`.",
+            JaxrematWarning,
+            stacklevel=4,
+        )
+
+
+_warned = False
+
+
+def _backward(
+    halves: Halves, wanted: tuple[bool, ...], differentiable: tuple[bool, ...], *operands: Any
+) -> tuple[Any, ...]:
+    """The cotangents of all primals, None for those that are not wanted."""
+    *saved, cotangents = operands
+    known = [
+        jnp.zeros(*_shape_and_type(c)) if isinstance(c, SymbolicZero) else c
+        for c, smooth in zip(cotangents, differentiable, strict=True)
+        if smooth
+    ]
+    gradients = iter(jex.jaxpr_as_fun(halves.backward)(*saved, *known))
+    return tuple(next(gradients) if w else None for w in wanted)
+
+
+def _shape_and_type(zero: SymbolicZero) -> tuple[Any, Any]:
+    aval: Any = zero.aval
+    return aval.shape, aval.dtype
