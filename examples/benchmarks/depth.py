@@ -169,7 +169,7 @@ def deepest(peak: Callable[[int], int], budget: int, first: Sequence[int]) -> re
         blocks = wanted.pop(0)
         known[blocks] = peak(blocks)
         print(f"    {blocks} blocks: {format_nbytes(known[blocks])}", flush=True)
-        if wanted:
+        if wanted or len(known) < 2:
             continue
         (a, low), (b, high) = (
             sorted(known.items())[:: len(known) - 1] if len(known) == 2 else _nearest(known, budget)
@@ -235,7 +235,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("steps", nargs="*", metavar="step", help=f"of deepest: {', '.join(BY_HAND)}, planned")
     parser.add_argument("--depths", type=int, nargs="+", help="numbers of layers, at least 5")
     parser.add_argument("--budget", default=BUDGET)
-    parser.add_argument("--first", type=int, nargs="+", default=FIRST, help="blocks to compile first")
+    parser.add_argument(
+        "--first", type=int, nargs="+", default=FIRST, help="blocks to compile first; one alone is all"
+    )
     parser.add_argument("--target", choices=jaxremat.targets(), help="of deepest: compile for this GPU")
     parser.add_argument("--save", action="store_true", help="write into results/ rather than out/")
     given = parser.parse_args(argv)
