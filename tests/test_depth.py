@@ -30,10 +30,10 @@ def test_peaks_against_depth_become_a_table() -> None:
     assert (
         "| 4,096 | 4.00 GiB |" in text and "| slope on logarithmic axes | 1.00 | 0.90 | 0.50 | 0.25 |" in text
     )
-    row = {"blocks": 56, "peak_nbytes": 2**30}
-    assert "| planned | 56 | 302 | 1.00 GiB |" in depth.markdown(
-        {"deepest": {"planned": row}, "budget": "12GB"}
-    )
+    for known, label in (([56, 57], "planned"), ([56], "planned, none larger tried")):
+        row = {"blocks": 56, "peak_nbytes": 2**30, "known": [(n, n * 2**25) for n in known]}
+        text = depth.markdown({"deepest": {"planned": row}, "budget": "12GB"})
+        assert f"| {label} | 56 | 302 | 1.00 GiB |" in text
 
 
 def test_levels_lower_the_compiled_peak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,8 +216,10 @@ def markdown(record: records.Record) -> str:
         for name in names.keys() & found.keys():
             row = found[name]
             depth = 3 * (44 + row["blocks"]) + 2
+            tried = max(blocks for blocks, _ in row["known"]) > row["blocks"]
+            label = names[name] + ("" if tried else ", none larger tried")
             lines.append(
-                f"| {names[name]} | {row['blocks']:,} | {depth:,} | {format_nbytes(row['peak_nbytes'] or 0)} |"
+                f"| {label} | {row['blocks']:,} | {depth:,} | {format_nbytes(row['peak_nbytes'] or 0)} |"
             )
         lines[2:] = sorted(lines[2:], key=lambda line: int(line.split("|")[2].replace(",", "")))
         parts += [
