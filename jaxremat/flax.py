@@ -1,0 +1,134 @@
+"""Flax modules, planned: `remat` in place of `flax.linen.remat` and `flax.nnx.remat`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ._checkpoint import checkpoint
+from ._errors import ArgumentError
+from ._held import Held
+
+
+def remat(
+    target: Any,
+    budget: Held = "dots",
+    *,
+    variables: Any = True,
+    rngs: Any = True,
+    methods: Any = None,
+    static_argnums: int | tuple[int, ...] = (),
+    **options: Any,
+) -> Any:
+    """A Flax module, or a method, whose backward pass is planned.
+
+    **Arguments:**
+
+    - `target`: a `flax.linen.Module` class, or a function or method that takes such a module first; or a function or
+      method of `flax.nnx` objects, or an `nnx.Module` class, whose `__call__` is meant.
+    - `budget`: as in `jaxremat.checkpoint`, for one call of the module.
+    - `variables`, `rngs`, `methods`: as in `flax.linen.remat`; for linen alone.
+    - `static_argnums`: which arguments are static; the module itself is number 0.
+    - `options`: as in `jaxremat.checkpoint`.
+
+    **Returns:** the same kind of thing. Parameters keep their names, so that checkpoints on disk stay readable.
+
+    **Raises:** `ArgumentError` where the target is neither; else as `jaxremat.checkpoint`.
+
+    ```python
+    Block = jaxremat.flax.remat(TransformerBlock, budget=0.3)
+    ```
+    """
+    from flax import linen, nnx
+
+    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    if isinstance(target, type) and issubclass(target, linen.Module):
+        return _linen(target, budget, variables, rngs, methods, static, options)
+    if isinstance(target, type) and issubclass(target, nnx.Module):
+        call = _of_either(target.__call__, budget, variables, rngs, static, options)
+        return type(target.__name__, (target,), {"__call__": call, "__module__": target.__module__})
+    if isinstance(target, type) or not callable(target):
+        raise ArgumentError(
+            f"`jaxremat.flax.remat` takes a Flax module class, or a function of one; it was given {target!r:.80}. "
+            "For other functions there is `jaxremat.checkpoint`."
+        )
+    return _of_either(target, budget, variables, rngs, static, options)
+
+
+def _of_either(
+    fn: Callable[..., Any],
+    budget: Held,
+    variables: Any,
+    rngs: Any,
+    static: tuple[int, ...],
+    options: dict[str, Any],
+) -> Callable[..., Any]:
+    """A function of a linen module or of NNX objects: which of them it is shows when it is called."""
+    from flax import linen
+
+    of_linen = _linen(fn, budget, variables, rngs, None, static, options)
+    of_nnx = _nnx(fn, budget, static, options)
+
+    @functools.wraps(fn)
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        return (of_linen if isinstance(args[0], linen.Module) else of_nnx)(*args, **kwargs)
+
+    return planned
+
+
+def _linen(
+    target: Any,
+    budget: Held,
+    variables: Any,
+    rngs: Any,
+    methods: Any,
+    static: tuple[int, ...],
+    options: dict[str, Any],
+) -> Any:
+    from flax.core import lift
+    from flax.linen.transforms import lift_transform
+
+    # What is lifted takes two groups of arrays first, in the module's place.
+    numbers = tuple(n + 1 for n in static)
+
+    def lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(scope_of: Any, repack: Any, groups: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+            def run(groups: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+                scope = scope_of(groups, keys)
+                return fn(scope, *args, **kwargs), repack(scope)
+
+            if not jax.tree.leaves(groups):  # the module is being initialised
+                return run(groups, keys, *args, **kwargs)
+            return checkpoint(run, budget, static_argnums=numbers, **options)(groups, keys, *args, **kwargs)
+
+        return lift.pack(inner, (variables,), (variables,), (rngs,), name="remat", enable_kwargs=True)
+
+    return lift_transform(lifted, target, methods=methods)
+
+
+def _nnx(
+    fn: Callable[..., Any], budget: Held, static: tuple[int, ...], options: dict[str, Any]
+) -> Callable[..., Any]:
+    from flax import nnx
+
+    @functools.wraps(fn)
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        fixed = {i: args[i] for i in static}
+        moving = tuple(a for i, a in enumerate(args) if i not in fixed)
+        shape, variables, arrays = nnx.split((moving, kwargs), nnx.Variable, ...)
+        shapes: list[Any] = []
+
+        def run(variables: Any, arrays: Any) -> Any:
+            moved, named = nnx.merge(shape, variables, arrays)
+            taken = iter(moved)
+            result = fn(*(fixed[i] if i in fixed else next(taken) for i in range(len(args))), **named)
+            made, state = nnx.split((result,))
+            shapes.append(made)
+            return state, nnx.state((moved, named), nnx.Variable)
+
+        state, updated = checkpoint(run, budget, **options)(variables, arrays)
+        nnx.update((moving, kwargs), updated)
+        return nnx.merge(shapes[0], state)[0]
+
+    return planned
