@@ -16,6 +16,7 @@ from . import _compat
 from ._arguments import as_tuple, check_planning, or_milp
 from ._devices import detect
 from ._errors import ArgumentError, JaxrematWarning
+from ._fingerprint import fingerprint
 from ._graph import Graph
 from ._halves import Halves, emit_halves
 from ._held import Found, Held, as_plan, parse_held, plan_held
@@ -24,7 +25,7 @@ from ._joint import Function, Joint, NotReversibleError, called, differentiated
 from ._lower import lower
 from ._policy import checkpointed
 from ._program import Program, compiler_options
-from ._segmentation import Segmentation, names_to_save, restricted, segmentation
+from ._segmentation import names_to_save, restricted, segmentation
 from ._solver import Solver
 
 _UNSET: Any = object()
@@ -168,14 +169,8 @@ class Checkpointed:
         """What follows is the function of flat primals, in parts of which each is a `jax.checkpoint`."""
         if key not in self._planned:
             joint = differentiated(function, function.inexact)
-            cuts: dict[Any, Segmentation] = {}
-
-            def restrict(graph: Graph) -> Graph:
-                cuts[graph.stages] = segmentation(joint, graph)
-                return restricted(graph, cuts[graph.stages])
-
-            found = self._found(joint, restrict)
-            cut = cuts[found.graph.stages]
+            found = self._found(joint, lambda graph: restricted(graph, segmentation(joint, graph)))
+            cut = segmentation(joint, found.graph)
             names = names_to_save(function.body, cut, found.graph, found.solution.schedule)
             follow = checkpointed(function.body, cut, names, self._options.prevent_cse)
             self._planned[key] = _Planned(as_plan(joint, found), follow)
@@ -215,9 +210,20 @@ class Checkpointed:
         return self._planned[key, wanted]
 
     def _found(self, joint: Joint, restrict: Callable[[Graph], Graph] = lambda graph: graph) -> Found:
-        options = self._options
-        graph = lower(joint.traced, detect(jax.devices()[0]), base_nbytes=0)
-        return plan_held(joint, graph, options.budget, options.solver, options.time_limit, restrict)
+        """The schedule for a joint program: that of an equal one, such as another layer's, if there was one."""
+        options, device = self._options, detect(jax.devices()[0])
+        key = (fingerprint(joint.traced), device, options.budget, options.emit, repr(options.solver))
+        if key not in _FOUND:
+            graph = lower(joint.traced, device, base_nbytes=0)
+            found = plan_held(joint, graph, options.budget, options.solver, options.time_limit, restrict)
+            while len(_FOUND) >= _MOST_FOUND:
+                _FOUND.pop(next(iter(_FOUND)))
+            _FOUND[key] = found
+        return _FOUND[key]
+
+
+_FOUND: dict[Any, Found] = {}
+_MOST_FOUND = 64
 
 
 def _warn_of_options() -> None:

@@ -292,6 +292,27 @@ def test_plans_are_made_once_for_each_kind_of_arguments() -> None:
     assert len(calls) > first
 
 
+def test_equal_layers_share_a_plan() -> None:
+    calls: list[int] = []
+
+    class Counting:
+        def solve(self, graph: Any, budget_nbytes: Any, *, time_limit: float) -> Any:
+            calls.append(1)
+            return jaxremat.Chen().solve(graph, budget_nbytes, time_limit=time_limit)
+
+    solver = Counting()
+
+    def layer(scale: float) -> Any:
+        return jaxremat.checkpoint(lambda x: jnp.tanh(jnp.tanh(x * scale) @ weights[0]), 0.9, solver=solver)
+
+    layer(2.0)(x0)
+    first = len(calls)
+    layer(2.0)(x0)
+    assert first > 0 and len(calls) == first
+    layer(3.0)(x0)
+    assert len(calls) > first
+
+
 def test_usable_as_a_decorator_and_a_method() -> None:
     class Net:
         w = weights[0]

@@ -69,7 +69,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("tests", type=Path, nargs="?", help="JAX's tests/api_test.py, of the jax that is installed")
+    parser.add_argument(
+        "tests", type=Path, nargs="?", help="JAX's tests/api_test.py, of the jax that is installed"
+    )
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
     args = parser.parse_args()
     if args.tests is None:
