@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax import checkpoint as plain_checkpoint
 from jax.custom_derivatives import SymbolicZero
 
 from . import _compat
@@ -97,6 +98,10 @@ def checkpoint(
         )
     if emit not in ("policy", "custom_vjp"):
         raise ArgumentError(f'`emit={emit!r}` is unknown. Write "policy" or "custom_vjp".')
+    if not isinstance(prevent_cse, bool):
+        raise ArgumentError(
+            f"`prevent_cse={prevent_cse!r}` is neither True nor False. It holds for all arguments."
+        )
     parse_held(budget, 1 << 40)  # a budget that can never be read is refused where it is written
     check_planning(solver, time_limit)
     program = Program(fn, as_tuple(static_argnums), as_tuple(static_argnames))
@@ -132,11 +137,12 @@ class Checkpointed:
         functools.update_wrapper(self, program.fn)
         self._program = program
         self._options = options
+        self._called: dict[Any, Function] = {}
         self._planned: dict[Any, _Planned] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _warn_of_options()
-        function, leaves, key = called(self._program, args, kwargs)
+        function, leaves, key = called(self._program, args, kwargs, self._called)
         primals = [*function.consts, *leaves]
         return jax.tree.unflatten(function.out_tree, self._following(function, key)(*primals))
 
@@ -149,11 +155,11 @@ class Checkpointed:
         try:
             return self._segmented(function, key).follow
         except NotReversibleError:  # it may be called all the same, and differentiated forward
-            return jax.checkpoint(jex.jaxpr_as_fun(function.closed), prevent_cse=self._options.prevent_cse)
+            return plain_checkpoint(jex.jaxpr_as_fun(function.closed), prevent_cse=self._options.prevent_cse)
 
     def plan(self, *args: Any, **kwargs: Any) -> HeldPlan:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s), all of them differentiated."""
-        function, _, key = called(self._program, args, kwargs)
+        function, _, key = called(self._program, args, kwargs, self._called)
         if self._options.emit == "custom_vjp":
             return self._halves(function, key, function.inexact).plan
         return self._segmented(function, key).plan

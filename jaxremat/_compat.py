@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 from jax._src import ad_checkpoint as _checkpoint
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import sharding_impls as _shardings
 from jax._src import source_info_util as _source
@@ -178,6 +179,11 @@ def scan_like(
 def name_eqn(operand: Any, outvar: Any, name: str, source_info: Any) -> Any:
     """What `jax.ad_checkpoint.checkpoint_name` stages: the operand under a name that policies see."""
     return new_eqn([operand], [outvar], _checkpoint.name_p, {"name": name}, source_info)
+
+
+def trace_context() -> Any:
+    """What tracing depends on besides arguments: axis names, meshes, flags; hashable."""
+    return _config.trace_context()
 
 
 def enclosing_options() -> dict[str, Any] | None:

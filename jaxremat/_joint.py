@@ -14,6 +14,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from . import _compat
 from ._bodies import Body, bodies, numbered
@@ -92,18 +93,25 @@ def flattened(fn: Callable[..., Any], leaves: Sequence[Any]) -> Function:
 
 
 def called(
-    program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
+    program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], known: dict[Any, Function] | None = None
 ) -> tuple[Function, list[Any], tuple[Any, ...]]:
-    """A function for these arguments, those of them that are traced, and what else tells one such call from another."""
+    """A function for these arguments, those of them that are traced, and what tells one such call from another.
+
+    **Arguments:** `known` the functions of earlier calls, to which this one's is added: Python runs once for each kind
+    of arguments, as under `jax.checkpoint`.
+    """
+    known = {} if known is None else known
     leaves, tree = jax.tree.flatten(program.dynamic(args, kwargs))
 
     def flat(*leaves: Any) -> Any:
         args_, kwargs_ = program.refilled(jax.tree.unflatten(tree, leaves), args, kwargs)
         return program.fn(*args_, **kwargs_)
 
-    function = flattened(flat, leaves)
-    types = tuple(v.aval for v in function.closed.jaxpr.invars)
-    return function, leaves, (tree, types, program.static(args, kwargs))
+    key = (tree, tuple(map(jax.typeof, leaves)), program.static(args, kwargs), _compat.trace_context())
+    function = known.get(key) or flattened(flat, leaves)
+    if not any(isinstance(const, Tracer) for const in function.consts):  # they are of this call alone
+        known[key] = function
+    return function, leaves, key
 
 
 def differentiated(function: Function, wanted: Sequence[bool]) -> Joint:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax import checkpoint
 
 from . import _compat
 from ._bodies import Body, copied
@@ -47,7 +48,7 @@ def _evaluated(
         piece = jex.jaxpr_as_fun(closed)
         if not eqn.effects:
             policy = jax.checkpoint_policies.save_only_these_names(*sorted(names))
-            piece = jax.checkpoint(piece, policy=policy, prevent_cse=prevent_cse or len(segments) > 1)
+            piece = checkpoint(piece, policy=policy, prevent_cse=prevent_cse or len(segments) > 1)
         results = piece(*(env[a] for a in closed.jaxpr.invars))
         env.update(zip(made, results, strict=True))
     return [read(a) for a in jaxpr.outvars]
