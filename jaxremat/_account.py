@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ._graph import Graph, Node, Stage
-from ._schedule import Schedule, complete
+from ._schedule import Schedule, complete, idle
 from ._simulate import extra_seconds
 from ._timeline import Group, Groups, Timeline, module_path, rounded, timeline
 
@@ -81,7 +81,7 @@ def _before(plain: Graph, groups: Groups) -> Timeline:
 def _shares(graph: Graph, schedule: Schedule) -> tuple[Share, ...]:
     found: dict[tuple[str, ...], list[float]] = {}
     runs = Counter(n for nodes in schedule.recomputed for n in nodes)
-    residuals = set(graph.residuals)
+    residuals = set(graph.residuals) - idle(graph, schedule)
     for node in graph.nodes:
         if not node.forward:
             continue

@@ -9,7 +9,7 @@ from ._alive import Alive
 from ._budget import format_nbytes
 from ._graph import Graph, Segments
 from ._memory import MemoryStats
-from ._schedule import Schedule
+from ._schedule import Schedule, idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +159,11 @@ def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
             for v in graph.nodes[n].outputs:
                 stages.setdefault(v, []).append(k)
     pins = {pin.at: pin.origin for pin in graph.pins if pin.action != "stage"}
-    read = {v for k in range(len(graph.stages)) for v in graph.needs(k)}
-    read.update(v for nodes in schedule.recomputed for n in nodes for v in graph.reads[n])
+    unread = idle(graph, schedule)
     found = []
     for v in graph.residuals:
-        if v in schedule.saved and v not in read and v not in pins:
-            continue  # what would have been recomputed from it is saved
+        if v in unread:
+            continue
         value, node = graph.values[v], graph.nodes[graph.values[v].producer]
         saved = v in schedule.saved
         found.append(

@@ -108,6 +108,13 @@ def _check_pins(graph: Graph, schedule: Schedule) -> None:
             )
 
 
+def idle(graph: Graph, schedule: Schedule) -> frozenset[int]:
+    """Saved values that no pin asks for and nothing reads again: what would have been recomputed from them is saved."""
+    read = {v for k in range(len(graph.stages)) for v in graph.needs(k)}
+    read.update(v for nodes in schedule.recomputed for n in nodes for v in graph.reads[n])
+    return schedule.saved - read - graph.pinned["save"]
+
+
 def check(graph: Graph, schedule: Schedule) -> Schedule:
     """The schedule itself, if it can be emitted.
 
