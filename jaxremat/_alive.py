@@ -6,7 +6,8 @@ XLA prints the call stack of each instruction as a number (`stack_frame_id`) and
 import re
 from dataclasses import dataclass
 
-from ._hlo import LiveBuffer, live_at_peak, parse
+from ._hlo import parse
+from ._live import LiveBuffer, live_at_peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ MOST = 100
 
 
 def alive_at_peak(text: str) -> tuple[Alive, ...]:
-    """The largest of what is alive at the peak, without arguments and outputs; see `_hlo.live_at_peak`."""
+    """The largest of what is alive at the peak, without arguments and outputs; see `_live.live_at_peak`."""
     lines = _sources(text)
     return tuple(_alive(buffer, lines) for buffer in live_at_peak(parse(text)).buffers[:MOST])
 

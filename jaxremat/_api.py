@@ -26,7 +26,7 @@ from ._solver import Solver
 from ._specs import find
 from ._target import Target
 from ._terminal import shown
-from ._verify import Options, Planned, Request, apply_plan
+from ._verify import Options, Planned, Request, apply_plan, confirm
 
 _UNSET: Any = object()
 
@@ -282,10 +282,16 @@ class Step:
         return planned.compiled or self._program.lower(planned.jitted, args, kwargs).compile()
 
     def _executable(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The compiled step to run here; of a step for a target, compiled anew by the device's own compiler."""
+        """The compiled step to run here; of a step for a target, compiled anew by the device's own compiler.
+
+        **Raises:** `InfeasibleBudgetError` where that compiler needs more than the budget.
+        """
         target = self._program.target
         if target is not None and find(str(device_of(args, kwargs).device_kind)) == target.name:
-            return planned.jitted.lower(*args, **kwargs).compile()
+            compiled = planned.jitted.lower(*args, **kwargs).compile()
+            if self._options.verify:
+                confirm(planned.plan, compiled)
+            return compiled
         return self._compiled(
             planned, args, kwargs
         )  # one for a target says, when called, that it cannot run here

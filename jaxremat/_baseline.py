@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from ._backend import Backend, backend
 from ._budget import format_nbytes
 from ._devices import DeviceSpec
 from ._emit import FENCES, emit
@@ -26,7 +27,9 @@ from ._program import Compiled, Program
 from ._progress import phase
 from ._roofline import roofline
 from ._schedule import Schedule
+from ._scratch import scratch
 from ._simulate import simulate
+from ._slices import holds
 from ._tags import tagged, written
 from ._trace import Traced, trace
 from ._workspace import workspaces
@@ -60,6 +63,11 @@ class Baseline:
     compile_count: int = 0
     forms: dict[Segments, Traced] = field(default_factory=dict)
     _graphs: dict[tuple[bool, Segments], Graph] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> Backend:
+        """What the device's compiler does."""
+        return backend(self.device.platform)
 
     @cached_property
     def traced(self) -> Traced:
@@ -115,9 +123,9 @@ class Baseline:
 
     @cached_property
     def witness(self) -> Compiled:
-        """The plain step with every equation tagged."""
+        """The plain step with every equation tagged, and held back what every plan holds back."""
         with phase("compiling the plain step, tagged"):
-            return self.compile(self.program.evaluating(tagged(self.traced), self.traced))
+            return self.compile(self.program.evaluating(tagged(self.traced, self.backend), self.traced))
 
     @cached_property
     def _module(self) -> Module:
@@ -125,10 +133,10 @@ class Baseline:
 
     @property
     def peak_nbytes(self) -> int:
-        """The plain step's compiled peak: of the user's own step if that is compiled already or has checkpoints, which
-        the tagged one lacks; else of that one.
+        """The plain step's compiled peak: of the user's own step if that is compiled already or differs from the tagged
+        one (which has no checkpoints, and holds things back); else of that one.
         """
-        own = "plain" in self.__dict__ or self.traced.rematted
+        own = "plain" in self.__dict__ or self.traced.rematted or self._holds
         return MemoryStats.of(self.plain if own else self.witness).peak_nbytes
 
     @property
@@ -137,9 +145,20 @@ class Baseline:
         return self.peak_nbytes - MemoryStats.of(self.witness).base_nbytes
 
     @cached_property
-    def seconds(self) -> float:
-        """The plain step's time by a roofline of its kernels."""
+    def _holds(self) -> bool:
+        return any(map(holds(self.backend), self.traced.flat.jaxpr.eqns))
+
+    @cached_property
+    def witness_seconds(self) -> float:
+        """The tagged step's time by a roofline of its kernels."""
         return roofline(self._module, self.device).seconds
+
+    @cached_property
+    def seconds(self) -> float:
+        """The plain step's."""
+        if not self._holds:
+            return self.witness_seconds
+        return roofline(parse(text_of(self.plain)), self.device).seconds
 
     @cached_property
     def graph(self) -> Graph:
@@ -150,7 +169,8 @@ class Baseline:
             format_nbytes(self.peak_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
         )  # fmt: skip
         if graph.backend.fuses and self.profile == "roofline":
-            return replace(graph, step_seconds=self.seconds)
+            more = graph.extra_seconds + self.witness_seconds - self.seconds
+            return replace(graph, step_seconds=self.seconds, extra_seconds=more)
         return graph
 
     def _lowered(self, traced: Traced) -> Graph:
@@ -160,7 +180,7 @@ class Baseline:
             self.device,
             base_nbytes=MemoryStats.of(self.witness).base_nbytes,
             written=written(self._module).renumbered(self.traced.places(traced)),
-            workspace=workspaces(traced, self.program, self.device.platform, least),
+            workspace=self._workspace(traced, least),
             seconds=self._measured(traced, self.temporaries_nbytes),
             patterns=self.pins,
         )
@@ -189,6 +209,15 @@ class Baseline:
             more = plain.extra_seconds + form.more_seconds
             self._graphs[key] = replace(graph, step_seconds=plain.step_seconds, extra_seconds=more)
         return self._graphs[key]
+
+    def _workspace(self, traced: Traced, least: int) -> dict[int, int]:
+        """Scratch memory by equation: what the program shows, and of the bodies of loops what they need alone."""
+        if not self.backend.fuses:
+            return workspaces(traced, self.program, self.device.platform, least)
+        shown = scratch(self._module, self.traced.jaxpr.jaxpr.eqns)
+        looped = frozenset(i for i, loop in enumerate(traced.loop_of) if loop >= 0)
+        alone = workspaces(traced, self.program, self.device.platform, least, looped)
+        return alone | {j: shown[i] for i, j in self.traced.places(traced).items() if i in shown}
 
     def _measured(self, traced: Traced, temporaries_nbytes: int) -> dict[int, float] | None:
         """Seconds of equations on the device at hand, where they are asked for."""

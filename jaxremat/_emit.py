@@ -32,11 +32,17 @@ from ._hazards import ZERO, Hazards, is_zero
 from ._merge import merged
 from ._primitives import is_loop_edge
 from ._schedule import Schedule
-from ._slices import expands, sliced_inline
+from ._slices import expands, held_inline, holds, sliced_inline
 from ._trace import Traced
+from ._weights_first import put_in_order
 
-FENCES = ("finished", "cotangents")
-"""What holds a fence back: the small results of the stage before, or every cotangent that it hands on as well."""
+FENCES = ("finished", "cotangents", "ordered")
+"""What holds a fence back: the small results of the stage before, or every cotangent that it hands on as well.
+
+*Ordered* are as *finished*, and within a stage a convolution's weight gradient that reads something recomputed comes
+before the convolution that goes on from its cotangent. XLA:GPU otherwise makes one kernel of what is recomputed and of
+the next gradients that read the same operand, which puts the weight gradient off and keeps all that it reads.
+"""
 
 
 def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finished") -> jex.ClosedJaxpr:
@@ -46,9 +52,9 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
     """
     if graph.backend.fuses:
         graph, schedule = merged(graph, schedule)
-    if not graph.stages and not traced.loops:
-        return traced.jaxpr
     jaxpr = traced.jaxpr.jaxpr
+    if not graph.stages and not traced.loops and not any(map(holds(graph.backend), jaxpr.eqns)):
+        return traced.jaxpr
     emitter = Emitter(traced, graph, schedule, fence)
     outvars = emitter.run()
     eqns = without_unread(close_loops(emitter.eqns, emitter.loop_of, traced.loops), outvars)
@@ -71,7 +77,10 @@ class Emitter:
         self.traced = traced
         self.graph = graph
         self.cotangents = cotangents  # of a backward pass that is a program of its own
+        self.held = holds(graph.backend)
         self.all_cotangents = fence == "cotangents"
+        self.ordered = fence == "ordered"
+        self.due: dict[Any, list[Any]] = {}  # see `_weights_first`
         self.schedule = schedule
         self.source = traced.jaxpr.jaxpr.eqns
         self.eqns: list[Any] = []
@@ -105,8 +114,10 @@ class Emitter:
         return self.finish(self.traced.jaxpr.jaxpr.outvars)
 
     def append(self, eqns: Sequence[Any], loop_of: Sequence[int]) -> None:
-        self.eqns.extend(eqns)
-        self.loop_of.extend(loop_of)
+        for eqn, loop in zip(eqns, loop_of, strict=True):
+            placed = held_inline(eqn) if self.held(eqn) else [eqn]
+            self.eqns.extend(placed)
+            self.loop_of.extend([loop] * len(placed))
 
     def finish(self, outvars: Sequence[Any]) -> list[Any]:
         """Append what still waits; returns the step's outputs by their final names."""
@@ -148,6 +159,7 @@ class Emitter:
         if not begins:
             self.waiting = self._resume(k, renamed)
         self.waiting.update(stage.deferred)
+        self.due = {}
         self._run([n for n in inside if n not in self.waiting], renamed)
 
     def _resume(self, k: int, renamed: dict[Any, Any]) -> dict[int, int]:
@@ -184,6 +196,8 @@ class Emitter:
         """Append equations in their own place, reading clones and fenced names where there are any."""
         for n in nodes:
             eqn = self.source[n]
+            if self.ordered:
+                put_in_order(self, n, eqn)
             invars = [
                 a
                 if _compat.is_literal(a)
@@ -194,7 +208,8 @@ class Emitter:
             placed = self._placed(moved, renamed)
             self.append(placed, [self.graph.nodes[n].loop] * len(placed))
 
-    def _maker(self, var: Any) -> int:
+    def maker(self, var: Any) -> int:
+        """The equation that makes a variable."""
         return self.graph.values[self.value_of[var]].producer
 
     def _placed(self, eqn: Any, renamed: dict[Any, Any]) -> list[Any]:
@@ -262,7 +277,7 @@ class Emitter:
             through.extend(inner if inner or any(a in made for a in operands) else operands)
         entering = [n for n in self.own[k] if self.graph.nodes[n].loop != loop and self._entered(n)]
         entered = (a for n in entering for a in self.source[n].invars if a in self.value_of)
-        through.extend(a for a in entered if self.place[self._maker(a)] < k)
+        through.extend(a for a in entered if self.place[self.maker(a)] < k)
         here = [n for n in self.own[k] if self.graph.nodes[n].loop == loop]
         own = [self.source[n] for n in here]
         for n in here:
@@ -333,7 +348,7 @@ class Emitter:
 
     def _home(self, var: Any) -> int:
         """The loop in whose body a variable is, -1 for none: a loop's results are in that around it."""
-        node = self.graph.nodes[self._maker(var)]
+        node = self.graph.nodes[self.maker(var)]
         return self.graph.parents[node.loop] if node.primitive in ("scan_last", "scan_stack") else node.loop
 
     def _trigger(self, k: int) -> list[Any]:
@@ -358,7 +373,7 @@ class Emitter:
         ]
         last = contractions[-1] if contractions else before
         place = self.place if graph.backend.fuses else graph.stage_of
-        if self.all_cotangents or not any(self._maker(v) >= last for v in triggers):
+        if self.all_cotangents or not any(self.maker(v) >= last for v in triggers):
             crossing = [
                 v
                 for n in range(before if self.all_cotangents else last, start)

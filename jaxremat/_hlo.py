@@ -1,7 +1,7 @@
-"""Text of a scheduled HLO module (`compiled.as_text()`) -> Module: who makes which buffer, who is alive when.
+"""Text of a scheduled HLO module (`compiled.as_text()`) -> Module: who makes which buffer.
 
-Law: only what the compiler printed is read, no model, from XLA:CPU and XLA:GPU alike. What kernels cost is
-`_roofline`'s question.
+Law: only what the compiler printed is read, no model, from XLA:CPU and XLA:GPU alike. Who is alive when is `_live`'s
+question, what kernels cost `_roofline`'s.
 """
 
 import math
@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 # Results that are no buffers of their own: they name their operands' buffers, leaf by leaf.
-_NAMES = frozenset({"tuple", "get-tuple-element", "bitcast", "opt-barrier", "domain", "add-dependency"})
+NAMES = frozenset({"tuple", "get-tuple-element", "bitcast", "opt-barrier", "domain", "add-dependency"})
 # No kernel runs for these.
-FREE = _NAMES | {"parameter", "constant", "after-all", "partition-id", "replica-id"}
+FREE = NAMES | {"parameter", "constant", "after-all", "partition-id", "replica-id"}
 # These run the computations that they name; other opcodes that name one (reduce, sort) apply it per element.
 CONTROL = frozenset({"while", "conditional", "call", "async-start"})
 # These write part of their first operand, in that operand's memory where it can be.
 UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 # These keep a value: XLA inserts them, untagged, to change its layout, round it, or pad it for a library.
 _KEEPS = frozenset({"bitcast", "copy", "transpose", "reshape", "convert", "pad", "opt-barrier", "copy-start"})
-_HOST_SPACE = 5  # memory space of pinned host memory in a layout, S(5)
+HOST_SPACE = 5  # memory space of pinned host memory in a layout, S(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,110 +200,6 @@ def _operands(inside: str) -> tuple[str, ...]:
     while plain != (plain := re.sub(r"\([^()]*\)", "", plain)):
         pass
     return tuple(words[-1] for part in plain.split(",") if (words := part.split()))
-
-
-@dataclass(frozen=True, slots=True)
-class LiveBuffer:
-    """One leaf (`element`) of an instruction's result that occupies `nbytes`."""
-
-    instruction: Instruction
-    element: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class LivePeak:
-    """The fullest moment of a schedule.
-
-    **Arguments:**
-
-    - `nbytes`: bytes alive, without parameters and module outputs.
-    - `position`: index of the entry computation's instruction that runs then.
-    - `buffers`: who is alive, largest first.
-    """
-
-    nbytes: int
-    position: int
-    buffers: tuple[LiveBuffer, ...]
-
-
-def live_at_peak(module: Module) -> LivePeak:
-    """Who is alive at the peak of the scheduled entry computation.
-
-    Law: a buffer lives from the instruction that makes it to the last one that reads it (by any name), an
-    update in place takes over its dying operand's memory, and a loop, call or branch adds its own peak while
-    it runs. XLA also puts temporaries where an output will be, so this is an upper estimate of
-    `temp_size_in_bytes` (by 4 to 14 % for small unrolled nets, below 1 % for scans).
-    """
-    return _peak(module, module.entry)
-
-
-def _peak(module: Module, name: str) -> LivePeak:
-    computation = module.computations[name]
-    instructions = computation.instructions
-    made: list[LiveBuffer] = []
-    born: list[int] = []
-    dies: list[int] = []
-    inner: dict[int, LivePeak] = {}
-    leaves: dict[str, list[int]] = {}  # of each value: index into `made`, or -1 for what is not ours to count
-    widths: dict[str, int] = {}  # leaves that each instruction reads
-    for position, instruction in enumerate(instructions):
-        read = [leaf for operand in instruction.operands for leaf in leaves[operand]]
-        widths[instruction.name] = len(read)
-        for leaf in read:
-            if leaf >= 0 and instruction.opcode not in ("tuple", "get-tuple-element"):
-                dies[leaf] = position
-        leaves[instruction.name] = mine = []
-        for element, buffer in enumerate(_aliased(instruction, read, widths)):
-            mine.append(len(made) if buffer is None else buffer)
-            if buffer is None:
-                shape = instruction.shapes[element]
-                nbytes = 0 if shape.space == _HOST_SPACE else shape.nbytes
-                made.append(LiveBuffer(instruction, element, nbytes))
-                born.append(position)
-                dies.append(position)
-        if instruction.opcode in CONTROL:
-            peaks = [_peak(module, callee) for callee in instruction.callees]
-            inner[position] = max(peaks, key=lambda peak: peak.nbytes)
-    outputs = set(leaves[computation.root.name])
-    for position, instruction in enumerate(instructions):
-        for _, operand in updated_in_place(module, instruction):
-            for leaf in leaves[instruction.operands[operand]]:
-                if leaf >= 0 and born[leaf] < position == dies[leaf] and leaf not in outputs:
-                    dies[leaf] = position - 1
-    ours = [b for b in range(len(made)) if b not in outputs]
-    change = [0] * (len(instructions) + 1)
-    for b in ours:
-        change[born[b]] += made[b].nbytes
-        change[dies[b] + 1] -= made[b].nbytes
-    now = best = at = 0
-    for position, delta in enumerate(change):
-        now += delta
-        total = now + (inner[position].nbytes if position in inner else 0)
-        if total > best:
-            best, at = total, position
-    alive = [made[b] for b in ours if born[b] <= at <= dies[b] and made[b].nbytes]
-    alive += inner[at].buffers if at in inner else ()
-    return LivePeak(best, at, tuple(sorted(alive, key=lambda buffer: -buffer.nbytes)))
-
-
-def _aliased(instruction: Instruction, read: list[int], widths: Mapping[str, int]) -> list[int | None]:
-    """Each leaf of the result: whose buffer it is, None for one of its own."""
-    opcode, count = instruction.opcode, len(instruction.shapes)
-    if opcode in ("parameter", "constant"):
-        return [-1] * count
-    if opcode == "get-tuple-element":
-        return [*read[instruction.index : instruction.index + count]]
-    if opcode == "copy-start":  # (copy, original, context)
-        return [None, *read, *[None] * (count - 2)]
-    if opcode.endswith("-start") and count > len(read):  # (operands, results, contexts)
-        return [*read, *[None] * (count - len(read))]
-    if opcode.endswith("-done"):  # the results in the middle of its start
-        skipped = widths[instruction.operands[0]] if opcode != "copy-done" and len(read) > count else 0
-        return [*read[skipped : skipped + count]]
-    if opcode in _NAMES or opcode == "while" or opcode.endswith("-update"):
-        return [*read[:count]]
-    return [None] * count
 
 
 def updated_in_place(module: Module, instruction: Instruction) -> tuple[tuple[int, int], ...]:

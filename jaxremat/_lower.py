@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from . import _compat
+from ._backend import backend
 from ._cost import aval_nbytes, eqn_flops
 from ._devices import DeviceSpec
 from ._graph import Graph, Node, Pin, Stage, Value
@@ -24,6 +25,7 @@ from ._primitives import (
     is_repeatable,
     reads_memory,
 )
+from ._slices import holds
 from ._stages import cut_stages
 from ._tags import Written
 from ._trace import Traced
@@ -84,6 +86,7 @@ def lower(
     for var in (*jaxpr.constvars, *jaxpr.invars):
         add(var, -1)
     nodes: list[Node] = []
+    absorbs = holds(backend(device.platform))  # the kernels of such an equation make its operand themselves
     backward: set[int] = set()  # values downstream of the backward pass
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
@@ -106,7 +109,7 @@ def lower(
                 flops=eqn_flops(eqn),
                 workspace_nbytes=(workspace or {}).get(i, 0),
                 heavy=is_heavy(eqn),
-                contraction=reads_memory(eqn),
+                contraction=reads_memory(eqn) and not absorbs(eqn),
                 forward=not late,
                 repeatable=is_repeatable(eqn),
                 scope=stack,
@@ -276,7 +279,8 @@ def _read_in_memory(
 
 
 def _without_fused_copies(graph: Graph) -> Graph:
-    """Scratch memory less the copies of matrix operands that their own producer writes in the layout wanted.
+    """Scratch memory of what was compiled alone, less the copies of matrix operands that their own producer writes in
+    the layout wanted.
 
     A value that several contractions read is there in its own layout too.
     """
@@ -292,7 +296,7 @@ def _without_fused_copies(graph: Graph) -> Graph:
 
     nodes = tuple(
         replace(n, workspace_nbytes=max(n.workspace_nbytes - written_as_wanted(n), 0))
-        if n.workspace_nbytes and n.primitive == "dot_general"
+        if n.workspace_nbytes and n.primitive == "dot_general" and (n.loop >= 0 or not graph.backend.fuses)
         else n
         for n in graph.nodes
     )

@@ -36,6 +36,9 @@ HOPE = 1.25
 MORE_ROUNDS = 2
 """What is added to the rounds while nothing fits: it takes fewer compilations than looking for the least memory."""
 
+ASTRAY = 0.05
+"""A plan that needs more than predicted by this share of the plain step's temporaries is tried again in order."""
+
 LEAST_SLACK = 0.02
 """Of schedules of about the least memory, within this share of the plain step's temporaries, the fastest is taken."""
 
@@ -82,7 +85,8 @@ class Trial:
 
 
 MOST_OVERHEAD = 1.0
-"""The least memory is looked for at no more than this overhead, where anything is to be had for that."""
+"""Dearer plans are nobody's wish: the least memory is looked for at no more than this overhead, and a plan within a
+budget that costs more is the answer only after a search between it and the cheaper ones that do not fit."""
 
 Attempt = Callable[[Graph, Solution, str], Trial]
 """Emits a solution with a form of fences (see `_emit.FENCES`), compiles it and reads its peak."""
@@ -97,6 +101,7 @@ class _Line:
     trials: list[Trial] = field(default_factory=list)
     pending: Solution | None = None
     closed: bool = False
+    fence: str = "finished"
 
 
 @dataclass
@@ -130,16 +135,29 @@ class Search:
             if line is None or line.pending is None or (i >= rounds and self.best(budget)):
                 break
             self._advance(line, budget)
-        return self.best(budget) or self._least(budget)
+        if not self._bearable(self.best(budget)):
+            self._least(budget)
+        for line in lines:  # now between what fits and what is cheap
+            line.trials = [t for t in self.trials if t.graph is line.graph]
+            if line.trials:
+                line.allowance, line.pending, line.closed = _allowance(line.trials, budget), None, False
+        for _ in range(MORE_ROUNDS):
+            best = self.best(budget)
+            if best is None or self._bearable(best) or (line := self._next(lines, budget)) is None:
+                break
+            self._advance(line, budget)
+        return self.best(budget)
+
+    def _bearable(self, trial: Trial | None) -> bool:
+        return trial is not None and trial.seconds <= self._most_seconds()
 
     def least(self) -> Trial:
         """The compiled schedule of least peak at a bearable overhead, and of those that need about as little the
         fastest.
         """
-        most = self._most_seconds()
-        self._make(self._deepest(most))
+        self._make(self._deepest(self._most_seconds()))
         self._least(None)
-        trials = [t for t in self.trials if t.seconds <= most] or self.trials
+        trials = [t for t in self.trials if self._bearable(t)] or self.trials
         about = min(t.peak_nbytes for t in trials) + LEAST_SLACK * self.temporaries_nbytes
         return min((t for t in trials if t.peak_nbytes <= about), key=lambda t: t.seconds)
 
@@ -230,14 +248,15 @@ class Search:
             if line.pending is None:
                 line.pending = self._solution(line.graph, line.allowance, self.solver)
             order = self._rank(line.graph, line.pending, line.allowance)
-            if not self._tried(line.pending) and order[0] == 0.0 and self._promises(line, order[1], best):
+            tried = self._tried(line.pending, line.fence)
+            if not tried and order[0] == 0.0 and self._promises(line, order[1], best):
                 ready.append((order, line))
                 if order[1] <= CHEAP * step:
                     break
         if not ready and best is None:
             for line in lines:
                 line.pending = self._solution(line.graph, None, self.solver)
-                if not self._tried(line.pending):
+                if not self._tried(line.pending, line.fence):
                     ready.append((rank(line.graph, line.pending.schedule, None), line))
         return min(ready, key=lambda each: each[0], default=(None, None))[1]
 
@@ -253,24 +272,39 @@ class Search:
     def _advance(self, line: _Line, budget: int) -> None:
         """Compile the line's pending solution and correct its allowance."""
         assert line.pending is not None
-        trial = self._attempt(line.graph, line.pending, "finished")
+        trial = self._attempt(line.graph, line.pending, line.fence)
+        if line.fence == "finished" and self._astray(trial, budget):
+            line.fence = "ordered"
+            return
         line.trials.append(trial)
         room = budget - trial.peak_nbytes
         enough = room <= SLACK * (budget - self.graph.base_nbytes) or trial.seconds == 0
         line.closed = room >= 0 and enough
         line.allowance, line.pending = _allowance(line.trials, budget), None
 
-    def _least(self, budget: int | None) -> Trial | None:
-        """Compile the schedules of least predicted peak; with a budget, until one fits, which is returned."""
+    def _astray(self, trial: Trial, budget: int) -> bool:
+        """Whether a plan misses the budget because the compiler keeps what the model takes to be done with."""
+        more = trial.peak_nbytes - trial.profile.peak_nbytes
+        return (
+            trial.graph.backend.fuses
+            and trial.peak_nbytes > budget
+            and more > ASTRAY * self.temporaries_nbytes
+        )
+
+    def _least(self, budget: int | None) -> None:
+        """Compile the schedules of least predicted peak; with a budget, until one fits at a bearable overhead."""
         # The model is least sure where memory is least: a mere price of memory, which leans on it less, is tried too.
         for solver in (self.solver, MinCut()):
             for cut in self.cuttings:
                 solution = self._solution(cut, None, solver)
-                if not self._tried(solution):
-                    trial = self._attempt(cut, solution, "finished")
-                    if budget is not None and trial.peak_nbytes <= budget:
-                        return trial
-        return None
+                for fence in ("finished", "ordered"):
+                    if self._tried(solution, fence):
+                        continue
+                    trial = self._attempt(cut, solution, fence)
+                    if budget is not None and self._bearable(self.best(budget)):
+                        return
+                    if not self._astray(trial, budget or 0):
+                        break
 
     def _attempt(self, graph: Graph, solution: Solution, fence: str) -> Trial:
         """Compile a solution, and note the seconds of solving since the trial before."""
@@ -279,8 +313,8 @@ class Search:
         self.trials.append(replace(trial, solve_seconds=self.solve_seconds - before))
         return self.trials[-1]
 
-    def _tried(self, solution: Solution) -> bool:
-        return any(t.solution.schedule == solution.schedule for t in self.trials)
+    def _tried(self, solution: Solution, fence: str = "finished") -> bool:
+        return any(t.solution.schedule == solution.schedule and t.fence == fence for t in self.trials)
 
     def _solution(self, graph: Graph, allowance: int | None, solver: Solver) -> Solution:
         began = time.monotonic()

@@ -1,9 +1,12 @@
-"""Equation -> the same work slice by slice, where XLA would expand the whole into arrays far larger than its operands.
+"""Gradient of max-pooling -> the same work in a form in which XLA does not fill memory long before it runs.
 
-The gradient of max-pooling becomes index arrays over the whole padded input, several times its size. Its windows do
-not cross the batch, so that a loop over slices of the batch computes the same with the index arrays of one slice.
+The compiler makes index arrays of it, several times the size of the pooled values, and adds the gradients up from an
+array of zeros. Its windows do not cross the batch: *sliced*, a loop over slices of the batch computes the same with the
+index arrays of one slice. *Held*, its zeros pass a barrier together with the cotangent: XLA:GPU otherwise fills them in
+the forward pass, shares them with every activation that compares with zero, and keeps both.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +14,7 @@ import jax.extend.core as jex
 from jax.core import ShapedArray
 
 from . import _compat
+from ._backend import Backend
 
 ZERO = ShapedArray((), jax.numpy.float32)
 """The type of the first argument of `sliced`."""
@@ -52,6 +56,41 @@ def sliced(eqn: Any) -> jex.ClosedJaxpr:
         for a in (ZERO, *(v.aval for v in eqn.invars))
     ]
     return jax.make_jaxpr(run)(*types)
+
+
+def holds(backend: Backend) -> Callable[[Any], bool]:
+    """Which equations are to be held where this compiler makes the program."""
+    return lambda eqn: backend.fuses and eqn.primitive.name == "select_and_scatter_add"
+
+
+def held(eqn: Any) -> jex.ClosedJaxpr:
+    """The equation with zeros that are not there before its cotangent is."""
+
+    def run(source: jax.Array, operand: jax.Array) -> jax.Array:
+        zero, source = jax.lax.optimization_barrier((jax.numpy.zeros((), source.dtype), source))
+        padding = eqn.params["padding"]
+        lowest = eqn.params["select_prim"] is jax.lax.ge_p
+        outside = _extreme(operand.dtype, lowest=lowest)
+        padded = jax.lax.pad(operand, outside, [(low, high, 0) for low, high in padding])
+        made = _compat.select_and_scatter(padded, source, zero, eqn.params)
+        start = [low for low, _ in padding]
+        return jax.lax.slice(made, start, [low + n for low, n in zip(start, operand.shape, strict=True)])
+
+    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
+    return jax.make_jaxpr(run)(*types)
+
+
+def _extreme(dtype: Any, *, lowest: bool) -> jax.Array:
+    """What no other number of the type is below (above)."""
+    if jax.numpy.issubdtype(dtype, jax.numpy.inexact):
+        return jax.numpy.array(-jax.numpy.inf if lowest else jax.numpy.inf, dtype)
+    info = jax.numpy.iinfo(dtype)
+    return jax.numpy.array(info.min if lowest else info.max, dtype)
+
+
+def held_inline(eqn: Any) -> list[Any]:
+    """The equations of `held` in place of the equation."""
+    return _compat.inlined(held(eqn), eqn.invars, eqn.source_info, eqn.outvars)[0]
 
 
 def sliced_inline(eqn: Any, zero: Any) -> list[Any]:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import jax.extend.core as jex
 
 from . import _compat
+from ._backend import Backend
 from ._hlo import CONTROL, FREE, Instruction, Module, executed, maker, materialised
+from ._slices import held_inline, holds
 from ._trace import Traced
 
 
@@ -39,16 +41,19 @@ class Written:
         return Written(sizes, tuple((writes, reads) for writes, reads in kernels if reads))
 
 
-_TAG = re.compile(r"#(\d+)(?:[/)]|$)")
+TAG = re.compile(r"#(\d+)(?:[/)]|$)")
 
 
-def tagged(traced: Traced) -> jex.ClosedJaxpr:
-    """The plain step's flat jaxpr with the index of each equation's counterpart in `traced.jaxpr` in its name stack."""
-    flat = traced.flat
-    eqns = [
-        eqn if origin < 0 else _compat.in_scope(eqn, f"#{origin}")
-        for eqn, origin in zip(flat.jaxpr.eqns, traced.origin, strict=True)
-    ]
+def tagged(traced: Traced, backend: Backend) -> jex.ClosedJaxpr:
+    """The plain step's flat jaxpr with the index of each equation's counterpart in `traced.jaxpr` in its name stack.
+
+    What this compiler's plans hold back is held back here too.
+    """
+    flat, held = traced.flat, holds(backend)
+    eqns = []
+    for eqn, origin in zip(flat.jaxpr.eqns, traced.origin, strict=True):
+        named = eqn if origin < 0 else _compat.in_scope(eqn, f"#{origin}")
+        eqns.extend(held_inline(named) if held(eqn) else [named])
     return _compat.new_jaxpr(flat.jaxpr.constvars, flat.consts, flat.jaxpr.invars, flat.jaxpr.outvars, eqns)
 
 
@@ -63,11 +68,11 @@ def written(module: Module) -> Written:
             reads = _makers(module, scope, (scope[operand] for operand in instruction.operands))
             if reads:
                 kernels.append((_makers(module, scope, [instruction]), reads))
-    sizes = {int(tag): sizes for tag, sizes in materialised(module, _TAG).items()}
+    sizes = {int(tag): sizes for tag, sizes in materialised(module, TAG).items()}
     return Written(sizes, tuple(kernels))
 
 
 def _makers(module: Module, scope: Mapping[str, Instruction], made: Iterable[Instruction]) -> frozenset[int]:
     """The equations that made these instructions' buffers, as far as they are tagged."""
-    found = (maker(module, _TAG, scope, each, leaf) for each in made for leaf in range(len(each.shapes)))
+    found = (maker(module, TAG, scope, each, leaf) for each in made for leaf in range(len(each.shapes)))
     return frozenset(int(tag) for tag in found if isinstance(tag, str))

@@ -6,6 +6,7 @@ plan that fits. Nothing that exceeds the budget is returned.
 
 import logging
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from ._baseline import Baseline, everything, text_of
 from ._blame import blamed, without
 from ._budget import Budget, format_nbytes, parse_budget, parse_margin
 from ._emit import FENCES
-from ._errors import InfeasibleBudgetError, PlanMismatchError
+from ._errors import InfeasibleBudgetError, JaxrematWarning, PlanMismatchError
 from ._graph import Graph
 from ._hlo import parse
 from ._lower import as_stacked, lower
@@ -28,7 +29,7 @@ from ._program import Compiled
 from ._progress import phase
 from ._roofline import roofline
 from ._schedule import Schedule, check
-from ._search import Search, Trial
+from ._search import MOST_OVERHEAD, Search, Trial
 from ._simulate import simulate
 from ._solver import Solution, Solver
 
@@ -113,23 +114,31 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
         return Planned(plan, jitted, None)
     with phase("compiling the plan"):
         compiled = baseline.compile(jitted)
-    memory = MemoryStats.of(compiled)
-    peak = memory.peak_nbytes
-    if peak > (room := plan.budget_nbytes - plan.margin_nbytes):
-        raise InfeasibleBudgetError(
-            f"The plan was made for {format_nbytes(room)}, but this machine's compiler needs "
-            f"{format_nbytes(peak)} for it. Plan again on this machine.",
-            budget_nbytes=plan.budget_nbytes,
-            min_peak_nbytes=peak,
-        )
+    memory = confirm(plan, compiled)
     plan = replace(
         plan,
-        compiled_peak_nbytes=peak,
+        compiled_peak_nbytes=memory.peak_nbytes,
         memory=memory,
         compiler=baseline.compiler,
         alive=alive_at_peak(text_of(compiled)),
     )
     return Planned(plan, jitted, compiled)
+
+
+def confirm(plan: Plan, compiled: Compiled) -> MemoryStats:
+    """What the compiled step of a plan that was made elsewhere needs.
+
+    **Raises:** `InfeasibleBudgetError` where that is more than the plan's budget.
+    """
+    memory = MemoryStats.of(compiled)
+    if memory.peak_nbytes > (room := plan.budget_nbytes - plan.margin_nbytes):
+        raise InfeasibleBudgetError(
+            f"The plan was made for {format_nbytes(room)}, but this machine's compiler needs "
+            f"{format_nbytes(memory.peak_nbytes)} for it. Plan again on this machine, without `target`.",
+            budget_nbytes=plan.budget_nbytes,
+            min_peak_nbytes=memory.peak_nbytes,
+        )
+    return memory
 
 
 @dataclass
@@ -164,6 +173,8 @@ class _Planner:
             raise blamed(error, budget, baseline.graph, self._least_compiled)
         if options.effort == "thorough":
             trial = _reformed(search, trial, budget)
+        if said := dear(search, trial):
+            warnings.warn(f"`optimize({self.request.budget!r})`: {said}", JaxrematWarning, stacklevel=2)
         return self._planned(search, trial, budget)
 
     def follow(self, graph: Graph, solution: Solution) -> Planned:
@@ -356,6 +367,23 @@ class _Planner:
             budget_nbytes=budget + self.margin_nbytes,
             min_peak_nbytes=peak,
         )
+
+
+def dear(search: Search, trial: Trial) -> str:
+    """What to say of a plan that takes several times as long as the plain step; "" of others."""
+    step = search.graph.step_seconds or 1.0
+    if trial.seconds <= MOST_OVERHEAD * step:
+        return ""
+    times = 1 + trial.seconds / step
+    said = f"the cheapest plan found within this budget takes {times:.1f} times the plain step's time."
+    cheaper = [t for t in search.trials if t.seconds <= MOST_OVERHEAD * step]
+    if not cheaper:
+        return f"{said} Use a larger budget, or a smaller batch."
+    near = min(cheaper, key=lambda t: t.peak_nbytes)
+    return (
+        f"{said} It is {1 + near.seconds / step:.1f} times with {near.peak_nbytes} bytes "
+        f"({format_nbytes(near.peak_nbytes)}): use that budget, or a smaller batch."
+    )
 
 
 def _reformed(search: Search, trial: Trial, budget: int) -> Trial:

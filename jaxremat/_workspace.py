@@ -5,6 +5,7 @@ Figures are cached on disk by equation, compiler options and jax version.
 """
 
 import functools
+from collections.abc import Collection
 
 import jax
 import jax.extend.core as jex
@@ -20,8 +21,15 @@ from ._slices import expands
 from ._trace import Traced
 
 
-def workspaces(traced: Traced, program: Program, platform: str, above_nbytes: int) -> dict[int, int]:
-    """Scratch bytes by equation index, for contractions and expanding equations with operands above a size.
+def workspaces(
+    traced: Traced,
+    program: Program,
+    platform: str,
+    above_nbytes: int,
+    among: Collection[int] | None = None,
+) -> dict[int, int]:
+    """Scratch bytes by equation index, for contractions and expanding equations with operands above a size; with
+    `among` for those of them alone.
 
     They are compiled for the device and with the options of the program; `platform` is the device's, as JAX calls it.
     """
@@ -33,7 +41,8 @@ def workspaces(traced: Traced, program: Program, platform: str, above_nbytes: in
     large = [
         (i, eqn)
         for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns)
-        if (expands(eqn) or is_contraction(eqn))
+        if (among is None or i in among)
+        and (expands(eqn) or is_contraction(eqn))
         and not eqn.effects
         and eqn.outvars
         and max(aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars)) > above_nbytes

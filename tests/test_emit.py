@@ -18,7 +18,8 @@ import jaxremat
 from jaxremat import Graph, MemoryStats, RecomputeAll, SaveAll, Schedule
 from jaxremat._devices import detect
 from jaxremat._emit import FENCES, emit
-from jaxremat._hlo import live_at_peak, parse
+from jaxremat._hlo import parse
+from jaxremat._live import live_at_peak
 from jaxremat._lower import lower
 from jaxremat._trace import Traced, trace
 

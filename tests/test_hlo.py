@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxremat._hlo import Instruction, Module, Shape, live_at_peak, materialised, parse
+from jaxremat._hlo import Instruction, Module, Shape, materialised, parse
+from jaxremat._live import live_at_peak
 
 TAG = re.compile(r"#(\d+)(?:/|$)")
 # XLA:CPU drops fences unless told otherwise (DESIGN.md, section 9).

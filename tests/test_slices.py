@@ -1,4 +1,4 @@
-"""Pooling gradients slice by slice: the same numbers, less scratch memory."""
+"""Pooling gradients slice by slice, or held back: the same numbers, less memory."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax import lax
 
 import jaxremat
 from jaxremat import MemoryStats
-from jaxremat._slices import SLICES, expands, sliced
+from jaxremat._slices import SLICES, expands, held, sliced
 
 
 def pooled(
@@ -45,6 +45,30 @@ def test_the_same_numbers(batch: int, padding: str, dtype: Any) -> None:
     whole, parts = run(eqn, operands)
     assert whole.dtype == parts.dtype
     np.testing.assert_array_equal(np.asarray(whole, np.float32), np.asarray(parts, np.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize("batch", [1, 6])
+def test_the_same_numbers_held_back(batch: int, padding: str, dtype: Any) -> None:
+    eqn, (cotangent, x) = pooled(batch, padding=padding, dtype=dtype)
+    whole = eqn.primitive.bind(cotangent, -abs(x), **eqn.params)  # below what padding with zeros would choose
+    (later,) = jex.jaxpr_as_fun(held(eqn))(cotangent, -abs(x))
+    assert whole.dtype == later.dtype
+    np.testing.assert_array_equal(np.asarray(whole, np.float32), np.asarray(later, np.float32))
+
+
+def test_the_least_of_windows_held_back() -> None:
+    def pool(x: jax.Array) -> jax.Array:
+        return lax.reduce_window(x, jnp.inf, lax.min, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+
+    x = jax.random.normal(jax.random.key(0), (2, 7, 8, 3))
+    cotangent = jnp.ones(jax.eval_shape(pool, x).shape)
+    jaxpr = jax.make_jaxpr(lambda c: jax.vjp(pool, x)[1](c)[0])(cotangent)
+    (eqn,) = (e for e in jaxpr.jaxpr.eqns if e.primitive.name == "select_and_scatter_add")
+    np.testing.assert_array_equal(
+        eqn.primitive.bind(cotangent, x, **eqn.params), jex.jaxpr_as_fun(held(eqn))(cotangent, x)[0]
+    )
 
 
 def test_less_scratch_memory() -> None:
