@@ -105,10 +105,6 @@ def check(net: Net, share: float, solver: Any) -> None:
     assert_same(plain(*args), step(*args), rounding=1e-4)
 
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*the plain step's time:jaxremat.JaxrematWarning"
-)  # any plan will do
-
 SHARES = st.floats(0.3, 1)
 SOLVERS = st.sampled_from([MinCut(), Milp()])
 
