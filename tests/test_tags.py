@@ -4,6 +4,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from jaxremat._backend import backend
 from jaxremat._hlo import parse
 from jaxremat._tags import tagged, written
 from jaxremat._trace import trace
@@ -18,7 +19,7 @@ def test_kernels_read_what_kernels_write() -> None:
     traced = trace(jax.jit(f), (x,), {})
     names = [eqn.primitive.name for eqn in traced.jaxpr.jaxpr.eqns]
     assert names == ["dot_general", "sin", "dot_general", "add"]
-    program = jax.jit(jex.jaxpr_as_fun(tagged(traced)))
+    program = jax.jit(jex.jaxpr_as_fun(tagged(traced, backend("cpu"))))
     found = written(parse(str(program.lower(x).compile().as_text())))
     assert found.sizes[1] == (64 * 64 * 4,)
     assert [reads for writes, reads in found.kernels if 2 in writes] == [{1}]
