@@ -142,8 +142,8 @@ def frontier(graph: Graph, pairs: Sequence[tuple[int, int]] = ()) -> dict[int, f
     Over all sets of saved values and, for each, over all sets of those `pairs` (value, stage) that can be kept.
     """
     best: dict[int, float] = {}
-    for saved in _subsets(_free(graph)):
-        for kept in _subsets([pair for pair in pairs if pair[0] not in saved]):
+    for saved in subsets(_free(graph)):
+        for kept in subsets([pair for pair in pairs if pair[0] not in saved]):
             profile = simulate(graph, complete(graph, saved, kept))
             peak = profile.peak_nbytes
             best[peak] = min(best.get(peak, math.inf), profile.extra_seconds)
@@ -160,7 +160,8 @@ def _free(graph: Graph) -> list[int]:
     return [v for v in graph.residuals if v not in fixed]
 
 
-def _subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+def subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """All choices of items, the empty one first."""
     return chain.from_iterable(combinations(items, r) for r in range(len(items) + 1))
 
 

@@ -8,12 +8,13 @@ from graphs import blocks, chain, diamond
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import graphs
-from test_solvers import TIME_LIMIT, free, frontier, subsets
+from test_solvers import TIME_LIMIT, free
 
 from jaxremat import Graph, MinCut, Solution, complete, simulate
 from jaxremat._schedule import check
 from jaxremat._solver._hull import Lagrangian, Priced, cheapest, hull, vertex
 from jaxremat._solver._milp import Milp
+from jaxremat.testing import frontier, subsets
 
 NEAR = 1e-7
 

@@ -1,8 +1,6 @@
 """Every solver on every graph, the integer program against brute force, and schedules known from the literature."""
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +25,7 @@ from jaxremat import (
 from jaxremat._schedule import check, must_save
 from jaxremat._solver._blocks import Blocks
 from jaxremat._solver._milp import Milp
+from jaxremat.testing import frontier, least_seconds
 
 SOLVERS: dict[str, Any] = {
     "save_all": SaveAll(),
@@ -58,32 +57,9 @@ def solve(solver: Solver, graph: Graph, budget_nbytes: int | None) -> Schedule:
     return check(graph, solution.schedule)
 
 
-def subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    return itertools.chain.from_iterable(itertools.combinations(items, r) for r in range(len(items) + 1))
-
-
 def free(graph: Graph) -> list[int]:
     """The residuals that there is a choice about."""
     return [v for v in graph.residuals if v not in must_save(graph)]
-
-
-def frontier(graph: Graph, pairs: Sequence[tuple[int, int]] = ()) -> dict[int, float]:
-    """By brute force, for each reachable peak the least seconds of recomputation that reach it.
-
-    Over all sets of saved values and, for each, over all sets of those `pairs` that can be kept.
-    """
-    best: dict[int, float] = {}
-    for saved in subsets(free(graph)):
-        for kept in subsets([pair for pair in pairs if pair[0] not in saved]):
-            profile = simulate(graph, complete(graph, saved, kept))
-            peak = profile.peak_nbytes
-            best[peak] = min(best.get(peak, math.inf), profile.extra_seconds)
-    return best
-
-
-def least_seconds(best: dict[int, float], budget: int) -> float:
-    """The optimum within a budget; infinite where nothing fits."""
-    return min((seconds for peak, seconds in best.items() if peak <= budget), default=math.inf)
 
 
 def budgets(best: dict[int, float], most: int = 3) -> list[int]:
