@@ -59,6 +59,6 @@ class Figures:
         self.store()  # what was measured before Ctrl-C too
 
     def store(self) -> None:
-        """Add the new numbers to the file, and to what other processes have added meanwhile."""
+        """Add the new numbers to the file; what other processes have added meanwhile stays."""
         if self.fresh:
-            store(self.path, json.dumps(self._read() | self.fresh))
+            store(self.path, json.dumps(self.fresh | self._read()))

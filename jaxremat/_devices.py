@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ._disk import cache_dir, read, store
+from ._disk import cache_dir, read, settle
 from ._specs import DEVICES, DeviceSpec, find
 
 
@@ -39,7 +39,8 @@ def detect(device: Any) -> DeviceSpec:
 
 @functools.cache
 def measure_cpu() -> DeviceSpec:
-    """The spec of this processor: the cached measurement, or a fresh one (about a second), which it caches.
+    """The spec of this processor: the cached measurement, or a fresh one (about a second), which it caches. Processes
+    that measure at the same time all get the first one's.
 
     The cache is one JSON file per processor model, core count and jax version, in `$JAXREMAT_CACHE` or
     `~/.cache/jaxremat`. See `_disk` for files that cannot be read or written.
@@ -57,9 +58,10 @@ def measure_cpu() -> DeviceSpec:
 
     if (known := read(path, parse)) is not None:
         return known
-    spec = _measure(key)
-    store(path, json.dumps({"key": key, "spec": spec.to_json()}, indent=1))
-    return spec
+    text = json.dumps({"key": key, "spec": _measure(key).to_json()}, indent=1)
+    return settle(
+        path, text, parse
+    )  # that of another process that measured at the same time, if it was first
 
 
 _SIDE = 512  # of the measured products: milliseconds each, large enough for the rate to have levelled off

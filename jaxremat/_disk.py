@@ -1,7 +1,8 @@
 """Text by file name in a folder on disk: what one process found, every later one reads.
 
-Laws: a file is there whole or not at all, however many processes write it; what cannot be read is reported with a
-`JaxrematWarning` and counts as missing; a folder that cannot be written is left alone.
+Laws: a file is there whole or not at all, however many processes write it; one that they have to agree on is the first
+one's; what cannot be read is reported with a `JaxrematWarning` and counts as missing; a folder that cannot be written
+is left alone.
 """
 
 import contextlib
@@ -16,6 +17,9 @@ from typing import TypeVar
 from ._errors import JaxrematWarning
 
 T = TypeVar("T")
+
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
+"""How a parser refuses a text. JSON's errors are ValueErrors."""
 
 _DRAFT_SECONDS = 3600.0
 """A draft older than this is that of a process that was killed while it wrote."""
@@ -37,7 +41,7 @@ def read(path: Path, parse: Callable[[str], T]) -> T | None:
         return parse(path.read_text(encoding="utf-8"))
     except OSError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _UNREADABLE as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         warnings.warn(
             f"The cache file {path} cannot be read ({why[:120]}); it is ignored and will be written anew. "
@@ -55,17 +59,51 @@ def store(path: Path, text: str) -> None:
         write_atomically(path, text)
 
 
+def settle(path: Path, text: str, parse: Callable[[str], T]) -> T:
+    """Write a file of which all processes have to have the same: one that another has written meanwhile stays.
+
+    **Returns:** what the file holds then; where no file can be written, what it would hold.
+    """
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = _draft(path, text)
+        try:
+            os.link(draft, path)  # looks and writes in one go, which `os.replace` does not
+        except FileExistsError:
+            try:
+                return parse(path.read_text(encoding="utf-8"))
+            except _UNREADABLE:
+                os.replace(draft, path)
+        except OSError:  # a file system without links
+            os.replace(draft, path)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(draft)
+    return parse(text)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file in one go. **Raises:** OSError."""
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    draft = _draft(path, text)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
         os.replace(draft, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(draft)
         raise
+
+
+def _draft(path: Path, text: str) -> str:
+    """The path of a new file with this text, beside the one that is meant. **Raises:** OSError."""
+    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        raise
+    return draft
 
 
 def touch(path: Path) -> None:

@@ -1,6 +1,7 @@
 """The table of devices, and the measured CPU with its cache file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +101,28 @@ def test_a_cpu_is_measured_once_and_then_read(counted: list[str], tmp_path: Path
     assert len(counted) == 1
     assert jax.__version__ in counted[0]
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".json"]  # no draft left behind
+
+
+def test_processes_that_measure_at_once_agree(
+    counted: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """While this process measures, another one does, and is done first."""
+    measure_cpu()
+    (file,) = (tmp_path / "cache").iterdir()
+    text = file.read_text().replace(json.dumps(2.5e10), json.dumps(3e10))
+    theirs = replace(MEASURED, bandwidth=3e10, host_link=3e10)
+
+    def meanwhile(name: str) -> DeviceSpec:
+        file.write_text(text)
+        return MEASURED
+
+    file.unlink()
+    monkeypatch.setattr(_devices, "_measure", meanwhile)
+    for _ in range(2):  # this process, and a later one
+        measure_cpu.cache_clear()
+        assert measure_cpu() == theirs
+    assert file.read_text() == text
+    assert list((tmp_path / "cache").iterdir()) == [file]
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,10 @@ def test_figures_of_several_processes_are_put_together(
     monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
     one, other = (Figures("figures.json", float) for _ in range(2))
     assert one.get("a", lambda: 1.0) == 1.0 and other.get("b", lambda: None) is None
+    assert one.get("c", lambda: 3.0) == 3.0 and other.get("c", lambda: 4.0) == 4.0
     one.store()
     other.store()
-    assert Figures("figures.json", float).known == {"a": 1.0, "b": None}
+    assert Figures("figures.json", float).known == {"a": 1.0, "b": None, "c": 3.0}
 
 
 def test_small_equations_are_left_to_the_roofline(counted: list[str]) -> None:

@@ -24,7 +24,9 @@ import jaxremat
 from examples.benchmarks.networks import NAMES, program
 from jaxremat import zoo
 from jaxremat._fingerprint import fingerprint
+from jaxremat._memory import MemoryStats
 from jaxremat._trace import trace
+from jaxremat._verify import make_plan
 
 FOLDER = Path(zoo.__file__).parent
 SHARES = ("0.75", "0.5", "0.33", "min")
@@ -37,14 +39,15 @@ def make(network: str, scale: str, target: str, shares: Sequence[str], folder: P
     args = step.abstract_args()
     options: dict[str, Any] = {"donate_argnums": step.donate_argnums}
     options |= {"target": target} if target != "cpu" else {}
-    plain = jaxremat.memory(step.step, *args, **options)
+    baseline, request = jaxremat.optimize(None, **options)(step.step)._prepare(args, {})
+    plain = MemoryStats.of(baseline.plain)  # compiled once for all shares
     plans: dict[str, jaxremat.Plan] = {}
     for share in shares:
         budget: int | str = "min"
         if share != "min":
             budget = plain.base_nbytes + int(float(share) * plain.temporaries_nbytes)
         try:
-            plan = jaxremat.plan(step.step, *args, budget=budget, cache=False, **options)
+            plan = make_plan(baseline, replace(request, budget=budget)).plan
         except jaxremat.InfeasibleBudgetError as error:
             print(
                 f"  {share}: infeasible, the least found is {jaxremat.format_nbytes(error.min_peak_nbytes)}"
