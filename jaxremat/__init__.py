@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import testing as testing
 from . import zoo as zoo
+from ._actions import Action as Action
 from ._alive import Alive as Alive
 from ._api import Step as Step
 from ._api import optimize as optimize
@@ -42,7 +43,6 @@ from ._hints import hint as hint
 from ._memory import MemoryStats as MemoryStats
 from ._names import name_values as name_values
 from ._names import policy as policy
-from ._outcome import Action as Action
 from ._outcome import Round as Round
 from ._plan import Plan as Plan
 from ._program import compiler_options as compiler_options

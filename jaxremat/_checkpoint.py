@@ -121,10 +121,11 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A plan for one kind of arguments, and what follows it."""
+    """A plan for one kind of arguments, and what follows it; None where JAX has no backward pass, and `why`."""
 
-    plan: HeldPlan
+    plan: HeldPlan | None
     follow: Any
+    why: str = ""
 
 
 class Checkpointed:
@@ -152,17 +153,16 @@ class Checkpointed:
             return jex.jaxpr_as_fun(function.closed)
         if self._options.emit == "custom_vjp":
             return self._halved(function, key)
-        try:
-            return self._segmented(function, key).follow
-        except NotReversibleError:  # it may be called all the same, and differentiated forward
-            return plain_checkpoint(jex.jaxpr_as_fun(function.closed), prevent_cse=self._options.prevent_cse)
+        return self._segmented(function, key).follow
 
     def plan(self, *args: Any, **kwargs: Any) -> HeldPlan:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s), all of them differentiated."""
         function, _, key = called(self._program, args, kwargs, self._called)
-        if self._options.emit == "custom_vjp":
-            return self._halves(function, key, function.inexact).plan
-        return self._segmented(function, key).plan
+        halves = self._options.emit == "custom_vjp"
+        planned = self._halves(function, key, function.inexact) if halves else self._segmented(function, key)
+        if planned.plan is None:
+            raise NotReversibleError(planned.why)
+        return planned.plan
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -174,13 +174,20 @@ class Checkpointed:
     def _segmented(self, function: Function, key: Any) -> _Planned:
         """What follows is the function of flat primals, in parts of which each is a `jax.checkpoint`."""
         if key not in self._planned:
-            joint = differentiated(function, function.inexact)
-            found = self._found(joint, lambda graph: restricted(graph, segmentation(joint, graph)))
-            cut = segmentation(joint, found.graph)
-            names = names_to_save(function.body, cut, found.graph, found.solution.schedule)
-            follow = checkpointed(function.body, cut, names, self._options.prevent_cse)
-            self._planned[key] = _Planned(as_plan(joint, found), follow)
+            self._planned[key] = self._in_segments(function)
         return self._planned[key]
+
+    def _in_segments(self, function: Function) -> _Planned:
+        prevent_cse = self._options.prevent_cse
+        try:
+            joint = differentiated(function, function.inexact)
+        except NotReversibleError as error:  # it may be called all the same, and differentiated forward
+            whole = plain_checkpoint(jex.jaxpr_as_fun(function.closed), prevent_cse=prevent_cse)
+            return _Planned(None, whole, str(error))
+        found = self._found(joint, lambda graph: restricted(graph, segmentation(joint, graph)))
+        cut = segmentation(joint, found.graph)
+        names = names_to_save(function.body, cut, found.graph, found.solution.schedule)
+        return _Planned(as_plan(joint, found), checkpointed(function.body, cut, names, prevent_cse))
 
     def _halved(self, function: Function, key: Any) -> Callable[..., Any]:
         """The function of flat primals, with the planned backward pass as its own derivative."""

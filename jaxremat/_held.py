@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ._actions import actions
 from ._bodies import without_numbers
 from ._budget import format_nbytes, parse_nbytes
 from ._errors import BudgetError, HintError, InfeasibleBudgetError
 from ._graph import Graph, Stage
 from ._held_plan import HeldPlan
 from ._joint import Joint
-from ._outcome import actions
 from ._schedule import check
 from ._simulate import Profile, rank, simulate
 from ._solver import Solution, Solver

@@ -1,13 +1,15 @@
 """What a plan for a function that is differentiated later says of itself."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from ._actions import Action, Actions
 from ._budget import format_nbytes
-from ._outcome import Action
+from ._written import Written
 
 
 @dataclass(frozen=True)
-class HeldPlan:
+class HeldPlan(Actions, Written):
     """A plan for a function that something else differentiates, in held bytes (see `jaxremat.checkpoint`).
 
     **Fields:**
@@ -20,6 +22,8 @@ class HeldPlan:
     - `actions` per value that the backward pass needs, largest first.
     """
 
+    FORMAT: ClassVar = ("held_format", 1)
+
     budget_nbytes: int | None
     held_nbytes: int
     plain_nbytes: int
@@ -27,11 +31,6 @@ class HeldPlan:
     solver: str
     stage_count: int
     actions: tuple[Action, ...]
-
-    @property
-    def saved_nbytes(self) -> int:
-        """Bytes of the values that the forward pass keeps."""
-        return sum(a.nbytes for a in self.actions if a.action == "save")
 
     def __str__(self) -> str:
         within = "" if self.budget_nbytes is None else f" within {format_nbytes(self.budget_nbytes)}"

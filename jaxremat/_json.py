@@ -1,11 +1,12 @@
 """JSON data -> dataclasses and named tuples, by their annotations.
 
-Law: `read(cls, json.loads(json.dumps(asdict(x)))) == x`, and data of another kind is refused where it stands.
+Law: `read(cls, json.loads(json.dumps(asdict(x)))) == x`, and data of another kind is refused where it stands. A field
+that has a default may be missing; an unknown one may not be there.
 """
 
 import types
 from collections.abc import Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -15,7 +16,8 @@ def read(kind: Any, data: Any, where: str = "the text") -> Any:
 
     **Arguments:** `kind`: a dataclass, a named tuple, a tuple, a literal, int, float, str, bool, or a union of them.
 
-    **Raises:** `KeyError` for a field that is missing or unknown, `TypeError` for anything else that is no such value.
+    **Raises:** `KeyError` for a field that is unknown, or missing without a default; `TypeError` for anything else that
+    is no such value.
     """
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
@@ -29,11 +31,13 @@ def read(kind: Any, data: Any, where: str = "the text") -> Any:
     if is_dataclass(kind):
         if not isinstance(data, dict):
             raise TypeError(f"{where} is {data!r:.60}")
-        names = [f.name for f in fields(kind)]
-        if unknown := set(data) ^ set(names):
-            raise KeyError(", ".join(sorted(unknown)))
+        known = {f.name: f.default is MISSING and f.default_factory is MISSING for f in fields(kind)}
+        if wrong := (data.keys() - known.keys()) | {
+            n for n, needed in known.items() if needed and n not in data
+        }:
+            raise KeyError(", ".join(sorted(wrong)))
         make: Any = kind
-        return make(**{name: read(_hints(kind)[name], data[name], name) for name in names})
+        return make(**{name: read(_hints(kind)[name], value, name) for name, value in data.items()})
     if hasattr(kind, "_fields"):
         return kind(*_each([_hints(kind)[name] for name in kind._fields], data, kind._fields))
     wanted = (int, float) if kind is float else kind

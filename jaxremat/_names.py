@@ -45,25 +45,10 @@ def name_values(
 
 
 def policy(plan: Plan | HeldPlan) -> Callable[..., bool]:
-    """A policy for `jax.checkpoint`, `flax.linen.remat`, `nnx.remat` or `nn.remat_scan` that saves what the plan saves.
+    """`plan.policy()`: a policy for `jax.checkpoint`, `flax.linen.remat`, `nnx.remat` or `nn.remat_scan`, by names.
 
-    Policies know values by the names that `jax.ad_checkpoint.checkpoint_name` gave them, so the plan must be of a
-    program that names its values, itself or by `jaxremat.name_values`. Of values that share a name, all are saved if
-    the plan saves at least half of their bytes.
-
-    **Raises:** `ArgumentError` where the plan knows no names.
+    **Raises:** `ArgumentError` where this is no plan, or one that knows no names.
     """
     if not isinstance(plan, (Plan, HeldPlan)):
         raise ArgumentError(f"`policy` takes a plan; it was given a {type(plan).__name__}.")
-    balance: dict[str, int] = {}
-    for action in plan.actions:
-        if action.named:
-            sign = 1 if action.action == "save" else -1
-            balance[action.name] = balance.get(action.name, 0) + sign * max(action.nbytes, 1)
-    if not balance:
-        raise ArgumentError(
-            "The plan is of a program without names, and a policy knows values by nothing else. Name what may be "
-            'saved with `jax.ad_checkpoint.checkpoint_name(x, "...")`, or all of it with `jaxremat.name_values(fn)`, '
-            "and plan again."
-        )
-    return jax.checkpoint_policies.save_only_these_names(*sorted(n for n, b in balance.items() if b >= 0))
+    return plan.policy()

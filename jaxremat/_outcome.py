@@ -2,40 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from ._account import Account
+from ._actions import Action, Actions
 from ._alive import Alive
 from ._budget import format_nbytes
-from ._graph import Graph, Segments
+from ._graph import Segments
 from ._memory import MemoryStats
-from ._schedule import Schedule, idle
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """What happens to one residual.
-
-    **Fields:** `value` its id; `name` the user's `checkpoint_name`, else the primitive that makes it; `shape` as text;
-    `nbytes`; `action`; `stages` in which it is recomputed, none where what reads it is recomputed nowhere either;
-    `scope` the name stack; `source` the user's line; `pin` the hint that decided it, else "";
-    `named` whether the name is the user's.
-    """
-
-    value: int
-    name: str
-    shape: str
-    nbytes: int
-    action: Literal["save", "recompute"]
-    stages: tuple[int, ...]
-    scope: str
-    source: str
-    pin: str = ""
-    named: bool = False
-
-    def __str__(self) -> str:
-        where = f"recompute in stage {', '.join(map(str, self.stages))}" if self.stages else "drop"
-        return ("save" if self.action == "save" else where) + (" (pinned)" if self.pin else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +35,7 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Outcome(Actions):
     """The part of a `Plan` that is for people; its fields are described there."""
 
     step: str
@@ -90,21 +63,6 @@ class Outcome:
     def peak_nbytes(self) -> int:
         """The compiled peak; the predicted one where nothing was compiled."""
         return self.compiled_peak_nbytes or self.predicted_peak_nbytes
-
-    @property
-    def drops_nothing(self) -> bool:
-        """Whether nothing is recomputed: the plain step, with fences for updates where `stages` are not empty."""
-        return not any(a.action == "recompute" for a in self.actions)
-
-    @property
-    def saved_nbytes(self) -> int:
-        """Bytes of the residuals that are saved."""
-        return sum(a.nbytes for a in self.actions if a.action == "save")
-
-    @property
-    def dropped_nbytes(self) -> int:
-        """Bytes of the residuals that are not saved: recomputed, or not needed again."""
-        return sum(a.nbytes for a in self.actions if a.action == "recompute")
 
     def explain_peak(self, rows: int = 12) -> str:
         """What fills the compiled step's memory at its peak, by kind and user's source line, the largest first.
@@ -149,38 +107,6 @@ def by_kind(alive: Iterable[Alive]) -> list[tuple[str, int]]:
     for a in alive:
         kinds[a.kind] = kinds.get(a.kind, 0) + a.nbytes
     return sorted(kinds.items(), key=lambda kind: -kind[1])
-
-
-def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
-    """What a schedule does to each residual, largest first."""
-    stages: dict[int, list[int]] = {}
-    for k, nodes in enumerate(schedule.recomputed):
-        for n in nodes:
-            for v in graph.nodes[n].outputs:
-                stages.setdefault(v, []).append(k)
-    pins = {pin.at: pin.origin for pin in graph.pins if pin.action != "stage"}
-    unread = idle(graph, schedule)
-    found = []
-    for v in graph.residuals:
-        if v in unread:
-            continue
-        value, node = graph.values[v], graph.nodes[graph.values[v].producer]
-        saved = v in schedule.saved
-        found.append(
-            Action(
-                value=v,
-                name=value.name or node.primitive,
-                shape=value.shape if value.length == 1 else f"{value.length} x {value.shape}",
-                nbytes=value.saved_nbytes,
-                action="save" if saved else "recompute",
-                stages=() if saved else tuple(stages.get(v, ())),
-                scope=node.scope,
-                source=node.source,
-                pin=pins.get(v, ""),
-                named=bool(value.name),
-            )
-        )
-    return tuple(sorted(found, key=lambda a: (-a.nbytes, a.value)))
 
 
 def describe(plan: Outcome, rows: int = 12) -> str:

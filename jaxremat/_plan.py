@@ -1,25 +1,19 @@
 """The plan: what planning came to and what the emitter needs to follow it; JSON in and out, reports out."""
 
-import json
-import os
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from ._disk import write_atomically
 from ._errors import PlanMismatchError
 from ._graph import Graph, Segments
-from ._json import read
 from ._outcome import Outcome
 from ._report import Report
 from ._schedule import Schedule, complete
 from ._updates import with_updates
-
-FORMAT = 2
+from ._written import Written
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Outcome):
+class Plan(Outcome, Written):
     """A plan for one step and one set of argument shapes.
 
     **Fields:**
@@ -43,6 +37,8 @@ class Plan(Outcome):
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes`, `fence` what the emitter
       needs.
     """
+
+    FORMAT: ClassVar = ("format", 2)
 
     fingerprint: str
     saved: tuple[int, ...]
@@ -78,53 +74,3 @@ class Plan(Outcome):
 
     def _repr_html_(self) -> str | None:
         return self.report().summary_html()
-
-    def to_json(self) -> str:
-        """The plan as JSON text, a line for each field and for each item of the lists of objects."""
-        return "{\n" + ",\n".join(_line(k, v) for k, v in {"format": FORMAT, **asdict(self)}.items()) + "\n}"
-
-    @classmethod
-    def from_json(cls, text: str) -> "Plan":
-        """A plan from its JSON text.
-
-        **Raises:** `PlanMismatchError` where the text is no plan of this format version.
-        """
-        try:
-            data: dict[str, Any] = json.loads(text)
-            version = data.pop("format")
-            if version != FORMAT:
-                raise PlanMismatchError(
-                    f"The plan has format {version}, this jaxremat reads format {FORMAT}. Plan again."
-                )
-            return read(cls, data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, PlanMismatchError):
-                raise
-            raise PlanMismatchError(
-                f"This text is no jaxremat plan ({type(error).__name__}: {error}). "
-                "Pass what `Plan.to_json` or `Plan.save` wrote."
-            ) from error
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, whole or not at all."""
-        write_atomically(Path(path), self.to_json())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Read a plan that `save` wrote. **Raises:** `PlanMismatchError` where the file is no plan."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            text = ""
-        return cls.from_json(text)
-
-
-def _line(name: str, value: Any) -> str:
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
-        items = ",\n".join(f"  {_compact(item)}" for item in value)
-        return f" {_compact(name)}: [\n{items}\n ]"
-    return f" {_compact(name)}: {_compact(value)}"
-
-
-def _compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))

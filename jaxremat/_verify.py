@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ._account import account, account_of_plain
+from ._actions import actions
 from ._alive import alive_at_peak
 from ._baseline import Baseline, everything, text_of
 from ._blame import blamed, without
@@ -22,7 +23,6 @@ from ._graph import Graph
 from ._hlo import parse
 from ._lower import as_stacked, lower
 from ._memory import MemoryStats
-from ._outcome import actions
 from ._pins import Patterns
 from ._plan import Plan
 from ._program import Compiled

@@ -2,7 +2,7 @@
 
 from jaxremat import Alive, Graph, MemoryStats, Plan, Round, Schedule, complete, simulate
 from jaxremat._account import account
-from jaxremat._outcome import actions
+from jaxremat._actions import actions
 
 ROUND = Round(
     predicted_peak_nbytes=4096,

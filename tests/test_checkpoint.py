@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.ad_checkpoint import saved_residuals  # what `jax.ad_checkpoint.print_saved_residuals` prints
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxremat
@@ -259,6 +258,30 @@ def test_functions_without_a_backward_pass_run_as_they_are(emit: str) -> None:
     assert_close(jaxremat.checkpoint(until, emit=emit)(jnp.ones(4)), until(jnp.ones(4)))
 
 
+def test_that_there_is_no_backward_pass_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jaxremat._checkpoint as module
+
+    traced: list[int] = []
+
+    def counting(*args: Any) -> Any:
+        traced.append(1)
+        return differentiated(*args)
+
+    differentiated = module.differentiated
+    monkeypatch.setattr(module, "differentiated", counting)
+
+    def until(x: Any) -> Any:
+        return jax.lax.while_loop(lambda c: jnp.sum(c) < 100, lambda c: c * 2, x)
+
+    planned = jaxremat.checkpoint(until)
+    for x in (jnp.ones(4), jnp.zeros(4) + 3):
+        assert_close(planned(x), until(x))
+        assert_close(jax.jvp(planned, (x,), (x,))[1], jax.jvp(until, (x,), (x,))[1])
+        with pytest.raises(jaxremat.ArgumentError, match="no backward pass to plan"):
+            planned.plan(x)
+    assert len(traced) == 1
+
+
 @pytest.mark.parametrize("emit", EMITTERS)
 def test_effects_happen_once(emit: str) -> None:
     seen: list[float] = []
@@ -352,34 +375,3 @@ def test_missing_compiler_options_are_warned_of_once(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(module, "_warned", False)
         jax.jit(lambda x: planned(x, weights) + 2, compiler_options=OPTIONS)(x0)
         planned(x0, weights)
-
-
-def named_chain(x: Any, ws: Any) -> Any:
-    for i, w in enumerate(ws):
-        x = checkpoint_name(jnp.tanh(checkpoint_name(x @ w, "product")), "even" if i % 2 else "odd")
-    return x
-
-
-def test_a_plan_as_a_policy_for_values_that_the_user_named() -> None:
-    plan = jaxremat.checkpoint(named_chain, "dots").plan(x0, weights)
-    names = {a.name for a in plan.actions if a.named}
-    assert names & {"product", "even", "odd"}
-    remat = jax.checkpoint(named_chain, policy=jaxremat.policy(plan))
-    saved = {a.name for a in plan.actions if a.named and a.action == "save"}
-    listed = [where for _, where in saved_residuals(remat, x0, weights) if where.startswith("named")]
-    assert listed and all(any(f"'{name}'" in where for name in saved) for where in listed)
-    with pytest.raises(jaxremat.ArgumentError, match="without names"):
-        jaxremat.policy(jaxremat.checkpoint(chain).plan(x0, weights))
-    with pytest.raises(jaxremat.ArgumentError, match="takes a plan"):
-        jaxremat.policy("plan.json")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("fn", [chain, scanned], ids=lambda fn: fn.__name__)
-def test_values_named_by_the_library(fn: Callable[..., Any]) -> None:
-    naming = jaxremat.name_values(fn)
-    assert_close(naming(x0, weights), fn(x0, weights))
-    plan = jaxremat.checkpoint(naming, 0.5, emit="custom_vjp").plan(x0, weights)
-    remat = jax.checkpoint(naming, policy=jaxremat.policy(plan))
-    assert_close(jax.grad(loss(remat), (0, 1))(x0, weights), jax.grad(loss(fn), (0, 1))(x0, weights))
-    named = sum(a.nbytes for a in plan.actions if a.named and a.action == "save")
-    assert kept_nbytes(remat) == named > 0

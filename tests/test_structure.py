@@ -14,7 +14,7 @@ FREE_OF_JAX = [
     "_graph.py", "_schedule.py", "_simulate.py", "_plan.py", "_stages.py", "_budget.py", "_errors.py", "_hlo.py",
     "_alive.py", "_merge.py", "_disk.py", "_backend.py", "_updates.py", "_specimens.py", "testing.py", "_memory.py",
     "_timeline.py", "_account.py", "_outcome.py", "_json.py", "_progress.py", "_terminal.py", "_frontier.py",
-    "_frontier_plot.py", "_pins.py", "_blame.py",
+    "_frontier_plot.py", "_pins.py", "_blame.py", "_actions.py", "_held_plan.py", "_written.py",
     *(name for name in FILES if name.startswith(("_solver/", "_report/"))),
 ]  # fmt: skip
 PIPELINE = [
@@ -68,11 +68,15 @@ def own(name: str) -> set[str]:
     return {file for file, module in modules.items() if module in IMPORTS[name] and module != "jaxremat"}
 
 
-def reachable(name: str) -> set[str]:
+DOOR = "_by_name.py"
+"""The one module by which a plan reaches JAX: within `plan.policy()`, whose result is JAX's."""
+
+
+def reachable(name: str, besides: str = "") -> set[str]:
     """The module and all it imports, directly or not."""
     seen, stack = {name}, [name]
     while stack:
-        for other in own(stack.pop()) - seen:
+        for other in own(stack.pop()) - seen - {besides}:
             seen.add(other)
             stack.append(other)
     return seen
@@ -90,9 +94,20 @@ def test_the_reader_of_imports_reads_them() -> None:
 
 @pytest.mark.parametrize("name", FREE_OF_JAX)
 def test_the_middle_imports_no_jax_directly_or_not(name: str) -> None:
-    for module in reachable(name):
+    for module in reachable(name, besides=DOOR):
         for package in ("jax", "jaxlib", "flax", "optax"):
             assert not imports_package(module, package), f"{name} reaches {module}, which imports {package}"
+
+
+def test_plans_reach_jax_only_when_they_are_asked_for_a_policy() -> None:
+    assert [name for name in FILES if DOOR in own(name)] == ["_actions.py"]
+    nodes = list(ast.walk(TREES["_actions.py"]))
+    inside = [node.name for node in nodes if isinstance(node, ast.FunctionDef)
+              and "jaxremat._by_name" in imports(node, "_actions.py")]  # fmt: skip
+    outside = [node for node in TREES["_actions.py"].body if isinstance(node, ast.ImportFrom | ast.Import)]
+    assert inside == ["policy"]
+    assert not any("jaxremat._by_name" in imports(node, "_actions.py") for node in outside)
+    assert own(DOOR) == set()
 
 
 def test_the_roofline_imports_no_jax_itself() -> None:

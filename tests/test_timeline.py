@@ -10,7 +10,7 @@ from strategies import choices, graphs
 
 from jaxremat import Graph, Stage, complete, simulate
 from jaxremat._account import account, account_of_plain
-from jaxremat._outcome import actions
+from jaxremat._actions import actions
 from jaxremat._timeline import MOMENTS, Groups, module_path, numberless, timeline
 
 

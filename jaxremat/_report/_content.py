@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .._account import Account
+from .._actions import Action
 from .._alive import Alive
 from .._budget import format_nbytes
-from .._outcome import Action, Outcome
+from .._outcome import Outcome
 from .._timeline import module_path, numberless
 from ._notes import NOTES
 
