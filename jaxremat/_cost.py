@@ -1,6 +1,7 @@
 """Equation -> what running it costs: arithmetic, and the time of a kernel on a device."""
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,14 @@ def aval_nbytes(aval: Any) -> int:
     dtype = getattr(aval, "dtype", None)
     if shape is None or dtype is None:
         return 0
-    itemsize = getattr(dtype, "itemsize", 8)
-    bits = {"int4": 0.5, "uint4": 0.5, "int2": 0.25, "uint2": 0.25}.get(str(dtype), itemsize)
-    return math.ceil(math.prod(shape) * bits)
+    return math.ceil(math.prod(shape) * _item_nbytes(dtype))
+
+
+@cache
+def _item_nbytes(dtype: Any) -> float:
+    return {"int4": 0.5, "uint4": 0.5, "int2": 0.25, "uint2": 0.25}.get(
+        str(dtype), getattr(dtype, "itemsize", 8)
+    )
 
 
 def eqn_flops(eqn: Any) -> float:

@@ -27,6 +27,7 @@ import jax.extend.core as jex
 
 from . import _compat
 from ._close import close_loops, without_unread
+from ._collector import uncollected
 from ._graph import Graph
 from ._hazards import ZERO, Hazards, is_zero
 from ._merge import merged
@@ -45,6 +46,7 @@ the next gradients that read the same operand, which puts the weight gradient of
 """
 
 
+@uncollected
 def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finished") -> jex.ClosedJaxpr:
     """The planned step as a type-checked jaxpr; node ids of `graph` are equation indices of `traced.jaxpr`.
 
@@ -54,11 +56,12 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
         graph, schedule = merged(graph, schedule)
     jaxpr = traced.jaxpr.jaxpr
     if not graph.stages and not traced.loops and not any(map(holds(graph.backend), jaxpr.eqns)):
-        return traced.jaxpr
-    emitter = Emitter(traced, graph, schedule, fence)
-    outvars = emitter.run()
-    eqns = without_unread(close_loops(emitter.eqns, emitter.loop_of, traced.loops), outvars)
-    planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
+        planned = traced.jaxpr
+    else:
+        emitter = Emitter(traced, graph, schedule, fence)
+        outvars = emitter.run()
+        eqns = without_unread(close_loops(emitter.eqns, emitter.loop_of, traced.loops), outvars)
+        planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
     _compat.check_jaxpr(planned)
     return planned
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from . import _compat
 from ._backend import backend
+from ._collector import uncollected
 from ._cost import aval_nbytes, eqn_flops
 from ._devices import DeviceSpec
 from ._graph import Graph, Node, Pin, Stage, Value
@@ -37,6 +38,7 @@ MOST_SMALL = 0.01
 """... as long as they are no more than this share of it together."""
 
 
+@uncollected
 def lower(
     traced: Traced,
     device: DeviceSpec,

@@ -16,6 +16,7 @@ import jax
 import jax.extend.core as jex
 
 from . import _compat
+from ._collector import uncollected
 from ._equals import Equals
 from ._errors import JaxrematWarning
 from ._graph import Segments
@@ -74,6 +75,7 @@ class Traced:
         return {i: j for i, j in zip(self.origin, other.origin, strict=True) if i >= 0 and j >= 0}
 
 
+@uncollected
 def trace(
     jitted: Callable[..., Any],
     args: Sequence[Any],
@@ -121,7 +123,9 @@ def normalise(
     segments = segments or ((),) * len(lengths)
     cut, of_once = segmented(once, inliner, segments)
     opened = open_loops(cut, inliner)
-    merged, merged_of, loop_of, again = _merged(opened.closed, inliner, opened)
+    merged, merged_of, loop_of, again = (
+        _merged(opened.closed, inliner, opened) if opened.loops else _as_is(once)
+    )
     kept = _alive(merged)
     order = memory_order(merged.jaxpr, kept, loop_of, opened.loops)
     if apart:
@@ -138,7 +142,6 @@ def normalise(
         merged.jaxpr.outvars,
         [merged.jaxpr.eqns[i] for i in order],
     )
-    _compat.check_jaxpr(jaxpr)
     return Traced(
         jaxpr=jaxpr,
         loop_of=tuple(loop_of[i] for i in order),
@@ -177,6 +180,12 @@ def _merged(
     outvars = [equals.read(a) for a in closed.jaxpr.outvars]
     merged = _compat.new_jaxpr(inliner.constvars, inliner.consts, closed.jaxpr.invars, outvars, equals.eqns)
     return merged, equals.merged_of, loop_of, equals.read
+
+
+def _as_is(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[int], list[int], Callable[[Any], Any]]:
+    """As `_merged`, of a program without loops whose equals are merged."""
+    count = len(closed.jaxpr.eqns)
+    return closed, list(range(count)), [-1] * count, lambda a: a
 
 
 def _alive(closed: jex.ClosedJaxpr) -> list[bool]:

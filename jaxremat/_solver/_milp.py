@@ -30,6 +30,7 @@ from typing import Any
 import mip as _mip
 import mip.cbc as _cbc
 
+from .._collector import uncollected
 from .._errors import SolverError
 from .._graph import Graph
 from .._progress import note
@@ -86,6 +87,7 @@ class Milp:
     variables: int = 1000
     threads: int = 1
 
+    @uncollected
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         start = complete(graph, graph.residuals)
         free = not any(graph.values[v].saved_seconds for v in graph.residuals)
