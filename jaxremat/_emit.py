@@ -254,6 +254,7 @@ class Emitter:
                 or producer in wanted
                 or graph.values[v].materialised
                 or self.place[producer] >= k
+                or producer in self.waiting
                 or (graph.nodes[producer].loop != loop and graph.values[v].length == 1)
             ):
                 continue
@@ -286,7 +287,7 @@ class Emitter:
         for n in here:
             operands = (a for a in self.source[n].invars if not _compat.is_literal(a))
             through.extend(a for a in operands if self.hazards.early(n, a) and self._there_before(a, k))
-        through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a)]
+        through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a) and not self._due(a)]
         bursts = any(is_zero(eqn) or expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted)))
         bursts = bursts or bool(entering)
         if bursts and self.graph.backend.hoists:
@@ -321,6 +322,10 @@ class Emitter:
     def _waits(self, n: int, var: Any) -> bool:
         """Whether the equation reads the operand behind the fence, though that is not recomputed."""
         return bool(self._entered(n)) or self.hazards.early(n, var)
+
+    def _due(self, var: Any) -> bool:
+        """Whether what makes it waits for a fence, behind which it is made then."""
+        return var in self.value_of and self.maker(var) in self.waiting
 
     def _there_before(self, var: Any, k: int) -> bool:
         """Whether it is saved or an argument, so that the compiler could copy it to another layout long before."""

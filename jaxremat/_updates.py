@@ -206,6 +206,7 @@ class _Updates:
             early = any(m < stop and m not in waits for v in node.outputs for m in self.readers[v])
             if (
                 node.heavy
+                or node.forward
                 or node.loop >= 0
                 or not node.repeatable
                 or early

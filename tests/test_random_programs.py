@@ -1,6 +1,7 @@
-"""Random differentiable programs, planned at random budgets: same results, compiled peak within the budget."""
+"""Random differentiable programs: whatever is saved or kept, the emitted program is well-formed; planned at random
+budgets, results are the same and compiled peaks within the budget."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -8,16 +9,23 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from strategies import choices
 from test_optimize import assert_same
+from zoo_calls import attend
 
 import jaxremat
-from jaxremat import InfeasibleBudgetError, MemoryStats, Milp, MinCut
-
-pytestmark = pytest.mark.slow
+from jaxremat import Graph, InfeasibleBudgetError, MemoryStats, Milp, MinCut, complete
+from jaxremat._devices import DeviceSpec
+from jaxremat._emit import FENCES, emit
+from jaxremat._graph import Pin
+from jaxremat._lower import lower
+from jaxremat._stages import uncut
+from jaxremat._trace import trace
 
 OPERATIONS = (
-    "matmul", "matmul", "tanh", "relu", "softmax", "norm", "multiply", "add", "branch", "switch", "loop",
+    "matmul", "matmul", "tanh", "relu", "softmax", "norm", "multiply", "add", "branch", "switch", "loop", "attend",
 )  # fmt: skip
+CPU = DeviceSpec("here", "cpu", 2**30, 2.5e10, (("f32", 1.5e11),), 2e-6, 2.5e10)
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class Net:
 
     def make_args(self) -> tuple[list[jax.Array], jax.Array]:
         """Weights, one per contraction, and a batch."""
-        count = sum(name == "matmul" for name, _, _ in self.operations)
+        count = sum(name in ("matmul", "attend") for name, _, _ in self.operations)
         keys = jax.random.split(jax.random.key(0), count + 1)
         weights = [jax.random.normal(k, (self.width, self.width)) * self.width**-0.5 for k in keys[1:]]
         return weights, jax.random.normal(keys[0], (self.batch, self.width))
@@ -66,6 +74,8 @@ class Net:
                 return jax.lax.switch(jnp.argmax(a[0]) % 3, ways, a)
             case "loop":
                 return jax.lax.scan(lambda c, s: (jnp.tanh(c * s), None), a, jnp.arange(1.0, 4.0))[0]
+            case "attend":
+                return a + attend(a, weights.pop())
             case "norm":
                 return (a - a.mean(-1, keepdims=True)) * jax.lax.rsqrt(a.var(-1, keepdims=True) + 1e-3)
             case "multiply":
@@ -105,10 +115,45 @@ def check(net: Net, share: float, solver: Any) -> None:
     assert_same(plain(*args), step(*args), rounding=1e-4)
 
 
+@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow])
+@given(nets(), st.data())
+def test_any_schedule_can_be_emitted(net: Net, data: st.DataObject) -> None:
+    check_emitted(net, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(nets(), st.data())
+def test_many_schedules_can_be_emitted(net: Net, data: st.DataObject) -> None:
+    check_emitted(net, data)
+
+
+def check_emitted(net: Net, data: st.DataObject) -> None:
+    """`emit` type-checks: nothing is read before it is made, wherever stages begin and whatever waits for which."""
+    found = trace(jax.jit(net.step, donate_argnums=0), net.make_args(), {})
+    for platform in ("cpu", "gpu"):
+        whole = lower(found, replace(CPU, platform=platform), base_nbytes=0)
+        for graph in whole, data.draw(cut(whole)):
+            for saved, kept in ((), ()), data.draw(choices(graph)):
+                for fence in FENCES:
+                    emit(found, graph, complete(graph, saved, kept), fence)
+
+
+@st.composite
+def cut(draw: st.DrawFn, graph: Graph) -> Graph:
+    """The graph with stages that begin anywhere, as pins may say, before contractions more often than elsewhere."""
+    behind = graph.nodes[graph.forward_stop + 1 :]
+    begin = st.sampled_from([n.id for n in behind if n.contraction]) | st.sampled_from([n.id for n in behind])
+    pins = tuple(Pin("stage", n, "") for n in draw(st.sets(begin, max_size=12)))
+    pinned = replace(graph, pins=pins)
+    return replace(pinned, stages=uncut(pinned))
+
+
 SHARES = st.floats(0.3, 1)
 SOLVERS = st.sampled_from([MinCut(), Milp()])
 
 
+@pytest.mark.slow
 @settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(nets(), SHARES, SOLVERS)
 def test_random_programs(net: Net, share: float, solver: Any) -> None:

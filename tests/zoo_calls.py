@@ -95,7 +95,8 @@ _gated.defvjp(
 
 
 @jax.custom_vjp
-def _attend(x: jax.Array, keys: jax.Array) -> jax.Array:
+def attend(x: jax.Array, keys: jax.Array) -> jax.Array:
+    """Attention to keys that are the values too, by a rule of its own with a loop inside."""
     return _attend_fwd(x, keys)[0]
 
 
@@ -123,7 +124,7 @@ def _attend_bwd(kept: Any, g: jax.Array) -> Any:
     return scores @ keys, scores.T @ x + weights.T @ g
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 CALLS = {
@@ -138,6 +139,6 @@ CALLS = {
         _unrolled(_iterated, "while"),
         _unrolled(_called_back, "callback"),
         _unrolled(lambda p, x, i: _gated(_block(x, p), jnp.sin(x)), "pallas"),
-        _unrolled(lambda p, x, i: _block(x + _attend(x, p["a"].T), p), "custom rule with a loop"),
+        _unrolled(lambda p, x, i: _block(x + attend(x, p["a"].T), p), "custom rule with a loop"),
     )
 }
