@@ -18,6 +18,7 @@ from examples.benchmarks import chain, compare, records, steps, table
 from examples.benchmarks.networks.data import Images
 from examples.benchmarks.networks.rematerialisation import Remat, rematted, save_dots
 from examples.benchmarks.networks.training import Program, make_program
+from examples.benchmarks.overview import overview
 from jaxremat._devices import detect
 
 pytestmark = pytest.mark.slow
@@ -169,14 +170,16 @@ def test_shares_are_read_as_rows() -> None:
 def test_the_tables_replace_what_is_between_the_markers(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"above\n\n{table.BEGIN}\nold\n{table.END}\n\nbelow\n")
-    command = ["--results", str(folder), "--readme", str(readme)]
+    readme, page = tmp_path / "README.md", tmp_path / "page.md"
+    for path in (readme, page):
+        path.write_text(f"above\n\n{table.BEGIN}\nold\n{table.END}\n\nbelow\n")
+    command = ["--results", str(folder), "--readme", str(readme), "--page", str(page)]
     assert table.main([*command, "--check"]) == 1
     assert table.main(command) == 0
     assert "first prediction of the peak off by" in capsys.readouterr().out
     assert table.main([*command, "--check"]) == 0
-    text = readme.read_text()
+    assert "old" not in readme.read_text()
+    text = page.read_text()
     assert text.startswith("above\n\n") and text.endswith("\n\nbelow\n") and "old" not in text
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     labels = [line.split(" | ")[0] for line in lines]
@@ -187,9 +190,27 @@ def test_the_tables_replace_what_is_between_the_markers(
 def test_tables_need_a_place(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("nothing here\n")
-    assert table.main(["--results", str(folder), "--readme", str(readme)]) == 1
+    both = ["--readme", str(readme), "--page", str(readme)]
+    assert table.main(["--results", str(folder), *both]) == 1
     assert f"Put these two lines into it: {table.BEGIN}" in capsys.readouterr().out
-    assert table.main(["--results", str(tmp_path / "none"), "--readme", str(readme), "--check"]) == 0
+    assert table.main(["--results", str(tmp_path / "none"), *both, "--check"]) == 0
+
+
+def test_the_overview_has_a_row_for_each_network_and_compiler() -> None:
+    def record(network: str, platform: str, **rows: Any) -> dict[str, Any]:
+        rows = {"plain": {"peak_nbytes": 3 << 30}, **rows}
+        return {"network": network, "scale": "full", "environment": {"platform": platform}, "rows": rows}
+
+    half = {"peak_nbytes": 1 << 30, "roofline_overhead": 0.01}
+    found = [
+        record("gpt", "cpu", block=half, **{"0.5": half | {"roofline_overhead": -0.02}}),
+        record("vit", "h100", **{"0.33": {"infeasible": True, "min_peak_nbytes": 1, "budget_nbytes": 1}}),
+    ]
+    assert overview(found, []).splitlines()[2:] == [
+        "| GPT-2 small | CPU | 3.00 GiB | 1.00 GiB, +1.0% | 1.00 GiB, -2.0% |  |  |",
+        "| ViT-B/16 | H100 SXM | 3.00 GiB |  |  | infeasible |  |",
+    ]
+    assert overview([r | {"scale": "small"} for r in found], []) == ""
 
 
 def test_the_summary_names_what_falls_short() -> None:

@@ -4,6 +4,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import nbformat
@@ -54,23 +55,34 @@ def test_a_planner_of_your_own_is_as_short_as_promised() -> None:
     assert planner is not None and len(planner[0].splitlines()) <= 40
 
 
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+"""The README's code: the first step, what it costs within several budgets, on a target, as a part of something else."""
+
+
+def run_block(number: int, scope: dict[str, object]) -> None:
+    exec(compile(BLOCKS[number], "README.md", "exec"), scope)
+
+
+def test_the_readmes_step_and_checkpoint_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run_block(0, {})
+    assert capsys.readouterr().out.startswith("Plan: peak ")
+    run_block(3, {})
+    assert capsys.readouterr().out.startswith("Plan: holds ")
+    assert len(BLOCKS) == 4
+
+
 @pytest.mark.slow
-def test_the_readmes_examples_run(
+def test_the_readmes_sweep_and_target_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    first, checkpointed, on_a_target, swept = re.findall(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
-    )
     scope: dict[str, object] = {}
-    exec(compile(first, "README.md", "exec"), scope)
-    assert capsys.readouterr().out.startswith("Plan: peak ")
-    exec(compile(swept, "README.md", "exec"), scope)
+    run_block(0, scope)
+    capsys.readouterr()
+    run_block(1, scope)
     assert capsys.readouterr().out.startswith("Frontier: 8 budgets")
     assert (tmp_path / "frontier.png").exists()
-    exec(compile(checkpointed, "README.md", "exec"), {})
-    assert capsys.readouterr().out.startswith("Plan: holds ")
-    exec(compile(on_a_target, "README.md", "exec"), {})
+    run_block(2, {})
     assert "\nPlan: peak " in capsys.readouterr().out
     assert jaxremat.Plan.load("plan.json").budget_nbytes == 8 * 2**30
 
@@ -78,6 +90,7 @@ def test_the_readmes_examples_run(
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SAY = {
     "1_quickstart": ("Plan: peak", "cannot be met"),
+    "2_double_the_batch": ("does not fit", "Plan: peak", "planned  "),
     "3_how_the_planner_thinks": (
         "residuals: made by the forward pass",
         "proven to be at least",
@@ -97,6 +110,37 @@ def printed(book: Any) -> str:
     """All text that the cells of a notebook have put out."""
     outputs = [out for cell in book.cells for out in cell.get("outputs", ())]
     return "\n".join(out.get("text") or out.get("data", {}).get("text/plain", "") for out in outputs)
+
+
+SMALLER = {
+    "1_quickstart": [("layers: int = 3", "layers: int = 1"), ("(1024, 32)", "(256, 32)")],
+    "2_double_the_batch": [
+        ("LENGTH, BATCH = 6, 256, 4, 128, 8", "LENGTH, BATCH = 2, 16, 2, 16, 8"),
+        ("for _ in range(2):", "for _ in range(1):"),
+    ],
+    "3_how_the_planner_thinks": [
+        ("(64, 256, 384, 192, 512, 128, 384, 256, 512, 192, 320, 64)", "(64, 256, 384, 192, 128, 64)"),
+        ("BATCH = 4096", "BATCH = 1024"),
+        ("points=10", "points=3"),
+    ],
+    "5_write_your_own_planner": [],
+}
+"""Sizes at which notebooks run in seconds. The fourth is about a compiler that takes longer."""
+
+
+@pytest.mark.parametrize("stem", SMALLER)
+def test_a_notebook_runs_at_tiny_sizes(stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+    monkeypatch.chdir(tmp_path)
+    book = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4)
+    source = "\n".join(cell.source for cell in book.cells if cell.cell_type == "code")
+    for old, new in SMALLER[stem]:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    module = ModuleType("__main__")  # where Flax looks for the types of a module's fields
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    exec(compile(source, f"{stem}.py", "exec"), vars(module))
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
-"""Write the results of the benchmarks into the README as tables, and sum those of `steps` up.
+"""Write the results of the benchmarks as tables: all of them beside this file, one that sums them up into the README.
 
-python -m examples.benchmarks.table            # rewrite the README between its two markers, print a summary
-python -m examples.benchmarks.table --check    # only look: exit status 1 if the README is not up to date
+python -m examples.benchmarks.table            # rewrite both READMEs between their markers, print a summary
+python -m examples.benchmarks.table --check    # only look: exit status 1 if one of them is not up to date
 """
 
 from __future__ import annotations
@@ -15,25 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from examples.benchmarks import depth, monet_table, records
+from examples.benchmarks.overview import NAMES, overview
 from jaxremat import format_nbytes
 
 README = records.HERE.parents[1] / "README.md"
+PAGE = records.HERE / "README.md"
 BEGIN = "<!-- benchmark table: begin -->"
 END = "<!-- benchmark table: end -->"
 
 Row = dict[str, Any]
 
-TITLES = {
-    "resnet50": "ResNet-50",
-    "vgg16": "VGG-16",
-    "mobilenet_v2": "MobileNet-V2",
-    "googlenet": "GoogLeNet",
-    "unet": "UNet",
-    "vit": "ViT-B/16",
-    "gpt": "GPT-2 small",
-    "gpt_scanned": "GPT-2 medium, scanned",
-    "vit_scanned": "ViT-B/16, scanned",
-}
 LABELS = {"plain": "plain", "block": "by hand, per block", "dots": "by hand, products kept", "min": "least"}
 BY_HAND = ("block", "dots")
 HEADER = (
@@ -84,7 +75,7 @@ def markdown(steps: Sequence[records.Record], chains: Sequence[records.Record]) 
 
 
 def everything(steps: Sequence[records.Record], results: Path) -> str:
-    """All that the README shows of a folder of results."""
+    """All tables of a folder of results."""
     monet, device, torch, chains = (
         list(records.read_all(results, kind)) for kind in ("monet", "device", "torch", "chain")
     )
@@ -102,7 +93,7 @@ def title(record: records.Record) -> str:
     """One line that says which program a table is about."""
     equations = record["rows"].get("plain", {}).get("equations", 0)
     return (
-        f"**{TITLES.get(record['network'], record['network'])}**: inputs `{record['inputs']}`, "
+        f"**{NAMES.get(record['network'], record['network'])}**: inputs `{record['inputs']}`, "
         f"{record['parameters'] / 1e6:.1f} M parameters, {equations:,} equations"
     )
 
@@ -149,7 +140,7 @@ def _group(record: records.Record) -> tuple[str, int]:
 
 
 def _place(record: records.Record) -> tuple[tuple[str, int], int, str]:
-    names = [*TITLES, record["network"]]
+    names = [*NAMES, record["network"]]
     return _group(record), names.index(record["network"]), record["network"]
 
 
@@ -263,46 +254,50 @@ def chain_line(record: records.Record) -> str:
     )
 
 
-def inserted(readme: str, tables: str) -> str:
-    """The README's text with the tables between its markers.
+def inserted(page: str, tables: str) -> str:
+    """A page's text with the tables between its markers.
 
     **Raises:** ValueError where there are tables but no place for them.
     """
-    head, begin, rest = readme.partition(BEGIN)
+    head, begin, rest = page.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if begin and end:
         return f"{head}{BEGIN}\n\n{tables}\n\n{END}{tail}" if tables else f"{head}{BEGIN}\n{END}{tail}"
     if tables:
-        raise ValueError(
-            f"The README has no place for the tables. Put these two lines into it: {BEGIN} and {END}"
-        )
-    return readme
+        raise ValueError(f"has no place for the tables. Put these two lines into it: {BEGIN} and {END}")
+    return page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status."""
-    parser = argparse.ArgumentParser(description="Write benchmark results into the README.")
+    parser = argparse.ArgumentParser(description="Write benchmark results into the READMEs.")
     parser.add_argument(
-        "--check", action="store_true", help="do not write; exit with 1 if the README is not up to date"
+        "--check", action="store_true", help="do not write; exit with 1 if one is not up to date"
     )
     parser.add_argument("--results", type=Path, default=records.RESULTS, help="folder of the JSON files")
-    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--readme", type=Path, default=README, help="for the table that sums up")
+    parser.add_argument("--page", type=Path, default=PAGE, help="for all tables")
     given = parser.parse_args(argv)
     steps = sorted(records.read_all(given.results, "step"), key=_place)
-    old = given.readme.read_text(encoding="utf-8")
-    try:
-        new = inserted(old, everything(steps, given.results))
-    except ValueError as problem:
-        print(problem)
-        return 1
+    monet = list(records.read_all(given.results, "monet"))
+    stale = False
+    for path, tables in (
+        (given.readme, overview(steps, monet)),
+        (given.page, everything(steps, given.results)),
+    ):
+        old = path.read_text(encoding="utf-8")
+        try:
+            new = inserted(old, tables)
+        except ValueError as problem:
+            print(f"{path} {problem}")
+            return 1
+        stale |= new != old
+        if given.check:
+            print(f"{path} is {'up to date' if new == old else 'stale: python -m examples.benchmarks.table'}")
+        elif new != old:
+            path.write_text(new, encoding="utf-8")
     if given.check:
-        print(
-            f"{given.readme} is "
-            + ("up to date" if new == old else "stale: python -m examples.benchmarks.table")
-        )
-        return int(new != old)
-    if new != old:
-        given.readme.write_text(new, encoding="utf-8")
+        return int(stale)
     print(summary(steps) if steps else f"there are no results in {given.results}")
     return 0
 

@@ -1,0 +1,62 @@
+"""The results of `steps` and `monet` in one table, a row for each network and compiler: what the README shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from examples.benchmarks import records
+from examples.benchmarks.monet_table import monet_findings
+from jaxremat import format_nbytes
+from jaxremat._specs import DEVICES
+
+COLUMNS = {
+    "block": "`nn.remat` on every block",
+    "0.5": "planned: half of the temporaries",
+    "0.33": "a third",
+    "min": "least",
+}
+"""Rows of a record by name, and how they are headed."""
+
+NAMES = {
+    "resnet50": "ResNet-50",
+    "vgg16": "VGG-16",
+    "mobilenet_v2": "MobileNet-V2",
+    "googlenet": "GoogLeNet",
+    "unet": "UNet",
+    "vit": "ViT-B/16",
+    "gpt": "GPT-2 small",
+    "gpt_scanned": "GPT-2 medium, scanned",
+    "vit_scanned": "ViT-B/16, scanned",
+}
+
+
+def overview(steps: Sequence[records.Record], monet: Sequence[records.Record]) -> str:
+    """The table, and a line on MONeT; empty without results. `steps` in the order of rows."""
+    full = [record for record in steps if record["scale"] == "full"]
+    if not full:
+        return ""
+    head = ("step", "XLA for", "plain", *COLUMNS.values())
+    lines = [head, ("---", "---", *("---:",) * (len(head) - 2)), *map(_cells, full)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    p100 = [record for record in monet if record["environment"]["platform"] == "p100"]
+    said = next((line for line in monet_findings(p100) if "below MONeT's" in line), "")
+    published = said.partition("; ")[0]
+    return f"{table}\n\nMONeT's networks, {published}." if published else table
+
+
+def _cells(record: records.Record) -> tuple[str, ...]:
+    rows, network = record["rows"], str(record["network"])
+    platform = str(record["environment"]["platform"])
+    where = "CPU" if platform == "cpu" else DEVICES[platform].name.removeprefix("NVIDIA ")
+    plain = format_nbytes(rows["plain"]["peak_nbytes"])
+    found = (_cell(rows.get(name)) for name in COLUMNS)
+    return NAMES.get(network, network), where, plain, *found
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if row.get("infeasible"):
+        return "infeasible"
+    return f"{format_nbytes(row['peak_nbytes'])}, {row['roofline_overhead']:+.1%}"
