@@ -28,8 +28,19 @@ from jaxremat._target import Target
 from jaxremat._trace import trace
 
 BY_HAND = ("block", "dots")
+SCAN = "scan"
+"""By hand too, of networks whose blocks are one loop: `nn.remat_scan`."""
+
+AT = "at "
+"""What the name of a row begins with whose budget is the peak of a step by hand."""
+
 SHARES = ("0.75", "0.5", "0.4", "0.33", "0.25", "min")
 ROWS = ("plain", *BY_HAND, *SHARES)
+
+
+def by_hand(network: str) -> tuple[str, ...]:
+    """The steps by hand that there are of a network."""
+    return (*BY_HAND, SCAN) if network.endswith("_scanned") else BY_HAND
 
 
 @dataclass
@@ -65,13 +76,18 @@ class Bench:
         """
         self._open(rows if fresh else ())
         timed, checked = ["step_seconds"] * (runs > 0), ["difference"] * check
-        missing = [n for n in rows if not self._has(n, timed if n == "plain" else [*timed, *checked])]
+        wanted = {
+            "plain": timed,
+            SCAN: [],
+        }  # whose parameters are stacked twice: not the plain step's arguments
+        missing = [n for n in rows if not self._has(n, wanted.get(n, [*timed, *checked]))]
         if not missing:
             return self.record
         steps = {"plain": self._plain()}
         for name in missing:
             if name != "plain" and (step := self._step(name)) is not None:
                 steps[name] = step
+        steps.pop(SCAN, None)
         if check or runs:
             args = self.program().make_args()
             if check:
@@ -146,7 +162,7 @@ class Bench:
 
     def _step(self, name: str) -> jax.stages.Compiled | None:
         """One row's compiled step, with the row measured if it is not yet there; None where no plan fits."""
-        if name in BY_HAND:
+        if name in (*BY_HAND, SCAN):
             step, seconds = self._compile(self.program(name))
             if not self._has(name, ()):
                 row = {**self._compare(self._of_compiled(step)), "compile_seconds": seconds}
@@ -160,6 +176,8 @@ class Bench:
         """The budget of the plan that a row is about: here a share of the plain step's temporaries."""
         if name == "min":
             return name
+        if name.startswith(AT):
+            return self.record["rows"][name.removeprefix(AT)]["peak_nbytes"]
         return int(self.plain["base_nbytes"] + float(name) * self.plain["temporaries_nbytes"])
 
     def solver(self, name: str) -> jaxremat.Solver | None:
@@ -168,7 +186,11 @@ class Bench:
 
     def place(self, name: str) -> tuple[float, ...]:
         """What rows are sorted by."""
-        return (ROWS.index(name), 0.0) if name in ROWS[:3] or name == "min" else (3, -float(name))
+        first = ("plain", *BY_HAND, SCAN)
+        last = ("min", *(AT + hand for hand in first[1:]))
+        if name in first:
+            return (first.index(name), 0.0)
+        return (9 + last.index(name), 0.0) if name in last else (8, -float(name))
 
     def _planned(self, name: str) -> jax.stages.Compiled | None:
         plain = self.program()

@@ -3,10 +3,11 @@
     python -m examples.benchmarks.steps resnet50 --scale full --shares 0.5 0.33 min --time --check
 
 Each network and scale has one JSON file, written after every row, so that a run that was cut short goes on
-where it stopped. Its rows: the plain step; rematerialisation by hand, of whole blocks or of all but the
-products in them; and plans at shares of the plain step's *temporaries*, on top of its arguments and outputs,
-or at "min". Every step is compiled with the options that `jaxremat.optimize` uses: by default XLA:CPU would
-merge what is recomputed by hand with the original.
+where it stopped. Its rows: the plain step; rematerialisation by hand, of whole blocks, of all but the
+products in them, or of a loop of loops (`nn.remat_scan`); and plans at shares of the plain step's *temporaries*,
+on top of its arguments and outputs, at "min", or at the peak of a step by hand ("at block"). Every step is compiled
+with the options that `jaxremat.optimize` uses: by default XLA:CPU would merge what is recomputed by hand with the
+original.
 
 Tiny sizes go to ``out/``, which git ignores; the others to ``results/``, which `table` puts into the README.
 """
@@ -22,15 +23,17 @@ import jax
 
 import jaxremat
 from examples.benchmarks import records
-from examples.benchmarks.bench import ROWS, SHARES, Bench
+from examples.benchmarks.bench import AT, BY_HAND, SCAN, SHARES, Bench, by_hand
 from examples.benchmarks.networks import NAMES
 
 
 def _share(text: str) -> str:
-    if text == "min":
+    if text == "min" or text in (AT + hand for hand in (*BY_HAND, SCAN)):
         return text
     if not 0 < float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is neither 'min' nor a share in (0, 1]")
+        raise argparse.ArgumentTypeError(
+            f"{text} is no 'min', 'at block', 'at dots', 'at scan' or share in (0, 1]"
+        )
     return repr(float(text))
 
 
@@ -47,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help=f"of the plain step's temporaries (default: {' '.join(SHARES)}; without networks: 0.5)",
     )
     parser.add_argument(
-        "--only", nargs="+", choices=("plain", "block", "dots", "plans"), help="kinds of rows to measure"
+        "--only", nargs="+", choices=("plain", *BY_HAND, SCAN, "plans"), help="kinds of rows to measure"
     )
     parser.add_argument("--target", choices=jaxremat.targets(), help="compile for this device, here or not")
     parser.add_argument("--time", action="store_true", help="time the steps, in turn")
@@ -72,12 +75,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     quick = not given.networks
     platform = given.target or jax.default_backend()
     networks = NAMES if "all" in given.networks else given.networks or ("gpt",)
-    rows = [*ROWS[:3], *(given.shares or (("0.5",) if quick else SHARES))]
-    if given.only:
-        rows = [name for name in rows if (name if name in ROWS[:3] else "plans") in given.only]
     folder = (given.results or (records.OUT if given.scale == "tiny" else records.RESULTS)) / platform
     for network in networks:
         name = f"{network}-{given.scale}"
+        first = ["plain", *by_hand(network)]
+        rows = [*first, *(given.shares or (("0.5",) if quick else SHARES))]
+        if given.only:
+            rows = [row for row in rows if (row if row in first else "plans") in given.only]
         print(f"{name}:")
         bench = Bench(
             network,

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.benchmarks import depth, monet_table, records
+from examples.benchmarks import depth, monet_table, records, unrolled
+from examples.benchmarks.bench import AT
 from examples.benchmarks.overview import NAMES, overview
 from jaxremat import format_nbytes
 
@@ -25,8 +26,13 @@ END = "<!-- benchmark table: end -->"
 
 Row = dict[str, Any]
 
-LABELS = {"plain": "plain", "block": "by hand, per block", "dots": "by hand, products kept", "min": "least"}
-BY_HAND = ("block", "dots")
+BY_HAND = {"block": "per block", "dots": "products kept", "scan": "`nn.remat_scan`"}
+LABELS = {
+    "plain": "plain",
+    **{name: f"by hand, {how}" for name, how in BY_HAND.items()},
+    "min": "least",
+    **{AT + name: f"at the peak of by hand, {how}" for name, how in BY_HAND.items()},
+}
 HEADER = (
     "step",
     "budget",
@@ -43,7 +49,7 @@ HEADER = (
 LEGEND = """\
 Budgets are the plain step's arguments and outputs plus a share of its temporaries; *least* is `"min"`.
 *By hand* is `nn.remat` on every block, with no policy or with one that keeps the results of matrix products
-and convolutions.
+and convolutions, or `nn.remat_scan` in place of `nn.scan` (two levels of loops, as equal as can be).
 
 - Measured: *peak, compiled* (by buffer assignment); *step time* (medians of runs in turn, relative
   to the plain step's); *solve* (seconds of all rounds); *difference* (of all results after one step from the
@@ -79,14 +85,36 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
     monet, device, torch, chains = (
         list(records.read_all(results, kind)) for kind in ("monet", "device", "torch", "chain")
     )
+    pairs = _unrolled(results)
     deep = [depth.markdown(record) for record in records.read_all(results, "depth")]
     parts = [
         monet_table.monet_markdown(monet),
         monet_table.device_markdown(device, torch),
         markdown(steps, chains),
+        *([UNROLLED] if pairs else []),
+        *pairs,
         *deep,
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+UNROLLED = """\
+### Scanned against unrolled
+
+The same network with its blocks written out, planned with the compiled peak of each of the scanned network's plans
+as its budget (`examples/benchmarks/unrolled.py`). Extra FLOPs, counted in the compiled programs, are each in terms of
+its own plain step.\
+"""
+
+
+def _unrolled(results: Path) -> list[str]:
+    steps = {(r["network"], r["scale"]): r for r in records.read_all(results, "step") if _on_cpu(r)}
+    parts = []
+    for record in records.read_all(results, "unrolled"):
+        scanned = steps.get((record["network"], record["scale"]))
+        if scanned:
+            parts += [title(record), unrolled.markdown(scanned, record)]
+    return parts
 
 
 def title(record: records.Record) -> str:

@@ -49,7 +49,7 @@ class GPT(nn.Module):
         x = embed(tokens) + places[:length].astype(self.dtype)
         x = nn.Dropout(self.dropout, deterministic=False)(x)
         block = partial(block, self.heads, causal=True, dropout=self.dropout, dtype=self.dtype)
-        x = in_turn(block, self.layers, x, scanned=self.scanned)
+        x = in_turn(block, self.layers, x, scanned=self.scanned, remat=self.remat)
         x = nn.LayerNorm(1e-5, dtype=self.dtype, name="norm")(x)
         if self.tied:
             return embed.attend(x)

@@ -9,12 +9,13 @@ import jax
 from flax import linen as nn
 from jax import lax
 
-Remat = Literal["none", "block", "dots"]
+Remat = Literal["none", "block", "dots", "scan"]
 """What a network recomputes in its backward pass.
 
 - ``"none"``: nothing; every residual is saved.
 - ``"block"``: all of each block, from the block's inputs.
 - ``"dots"``: all of each block but the results of its matrix products or convolutions.
+- ``"scan"``: of blocks that are one loop, all but what two levels of loops carry (``nn.remat_scan``).
 """
 
 Policy = Callable[..., Any]
@@ -36,17 +37,17 @@ def save_convolutions(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def rematted(block: Block, remat: Remat, policy: Policy) -> Block:
-    """Wrap the module class ``block`` as ``remat`` says; ``policy`` serves "dots".
+    """Wrap the module class ``block`` as ``remat`` says; ``policy`` serves "dots"; "scan" is for who makes the loop.
 
     The wrapped class has another name, so whoever builds it should name each instance:
     parameters, and the random numbers they start from, then do not depend on ``remat``.
     """
     match remat:
-        case "none":
+        case "none" | "scan":
             return block
         case "block":
             return nn.remat(block)
         case "dots":
             return nn.remat(block, policy=policy)
         case _:
-            raise ValueError(f"remat is {remat!r}, not 'none', 'block' or 'dots'")
+            raise ValueError(f"remat is {remat!r}, not 'none', 'block', 'dots' or 'scan'")

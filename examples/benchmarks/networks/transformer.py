@@ -8,12 +8,16 @@ like any other, for a rematerialisation policy to keep or to drop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import DTypeLike
+
+from .rematerialisation import Remat
 
 small_normal = nn.initializers.normal(0.02)
 """Initial weights as in GPT-2 and BERT."""
@@ -79,15 +83,22 @@ class Block(nn.Module):
         return x + nn.Dropout(self.dropout, deterministic=False)(y)
 
 
-def in_turn(block: Callable[..., nn.Module], count: int, x: jax.Array, *, scanned: bool) -> jax.Array:
+def in_turn(
+    block: partial[Any], count: int, x: jax.Array, *, scanned: bool, remat: Remat = "none"
+) -> jax.Array:
     """Run ``count`` blocks one after the other, each a module of its own or all one loop over stacked weights.
 
-    To be called within a compact module; ``block`` takes the name.
+    To be called within a compact module; ``block`` takes the name. With ``remat`` "scan" the loop is one of loops, of
+    lengths as equal as can be.
     """
     if not scanned:
         for index in range(count):
             x = block(name=f"block{index}")(x)  # type: ignore[operator]
         return x
+    if remat == "scan":
+        outer = next(n for n in range(math.isqrt(count), 0, -1) if count % n == 0)
+        loops: Any = nn.remat_scan(block.func, lengths=(outer, count // outer))  # type: ignore[arg-type]
+        return loops(*block.args, **block.keywords, name="blocks")(x)
     loop = nn.scan(
         lambda layer, x, _: (layer(x), None),
         variable_axes={"params": 0},

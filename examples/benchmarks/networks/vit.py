@@ -48,6 +48,6 @@ class ViT(nn.Module):
         block = partial(
             block, self.heads, exact_gelu=True, epsilon=1e-6, dropout=self.dropout, dtype=self.dtype
         )
-        x = in_turn(block, self.layers, x, scanned=self.scanned)
+        x = in_turn(block, self.layers, x, scanned=self.scanned, remat=self.remat)
         x = nn.LayerNorm(1e-6, dtype=self.dtype, name="norm")(x)
         return nn.Dense(self.classes, dtype=self.dtype, name="head")(x[:, 0])
