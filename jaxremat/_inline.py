@@ -1,10 +1,10 @@
-"""Jaxpr -> flat equations: calls replaced by their bodies, identities by their operands.
+"""Jaxpr -> flat equations: calls and loops of one iteration replaced by their bodies, identities by their operands.
 
 Law: evaluating the flat equations gives what the jaxpr gives; each keeps its own source line, its name stack is that of
 the calls around it with its own below.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +53,7 @@ class Inliner:
         self.hints: dict[Hint, None] = {}
         self.rematted = False
         self._const_of: dict[int, Any] = {}
+        self._row_of: dict[Any, Any] = {}  # a stack of one -> what was stacked
 
     def program(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         """The whole program, flat."""
@@ -99,6 +100,10 @@ class Inliner:
                 self.rematted = self.rematted or name in _CHECKPOINTS
                 env.update(zip(eqn.outvars, self.body(inner, invars, info, into, marks=marks), strict=True))
                 continue
+            if name == "scan" and eqn.params["length"] == 1 and not eqn.effects:
+                moved = eqn.replace(invars=invars, source_info=info)
+                env.update(zip(eqn.outvars, self._iteration(moved, into, marks), strict=True))
+                continue
             identity = _is_identity(eqn, invars) or (name in _MARKS and not self.derivatives)
             if identity and not (marks and (name == "name" or is_hint(eqn))):
                 if is_hint(eqn) and (found := read_hint(eqn, invars[0])) is not None:
@@ -112,6 +117,27 @@ class Inliner:
             into.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
         return [read(a) for a in jaxpr.outvars]
 
+    def _iteration(self, eqn: Any, into: list[Any], marks: bool) -> list[Any]:
+        """Append the one iteration of a scan; returns the scan's results."""
+        consts, init, scanned = _compat.scan_operands(eqn)
+        rows = [self._row(a, eqn.source_info, into) for a in scanned]
+        operands = [*consts, *init, *rows]
+        made = self.body(eqn.params["jaxpr"], operands, eqn.source_info, into, marks=marks)
+        results = made[: len(init)]
+        for row, stack in zip(made[len(init) :], eqn.outvars[len(init) :], strict=True):
+            shape = stack.aval.shape
+            results.append(_compat.new_var(stack.aval))
+            _append(lambda x, shape=shape: jax.lax.reshape(x, shape), row, results[-1], eqn.source_info, into)
+            self._row_of[results[-1]] = row
+        return results
+
+    def _row(self, stack: Any, info: Any, into: list[Any]) -> Any:
+        """The only row of a stack."""
+        if stack not in self._row_of:
+            self._row_of[stack] = _compat.new_var(jex.mapped_aval(1, 0, stack.aval))
+            _append(lambda x: jax.lax.squeeze(x, (0,)), stack, self._row_of[stack], info, into)
+        return self._row_of[stack]
+
     def _call(self, eqn: Any) -> Any | None:
         """The body of a call that may be inlined."""
         key = self.calls.get(eqn.primitive.name)
@@ -124,6 +150,12 @@ class Inliner:
         if len(jaxpr.constvars) != len(consts) or len(jaxpr.invars) != len(eqn.invars):
             return None
         return body
+
+
+def _append(fn: Callable[[Any], Any], atom: Any, result: Any, info: Any, into: list[Any]) -> None:
+    """Append the one equation that a function of an atom is, under the name of its result."""
+    of = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+    into.extend(_compat.inlined(jax.make_jaxpr(fn)(of), [atom], info, [result])[0])
 
 
 def _computes_again(eqn: Any, info: Any) -> bool:

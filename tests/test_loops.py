@@ -1,7 +1,7 @@
 """Loops laid open and closed again: the same programs, planned inside, with exactly what the plan says stacked."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax import lax
 from test_optimize import assert_same, compile_plain
 from test_trace import assert_well_formed, runnable
 from zoo import Case
-from zoo_loops import LAYERS, LOOPS, ROWS, WIDTH
+from zoo_loops import LAYERS, LOOPS, ROWS, WIDTH, _block, _case, _stacked
 
 import jaxremat
 from jaxremat import InfeasibleBudgetError, MemoryStats, _compat, complete, simulate
@@ -35,6 +35,7 @@ ROLES = {
     "accumulation": [ALONE],
     "accumulation over layers": [ALONE, *PAIR],
     "checkpointed loop": PAIR,
+    "one layer": [],
 }
 """The roles of the loops that are laid open, where it is not one pair."""
 
@@ -177,6 +178,24 @@ def test_the_length_of_a_loop_does_not_matter_for_planning() -> None:
         return Counter(eqn.primitive.name for eqn in found.jaxpr.jaxpr.eqns)
 
     assert count(4) == count(4000)
+
+
+def test_a_loop_of_one_iteration_is_its_body() -> None:
+    """It is planned as the layer written out, value by value: nothing is stacked, and what is read is no slice."""
+
+    def least(net: Callable[..., jax.Array]) -> tuple[Counter[str], list[int], int]:
+        found = traced(_case("one layer", net, lambda: _stacked(1)))
+        graph = lower(found, CPU, base_nbytes=0)
+        sizes = sorted(graph.values[v].saved_nbytes for v in graph.residuals)
+        peak = simulate(graph, complete(graph, ())).peak_nbytes
+        return Counter(n.primitive for n in graph.nodes if n.contraction), sizes, peak
+
+    def written_out(params: Any, x: jax.Array) -> jax.Array:
+        return _block(x, jax.tree.map(lambda a: a.squeeze(0), params))
+
+    looped = least(lambda params, x: lax.scan(lambda x, p: (_block(x, p), x.sum()), x, params)[0])
+    assert looped == least(written_out)
+    assert looped[0] == {"dot_general": 5}
 
 
 def in_levels(found: Traced, levels: tuple[int, ...]) -> tuple[Traced, jex.ClosedJaxpr]:
