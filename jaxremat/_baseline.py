@@ -18,6 +18,7 @@ from ._fingerprint import fingerprint
 from ._graph import Graph, Segments
 from ._hlo import Module, parse
 from ._levels import Form, forms
+from ._library import library_seconds
 from ._loops import FORWARD
 from ._lower import as_stacked, estimate_base, lower
 from ._measured import measure
@@ -220,9 +221,14 @@ class Baseline:
         return alone | {j: shown[i] for i, j in self.traced.places(traced).items() if i in shown}
 
     def _measured(self, traced: Traced, temporaries_nbytes: int) -> dict[int, float] | None:
-        """Seconds of equations on the device at hand, where they are asked for."""
+        """Seconds of equations that ran alone: on the device at hand where that is asked for, else of library calls, as
+        the plain step has them.
+        """
         if self.profile != "measure":
-            return None
+            if not self.backend.fuses:
+                return None
+            called = library_seconds(self._module, self.traced.jaxpr.jaxpr.eqns, self.device)
+            return {j: called[i] for i, j in self.traced.places(traced).items() if i in called}
         least = int(temporaries_nbytes * _MEASURED_SHARE)
         return measure(traced, self.here, self.program.compiler_options, least)
 

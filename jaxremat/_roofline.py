@@ -56,14 +56,18 @@ def roofline(module: Module, device: DeviceSpec) -> Roofline:
     flops = nbytes = count = 0
     spent: defaultdict[str, float] = defaultdict(float)
     for kernel in kernels(module):
-        arithmetic = sum(operations / device.peak(dtype) for dtype, operations in kernel.flops)
-        seconds = max(arithmetic, kernel.nbytes / device.bandwidth) + device.launch_seconds
-        spent[kernel.instruction.opcode] += kernel.trips * seconds
+        spent[kernel.instruction.opcode] += kernel.trips * seconds_of(kernel, device)
         flops += kernel.trips * sum(operations for _, operations in kernel.flops)
         nbytes += kernel.trips * kernel.nbytes
         count += kernel.trips
     by_opcode = tuple(sorted(spent.items(), key=lambda item: (-item[1], item[0])))
     return Roofline(math.fsum(spent.values()), flops, nbytes, count, by_opcode)
+
+
+def seconds_of(kernel: Kernel, device: DeviceSpec) -> float:
+    """Seconds of one trip."""
+    arithmetic = sum(operations / device.peak(dtype) for dtype, operations in kernel.flops)
+    return max(arithmetic, kernel.nbytes / device.bandwidth) + device.launch_seconds
 
 
 def kernels(module: Module) -> Iterator[Kernel]:
