@@ -50,17 +50,20 @@ def test_nothing_unread_is_left() -> None:
             assert all(v in read for v in eqn.outvars)
 
 
-def test_callbacks_are_never_repeated() -> None:
-    found = traced(CALLS["callback"])
-    plain = counts(runnable(found).jaxpr)["pure_callback"]
+@pytest.mark.parametrize(
+    ("name", "primitive"), [("callback", "pure_callback"), ("foreign function with effects", "ffi_call")]
+)
+def test_what_has_effects_is_never_repeated(name: str, primitive: str) -> None:
+    plain = counts(runnable(traced(CALLS[name])).jaxpr)[primitive]
     assert plain == 6
-    assert counts(emitted("callback", saving=False).jaxpr)["pure_callback"] == plain
+    assert counts(emitted(name, saving=False).jaxpr)[primitive] == plain
 
 
-@pytest.mark.parametrize("name", ["while", "pallas", "custom rule with a loop"])
+@pytest.mark.parametrize("name", ["while", "pallas", "foreign function", "custom rule with a loop"])
 def test_what_cannot_be_opened_is_repeated_whole(name: str) -> None:
     """A plan that saves everything has as many as the step, one that saves little has more."""
-    primitive = {"while": "while", "pallas": "pallas_call"}.get(name, "scan")
+    known = {"while": "while", "pallas": "pallas_call", "foreign function": "ffi_call"}
+    primitive = known.get(name, "scan")
     saved, least = (counts(emitted(name, saving).jaxpr)[primitive] for saving in (True, False))
     assert saved == counts(runnable(traced(CALLS[name])).jaxpr)[primitive]
     assert least > saved

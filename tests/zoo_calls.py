@@ -10,8 +10,9 @@ from jax import lax
 from jax.experimental import pallas
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jaxlib import lapack
 from zoo import Case
-from zoo_loops import LAYERS, _block, _case
+from zoo_loops import LAYERS, ROWS, WIDTH, _block, _case
 
 
 def _unrolled(layer: Callable[[Any, jax.Array, int], jax.Array], name: str) -> Case:
@@ -76,6 +77,17 @@ def _called_back(p: Any, x: jax.Array, i: int) -> jax.Array:
     return _block(x / (1 + scale), p)
 
 
+def _whitened(p: Any, x: jax.Array, *, effects: bool = False) -> jax.Array:
+    """Rows over the Cholesky factor of their covariance, by LAPACK, called as a foreign function."""
+    held = lax.stop_gradient(x)
+    covariance = held.T @ held / ROWS + jnp.eye(WIDTH)
+    types = jax.ShapeDtypeStruct(covariance.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.int32)
+    target = lapack.prepare_lapack_call("potrf_ffi", np.float32)
+    run = jax.ffi.ffi_call(target, types, has_side_effect=effects)
+    factor, _ = run(covariance, uplo=np.uint8(ord("U")))
+    return _block(lax.linalg.triangular_solve(jnp.tril(factor), x, lower=True, transpose_a=True), p)
+
+
 def _times(x: jax.Array, y: jax.Array) -> Any:
     def kernel(a: Any, b: Any, out: Any) -> None:
         out[...] = a[...] * jnp.tanh(b[...])
@@ -138,6 +150,8 @@ CALLS = {
         _unrolled(_sharded, "shard_map"),
         _unrolled(_iterated, "while"),
         _unrolled(_called_back, "callback"),
+        _unrolled(lambda p, x, i: _whitened(p, x), "foreign function"),
+        _unrolled(lambda p, x, i: _whitened(p, x, effects=True), "foreign function with effects"),
         _unrolled(lambda p, x, i: _gated(_block(x, p), jnp.sin(x)), "pallas"),
         _unrolled(lambda p, x, i: _block(x + attend(x, p["a"].T), p), "custom rule with a loop"),
     )
