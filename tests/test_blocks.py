@@ -43,6 +43,38 @@ def layers(count: int, per_stage: int = 1, *, names: bool = False) -> Graph:
     return build.graph(base=2)
 
 
+def attention(count: int) -> Graph:
+    """A net of equal layers in two stages each: what one stage reads, the other may recompute from."""
+    build = Builder()
+    stream = build.argument()
+    made: list[tuple[int, ...]] = []
+    for _ in range(count):
+        scores = build.node([stream], [6], seconds=6.0)[0]
+        weights = build.node([scores], [8], seconds=0.5, heavy=False)[0]
+        shares = build.node([weights], [8], seconds=0.5, heavy=False)[0]
+        mixed = build.node([shares], [2], seconds=4.0)[0]
+        made.append((stream, scores, weights, shares, mixed))
+        stream = build.node([stream, mixed], [1], seconds=0.25, heavy=False)[0]
+    cotangent: list[int] = []
+    for before, scores, weights, shares, mixed in reversed(made):
+        build.stage()
+        for v in (mixed, shares):
+            cotangent = list(build.node([v, *cotangent], [1], seconds=4.0))
+        build.stage()
+        for v in (weights, scores, before):
+            cotangent = list(build.node([v, *cotangent], [1], seconds=4.0))
+        build.node(cotangent, [1], is_output=True, seconds=0.5)
+    return build.graph(base=2)
+
+
+def test_what_two_stages_of_a_layer_want_is_no_bar() -> None:
+    """They are one group: only the stream between layers is wanted by several."""
+    graph = attention(12)
+    found, shared = _blocks.blocks(graph)
+    assert {graph.values[v].nbytes for v in shared} <= {UNIT, 2 * UNIT}
+    assert max(len(block.values) for block in found) >= 4
+
+
 def cheapest(block: Any) -> dict[int, float]:
     """By brute force, for each number of bytes saved the least seconds."""
     best: dict[int, float] = {}
@@ -96,7 +128,7 @@ def test_plans_hold_what_they_say(graph: Graph, share: float) -> None:
 
 
 def test_equal_blocks_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many layers there are and whatever they are called."""
+    """However many layers there are and whatever they are called; but for those at the ends of groups."""
     solved = []
 
     def counting(block: Any, deadline: float) -> Any:
@@ -109,14 +141,15 @@ def test_equal_blocks_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
         solved.clear()
         Blocks().solve(graph, graph.base_nbytes + 400 * UNIT, time_limit=60)
         counts.append(len(solved))
-    assert counts[0] == counts[1] == counts[2] <= 4
+    assert counts[1] == counts[2]
+    assert max(counts) <= 5
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.45])
 @pytest.mark.parametrize(
     "graph",
-    [layers(12), layers(12, per_stage=3), layers(24, per_stage=2), blocks(10), chain(60)],
-    ids=["layers", "three per stage", "two per stage", "blocks", "chain"],
+    [layers(12), layers(12, per_stage=3), layers(24, per_stage=2), attention(12), blocks(10), chain(60)],
+    ids=["layers", "three per stage", "two per stage", "attention", "blocks", "chain"],
 )
 def test_plans_of_large_graphs_are_as_good_as_the_integer_program(
     graph: Graph, share: float, monkeypatch: pytest.MonkeyPatch

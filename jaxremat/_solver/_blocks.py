@@ -1,7 +1,7 @@
 """Blocks of the forward pass, equal ones solved once, and an allocation that spreads the budget over them.
 
-Stages are taken together in *groups* that have little between them; what several groups want is saved. The other
-residuals of a group are cut into *blocks* where least is read across. For each block there is a frontier,
+Stages are taken together in *groups* that have little between them; what several groups want is saved, or is a block of
+its own if it is made of that. A group's other residuals are cut into *blocks* where least is read across. For each,
 
     minimise    sum seconds(n) r[n,k] + sum saved_seconds(v) s[v]
     subject to  s[v] + r[prod(v),k] >= 1                   stage k, or a later block of it, reads v
@@ -108,20 +108,26 @@ def blocks(graph: Graph) -> tuple[list[_Block], frozenset[int]]:
             read.setdefault(v, set()).add(k)
     wanted = {v: set(stages) for v, stages in read.items()}
     own: dict[int, list[int]] = {}
-    shared = set()
+    shared: dict[int, set[int]] = {}  # with the stages that want it
     for v in reversed(graph.residuals):
         stages = wanted.get(v, set())
         groups = {first[k] for k in stages}
         if v in fixed or not stages:
             continue
         if len(groups) > 1:
-            shared.add(v)
+            shared[v] = stages
             continue
         own.setdefault(groups.pop(), []).append(v)
         for u in graph.reads[graph.values[v].producer]:
             wanted.setdefault(u, set()).update(stages)
-    found = [block for g in sorted(own, reverse=True) for block in _cut(graph, g, own[g][::-1], read, wanted)]
-    return found, frozenset(shared)
+    found = [block for g in own for block in _cut(graph, g, own[g][::-1], read, wanted)]
+    kept: set[int] = set()
+    for v, stages in sorted(shared.items()):
+        if all(u in fixed or u in kept for u in graph.reads[graph.values[v].producer]):
+            found.append(_block(graph, max(first[k] for k in stages), (v,), shared, [stages]))
+        else:
+            kept.add(v)
+    return sorted(found, key=lambda block: -block.group), frozenset(kept)
 
 
 def _groups(graph: Graph, fixed: Collection[int]) -> list[int]:
@@ -131,15 +137,16 @@ def _groups(graph: Graph, fixed: Collection[int]) -> list[int]:
     begun: dict[int, int] = {}
     last: dict[int, int] = {}
     for k in range(count):
-        stack = [(v, False) for v in graph.needs(k)]
+        stack = list(graph.needs(k))
+        needed = set(stack)
         while stack:
-            v, again = stack.pop()
+            v = stack.pop()
             known = last.get(v) == k
             begun.setdefault(v, k)
             last[v] = k
-            # To recompute what it reads, a stage wants the next values behind it that stages read themselves.
-            if not known and not (again and v in read) and v not in fixed:
-                stack.extend((u, True) for u in graph.reads[graph.values[v].producer])
+            # To recompute what it reads, a stage wants the next values behind it that other stages read themselves.
+            if not known and (v in needed or v not in read) and v not in fixed:
+                stack.extend(graph.reads[graph.values[v].producer])
     across = np.zeros(count + 1, dtype=np.int64)  # bytes that stages on both sides of a stage's start want
     free = [v for v in begun if v not in fixed]
     for v in free:
@@ -164,10 +171,8 @@ def _cut(
     read: Mapping[int, Collection[int]],
     wanted: Mapping[int, Collection[int]],
 ) -> list[_Block]:
-    """One group's residuals in blocks, with as few bytes read across their ends as there may be.
-
-    **Arguments:** for each residual `read` the stages that read it, `wanted` also those that may recompute others from
-    it.
+    """One group's residuals in blocks, with as few bytes read across their ends as there may be; for each residual
+    `read` has the stages that read it, `wanted` also those that may recompute others from it.
     """
     place = {v: i for i, v in enumerate(values)}
     readers: list[list[int]] = [[] for _ in values]
@@ -259,7 +264,6 @@ def frontier(block: _Block, deadline: float) -> tuple[_Point, ...]:
     pinned = np.isinf(seconds)
     seconds[pinned] = 0.0
     points: list[_Point] = []
-
     most: Any = np.where(pinned, 0, 1)
 
     def solve(bytes_first: bool, allowed: float) -> _Point | None:
@@ -364,9 +368,7 @@ class _Allocation:
         nbytes, seconds = np.zeros(1), np.zeros(1)
         total = sum(points[0].nbytes for points in self.frontiers)
         width = max(total / STATES, 1.0)
-        steps: list[
-            tuple[np.ndarray, np.ndarray]
-        ] = []  # for each block, of each state the state before and the point
+        steps: list[tuple[np.ndarray, np.ndarray]] = []  # by block, of each state that before and the point
         above = len(self.graph.stages)  # stages from here on are behind us
 
         def kept(limit: float) -> np.ndarray:
