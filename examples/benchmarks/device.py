@@ -14,7 +14,6 @@ FOLDER is where `monet` keeps its plans (``out/plans/monet``): a folder per subj
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import subprocess
@@ -27,7 +26,7 @@ from typing import Any, ClassVar
 import jax
 
 import jaxremat
-from examples.benchmarks import monet, records
+from examples.benchmarks import command_line, monet, records
 from examples.benchmarks.bench import BY_HAND
 from examples.benchmarks.monet import AT_BLOCK, SUBJECTS, Monet
 from jaxremat._specs import find
@@ -159,10 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     It starts a process for the steps and then one per row, and holds no device itself.
     """
-    parser = argparse.ArgumentParser(
-        description="Measure steps on the device at hand, plain, by hand and planned."
-    )
-    parser.add_argument("subjects", nargs="*", metavar="subject", help=f"{', '.join(SUBJECTS)}, or all")
+    parser = command_line.parser("Measure steps on the device at hand, plain, by hand and planned.", SUBJECTS)
     parser.add_argument(
         "--scale", choices=("full", "small", "tiny"), help="default: full; without subjects tiny"
     )
@@ -179,14 +175,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--torch", action="store_true", help="also PyTorch's activation_memory_budget, if it is there"
     )
-    parser.add_argument(
-        "--results", type=Path, help="folder of the JSON files (default: results, for tiny sizes out)"
-    )
     parser.add_argument("--only", choices=("steps", "peak"), help="what a process of its own is to do")
-    given = parser.parse_args(argv)
-    if unknown := set(given.subjects) - {*SUBJECTS, "all"}:
-        parser.error(f"nothing is called {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
-    scale = given.scale or ("full" if given.subjects else "tiny")
+    given = command_line.parse(parser, argv, SUBJECTS, quick=monet.QUICK)
+    scale = given.scale or ("tiny" if given.quick else "full")
     folder: Path = given.results or (records.OUT if scale == "tiny" else records.RESULTS)
     options = [
         "--scale",
@@ -200,9 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     if given.plans:
         options += ["--plans", str(given.plans.resolve())]
-    for subject in (
-        list(SUBJECTS) if "all" in given.subjects else given.subjects or ["gpt-small-unrolled-f32"]
-    ):
+    for subject in given.names:
         if given.only:
             of = bench(subject, scale=scale, folder=folder, plans=given.plans, profile=given.profile)
             if given.only == "steps":

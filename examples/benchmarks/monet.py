@@ -14,7 +14,6 @@ Rows are written one by one, so that a run that was cut short goes on where it s
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 import jaxremat
-from examples.benchmarks import records
+from examples.benchmarks import command_line, records
 from examples.benchmarks.bench import BY_HAND, Bench
 from examples.benchmarks.knapsack import Knapsack
 
@@ -98,6 +97,9 @@ SUBJECTS: dict[str, Subject] = {
         for kind, variant in _KINDS.items()
     },
 }
+QUICK = "gpt-small-unrolled-f32"
+"""The subject of a quick look."""
+
 PLAIN_SHARES = ("2/3", "1/2", "1/3")
 """The shares of the plain peak for networks that MONeT does not have."""
 
@@ -191,40 +193,25 @@ def bench(subject: str, target: str, *, scale: str, folder: Path, **options: Any
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; without subjects the smallest GPT, tiny, anew, at one share, into ``out/``."""
-    parser = argparse.ArgumentParser(
-        description="Plan MONeT's networks at its budgets, for a GPU or without it."
-    )
-    parser.add_argument("subjects", nargs="*", metavar="subject", help=f"{', '.join(SUBJECTS)}, or all")
+    parser = command_line.parser("Plan MONeT's networks at its budgets, for a GPU or without it.", SUBJECTS)
     parser.add_argument("--target", choices=jaxremat.targets(), default="p100", help="default: p100")
     parser.add_argument(
         "--scale", choices=("full", "small", "tiny"), help="default: full; without subjects tiny"
     )
     parser.add_argument("--rows", nargs="+", type=a_row, metavar="ROW", help="in place of the subject's own")
     parser.add_argument("--only", choices=("plans", "knapsack"), help="of the subject's own rows")
-    parser.add_argument("--fresh", action="store_true", help="measure rows anew that are there")
-    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each solve (default: 10)")
-    parser.add_argument(
-        "--results", type=Path, help="folder of the JSON files (default: results, for tiny sizes out)"
-    )
-    parser.add_argument("--verbose", action="store_true", help="log each planning round")
-    given = parser.parse_args(argv)
-    if unknown := set(given.subjects) - {*SUBJECTS, "all"}:
-        parser.error(f"nothing is called {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
-    if given.verbose:
-        logging.basicConfig(format="    %(message)s")
-        logging.getLogger("jaxremat").setLevel(logging.INFO)
-    quick = not given.subjects
-    scale = given.scale or ("tiny" if quick else "full")
-    subjects = list(SUBJECTS) if "all" in given.subjects else given.subjects or ["gpt-small-unrolled-f32"]
+    command_line.add_planning(parser)
+    given = command_line.parse(parser, argv, SUBJECTS, quick=QUICK)
+    scale = given.scale or ("tiny" if given.quick else "full")
     folder = given.results or (records.RESULTS if scale == "full" else records.OUT)
-    for subject in subjects:
-        plans = given.rows or (["1/2"] if quick else rows_of(SUBJECTS[subject]))
+    for subject in given.names:
+        plans = given.rows or (["1/2"] if given.quick else rows_of(SUBJECTS[subject]))
         if given.only:
             plans = [row for row in plans if row.startswith(KNAPSACK) == (given.only == "knapsack")]
         rows = list(dict.fromkeys(["plain", *BY_HAND, *plans]))
         print(f"{subject} for {given.target}:", flush=True)
         of = bench(subject, given.target, scale=scale, folder=folder, time_limit=given.time_limit)
-        of.run(rows, fresh=given.fresh or quick)
+        of.run(rows, fresh=given.fresh or given.quick)
         print(f"  in {of.path}")
 
 

@@ -15,14 +15,12 @@ Tiny sizes go to ``out/``, which git ignores; the others to ``results/``, which 
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
 import jaxremat
-from examples.benchmarks import records
+from examples.benchmarks import command_line, records
 from examples.benchmarks.bench import AT, BY_HAND, SCAN, SHARES, Bench, by_hand
 from examples.benchmarks.networks import NAMES
 
@@ -39,8 +37,7 @@ def _share(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; without networks a tiny GPT anew, by hand and at one share, into ``out/``."""
-    parser = argparse.ArgumentParser(description="Measure train steps plain, by hand and planned.")
-    parser.add_argument("networks", nargs="*", metavar="network", help=f"{', '.join(NAMES)}, or all")
+    parser = command_line.parser("Measure train steps plain, by hand and planned.", NAMES)
     parser.add_argument("--scale", choices=("full", "small", "tiny"), default="tiny")
     parser.add_argument(
         "--shares",
@@ -58,28 +55,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--check", action="store_true", help="compare all results after one step with the plain step's"
     )
-    parser.add_argument("--fresh", action="store_true", help="measure rows anew that are there")
-    parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each solve (default: 10)")
-    parser.add_argument(
-        "--results", type=Path, help="folder of the JSON files (default: results, for tiny sizes out)"
-    )
-    parser.add_argument("--verbose", action="store_true", help="log each planning round")
-    given = parser.parse_args(argv)
-    if unknown := set(given.networks) - {*NAMES, "all"}:
-        parser.error(f"no network is called {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    if given.verbose:
-        logging.basicConfig(format="    %(message)s")
-        logging.getLogger("jaxremat").setLevel(logging.INFO)
+    command_line.add_planning(parser)
+    given = command_line.parse(parser, argv, NAMES, quick="gpt")
     if given.target and (given.time or given.check):
         parser.error("--time and --check run the steps; with --target they are only compiled")
-    quick = not given.networks
     platform = given.target or jax.default_backend()
-    networks = NAMES if "all" in given.networks else given.networks or ("gpt",)
     folder = (given.results or (records.OUT if given.scale == "tiny" else records.RESULTS)) / platform
-    for network in networks:
+    for network in given.names:
         name = f"{network}-{given.scale}"
         first = ["plain", *by_hand(network)]
-        rows = [*first, *(given.shares or (("0.5",) if quick else SHARES))]
+        rows = [*first, *(given.shares or (("0.5",) if given.quick else SHARES))]
         if given.only:
             rows = [row for row in rows if (row if row in first else "plans") in given.only]
         print(f"{name}:")
@@ -91,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             plans=records.OUT / "plans" / platform / name,
             target=given.target,
         )
-        bench.run(rows, runs=given.runs if given.time else 0, check=given.check, fresh=given.fresh or quick)
+        bench.run(
+            rows, runs=given.runs if given.time else 0, check=given.check, fresh=given.fresh or given.quick
+        )
         print(f"  in {bench.path}")
 
 
