@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 
 from ._devices import DeviceSpec
-from ._primitives import inner_jaxprs, is_light, is_write
+from ._primitives import inner_jaxprs, is_light, is_threefry, is_write
+
+THREEFRY_OPERATIONS = 200.0
+"""Integer operations for each random word: twenty rounds on two words, of which it is the exclusive or."""
+
+THREEFRY_PASSES = 55.0
+"""How often a compiler that keeps the rounds in a loop, as XLA:CPU does, moves the bytes of the result: each of five
+trips copies, reads and writes two words for each. Read off the program that it compiles."""
 
 
 def aval_nbytes(aval: Any) -> int:
@@ -42,6 +49,8 @@ def eqn_flops(eqn: Any) -> float:
         return max(per_body) if name == "cond" else sum(per_body)
     if is_light(eqn) or is_write(eqn):
         return 0.0
+    if is_threefry(eqn):
+        return THREEFRY_OPERATIONS * out
     return float(max([out, *(math.prod(getattr(a.aval, "shape", ())) for a in eqn.invars)]))
 
 
@@ -74,6 +83,11 @@ def _taps(
     return int(inside.sum())
 
 
+def in_rounds(device: DeviceSpec, eqn: Any) -> bool:
+    """Whether the compiler makes a loop of the equation, whose buffers are in memory: random words on the CPU."""
+    return device.platform == "cpu" and is_threefry(eqn)
+
+
 def kernel_seconds(device: DeviceSpec, dtype: str, flops: float, nbytes: float) -> float:
     """Roofline time of one kernel: arithmetic or traffic, whichever takes longer, and the launch."""
     return max(flops / device.peak(dtype), nbytes / device.bandwidth) + device.launch_seconds
@@ -83,6 +97,8 @@ def alone_seconds(device: DeviceSpec, eqn: Any) -> float:
     """Roofline time of an equation that is a kernel with nothing fused into it."""
     atoms = [eqn.invars[1]] * 2 if is_write(eqn) else [*eqn.invars, *eqn.outvars]
     nbytes = sum(aval_nbytes(a.aval) for a in atoms)
+    if in_rounds(device, eqn):
+        nbytes = THREEFRY_PASSES * aval_nbytes(eqn.outvars[0].aval)
     return kernel_seconds(device, flops_dtype(eqn), eqn_flops(eqn), nbytes)
 
 

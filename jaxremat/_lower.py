@@ -12,7 +12,7 @@ from typing import Any
 from . import _compat
 from ._backend import backend
 from ._collector import uncollected
-from ._cost import aval_nbytes, eqn_flops
+from ._cost import aval_nbytes, eqn_flops, in_rounds
 from ._devices import DeviceSpec
 from ._graph import Graph, Node, Pin, Stage, Value
 from ._loops import ALONE, BACKWARD, FORWARD, Loop
@@ -110,7 +110,7 @@ def lower(
                 seconds=0.0,
                 flops=eqn_flops(eqn),
                 workspace_nbytes=(workspace or {}).get(i, 0),
-                heavy=is_heavy(eqn),
+                heavy=is_heavy(eqn) or in_rounds(device, eqn),
                 contraction=reads_memory(eqn) and not absorbs(eqn),
                 forward=not late,
                 repeatable=is_repeatable(eqn),

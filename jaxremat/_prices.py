@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ._cost import alone_seconds, aval_nbytes, flops_dtype, kernel_seconds
+from ._cost import THREEFRY_PASSES, alone_seconds, aval_nbytes, flops_dtype, in_rounds, kernel_seconds
 from ._devices import DeviceSpec
 from ._graph import Graph, Node, Value
 from ._loops import Loop
@@ -73,6 +73,8 @@ def priced(
         made = sum(graph.values[v].nbytes for v in node.outputs)
         if is_write(eqn):
             read = made = aval_nbytes(eqn.invars[1].aval)
+        if in_rounds(device, eqn):
+            made = int(THREEFRY_PASSES * aval_nbytes(eqn.outvars[0].aval))
         slower = measured[node.id] / alone_seconds(device, eqn) if node.id in measured else 1.0
         once = slower * kernel_seconds(device, flops_dtype(eqn), flops, read + made)
         times = trips[node.loop] if node.loop >= 0 else 1

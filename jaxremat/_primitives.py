@@ -151,6 +151,12 @@ def is_costly(eqn: Any) -> bool:
     return eqn.primitive.name in _COSTLY
 
 
+def is_threefry(eqn: Any) -> bool:
+    """Whether the equation makes random words by JAX's own generator, of some hundred operations a word."""
+    name = eqn.primitive.name
+    return name == "threefry2x32" or (name == "random_bits" and "fry" in str(eqn.invars[0].aval.dtype))
+
+
 def is_repeatable(eqn: Any) -> bool:
     """Whether running the equation twice is invisible: no effects, no callbacks, no collectives.
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxremat import compiler_options
+from jaxremat._cost import alone_seconds, eqn_flops, in_rounds
 from jaxremat._devices import DeviceSpec
 from jaxremat._hlo import parse
 from jaxremat._roofline import Kernel, _taps, kernels, roofline
@@ -298,3 +300,25 @@ def test_recomputation_costs_time() -> None:
         seconds.append(roofline(parse(text), DEVICE).seconds)
     # Each product comes back as two products in the backward pass: recomputing all of them adds a third.
     assert 1 + 1 / 6 <= seconds[1] / seconds[0] <= 1 + 1 / 3
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (512, 128)])
+def test_random_words_cost_what_they_compile_to(shape: tuple[int, int]) -> None:
+    """XLA:CPU keeps the generator's rounds in a loop, whose arrays it copies on every trip."""
+    cpu = DeviceSpec("d", "cpu", 1, 2e10, (("f32", 1e11),), 1e-6, 1.0)
+
+    def words(key: jax.Array) -> jax.Array:
+        return jax.random.bits(key, shape)
+
+    key = jax.random.key(0)
+    (eqn,) = (e for e in jax.make_jaxpr(words)(key).eqns if e.primitive.name == "random_bits")
+    text = jax.jit(words, compiler_options=compiler_options("cpu")).lower(key).compile().as_text()
+    found = roofline(parse(str(text)), cpu)
+    assert eqn_flops(eqn) == pytest.approx(found.flops, rel=0.1)
+    launches = found.kernels * cpu.launch_seconds
+    assert alone_seconds(cpu, eqn) == pytest.approx(found.seconds - launches, rel=0.3)
+    # A compiler that unrolls the rounds writes the result alone.
+    gpu = DeviceSpec("d", "gpu", 1, 1.0, (("f32", 1e30),), 0.0, 1.0)
+    assert alone_seconds(gpu, eqn) == pytest.approx(4 * math.prod(shape), rel=0.01)
+    other = jax.make_jaxpr(words)(jax.random.key(0, impl="rbg"))
+    assert not any(in_rounds(cpu, e) for e in other.eqns)
