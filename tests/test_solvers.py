@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import mip
 import pytest
 from graphs import UNIT, Builder, blocks, chain, diamond, forward_only, unrepeatable
 from hypothesis import assume, given, settings
@@ -368,3 +369,17 @@ def test_a_solver_of_ones_own() -> None:
 def test_what_has_no_solve_is_no_solver() -> None:
     assert not isinstance(object(), Solver)
     assert not isinstance(Milp, type(None))
+
+
+def test_cbc_preprocesses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its preprocessing has killed processes where the time limit ended a search that was given a start."""
+    asked: list[Any] = []
+    optimize = mip.Model.optimize
+
+    def watched(model: Any, *args: Any, **options: Any) -> Any:
+        asked.append(model.preprocess)
+        return optimize(model, *args, **options)
+
+    monkeypatch.setattr(mip.Model, "optimize", watched)
+    Milp().solve(GRAPHS["chain"], None, time_limit=10.0)
+    assert asked and set(asked) == {0}

@@ -252,6 +252,9 @@ class _Model:
         model.verbose = 0
         model.threads = self.options.threads
         model.seed = 1
+        # CBC's integer preprocessing kills the process (in CglPreProcess::postProcess) where the time limit ends a
+        # search that was given a start. These programs are solved as fast, and as far, without it.
+        model.preprocess = 0
         save = {v: model.add_var(var_type=mip.BINARY) for v in self.free}
         again = {
             (n, k): model.add_var(var_type=mip.BINARY)
