@@ -7,7 +7,7 @@ is left alone.
 
 import contextlib
 import os
-import tempfile
+import secrets
 import time
 import warnings
 from collections.abc import Callable
@@ -95,9 +95,11 @@ def write_atomically(path: Path, text: str) -> None:
 
 def _draft(path: Path, text: str) -> str:
     """The path of a new file with this text, beside the one that is meant. **Raises:** OSError."""
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    draft = f"{path.with_suffix('')}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with open(
+            draft, "x", encoding="utf-8"
+        ) as file:  # with the rights of any new file, unlike `tempfile`'s
             file.write(text)
     except BaseException:
         with contextlib.suppress(OSError):

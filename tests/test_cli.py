@@ -230,6 +230,12 @@ def test_report(run: Any, tmp_path: Path) -> None:
     for name, code in (("nowhere.json", 4), (__file__, 3)):
         found = run("report", name)
         assert found.exit_code == code and found.stderr.count("\n") == 1
+    assert "No such file or directory: nowhere.json" in run("report", "nowhere.json").stderr
+    # A pipe has no width: no column is cut short, nor in a terminal of 80.
+    for width in (None, "80"):
+        text = run("report", str(file), env={"COLUMNS": width}).stdout
+        assert all(f" {name} " in text for name in ("predicted", "compiled", "roofline", "solving"))
+    assert (file.stat().st_mode & 0o777) == (page.stat().st_mode & 0o777)
 
 
 def test_devices(run: Any) -> None:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import math
+import os
 import sys
 import sysconfig
 import traceback
@@ -45,6 +46,10 @@ EXIT_CODES: tuple[tuple[int, str, tuple[type[BaseException], ...]], ...] = (
     (130, "interrupted", (KeyboardInterrupt,)),
 )
 """Code, meaning, and the errors that end with it; the first that matches counts."""
+
+
+FILE_WIDTH = 120
+"""Columns of what is written to a file or a pipe, which have no width of their own."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,8 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., Answer]], Ca
 
         @functools.wraps(fn)
         def run(*, as_json: bool, debug: bool, **given: Any) -> None:
-            out = Console(soft_wrap=True, highlight=False)
+            narrow = sys.stdout.isatty() or "COLUMNS" in os.environ
+            out = Console(soft_wrap=True, highlight=False, width=None if narrow else FILE_WIDTH)
             with_json = Console(stderr=True, highlight=False) if as_json else out
             try:
                 for n, group in parts.items():
@@ -167,6 +173,8 @@ def _failed(error: BaseException, as_json: bool, debug: bool) -> int:
         said = "interrupted"
     elif isinstance(error, JaxrematError):
         said = str(error)
+    elif isinstance(error, OSError) and error.filename:
+        said = f"{error.strerror or type(error).__name__}: {error.filename}"
     else:
         said = f"{type(error).__name__}: {error}{_place(error)}"
     said = " ".join(said.split())

@@ -28,6 +28,9 @@ from ._notes import NOTES
 ROWS = 12
 """Rows of a table in a terminal, at most."""
 
+WIDE, SPARED = 100, ("gap", "stages", "solver")
+"""Columns that the planner's log does without where the terminal is narrower."""
+
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
@@ -55,8 +58,9 @@ def sections(outcome: Outcome, width: int) -> list[Section]:
     if outcome.alive:
         found.append(_peak(outcome))
     if outcome.rounds:
-        columns = tuple(name if name in ("fits", "solver") else f">{name}" for name in ROUND)
-        rows = tuple(rounds(outcome))
+        shown = [i for i, name in enumerate(ROUND) if width >= WIDE or name not in SPARED]
+        columns = tuple(ROUND[i] if ROUND[i] in ("fits", "solver") else f">{ROUND[i]}" for i in shown)
+        rows = tuple(tuple(row[i] for i in shown) for row in rounds(outcome))
         found.append(Section("How it was found", (), columns, rows, NOTES["rounds"]))
     figures = tuple(verified(outcome))
     note = NOTES["verified"] if figures else NOTES["not compiled"]
