@@ -30,6 +30,8 @@ from jaxremat._verify import make_plan
 
 FOLDER = Path(zoo.__file__).parent
 SHARES = ("0.75", "0.5", "0.33", "min")
+TIME_LIMIT = 60.0
+"""Seconds for each solve: these plans are made once."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "jaxremat")
 
 
@@ -39,7 +41,8 @@ def make(network: str, scale: str, target: str, shares: Sequence[str], folder: P
     args = step.abstract_args()
     options: dict[str, Any] = {"donate_argnums": step.donate_argnums}
     options |= {"target": target} if target != "cpu" else {}
-    baseline, request = jaxremat.optimize(None, **options)(step.step)._prepare(args, {})
+    decorate = jaxremat.optimize(None, time_limit=TIME_LIMIT, **options)
+    baseline, request = decorate(step.step)._prepare(args, {})
     plain = MemoryStats.of(baseline.plain)  # compiled once for all shares
     plans: dict[str, jaxremat.Plan] = {}
     for share in shares:
@@ -71,7 +74,7 @@ def make(network: str, scale: str, target: str, shares: Sequence[str], folder: P
         },
     }
     path = folder / zoo.file_name(network, scale, target)
-    path.write_text(zoo.to_json(shared, plans), encoding="utf-8")
+    path.write_bytes(zoo.to_bytes(shared, plans))
     return path
 
 

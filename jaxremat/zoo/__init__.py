@@ -6,6 +6,7 @@ Anything else is a `PlanMismatchError`, when it is loaded or when it is applied,
 """
 
 import functools
+import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from .._errors import ArgumentError, PlanMismatchError
 from .._plan import Plan
 
 FORMAT = 1
+SUFFIX = ".json.gz"
+"""Of its files: JSON, compressed to a tenth. `zcat` shows one."""
 JAX_MINOR = ".".join(map(str, JAX_VERSION))
 """The version of jax at hand, as far as plans depend on it."""
 
@@ -57,9 +60,7 @@ class Entry:
 
 def entries() -> tuple[Entry, ...]:
     """Every plan of the zoo, for every version of jax."""
-    folder = files(__name__)
-    names = sorted(each.name for each in folder.iterdir() if each.name.endswith(".json"))
-    return tuple(entry for name in names for entry in _read(name))
+    return tuple(entry for name in _names() for entry in _read(name))
 
 
 def load(network: str, budget: str, *, target: str = "h100", scale: str = "full") -> Plan:
@@ -75,10 +76,10 @@ def load(network: str, budget: str, *, target: str = "h100", scale: str = "full"
 
 def find(network: str, budget: str, *, target: str = "h100", scale: str = "full") -> Entry:
     """`load`, with the program's settings and the versions that the plan was made with."""
-    named = [e for e in entries() if e.network == network]
+    named = [e for name in _names() if name.split("-")[0] == network for e in _read(name)]
     alike = [e for e in named if (e.budget, e.target, e.scale) == (budget, target, scale)]
     if not alike:
-        known = sorted({e.name for e in named}) or sorted({e.network for e in entries()})
+        known = sorted({e.name for e in named} or {name.split("-")[0] for name in _names()})
         raise ArgumentError(
             f"The zoo has no plan `{network} {scale} {budget} {target}`. It has {', '.join(known)}. "
             "Plan it with `jaxremat.plan`."
@@ -95,7 +96,12 @@ def find(network: str, budget: str, *, target: str = "h100", scale: str = "full"
 
 def file_name(network: str, scale: str, target: str) -> str:
     """Where the plans of a network for the version of jax at hand are kept, in this folder."""
-    return f"{network}-{scale}-{target}-jax{JAX_MINOR}.json"
+    return f"{network}-{scale}-{target}-jax{JAX_MINOR}{SUFFIX}"
+
+
+def to_bytes(shared: dict[str, Any], plans: dict[str, Plan]) -> bytes:
+    """What such a file holds: the text, compressed, the same bytes of the same text whenever it is written."""
+    return gzip.compress(to_json(shared, plans).encode(), mtime=0)
 
 
 def to_json(shared: dict[str, Any], plans: dict[str, Plan]) -> str:
@@ -107,9 +113,13 @@ def to_json(shared: dict[str, Any], plans: dict[str, Plan]) -> str:
     return f'{head},\n "plans": {{\n' + ",\n".join(lines) + "\n }\n}\n"
 
 
+def _names() -> list[str]:
+    return sorted(each.name for each in files(__name__).iterdir() if each.name.endswith(SUFFIX))
+
+
 @functools.cache
 def _read(name: str) -> tuple[Entry, ...]:
-    return tuple(parse((files(__name__) / name).read_text(encoding="utf-8"), name))
+    return tuple(parse(gzip.decompress((files(__name__) / name).read_bytes()).decode(), name))
 
 
 def parse(text: str, name: str) -> Iterator[Entry]:
