@@ -72,7 +72,9 @@ def test_one_line_finds_a_plan() -> None:
     if HERE:
         e = HERE[0]
         assert jaxremat.zoo.load(e.network, e.budget, target=e.target, scale=e.scale) == e.plan
-    with pytest.raises(ArgumentError, match=r"The zoo has no plan `alexnet full 50% h100`. It has googlenet, gpt"):
+    with pytest.raises(
+        ArgumentError, match=r"The zoo has no plan `alexnet full 50% h100`. It has googlenet, gpt"
+    ):
         zoo.load("alexnet", "50%")
     with pytest.raises(
         ArgumentError, match=f"no plan `{e.network} {e.scale} 1% {e.target}`. It has .*{e.name}"
