@@ -1,12 +1,13 @@
 """Checkpoints of the user's own: undone and planned afresh, or kept as they are."""
 
+import functools
 from collections import Counter
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 import pytest
-from test_loops import CPU
+from test_loops import CPU, often
 from test_optimize import assert_same, compile_plain
 from test_trace import assert_well_formed, runnable
 from zoo_checkpoints import CHECKPOINTS
@@ -19,9 +20,8 @@ from jaxremat._primitives import inner_jaxprs
 from jaxremat._trace import Traced, trace
 
 REGIONS = ("checkpoint", "remat2")
-FEW = ["blocks, names", "loop"]
-OFTEN = {"loop, dots", "loops", "pieces", "two levels by hand"}
-"""What is compiled by default; the others are slow tests."""
+VARIANTS = {"nn.remat_scan, dots", "nn.remat_scan, three levels"}
+"""Programs that take long to trace; others have what they have."""
 
 UNROLLED = {"blocks", "blocks, dots", "blocks, names", "nn.remat", "accumulation, unrolled"}
 CONTRACTIONS = {"loops": 12, "nn.remat_scan, three levels": 8, "two levels by hand": 8}
@@ -57,6 +57,7 @@ def regions(jaxpr: Any, late: bool = False) -> list[Counter[str]]:
     return found
 
 
+@functools.cache
 def least(name: str, **options: Any) -> Plan:
     """The plan of least memory, its step run against the plain one."""
     case = CHECKPOINTS[name]
@@ -71,7 +72,7 @@ def least(name: str, **options: Any) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", often(CHECKPOINTS, CHECKPOINTS.keys() - VARIANTS))
 def test_kept_regions_are_those_of_the_step(name: str) -> None:
     """As many as in the user's program, holding what they hold there, whatever the plan drops around them."""
     found = traced(name, respect_checkpoint=True)
@@ -84,8 +85,7 @@ def test_kept_regions_are_those_of_the_step(name: str) -> None:
     assert regions(emit(found, graph, complete(graph, ())).jaxpr) == own
 
 
-@pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow)
-                                  for name in CHECKPOINTS])  # fmt: skip
+@pytest.mark.parametrize("name", often(CHECKPOINTS, {"loops"}))
 def test_undone_regions_compute_the_same(name: str) -> None:
     case, found = CHECKPOINTS[name], traced(name)
     assert_well_formed(found)
@@ -96,12 +96,12 @@ def test_undone_regions_compute_the_same(name: str) -> None:
     assert_same(want, got)
 
 
-@pytest.mark.parametrize("name", sorted(CHECKPOINTS.keys() - UNROLLED))
+@pytest.mark.parametrize("name", often(sorted(CHECKPOINTS.keys() - UNROLLED), CHECKPOINTS.keys() - VARIANTS))
 def test_what_loops_compute_again_is_merged_back(name: str) -> None:
     assert counts(traced(name).jaxpr.jaxpr)["dot_general"] == CONTRACTIONS.get(name, 6)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", often(["blocks, names", "loop"], {"loop"}))
 def test_least_memory_with_regions_kept(name: str) -> None:
     plan = least(name, respect_checkpoint=True)
     assert plan.respect_checkpoint
@@ -109,7 +109,7 @@ def test_least_memory_with_regions_kept(name: str) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize("name", ["loop", "nn.remat_scan"])
+@pytest.mark.parametrize("name", often(["loop", "nn.remat_scan"], {"loop"}))
 def test_least_memory_with_regions_undone(name: str) -> None:
     least(name)
 
@@ -122,10 +122,8 @@ def test_least_memory_of_all(name: str, respect_checkpoint: bool) -> None:
 
 
 def test_a_plan_knows_whether_it_keeps_regions() -> None:
-    case = CHECKPOINTS["blocks"]
-    args = case.make_args()
-    plan = jaxremat.plan(case.step, *args, budget="min", donate_argnums=0, respect_checkpoint=True)
+    case, plan = CHECKPOINTS["loop"], least("loop", respect_checkpoint=True)
     step = jaxremat.optimize(plan=plan, donate_argnums=0)(case.step)
-    assert step.plan(*args).compiled_peak_nbytes == plan.compiled_peak_nbytes
+    assert step.plan(*case.make_args()).compiled_peak_nbytes == plan.compiled_peak_nbytes
     with pytest.raises(ArgumentError, match="belongs to planning"):
         jaxremat.optimize(plan=plan, respect_checkpoint=True)
