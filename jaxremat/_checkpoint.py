@@ -39,7 +39,7 @@ def checkpoint(
     emit: str = "policy",
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-    prevent_cse: bool = True,
+    prevent_cse: Any = True,
     solver: Solver | None = None,
     time_limit: float = 10.0,
 ) -> Any:
@@ -64,7 +64,8 @@ def checkpoint(
       so is not what only derivative rules make. `"custom_vjp"` gives the function a backward pass of its own, with any
       plan whatever and with fences around what is recomputed; reverse mode only.
     - `static_argnums`, `static_argnames`: as in `jax.jit`.
-    - `prevent_cse`: as in `jax.checkpoint`, for `"policy"`.
+    - `prevent_cse`: as in `jax.checkpoint`, for `"policy"`: False where nothing would merge recomputation with the
+      original, or a tuple, with a bool for each argument or for each part of one.
     - `solver`, `time_limit`: as in `jaxremat.optimize`.
 
     **Returns:** a `Checkpointed`: called as `fn`; `.plan(*args)` is its plan.
@@ -98,9 +99,12 @@ def checkpoint(
         )
     if emit not in ("policy", "custom_vjp"):
         raise ArgumentError(f'`emit={emit!r}` is unknown. Write "policy" or "custom_vjp".')
-    if not isinstance(prevent_cse, bool):
+    if isinstance(prevent_cse, list):
+        prevent_cse = tuple(prevent_cse)
+    said = [prevent_cse] if not isinstance(prevent_cse, tuple) else jax.tree.leaves(prevent_cse)
+    if not all(isinstance(each, bool) for each in said):
         raise ArgumentError(
-            f"`prevent_cse={prevent_cse!r}` is neither True nor False. It holds for all arguments."
+            f"`prevent_cse={prevent_cse!r}` is neither True nor False, nor a tuple of such, one for each argument."
         )
     parse_held(budget, 1 << 40)  # a budget that can never be read is refused where it is written
     check_planning(solver, time_limit)
@@ -114,7 +118,7 @@ class _Options:
 
     budget: Held
     emit: str
-    prevent_cse: bool
+    prevent_cse: bool | tuple[Any, ...]
     solver: Solver
     time_limit: float
 
@@ -174,11 +178,20 @@ class Checkpointed:
     def _segmented(self, function: Function, key: Any) -> _Planned:
         """What follows is the function of flat primals, in parts of which each is a `jax.checkpoint`."""
         if key not in self._planned:
-            self._planned[key] = self._in_segments(function)
+            self._planned[key] = self._in_segments(function, key[0])
         return self._planned[key]
 
-    def _in_segments(self, function: Function) -> _Planned:
-        prevent_cse = self._options.prevent_cse
+    def _prevented(self, function: Function, arguments: Any) -> bool | tuple[bool, ...]:
+        """`prevent_cse` for each primal, where it is not the same for all: what is closed over has none, as in JAX."""
+        given = self._options.prevent_cse
+        if isinstance(given, bool):
+            return given
+        args, kwargs = jax.tree.unflatten(arguments, range(arguments.num_leaves))
+        flags = jax.tree.broadcast(given, (args, kwargs) if kwargs else args)
+        return (*(False for _ in function.consts), *jax.tree.leaves(flags))
+
+    def _in_segments(self, function: Function, arguments: Any) -> _Planned:
+        prevent_cse = self._prevented(function, arguments)
         try:
             joint = differentiated(function, function.inexact)
         except NotReversibleError as error:  # it may be called all the same, and differentiated forward

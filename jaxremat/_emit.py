@@ -28,6 +28,7 @@ import jax.extend.core as jex
 from . import _compat
 from ._close import close_loops, without_unread
 from ._collector import uncollected
+from ._fence import fence
 from ._graph import Graph
 from ._hazards import ZERO, Hazards, is_zero
 from ._merge import merged
@@ -75,14 +76,13 @@ class Emitter:
     """Appends the planned step's equations to `eqns`, with the loop of each in `loop_of`."""
 
     def __init__(
-        self, traced: Traced, graph: Graph, schedule: Schedule, fence: str, cotangents: Sequence[Any] = ()
+        self, traced: Traced, graph: Graph, schedule: Schedule, form: str, cotangents: Sequence[Any] = ()
     ):
-        self.traced = traced
-        self.graph = graph
+        self.traced, self.graph = traced, graph
         self.cotangents = cotangents  # of a backward pass that is a program of its own
         self.held = holds(graph.backend)
-        self.all_cotangents = fence == "cotangents"
-        self.ordered = fence == "ordered"
+        self.all_cotangents = form == "cotangents"
+        self.ordered = form == "ordered"
         self.due: dict[Any, list[Any]] = {}  # see `_weights_first`
         self.schedule = schedule
         self.source = traced.jaxpr.jaxpr.eqns
@@ -314,8 +314,8 @@ class Emitter:
             return {}
         outvars = [_compat.new_var(a.aval) for a in operands]
         template = self.source[self.graph.forward_stop]
-        fence = _compat.in_scope(_compat.barrier(operands, outvars, template.source_info), name)
-        self.append([fence], [loop])
+        barrier = fence if self.cotangents else _compat.barrier
+        self.append([_compat.in_scope(barrier(operands, outvars, template.source_info), name)], [loop])
         self.passed.update(zip(trigger, outvars[len(through) :], strict=True))
         return dict(zip(through, outvars, strict=False))
 

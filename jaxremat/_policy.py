@@ -18,14 +18,18 @@ from ._segmentation import Segment, Segmentation
 
 
 def checkpointed(
-    body: Body, cut: Segmentation, names: frozenset[str], prevent_cse: bool
+    body: Body, cut: Segmentation, names: frozenset[str], prevent_cse: bool | tuple[bool, ...]
 ) -> Callable[..., list[Any]]:
-    """The function of flat operands. **Arguments:** `prevent_cse` as in `jax.checkpoint`."""
+    """The function of flat operands. **Arguments:** `prevent_cse` as in `jax.checkpoint`, or for each operand."""
     return lambda *operands: _evaluated(body, operands, cut, names, prevent_cse)
 
 
 def _evaluated(
-    body: Body, operands: Sequence[Any], cut: Segmentation, names: frozenset[str], prevent_cse: bool
+    body: Body,
+    operands: Sequence[Any],
+    cut: Segmentation,
+    names: frozenset[str],
+    prevent_cse: bool | tuple[bool, ...],
 ) -> list[Any]:
     jaxpr = body.jaxpr
     known = [*body.closed.consts, *operands]
@@ -36,6 +40,12 @@ def _evaluated(
 
     segments = cut.segments[body.numbers[0]] if body.numbers else ()
     wanted = _read_later(body, segments)
+    each = (
+        prevent_cse if isinstance(prevent_cse, tuple) else (prevent_cse or len(segments) > 1,) * len(operands)
+    )
+    prevented = dict(
+        zip(jaxpr.invars, each, strict=True)
+    )  # what one segment hands on to another is, in any case
     for segment in segments:
         at = segment.own[0]
         eqn = jaxpr.eqns[at]
@@ -48,7 +58,9 @@ def _evaluated(
         piece = jex.jaxpr_as_fun(closed)
         if not eqn.effects:
             policy = jax.checkpoint_policies.save_only_these_names(*sorted(names))
-            piece = checkpoint(piece, policy=policy, prevent_cse=prevent_cse or len(segments) > 1)
+            flags = tuple(prevented.get(a, len(segments) > 1) for a in closed.jaxpr.invars)
+            one = all(flags) if len(set(flags)) <= 1 else flags
+            piece = checkpoint(piece, policy=policy, prevent_cse=one)
         results = piece(*(env[a] for a in closed.jaxpr.invars))
         env.update(zip(made, results, strict=True))
     return [read(a) for a in jaxpr.outvars]

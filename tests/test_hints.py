@@ -37,7 +37,7 @@ SOLVERS: dict[str, Any] = {
     "mincut": MinCut(),
     "milp": Milp(gap=0.0),
 }
-ROWS, WIDTH, LAYERS = 1024, 64, 6
+ROWS, WIDTH, LAYERS = 1024, 64, 4
 AMPLE = "1GiB"
 
 
@@ -87,7 +87,16 @@ TRANSFORMED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }  # fmt: skip
 
 
-SLOW = {"grad of vmap", "grad of scan", "policy", "linearize", "cond", "forward mode"}
+SLOW = {
+    "grad of grad",
+    "checkpoint",
+    "grad of vmap",
+    "grad of scan",
+    "policy",
+    "linearize",
+    "cond",
+    "forward mode",
+}
 
 
 @pytest.mark.parametrize(
@@ -262,8 +271,15 @@ def in_a_scan(weights: Any, x: jax.Array, *, marks: Any) -> Any:
     return grads, value
 
 
-@pytest.mark.parametrize("action", ["save", "recompute"])
-@pytest.mark.parametrize("checkpoint", [{}, {"checkpoint": True}], ids=["", "checkpoint"])
+@pytest.mark.parametrize(
+    ("checkpoint", "action"),
+    [
+        ({}, "save"),
+        ({"checkpoint": True}, "recompute"),
+        pytest.param({}, "recompute", marks=pytest.mark.slow),
+        pytest.param({"checkpoint": True}, "save", marks=pytest.mark.slow),
+    ],
+)
 def test_a_hint_in_the_body_of_a_scan_is_about_every_iteration(action: str, checkpoint: Any) -> None:
     plan, _ = planned({"h": action, **checkpoint}, AMPLE if action == "recompute" else "min", in_a_scan)
     (mark,) = (a for a in plan.actions if a.pin)

@@ -15,7 +15,7 @@ from test_optimize import assert_same
 import jaxremat
 from jaxremat import ArgumentError, JaxrematWarning, MinCut
 
-ROWS, WIDTH, LAYERS = 512, 64, 4
+ROWS, WIDTH, LAYERS = 512, 64, 3
 
 
 class Net(nnx.Module):
@@ -65,7 +65,7 @@ def state_of(objects: Any) -> Any:
 @pytest.fixture(scope="module")
 def budget() -> int:
     stats = jaxremat.memory(train_step, *make(), batch())
-    return stats.base_nbytes + int(0.6 * stats.temporaries_nbytes)
+    return stats.base_nbytes + int(0.7 * stats.temporaries_nbytes)
 
 
 def test_a_step_written_for_nnx_jit(budget: int) -> None:
@@ -201,7 +201,7 @@ def test_a_state_is_a_tree_like_any_other() -> None:
 
 
 def test_a_train_state_of_linen() -> None:
-    net = nn.Sequential([layer for _ in range(2 * LAYERS) for layer in (nn.Dense(WIDTH), nn.tanh)])
+    net = nn.Sequential([layer for _ in range(8) for layer in (nn.Dense(WIDTH), nn.tanh)])
     params = net.init(jax.random.key(0), batch()["x"])
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:

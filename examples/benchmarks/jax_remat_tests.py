@@ -5,7 +5,8 @@
     python -m examples.benchmarks.jax_remat_tests jax/tests/api_test.py --save
 
 runs the class `RematTest` three times: as it is, and with each emitter. A test that passes a policy or `concrete=` is
-about those, which a plan replaces: there `jax.checkpoint` stays.
+about those, which a plan replaces: there `jax.checkpoint` stays. `--save` keeps the outcomes, which `table` lists: each
+test that does not pass with the reason that is given here.
 """
 
 import argparse
@@ -24,6 +25,63 @@ import jaxremat
 
 RESULTS = Path(__file__).parent / "results" / "jax_remat_tests.json"
 WAYS = ("jax", "policy", "custom_vjp")
+BOTH = ("policy", "custom_vjp")
+FORWARD = "it needs forward mode, which a `custom_vjp` does not have, as the error says"
+JIT = (
+    "it counts how often a `jit` within the function is compiled, and wants once; the plan is of what is in that "
+    "`jit`, which is not compiled by itself"
+)
+REASONS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (BOTH, "test_fwd_caching test_fwd_caching_static_argnums", JIT),
+    (("policy",), "test_linearize_caching", JIT),
+    (("policy",), "test_name_stack_annotation", "it wants one checkpoint in the program; a plan has several"),
+    (
+        ("custom_vjp",),
+        "test_name_stack_annotation",
+        "it wants a checkpoint in the program, and there is none",
+    ),
+    (
+        BOTH,
+        "test_remat_eval_counter",
+        "it counts what a checkpoint within a checkpoint evaluates again; the inner one is undone before anything is "
+        "planned, and less is evaluated",
+    ),
+    (
+        ("policy",),
+        "test_remat_of_scan test_remat_of_scan_new",
+        "it wants to see that the loop computes its `sin` again; the plan keeps the carries, which is all that the "
+        "backward pass reads",
+    ),
+    (
+        ("custom_vjp",),
+        "test_remat_of_scan test_remat_of_scan_new test_remat_scan test_remat_scan_new test_remat_of_cond "
+        "test_remat_of_cond_new",
+        "it reads the printed linear program, in which a `custom_vjp` is a single operation until it is transposed",
+    ),
+    (
+        ("policy",),
+        "test_remat_residual_logging",
+        "it wants JAX to log that nothing is kept; a plan keeps what is small",
+    ),
+    (
+        ("custom_vjp",),
+        "test_remat_residual_logging",
+        "it reads what JAX logs of checkpoints, and there is none",
+    ),
+    (
+        ("custom_vjp",),
+        "test_remat_partial_cse_prevention test_remat_partial_cse_prevention_pytree",
+        "it looks for the barrier that `prevent_cse` makes, which is about checkpoints; a planned backward pass has "
+        "fences of its own",
+    ),
+    (
+        ("custom_vjp",),
+        "test_linearize_caching test_remat_basic test_remat_freevars test_remat_vmap test_remat_of_while_loop "
+        "test_remat_of_while_loop_new",
+        FORWARD,
+    ),
+)
+"""Why a test cannot pass: for which emitters, which tests, and the reason, in a clause."""
 
 
 def pytest_configure() -> None:
@@ -64,6 +122,55 @@ def outcomes(tests: Path, way: str) -> dict[str, str]:
         return found
 
 
+def reason(way: str, test: str) -> str | None:
+    """Why a test cannot pass with an emitter, if anybody knows."""
+    return next((why for ways, tests, why in REASONS if way in ways and test in tests.split()), None)
+
+
+def failures(found: dict[str, dict[str, str]], way: str) -> dict[str, str]:
+    """The tests that pass as they are and fail with an emitter, and what they say."""
+    return {
+        test: outcome
+        for test, outcome in found[way].items()
+        if outcome not in ("passed", "skipped") and found["jax"].get(test) == "passed"
+    }
+
+
+def unexplained(found: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
+    """The failures that nobody has given a reason for."""
+    return [(way, test) for way in BOTH for test in failures(found, way) if reason(way, test) is None]
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """How many pass, and all failures with their reasons."""
+    found = record["outcomes"]
+    lines = [
+        "### JAX's own tests of `jax.checkpoint`",
+        "",
+        f'The class `RematTest` of jax {record["jax"]}, with `jaxremat.checkpoint(fn, "min")` in the place of '
+        "`jax.checkpoint`, except where a test passes a policy (`examples/benchmarks/jax_remat_tests.py`).",
+        "",
+        "| in the place of `jax.checkpoint` | pass | skipped by JAX | cannot pass | unexplained |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for way, tests in found.items():
+        lost = failures(found, way) if way != "jax" else {}
+        unknown = sum(reason(way, test) is None for test in lost)
+        outcomes = list(tests.values())
+        label = "itself" if way == "jax" else f'`emit="{way}"`'
+        lines.append(
+            f"| {label} | {outcomes.count('passed')} "
+            f"| {outcomes.count('skipped')} | {len(lost) - unknown} | {unknown} |"
+        )
+    for way in BOTH:
+        lines += ["", f'With `emit="{way}"` these cannot pass:', ""]
+        said: dict[str, list[str]] = {}
+        for test, outcome in failures(found, way).items():
+            said.setdefault(reason(way, test) or f"**unexplained**: {outcome}", []).append(f"`{test}`")
+        lines += [f"- {', '.join(tests)}: {why}." for why, tests in said.items()]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run, print and perhaps save."""
     parser = argparse.ArgumentParser(
@@ -80,11 +187,11 @@ def main() -> None:
     found = {way: outcomes(args.tests.resolve(), way) for way in WAYS}
     for way, tests in found.items():
         print(f"{way}: {sum(o == 'passed' for o in tests.values())} of {len(tests)} pass")
-        for name, outcome in tests.items():
-            if outcome not in ("passed", "skipped") and found["jax"].get(name) == "passed":
-                print(f"  {name}: {outcome}")
+        for name, outcome in failures(found, way).items() if way != "jax" else ():
+            print(f"  {name}: {reason(way, name) or outcome}")
     if args.save:
-        RESULTS.write_text(json.dumps({"jax": jax.__version__, "outcomes": found}, indent=1) + "\n")
+        record = {"jax": jax.__version__, "outcomes": found}
+        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

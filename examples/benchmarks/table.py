@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.benchmarks import depth, monet_table, records, unrolled
+from examples.benchmarks import depth, emitters, jax_remat_tests, monet_table, records, unrolled
 from examples.benchmarks.bench import AT
 from examples.benchmarks.overview import NAMES, overview
 from jaxremat import format_nbytes
@@ -87,6 +87,7 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
     )
     pairs = _unrolled(results)
     deep = [depth.markdown(record) for record in records.read_all(results, "depth")]
+    emitted = list(records.read_all(results, "emitters"))
     parts = [
         monet_table.monet_markdown(monet),
         monet_table.device_markdown(device, torch),
@@ -94,6 +95,8 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
         *([UNROLLED] if pairs else []),
         *pairs,
         *deep,
+        emitters.markdown(emitted),
+        *map(jax_remat_tests.markdown, jax_tests(results)),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -117,6 +120,12 @@ def _unrolled(results: Path) -> list[str]:
         if scanned:
             parts += [title(record), unrolled.markdown(scanned, record)]
     return parts
+
+
+def jax_tests(results: Path) -> list[records.Record]:
+    """What became of JAX's own tests, if a folder of results has it."""
+    path = results / jax_remat_tests.RESULTS.name
+    return [records.read(path)] if path.exists() else []
 
 
 def title(record: records.Record) -> str:

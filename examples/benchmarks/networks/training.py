@@ -18,6 +18,7 @@ State = dict[str, Any]
 """``params`` and ``opt_state``, with ``batch_stats`` and ``step`` where needed."""
 
 Step = Callable[[State, Batch], tuple[State, jax.Array]]
+Loss = Callable[[Any, State, Batch], tuple[jax.Array, State]]
 AUXILIARY_WEIGHT = 0.3
 """Weight of the loss of each auxiliary head (GoogLeNet's paper, section 5)."""
 
@@ -31,6 +32,8 @@ class Program:
     """``(state, batch) -> (state, loss)``, not compiled."""
     initialise: Callable[[jax.Array], tuple[State, Batch]]
     """The step's arguments, as a pure function of a random key."""
+    loss: Loss
+    """``(params, rest of the state, batch) -> (loss, what of the rest is updated)``, which the step differentiates."""
     donate_argnums: tuple[int, ...] = (0,)
 
     def make_args(self, seed: int = 0) -> tuple[State, Batch]:
@@ -67,27 +70,23 @@ def make_program(
             state["step"] = jnp.zeros((), jnp.int32)
         return state, batch
 
+    def loss(params: Any, rest: State, batch: Batch) -> tuple[jax.Array, State]:
+        keys = {"dropout": jax.random.fold_in(jax.random.key(0), rest["step"])} if drops else {}
+        collections = {k: v for k, v in rest.items() if k == "batch_stats"}
+        outputs, updated = model.apply(
+            {"params": params, **collections}, batch["inputs"], rngs=keys, mutable=list(collections)
+        )
+        return cross_entropy(outputs, batch["labels"]), dict(updated)
+
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
-        keys: dict[str, jax.Array] = {}
-        counted: dict[str, jax.Array] = {}
-        if drops:
-            keys["dropout"] = jax.random.fold_in(jax.random.key(0), state["step"])
-            counted["step"] = state["step"] + 1
-        collections = {k: v for k, v in state.items() if k == "batch_stats"}
-
-        def loss_of(params: Any) -> tuple[jax.Array, dict[str, Any]]:
-            outputs, updated = model.apply(
-                {"params": params, **collections}, batch["inputs"], rngs=keys, mutable=list(collections)
-            )
-            return cross_entropy(outputs, batch["labels"]), dict(updated)
-
-        gradient = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, updated), grads = gradient(state["params"])
+        rest = {k: v for k, v in state.items() if k in ("batch_stats", "step")}
+        counted = {"step": state["step"] + 1} if drops else {}
+        (value, updated), grads = jax.value_and_grad(loss, has_aux=True)(state["params"], rest, batch)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state, **updated, **counted}, loss
+        return {"params": params, "opt_state": opt_state, **updated, **counted}, value
 
-    return Program(name, step, initialise)
+    return Program(name, step, initialise, loss)
 
 
 def cross_entropy(outputs: jax.Array | tuple[jax.Array, ...], labels: jax.Array) -> jax.Array:
