@@ -1,8 +1,8 @@
 """Operands -> a fence that may itself be differentiated, for backward passes that are programs of their own.
 
 JAX's rule for `lax.optimization_barrier` gives every result a tangent, integers too, and a `cond` behind the fence
-takes an index with a tangent for a mistake. So where integers pass through, the fence is a `custom_jvp` function:
-tangents of floats pass a fence of their own, and integers have none.
+takes an index with a tangent for a mistake. So where integers pass through, the fence is a `custom_jvp` function, and
+tangents pass by it.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,7 @@ from ._joint import is_inexact
 
 def fence(operands: Sequence[Any], outvars: Sequence[Any], source_info: Any) -> Any:
     """As `_compat.barrier`."""
-    smooth = [is_inexact(a.aval) for a in operands]
-    if all(smooth) or any(map(_compat.varying_axes, operands)):
+    if all(is_inexact(a.aval) for a in operands) or any(map(_compat.varying_axes, operands)):
         return _compat.barrier(operands, outvars, source_info)
 
     @jax.custom_jvp
@@ -26,8 +25,7 @@ def fence(operands: Sequence[Any], outvars: Sequence[Any], source_info: Any) -> 
 
     @fenced.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        moved = iter(jax.lax.optimization_barrier([t for t, s in zip(tangents, smooth, strict=True) if s]))
-        return fenced(*primals), tuple(next(moved) if s else t for t, s in zip(tangents, smooth, strict=True))
+        return fenced(*primals), tangents
 
     closed = jax.make_jaxpr(fenced)(*(a.aval for a in operands))
     return _compat.inlined(closed, operands, source_info, outvars)[0][0]

@@ -130,7 +130,7 @@ def test_the_compiled_program_needs_less_memory(emit: str) -> None:
 
     plain = peak(gelus)
     low = jaxremat.checkpoint(gelus, "min", emit=emit)
-    assert peak(low) < 0.4 * plain
+    assert peak(low) < 0.5 * plain
     assert peak(low) < peak(jaxremat.checkpoint(gelus, "dots", emit=emit)) < plain
 
 
