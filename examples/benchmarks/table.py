@@ -118,7 +118,10 @@ def _unrolled(results: Path) -> list[str]:
     for record in records.read_all(results, "unrolled"):
         scanned = steps.get((record["network"], record["scale"]))
         if scanned:
-            parts += [title(record), unrolled.markdown(scanned, record)]
+            both = (r["rows"]["plain"]["equations"] for r in (scanned, record))
+            name = NAMES.get(record["network"], record["network"]).removesuffix(", scanned")
+            parts.append("**{}**: {:,} equations scanned, {:,} unrolled".format(name, *both))
+            parts.append(unrolled.markdown(scanned, record))
     return parts
 
 
