@@ -17,6 +17,7 @@ from ._emit import FENCES, emit
 from ._fingerprint import fingerprint
 from ._graph import Graph, Segments
 from ._hlo import Module, parse
+from ._implementations import replaced
 from ._levels import Form, forms
 from ._library import library_seconds
 from ._loops import FORWARD
@@ -30,7 +31,6 @@ from ._roofline import roofline
 from ._schedule import Schedule
 from ._scratch import scratch
 from ._simulate import simulate
-from ._slices import holds
 from ._tags import tagged, written
 from ._trace import Traced, trace
 from ._workspace import workspaces
@@ -124,7 +124,7 @@ class Baseline:
 
     @cached_property
     def witness(self) -> Compiled:
-        """The plain step with every equation tagged, and held back what every plan holds back."""
+        """The plain step with every equation tagged, and replaced what every plan replaces."""
         with phase("compiling the plain step, tagged"):
             return self.compile(self.program.evaluating(tagged(self.traced, self.backend), self.traced))
 
@@ -135,9 +135,9 @@ class Baseline:
     @property
     def peak_nbytes(self) -> int:
         """The plain step's compiled peak: of the user's own step if that is compiled already or differs from the tagged
-        one (which has no checkpoints, and holds things back); else of that one.
+        one (which has no checkpoints, and replaces equations); else of that one.
         """
-        own = "plain" in self.__dict__ or self.traced.rematted or self._holds
+        own = "plain" in self.__dict__ or self.traced.rematted or self._replaces
         return MemoryStats.of(self.plain if own else self.witness).peak_nbytes
 
     @property
@@ -146,8 +146,8 @@ class Baseline:
         return self.peak_nbytes - MemoryStats.of(self.witness).base_nbytes
 
     @cached_property
-    def _holds(self) -> bool:
-        return any(map(holds(self.backend), self.traced.flat.jaxpr.eqns))
+    def _replaces(self) -> bool:
+        return any(map(replaced(self.backend), self.traced.flat.jaxpr.eqns))
 
     @cached_property
     def witness_seconds(self) -> float:
@@ -157,7 +157,7 @@ class Baseline:
     @cached_property
     def seconds(self) -> float:
         """The plain step's."""
-        if not self._holds:
+        if not self._replaces:
             return self.witness_seconds
         return roofline(parse(text_of(self.plain)), self.device).seconds
 

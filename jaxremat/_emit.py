@@ -31,10 +31,11 @@ from ._collector import uncollected
 from ._fence import fence
 from ._graph import Graph
 from ._hazards import ZERO, Hazards, is_zero
+from ._implementations import inline, replaced
 from ._merge import merged
 from ._primitives import is_loop_edge
 from ._schedule import Schedule
-from ._slices import expands, held_inline, holds, sliced_inline
+from ._slices import expands, sliced_inline
 from ._trace import Traced
 from ._weights_first import put_in_order
 
@@ -53,10 +54,9 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
 
     **Arguments:** `fence` is one of `FENCES`.
     """
-    if graph.backend.fuses:
-        graph, schedule = merged(graph, schedule)
+    graph, schedule = merged(graph, schedule) if graph.backend.fuses else (graph, schedule)
     jaxpr = traced.jaxpr.jaxpr
-    if not graph.stages and not traced.loops and not any(map(holds(graph.backend), jaxpr.eqns)):
+    if not graph.stages and not traced.loops and not any(map(replaced(graph.backend), jaxpr.eqns)):
         planned = traced.jaxpr
     else:
         emitter = Emitter(traced, graph, schedule, fence)
@@ -80,7 +80,7 @@ class Emitter:
     ):
         self.traced, self.graph = traced, graph
         self.cotangents = cotangents  # of a backward pass that is a program of its own
-        self.held = holds(graph.backend)
+        self.poor = replaced(graph.backend)
         self.all_cotangents = form == "cotangents"
         self.ordered = form == "ordered"
         self.due: dict[Any, list[Any]] = {}  # see `_weights_first`
@@ -118,7 +118,7 @@ class Emitter:
 
     def append(self, eqns: Sequence[Any], loop_of: Sequence[int]) -> None:
         for eqn, loop in zip(eqns, loop_of, strict=True):
-            placed = held_inline(eqn) if self.held(eqn) else [eqn]
+            placed = inline(eqn) if self.poor(eqn) else [eqn]
             self.eqns.extend(placed)
             self.loop_of.extend([loop] * len(placed))
 

@@ -26,7 +26,7 @@ from ._primitives import (
     is_repeatable,
     reads_memory,
 )
-from ._slices import holds
+from ._slices import is_pooling_gradient
 from ._stages import cut_stages
 from ._tags import Written
 from ._trace import Traced
@@ -88,7 +88,7 @@ def lower(
     for var in (*jaxpr.constvars, *jaxpr.invars):
         add(var, -1)
     nodes: list[Node] = []
-    absorbs = holds(backend(device.platform))  # the kernels of such an equation make its operand themselves
+    fuses = backend(device.platform).fuses  # the kernels of a pooling's gradient make its operand themselves
     backward: set[int] = set()  # values downstream of the backward pass
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
@@ -111,7 +111,7 @@ def lower(
                 flops=eqn_flops(eqn),
                 workspace_nbytes=(workspace or {}).get(i, 0),
                 heavy=is_heavy(eqn) or in_rounds(device, eqn),
-                contraction=reads_memory(eqn) and not absorbs(eqn),
+                contraction=reads_memory(eqn) and not (fuses and is_pooling_gradient(eqn)),
                 forward=not late,
                 repeatable=is_repeatable(eqn),
                 scope=stack,

@@ -6,7 +6,6 @@ index arrays of one slice. *Held*, its zeros pass a barrier together with the co
 the forward pass, shares them with every activation that compares with zero, and keeps both.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ import jax.extend.core as jex
 from jax.core import ShapedArray
 
 from . import _compat
-from ._backend import Backend
 
 ZERO = ShapedArray((), jax.numpy.float32)
 """The type of the first argument of `sliced`."""
@@ -25,7 +23,7 @@ SLICES = 8
 
 def expands(eqn: Any) -> bool:
     """Whether `sliced` needs less memory than the equation itself."""
-    if eqn.primitive.name != "select_and_scatter_add":
+    if not is_pooling_gradient(eqn):
         return False
     params = eqn.params
     batch, *rest = (a.aval.shape[0] for a in (*eqn.invars, *eqn.outvars))
@@ -58,9 +56,9 @@ def sliced(eqn: Any) -> jex.ClosedJaxpr:
     return jax.make_jaxpr(run)(*types)
 
 
-def holds(backend: Backend) -> Callable[[Any], bool]:
-    """Which equations are to be held where this compiler makes the program."""
-    return lambda eqn: backend.fuses and eqn.primitive.name == "select_and_scatter_add"
+def is_pooling_gradient(eqn: Any) -> bool:
+    """Whether it is the gradient of a max-pooling."""
+    return eqn.primitive.name == "select_and_scatter_add"
 
 
 def held(eqn: Any) -> jex.ClosedJaxpr:
@@ -86,11 +84,6 @@ def _extreme(dtype: Any, *, lowest: bool) -> jax.Array:
         return jax.numpy.array(-jax.numpy.inf if lowest else jax.numpy.inf, dtype)
     info = jax.numpy.iinfo(dtype)
     return jax.numpy.array(info.min if lowest else info.max, dtype)
-
-
-def held_inline(eqn: Any) -> list[Any]:
-    """The equations of `held` in place of the equation."""
-    return _compat.inlined(held(eqn), eqn.invars, eqn.source_info, eqn.outvars)[0]
 
 
 def sliced_inline(eqn: Any, zero: Any) -> list[Any]:

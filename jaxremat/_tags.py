@@ -13,7 +13,7 @@ import jax.extend.core as jex
 from . import _compat
 from ._backend import Backend
 from ._hlo import CONTROL, FREE, Instruction, Module, executed, maker, materialised
-from ._slices import held_inline, holds
+from ._implementations import inline, replaced
 from ._trace import Traced
 
 
@@ -47,13 +47,13 @@ TAG = re.compile(r"#(\d+)(?:[/)]|$)")
 def tagged(traced: Traced, backend: Backend) -> jex.ClosedJaxpr:
     """The plain step's flat jaxpr with the index of each equation's counterpart in `traced.jaxpr` in its name stack.
 
-    What this compiler's plans hold back is held back here too.
+    What this compiler's plans replace is replaced here too.
     """
-    flat, held = traced.flat, holds(backend)
+    flat, poor = traced.flat, replaced(backend)
     eqns = []
     for eqn, origin in zip(flat.jaxpr.eqns, traced.origin, strict=True):
         named = eqn if origin < 0 else _compat.in_scope(eqn, f"#{origin}")
-        eqns.extend(held_inline(named) if held(eqn) else [named])
+        eqns.extend(inline(named) if poor(eqn) else [named])
     return _compat.new_jaxpr(flat.jaxpr.constvars, flat.consts, flat.jaxpr.invars, flat.jaxpr.outvars, eqns)
 
 

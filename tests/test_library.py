@@ -17,7 +17,14 @@ from jaxremat._specs import DEVICES
 from jaxremat._target import Target
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
-CHANNELS, IMAGE, BATCH = 64, 64, 32
+CHANNELS, IMAGE, BATCH, GROUPS = 64, 64, 32, 2
+
+
+def twice_as_large(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """A transposed convolution in groups, for which nothing better than XLA's own form is known."""
+    return lax.conv_general_dilated(
+        x, kernel, (1, 1), [(1, 1)] * 2, (2, 2), dimension_numbers=NUMBERS, feature_group_count=GROUPS
+    )
 
 
 def step(weights: Any, x: jax.Array) -> Any:
@@ -26,7 +33,7 @@ def step(weights: Any, x: jax.Array) -> Any:
     def loss(weights: Any) -> jax.Array:
         y = x
         for up, same in weights:
-            y = jnp.tanh(lax.conv_transpose(y, up, (2, 2), "VALID", dimension_numbers=NUMBERS))
+            y = jnp.tanh(twice_as_large(y, up))
             y = lax.conv_general_dilated(y, same, (1, 1), "SAME", dimension_numbers=NUMBERS)
         return jnp.mean(y**2)
 
@@ -38,7 +45,7 @@ def struct(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 ARGS = (
-    [(struct(2, 2, CHANNELS, CHANNELS), struct(3, 3, CHANNELS, CHANNELS))] * 2,
+    [(struct(2, 2, CHANNELS // GROUPS, CHANNELS), struct(3, 3, CHANNELS, CHANNELS))] * 2,
     struct(BATCH, IMAGE, IMAGE, CHANNELS),
 )
 
