@@ -47,7 +47,7 @@ _SCATTERS = frozenset(
     }
 )
 _SLICES = frozenset({"scan_slice", "scan_part"})
-_VIEWS = frozenset({*_SLICES, "reshape", "squeeze", "expand_dims", "bitcast_convert_type", "split"})
+_VIEWS = frozenset({*_SLICES, "reshape", "squeeze", "expand_dims", "bitcast_convert_type"})
 _LIGHT = frozenset(
     {
         "broadcast_in_dim",
@@ -56,6 +56,7 @@ _LIGHT = frozenset(
         "transpose",
         "rev",
         "slice",
+        "split",
         "pad",
         "copy",
         "jaxremat_hint",
