@@ -119,7 +119,8 @@ def _unrolled(results: Path) -> list[str]:
         scanned = steps.get((record["network"], record["scale"]))
         if scanned:
             both = (r["rows"]["plain"]["equations"] for r in (scanned, record))
-            name = NAMES.get(record["network"], record["network"]).removesuffix(", scanned")
+            network: str = record["network"]
+            name = NAMES.get(network, network).removesuffix(", scanned")
             parts.append("**{}**: {:,} equations scanned, {:,} unrolled".format(name, *both))
             parts.append(unrolled.markdown(scanned, record))
     return parts
