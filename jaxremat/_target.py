@@ -8,6 +8,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import io
+import logging
 import os
 import pickle
 import subprocess
@@ -23,6 +24,8 @@ import jax
 
 from ._errors import TargetError
 from ._specs import DEVICES, DeviceSpec
+
+logger = logging.getLogger("jaxremat")
 
 _PLUGINS = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
@@ -91,7 +94,22 @@ def _compile(
 ) -> tuple[dict[str, int], str]:
     chip = target.spec.chip
     assert chip is not None
-    return _worker().compile(chip.config(target.spec.name), module, dict(options), target.name)
+    asked = chip.config(target.spec.name), module
+    try:
+        return _worker().compile(*asked, dict(options), target.name)
+    except TargetError as error:
+        if _NO_TILING not in str(error):
+            raise
+        logger.info("compiling again without Triton's matrix products, for one of which XLA finds no tiling")
+        return _worker().compile(*asked, {**_WITHOUT_TRITON, **dict(options)}, target.name)
+
+
+_NO_TILING = "find output tile sizes"
+"""In what XLA says of a product that it would give to Triton, of a shape that no tiling fits (attention over an odd
+length). With the device at hand it would try cuBLAS too, and take what is faster.
+"""
+
+_WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 
 class TargetCompiled:

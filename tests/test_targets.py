@@ -261,6 +261,24 @@ def test_on_the_target_itself_the_peak_is_compared_with_the_budget(monkeypatch: 
         tight(*args)
 
 
+def test_a_product_that_triton_has_no_tiling_for(caplog: pytest.LogCaptureFixture) -> None:
+    """XLA refuses attention over an odd length before it has tried anything else than Triton."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            weights = jax.nn.softmax(jnp.einsum("blhd,bmhd->bhlm", x, x))
+            y = jnp.einsum("bhlm,bmhd->blhd", weights, x)
+            return jnp.mean((y.reshape(2, 37, 32) @ w) ** 2)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    args = jax.ShapeDtypeStruct((32, 32), jnp.float32), jax.ShapeDtypeStruct((2, 37, 2, 16), jnp.float32)
+    with caplog.at_level("INFO", logger="jaxremat"):
+        found = jaxremat.memory(step, *args, target="h100")
+    assert "without Triton's matrix products" in caplog.text
+    assert found.peak_nbytes > 2 * 32 * 32 * 4
+
+
 def test_what_cannot_be_compiled_is_said() -> None:
     def step(x: jax.Array) -> jax.Array:
         return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x).sum()
