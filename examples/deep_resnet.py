@@ -13,6 +13,7 @@ weights, so that a thousand blocks are traced and compiled as quickly as ten.
 import argparse
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,6 +66,22 @@ class DeepResNet(nn.Module):
         return nn.Dense(self.classes)(x.mean((1, 2)))
 
 
+def step_of(net: nn.Module) -> Callable[..., Any]:
+    """A train step of a network with BatchNorm: `(state, images, labels) -> (state, loss)`."""
+    tx = optax.sgd(0.01)
+
+    def train_step(state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
+        def loss_fn(params: Any) -> Any:
+            logits, changed = net.apply({**state, "params": params}, images, mutable="batch_stats")
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), changed
+
+        (loss, changed), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
+        updates, _ = tx.update(grads, tx.init(state["params"]))
+        return {"params": optax.apply_updates(state["params"], updates), **changed}, loss
+
+    return train_step
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=0, help="train so many steps on random images")
@@ -80,17 +97,7 @@ def main() -> None:
     args = parser.parse_args()
 
     net = DeepResNet(tuple(args.blocks), args.width, args.classes)
-    tx = optax.sgd(0.01)
-
-    def train_step(state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
-        def loss_fn(params: Any) -> Any:
-            logits, changed = net.apply({**state, "params": params}, images, mutable="batch_stats")
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), changed
-
-        (loss, changed), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
-        updates, _ = tx.update(grads, tx.init(state["params"]))
-        return {"params": optax.apply_updates(state["params"], updates), **changed}, loss
-
+    train_step = step_of(net)
     images = jax.ShapeDtypeStruct((args.batch, args.size, args.size, 3), jnp.float32)
     labels = jax.ShapeDtypeStruct((args.batch,), jnp.int32)
     state = jax.eval_shape(net.init, jax.random.key(0), images)

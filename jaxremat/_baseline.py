@@ -211,14 +211,23 @@ class Baseline:
             self._graphs[key] = replace(graph, step_seconds=plain.step_seconds, extra_seconds=more)
         return self._graphs[key]
 
+    @cached_property
+    def _shown(self) -> dict[int, int]:
+        """Scratch memory of the plain form's equations, as its program shows it."""
+        return scratch(self._module, self.traced.jaxpr.jaxpr.eqns)
+
+    @cached_property
+    def _called(self) -> dict[int, float]:
+        """Seconds of those that are library calls in its program."""
+        return library_seconds(self._module, self.traced.jaxpr.jaxpr.eqns, self.device)
+
     def _workspace(self, traced: Traced, least: int) -> dict[int, int]:
         """Scratch memory by equation: what the program shows, and of the bodies of loops what they need alone."""
         if not self.backend.fuses:
             return workspaces(traced, self.program, self.device.platform, least)
-        shown = scratch(self._module, self.traced.jaxpr.jaxpr.eqns)
         looped = frozenset(i for i, loop in enumerate(traced.loop_of) if loop >= 0)
         alone = workspaces(traced, self.program, self.device.platform, least, looped)
-        return alone | {j: shown[i] for i, j in self.traced.places(traced).items() if i in shown}
+        return alone | {j: self._shown[i] for i, j in self.traced.places(traced).items() if i in self._shown}
 
     def _measured(self, traced: Traced, temporaries_nbytes: int) -> dict[int, float] | None:
         """Seconds of equations that ran alone: on the device at hand where that is asked for, else of library calls, as
@@ -227,8 +236,7 @@ class Baseline:
         if self.profile != "measure":
             if not self.backend.fuses:
                 return None
-            called = library_seconds(self._module, self.traced.jaxpr.jaxpr.eqns, self.device)
-            return {j: called[i] for i, j in self.traced.places(traced).items() if i in called}
+            return {j: self._called[i] for i, j in self.traced.places(traced).items() if i in self._called}
         least = int(temporaries_nbytes * _MEASURED_SHARE)
         return measure(traced, self.here, self.program.compiler_options, least)
 

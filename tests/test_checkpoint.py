@@ -323,42 +323,40 @@ def test_effects_happen_once(emit: str) -> None:
     assert len(seen) == 1
 
 
+class Counting:
+    """Chen's planner, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def solve(self, graph: Any, budget_nbytes: Any, *, time_limit: float) -> Any:
+        self.calls += 1
+        return jaxremat.Chen().solve(graph, budget_nbytes, time_limit=time_limit)
+
+
 def test_plans_are_made_once_for_each_kind_of_arguments() -> None:
-    calls: list[int] = []
-
-    class Counting:
-        def solve(self, graph: Any, budget_nbytes: Any, *, time_limit: float) -> Any:
-            calls.append(1)
-            return jaxremat.Chen().solve(graph, budget_nbytes, time_limit=time_limit)
-
-    planned = jaxremat.checkpoint(chain, 0.9, solver=Counting())
+    solver = Counting()
+    planned = jaxremat.checkpoint(chain, 0.9, solver=solver)
     planned(x0, weights)
-    first = len(calls)
+    first = solver.calls
     planned(x0 + 1, weights)
-    assert first > 0 and len(calls) == first
+    assert first > 0 and solver.calls == first
     planned(x0[:8], weights)
-    assert len(calls) > first
+    assert solver.calls > first
 
 
 def test_equal_layers_share_a_plan() -> None:
-    calls: list[int] = []
-
-    class Counting:
-        def solve(self, graph: Any, budget_nbytes: Any, *, time_limit: float) -> Any:
-            calls.append(1)
-            return jaxremat.Chen().solve(graph, budget_nbytes, time_limit=time_limit)
-
     solver = Counting()
 
     def layer(scale: float) -> Any:
         return jaxremat.checkpoint(lambda x: jnp.tanh(jnp.tanh(x * scale) @ weights[0]), 0.9, solver=solver)
 
     layer(2.0)(x0)
-    first = len(calls)
+    first = solver.calls
     layer(2.0)(x0)
-    assert first > 0 and len(calls) == first
+    assert first > 0 and solver.calls == first
     layer(3.0)(x0)
-    assert len(calls) > first
+    assert solver.calls > first
 
 
 def test_usable_as_a_decorator_and_a_method() -> None:

@@ -22,13 +22,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import linen as nn
 from jax import lax
 
 import jaxremat
 from examples.benchmarks import records
-from examples.deep_resnet import Bottleneck
+from examples.deep_resnet import Bottleneck, step_of
 from jaxremat import MemoryStats, compiler_options, complete, format_nbytes
 from jaxremat._budget import parse_budget
 from jaxremat._devices import detect
@@ -132,20 +131,10 @@ class _Alone(nn.Module):
 
 def train_step(blocks: int, remat: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step with that many blocks in the third stage, and its arguments as shapes and types."""
-    net, tx = ResNet((6, 32, blocks, 6), remat), optax.sgd(0.01)
-
-    def step(state: Any, images: jax.Array, labels: jax.Array) -> tuple[Any, jax.Array]:
-        def loss_of(params: Any) -> Any:
-            logits, changed = net.apply({**state, "params": params}, images, mutable="batch_stats")
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), changed
-
-        (loss, changed), grads = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
-        updates, _ = tx.update(grads, tx.init(state["params"]))
-        return {"params": optax.apply_updates(state["params"], updates), **changed}, loss
-
+    net = ResNet((6, 32, blocks, 6), remat)
     images = jax.ShapeDtypeStruct((16, 224, 224, 3), jnp.float32)
     state = jax.eval_shape(net.init, jax.random.key(0), images)
-    return step, (state, images, jax.ShapeDtypeStruct((16,), jnp.int32))
+    return step_of(net), (state, images, jax.ShapeDtypeStruct((16,), jnp.int32))
 
 
 def peak_of(remat: str, budget: int, target: str | None, blocks: int) -> int:
