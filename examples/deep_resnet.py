@@ -56,12 +56,8 @@ class DeepResNet(nn.Module):
         x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
         for stage, count in enumerate(self.blocks):
             x, _ = Bottleneck(self.width * 2**stage, 1 if stage == 0 else 2)(x)
-            rest = nn.scan(
-                Bottleneck,
-                variable_axes={"params": 0, "batch_stats": 0},
-                split_rngs={"params": True},
-                length=count - 1,
-            )
+            stacked = {"params": 0, "batch_stats": 0}
+            rest = nn.scan(Bottleneck, stacked, split_rngs={"params": True}, length=count - 1)
             x, _ = rest(self.width * 2**stage)(x, None)
         return nn.Dense(self.classes)(x.mean((1, 2)))
 
@@ -85,9 +81,7 @@ def step_of(net: nn.Module) -> Callable[..., Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=0, help="train so many steps on random images")
-    parser.add_argument(
-        "--blocks", type=int, nargs=4, default=(6, 32, 956, 6), help="of each stage, at least 2"
-    )
+    parser.add_argument("--blocks", type=int, nargs=4, default=(6, 32, 956, 6), help="2 or more a stage")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--size", type=int, default=224, help="of the images, in pixels")
