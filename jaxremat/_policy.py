@@ -13,7 +13,8 @@ from jax import checkpoint
 
 from . import _compat
 from ._bodies import Body, copied
-from ._naming import named
+from ._naming import named, named_behind
+from ._pooling import is_pooling, pooled_inline
 from ._segmentation import Segment, Segmentation
 
 
@@ -80,12 +81,20 @@ def _read_later(body: Body, segments: Sequence[Segment]) -> dict[Segment, set[An
 def _piece(body: Body, segment: Segment, made: Sequence[Any], names: frozenset[str]) -> jex.ClosedJaxpr:
     """A segment as a jaxpr from the body's own variables to those of its own that are `made` for others."""
     rename: dict[Any, Any] = {}
-    eqns = copied(body, segment.positions, rename, names.__contains__, named)
+    eqns = copied(body, segment.positions, rename, names.__contains__, _written)
     inner = {v for eqn in eqns for v in eqn.outvars}
     outer = dict.fromkeys(
         a for eqn in eqns for a in eqn.invars if not _compat.is_literal(a) and a not in inner
     )
     return _compat.new_jaxpr((), (), list(outer), [rename[v] for v in made], eqns)
+
+
+def _written(eqn: Any, names: dict[int, str]) -> list[Any]:
+    """The equation as it stands in a segment, its results under names."""
+    if not is_pooling(eqn):
+        return named(eqn, names)
+    pooling, *after = named_behind(eqn, names)
+    return [*pooled_inline(pooling), *after]
 
 
 def _scanned(

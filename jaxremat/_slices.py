@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 from jax.core import ShapedArray
 
 from . import _compat
@@ -68,7 +69,7 @@ def held(eqn: Any) -> jex.ClosedJaxpr:
         zero, source = jax.lax.optimization_barrier((jax.numpy.zeros((), source.dtype), source))
         padding = eqn.params["padding"]
         lowest = eqn.params["select_prim"] is jax.lax.ge_p
-        outside = _extreme(operand.dtype, lowest=lowest)
+        outside = extreme(operand.dtype, lowest=lowest)
         padded = jax.lax.pad(operand, outside, [(low, high, 0) for low, high in padding])
         made = _compat.select_and_scatter(padded, source, zero, eqn.params)
         start = [low for low, _ in padding]
@@ -78,11 +79,12 @@ def held(eqn: Any) -> jex.ClosedJaxpr:
     return jax.make_jaxpr(run)(*types)
 
 
-def _extreme(dtype: Any, *, lowest: bool) -> jax.Array:
+def extreme(dtype: Any, *, lowest: bool) -> jax.Array:
     """What no other number of the type is below (above)."""
-    if jax.numpy.issubdtype(dtype, jax.numpy.inexact):
-        return jax.numpy.array(-jax.numpy.inf if lowest else jax.numpy.inf, dtype)
-    info = jax.numpy.iinfo(dtype)
+    inexact = jax.numpy.issubdtype(dtype, jax.numpy.inexact)
+    if inexact and np.isinf(np.array(np.inf).astype(dtype)):
+        return jax.numpy.array(-np.inf if lowest else np.inf, dtype)
+    info = jax.numpy.finfo(dtype) if inexact else jax.numpy.iinfo(dtype)
     return jax.numpy.array(info.min if lowest else info.max, dtype)
 
 
