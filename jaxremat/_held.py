@@ -57,6 +57,10 @@ def counted(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes), values=tuple(values), base_nbytes=0, counts_forward=False)
 
 
+LEAST_SLACK = 0.02
+"""Of schedules that hold about the least, within this share of what plain JAX keeps, the fastest is taken."""
+
+
 @dataclass(frozen=True)
 class Found:
     """**Fields:** `graph` with its stages; `solution`; `profile` in held bytes; `budget_nbytes`, None for words."""
@@ -83,28 +87,39 @@ def plan_held(
     """
     wanted = parse_held(budget, joint.plain_nbytes)
     allowance = wanted if isinstance(wanted, int) else None
-    found: list[tuple[tuple[float, ...], Graph, Solution]] = []
+    cuts: list[tuple[Graph, Graph]] = []  # each with what is counted of it
     kept: list[str] = []
     for stages in _cuttings(graph):
         cut = restrict(replace(graph, stages=stages))
-        held = counted(cut)
         # What one part hands on to another is kept, whatever a hint says of it.
-        kept = [p.origin for p in held.pins if p.action == "recompute" and not held.recomputable(p.at)]
-        if kept:
-            continue
-        if wanted == "dots" or wanted == "free":
-            solution = Solution(fewest_saved(held, _kept_whole(held, wanted == "dots")), solver="mincut")
-        else:
-            solution = solver.solve(held, allowance, time_limit=time_limit)
-        check(held, solution.schedule)
-        found.append((rank(held, solution.schedule, allowance), cut, solution))
-    if not found:
+        kept = [p.origin for p in cut.pins if p.action == "recompute" and not cut.recomputable(p.at)]
+        if not kept:
+            cuts.append((cut, counted(cut)))
+    if not cuts:
         raise HintError(
             f"{kept[0]} cannot be followed: a loop of the function reads the value, and what a loop reads is kept. "
             'Leave the hint out, or use `emit="custom_vjp"`.'
         )
-    _, graph, solution = min(found, key=lambda each: (each[0], len(each[1].stages)))
-    profile = simulate(counted(graph), solution.schedule)
+
+    def solved(held: Graph, within: int | None) -> Solution:
+        if wanted == "dots" or wanted == "free":
+            solution = Solution(fewest_saved(held, _kept_whole(held, wanted == "dots")), solver="mincut")
+        else:
+            solution = solver.solve(held, within, time_limit=time_limit)
+        check(held, solution.schedule)
+        return solution
+
+    within = allowance
+    found = [(cut, held, solved(held, within)) for cut, held in cuts]
+    if wanted == "min":
+        least = [simulate(held, solution.schedule).peak_nbytes for _, held, solution in found]
+        within = min(least) + int(LEAST_SLACK * joint.plain_nbytes)
+        low = [pair for pair, nbytes in zip(cuts, least, strict=True) if nbytes <= within]
+        found.extend((cut, held, solved(held, within)) for cut, held in low)
+    graph, held, solution = min(
+        found, key=lambda each: (rank(each[1], each[2].schedule, within), len(each[1].stages))
+    )
+    profile = simulate(held, solution.schedule)
     if allowance is not None and profile.peak_nbytes > allowance:
         raise InfeasibleBudgetError(
             f"`checkpoint(budget={budget!r})` cannot be met: with the least memory found, the backward pass still has "
