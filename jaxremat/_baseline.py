@@ -18,20 +18,22 @@ from ._fingerprint import fingerprint
 from ._graph import Graph, Segments
 from ._hlo import Module, parse
 from ._implementations import replaced
+from ._iteration import Iteration, backward, forward, plain_seconds
 from ._levels import Form, forms
 from ._library import library_seconds
-from ._loops import FORWARD
+from ._loops import ALONE, FORWARD
 from ._lower import as_stacked, estimate_base, lower
 from ._measured import measure
 from ._memory import MemoryStats
 from ._pins import Patterns
+from ._prices import always_stacked_seconds
 from ._program import Compiled, Program
 from ._progress import phase
 from ._roofline import roofline
 from ._schedule import Schedule
 from ._scratch import scratch
 from ._simulate import simulate
-from ._tags import tagged, written
+from ._tags import Written, tagged, written
 from ._trace import Traced, trace
 from ._workspace import workspaces
 
@@ -63,6 +65,7 @@ class Baseline:
     pins: Patterns = ()
     compile_count: int = 0
     forms: dict[Segments, Traced] = field(default_factory=dict)
+    _iterations: dict[str, Module] = field(default_factory=dict)
     _graphs: dict[tuple[bool, Segments], Graph] = field(default_factory=dict)
 
     @property
@@ -157,7 +160,7 @@ class Baseline:
     @cached_property
     def seconds(self) -> float:
         """The plain step's."""
-        if not self._replaces:
+        if not (self._replaces or self.traced.rematted or self.traced.loops):
             return self.witness_seconds
         return roofline(parse(text_of(self.plain)), self.device).seconds
 
@@ -170,7 +173,8 @@ class Baseline:
             format_nbytes(self.peak_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
         )  # fmt: skip
         if graph.backend.fuses and self.profile == "roofline":
-            more = graph.extra_seconds + self.witness_seconds - self.seconds
+            own = self._looped_seconds(graph)
+            more = (graph.extra_seconds if own is None else own) + self.witness_seconds - self.seconds
             return replace(graph, step_seconds=self.seconds, extra_seconds=more)
         return graph
 
@@ -180,11 +184,44 @@ class Baseline:
             traced,
             self.device,
             base_nbytes=MemoryStats.of(self.witness).base_nbytes,
-            written=written(self._module).renumbered(self.traced.places(traced)),
+            written=self._written(traced),
             workspace=self._workspace(traced, least),
             seconds=self._measured(traced, self.temporaries_nbytes),
             patterns=self.pins,
         )
+
+    def _written(self, traced: Traced) -> Written:
+        """What the compiled plain step writes, and what iterations of forward loops do where they stack nothing."""
+        found = written(self._module).renumbered(self.traced.places(traced))
+        if not self.backend.fuses:
+            return found
+        for loop, iteration in forward(traced, self.backend).items():
+            alone = written(self._alone(iteration)).renumbered(dict(enumerate(iteration.places)))
+            found = found.also(loop, alone)
+        return found
+
+    def _alone(self, iteration: Iteration) -> Module:
+        """An iteration of a loop, compiled by itself."""
+        if iteration.key not in self._iterations:
+            with phase("compiling an iteration"):
+                self._iterations[iteration.key] = iteration.compiled(self.program)
+        return self._iterations[iteration.key]
+
+    def _looped_seconds(self, graph: Graph) -> float | None:
+        """What the plain form's loops take longer than the plain step's where they stack nothing and find all saved.
+
+        None where that is not known: of loops within loops.
+        """
+        loops = self.traced.loops
+        if not loops or any(loop.parent >= 0 or loop.role == ALONE for loop in loops):
+            return None
+        alone = forward(self.traced, self.backend) | backward(self.traced, graph, self.backend)
+        taken = sum(
+            loops[i].length * roofline(self._alone(iteration), self.device).seconds
+            for i, iteration in alone.items()
+        )
+        stacked = always_stacked_seconds(graph, loops, self.device)
+        return taken + stacked - plain_seconds(self._module, self.device)
 
     def plain_graph(self, *, rough: bool = False) -> Graph:
         """The graph of the step's loops as they are."""

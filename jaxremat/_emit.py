@@ -36,6 +36,7 @@ from ._merge import merged
 from ._primitives import is_loop_edge
 from ._schedule import Schedule
 from ._slices import expands, sliced_inline
+from ._sunk import sink, sunk_values
 from ._trace import Traced
 from ._weights_first import put_in_order
 
@@ -61,7 +62,8 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
     else:
         emitter = Emitter(traced, graph, schedule, fence)
         outvars = emitter.run()
-        eqns = without_unread(close_loops(emitter.eqns, emitter.loop_of, traced.loops), outvars)
+        sections = sink(emitter.eqns, emitter.loop_of, traced.loops)
+        eqns = without_unread(close_loops(*sections, traced.loops), outvars)
         planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
     _compat.check_jaxpr(planned)
     return planned
@@ -102,6 +104,7 @@ class Emitter:
                 if not _compat.is_literal(a):
                     self.readers.setdefault(a, []).append(node.id)
         self.place = self._place()
+        self.sunk = sunk_values(self.source, traced.loop_of, traced.loops)
         self.own: list[list[int]] = [[] for _ in graph.stages]
         for n in range(graph.forward_stop, len(graph.nodes)):
             self.own[self.place[n]].append(n)
@@ -207,7 +210,7 @@ class Emitter:
                 else self.clones.get(a) or (self._waits(n, a) and renamed.get(a)) or self.passed.get(a, a)
                 for a in eqn.invars
             ]
-            moved = eqn.replace(invars=invars) if invars != list(eqn.invars) else eqn
+            moved = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
             placed = self._placed(moved, renamed)
             self.append(placed, [self.graph.nodes[n].loop] * len(placed))
 
@@ -271,7 +274,7 @@ class Emitter:
 
     def _fence(self, k: int, wanted: list[int], loop: int) -> dict[Any, Any]:
         """Append the stage's fence in a loop, -1 for none; returns the fenced names of what passes through."""
-        made = {v for n in wanted for v in self.source[n].outvars} | set(self.clones)
+        made = {v for n in wanted for v in self.source[n].outvars} | set(self.clones) | self.sunk
         through: list[Any] = []
         for n in wanted:
             if is_loop_edge(self.source[n]):
@@ -330,9 +333,7 @@ class Emitter:
     def _there_before(self, var: Any, k: int) -> bool:
         """Whether it is saved or an argument, so that the compiler could copy it to another layout long before."""
         v = self.value_of.get(var)
-        if v is None:
-            return True
-        return v in self.schedule.saved and self.graph.stage_of[self.graph.values[v].producer] < k
+        return v is None or (v in self.schedule.saved and self.graph.stage_of[self.maker(var)] < k)
 
     def _finished(self, k: int) -> list[Any]:
         """What earlier stages have finished and readers behind the fence of stage `k` wait for.
@@ -341,11 +342,10 @@ class Emitter:
         """
         stages = self.graph.stages
         start = stages[k].start if k < len(stages) else len(self.source)
-        variables = [(self.variable[v], j) for j in range(k) for v in stages[j].finished]
         around = self.graph.around(start) if k < len(stages) else -1
         return [
             var
-            for var, j in variables
+            for var, j in ((self.variable[v], j) for j in range(k) for v in stages[j].finished)
             for readers in (self.readers.get(var, ()),)
             if self._home(var) == around
             and (

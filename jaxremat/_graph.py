@@ -18,7 +18,7 @@ from ._backend import Backend, backend
 Segments = tuple[tuple[int, ...], ...]
 """For each pair of a step's loops its lengths by level, the outermost first (see `_levels`), none as it was."""
 
-OVERWRITING = frozenset({"dynamic_update_slice", "scan_last"})
+OVERWRITING = frozenset({"dynamic_update_slice", "scan_last", "scatter", "scatter-add"})
 """Heavy work that writes over its operand: into a part of it, or as the next iteration's carry."""
 
 
@@ -233,16 +233,19 @@ class Graph:
     def in_place(self) -> frozenset[int]:
         """The nodes of the backward pass whose result takes over the memory of an operand that dies there.
 
-        These are pointwise kernels, without reductions fused into them, and those of `OVERWRITING`, with an operand of
-        the result's size that the backward pass made and nobody else reads later.
+        These are pointwise kernels and those of `OVERWRITING`, with an operand of the result's size that the backward
+        pass made, and that nobody else reads later, nor a reduction that is fused into the kernel.
         """
         last: dict[int, int] = {}
         repeated: set[int] = set()  # what a forward node reads may be read again, by its recomputation
-        # fused values that hide a reduction, which reads its operand before that may be written over
-        reduced: set[int] = set()
+        # what reductions that a fused value hides read, before any of it may be written over
+        reduced: dict[int, frozenset[int]] = {}
         for node in self.nodes:
-            if node.heavy or not reduced.isdisjoint(node.inputs):
-                reduced.update(v for v in node.outputs if not self.values[v].materialised)
+            fused = [v for v in node.outputs if not self.values[v].materialised]
+            hidden = frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)) if fused else None
+            if hidden is not None and node.heavy:
+                hidden = hidden.union(*(self.sources[v] for v in node.inputs))
+            reduced.update((v, hidden) for v in fused if hidden)
             last.update((v, node.id) for v in self.reads[node.id])
             if node.forward:
                 repeated.update(self.reads[node.id])
@@ -259,9 +262,9 @@ class Graph:
             if (node.primitive in OVERWRITING or not node.heavy)
             and not node.forward
             and len(node.outputs) == 1
-            and reduced.isdisjoint(node.inputs)
             for nbytes in (self.values[node.outputs[0]].nbytes,)
-            if any(dies(v, node, nbytes) for v in self.reads[node.id])
+            for read in (frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)),)
+            if any(v not in read and dies(v, node, nbytes) for v in self.reads[node.id])
         )
 
     @cached_property

@@ -17,6 +17,7 @@ from ._joint import Joint
 from ._loops import Loop
 from ._merge import merged
 from ._schedule import Schedule
+from ._sunk import sink
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     emitter = Emitter(traced, graph, schedule, FENCES[0], cotangents=cotangents)
     outvars = emitter.run()
     results, gradients = outvars[: joint.results], outvars[joint.results :]
-    eqns = close_loops(emitter.eqns, emitter.loop_of, traced.loops)
+    eqns = close_loops(*sink(emitter.eqns, emitter.loop_of, traced.loops), traced.loops)
     outermost = {_outermost(loop, traced.loops) for loop in traced.loop_of[: graph.forward_stop]}
     single = sum(loop < 0 for loop in traced.loop_of[: graph.forward_stop])
     stop = single + len(outermost - {-1})

@@ -28,6 +28,7 @@ from ._primitives import (
 )
 from ._slices import is_pooling_gradient
 from ._stages import cut_stages
+from ._sunk import sunk_values
 from ._tags import Written
 from ._trace import Traced
 
@@ -121,10 +122,18 @@ def lower(
         )
     in_memory = _by_rules(jaxpr.eqns, nodes, values)
     if written is not None:
-        # What the plain loop stacks says little of what it need stack: inside of loops the rules decide.
-        inside = {v for v in in_memory if values[v].producer >= 0 and nodes[values[v].producer].loop >= 0}
+        # What the plain loop stacks says little of what it need stack: the rules decide, or an iteration by itself.
+        known = {-1, *written.loops}
+        inside = {
+            v for v in in_memory if values[v].producer >= 0 and nodes[values[v].producer].loop not in known
+        }
         in_memory = _by_compiler(jaxpr.eqns, nodes, values, written.sizes) | inside
-    crossing = _crossing(jaxpr.eqns, nodes, values)
+    sunk = frozenset(index[v] for v in sunk_values(jaxpr.eqns, traced.loop_of, traced.loops))
+    in_memory -= sunk
+    sums = _sums_of_scattered(jaxpr.eqns, nodes)
+    in_memory = in_memory - sums.keys() | set(sums.values())
+    nodes = [replace(n, heavy=False) if not sums.keys().isdisjoint(n.outputs) else n for n in nodes]
+    crossing = _crossing(jaxpr.eqns, nodes, values, sunk)
     in_memory |= crossing | _carried(jaxpr.eqns, nodes)
     nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
     nodes = _with_stacks(jaxpr.eqns, nodes, values)
@@ -184,16 +193,39 @@ def _length(eqn: Any, loop: Loop | None) -> int:
     return loop.length
 
 
-def _crossing(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
-    """What loops read from outside: it is there while they run."""
+def _crossing(
+    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], sunk: frozenset[int]
+) -> set[int]:
+    """What loops read from outside: it is there while they run; of what iterations make themselves what that reads."""
     found: set[int] = set()
     for node, eqn in zip(nodes, eqns, strict=True):
-        for v in node.inputs:
+        made_of = (u for v in sunk.intersection(node.inputs) for u in nodes[values[v].producer].inputs)
+        for v in {*node.inputs} - sunk | {*made_of}:
             producer = values[v].producer
             outside = producer >= 0 and node.loop >= 0 and nodes[producer].loop != node.loop
             if outside and (values[v].length == 1 or is_loop_edge(eqn)):
                 found.add(behind_views(v, eqns, nodes, values))
     return {v for v in found if values[v].producer >= 0}
+
+
+def _sums_of_scattered(eqns: Sequence[Any], nodes: Sequence[Node]) -> dict[int, int]:
+    """What is scattered into zeros to be added to something else, and that sum: the compiler scatters into the other
+    operand, and writes no zeros.
+    """
+    maker = {v: node.id for node in nodes for v in node.outputs}
+    readers: dict[int, list[int]] = {}
+    for node in nodes:
+        for v in node.inputs:
+            readers.setdefault(v, []).append(node.id)
+    found: dict[int, int] = {}
+    for node, eqn in zip(nodes, eqns, strict=True):
+        if not eqn.primitive.name.startswith("scatter"):
+            continue
+        (made,), filled = node.outputs, maker.get(node.inputs[0], -1)
+        added = [n for n in readers.get(made, ()) if eqns[n].primitive.name in ("add", "add_any")]
+        if readers.get(made, ()) == added != [] and filled >= 0 and not nodes[filled].inputs:
+            found.update((made, v) for n in added[:1] for v in nodes[n].outputs)
+    return found
 
 
 def _carried(eqns: Sequence[Any], nodes: Sequence[Node]) -> set[int]:

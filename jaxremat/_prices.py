@@ -4,7 +4,8 @@ The price of a node is what running it once more costs: of a kernel of its own i
 of the device, of one that its readers absorb what they read more.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ MOST_FUSED_FLOPS = 50.0
 
 COPIES = 2
 """How often what a loop stacks is written and read for that alone: into the stack and out of it, from and to the
-buffers that an iteration's kernels work on. Fitted to compiled programs: a scanned GPT's, on XLA:CPU and for H100."""
+buffers that an iteration's kernels work on. Fitted to a compiled scanned GPT, where a compiler does not fuse."""
 
 
 def priced(
@@ -107,12 +108,13 @@ def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
 def _with_stacking(graph: Graph, device: DeviceSpec, trips: Sequence[int]) -> Graph:
     """The graph with the time of copies into stacks and out of them, which the plain step spends on all it stacks."""
     plain = handed_over(graph)
+    loaded = _loaded(graph)
     seconds: dict[int, float] = {}
     plain_seconds = 0.0
     for value in graph.values:
         if value.length == 1 or not graph.recomputable(value.id) or value.saved_nbytes <= graph.small_nbytes:
             continue  # as in every plan
-        taken = 2 * COPIES * value.nbytes * trips[graph.nodes[value.producer].loop] / device.bandwidth
+        taken = _stacking_seconds(graph, value, device, loaded) * trips[graph.nodes[value.producer].loop]
         if value.materialised:
             seconds[value.id] = taken
         if value.id in plain:
@@ -120,6 +122,44 @@ def _with_stacking(graph: Graph, device: DeviceSpec, trips: Sequence[int]) -> Gr
     values = tuple(replace(v, saved_seconds=seconds.get(v.id, 0.0)) for v in graph.values)
     step_seconds = graph.step_seconds + plain_seconds
     return replace(graph, values=values, step_seconds=step_seconds, extra_seconds=-plain_seconds)
+
+
+def _stacking_seconds(graph: Graph, value: Value, device: DeviceSpec, loaded: Set[int]) -> float:
+    """What an iteration spends on a value because it is stacked; `loaded` as by `_loaded`.
+
+    A compiler that fuses fills the stack with zeros first and copies each value into it. Out of it that copies what
+    a contraction reads, or several kernels; a single other kernel reads the stack itself.
+    """
+    if not graph.backend.fuses:
+        return 2 * COPIES * value.nbytes / device.bandwidth
+    copies = 2 if value.id in loaded else 1
+    return (1 + 2 * copies) * value.nbytes / device.bandwidth + copies * device.launch_seconds
+
+
+def always_stacked_seconds(graph: Graph, loops: Sequence[Loop], device: DeviceSpec) -> float:
+    """What the loops of a compiler that fuses spend on stacks under any plan: on their own results, and on what is
+    always saved.
+    """
+    trips = _trips(loops)
+    loaded = _loaded(graph)
+    results = (n for n in graph.nodes if n.primitive == "scan_stack")
+    taken = 0.0
+    for node in results:
+        nbytes = sum(graph.values[v].nbytes for v in node.outputs)
+        taken += 3 * nbytes / device.bandwidth + trips[node.loop] * device.launch_seconds
+    for value in (graph.values[v] for v in graph.residuals):
+        always = not graph.recomputable(value.id) or value.saved_nbytes <= graph.small_nbytes
+        if value.length > 1 and always:
+            times = trips[graph.nodes[value.producer].loop]
+            taken += times * _stacking_seconds(graph, value, device, loaded)
+    return taken
+
+
+def _loaded(graph: Graph) -> set[int]:
+    """What the backward pass's contractions read, or several of its kernels."""
+    reads = Counter(v for n in graph.nodes if not n.forward for v in graph.reads[n.id])
+    contracted = {v for n in graph.nodes if n.contraction and not n.forward for v in graph.reads[n.id]}
+    return contracted | {v for v, count in reads.items() if count > 1}
 
 
 def handed_over(graph: Graph) -> set[int]:

@@ -62,7 +62,7 @@ class Trial:
     def seconds(self) -> float:
         """Extra seconds of a step: of the compiled kernels where they say it, else by the model."""
         if self.graph.backend.fuses:
-            return max(self.compiled_overhead * self.graph.step_seconds, 0.0)
+            return self.compiled_overhead * self.graph.step_seconds
         return self.profile.extra_seconds
 
     @property
@@ -185,11 +185,18 @@ class Search:
             for cut in self.cuttings[len(found) :]:
                 solution = self._solution(cut, allowance, self.solver)
                 found.append((self._rank(cut, solution, allowance), cut, solution))
-                if found[-1][0][:2] <= (0.0, CHEAP * cut.step_seconds):
+                if found[-1][0][:2] <= (0.0, self._cheap_seconds()):
                     return cut, solution
             order, cut, solution = min(found, key=lambda each: each[0])
             if allowance is None or not self._deepen(order[1] if order[0] == 0.0 else None, allowance):
                 return cut, solution
+
+    def _free_seconds(self) -> float:
+        """What no plan goes below: it saves nothing in loops, which the plain step may do, and recomputes nothing."""
+        return min(self.graph.extra_seconds, 0.0)
+
+    def _cheap_seconds(self) -> float:
+        return self._free_seconds() + CHEAP * self.graph.step_seconds
 
     def _most_seconds(self) -> float:
         """What the least memory may cost."""
@@ -231,8 +238,8 @@ class Search:
 
     def _next(self, lines: list[_Line], budget: int) -> _Line | None:
         """The line to try next, with its pending solution; None where no further round promises anything."""
-        best, step = self.best(budget), self.graph.step_seconds
-        if best is not None and best.seconds <= CHEAP * step:
+        best, cheap = self.best(budget), self._cheap_seconds()
+        if best is not None and best.seconds <= cheap:
             return None
         ready: list[tuple[tuple[float, ...], _Line]] = []
         for i in itertools.count():
@@ -251,7 +258,7 @@ class Search:
             tried = self._tried(line.pending, line.fence)
             if not tried and order[0] == 0.0 and self._promises(line, order[1], best):
                 ready.append((order, line))
-                if order[1] <= CHEAP * step:
+                if order[1] <= cheap:
                     break
         if not ready and best is None:
             for line in lines:
@@ -263,9 +270,9 @@ class Search:
     def _promises(self, line: _Line, seconds: float, best: Trial | None) -> bool:
         if best is None:
             return True
-        if not line.trials:
+        if not line.trials and best.seconds > 0:
             return seconds <= HOPE * best.seconds
-        last = line.trials[-1]
+        last = line.trials[-1] if line.trials else best
         expected = seconds + last.seconds - last.profile.extra_seconds
         return expected <= best.seconds - CHEAP / 2 * self.graph.step_seconds
 
@@ -278,7 +285,7 @@ class Search:
             return
         line.trials.append(trial)
         room = budget - trial.peak_nbytes
-        enough = room <= SLACK * (budget - self.graph.base_nbytes) or trial.seconds == 0
+        enough = room <= SLACK * (budget - self.graph.base_nbytes) or trial.seconds <= self._free_seconds()
         line.closed = room >= 0 and enough
         line.allowance, line.pending = _allowance(line.trials, budget), None
 

@@ -22,11 +22,13 @@ class Written:
     """What the compiled program does with memory, by equation index.
 
     **Fields:** `sizes` in bytes of the buffers that kernels write for each equation; `kernels` the kernels that read
-    any such buffer, each as the equations whose buffers it writes and those whose buffers it reads.
+    any such buffer, each as the equations whose buffers it writes and those whose buffers it reads; `loops` those of
+    whose iterations it says as much.
     """
 
     sizes: Mapping[int, tuple[int, ...]]
     kernels: tuple[tuple[frozenset[int], frozenset[int]], ...]
+    loops: frozenset[int] = frozenset()
 
     def renumbered(self, place: Mapping[int, int]) -> "Written":
         """The same by other indices; equations without one are left out."""
@@ -38,7 +40,12 @@ class Written:
             )
             for writes, reads in self.kernels
         )
-        return Written(sizes, tuple((writes, reads) for writes, reads in kernels if reads))
+        return Written(sizes, tuple((writes, reads) for writes, reads in kernels if reads), self.loops)
+
+    def also(self, loop: int, iteration: "Written") -> "Written":
+        """The same with what the iterations of a loop write and read, by the same indices."""
+        sizes, kernels = {**self.sizes, **iteration.sizes}, (*self.kernels, *iteration.kernels)
+        return Written(sizes, kernels, self.loops | {loop})
 
 
 TAG = re.compile(r"#(\d+)(?:[/)]|$)")

@@ -251,6 +251,19 @@ def test_pointwise_results_are_written_over_operands_that_die() -> None:
     assert [e.live_nbytes // UNIT for e in events] == [4, 8, 4, 8, 11, 3]
 
 
+def test_a_kernel_writes_over_no_operand_that_a_reduction_fused_into_it_reads() -> None:
+    """`p, q -> r` where a hidden reduction reads `p`, or something else: only then `p` may be written over."""
+    for hidden, in_place in (("p", set()), ("a", {3})):
+        build = Builder()
+        (a,) = build.node([build.argument()], [4])
+        build.stage()
+        (p,) = build.node([a], [4])
+        (q,) = build.node([p if hidden == "p" else a], [1], materialised=False)
+        (r,) = build.node([p, q], [4], heavy=False)
+        build.node([r], [3], is_output=True)
+        assert build.graph().in_place == in_place
+
+
 def test_a_fused_value_holds_its_sources() -> None:
     """`a -> fused -> reader`: no bytes of its own, but `a` lives until the fused value's last reader."""
     build = Builder()

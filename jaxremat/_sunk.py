@@ -1,0 +1,89 @@
+"""Sections of equations -> the same, where iterations make for themselves what grows out of little.
+
+JAX makes what is alike in all iterations before the loop: an attention's mask as large as its scores, or the number
+that masked scores are replaced by. There it fills memory from before the loop to its end, and each iteration's kernels
+read it. Made within the iteration it is part of those kernels, which read the little. Law: the same results.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from . import _compat
+from ._cost import aval_nbytes
+from ._loops import Loop
+from ._primitives import is_loop_edge, reads_memory
+
+GROWTH = 8
+"""An array grows out of little if what it is made of has at most this part of its bytes."""
+
+
+def grows(eqn: Any) -> bool:
+    """Whether an equation fills a large array from a small one, which any kernel can do while it reads."""
+    if eqn.primitive.name not in ("broadcast_in_dim", "iota"):
+        return False
+    read = sum(aval_nbytes(a.aval) for a in eqn.invars)
+    return GROWTH * read <= aval_nbytes(eqn.outvars[0].aval)
+
+
+def sunk_values(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> frozenset[Any]:
+    """The variables that grow out of little outside of a loop whose iterations read them, each in a kernel that can."""
+    made = _makers(eqns, loop_of)
+    return frozenset(
+        a
+        for eqn, loop in zip(eqns, loop_of, strict=True)
+        if loop >= 0 and not _in_memory(eqn)
+        for a in eqn.invars
+        if _around(made, a, loop, loops)
+    ) - {a for eqn in eqns if _in_memory(eqn) for a in _variables(eqn)}
+
+
+def sink(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> tuple[list[Any], list[int]]:
+    """Equations, and the loop of each, where iterations make such values themselves."""
+    made = _makers(eqns, loop_of)
+    sunk = sunk_values(eqns, loop_of, loops)
+    found: list[Any] = []
+    places: list[int] = []
+    clones: dict[tuple[Any, int], Any] = {}
+
+    def within(a: Any, loop: int) -> Any:
+        """What the variable is called in the loop, where it is made if need be."""
+        if not _around(made, a, loop, loops):
+            return a
+        if (a, loop) not in clones:
+            eqn, _ = made[a]
+            clones[a, loop] = _compat.new_var(a.aval)
+            found.append(eqn.replace(outvars=[clones[a, loop]]))
+            places.append(loop)
+        return clones[a, loop]
+
+    for eqn, loop in zip(eqns, loop_of, strict=True):
+        if loop >= 0 and not sunk.isdisjoint(_variables(eqn)):
+            invars = [a if _compat.is_literal(a) or a not in sunk else within(a, loop) for a in eqn.invars]
+            eqn = eqn.replace(invars=invars)
+        found.append(eqn)
+        places.append(loop)
+    return found, places
+
+
+def _makers(eqns: Sequence[Any], loop_of: Sequence[int]) -> dict[Any, tuple[Any, int]]:
+    """For each variable that grows out of little its equation, and the loop of that."""
+    return {e.outvars[0]: (e, loop) for e, loop in zip(eqns, loop_of, strict=True) if grows(e)}
+
+
+def _around(made: dict[Any, tuple[Any, int]], atom: Any, loop: int, loops: Sequence[Loop]) -> bool:
+    """Whether a variable of these is made in the body around a loop, or further out."""
+    if _compat.is_literal(atom) or atom not in made:
+        return False
+    outside, parent = made[atom][1], loops[loop].parent
+    while parent not in (outside, -1):
+        parent = loops[parent].parent
+    return parent == outside
+
+
+def _in_memory(eqn: Any) -> bool:
+    """Whether the equation reads arrays that no kernel of its own can make."""
+    return is_loop_edge(eqn) or reads_memory(eqn)
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [a for a in eqn.invars if not _compat.is_literal(a)]
