@@ -5,6 +5,7 @@ read, so that a policy which saves the name keeps a value that nobody wants, and
 it is so, the equation becomes a `custom_jvp` function whose rule is the equation's own, reading the named result.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,16 +23,37 @@ def named(eqn: Any, names: dict[int, str]) -> list[Any]:
 
     **Arguments:** `names` by the place of a result.
     """
-    return _self_reading(eqn, names) or named_behind(eqn, names)
+    return _self_reading(eqn, names) or named_behind(eqn, names, _in_parts)
 
 
-def named_behind(eqn: Any, names: dict[int, str]) -> list[Any]:
+def _whole(value: Any, result: Any, name: str, source_info: Any) -> list[Any]:
+    """Equations that give a value its name, by which it is called as the result."""
+    return [_compat.name_eqn(value, result, name, source_info)]
+
+
+def _in_parts(value: Any, result: Any, name: str, source_info: Any) -> list[Any]:
+    """The same, but of a complex number both parts: `jax.checkpoint` fails where it is to save the whole."""
+    if not jnp.issubdtype(getattr(value.aval, "dtype", np.int32), np.complexfloating):
+        return _whole(value, result, name, source_info)
+    closed = jax.make_jaxpr(lambda x: _put_together(x, name))(value.aval)
+    return _compat.inlined(closed, [value], source_info, [result])[0]
+
+
+def _put_together(x: jax.Array, name: str) -> jax.Array:
+    if not jnp.iscomplexobj(x):
+        return checkpoint_name(x, name)
+    return jax.lax.complex(checkpoint_name(jnp.real(x), name), checkpoint_name(jnp.imag(x), name))
+
+
+def named_behind(
+    eqn: Any, names: dict[int, str], give: Callable[[Any, Any, str, Any], list[Any]] = _whole
+) -> list[Any]:
     """The equation, and others that give its results their names."""
     outvars = list(eqn.outvars)
     after = []
     for i, name in names.items():
         outvars[i] = _compat.new_var(eqn.outvars[i].aval)
-        after.append(_compat.name_eqn(outvars[i], eqn.outvars[i], name, eqn.source_info))
+        after.extend(give(outvars[i], eqn.outvars[i], name, eqn.source_info))
     return [eqn.replace(outvars=outvars), *after]
 
 
@@ -65,7 +87,7 @@ def _self_reading(eqn: Any, names: dict[int, str]) -> list[Any] | None:
     @jax.custom_jvp
     def function(*primals: Any) -> list[Any]:
         made = plain(*primals)
-        return [checkpoint_name(y, fixed[i]) if i in fixed else y for i, y in enumerate(made)]
+        return [_put_together(y, fixed[i]) if i in fixed else y for i, y in enumerate(made)]
 
     @function.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
@@ -89,6 +111,6 @@ def _reading_names(rule: jex.ClosedJaxpr, names: dict[Any, str]) -> jex.ClosedJa
         for v in eqn.outvars:
             if v in names:
                 rename[v] = _compat.new_var(v.aval)
-                eqns.append(_compat.name_eqn(v, rename[v], names[v], eqn.source_info))
+                eqns.extend(_in_parts(v, rename[v], names[v], eqn.source_info))
     outvars = [a if _compat.is_literal(a) else rename.get(a, a) for a in jaxpr.outvars]
     return _compat.new_jaxpr(jaxpr.constvars, rule.consts, jaxpr.invars, outvars, eqns)

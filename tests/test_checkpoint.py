@@ -56,7 +56,13 @@ def attention(x: Any, ws: Any) -> Any:
     return (y - y.mean(-1, keepdims=True)) * jax.lax.rsqrt(y.var(-1, keepdims=True) + 1e-6)
 
 
-FUNCTIONS = (chain, gelus, scanned, skips, attention)
+def spectral(x: Any, ws: Any) -> Any:
+    for w in ws:
+        x = jnp.real(jnp.fft.ifft(jnp.exp(1j * jnp.tanh(jnp.fft.fft(x)) / 4))) @ w
+    return x
+
+
+FUNCTIONS = (chain, gelus, scanned, skips, attention, spectral)
 
 
 def loss(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,7 +86,7 @@ def kept_nbytes(fn: Callable[..., Any]) -> int:
 
 QUICK = {
     (gelus, 0.75, "policy"), (scanned, "min", "policy"), (scanned, "min", "custom_vjp"),
-    (skips, "dots", "custom_vjp"), (attention, "free", "policy"),
+    (skips, "dots", "custom_vjp"), (attention, "free", "policy"), (spectral, "dots", "policy"),
 }  # fmt: skip
 CASES = [
     pytest.param(

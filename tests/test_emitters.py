@@ -23,7 +23,7 @@ CASES: dict[str, Case] = {
     for kind, cases in {"step": BY_NAME, "loop": LOOPS, "call": CALLS, "checkpoint": CHECKPOINTS}.items()
     for name, case in cases.items()
 }
-NOT_BATCHED = {"call: callback"}
+NOT_BATCHED = {"call: callback", "call: foreign function", "call: foreign function with effects"}
 """Their plain steps, too, know no `vmap`."""
 QUICK = {
     ("step: transformer", "jit", "policy"),
