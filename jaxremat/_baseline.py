@@ -45,6 +45,9 @@ _WORKSPACE_SHARE = 1 / 200
 _MEASURED_SHARE = 1 / 1000
 """Equations with an operand above this share of them are timed where `profile="measure"`."""
 
+ROW_COPIES = 2
+"""How often a row that is written over another is written and read for that alone."""
+
 
 @dataclass
 class Baseline:
@@ -235,7 +238,11 @@ class Baseline:
         pairs = [loop.id for loop in self.traced.loops if loop.role == FORWARD and loop.parent < 0]
         saved = {graph.nodes[graph.values[v].producer].loop for v in graph.pinned["save"]}
         lengths = zip(pairs, self.traced.lengths, strict=True)
-        return forms(graph, pairs, [1 if loop in saved else length for loop, length in lengths])
+        absorbing = [
+            (gain.fewer_nbytes, ROW_COPIES * gain.written_nbytes / self.device.bandwidth)
+            for gain in self.traced.gains
+        ]
+        return forms(graph, pairs, [1 if loop in saved else length for loop, length in lengths], absorbing)
 
     def graph_of(self, form: Form, *, rough: bool = False) -> Graph:
         """The graph of such a form, its time counted from the plain step's."""

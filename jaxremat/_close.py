@@ -13,17 +13,20 @@ import jax
 import jax.extend.core as jex
 
 from . import _compat
+from ._in_place import renamed, written_in_place
 from ._loops import SLICE, Loop, row_at
 
 
-def close_loops(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[Any]:
+def close_loops(
+    eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop], *, hoists: bool = True
+) -> list[Any]:
     """Flat equations with scans in the place of sections.
 
     **Arguments:** `loop_of` the loop of each equation, -1 for none; a loop's equations stand together.
     """
     items = [_Item(eqn, loop) for eqn, loop in zip(eqns, loop_of, strict=True)]
     for loop in sorted({i for i in loop_of if i >= 0}, key=lambda i: (-_depth(i, loops), i)):
-        items = _closed(items, loops[loop], loops)
+        items = _closed(items, loops[loop], loops, hoists)
     return [item.eqn for item in items]
 
 
@@ -61,6 +64,7 @@ class _Section:
     scanned: dict[Any, Any] = field(default_factory=dict)  # in the body -> array
     stacked: dict[Any, Any] = field(default_factory=dict)  # array -> in the body
     filled: dict[Any, tuple[Any, Any]] = field(default_factory=dict)  # array -> in the body, zero
+    over: dict[Any, tuple[Any, Any]] = field(default_factory=dict)  # array -> in the body, slice written over
     eqns: list[Any] = field(default_factory=list)
 
 
@@ -71,7 +75,7 @@ def _depth(loop: int, loops: Sequence[Loop]) -> int:
     return depth
 
 
-def _closed(items: list[_Item], loop: Loop, loops: Sequence[Loop]) -> list[_Item]:
+def _closed(items: list[_Item], loop: Loop, loops: Sequence[Loop], hoists: bool) -> list[_Item]:
     """The items with one loop's section as a scan of the loop around it."""
     at = [i for i, item in enumerate(items) if item.loop == loop.id]
     if at[-1] - at[0] + 1 != len(at):
@@ -83,7 +87,7 @@ def _closed(items: list[_Item], loop: Loop, loops: Sequence[Loop]) -> list[_Item
     for other in dict.fromkeys(item.loop for item in after if item.loop >= 0):
         if loops[other].group == loop.group:
             after = _handed_on(after, section, loop, other)
-    before = _fill(section, loop)
+    before = written_in_place(section, loop, hoists)
     closed = [_Item(eqn, loop.parent) for eqn in (*before, _scan(section, loop))]
     return [*items[: at[0]], *closed, *after]
 
@@ -96,6 +100,8 @@ def _sort(eqn: Any, section: _Section) -> None:
         section.lasts[eqn.params["index"]] = (eqn.invars[0], eqn.outvars[0])
     elif name == "scan_slice":
         section.scanned[eqn.outvars[0]] = eqn.invars[0]
+    elif name == "scan_stack" and len(eqn.invars) == 2 and eqn.invars[1] in section.scanned:
+        section.over[eqn.outvars[0]] = eqn.invars[0], eqn.invars[1]
     elif name == "scan_stack" and len(eqn.invars) == 2:
         section.filled[eqn.outvars[0]] = eqn.invars[0], eqn.invars[1]
     elif name == "scan_stack":
@@ -106,40 +112,6 @@ def _sort(eqn: Any, section: _Section) -> None:
         section.eqns.extend(read[0])
     else:
         section.eqns.append(eqn)
-
-
-def _fill(section: _Section, loop: Loop) -> list[Any]:
-    """Turn the results that have a zero into carries that the body writes its slices into.
-
-    A scan's own stacked results begin as zeros of which the compiler knows nothing, and may stand in memory long before
-    the loop. Returns the equations that make them of the zeros instead.
-    """
-    if not section.filled:
-        return []
-    before: list[Any] = []
-
-    def inline(into: list[Any], fn: Any, *operands: Any) -> Any:
-        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
-        eqns, (made,) = _compat.inlined(jax.make_jaxpr(fn)(*types), operands, loop.eqn.source_info)
-        into.extend(eqns)
-        return made
-
-    places = inline(before, lambda: jax.lax.iota(jax.numpy.int32, loop.length))
-    place = _compat.new_var(jex.mapped_aval(loop.length, 0, places.aval))
-    section.scanned[place] = places
-    for array, (part, zero) in section.filled.items():
-        shape, dtype = array.aval.shape, array.aval.dtype
-
-        def begin(zero: Any, shape: Any = shape, dtype: Any = dtype) -> Any:
-            return jax.lax.broadcast(zero.astype(dtype), shape)
-
-        index = max(section.carries, default=-1) + 1
-        begun, carried = inline(before, begin, zero), _compat.new_var(array.aval)
-        section.carries[index] = begun, carried
-        update = jax.lax.dynamic_update_index_in_dim
-        ended = inline(section.eqns, lambda a, x, i, update=update: update(a, x, i, 0), carried, part, place)
-        section.lasts[index] = ended, array
-    return before
 
 
 def _handed_on(items: list[_Item], section: _Section, loop: Loop, other: int) -> list[_Item]:
@@ -160,13 +132,8 @@ def _handed_on(items: list[_Item], section: _Section, loop: Loop, other: int) ->
             params = {"loop": other, "length": loop.length}
             slices.append(_compat.new_eqn([array], [rename[a]], SLICE, params, loop.eqn.source_info))
     at = next(i for i, item in enumerate(items) if item.loop == other)
-    handed = [_Item(_renamed(i.eqn, rename), i.loop) if i.loop == other else i for i in items[at:]]
+    handed = [_Item(renamed(i.eqn, rename), i.loop) if i.loop == other else i for i in items[at:]]
     return [*items[:at], *(_Item(eqn, other) for eqn in slices), *handed]
-
-
-def _renamed(eqn: Any, rename: dict[Any, Any]) -> Any:
-    invars = [a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars]
-    return eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
 
 
 def _scan(section: _Section, loop: Loop) -> Any:

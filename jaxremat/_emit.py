@@ -63,7 +63,8 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
         emitter = Emitter(traced, graph, schedule, fence)
         outvars = emitter.run()
         sections = sink(emitter.eqns, emitter.loop_of, traced.loops)
-        eqns = without_unread(close_loops(*sections, traced.loops), outvars)
+        eqns = close_loops(*sections, traced.loops, hoists=graph.backend.hoists)
+        eqns = without_unread(eqns, outvars)
         planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
     _compat.check_jaxpr(planned)
     return planned
@@ -92,7 +93,7 @@ class Emitter:
         self.loop_of: list[int] = []  # of each of them
         self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
         self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
-        self.zeros: dict[int, Any] = {}  # loop -> a zero behind the fence before it
+        self.zeros: dict[int, tuple[Any]] = {}  # loop -> a zero behind the fence before it
         self.waiting: dict[int, int] = {}  # deferred equation -> the stage of the fence that it waits for
         self.value_of: dict[Any, int] = {}
         self.variable: dict[int, Any] = {}
@@ -147,7 +148,7 @@ class Emitter:
             self.waiting = self._resume(k, renamed)
             self._run(outside, renamed)
             if _ZERO in renamed:
-                self.zeros[loop] = renamed.pop(_ZERO)
+                self.zeros[loop] = (renamed.pop(_ZERO),)
         for n in wanted:
             eqn = self.source[n]
             invars = [
@@ -222,11 +223,9 @@ class Emitter:
         """The equation, held back by the fence where nothing else would hold it, and in slices where it expands."""
         if is_zero(eqn) and _ZERO in renamed:
             return [eqn.replace(invars=[renamed[_ZERO]])]
-        if eqn.primitive.name == "scan_stack" and (zero := self.zeros.get(eqn.params["loop"])) is not None:
-            return [eqn.replace(invars=[*eqn.invars, zero])]
-        if expands(eqn) and _ZERO in renamed:
-            return sliced_inline(eqn, renamed[_ZERO])
-        return [eqn]
+        if eqn.primitive.name == "scan_stack" and len(eqn.invars) == 1:
+            eqn = eqn.replace(invars=[*eqn.invars, *self.zeros.get(eqn.params["loop"], ())])
+        return sliced_inline(eqn, renamed[_ZERO]) if expands(eqn) and _ZERO in renamed else [eqn]
 
     def _wanted(self, k: int) -> list[int]:
         """The equations to clone: the schedule's nodes, and the fused ones between them and the stage's readers."""

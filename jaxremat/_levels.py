@@ -7,6 +7,8 @@ them, has at most
 
 carries in memory at once, for `d - 1` more runs of its forward pass: about `d * L ** (1 / d)`, which `d = log L` makes
 `O(log L)`. A rest is run no more than once, and costs nothing until it has as many iterations as all the inner levels.
+
+A loop in one level has all its carries, but absorbs the updates of what it stacks (see `_absorb`).
 """
 
 from collections.abc import Sequence
@@ -43,6 +45,11 @@ class Form:
     more_seconds: float
 
 
+def deep(form: Form) -> bool:
+    """Whether any of its loops is in more than one level."""
+    return any(len(levels) > 1 for levels in form.segments)
+
+
 def carries(length: int, levels: Sequence[int]) -> int:
     """How many carries are in memory at once."""
     if not levels:
@@ -76,10 +83,17 @@ def _candidates(length: int, depth: int) -> list[tuple[int, ...]]:
     return [levels for levels in found if levels[0] > 1 and length - prod(levels) != 1]
 
 
-def forms(graph: Graph, forward: Sequence[int], lengths: Sequence[int]) -> tuple[Form, ...]:
-    """Deeper and deeper forms; each cuts the pair further where that saves most bytes for its time.
+def forms(
+    graph: Graph,
+    forward: Sequence[int],
+    lengths: Sequence[int],
+    absorbing: Sequence[tuple[int, float]] = (),
+) -> tuple[Form, ...]:
+    """Deeper and deeper forms, the first in one level; each cuts the pair further where that saves most bytes for its
+    time.
 
-    **Arguments:** `graph` of the plain form; `forward` for each pair the id of its forward loop, and `lengths`.
+    **Arguments:** `graph` of the plain form; `forward` for each pair the id of its forward loop, and `lengths`;
+    `absorbing` what its one level saves and the seconds that it takes, 0 bytes if it has none.
     """
     nbytes, seconds = [0] * len(forward), [0.0] * len(forward)
     place = {loop: i for i, loop in enumerate(forward)}
@@ -91,7 +105,22 @@ def forms(graph: Graph, forward: Sequence[int], lengths: Sequence[int]) -> tuple
     kept = [[carries(length, levels) for levels in choices(length)] for length in lengths]
     worth = WORTH_SHARE * sum(length * size for length, size in zip(lengths, nbytes, strict=True))
     depth = [0] * len(forward)
+    absorbing = absorbing or [(0, 0.0)] * len(forward)
     found: list[Form] = []
+
+    def add() -> None:
+        levels = [choices(length)[d] for length, d in zip(lengths, depth, strict=True)]
+        fewer = sum((of[0] - of[d]) * size for of, d, size in zip(kept, depth, nbytes, strict=True))
+        more = again_seconds(lengths, levels, seconds)
+        for i, (less_nbytes, more_seconds) in enumerate(absorbing):
+            if less_nbytes > worth and not levels[i]:
+                levels[i] = (lengths[i],)
+                fewer += less_nbytes
+                more += more_seconds
+        if any(levels):
+            found.append(Form(tuple(levels), fewer, more))
+
+    add()
     while True:
         saving = {
             i: (kept[i][d] - kept[i][d + 1]) * nbytes[i] for i, d in enumerate(depth) if d + 1 < len(kept[i])
@@ -100,9 +129,7 @@ def forms(graph: Graph, forward: Sequence[int], lengths: Sequence[int]) -> tuple
         if not saving:
             return tuple(found)
         depth[max(saving, key=lambda i: saving[i] / (seconds[i] or 1e-12))] += 1
-        levels = tuple(choices(length)[d] for length, d in zip(lengths, depth, strict=True))
-        fewer = sum((of[0] - of[d]) * size for of, d, size in zip(kept, depth, nbytes, strict=True))
-        found.append(Form(levels, fewer, again_seconds(lengths, levels, seconds)))
+        add()
 
 
 def again_seconds(lengths: Sequence[int], segments: Segments, forward_seconds: Sequence[float]) -> float:

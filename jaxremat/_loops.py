@@ -6,8 +6,8 @@ others that tie the iteration to the rest,
     scan_slice   X[L, ...] -> x[...]     this iteration's slice of a scanned-over array
     scan_carry   init -> c               the carry as this iteration finds it
     scan_last    c' -> last              the carry as it leaves it; behind the loop, as the last one does
-    scan_stack   y[...] -> Y[L, ...]     one slice of a stacked result; if there is a second operand, a zero, the
-                                         array is made of it, and not before it
+    scan_stack   y[...] -> Y[L, ...]     one slice of a stacked result; a second operand is the slice that it is
+                                         written over, or a zero, of which the array is made, and not before it
     scan_part    X[N, ...], i -> x[...]  the row of an array that loops in levels (`_segments`) read at an index
 
 and what is the same in all iterations is read directly. Two kinds of scans are laid open:
@@ -22,7 +22,7 @@ and what is the same in all iterations is read directly. Two kinds of scans are 
 `_close` makes scans of the sections again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,9 +82,12 @@ class Opened:
     origin: tuple[int, ...]
 
 
-def open_loops(flat: jex.ClosedJaxpr, inliner: Inliner) -> Opened:
-    """Lay open the loops of flat equations that `inliner` has made."""
-    opener = _Opener(inliner)
+def open_loops(flat: jex.ClosedJaxpr, inliner: Inliner, over: Mapping[Any, Any]) -> Opened:
+    """Lay open the loops of flat equations that `inliner` has made.
+
+    **Arguments:** `over` for stacked results the scanned-over array that they are written over.
+    """
+    opener = _Opener(inliner, over)
     opener.run(flat.jaxpr.eqns, -1, list(range(len(flat.jaxpr.eqns))))
     jaxpr = flat.jaxpr
     return Opened(
@@ -96,8 +99,9 @@ def open_loops(flat: jex.ClosedJaxpr, inliner: Inliner) -> Opened:
 
 
 class _Opener:
-    def __init__(self, inliner: Inliner):
+    def __init__(self, inliner: Inliner, over: Mapping[Any, Any]):
         self.inliner = inliner
+        self.over = over
         self.eqns: list[Any] = []
         self.loop_of: list[int] = []
         self.origin: list[int] = []
@@ -150,7 +154,8 @@ class _Opener:
                 self._edge(LAST, atom, loop, made, index=i)
             else:
                 self.slices[group, made] = atom
-                self._edge(STACK, atom, loop, made, index=i, length=loop.length)
+                row = [self._slice(self.over[made], loop)] if made in self.over else []
+                self._edge(STACK, atom, loop, made, *row, index=i, length=loop.length)
         return number
 
     def _slice(self, array: Any, loop: Loop) -> Any:
@@ -159,11 +164,13 @@ class _Opener:
             self.slices[key] = self._edge(SLICE, array, loop, length=loop.length)
         return self.slices[key]
 
-    def _edge(self, primitive: Any, atom: Any, loop: Loop, made: Any = None, **params: Any) -> Any:
+    def _edge(
+        self, primitive: Any, atom: Any, loop: Loop, made: Any = None, *more: Any, **params: Any
+    ) -> Any:
         params = {"loop": loop.id, **params}
         if made is None:
             made = _compat.new_var(primitive.abstract_eval(atom.aval, **params)[0])
-        self.add(_compat.new_eqn([atom], [made], primitive, params, loop.eqn.source_info), loop.id)
+        self.add(_compat.new_eqn([atom, *more], [made], primitive, params, loop.eqn.source_info), loop.id)
         return made
 
 

@@ -136,7 +136,7 @@ def lower(
     crossing = _crossing(jaxpr.eqns, nodes, values, sunk)
     in_memory |= crossing | _carried(jaxpr.eqns, nodes)
     nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
-    nodes = _with_stacks(jaxpr.eqns, nodes, values)
+    nodes = _with_stacks(jaxpr.eqns, nodes, values, backend(device.platform).hoists)
     values = [replace(v, materialised=v.producer < 0 or v.is_output or v.id in in_memory) for v in values]
     forward_stop = next((n.id for n in nodes if not n.forward), len(nodes))
     sizes = sorted(
@@ -236,10 +236,13 @@ def _carried(eqns: Sequence[Any], nodes: Sequence[Node]) -> set[int]:
     return {v for n in edges for v in (*n.outputs, *(n.inputs if n.primitive == "scan_last" else ()))}
 
 
-def _with_stacks(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> list[Node]:
+def _with_stacks(
+    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], hoists: bool
+) -> list[Node]:
     """The nodes, with the stacked results that their loop has not filled yet as scratch memory.
 
-    The whole array is there from the loop's first iteration on.
+    The whole array is there from the loop's first iteration on. So is, where the compiler does things early, the row
+    that is written over, if it is one of what the forward pass reads too (see `_in_place`).
     """
     pending: dict[int, int] = {}
     found = []
@@ -247,7 +250,8 @@ def _with_stacks(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Va
         waiting = pending.get(node.loop, 0) if node.loop >= 0 else 0
         found.append(replace(node, workspace_nbytes=node.workspace_nbytes + waiting) if waiting else node)
         if eqn.primitive.name == "scan_stack":
-            made = sum(values[v].nbytes for v in node.outputs if not values[v].is_output)
+            rows = [v for v in node.inputs[1:] if hoists and values[v].length > 1]
+            made = sum(values[v].nbytes for v in (*node.outputs, *rows) if not values[v].is_output)
             pending[node.loop] = waiting + made
     return found[::-1]
 

@@ -70,6 +70,12 @@ _COSTLY = frozenset(
         "digamma", "igamma", "igammac", "random_bits", "threefry2x32",
     }
 )  # fmt: skip
+_POINTWISE = _COSTLY - {"random_bits", "threefry2x32"} | {
+    "abs", "add", "add_any", "and", "ceil", "clamp", "conj", "convert_element_type", "copy", "div", "eq", "floor", "ge",
+    "gt", "imag", "integer_pow", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
+    "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sqrt", "square", "stop_gradient", "sub",
+    "xor",
+}  # fmt: skip
 _COLLECTIVES = frozenset(
     {
         "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all",
@@ -145,6 +151,11 @@ def is_late(eqn: Any) -> bool:
     stack = _compat.name_stack_text(eqn)
     transposed = stack.find("transpose(")
     return transposed >= 0 and not 0 <= stack.find("jvp(") < transposed
+
+
+def is_pointwise(eqn: Any) -> bool:
+    """Whether each entry of the result is made of the same entry of the operands, and of scalars."""
+    return eqn.primitive.name in _POINTWISE
 
 
 def is_costly(eqn: Any) -> bool:

@@ -15,12 +15,12 @@ from typing import Any
 from ._budget import format_nbytes
 from ._errors import SolverError
 from ._graph import Graph
-from ._levels import Form
+from ._levels import Form, deep
 from ._outcome import Round
 from ._program import Compiled
 from ._progress import phase
 from ._schedule import check
-from ._simulate import Profile, rank
+from ._simulate import Profile, extra_seconds, rank, simulate
 from ._solver import MinCut, Solution, Solver, Sublinear
 from ._stages import cut_stages
 
@@ -38,6 +38,10 @@ MORE_ROUNDS = 2
 
 ASTRAY = 0.05
 """A plan that needs more than predicted by this share of the plain step's temporaries is tried again in order."""
+
+UNLIKELY = 0.1
+"""Schedules of least memory are not compiled where they need more than the least of them by this share of the plain
+step's temporaries."""
 
 LEAST_SLACK = 0.02
 """Of schedules of about the least memory, within this share of the plain step's temporaries, the fastest is taken."""
@@ -155,11 +159,21 @@ class Search:
         """The compiled schedule of least peak at a bearable overhead, and of those that need about as little the
         fastest.
         """
-        self._make(self._deepest(self._most_seconds()))
+        self._make_lowest()
         self._least(None)
+        found, about = self._about_least()
+        room = int(about) - found.peak_nbytes
+        cheaper = self._solution(found.graph, found.profile.peak_nbytes + room, self.solver)
+        seconds = extra_seconds(found.graph, cheaper.schedule)
+        if seconds < found.profile.extra_seconds - CHEAP * self.graph.step_seconds:
+            self._attempt(found.graph, cheaper, found.fence)
+        return self._about_least()[0]
+
+    def _about_least(self) -> tuple[Trial, float]:
+        """The fastest trial of those that need about the least memory, and how much that is."""
         trials = [t for t in self.trials if self._bearable(t)] or self.trials
         about = min(t.peak_nbytes for t in trials) + LEAST_SLACK * self.temporaries_nbytes
-        return min((t for t in trials if t.peak_nbytes <= about), key=lambda t: t.seconds)
+        return min((t for t in trials if t.peak_nbytes <= about), key=lambda t: t.seconds), about
 
     def best(self, budget: int) -> Trial | None:
         """The cheapest trial that fits so far."""
@@ -180,7 +194,7 @@ class Search:
         """The solution that is best by the model alone, with the graph that it is of."""
         found: list[tuple[tuple[float, ...], Graph, Solution]] = []
         if allowance is None:
-            self._make(self._deepest(self._most_seconds()))
+            self._make_lowest()
         while True:
             for cut in self.cuttings[len(found) :]:
                 solution = self._solution(cut, allowance, self.solver)
@@ -211,11 +225,18 @@ class Search:
             self.left = self.left[self.left.index(form) + 1 :]
             self.cuttings += cuttings(self.graph_of(form))
 
-    def _deepest(self, most_seconds: float) -> Form | None:
-        """The first form that comes near the least memory of those that take no longer than that."""
-        able = [form for form in self.left if self.graph.extra_seconds + form.more_seconds <= most_seconds]
+    def _make_lowest(self) -> None:
+        """Add the cuttings of the forms that may need the least memory at a bearable overhead: that without levels
+        which absorbs updates, and the first that comes near the least of all.
+        """
+        most = self._most_seconds()
+        able = [form for form in self.left if self.graph.extra_seconds + form.more_seconds <= most]
         enough = max((form.fewer_nbytes for form in able), default=0) - LEAST_SLACK * self.temporaries_nbytes
-        return next((form for form in able if form.fewer_nbytes >= enough), None)
+        lowest = next((form for form in able if form.fewer_nbytes >= enough), None)
+        for form in able[:1] if lowest is not None and not deep(able[0]) else []:
+            self._make(form)
+        if lowest in self.left:
+            self._make(lowest)
 
     def _deepen(self, seconds: float | None, budget: int) -> bool:
         """Make the next form that may fit, if none is known that takes less; whether there was one.
@@ -302,8 +323,15 @@ class Search:
         """Compile the schedules of least predicted peak; with a budget, until one fits at a bearable overhead."""
         # The model is least sure where memory is least: a mere price of memory, which leans on it less, is tried too.
         for solver in (self.solver, MinCut()):
-            for cut in self.cuttings:
-                solution = self._solution(cut, None, solver)
+            solutions = [self._solution(cut, None, solver) for cut in self.cuttings]
+            peaks = [
+                simulate(cut, found.schedule).peak_nbytes
+                for cut, found in zip(self.cuttings, solutions, strict=True)
+            ]
+            likely = min(peaks) + UNLIKELY * self.temporaries_nbytes
+            for cut, solution, peak in zip(self.cuttings, solutions, peaks, strict=True):
+                if peak > likely:
+                    continue
                 for fence in ("finished", "ordered"):
                     if self._tried(solution, fence):
                         continue

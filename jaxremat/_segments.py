@@ -41,7 +41,7 @@ def segmented(
     """The program with its pairs in levels; also for each equation its index before, -1 for new ones.
 
     **Arguments:** `segments` for each pair of the program's top level, in the order of the forward scans, the lengths
-    of its levels; none leave it as it is.
+    of its levels; fewer than two leave it as it is.
     """
     eqns = flat.jaxpr.eqns
     read_by: dict[Any, set[int]] = {}
@@ -52,7 +52,7 @@ def segmented(
     returned = {a for a in flat.jaxpr.outvars if not _compat.is_literal(a)}
     replaced: dict[int, list[Any]] = {}
     for (i, own), levels in zip(backward_of(eqns).items(), segments, strict=True):
-        if levels:
+        if len(levels) > 1:
             seen = [v in returned or not read_by.get(v, set()) <= set(own) for v in eqns[i].outvars]
             pair = _Pair(eqns[i], inliner, levels, seen)
             replaced[i] = pair.forward()

@@ -16,6 +16,7 @@ import jax
 import jax.extend.core as jex
 
 from . import _compat
+from ._absorb import Gain, absorbed
 from ._collector import uncollected
 from ._equals import Equals
 from ._errors import JaxrematWarning
@@ -39,8 +40,9 @@ class Traced:
     the marks of `jaxremat.hint`; `in_tree` and `out_tree` the structures of `(args, kwargs)` without static arguments,
     and of the result; `donated` per flat argument; `rematted` whether the user's program has checkpoints of its own;
     `closed` the program as it was traced; `lengths` of its pairs of scans, outside of other loops, 1 for those that
-    must stay as they are, and `segments` the levels that each has here, empty for one; `respect_checkpoint` whether
-    what the user's checkpoints compute again is left as it is.
+    must stay as they are, `segments` the levels that each has here, empty where it is as it was, and `gains` what
+    one level that absorbs updates saves; `respect_checkpoint` whether what the user's checkpoints compute again is
+    left as it is.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -57,6 +59,7 @@ class Traced:
     closed: jex.ClosedJaxpr
     lengths: tuple[int, ...]
     segments: Segments
+    gains: tuple[Gain, ...]
     respect_checkpoint: bool
 
     def in_segments(self, segments: Segments) -> "Traced":
@@ -121,8 +124,10 @@ def normalise(
     once, once_of, _, first = _merged(flat, inliner)
     lengths = most_levels(once.jaxpr.eqns)
     segments = segments or ((),) * len(lengths)
-    cut, of_once = segmented(once, inliner, segments)
-    opened = open_loops(cut, inliner)
+    inside = absorbed(once, donated, [len(levels) == 1 for levels in segments])
+    cut, of_inside = segmented(inside.closed, inliner, segments)
+    of_once = [inside.origin[i] if i >= 0 else -1 for i in of_inside]
+    opened = open_loops(cut, inliner, inside.over)
     merged, merged_of, loop_of, again = (
         _merged(opened.closed, inliner, opened) if opened.loops else _as_is(once)
     )
@@ -157,6 +162,7 @@ def normalise(
         closed=closed,
         lengths=lengths,
         segments=segments,
+        gains=inside.gains,
         respect_checkpoint=respect_checkpoint,
     )
 
