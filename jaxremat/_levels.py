@@ -111,7 +111,7 @@ def forms(
     def add() -> None:
         levels = [choices(length)[d] for length, d in zip(lengths, depth, strict=True)]
         fewer = sum((of[0] - of[d]) * size for of, d, size in zip(kept, depth, nbytes, strict=True))
-        more = again_seconds(lengths, levels, seconds)
+        more = again_seconds(lengths, tuple(levels), seconds)
         for i, (less_nbytes, more_seconds) in enumerate(absorbing):
             if less_nbytes > worth and not levels[i]:
                 levels[i] = (lengths[i],)

@@ -175,9 +175,8 @@ def test_a_norm_that_is_only_reported_is_made_of_those_of_the_rows() -> None:
 
     def step(params: Any, batch: Any) -> Any:
         grads = jax.grad(loss)(params, batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), sum(
-            jnp.vdot(g, g) for g in jax.tree.leaves(grads)
-        )
+        updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return updated, sum(jnp.sum(g * g) for g in jax.tree.leaves(grads))
 
     assert between(check(step, (_stacked(), _batch()))) == []
 
@@ -190,14 +189,14 @@ def test_every_loop_absorbs_what_it_can(name: str) -> None:
 
 
 NUMBERS = st.floats(0.1, 2.0)
-UNARY = (
+UNARY: tuple[Any, ...] = (
     jnp.tanh,
     jnp.square,
     jnp.negative,
     lambda x: jnp.where(x > 0, x, 0.5 * x),
     lambda x: x.swapaxes(1, 2),
 )
-BINARY = (jnp.add, jnp.multiply, jnp.subtract, jnp.maximum)
+BINARY: tuple[Any, ...] = (jnp.add, jnp.multiply, jnp.subtract, jnp.maximum)
 
 
 @settings(max_examples=10, deadline=None)
