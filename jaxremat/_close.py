@@ -5,16 +5,15 @@ there and scanned over here; what it reads from outside is a constant of its bod
 gives the program that was there before, with the same stacked values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 
 from . import _compat
 from ._in_place import renamed, written_in_place
-from ._loops import SLICE, Loop, row_at
+from ._loops import SLICE, Loop
 
 
 def close_loops(
@@ -24,9 +23,19 @@ def close_loops(
 
     **Arguments:** `loop_of` the loop of each equation, -1 for none; a loop's equations stand together.
     """
+    fenced: dict[Any, Any] = {}
+    for eqn in eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            fenced.update(zip(eqn.outvars, eqn.invars, strict=True))
+
+    def same(atom: Any) -> Any:
+        while not _compat.is_literal(atom) and atom in fenced:
+            atom = fenced[atom]
+        return atom
+
     items = [_Item(eqn, loop) for eqn, loop in zip(eqns, loop_of, strict=True)]
     for loop in sorted({i for i in loop_of if i >= 0}, key=lambda i: (-_depth(i, loops), i)):
-        items = _closed(items, loops[loop], loops, hoists)
+        items = _closed(items, loops[loop], loops, same, hoists)
     return [item.eqn for item in items]
 
 
@@ -75,7 +84,9 @@ def _depth(loop: int, loops: Sequence[Loop]) -> int:
     return depth
 
 
-def _closed(items: list[_Item], loop: Loop, loops: Sequence[Loop], hoists: bool) -> list[_Item]:
+def _closed(
+    items: list[_Item], loop: Loop, loops: Sequence[Loop], same: Callable[[Any], Any], hoists: bool
+) -> list[_Item]:
     """The items with one loop's section as a scan of the loop around it."""
     at = [i for i, item in enumerate(items) if item.loop == loop.id]
     if at[-1] - at[0] + 1 != len(at):
@@ -87,7 +98,7 @@ def _closed(items: list[_Item], loop: Loop, loops: Sequence[Loop], hoists: bool)
     for other in dict.fromkeys(item.loop for item in after if item.loop >= 0):
         if loops[other].group == loop.group:
             after = _handed_on(after, section, loop, other)
-    before = written_in_place(section, loop, hoists)
+    before = written_in_place(section, loop, same, hoists=hoists)
     closed = [_Item(eqn, loop.parent) for eqn in (*before, _scan(section, loop))]
     return [*items[: at[0]], *closed, *after]
 
@@ -106,10 +117,6 @@ def _sort(eqn: Any, section: _Section) -> None:
         section.filled[eqn.outvars[0]] = eqn.invars[0], eqn.invars[1]
     elif name == "scan_stack":
         section.stacked[eqn.outvars[0]] = eqn.invars[0]
-    elif name == "scan_part":
-        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]
-        read = _compat.inlined(jax.make_jaxpr(row_at)(*types), eqn.invars, eqn.source_info, eqn.outvars)
-        section.eqns.extend(read[0])
     else:
         section.eqns.append(eqn)
 

@@ -1,31 +1,57 @@
-"""Section of a loop -> the same with stacked results that its iterations write into one array, a carry.
+"""Section of a loop -> the same with results that its iterations write into one array, a carry.
 
 A scan's own stacked results begin as zeros of which the compiler knows nothing, and may stand in memory long before the
-loop: those that have a zero are made of it. Others are written over an array that the loop reads, row over row. The
-compiler must then never read a row behind the write, or it copies the whole array in every iteration. So
+loop: those that have a zero are made of it. Others are written over an array that the loop reads, row over row, and so
+are carries of loops in levels. The compiler must then never read a row behind the write, nor the array as it was before
+the loop, or it copies the whole array in every iteration. So
 
+- all rows are read from the carry;
 - a row that the iteration's own work reads is read once, and passes a barrier;
 - what is made of a row for such results alone is done when the first of them is written: they pass a barrier together.
+
+Where the compiler does nothing early, it makes one kernel of such a read, the update and the write, and the barriers
+would only be in its way.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 
 from . import _compat
-from ._loops import Loop, row_at
+from ._loops import PART, Loop, row_at
 
 
-def written_in_place(section: Any, loop: Loop, hoists: bool) -> list[Any]:
-    """Turn results of a section (see `_close`) into carries; returns the equations that make what these start with."""
-    if not section.filled and not section.over:
-        return []
+@dataclass(frozen=True, eq=False)
+class _Write:
+    """A result written over an array. **Fields:** `start` the array; `carried` what it is in the body; `part` what is
+    written; `eqn` that writes it, None where that is still to be made; `array` the result then.
+    """
+
+    start: Any
+    carried: Any
+    part: Any
+    eqn: Any = None
+    array: Any = None
+
+
+def written_in_place(section: Any, loop: Loop, same: Callable[[Any], Any], *, hoists: bool) -> list[Any]:
+    """Turn results of a section (see `_close`) into carries, and parts of arrays into equations that read them; returns
+    the equations that make what the carries start with.
+
+    **Arguments:** `same` gives a variable the name that it had before it passed any fence.
+    """
     before: list[Any] = []
-    places = _inline(before, loop, lambda: jax.lax.iota(jax.numpy.int32, loop.length))
-    place = _compat.new_var(jex.mapped_aval(loop.length, 0, places.aval))
-    section.scanned[place] = places
+    place, places = None, None
+    if section.filled or section.over:
+        places = _inline(before, loop, lambda: jax.lax.iota(jax.numpy.int32, loop.length))
+        place = _compat.new_var(jex.mapped_aval(loop.length, 0, places.aval))
+    writes = _writes(section, same)
+    own = _read_rows(section, loop, writes, place, same, hoists=hoists)
+    behind = _written_together(section, own, writes, loop) if hoists else {}
+    section.eqns.extend(renamed(write.eqn, behind) for write in writes if write.eqn is not None)
 
     def carry(begun: Any, carried: Any, part: Any, array: Any) -> None:
         index = max(section.carries, default=-1) + 1
@@ -39,13 +65,11 @@ def written_in_place(section: Any, loop: Loop, hoists: bool) -> list[Any]:
             return jax.lax.broadcast(zero.astype(dtype), shape)
 
         carry(_inline(before, loop, begin, zero), _compat.new_var(array.aval), part, array)
-    carried = {row: _compat.new_var(array.aval) for array, (_, row) in section.over.items()}
-    begun = {row: section.scanned[row] for row in carried}
-    own = _needed_besides(section) if hoists else set()
-    _read_rows(section, carried, own, place, loop)
-    parts = _written_together(section, set(carried) - own, own, loop) if hoists else {}
-    for array, (part, row) in section.over.items():
-        carry(begun[row], carried[row], parts.get(part, part), array)
+    for write in writes:
+        if write.eqn is None:
+            carry(write.start, write.carried, behind.get(write.part, write.part), write.array)
+    if place is not None:
+        section.scanned[place] = places
     return before
 
 
@@ -68,41 +92,82 @@ def _inline(into: list[Any], loop: Loop, fn: Any, *operands: Any, made: Any = No
     return result
 
 
-def _needed_besides(section: Any) -> set[Any]:
+def _writes(section: Any, same: Callable[[Any], Any]) -> list[_Write]:
+    """What is written over arrays of which the section reads rows; the equations that do are taken out of it."""
+    found = [
+        _Write(section.scanned[row], _compat.new_var(array.aval), part, None, array)
+        for array, (part, row) in section.over.items()
+    ]
+    read = {same(eqn.invars[0]) for eqn in section.eqns if eqn.primitive is PART}
+    starts = {carried: start for start, carried in section.carries.values()}
+    ends = {a for a, _ in section.lasts.values() if not _compat.is_literal(a)}
+    for eqn in section.eqns:
+        carried = eqn.invars[0] if eqn.primitive.name == "dynamic_update_slice" else None
+        if (
+            carried in starts
+            and eqn.outvars[0] in ends
+            and not read.isdisjoint((carried, same(starts[carried])))
+        ):
+            found.append(_Write(starts[carried], carried, eqn.invars[1], eqn))
+    taken = {id(write.eqn) for write in found}
+    section.eqns = [eqn for eqn in section.eqns if id(eqn) not in taken]
+    return found
+
+
+def _needed_besides(section: Any, writes: Sequence[_Write]) -> set[Any]:
     """What is needed for anything but results that are written over."""
-    needed = set(_variables([*(a for a, _ in section.lasts.values()), *section.stacked.values()]))
+    written = {write.eqn.outvars[0] for write in writes if write.eqn is not None}
+    needed = set(_variables([*(a for a, _ in section.lasts.values()), *section.stacked.values()])) - written
     for eqn in reversed(section.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
             needed.update(_variables(eqn.invars))
     return needed
 
 
-def _read_rows(section: Any, carried: dict[Any, Any], own: set[Any], place: Any, loop: Loop) -> None:
-    """Read the rows of what is written over from the carry, all of a row that the iteration's own work reads held."""
+def _read_rows(
+    section: Any,
+    loop: Loop,
+    writes: Sequence[_Write],
+    place: Any,
+    same: Callable[[Any], Any],
+    *,
+    hoists: bool,
+) -> set[Any]:
+    """Read parts of arrays, of what is written over from the carry; held behind a barrier those that the iteration's
+    own work needs, which are returned with what else it needs.
+    """
+    carried = {v: write.carried for write in writes for v in (write.carried, same(write.start))}
+    parts = [(v, same(a), place) for v, a in section.scanned.items() if same(a) in carried]
+    for v, *_ in parts:
+        del section.scanned[v]
+    parts += [(e.outvars[0], same(e.invars[0]), e.invars[1]) for e in section.eqns if e.primitive is PART]
+    own = _needed_besides(section, writes) if hoists else set()
+    kept = {carried[a] for v, a, _ in parts if a in carried and v in own}
+    own.update(v for v, a, _ in parts if carried.get(a) in kept)
     reads: list[Any] = []
-    for row, array in carried.items():
-        same = [v for v, other in section.scanned.items() if other is section.scanned[row]]
-        held = not own.isdisjoint(same)
-        own.update(same if held else ())
-        for v in same:
-            read = _inline(reads, loop, row_at, array, place, made=None if held else v)
-            if held:
-                reads.append(_compat.barrier([read], [v], loop.eqn.source_info))
-            del section.scanned[v]
-    section.eqns = [*reads, *section.eqns]
+    for v, a, index in parts:
+        held = v in own and a in carried
+        array = carried.get(a, a)
+        read = _inline(reads, loop, row_at, array, index, made=None if held else v)
+        if held:
+            reads.append(_compat.barrier([read], [v], loop.eqn.source_info))
+    section.eqns = [*reads, *(eqn for eqn in section.eqns if eqn.primitive is not PART)]
+    return own
 
 
-def _written_together(section: Any, rows: set[Any], own: set[Any], loop: Loop) -> dict[Any, Any]:
-    """Append barriers for results that are made of the same rows, none of which the iteration's own work reads; what
+def _written_together(section: Any, own: set[Any], writes: Sequence[_Write], loop: Loop) -> dict[Any, Any]:
+    """Append barriers for results that are made of the same rows, none of which the iteration's own work needs; what
     results are called behind them.
     """
-    made_of: dict[Any, frozenset[Any]] = {row: frozenset({row}) for row in rows}
+    carried = {write.carried for write in writes}
+    made_of: dict[Any, frozenset[Any]] = {}
     for eqn in section.eqns:
-        reads = [made_of[a] for a in _variables(eqn.invars) if a in made_of]
-        if reads and own.isdisjoint(eqn.outvars):
-            made_of.update(dict.fromkeys(eqn.outvars, frozenset().union(*reads)))
+        rows = [made_of[a] for a in _variables(eqn.invars) if a in made_of]
+        rows += [frozenset({a}) for a in _variables(eqn.invars) if a in carried]
+        if rows and own.isdisjoint(eqn.outvars):
+            made_of.update(dict.fromkeys(eqn.outvars, frozenset().union(*rows)))
     groups: list[tuple[set[Any], list[Any]]] = []
-    for part in dict.fromkeys(part for part, _ in section.over.values()):
+    for part in dict.fromkeys(_variables(write.part for write in writes)):
         read = set(made_of.get(part, ()))
         near = [group for group in groups if group[0] & read]
         groups = [group for group in groups if not group[0] & read]
@@ -110,7 +175,7 @@ def _written_together(section: Any, rows: set[Any], own: set[Any], loop: Loop) -
     behind: dict[Any, Any] = {}
     for read, parts in groups:
         if len(parts) > 1 or len(read) > 1:
-            made = {part: _compat.new_var(part.aval) for part in parts if not _compat.is_literal(part)}
+            made = {part: _compat.new_var(part.aval) for part in parts}
             section.eqns.append(_compat.barrier(list(made), list(made.values()), loop.eqn.source_info))
             behind.update(made)
     return behind

@@ -8,7 +8,7 @@ them, has at most
 carries in memory at once, for `d - 1` more runs of its forward pass: about `d * L ** (1 / d)`, which `d = log L` makes
 `O(log L)`. A rest is run no more than once, and costs nothing until it has as many iterations as all the inner levels.
 
-A loop in one level has all its carries, but absorbs the updates of what it stacks (see `_absorb`).
+A loop in levels absorbs the updates of what it stacks (see `_absorb`): one of a single level does nothing else.
 """
 
 from collections.abc import Sequence
@@ -113,8 +113,9 @@ def forms(
         fewer = sum((of[0] - of[d]) * size for of, d, size in zip(kept, depth, nbytes, strict=True))
         more = again_seconds(lengths, tuple(levels), seconds)
         for i, (less_nbytes, more_seconds) in enumerate(absorbing):
-            if less_nbytes > worth and not levels[i]:
+            if not levels[i] and less_nbytes > worth:
                 levels[i] = (lengths[i],)
+            if levels[i]:
                 fewer += less_nbytes
                 more += more_seconds
         if any(levels):

@@ -14,7 +14,7 @@ from ._backend import backend
 from ._collector import uncollected
 from ._cost import aval_nbytes, eqn_flops, in_rounds
 from ._devices import DeviceSpec
-from ._graph import Graph, Node, Pin, Stage, Value
+from ._graph import OVERWRITING, Graph, Node, Pin, Stage, Value
 from ._loops import ALONE, BACKWARD, FORWARD, Loop
 from ._pins import Patterns, matching, with_pins
 from ._prices import behind_views, handed_over, priced
@@ -120,6 +120,7 @@ def lower(
                 loop=traced.loop_of[i],
             )
         )
+    _take_over(nodes, values, {index[v] for v in traced.over})
     in_memory = _by_rules(jaxpr.eqns, nodes, values)
     if written is not None:
         # What the plain loop stacks says little of what it need stack: the rules decide, or an iteration by itself.
@@ -184,6 +185,15 @@ def as_stacked(graph: Graph) -> Graph:
     stacked = handed_over(graph)
     values = (replace(v, materialised=v.materialised or v.id in stacked) for v in graph.values)
     return replace(graph, values=tuple(values))
+
+
+def _take_over(nodes: Sequence[Node], values: list[Value], over: set[int]) -> None:
+    """Give no memory of its own to what loops carry of these arguments and write over them."""
+    for node in nodes:
+        if node.primitive in ("scan_carry", *OVERWRITING) and not over.isdisjoint(node.inputs[:1]):
+            over.update(node.outputs)
+            for v in node.outputs:
+                values[v] = replace(values[v], nbytes=0)
 
 
 def _length(eqn: Any, loop: Loop | None) -> int:

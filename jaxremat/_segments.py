@@ -13,11 +13,12 @@ becomes in two levels `S` segments of `M` iterations, and a pair of the last `r`
                 (g, Y), (C, I), reverse)
 
 so that `S` carries are stacked, and everything else `M` times. In more levels the inner pair is cut in the same way.
-All levels read and write the rows of the whole arrays: none has a copy of its segment's parameters or gradients. These
-are scans like any others: `_loops` lays the outer backward scan open, and in it the inner pair.
+All levels read and write the rows of the whole arrays: none has a copy of its segment's parameters or gradients. What
+is written over an array (see `_absorb`) starts as that array in place of zeros, and its rows are read there. These are
+scans like any others: `_loops` lays the outer backward scan open, and in it the inner pair.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -36,12 +37,12 @@ Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], Sequence[Any
 
 
 def segmented(
-    flat: jex.ClosedJaxpr, inliner: Inliner, segments: Segments
+    flat: jex.ClosedJaxpr, inliner: Inliner, segments: Segments, over: Mapping[Any, Any]
 ) -> tuple[jex.ClosedJaxpr, list[int]]:
     """The program with its pairs in levels; also for each equation its index before, -1 for new ones.
 
     **Arguments:** `segments` for each pair of the program's top level, in the order of the forward scans, the lengths
-    of its levels; fewer than two leave it as it is.
+    of its levels; fewer than two leave it as it is. `over` for stacked results the array that they are written over.
     """
     eqns = flat.jaxpr.eqns
     read_by: dict[Any, set[int]] = {}
@@ -54,7 +55,7 @@ def segmented(
     for (i, own), levels in zip(backward_of(eqns).items(), segments, strict=True):
         if len(levels) > 1:
             seen = [v in returned or not read_by.get(v, set()) <= set(own) for v in eqns[i].outvars]
-            pair = _Pair(eqns[i], inliner, levels, seen)
+            pair = _Pair(eqns[i], inliner, levels, seen, over)
             replaced[i] = pair.forward()
             replaced.update((j, pair.backward(eqns[j])) for j in own)
     found: list[Any] = []
@@ -97,8 +98,19 @@ class _Pair:
     In all scans that are made here the whole arrays stand among the constants, and what is scanned over are indices.
     """
 
-    def __init__(self, eqn: Any, inliner: Inliner, levels: Sequence[int], seen: Sequence[bool]):
+    def __init__(
+        self,
+        eqn: Any,
+        inliner: Inliner,
+        levels: Sequence[int],
+        seen: Sequence[bool],
+        over: Mapping[Any, Any],
+    ):
         self.eqn = eqn
+        self.over = over
+        self.written: dict[
+            int, int
+        ] = {}  # of a backward scan's constants: which of its carries they are by now
         self.inliner = inliner
         self.levels = tuple(levels)
         self.rest = eqn.params["length"] - prod(levels)
@@ -150,8 +162,11 @@ class _Pair:
         known = [*self.known, *self._known(eqn, self._handed(eqn))]
         made: list[Any] = []
         init = operands(eqn)[1]
-        stacks = (v.aval for v in eqn.outvars[len(init) :])
-        state = [*init, *(_append(made, lambda a=a: lax.full(a.shape, 0, a.dtype), (), eqn) for a in stacks)]
+        stacks = eqn.outvars[len(init) :]
+        state = [*init, *(self.over[v] if v in self.over else _zeros(made, v.aval, eqn) for v in stacks)]
+        begun = {self.over[v]: len(init) + i for i, v in enumerate(stacks) if v in self.over}
+        places = [begun.get(a) if not _compat.is_literal(a) else None for a in known]
+        self.written = {i: at for i, at in enumerate(places) if at is not None}
         if self.rest:
             handed = [self.last[a] for a in self._handed(eqn)]
             made.append(self._backward(eqn, self.rest, known, state, self.behind, handed))
@@ -205,6 +220,7 @@ class _Pair:
         results = range(carries, len(eqn.outvars))
 
         def body(known: list[Any], state: list[Any], slices: list[Any]) -> Any:
+            known = self._as_written(known, state)
             index, *given = slices
             there = dict(zip(residuals, given, strict=True))
             own = known[len(self.known) :]
@@ -230,6 +246,7 @@ class _Pair:
         """The backward scan over the first level, each of whose iterations starts from a carry that was kept."""
 
         def body(known: list[Any], state: list[Any], slices: list[Any]) -> Any:
+            known = self._as_written(known, state)
             index, *start = slices
             own = known[: len(self.known)]
             if len(levels) == 2:
@@ -245,6 +262,10 @@ class _Pair:
 
         scan = _loop(eqn, levels[0], (known, state, [indices, *starts]), body, ends)
         return scan.replace(primitive=APART)
+
+    def _as_written(self, known: Sequence[Any], state: Sequence[Any]) -> list[Any]:
+        """The constants, those that are written over as they are by now."""
+        return [state[self.written[i]] if i in self.written else a for i, a in enumerate(known)]
 
     def _iteration(
         self,
@@ -320,6 +341,10 @@ def _append(
     eqns, (result,) = _compat.inlined(jax.make_jaxpr(fn)(*types), arguments, like.source_info, named)
     into.extend(eqns)
     return result
+
+
+def _zeros(into: list[Any], aval: Any, like: Any) -> Any:
+    return _append(into, lambda: lax.full(aval.shape, 0, aval.dtype), (), like)
 
 
 def _inside(eqn: Any) -> Any:

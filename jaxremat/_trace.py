@@ -40,9 +40,9 @@ class Traced:
     the marks of `jaxremat.hint`; `in_tree` and `out_tree` the structures of `(args, kwargs)` without static arguments,
     and of the result; `donated` per flat argument; `rematted` whether the user's program has checkpoints of its own;
     `closed` the program as it was traced; `lengths` of its pairs of scans, outside of other loops, 1 for those that
-    must stay as they are, `segments` the levels that each has here, empty where it is as it was, and `gains` what
-    one level that absorbs updates saves; `respect_checkpoint` whether what the user's checkpoints compute again is
-    left as it is.
+    must stay as they are, `segments` the levels that each has here, empty where it is as it was, `gains` what
+    absorbing updates saves in each, and `over` the arguments that loops write over here; `respect_checkpoint` whether
+    what the user's checkpoints compute again is left as it is.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -60,6 +60,7 @@ class Traced:
     lengths: tuple[int, ...]
     segments: Segments
     gains: tuple[Gain, ...]
+    over: frozenset[Any]
     respect_checkpoint: bool
 
     def in_segments(self, segments: Segments) -> "Traced":
@@ -124,8 +125,8 @@ def normalise(
     once, once_of, _, first = _merged(flat, inliner)
     lengths = most_levels(once.jaxpr.eqns)
     segments = segments or ((),) * len(lengths)
-    inside = absorbed(once, donated, [len(levels) == 1 for levels in segments])
-    cut, of_inside = segmented(inside.closed, inliner, segments)
+    inside = absorbed(once, donated, list(map(bool, segments)))
+    cut, of_inside = segmented(inside.closed, inliner, segments, inside.over)
     of_once = [inside.origin[i] if i >= 0 else -1 for i in of_inside]
     opened = open_loops(cut, inliner, inside.over)
     merged, merged_of, loop_of, again = (
@@ -163,6 +164,7 @@ def normalise(
         lengths=lengths,
         segments=segments,
         gains=inside.gains,
+        over=frozenset(inside.over.values()),
         respect_checkpoint=respect_checkpoint,
     )
 

@@ -1,5 +1,6 @@
 """Optimizer updates inside the loop that makes their gradients: the same results, and no stack of gradients."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -169,6 +170,30 @@ def test_two_loops_with_the_same_weights() -> None:
     found, _ = absorbing(step, args)
     assert sorted(bool(gain.fewer_nbytes) for gain in found.gains) == [False, True]
     check(step, args)
+
+
+@pytest.mark.parametrize("levels", [(2, 3), (2, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
+def test_levels_write_over_the_same_arrays(levels: tuple[int, ...]) -> None:
+    """Also with a rest of two layers; only zeros would be stacks between."""
+    step, args = step_of(optax.sgd(0.1, momentum=0.9))
+    args = (
+        jax.tree.map(lambda a: jnp.concatenate([a, 0.5 * a[:2]]), args[0]) if len(levels) > 2 else args[0],
+        args[1],
+    )
+    cut = trace(jax.jit(step, donate_argnums=0), args, {}).in_segments((levels,))
+    planned = emitted(cut, [])
+    got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
+    assert_same(jax.jit(step)(*args), jax.tree.unflatten(cut.out_tree, got))
+    assert not [eqn for eqn in planned.jaxpr.eqns if eqn.primitive.name != "scan" and len(_shape(eqn)) > 2]
+    leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.tree.leaves(args)]
+    donated = tuple(range(len(jax.tree.leaves(args[0]))))
+    lowered = jax.jit(jex.jaxpr_as_fun(planned), donate_argnums=donated).lower(*leaves)
+    text = lowered.compile(compiler_options=jaxremat.compiler_options("cpu")).as_text() or ""
+    assert not re.findall(r"= f32\[[68],\d+,\d+\]\S* copy\(", text)
+
+
+def _shape(eqn: Any) -> tuple[int, ...]:
+    return eqn.outvars[0].aval.shape if eqn.outvars[0].aval.shape[:1] in ((6,), (8,)) else ()
 
 
 def test_a_norm_that_is_only_reported_is_made_of_those_of_the_rows() -> None:
