@@ -22,11 +22,12 @@ def blamed(
     room_nbytes: int,
     graph: Graph,
     least_without: Callable[[], int],
+    needs: str = "the step needs",
 ) -> InfeasibleBudgetError:
     """The error, or where the budget can be met without pins another that says so.
 
     **Arguments:** `room_nbytes` the budget less the margin; `graph` of the step, its loops as they are; `least_without`
-    gives the least peak that is found without pins, in bytes.
+    gives the least peak that is found without pins, in bytes; `needs` who needs what, in words.
     """
     if not graph.pins:
         return error
@@ -39,7 +40,7 @@ def blamed(
     least = error.min_peak_nbytes + error.budget_nbytes - room_nbytes
     return InfeasibleHintError(
         f"A budget of {format_nbytes(error.budget_nbytes)} cannot be met with these hints: "
-        f"{', '.join(named)}{rest}. With them the step needs {format_nbytes(error.min_peak_nbytes)} at the least "
+        f"{', '.join(named)}{rest}. With them {needs} {format_nbytes(error.min_peak_nbytes)} at the least "
         f"that was found, without them {format_nbytes(free)}. In brackets is what each adds to that by itself, "
         f"by the model. Leave one out, or use a budget of at least {least} bytes ({format_nbytes(least)}).",
         budget_nbytes=error.budget_nbytes,

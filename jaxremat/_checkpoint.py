@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,7 +72,8 @@ def checkpoint(
 
     **Returns:** a `Checkpointed`: called as `fn`; `.plan(*args)` is its plan.
 
-    **Raises:** `ArgumentError`, and, when it is called, `BudgetError`, `InfeasibleBudgetError`, `SolverError`.
+    **Raises:** `ArgumentError`, and, when it is called, `BudgetError`, `InfeasibleBudgetError` (`InfeasibleHintError`
+    where it could be met without hints), `HintError`, `SolverError`.
 
     On the CPU, XLA merges recomputation back with the original unless it is told not to: jit what contains this
     function with `compiler_options=jaxremat.compiler_options()`. A warning says so where these can be seen to be
@@ -236,7 +238,7 @@ class Checkpointed:
             self._planned[key, wanted] = _Planned(as_plan(joint, found), halves)
         return self._planned[key, wanted]
 
-    def _found(self, joint: Joint, restrict: Callable[[Graph], Graph] = lambda graph: graph) -> Found:
+    def _found(self, joint: Joint, restrict: Callable[[Graph], Graph] | None = None) -> Found:
         """The schedule for a joint program: that of an equal one, such as another layer's, if there was one."""
         options, device = self._options, detect(jax.devices()[0])
         key = (fingerprint(joint.traced), device, options.budget, options.emit, repr(options.solver))
@@ -268,11 +270,20 @@ def _warn_of_options() -> None:
             "needs on this backend, which will merge recomputation back with the original. Write "
             "`jax.jit(..., compiler_options=jaxremat.compiler_options())` on the outermost `jit`.",
             JaxrematWarning,
-            stacklevel=4,
+            stacklevel=_frames_to_the_user(),
         )
 
 
 _warned = False
+
+
+def _frames_to_the_user() -> int:
+    """How far up from who asks the first frame is that is neither this library's nor JAX's."""
+    ours = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (jax, _compat))
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(ours):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _backward(

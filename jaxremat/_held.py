@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ._actions import actions
+from ._blame import blamed
 from ._bodies import without_numbers
 from ._budget import format_nbytes, parse_nbytes
 from ._errors import BudgetError, HintError, InfeasibleBudgetError
@@ -77,20 +78,22 @@ def plan_held(
     budget: Held,
     solver: Solver,
     time_limit: float,
-    restrict: Callable[[Graph], Graph] = lambda graph: graph,
+    restrict: Callable[[Graph], Graph] | None = None,
 ) -> Found:
     """The cheapest schedule within a budget of held bytes.
 
     **Arguments:** `graph` of the joint program; `restrict` takes from a graph with its stages what cannot be followed.
 
-    **Raises:** `BudgetError`, `InfeasibleBudgetError`.
+    **Raises:** `BudgetError`, `InfeasibleBudgetError`, and `InfeasibleHintError` where hints are to blame.
     """
+    plain = graph
     wanted = parse_held(budget, joint.plain_nbytes)
     allowance = wanted if isinstance(wanted, int) else None
     cuts: list[tuple[Graph, Graph]] = []  # each with what is counted of it
     kept: list[str] = []
     for stages in _cuttings(graph):
-        cut = restrict(replace(graph, stages=stages))
+        cut = replace(graph, stages=stages)
+        cut = restrict(cut) if restrict else cut
         # What one part hands on to another is kept, whatever a hint says of it.
         kept = [p.origin for p in cut.pins if p.action == "recompute" and not cut.recomputable(p.at)]
         if not kept:
@@ -121,13 +124,24 @@ def plan_held(
     )
     profile = simulate(held, solution.schedule)
     if allowance is not None and profile.peak_nbytes > allowance:
-        raise InfeasibleBudgetError(
+        advice = ', or `emit="custom_vjp"`, which may hold less' if restrict else ""
+        error = InfeasibleBudgetError(
             f"`checkpoint(budget={budget!r})` cannot be met: with the least memory found, the backward pass still has "
             f"{format_nbytes(profile.peak_nbytes)} of the forward pass's values at once; plain JAX keeps "
-            f"{format_nbytes(joint.plain_nbytes)}. Use a budget of at least {profile.peak_nbytes} bytes.",
+            f"{format_nbytes(joint.plain_nbytes)}. Use a budget of at least {profile.peak_nbytes} bytes{advice}.",
             budget_nbytes=allowance,
             min_peak_nbytes=profile.peak_nbytes,
         )
+
+        def free() -> int:
+            bare = replace(plain, pins=())
+            try:
+                found = plan_held(joint, bare, budget, solver, time_limit, restrict)
+            except InfeasibleBudgetError as error:
+                return error.min_peak_nbytes
+            return found.profile.peak_nbytes
+
+        raise blamed(error, allowance, counted(plain), free, "the backward pass has")
     return Found(graph, solution, profile, allowance)
 
 

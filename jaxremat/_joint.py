@@ -107,7 +107,15 @@ def called(
         args_, kwargs_ = program.refilled(jax.tree.unflatten(tree, leaves), args, kwargs)
         return program.fn(*args_, **kwargs_)
 
-    key = (tree, tuple(map(jax.typeof, leaves)), program.static(args, kwargs), _compat.trace_context())
+    static = program.static(args, kwargs)
+    try:
+        hash(static)
+    except TypeError as error:
+        raise ArgumentError(
+            f"A static argument of {getattr(program.fn, '__qualname__', program.fn)!s} cannot be hashed ({error}). "
+            "Pass a tuple for a list, or leave the argument out of `static_argnums` and `static_argnames`."
+        ) from error
+    key = (tree, tuple(map(jax.typeof, leaves)), static, _compat.trace_context())
     function = known.get(key) or flattened(flat, leaves)
     if not any(isinstance(const, Tracer) for const in function.consts):  # they are of this call alone
         known[key] = function

@@ -404,6 +404,33 @@ def test_what_cannot_be_met_or_read_is_said() -> None:
         jaxremat.checkpoint(chain, time_limit=0)
     with pytest.raises(jaxremat.ArgumentError, match="nor a tuple of such"):
         jaxremat.checkpoint(chain, prevent_cse=(True, "w"))
+    with pytest.raises(jaxremat.ArgumentError, match=r"static argument of chain cannot be hashed.*tuple"):
+        jaxremat.checkpoint(chain, static_argnums=1)(x0, [1])
+
+
+def test_a_budget_that_the_other_emitter_may_meet() -> None:
+    with pytest.raises(jaxremat.InfeasibleBudgetError, match=r'bytes, or `emit="custom_vjp"`'):
+        jaxremat.checkpoint(chain, "1KiB").plan(x0, weights)
+    with pytest.raises(jaxremat.InfeasibleBudgetError, match=r"bytes\.$"):
+        jaxremat.checkpoint(chain, "1KiB", emit="custom_vjp").plan(x0, weights)
+
+
+@pytest.mark.parametrize(("emit", "budget"), [("policy", 0.4), ("custom_vjp", 0.25)])
+def test_hints_that_a_budget_has_no_room_for_are_named(emit: str, budget: float) -> None:
+    def hinted(x: Any, ws: Any) -> Any:
+        for w in ws:
+            x = jaxremat.hint(jnp.tanh(x @ w), "save", name="squashed") @ w
+        return x
+
+    args = jnp.ones((512, 32)), weights
+    with pytest.raises(
+        jaxremat.InfeasibleHintError, match=r'"save", name="squashed"\) at test_ch.*pass has'
+    ) as e:
+        jaxremat.checkpoint(hinted, budget, emit=emit).plan(*args)
+    assert e.value.free_min_peak_nbytes <= e.value.budget_nbytes < e.value.min_peak_nbytes
+    with pytest.raises(jaxremat.InfeasibleBudgetError) as neither:
+        jaxremat.checkpoint(hinted, "1KiB", emit=emit).plan(*args)
+    assert not isinstance(neither.value, jaxremat.InfeasibleHintError)
 
 
 @pytest.mark.parametrize(
@@ -429,8 +456,9 @@ def test_missing_compiler_options_are_warned_of_once(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(module, "_warned", False)
     planned = jaxremat.checkpoint(chain)
-    with pytest.warns(jaxremat.JaxrematWarning, match="compiler_options"):
-        jax.jit(lambda x: planned(x, weights))(x0)
+    with pytest.warns(jaxremat.JaxrematWarning, match="compiler_options") as told:
+        jax.jit(jax.grad(lambda x: loss(planned)(x, weights)))(x0)
+    assert told[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(lambda x: planned(x, weights) + 1)(x0)
