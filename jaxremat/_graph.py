@@ -331,6 +331,13 @@ class Graph:
         """The residuals that the stage's own nodes read."""
         return self._needs[stage]
 
+    def is_small(self, value: int) -> bool:
+        """Whether saving the value is nothing to decide about: but in loops, where a compiler that fuses runs kernels
+        of their own for each stack, however small.
+        """
+        small = self.values[value].saved_nbytes <= self.small_nbytes
+        return small and not (self.values[value].length > 1 and self.backend.fuses)
+
     def is_residual(self, value: int) -> bool:
         """Whether the forward pass made the value."""
         producer = self.values[value].producer

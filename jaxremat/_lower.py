@@ -210,7 +210,7 @@ def _crossing(
     found: set[int] = set()
     for node, eqn in zip(nodes, eqns, strict=True):
         made_of = (u for v in sunk.intersection(node.inputs) for u in nodes[values[v].producer].inputs)
-        for v in {*node.inputs} - sunk | {*made_of}:
+        for v in {*node.inputs, *made_of} - sunk:
             producer = values[v].producer
             outside = producer >= 0 and node.loop >= 0 and nodes[producer].loop != node.loop
             if outside and (values[v].length == 1 or is_loop_edge(eqn)):

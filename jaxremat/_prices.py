@@ -112,7 +112,7 @@ def _with_stacking(graph: Graph, device: DeviceSpec, trips: Sequence[int]) -> Gr
     seconds: dict[int, float] = {}
     plain_seconds = 0.0
     for value in graph.values:
-        if value.length == 1 or not graph.recomputable(value.id) or value.saved_nbytes <= graph.small_nbytes:
+        if value.length == 1 or not graph.recomputable(value.id) or graph.is_small(value.id):
             continue  # as in every plan
         taken = _stacking_seconds(graph, value, device, loaded) * trips[graph.nodes[value.producer].loop]
         if value.materialised:
@@ -138,7 +138,7 @@ def _stacking_seconds(graph: Graph, value: Value, device: DeviceSpec, loaded: Se
 
 def always_stacked_seconds(graph: Graph, loops: Sequence[Loop], device: DeviceSpec) -> float:
     """What the loops of a compiler that fuses spend on stacks under any plan: on their own results, and on what is
-    always saved.
+    saved because it cannot be made again.
     """
     trips = _trips(loops)
     loaded = _loaded(graph)
@@ -148,8 +148,7 @@ def always_stacked_seconds(graph: Graph, loops: Sequence[Loop], device: DeviceSp
         nbytes = sum(graph.values[v].nbytes for v in node.outputs)
         taken += 3 * nbytes / device.bandwidth + trips[node.loop] * device.launch_seconds
     for value in (graph.values[v] for v in graph.residuals):
-        always = not graph.recomputable(value.id) or value.saved_nbytes <= graph.small_nbytes
-        if value.length > 1 and always:
+        if value.length > 1 and not graph.recomputable(value.id):
             times = trips[graph.nodes[value.producer].loop]
             taken += times * _stacking_seconds(graph, value, device, loaded)
     return taken

@@ -36,11 +36,7 @@ def must_save(graph: Graph) -> frozenset[int]:
         v
         for v in graph.residuals
         if v not in graph.pinned["recompute"]
-        and (
-            not graph.recomputable(v)
-            or graph.values[v].saved_nbytes <= graph.small_nbytes
-            or graph.values[v].is_output
-        )
+        and (not graph.recomputable(v) or graph.is_small(v) or graph.values[v].is_output)
     )
 
 

@@ -1,17 +1,18 @@
-"""Sections of equations -> the same, where iterations make for themselves what grows out of little.
+"""Sections of equations -> the same, where iterations make for themselves what grows out of little, or of nothing.
 
 JAX makes what is alike in all iterations before the loop: an attention's mask as large as its scores, or the number
 that masked scores are replaced by. There it fills memory from before the loop to its end, and each iteration's kernels
 read it. Made within the iteration it is part of those kernels, which read the little. Law: the same results.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from . import _compat
 from ._cost import aval_nbytes
 from ._loops import Loop
-from ._primitives import is_loop_edge, reads_memory
+from ._primitives import is_costly, is_heavy, is_loop_edge, reads_memory
 
 GROWTH = 8
 """An array grows out of little if what it is made of has at most this part of its bytes."""
@@ -28,13 +29,15 @@ def grows(eqn: Any) -> bool:
 def sunk_values(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> frozenset[Any]:
     """The variables that grow out of little outside of a loop whose iterations read them, each in a kernel that can."""
     made = _makers(eqns, loop_of)
-    return frozenset(
-        a
-        for eqn, loop in zip(eqns, loop_of, strict=True)
-        if loop >= 0 and not _in_memory(eqn)
-        for a in eqn.invars
-        if _around(made, a, loop, loops)
-    ) - {a for eqn in eqns if _in_memory(eqn) for a in _variables(eqn)}
+    stored = {a for eqn in eqns if _in_memory(eqn) for a in _variables(eqn)}
+    reads = ((a, n) for eqn, n in zip(eqns, loop_of, strict=True) if not _in_memory(eqn) for a in eqn.invars)
+    found = {a for a, n in reads if n >= 0 and _around(made, a, n, loops)} - stored
+    waiting = list(found)
+    while waiting:
+        more = {a for a in _variables(made[waiting.pop()].eqn) if a in made and made[a].constant}
+        waiting.extend(more - found - stored)
+        found |= more - stored
+    return frozenset(found)
 
 
 def sink(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> tuple[list[Any], list[int]]:
@@ -47,34 +50,49 @@ def sink(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> 
 
     def within(a: Any, loop: int) -> Any:
         """What the variable is called in the loop, where it is made if need be."""
-        if not _around(made, a, loop, loops):
+        if _compat.is_literal(a) or a not in sunk or not _around(made, a, loop, loops):
             return a
         if (a, loop) not in clones:
-            eqn, _ = made[a]
             clones[a, loop] = _compat.new_var(a.aval)
-            found.append(eqn.replace(outvars=[clones[a, loop]]))
+            eqn = made[a].eqn
+            invars = [within(b, loop) for b in eqn.invars]
+            found.append(eqn.replace(invars=invars, outvars=[clones[a, loop]]))
             places.append(loop)
         return clones[a, loop]
 
     for eqn, loop in zip(eqns, loop_of, strict=True):
         if loop >= 0 and not sunk.isdisjoint(_variables(eqn)):
-            invars = [a if _compat.is_literal(a) or a not in sunk else within(a, loop) for a in eqn.invars]
-            eqn = eqn.replace(invars=invars)
+            eqn = eqn.replace(invars=[within(a, loop) for a in eqn.invars])
         found.append(eqn)
         places.append(loop)
     return found, places
 
 
-def _makers(eqns: Sequence[Any], loop_of: Sequence[int]) -> dict[Any, tuple[Any, int]]:
-    """For each variable that grows out of little its equation, and the loop of that."""
-    return {e.outvars[0]: (e, loop) for e, loop in zip(eqns, loop_of, strict=True) if grows(e)}
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What makes a variable: the equation, its loop, and whether it is made of constants alone."""
+
+    eqn: Any
+    loop: int
+    constant: bool
 
 
-def _around(made: dict[Any, tuple[Any, int]], atom: Any, loop: int, loops: Sequence[Loop]) -> bool:
+def _makers(eqns: Sequence[Any], loop_of: Sequence[int]) -> dict[Any, _Made]:
+    """The variables that grow out of little, and those that take nothing but cheap pointwise work on constants."""
+    made: dict[Any, _Made] = {}
+    for eqn, loop in zip(eqns, loop_of, strict=True):
+        constant = all(a in made and made[a].constant for a in _variables(eqn))
+        constant = constant and not (is_heavy(eqn) or is_costly(eqn) or _in_memory(eqn))
+        if len(eqn.outvars) == 1 and (constant or grows(eqn)):
+            made[eqn.outvars[0]] = _Made(eqn, loop, constant)
+    return made
+
+
+def _around(made: Mapping[Any, _Made], atom: Any, loop: int, loops: Sequence[Loop]) -> bool:
     """Whether a variable of these is made in the body around a loop, or further out."""
     if _compat.is_literal(atom) or atom not in made:
         return False
-    outside, parent = made[atom][1], loops[loop].parent
+    outside, parent = made[atom].loop, loops[loop].parent
     while parent not in (outside, -1):
         parent = loops[parent].parent
     return parent == outside

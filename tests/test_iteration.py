@@ -63,6 +63,14 @@ def test_what_one_kernel_keeps_to_itself_is_not_for_stacks() -> None:
     assert "exp" not in scores_in_memory(baseline().graph)
 
 
+def test_no_stack_is_too_small_to_decide_about() -> None:
+    """Each takes kernels of its own, however small it is; what lies outside of loops may be small."""
+    graph = baseline().graph
+    below = {v for v in graph.residuals if graph.values[v].saved_nbytes <= graph.small_nbytes}
+    assert {v for v in below if graph.values[v].length > 1}
+    assert {v for v in below if graph.is_small(v)} == {v for v in below if graph.values[v].length == 1}
+
+
 def test_the_plain_loops_cost_what_they_stack() -> None:
     graph = baseline().graph
     peak, seconds = by_hand("none")
