@@ -116,7 +116,14 @@ def called(
             "Pass a tuple for a list, or leave the argument out of `static_argnums` and `static_argnames`."
         ) from error
     key = (tree, tuple(map(jax.typeof, leaves)), static, _compat.trace_context())
-    function = known.get(key) or flattened(flat, leaves)
+    try:
+        function = known.get(key) or flattened(flat, leaves)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
+        error.add_note(
+            "An argument that decides what Python does (a flag, a number of layers) has to be static: "
+            "name it in `static_argnums` or `static_argnames` of what plans this function."
+        )
+        raise
     if not any(isinstance(const, Tracer) for const in function.consts):  # they are of this call alone
         known[key] = function
     return function, leaves, key

@@ -32,7 +32,8 @@ def remat(
     - `static_argnums`: which arguments are static; the module itself is number 0.
     - `options`: as in `jaxremat.checkpoint`.
 
-    **Returns:** the same kind of thing. Parameters keep their names, so that checkpoints on disk stay readable.
+    **Returns:** the same kind of thing. Parameters keep the names that they have without it, and what is on disk stays
+    readable. (`nn.remat` renames those of unnamed modules: `CheckpointBlock_0` is `Block_0` here.)
 
     **Raises:** `ArgumentError` where the target is neither; else as `jaxremat.checkpoint`.
 
@@ -48,9 +49,11 @@ def remat(
     if isinstance(target, type) and issubclass(target, nnx.Module):
         call = _of_either(target.__call__, budget, variables, rngs, static, options)
         return type(target.__name__, (target,), {"__call__": call, "__module__": target.__module__})
-    if isinstance(target, type) or not callable(target):
+    module = isinstance(target, (linen.Module, nnx.Module))
+    if module or isinstance(target, type) or not callable(target):
+        given = f"a {type(target).__name__}, which is a module already" if module else f"{target!r:.80}"
         raise ArgumentError(
-            f"`jaxremat.flax.remat` takes a Flax module class, or a function of one; it was given {target!r:.80}. "
+            f"`jaxremat.flax.remat` takes a Flax module class, or a function of one; it was given {given}. "
             "For other functions there is `jaxremat.checkpoint`."
         )
     return _of_either(target, budget, variables, rngs, static, options)
@@ -104,7 +107,10 @@ def _linen(
 
         return lift.pack(inner, (variables,), (variables,), (rngs,), name="remat", enable_kwargs=True)
 
-    return lift_transform(lifted, target, methods=methods)
+    planned: Any = lift_transform(lifted, target, methods=methods)
+    if isinstance(target, type):  # by which unnamed modules, and so their parameters, are called
+        planned.__name__, planned.__qualname__ = target.__name__, target.__qualname__
+    return planned
 
 
 def _nnx(

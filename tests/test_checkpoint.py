@@ -406,6 +406,9 @@ def test_what_cannot_be_met_or_read_is_said() -> None:
         jaxremat.checkpoint(chain, prevent_cse=(True, "w"))
     with pytest.raises(jaxremat.ArgumentError, match=r"static argument of chain cannot be hashed.*tuple"):
         jaxremat.checkpoint(chain, static_argnums=1)(x0, [1])
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        jaxremat.checkpoint(lambda x, deep: chain(x, weights if deep else few))(x0, True)
+    assert "static_argnums" in error.value.__notes__[-1]
 
 
 def test_a_budget_that_the_other_emitter_may_meet() -> None:

@@ -52,6 +52,21 @@ def kept_nbytes(fn: Any, *args: Any) -> int:
     return sum(a.size * a.dtype.itemsize for a in avals)
 
 
+def test_unnamed_linen_modules_are_called_as_without_it() -> None:
+    class Unnamed(nn.Module):
+        block: Any = Block
+
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return self.block()(self.block()(x, False), False)
+
+    plain, planned = Unnamed(), Unnamed(jaxremat.flax.remat(Block, static_argnums=2))
+    variables = plain.init(jax.random.key(1), x)
+    found, expected = (jnp.asarray(net.apply(variables, x)) for net in (planned, plain))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert jax.tree.structure(planned.init(jax.random.key(1), x)) == jax.tree.structure(variables)
+
+
 @pytest.mark.parametrize("emit", ["policy", "custom_vjp"])
 def test_linen_modules_keep_their_names_results_and_statistics(emit: str) -> None:
     plain = Net()
@@ -122,3 +137,5 @@ def test_other_things_are_refused() -> None:
         jaxremat.flax.remat(dict)
     with pytest.raises(jaxremat.ArgumentError, match="Flax module class"):
         jaxremat.flax.remat("Block")
+    with pytest.raises(jaxremat.ArgumentError, match="given a Dense, which is a module already"):
+        jaxremat.flax.remat(nn.Dense(3))
