@@ -44,7 +44,10 @@ UNLIKELY = 0.1
 step's temporaries."""
 
 LEAST_SLACK = 0.02
-"""Of schedules of about the least memory, within this share of the plain step's temporaries, the fastest is taken."""
+"""Of schedules of about the least memory, within this share of the plain step's temporaries, the fastest is taken, ..."""
+
+LEAST_MORE = 0.05
+"""... if it needs no more than this share of the least temporaries besides."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,10 @@ class Search:
     def _about_least(self) -> tuple[Trial, float]:
         """The fastest trial of those that need about the least memory, and how much that is."""
         trials = [t for t in self.trials if self._bearable(t)] or self.trials
-        about = min(t.peak_nbytes for t in trials) + LEAST_SLACK * self.temporaries_nbytes
+        least = min(t.peak_nbytes for t in trials)
+        about = least + min(
+            LEAST_SLACK * self.temporaries_nbytes, LEAST_MORE * (least - self.graph.base_nbytes)
+        )
         return min((t for t in trials if t.peak_nbytes <= about), key=lambda t: t.seconds), about
 
     def best(self, budget: int) -> Trial | None:
