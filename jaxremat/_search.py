@@ -44,10 +44,10 @@ UNLIKELY = 0.1
 step's temporaries."""
 
 LEAST_SLACK = 0.02
-"""Of schedules of about the least memory, within this share of the plain step's temporaries, the fastest is taken, ..."""
+"""Of schedules of about the least memory, within this share of the plain step's temporaries, the fastest is taken,"""
 
 LEAST_MORE = 0.05
-"""... if it needs no more than this share of the least temporaries besides."""
+"""if it needs no more than this share of the least temporaries besides."""
 
 
 @dataclass(frozen=True)
