@@ -56,7 +56,7 @@ class DeepResNet(nn.Module):
         x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
         for stage, count in enumerate(self.blocks):
             x, _ = Bottleneck(self.width * 2**stage, 1 if stage == 0 else 2)(x)
-            stacked = {"params": 0, "batch_stats": 0}
+            stacked: dict[Any, Any] = {"params": 0, "batch_stats": 0}
             rest = nn.scan(Bottleneck, stacked, split_rngs={"params": True}, length=count - 1)
             x, _ = rest(self.width * 2**stage)(x, None)
         return nn.Dense(self.classes)(x.mean((1, 2)))
