@@ -72,10 +72,14 @@ def absorbed(flat: jex.ClosedJaxpr, donated: Sequence[bool], wanted: Sequence[bo
 
 
 def _aliases(jaxpr: Any, donated: Sequence[bool]) -> dict[Any, Any]:
-    """For results the donated argument whose memory JAX gives them: the first left of the same type, in order."""
+    """For results the donated argument whose memory JAX gives them: the first left of the same type, in order, of those
+    that are read at all.
+    """
+    read = {a for eqn in jaxpr.eqns for a in _variables(eqn)}
+    read.update(a for a in jaxpr.outvars if not _compat.is_literal(a))
     free: dict[Any, deque[Any]] = {}
     for v, is_so in zip(jaxpr.invars, donated, strict=False):
-        if is_so:
+        if is_so and v in read:
             free.setdefault((v.aval.shape, v.aval.dtype), deque()).append(v)
     found: dict[Any, Any] = {}
     for a in jaxpr.outvars:

@@ -130,6 +130,17 @@ def returns_gradients(params: Any, batch: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), grads
 
 
+def test_arguments_that_nobody_reads_give_no_memory() -> None:
+    step, (params, batch) = step_of(optax.sgd(0.1))
+
+    def with_spare(spare: Any, state: Any, batch: Any) -> Any:
+        return step(state, batch)
+
+    _, inside = absorbing(with_spare, (_stacked(seed=3), params, batch), (0, 1))
+    spare = len(jax.tree.leaves(params[0]))
+    assert inside.over == frozenset(inside.jaxpr.jaxpr.invars[spare : 2 * spare])
+
+
 UNMOVED = {
     "all gradients together": step_of(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))),
     "one array at a time": step_of(optax.lamb(0.1)),
