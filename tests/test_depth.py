@@ -19,6 +19,18 @@ def test_the_deepest_net_is_found_by_a_few_compilations(each: int) -> None:
     assert len(compiled) <= 10
 
 
+def test_plans_that_use_all_of_the_budget_say_little_of_deeper_ones() -> None:
+    """The deepest net is looked for in small steps then."""
+    compiled = []
+
+    def peak(blocks: int) -> int:
+        compiled.append(blocks)
+        return 5000 if blocks <= 44 else 120 * blocks
+
+    assert depth.deepest(peak, 5000, (20, 30))["blocks"] == 44
+    assert max(compiled) < 60
+
+
 def test_peaks_against_depth_become_a_table() -> None:
     rows = [
         {"depth": n, "form": form, "peak_nbytes": int(2**20 * n**power)}

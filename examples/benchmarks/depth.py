@@ -47,8 +47,11 @@ BUDGET = "12GB"
 FIRST = (60, 90)
 """Blocks of the third stage that are compiled first; from their peaks the most is guessed."""
 
+ALIKE = 1.05
+"""Two peaks that differ by less say little of deeper nets, as those of plans that use all of the budget, ..."""
+
 GROWTH = 1.25
-"""What is guessed is at most this multiple of what was compiled: peaks of plans that fit say little of larger ones."""
+"""... so that the next net is at most this much deeper than the deepest so far."""
 
 
 def layers(depth: int) -> tuple[Program, tuple[Any, ...]]:
@@ -169,7 +172,9 @@ def deepest(peak: Callable[[int], int], budget: int, first: Sequence[int]) -> re
         guess = a + int((budget - low) / max((high - low) / (b - a), 1))
         fitting = max((n for n, nbytes in known.items() if nbytes <= budget), default=0)
         exceeding = min((n for n, nbytes in known.items() if nbytes > budget), default=10**6)
-        guess = min(max(guess, fitting + 1), exceeding - 1, int(GROWTH * max(known)))
+        if high <= ALIKE * low:
+            guess = int(GROWTH * max(known))
+        guess = min(max(guess, fitting + 1), exceeding - 1)
         if exceeding - fitting > 1 and guess not in known and len(known) < 8:
             wanted.append(guess)
     fitting = {n: nbytes for n, nbytes in known.items() if nbytes <= budget}
