@@ -47,6 +47,9 @@ BUDGET = "12GB"
 FIRST = (60, 90)
 """Blocks of the third stage that are compiled first; from their peaks the most is guessed."""
 
+MOST = 8
+"""Nets that are compiled."""
+
 ALIKE = 1.05
 """Two peaks that differ by less say little of deeper nets, as those of plans that use all of the budget, ..."""
 
@@ -156,8 +159,12 @@ def peak_of(remat: str, budget: int, target: str | None, blocks: int) -> int:
     return plan.compiled_peak_nbytes or plan.predicted_peak_nbytes
 
 
-def deepest(peak: Callable[[int], int], budget: int, first: Sequence[int]) -> records.Record:
-    """The most blocks whose step fits, by compiling some: the largest that is known to, and what is known of more."""
+def deepest(
+    peak: Callable[[int], int], budget: int, first: Sequence[int], most: int = MOST
+) -> records.Record:
+    """The most blocks whose step fits, by compiling at most so many: the largest that is known to, and what is known
+    of more.
+    """
     known: dict[int, int] = {}
     wanted = list(first)
     while wanted:
@@ -175,7 +182,7 @@ def deepest(peak: Callable[[int], int], budget: int, first: Sequence[int]) -> re
         if high <= ALIKE * low:
             guess = int(GROWTH * max(known))
         guess = min(max(guess, fitting + 1), exceeding - 1)
-        if exceeding - fitting > 1 and guess not in known and len(known) < 8:
+        if exceeding - fitting > 1 and guess not in known and len(known) < most:
             wanted.append(guess)
     fitting = {n: nbytes for n, nbytes in known.items() if nbytes <= budget}
     best = max(fitting, default=0)
@@ -237,6 +244,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--first", type=int, nargs="+", default=FIRST, help="blocks to compile first; one alone is all"
     )
+    parser.add_argument(
+        "--most", type=int, default=MOST, help=f"of deepest: nets to compile (default: {MOST})"
+    )
     parser.add_argument("--target", choices=jaxremat.targets(), help="of deepest: compile for this GPU")
     parser.add_argument("--save", action="store_true", help="write into results/ rather than out/")
     given = parser.parse_args(argv)
@@ -254,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"  {name}:")
         budget = parse_budget(given.budget, None)
         assert isinstance(budget, int)
-        found = deepest(partial(peak_of, name, budget, given.target), budget, given.first)
+        found = deepest(partial(peak_of, name, budget, given.target), budget, given.first, given.most)
         record |= {"budget": given.budget, "deepest": {**record.get("deepest", {}), name: found}}
         records.write(path, record)
     print(markdown(record))
