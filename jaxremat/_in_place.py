@@ -21,7 +21,7 @@ import jax
 import jax.extend.core as jex
 
 from . import _compat
-from ._loops import PART, Loop, row_at
+from ._loops import PART, Loop, append, row_at
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ def written_in_place(section: Any, loop: Loop, same: Callable[[Any], Any], *, ho
     before: list[Any] = []
     place, places = None, None
     if section.filled or section.over:
-        places = _inline(before, loop, lambda: jax.lax.iota(jax.numpy.int32, loop.length))
+        places = append(before, lambda: jax.lax.iota(jax.numpy.int32, loop.length), (), loop.eqn)
         place = _compat.new_var(jex.mapped_aval(loop.length, 0, places.aval))
     writes = _writes(section, same)
     own = _read_rows(section, loop, writes, place, same, hoists=hoists)
@@ -56,7 +56,7 @@ def written_in_place(section: Any, loop: Loop, same: Callable[[Any], Any], *, ho
     def carry(begun: Any, carried: Any, part: Any, array: Any) -> None:
         index = max(section.carries, default=-1) + 1
         section.carries[index] = begun, carried
-        section.lasts[index] = _inline(section.eqns, loop, _write, carried, part, place), array
+        section.lasts[index] = append(section.eqns, _write, (carried, part, place), loop.eqn), array
 
     for array, (part, zero) in section.filled.items():
         shape, dtype = array.aval.shape, array.aval.dtype
@@ -64,7 +64,7 @@ def written_in_place(section: Any, loop: Loop, same: Callable[[Any], Any], *, ho
         def begin(zero: Any, shape: Any = shape, dtype: Any = dtype) -> Any:
             return jax.lax.broadcast(zero.astype(dtype), shape)
 
-        carry(_inline(before, loop, begin, zero), _compat.new_var(array.aval), part, array)
+        carry(append(before, begin, (zero,), loop.eqn), _compat.new_var(array.aval), part, array)
     for write in writes:
         if write.eqn is None:
             carry(write.start, write.carried, behind.get(write.part, write.part), write.array)
@@ -81,15 +81,6 @@ def renamed(eqn: Any, rename: dict[Any, Any]) -> Any:
 
 def _write(array: Any, row: Any, index: Any) -> Any:
     return jax.lax.dynamic_update_index_in_dim(array, row, index, 0)
-
-
-def _inline(into: list[Any], loop: Loop, fn: Any, *operands: Any, made: Any = None) -> Any:
-    """Append the equations of a function of these operands; returns its result, of the given name if any."""
-    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
-    named = () if made is None else (made,)
-    eqns, (result,) = _compat.inlined(jax.make_jaxpr(fn)(*types), operands, loop.eqn.source_info, named)
-    into.extend(eqns)
-    return result
 
 
 def _writes(section: Any, same: Callable[[Any], Any]) -> list[_Write]:
@@ -148,7 +139,7 @@ def _read_rows(
     for v, a, index in parts:
         held = v in own and a in carried
         array = carried.get(a, a)
-        read = _inline(reads, loop, row_at, array, index, made=None if held else v)
+        read = append(reads, row_at, (array, index), loop.eqn, None if held else v)
         if held:
             reads.append(_compat.barrier([read], [v], loop.eqn.source_info))
     section.eqns = [*reads, *(eqn for eqn in section.eqns if eqn.primitive is not PART)]

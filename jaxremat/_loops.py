@@ -22,10 +22,11 @@ and what is the same in all iterations is read directly. Two kinds of scans are 
 `_close` makes scans of the sections again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 from jax import lax
 from jax.extend.core.primitives import scan_p
@@ -172,6 +173,17 @@ class _Opener:
             made = _compat.new_var(primitive.abstract_eval(atom.aval, **params)[0])
         self.add(_compat.new_eqn([atom, *more], [made], primitive, params, loop.eqn.source_info), loop.id)
         return made
+
+
+def append(
+    into: list[Any], fn: Callable[..., Any], arguments: Sequence[Any], like: Any, made: Any = None
+) -> Any:
+    """Append the equations of a function of these arguments; returns its result, of the given name if any."""
+    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in arguments]
+    named = () if made is None else (made,)
+    eqns, (result,) = _compat.inlined(jax.make_jaxpr(fn)(*types), arguments, like.source_info, named)
+    into.extend(eqns)
+    return result
 
 
 def row_at(array: Any, index: Any) -> Any:

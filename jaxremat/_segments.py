@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
@@ -30,7 +29,7 @@ from jax import lax
 from . import _compat
 from ._graph import Segments
 from ._inline import Inliner
-from ._loops import APART, PART, operands, pairs, row_at
+from ._loops import APART, PART, append, operands, pairs, row_at
 
 Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], Sequence[Any], Sequence[Any]]]
 """Constants, carries and slices of an iteration -> its equations, the carries that it leaves, what it stacks."""
@@ -154,7 +153,7 @@ class _Pair:
                 stack = stack.reshape(main, *stack.shape[len(self.levels) :])
                 return jnp.concatenate([*rest, stack] if eqn.params["reverse"] else [stack, *rest])
 
-            _append(made, whole, parts, eqn, eqn.outvars[i])
+            append(made, whole, parts, eqn, eqn.outvars[i])
         return made
 
     def backward(self, eqn: Any) -> list[Any]:
@@ -226,7 +225,7 @@ class _Pair:
             own = known[len(self.known) :]
             eqns, made = self._iteration(eqn, own, state[:carries], index, there, results, True)
             written = [
-                _append(eqns, _write, (whole, row, index), _inside(eqn))
+                append(eqns, _write, (whole, row, index), _inside(eqn))
                 for whole, row in zip(state[carries:], made[carries:], strict=True)
             ]
             return eqns, [*made[:carries], *written], []
@@ -300,7 +299,7 @@ class _Pair:
     def _indices(self, into: list[Any], shape: Sequence[int], first: int) -> Any:
         """Append what makes an array of this shape of the iterations' indices from the first on."""
         made = lambda: lax.iota(jnp.int32, prod(shape)).reshape(shape) + first  # noqa: E731
-        return _append(into, made, (), self.eqn)
+        return append(into, made, (), self.eqn)
 
 
 def _read(atom: Any, rename: dict[Any, Any]) -> Any:
@@ -325,26 +324,15 @@ def _row(into: list[Any], array: Any, index: Any, like: Any, opened: bool) -> An
         made = _compat.new_var(jex.mapped_aval(params["length"], 0, array.aval))
         into.append(_compat.new_eqn([array, index], [made], PART, params, like.source_info))
         return made
-    return _append(into, row_at, (array, index), like)
+    return append(into, row_at, (array, index), like)
 
 
 def _write(array: Any, row: Any, index: Any) -> Any:
     return lax.dynamic_update_index_in_dim(array, row, index, 0, allow_negative_indices=False)
 
 
-def _append(
-    into: list[Any], fn: Callable[..., Any], arguments: Sequence[Any], like: Any, made: Any = None
-) -> Any:
-    """Append the equations of a function of these arguments; returns its result, of the given name if any."""
-    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in arguments]
-    named = () if made is None else (made,)
-    eqns, (result,) = _compat.inlined(jax.make_jaxpr(fn)(*types), arguments, like.source_info, named)
-    into.extend(eqns)
-    return result
-
-
 def _zeros(into: list[Any], aval: Any, like: Any) -> Any:
-    return _append(into, lambda: lax.full(aval.shape, 0, aval.dtype), (), like)
+    return append(into, lambda: lax.full(aval.shape, 0, aval.dtype), (), like)
 
 
 def _inside(eqn: Any) -> Any:
