@@ -75,7 +75,7 @@ def _aliases(jaxpr: Any, donated: Sequence[bool]) -> dict[Any, Any]:
     """For results the donated argument whose memory JAX gives them: the first left of the same type, in order, of those
     that are read at all.
     """
-    read = {a for eqn in jaxpr.eqns for a in _variables(eqn)}
+    read = {a for eqn in jaxpr.eqns for a in _compat.variables(eqn.invars)}
     read.update(a for a in jaxpr.outvars if not _compat.is_literal(a))
     free: dict[Any, deque[Any]] = {}
     for v, is_so in zip(jaxpr.invars, donated, strict=False):
@@ -116,19 +116,20 @@ class _Loop:
         self.maker = {v: i for i, (_, eqn) in enumerate(items) for v in eqn.outvars}
         self.readers: dict[Any, set[int]] = {}
         for i, (_, eqn) in enumerate(items):
-            for a in _variables(eqn):
+            for a in _compat.variables(eqn.invars):
                 self.readers.setdefault(a, set()).add(i)
         self.carries = _compat.scan_counts(self.scan)[1]
         self.stacks = self.scan.outvars[self.carries :]
         self.behind = {at}  # equations that need the loop's results
         for i in range(at + 1, len(items)):
-            if any(self.maker.get(a) in self.behind for a in _variables(items[i][1])):
+            if any(self.maker.get(a) in self.behind for a in _compat.variables(items[i][1].invars)):
                 self.behind.add(i)
         self.blocked = set(self.behind)  # and what cannot go before the loop for other reasons
         for i in range(at + 1, len(items)):
             eqn = items[i][1]
             if is_contraction(eqn) or any(
-                self.maker.get(a, at) > at and self.maker[a] in self.blocked for a in _variables(eqn)
+                self.maker.get(a, at) > at and self.maker[a] in self.blocked
+                for a in _compat.variables(eqn.invars)
             ):
                 self.blocked.add(i)
 
@@ -169,7 +170,7 @@ class _Loop:
         stacks = set(self.stacks)
         for i in sorted(self.behind - {self.at}):
             eqn = self.items[i][1]
-            needed = [a for a in _variables(eqn) if self.maker.get(a) in self.blocked]
+            needed = [a for a in _compat.variables(eqn.invars) if self.maker.get(a) in self.blocked]
             known = all(a in stacks or self.maker[a] in by_rows for a in needed)
             if not known or not self.by_rows(eqn) or _repeats(eqn):
                 continue
@@ -239,11 +240,13 @@ class _Loop:
         scan = body.scan(kept, made)
         # What the loop reads now must stand before it.
         first: set[int] = set()
-        pending = [self.maker[a] for a in _variables(scan) if a in self.maker]
+        pending = [self.maker[a] for a in _compat.variables(scan.invars) if a in self.maker]
         while pending:
             if (i := pending.pop()) > self.at and i not in first:
                 first.add(i)
-                pending.extend(self.maker[a] for a in _variables(self.items[i][1]) if a in self.maker)
+                pending.extend(
+                    self.maker[a] for a in _compat.variables(self.items[i][1].invars) if a in self.maker
+                )
         before = [*self.items[: self.at], *(self.items[i] for i in sorted(first))]
         left = (i for i in range(self.at + 1, len(self.items)) if i not in first and i not in moved)
         return [*before, (self.items[self.at][0], scan), *(self.items[i] for i in left)]
@@ -324,10 +327,6 @@ _SIZES = ("shape", "new_sizes")
 def _repeats(eqn: Any) -> bool:
     """Whether all rows of the result are the same."""
     return eqn.primitive.name == "broadcast_in_dim" and 0 not in eqn.params["broadcast_dimensions"]
-
-
-def _variables(eqn: Any) -> list[Any]:
-    return [a for a in eqn.invars if not _compat.is_literal(a)]
 
 
 def _nbytes(values: Sequence[Any]) -> int:

@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -106,6 +106,11 @@ def varying_axes(var: Any) -> frozenset[Any]:
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr's operand is an inline constant."""
     return isinstance(atom, jex.Literal)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The atoms that are no literals."""
+    return [a for a in atoms if not is_literal(a)]
 
 
 def literal(value: Any) -> Any:

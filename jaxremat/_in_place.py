@@ -13,7 +13,7 @@ Where the compiler does nothing early, it makes one kernel of such a read, the u
 would only be in its way.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,10 +108,12 @@ def _writes(section: Any, same: Callable[[Any], Any]) -> list[_Write]:
 def _needed_besides(section: Any, writes: Sequence[_Write]) -> set[Any]:
     """What is needed for anything but results that are written over."""
     written = {write.eqn.outvars[0] for write in writes if write.eqn is not None}
-    needed = set(_variables([*(a for a, _ in section.lasts.values()), *section.stacked.values()])) - written
+    needed = (
+        set(_compat.variables([*(a for a, _ in section.lasts.values()), *section.stacked.values()])) - written
+    )
     for eqn in reversed(section.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            needed.update(_variables(eqn.invars))
+            needed.update(_compat.variables(eqn.invars))
     return needed
 
 
@@ -153,12 +155,12 @@ def _written_together(section: Any, own: set[Any], writes: Sequence[_Write], loo
     carried = {write.carried for write in writes}
     made_of: dict[Any, frozenset[Any]] = {}
     for eqn in section.eqns:
-        rows = [made_of[a] for a in _variables(eqn.invars) if a in made_of]
-        rows += [frozenset({a}) for a in _variables(eqn.invars) if a in carried]
+        rows = [made_of[a] for a in _compat.variables(eqn.invars) if a in made_of]
+        rows += [frozenset({a}) for a in _compat.variables(eqn.invars) if a in carried]
         if rows and own.isdisjoint(eqn.outvars):
             made_of.update(dict.fromkeys(eqn.outvars, frozenset().union(*rows)))
     groups: list[tuple[set[Any], list[Any]]] = []
-    for part in dict.fromkeys(_variables(write.part for write in writes)):
+    for part in dict.fromkeys(_compat.variables(write.part for write in writes)):
         read = set(made_of.get(part, ()))
         near = [group for group in groups if group[0] & read]
         groups = [group for group in groups if not group[0] & read]
@@ -170,7 +172,3 @@ def _written_together(section: Any, own: set[Any], writes: Sequence[_Write], loo
             section.eqns.append(_compat.barrier(list(made), list(made.values()), loop.eqn.source_info))
             behind.update(made)
     return behind
-
-
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [a for a in atoms if not _compat.is_literal(a)]

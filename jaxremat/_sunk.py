@@ -29,12 +29,14 @@ def grows(eqn: Any) -> bool:
 def sunk_values(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> frozenset[Any]:
     """The variables that grow out of little outside of a loop whose iterations read them, each in a kernel that can."""
     made = _makers(eqns, loop_of)
-    stored = {a for eqn in eqns if _in_memory(eqn) for a in _variables(eqn)}
+    stored = {a for eqn in eqns if _in_memory(eqn) for a in _compat.variables(eqn.invars)}
     reads = ((a, n) for eqn, n in zip(eqns, loop_of, strict=True) if not _in_memory(eqn) for a in eqn.invars)
     found = {a for a, n in reads if n >= 0 and _around(made, a, n, loops)} - stored
     waiting = list(found)
     while waiting:
-        more = {a for a in _variables(made[waiting.pop()].eqn) if a in made and made[a].constant}
+        more = {
+            a for a in _compat.variables(made[waiting.pop()].eqn.invars) if a in made and made[a].constant
+        }
         waiting.extend(more - found - stored)
         found |= more - stored
     return frozenset(found)
@@ -61,7 +63,7 @@ def sink(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> 
         return clones[a, loop]
 
     for eqn, loop in zip(eqns, loop_of, strict=True):
-        if loop >= 0 and not sunk.isdisjoint(_variables(eqn)):
+        if loop >= 0 and not sunk.isdisjoint(_compat.variables(eqn.invars)):
             eqn = eqn.replace(invars=[within(a, loop) for a in eqn.invars])
         found.append(eqn)
         places.append(loop)
@@ -81,7 +83,7 @@ def _makers(eqns: Sequence[Any], loop_of: Sequence[int]) -> dict[Any, _Made]:
     """The variables that grow out of little, and those that take nothing but cheap pointwise work on constants."""
     made: dict[Any, _Made] = {}
     for eqn, loop in zip(eqns, loop_of, strict=True):
-        constant = all(a in made and made[a].constant for a in _variables(eqn))
+        constant = all(a in made and made[a].constant for a in _compat.variables(eqn.invars))
         constant = constant and not (is_heavy(eqn) or is_costly(eqn) or _in_memory(eqn))
         if len(eqn.outvars) == 1 and (constant or grows(eqn)):
             made[eqn.outvars[0]] = _Made(eqn, loop, constant)
@@ -101,7 +103,3 @@ def _around(made: Mapping[Any, _Made], atom: Any, loop: int, loops: Sequence[Loo
 def _in_memory(eqn: Any) -> bool:
     """Whether the equation reads arrays that no kernel of its own can make."""
     return is_loop_edge(eqn) or reads_memory(eqn)
-
-
-def _variables(eqn: Any) -> list[Any]:
-    return [a for a in eqn.invars if not _compat.is_literal(a)]

@@ -226,14 +226,12 @@ def _late(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) ->
             if loop.id in backward and loop.parent >= 0:
                 backward.add(loop.parent)
         for i, eqn in enumerate(eqns):
-            late[i] = late[i] or loop_of[i] in backward or any(a in made for a in _variables(eqn))
+            late[i] = (
+                late[i] or loop_of[i] in backward or any(a in made for a in _compat.variables(eqn.invars))
+            )
             if late[i]:
                 made.update(eqn.outvars)
     return late
-
-
-def _variables(eqn: Any) -> list[Any]:
-    return [a for a in eqn.invars if not _compat.is_literal(a)]
 
 
 def _edge(eqn: Any) -> tuple[int, int]:
