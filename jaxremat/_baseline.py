@@ -4,6 +4,7 @@ Law: each part is made when it is first asked for, and once, however many budget
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 
 from ._backend import Backend, backend
+from ._beside import with_beside
 from ._budget import format_nbytes
 from ._devices import DeviceSpec
 from ._emit import FENCES, emit
@@ -18,15 +20,17 @@ from ._fingerprint import fingerprint
 from ._graph import Graph, Segments
 from ._hlo import Module, parse
 from ._implementations import replaced
-from ._iteration import Iteration, backward, forward, plain_seconds
-from ._levels import Form, forms
+from ._iteration import Iteration, backward, forward, recomputing
+from ._levels import Pairs
 from ._library import library_seconds
-from ._loops import ALONE, FORWARD
+from ._loop_seconds import Alone, known, looped_seconds, moved_seconds, plain_seconds, with_seconds
+from ._loops import ALONE
 from ._lower import as_stacked, estimate_base, lower
 from ._measured import measure
 from ._memory import MemoryStats
 from ._pins import Patterns
 from ._prices import always_stacked_seconds
+from ._primitives import is_relabelling
 from ._program import Compiled, Program
 from ._progress import phase
 from ._roofline import roofline
@@ -69,6 +73,7 @@ class Baseline:
     compile_count: int = 0
     forms: dict[Segments, Traced] = field(default_factory=dict)
     _iterations: dict[str, Module] = field(default_factory=dict)
+    _looped: dict[Segments, Alone] = field(default_factory=dict)
     _graphs: dict[tuple[bool, Segments], Graph] = field(default_factory=dict)
 
     @property
@@ -182,26 +187,59 @@ class Baseline:
         return graph
 
     def _lowered(self, traced: Traced) -> Graph:
-        least = int(self.temporaries_nbytes * _WORKSPACE_SHARE)
-        return lower(
-            traced,
-            self.device,
-            base_nbytes=MemoryStats.of(self.witness).base_nbytes,
-            written=self._written(traced),
-            workspace=self._workspace(traced, least),
-            seconds=self._measured(traced, self.temporaries_nbytes),
-            patterns=self.pins,
-        )
+        base = MemoryStats.of(self.witness).base_nbytes
+        iterations = forward(traced, self.backend)
+        workspace = self._workspace(traced, int(self.temporaries_nbytes * _WORKSPACE_SHARE))
+        seconds = self._measured(traced, self.temporaries_nbytes)
 
-    def _written(self, traced: Traced) -> Written:
-        """What the compiled plain step writes, and what iterations of forward loops do where they stack nothing."""
-        found = written(self._module).renumbered(self.traced.places(traced))
+        def lowered(shared: Mapping[int, int] | None = None) -> Graph:
+            return lower(
+                traced,
+                self.device,
+                base_nbytes=base,
+                written=self._written(traced, iterations),
+                workspace=workspace,
+                shared=shared,
+                seconds=seconds,
+                patterns=self.pins,
+            )
+
+        graph = lowered()
+        if not traced.loops:
+            return graph
+        iterations |= backward(traced, graph, self.backend)
+        graph = lowered()
         if not self.backend.fuses:
-            return found
-        for loop, iteration in forward(traced, self.backend).items():
-            alone = written(self._alone(iteration)).renumbered(dict(enumerate(iteration.places)))
-            found = found.also(loop, alone)
+            return lowered(self._shared(traced, graph))
+        alone = {i: (each, self._alone(each)) for i, each in iterations.items()}
+        self._looped[traced.segments] = alone
+        graph = with_beside(graph, alone)
+        return with_seconds(graph, traced, alone, self.device) if self.profile == "roofline" else graph
+
+    def _shared(self, traced: Traced, graph: Graph) -> dict[int, int]:
+        """What iterations of backward loops write of the forward pass's fused work where they recompute all of it."""
+        sizes = {
+            i: sum(sizes)
+            for iteration in recomputing(traced, graph, self.backend).values()
+            for i, sizes in self._written_alone(iteration).sizes.items()
+        }
+        eqns = traced.jaxpr.jaxpr.eqns
+        fused = {n.id for n in graph.nodes if n.forward and not graph.kernel[n.id]}
+        return {i: nbytes for i, nbytes in sizes.items() if i in fused and not is_relabelling(eqns[i])}
+
+    def _written(self, traced: Traced, iterations: Mapping[int, Iteration]) -> Written:
+        """What the compiled plain step writes, and what iterations of loops do that are compiled alone.
+
+        A compiler that does not fuse reductions writes what the rules say, and some more.
+        """
+        found = written(self._module).renumbered(self.traced.places(traced))
+        for loop, iteration in iterations.items():
+            alone = self._written_alone(iteration)
+            found = found.also(loop, alone) if self.backend.fuses else found.with_(alone)
         return found
+
+    def _written_alone(self, iteration: Iteration) -> Written:
+        return written(self._alone(iteration)).renumbered(dict(enumerate(iteration.places)))
 
     def _alone(self, iteration: Iteration) -> Module:
         """An iteration of a loop, compiled by itself."""
@@ -211,47 +249,39 @@ class Baseline:
         return self._iterations[iteration.key]
 
     def _looped_seconds(self, graph: Graph) -> float | None:
-        """What the plain form's loops take longer than the plain step's where they stack nothing and find all saved.
-
-        None where that is not known: of loops within loops.
+        """What the loops of this form take longer than the plain step's where they stack nothing and find all saved;
+        None where that is not known.
         """
-        loops = self.traced.loops
-        if not loops or any(loop.parent >= 0 or loop.role == ALONE for loop in loops):
+        traced = self.form(graph.segments)
+        if not known(traced.loops, traced.segments) or not known(self.traced.loops, ()):
             return None
-        alone = forward(self.traced, self.backend) | backward(self.traced, graph, self.backend)
-        taken = sum(
-            loops[i].length * roofline(self._alone(iteration), self.device).seconds
-            for i, iteration in alone.items()
-        )
-        stacked = always_stacked_seconds(graph, loops, self.device)
-        return taken + stacked - plain_seconds(self._module, self.device)
+        taken = looped_seconds(graph, traced, self._looped[traced.segments], self.device)
+        stacked = always_stacked_seconds(graph, traced.loops, self.device)
+        moved = moved_seconds(self._module, self.traced.places(traced), self.device)
+        return taken + stacked - moved - plain_seconds(self._module, self.device)
 
     def plain_graph(self, *, rough: bool = False) -> Graph:
         """The graph of the step's loops as they are."""
         return self.rough if rough else self.graph
 
-    def deeper(self, graph: Graph) -> tuple[Form, ...]:
-        """The forms that the loops of this graph of the step may take besides.
-
-        A loop in levels makes all that its iterations make again: where some of it must be saved, it stays as it is.
-        """
-        pairs = [loop.id for loop in self.traced.loops if loop.role == FORWARD and loop.parent < 0]
-        saved = {graph.nodes[graph.values[v].producer].loop for v in graph.pinned["save"]}
-        lengths = zip(pairs, self.traced.lengths, strict=True)
+    def pairs(self, graph: Graph) -> Pairs:
+        """The pairs of loops of this graph of the plain form, which may take other forms."""
         absorbing = [
             (gain.fewer_nbytes, ROW_COPIES * gain.written_nbytes / self.device.bandwidth)
             for gain in self.traced.gains
         ]
-        return forms(graph, pairs, [1 if loop in saved else length for loop, length in lengths], absorbing)
+        return Pairs.of(graph, self.traced.lengths, self.traced.cuttable, absorbing)
 
-    def graph_of(self, form: Form, *, rough: bool = False) -> Graph:
+    def graph_of(self, segments: Segments, *, rough: bool = False) -> Graph:
         """The graph of such a form, its time counted from the plain step's."""
-        key = rough, form.segments
+        key = rough, segments
         if key not in self._graphs:
-            plain, traced = self.plain_graph(rough=rough), self.form(form.segments)
-            base = plain.base_nbytes
-            graph = self._roughly(traced, base) if rough else self._lowered(traced)
-            more = plain.extra_seconds + form.more_seconds
+            plain, traced = self.plain_graph(rough=rough), self.form(segments)
+            graph = self._roughly(traced, plain.base_nbytes) if rough else self._lowered(traced)
+            more = plain.extra_seconds + self.pairs(plain).form(segments).more_seconds
+            if not rough and self.backend.fuses and self.profile == "roofline":
+                own = self._looped_seconds(graph)
+                more = more if own is None else own + self.witness_seconds - self.seconds
             self._graphs[key] = replace(graph, step_seconds=plain.step_seconds, extra_seconds=more)
         return self._graphs[key]
 
@@ -269,7 +299,9 @@ class Baseline:
         """Scratch memory by equation: what the program shows, and of the bodies of loops what they need alone."""
         if not self.backend.fuses:
             return workspaces(traced, self.program, self.device.platform, least)
-        looped = frozenset(i for i, loop in enumerate(traced.loop_of) if loop >= 0)
+        looped = frozenset(
+            i for i, loop in enumerate(traced.loop_of) if loop >= 0 and traced.loops[loop].role == ALONE
+        )
         alone = workspaces(traced, self.program, self.device.platform, least, looped)
         return alone | {j: self._shown[i] for i, j in self.traced.places(traced).items() if i in self._shown}
 

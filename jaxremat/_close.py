@@ -23,20 +23,38 @@ def close_loops(
 
     **Arguments:** `loop_of` the loop of each equation, -1 for none; a loop's equations stand together.
     """
-    fenced: dict[Any, Any] = {}
-    for eqn in eqns:
-        if eqn.primitive.name == "optimization_barrier":
-            fenced.update(zip(eqn.outvars, eqn.invars, strict=True))
-
-    def same(atom: Any) -> Any:
-        while not _compat.is_literal(atom) and atom in fenced:
-            atom = fenced[atom]
-        return atom
-
+    before = before_fences(eqns)  # and before a loop wrote over rows of them
     items = [_Item(eqn, loop) for eqn, loop in zip(eqns, loop_of, strict=True)]
     for loop in sorted({i for i in loop_of if i >= 0}, key=lambda i: (-_depth(i, loops), i)):
-        items = _closed(items, loops[loop], loops, same, hoists)
+        items = _closed(items, loops[loop], loops, before, hoists)
     return [item.eqn for item in items]
+
+
+def scan_of(section: Sequence[Any], loop: Loop, before: dict[Any, Any], *, hoists: bool) -> Any:
+    """The scan that a section becomes where no other hands it anything: what it reads of others are constants.
+
+    **Arguments:** `before` as by `before_fences`.
+    """
+    found = _sorted(section)
+    written_in_place(found, loop, name_before(before), hoists=hoists)
+    return _scan(found, loop)
+
+
+def before_fences(eqns: Sequence[Any]) -> dict[Any, Any]:
+    """What variables were before a fence."""
+    fences = (eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier")
+    return {v: a for eqn in fences for v, a in zip(eqn.outvars, eqn.invars, strict=True)}
+
+
+def name_before(before: dict[Any, Any]) -> Callable[[Any], Any]:
+    """What gives a variable its first name."""
+
+    def same(atom: Any) -> Any:
+        while not _compat.is_literal(atom) and atom in before:
+            atom = before[atom]
+        return atom
+
+    return same
 
 
 def without_unread(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
@@ -85,22 +103,28 @@ def _depth(loop: int, loops: Sequence[Loop]) -> int:
 
 
 def _closed(
-    items: list[_Item], loop: Loop, loops: Sequence[Loop], same: Callable[[Any], Any], hoists: bool
+    items: list[_Item], loop: Loop, loops: Sequence[Loop], before: dict[Any, Any], hoists: bool
 ) -> list[_Item]:
     """The items with one loop's section as a scan of the loop around it."""
     at = [i for i, item in enumerate(items) if item.loop == loop.id]
     if at[-1] - at[0] + 1 != len(at):
         raise AssertionError(f"the equations of loop {loop.id} do not stand together")
-    section = _Section()
-    for item in items[at[0] : at[-1] + 1]:
-        _sort(item.eqn, section)
+    section = _sorted([item.eqn for item in items[at[0] : at[-1] + 1]])
     after = items[at[-1] + 1 :]
     for other in dict.fromkeys(item.loop for item in after if item.loop >= 0):
         if loops[other].group == loop.group:
             after = _handed_on(after, section, loop, other)
-    before = written_in_place(section, loop, same, hoists=hoists)
-    closed = [_Item(eqn, loop.parent) for eqn in (*before, _scan(section, loop))]
+    begun, over = written_in_place(section, loop, name_before(before), hoists=hoists)
+    before.update(over)
+    closed = [_Item(eqn, loop.parent) for eqn in (*begun, _scan(section, loop))]
     return [*items[: at[0]], *closed, *after]
+
+
+def _sorted(eqns: Sequence[Any]) -> _Section:
+    section = _Section()
+    for eqn in eqns:
+        _sort(eqn, section)
+    return section
 
 
 def _sort(eqn: Any, section: _Section) -> None:

@@ -3,9 +3,9 @@
 The jaxpr is the traced one with, at the start of each stage, a fence (`lax.optimization_barrier`) and clones of the
 dropped equations behind it. Tied as follows:
 
-- through the fence pass the saved values that the clones read, and the saved values and arguments that the stage's
-  own contractions read, which the compiler would else copy into another layout long before; other readers keep the
-  originals, so that nothing else is cut. Arguments pass for a clone only where it reads nothing else.
+- through the fence pass the saved and kept values that the clones read, and the saved values and arguments that the
+  stage's own contractions read, which the compiler would else copy into another layout long before; other readers keep
+  the originals, so that nothing else is cut. Arguments pass for a clone only where it reads nothing else.
 - the trigger holds the fence back until the stage before is done: the small results (weight gradients, reductions)
   that it leaves behind pass through the fence on their way to the optimizer, whose updates wait for it. Only where
   there is none that is late enough, a cotangent passes through, which cuts it off from kernels that would read it.
@@ -33,6 +33,7 @@ from ._graph import Graph
 from ._hazards import ZERO, Hazards, is_zero
 from ._implementations import inline, replaced
 from ._merge import merged
+from ._own_kernels import make_apart
 from ._primitives import is_loop_edge
 from ._schedule import Schedule
 from ._slices import expands, sliced_inline
@@ -165,8 +166,8 @@ class Emitter:
             )
         if not begins:
             self.waiting = self._resume(k, renamed)
-        self.waiting.update(stage.deferred)
-        self.due = {}
+        make_apart(self, k, wanted, inside, loop)
+        self.waiting, self.due = self.waiting | dict(stage.deferred), {}
         self._run([n for n in inside if n not in self.waiting], renamed)
 
     def _resume(self, k: int, renamed: dict[Any, Any]) -> dict[int, int]:
@@ -208,7 +209,7 @@ class Emitter:
             invars = [
                 a
                 if _compat.is_literal(a)
-                else self.clones.get(a) or (self._waits(n, a) and renamed.get(a)) or self.passed.get(a, a)
+                else (self._waits(n, a) and renamed.get(a)) or self.clones.get(a) or self.passed.get(a, a)
                 for a in eqn.invars
             ]
             moved = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
@@ -221,11 +222,12 @@ class Emitter:
 
     def _placed(self, eqn: Any, renamed: dict[Any, Any]) -> list[Any]:
         """The equation, held back by the fence where nothing else would hold it, and in slices where it expands."""
-        if is_zero(eqn) and _ZERO in renamed:
-            return [eqn.replace(invars=[renamed[_ZERO]])]
+        zero = renamed.get(_ZERO) if self.graph.backend.hoists else None
+        if is_zero(eqn) and zero is not None:
+            return [eqn.replace(invars=[zero])]
         if eqn.primitive.name == "scan_stack" and len(eqn.invars) == 1:
             eqn = eqn.replace(invars=[*eqn.invars, *self.zeros.get(eqn.params["loop"], ())])
-        return sliced_inline(eqn, renamed[_ZERO]) if expands(eqn) and _ZERO in renamed else [eqn]
+        return sliced_inline(eqn, zero) if expands(eqn) and zero is not None else [eqn]
 
     def _wanted(self, k: int) -> list[int]:
         """The equations to clone: the schedule's nodes, and the fused ones between them and the stage's readers."""
@@ -273,7 +275,7 @@ class Emitter:
 
     def _fence(self, k: int, wanted: list[int], loop: int) -> dict[Any, Any]:
         """Append the stage's fence in a loop, -1 for none; returns the fenced names of what passes through."""
-        made = {v for n in wanted for v in self.source[n].outvars} | set(self.clones) | self.sunk
+        made = {v for n in wanted for v in self.source[n].outvars} | self.sunk
         through: list[Any] = []
         for n in wanted:
             if is_loop_edge(self.source[n]):
@@ -291,9 +293,8 @@ class Emitter:
             through.extend(a for a in operands if self.hazards.early(n, a) and self._there_before(a, k))
         through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a) and not self._due(a)]
         bursts = any(is_zero(eqn) or expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted)))
-        bursts = bursts or bool(entering)
-        if bursts and self.graph.backend.hoists:
-            through.append(_ZERO)
+        if entering or (bursts and self.graph.backend.hoists):
+            through.append(_ZERO)  # what loops fill, any compiler begins early
         due = any(until <= k for until in self.waiting.values())
         return self._fenced(through, self._trigger(k), f"fence_{k}", loop) if through or due else {}
 
@@ -310,7 +311,7 @@ class Emitter:
             through = [a for a in through if not isinstance(a, str) and _compat.varying_axes(a) == axes]
             trigger = [a for a in trigger if _compat.varying_axes(a) == axes]
         trigger = [a for a in dict.fromkeys(trigger) if a not in set(through)]
-        operands = [_CONSTANTS[a] if isinstance(a, str) else a for a in through]
+        operands = [_CONSTANTS[a] if isinstance(a, str) else self.clones.get(a, a) for a in through]
         operands += [self.passed.get(a, a) for a in trigger]
         if not operands:
             return {}
@@ -330,9 +331,10 @@ class Emitter:
         return var in self.value_of and self.maker(var) in self.waiting
 
     def _there_before(self, var: Any, k: int) -> bool:
-        """Whether it is saved or an argument, so that the compiler could copy it to another layout long before."""
+        """Whether it is saved, held or an argument: the compiler could copy it to another layout long before."""
         v = self.value_of.get(var)
-        return v is None or (v in self.schedule.saved and self.graph.stage_of[self.maker(var)] < k)
+        held = var in self.clones or v in self.schedule.saved
+        return v is None or (held and self.graph.stage_of[self.maker(var)] < k)
 
     def _finished(self, k: int) -> list[Any]:
         """What earlier stages have finished and readers behind the fence of stage `k` wait for.
@@ -340,8 +342,7 @@ class Emitter:
         A value passes the fence after its stage, and those up to the one that its deferred readers wait for.
         """
         stages = self.graph.stages
-        start = stages[k].start if k < len(stages) else len(self.source)
-        around = self.graph.around(start) if k < len(stages) else -1
+        around = self.graph.around(stages[k].start) if k < len(stages) else -1
         return [
             var
             for var, j in ((self.variable[v], j) for j in range(k) for v in stages[j].finished)
@@ -349,7 +350,7 @@ class Emitter:
             if self._home(var) == around
             and (
                 any(n in self.waiting for n in readers)
-                or (j == k - 1 and (var in self.returned or any(n >= start for n in readers)))
+                or (j == k - 1 and (var in self.returned or any(self.place[n] >= k for n in readers)))
             )
         ]
 

@@ -9,6 +9,7 @@ Only *materialised* values occupy memory. The others live inside the kernels tha
 reading one means reading its materialised `sources` again.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,7 +57,8 @@ class Node:
     **Fields:** `id` its place in the schedule; `primitive` its name in JAX; `inputs` and `outputs` value ids;
     `seconds` what running it once more costs on the device, all iterations of its loop together; `flops` of one
     iteration; `workspace_nbytes` scratch memory
-    while it runs; `heavy` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
+    while it runs; `shared_nbytes` what is written of a fused node's work where several kernels of a stage want it;
+    `heavy` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
     can absorb; `contraction` whether its operands must be in memory, because it absorbs none of them; `forward`
     whether its outputs may be residuals; `repeatable` whether it may run twice; `scope` its JAX name stack; `source`
     the user's line, `file.py:12 (function)`; `loop` the loop in whose body it stands, -1 for none: the nodes of a loop
@@ -70,6 +72,7 @@ class Node:
     seconds: float
     flops: float = 0.0
     workspace_nbytes: int = 0
+    shared_nbytes: int = 0
     heavy: bool = False
     contraction: bool = False
     forward: bool = True
@@ -149,6 +152,12 @@ class Graph:
             loop = self.parents[loop]
         return tuple(found)
 
+    @cached_property
+    def pairs(self) -> tuple[int, ...]:
+        """The forward loops of pairs that stand outside of other loops."""
+        loops = Counter(self.groups)
+        return tuple(loop for loop, count in loops.items() if count > 1 and self.parents[loop] < 0)
+
     @property
     def backend(self) -> Backend:
         """What the platform's compiler does."""
@@ -194,6 +203,43 @@ class Graph:
         """For each node the materialised values its kernel reads; empty for nodes that are fused away."""
         sources = list(self.sources)
         return tuple(self._union(sources, n.inputs) if self.kernel[n.id] else () for n in self.nodes)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """For each node the values of which it may read rows that are copied for it; see `copies`."""
+        early = self.backend.hoists and self.counts_forward
+        found = (n.inputs if early and n.contraction and n.loop >= 0 else () for n in self.nodes)
+        return tuple(tuple({row for row in map(self._row, inputs) if row >= 0}) for inputs in found)
+
+    def _row(self, v: int) -> int:
+        """The value of which an operand is a row, or a view of one; -1 where it is none."""
+        while (producer := self.values[v].producer) >= 0:
+            if self.nodes[producer].primitive in ("scan_slice", "scan_part"):
+                return v
+            if self.values[v].materialised:
+                return v if self.values[v].length > 1 else -1
+            if len(self.nodes[producer].inputs) != 1:
+                break
+            (v,) = self.nodes[producer].inputs
+        return -1
+
+    @cached_property
+    def shared(self) -> tuple[tuple[int, ...], ...]:
+        """For each kernel the fused nodes in it that the compiler does once for all kernels of a stage."""
+        inside: dict[int, frozenset[int]] = {}
+        found: list[tuple[int, ...]] = []
+        for node in self.nodes:
+            wanted: frozenset[int] = frozenset().union(*(inside[v] for v in node.inputs if v in inside))
+            found.append(tuple(sorted(wanted)) if self.kernel[node.id] else ())
+            wanted = wanted | {node.id} if node.shared_nbytes else wanted
+            inside.update((v, wanted) for v in node.outputs if wanted and not self.values[v].materialised)
+        return tuple(found)
+
+    def copies(self, n: int, loop: int) -> Iterator[int]:
+        """The values of which a node that runs in this loop reads copied rows, where their originals are read."""
+        for v in self.rows[n]:
+            if not self.values[v].materialised or self.nodes[self.values[v].producer].loop != loop:
+                yield v
 
     @cached_property
     def loop_stop(self) -> dict[int, int]:

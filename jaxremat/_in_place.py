@@ -21,6 +21,7 @@ import jax
 import jax.extend.core as jex
 
 from . import _compat
+from ._late_rows import read_late
 from ._loops import PART, Loop, append, row_at
 
 
@@ -37,18 +38,34 @@ class _Write:
     array: Any = None
 
 
-def written_in_place(section: Any, loop: Loop, same: Callable[[Any], Any], *, hoists: bool) -> list[Any]:
+def written_in_place(
+    section: Any, loop: Loop, same: Callable[[Any], Any], *, hoists: bool
+) -> tuple[list[Any], dict[Any, Any]]:
     """Turn results of a section (see `_close`) into carries, and parts of arrays into equations that read them; returns
-    the equations that make what the carries start with.
+    the equations that make what the carries start with, and for each result that is written over an array that one.
 
-    **Arguments:** `same` gives a variable the name that it had before it passed any fence.
+    **Arguments:** `same` gives a variable the name that it had before it passed any fence, and before any other rows of
+    it were written over.
     """
     before: list[Any] = []
     place, places = None, None
+
+    def index() -> Any:
+        nonlocal place, places
+        if place is None:
+            places = append(before, lambda: jax.lax.iota(jax.numpy.int32, loop.length), (), loop.eqn)
+            place = _compat.new_var(jex.mapped_aval(loop.length, 0, places.aval))
+        return place
+
     if section.filled or section.over:
-        places = append(before, lambda: jax.lax.iota(jax.numpy.int32, loop.length), (), loop.eqn)
-        place = _compat.new_var(jex.mapped_aval(loop.length, 0, places.aval))
+        index()
+    if hoists:
+        writes = _writes(section, same)
+        written = {v for write in writes for v in (write.carried, same(write.start))}
+        read_late(section, loop, written, _needed_besides(section, writes), index, same)
     writes = _writes(section, same)
+    taken = {id(write.eqn) for write in writes}
+    section.eqns = [eqn for eqn in section.eqns if id(eqn) not in taken]
     own = _read_rows(section, loop, writes, place, same, hoists=hoists)
     behind = _written_together(section, own, writes, loop) if hoists else {}
     section.eqns.extend(renamed(write.eqn, behind) for write in writes if write.eqn is not None)
@@ -70,7 +87,9 @@ def written_in_place(section: Any, loop: Loop, same: Callable[[Any], Any], *, ho
             carry(write.start, write.carried, behind.get(write.part, write.part), write.array)
     if place is not None:
         section.scanned[place] = places
-    return before
+    carried = {write.carried: write.start for write in writes}
+    over = {section.lasts[i][1]: carried[v] for i, (_, v) in section.carries.items() if v in carried}
+    return before, over
 
 
 def renamed(eqn: Any, rename: dict[Any, Any]) -> Any:
@@ -84,7 +103,7 @@ def _write(array: Any, row: Any, index: Any) -> Any:
 
 
 def _writes(section: Any, same: Callable[[Any], Any]) -> list[_Write]:
-    """What is written over arrays of which the section reads rows; the equations that do are taken out of it."""
+    """What is written over arrays of which the section reads rows."""
     found = [
         _Write(section.scanned[row], _compat.new_var(array.aval), part, None, array)
         for array, (part, row) in section.over.items()
@@ -100,8 +119,6 @@ def _writes(section: Any, same: Callable[[Any], Any]) -> list[_Write]:
             and not read.isdisjoint((carried, same(starts[carried])))
         ):
             found.append(_Write(starts[carried], carried, eqn.invars[1], eqn))
-    taken = {id(write.eqn) for write in found}
-    section.eqns = [eqn for eqn in section.eqns if id(eqn) not in taken]
     return found
 
 

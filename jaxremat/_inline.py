@@ -29,6 +29,9 @@ _DERIVATIVES = {
     "custom_vjp_call_jaxpr": "call_jaxpr",
 }
 _IDENTITIES = frozenset({"name", "copy", "copy_p"})
+CALLS = frozenset({*_CALLS, *_DERIVATIVES})
+"""Equations that evaluate one jaxpr of their operands."""
+
 _MARKS = frozenset({"stop_gradient", "jaxremat_hint"})  # identities that mean something to differentiation
 
 

@@ -8,14 +8,15 @@ them, has at most
 carries in memory at once, for `d - 1` more runs of its forward pass: about `d * L ** (1 / d)`, which `d = log L` makes
 `O(log L)`. A rest is run no more than once, and costs nothing until it has as many iterations as all the inner levels.
 
-A loop in levels absorbs the updates of what it stacks (see `_absorb`): one of a single level does nothing else.
+A loop in levels absorbs the updates of what it stacks (see `_absorb`): one of a single level does nothing else, or, if
+that has fewer than `L` iterations, is divided: it and its rest are two pairs, each with a plan of its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations_with_replacement
-from math import prod
+from math import ceil, prod
 
 from ._graph import Graph, Segments
 
@@ -37,7 +38,7 @@ class Form:
     """A form of the step, compared with its loops as they are, where only carries are saved.
 
     **Fields:** `segments` for each pair of loops its lengths by level, empty for one; `fewer_nbytes` of carries in
-    memory at once; `more_seconds` for the forward passes that are run again.
+    memory at once; `more_seconds` for the forward passes that are run again and the rows that are copied.
     """
 
     segments: Segments
@@ -83,54 +84,109 @@ def _candidates(length: int, depth: int) -> list[tuple[int, ...]]:
     return [levels for levels in found if levels[0] > 1 and length - prod(levels) != 1]
 
 
-def forms(
-    graph: Graph,
-    forward: Sequence[int],
-    lengths: Sequence[int],
-    absorbing: Sequence[tuple[int, float]] = (),
-) -> tuple[Form, ...]:
-    """Deeper and deeper forms, the first in one level; each cuts the pair further where that saves most bytes for its
-    time.
+@dataclass(frozen=True)
+class Pairs:
+    """The pairs of loops of a step, outside of other loops.
 
-    **Arguments:** `graph` of the plain form; `forward` for each pair the id of its forward loop, and `lengths`;
-    `absorbing` what its one level saves and the seconds that it takes, 0 bytes if it has none.
+    **Fields**, each by pair: `lengths`; `choices` of levels, deeper and deeper; `divisible` whether it may be two;
+    `carried_nbytes` of an iteration; `forward_seconds` of all; `absorbing` what that saves and the seconds that it
+    takes, 0 bytes where it is nothing.
     """
-    nbytes, seconds = [0] * len(forward), [0.0] * len(forward)
-    place = {loop: i for i, loop in enumerate(forward)}
-    for node in graph.nodes:
-        if (i := place.get(node.loop)) is not None:
-            seconds[i] += node.seconds
-            if node.primitive == "scan_carry":
-                nbytes[i] += sum(graph.values[v].nbytes for v in node.outputs)
-    kept = [[carries(length, levels) for levels in choices(length)] for length in lengths]
-    worth = WORTH_SHARE * sum(length * size for length, size in zip(lengths, nbytes, strict=True))
-    depth = [0] * len(forward)
-    absorbing = absorbing or [(0, 0.0)] * len(forward)
-    found: list[Form] = []
 
-    def add() -> None:
-        levels = [choices(length)[d] for length, d in zip(lengths, depth, strict=True)]
-        fewer = sum((of[0] - of[d]) * size for of, d, size in zip(kept, depth, nbytes, strict=True))
-        more = again_seconds(lengths, tuple(levels), seconds)
-        for i, (less_nbytes, more_seconds) in enumerate(absorbing):
-            if not levels[i] and less_nbytes > worth:
-                levels[i] = (lengths[i],)
-            if levels[i]:
+    lengths: tuple[int, ...]
+    choices: tuple[tuple[tuple[int, ...], ...], ...]
+    divisible: tuple[bool, ...]
+    carried_nbytes: tuple[int, ...]
+    forward_seconds: tuple[float, ...]
+    absorbing: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        lengths: Sequence[int],
+        cuttable: Sequence[bool] = (),
+        absorbing: Sequence[tuple[int, float]] = (),
+    ) -> "Pairs":
+        """Those of the graph of a step's plain form; `cuttable` says which may be other loops at all.
+
+        A loop in levels makes all that its iterations make again: where some of it must be saved, it has one level.
+        """
+        place = {loop: i for i, loop in enumerate(graph.pairs)}
+        nbytes, seconds = [0] * len(place), [0.0] * len(place)
+        for node in graph.nodes:
+            if (i := place.get(node.loop)) is not None:
+                seconds[i] += node.seconds
+                if node.primitive == "scan_carry":
+                    nbytes[i] += sum(graph.values[v].nbytes for v in node.outputs)
+        cuttable = cuttable or [True] * len(place)
+        saved = {graph.nodes[graph.values[v].producer].loop for v in graph.pinned["save"]}
+        deep = [able and loop not in saved for loop, able in zip(graph.pairs, cuttable, strict=True)]
+        return cls(
+            lengths=tuple(lengths),
+            choices=tuple(
+                choices(length) if able else ((),) for length, able in zip(lengths, deep, strict=True)
+            ),
+            divisible=tuple(able and length > 3 for length, able in zip(lengths, cuttable, strict=True)),
+            carried_nbytes=tuple(nbytes),
+            forward_seconds=tuple(seconds),
+            absorbing=tuple(absorbing or [(0, 0.0)] * len(place)),
+        )
+
+    def form(self, segments: Segments) -> Form:
+        """The form with these levels."""
+        kept = map(carries, self.lengths, segments)
+        fewer = sum(
+            (length - at_once) * nbytes
+            for length, at_once, nbytes in zip(self.lengths, kept, self.carried_nbytes, strict=True)
+        )
+        more = again_seconds(self.lengths, segments, self.forward_seconds)
+        for levels, (less_nbytes, more_seconds) in zip(segments, self.absorbing, strict=True):
+            if levels:
                 fewer += less_nbytes
                 more += more_seconds
-        if any(levels):
-            found.append(Form(tuple(levels), fewer, more))
+        return Form(segments, fewer, more)
 
-    add()
-    while True:
-        saving = {
-            i: (kept[i][d] - kept[i][d + 1]) * nbytes[i] for i, d in enumerate(depth) if d + 1 < len(kept[i])
-        }
-        saving = {i: saved for i, saved in saving.items() if saved > worth}
-        if not saving:
-            return tuple(found)
-        depth[max(saving, key=lambda i: saving[i] / (seconds[i] or 1e-12))] += 1
-        add()
+    def deeper(self) -> tuple[Form, ...]:
+        """Deeper and deeper forms, the first in one level; each cuts the pair further where that saves most bytes for
+        its time.
+        """
+        both = zip(self.lengths, self.choices, strict=True)
+        kept = [[carries(length, levels) for levels in found] for length, found in both]
+        sizes = zip(self.lengths, self.carried_nbytes, strict=True)
+        worth = WORTH_SHARE * sum(length * nbytes for length, nbytes in sizes)
+        depth = [0] * len(self.lengths)
+        found: list[Form] = []
+        while True:
+            levels = [found[d] for found, d in zip(self.choices, depth, strict=True)]
+            for i, (less_nbytes, _) in enumerate(self.absorbing):
+                if not levels[i] and less_nbytes > worth:
+                    levels[i] = (self.lengths[i],)
+            if any(levels):
+                found.append(self.form(tuple(levels)))
+            saving = {
+                i: (kept[i][d] - kept[i][d + 1]) * self.carried_nbytes[i]
+                for i, d in enumerate(depth)
+                if d + 1 < len(kept[i])
+            }
+            saving = {i: saved for i, saved in saving.items() if saved > worth}
+            if not saving:
+                return tuple(found)
+            depth[max(saving, key=lambda i: saving[i] / (self.forward_seconds[i] or 1e-12))] += 1
+
+    def whole(self, segments: Segments) -> bool:
+        """Whether no pair is in levels or divided."""
+        return all(levels in ((), (n,)) for levels, n in zip(segments, self.lengths, strict=True))
+
+    def divided(self, segments: Segments, pair: int, share: float) -> Form | None:
+        """The form whose pair is two, the first of which has about this share of its iterations; None where it may not
+        be.
+        """
+        if not self.divisible[pair]:
+            return None
+        length = self.lengths[pair]
+        first = min(max(ceil(share * length), 2), length - 2)
+        return self.form((*segments[:pair], (first,), *segments[pair + 1 :]))
 
 
 def again_seconds(lengths: Sequence[int], segments: Segments, forward_seconds: Sequence[float]) -> float:

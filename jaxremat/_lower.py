@@ -4,7 +4,7 @@ Law: node ids are the indices of `traced.jaxpr`'s equations, and value ids numbe
 equation outputs in order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -14,6 +14,7 @@ from ._backend import backend
 from ._collector import uncollected
 from ._cost import aval_nbytes, eqn_flops, in_rounds
 from ._devices import DeviceSpec
+from ._epilogues import written_sums
 from ._graph import OVERWRITING, Graph, Node, Pin, Stage, Value
 from ._loops import ALONE, BACKWARD, FORWARD, Loop
 from ._pins import Patterns, matching, with_pins
@@ -47,6 +48,7 @@ def lower(
     base_nbytes: int,
     written: Written | None = None,
     workspace: Mapping[int, int] | None = None,
+    shared: Mapping[int, int] | None = None,
     seconds: Mapping[int, float] | None = None,
     patterns: Patterns = (),
 ) -> Graph:
@@ -58,6 +60,7 @@ def lower(
     - `written`: what the plain step's compiled program writes and reads; None where there is none, and fusion rules
       decide.
     - `workspace`: scratch bytes by equation index.
+    - `shared`: bytes written of fused work where several kernels want it, by equation index.
     - `seconds`: measured times of equations that ran alone, by index; the others' are the roofline's.
     - `patterns`: what `pins` the user gave besides the hints in the program.
 
@@ -111,6 +114,7 @@ def lower(
                 seconds=0.0,
                 flops=eqn_flops(eqn),
                 workspace_nbytes=(workspace or {}).get(i, 0),
+                shared_nbytes=(shared or {}).get(i, 0),
                 heavy=is_heavy(eqn) or in_rounds(device, eqn),
                 contraction=reads_memory(eqn) and not (fuses and is_pooling_gradient(eqn)),
                 forward=not late,
@@ -129,6 +133,8 @@ def lower(
             v for v in in_memory if values[v].producer >= 0 and nodes[values[v].producer].loop not in known
         }
         in_memory = _by_compiler(jaxpr.eqns, nodes, values, written.sizes) | inside
+        if fuses:
+            in_memory |= written_sums(jaxpr.eqns, nodes, values)
     sunk = frozenset(index[v] for v in sunk_values(jaxpr.eqns, traced.loop_of, traced.loops))
     in_memory -= sunk
     sums = _sums_of_scattered(jaxpr.eqns, nodes)
@@ -136,6 +142,7 @@ def lower(
     nodes = [replace(n, heavy=False) if not sums.keys().isdisjoint(n.outputs) else n for n in nodes]
     crossing = _crossing(jaxpr.eqns, nodes, values, sunk)
     in_memory |= crossing | _carried(jaxpr.eqns, nodes)
+    in_memory |= _written_whole(nodes, in_memory)
     nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
     nodes = _with_stacks(jaxpr.eqns, nodes, values, backend(device.platform).hoists)
     values = [replace(v, materialised=v.producer < 0 or v.is_output or v.id in in_memory) for v in values]
@@ -239,11 +246,21 @@ def _sums_of_scattered(eqns: Sequence[Any], nodes: Sequence[Node]) -> dict[int, 
 
 
 def _carried(eqns: Sequence[Any], nodes: Sequence[Node]) -> set[int]:
-    """What iterations hand on to the next: in memory on both sides."""
-    edges = [
-        n for n, eqn in zip(nodes, eqns, strict=True) if eqn.primitive.name in ("scan_carry", "scan_last")
-    ]
+    """What iterations hand on to the next: in memory on both sides; and what loops leave."""
+    leaving = ("scan_carry", "scan_last", "scan_stack", "scan")
+    edges = [n for n, eqn in zip(nodes, eqns, strict=True) if eqn.primitive.name in leaving]
     return {v for n in edges for v in (*n.outputs, *(n.inputs if n.primitive == "scan_last" else ()))}
+
+
+def _written_whole(nodes: Sequence[Node], in_memory: Set[int]) -> set[int]:
+    """What contractions or reductions make that iterations write into arrays: the kernel that does is another."""
+    hidden: set[int] = set()
+    row = {"scan_stack": 0, "dynamic_update_slice": 1}
+    for node in nodes:
+        if node.heavy or not hidden.isdisjoint(node.inputs):
+            hidden.update(v for v in node.outputs if v not in in_memory)
+    writes = [n for n in nodes if n.primitive in row and n.loop >= 0 and len(n.inputs) > row[n.primitive]]
+    return {v for n in writes if (v := n.inputs[row[n.primitive]]) in hidden}
 
 
 def _with_stacks(

@@ -32,7 +32,8 @@ class Plan(Outcome, Written):
     - `actions` per residual, largest first; `alive` what the compiled step has in memory at its peak besides arguments
       and outputs, the largest first, empty where not compiled; `account` where memory and time go, as modelled.
     - `segments` for each pair of scans the lengths of its levels, the outermost first (see `_segments`); none where it
-      is as it was, a single one where it merely absorbs the updates of what it stacks (see `_absorb`).
+      is as it was, a single one where it merely absorbs the updates of what it stacks (see `_absorb`), or, if that is
+      less than the loop's, where it is divided: the first iterations have one plan, the rest another.
     - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes`, `fence` what the emitter
       needs.

@@ -36,7 +36,7 @@ def priced(
 
     Where its equation was measured alone, the roofline is corrected by what it says of that equation alone.
     """
-    trips = _trips(loops)
+    trips = trips_of(loops)
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
     heavy: dict[
         int, frozenset[int]
@@ -50,12 +50,7 @@ def priced(
                 own = 0.0 if node.heavy else node.flops
                 light[v] = min(own + below, MOST_FUSED_FLOPS * max(graph.values[v].nbytes, 1))
                 heavy[v] = inner | {node.id} if node.heavy else inner
-    loaded = {
-        behind_views(v, eqns, graph.nodes, graph.values)
-        for node in graph.nodes
-        if node.contraction and not node.forward
-        for v in node.inputs
-    }
+    loaded = _contracted(graph, eqns)
     nodes = []
     step_seconds = 0.0
     for node, eqn in zip(graph.nodes, eqns, strict=True):
@@ -91,6 +86,32 @@ def priced(
         nodes.append(replace(node, seconds=once * times))
     graph = replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
     return _with_stacking(graph, device, trips)
+
+
+def _contracted(graph: Graph, eqns: Sequence[Any]) -> set[int]:
+    """What contractions of the backward pass read."""
+    return {
+        behind_views(v, eqns, graph.nodes, graph.values)
+        for node in graph.nodes
+        if node.contraction and not node.forward
+        for v in node.inputs
+    }
+
+
+def repriced(graph: Graph, eqns: Sequence[Any], seconds: Mapping[int, float]) -> Graph:
+    """The graph with other seconds for nodes that run as kernels of their own wherever they run again.
+
+    The others are part of what reads them there, and keep their price.
+    """
+    own = _contracted(graph, eqns)
+    hidden: set[int] = set()  # fused values with a contraction or reduction in them
+    found = []
+    for node in graph.nodes:
+        heavy = node.heavy or not hidden.isdisjoint(node.inputs)
+        hidden.update(v for v in node.outputs if heavy and not graph.values[v].materialised)
+        again = heavy or not own.isdisjoint(node.outputs)
+        found.append(replace(node, seconds=seconds[node.id]) if again and node.id in seconds else node)
+    return replace(graph, nodes=tuple(found))
 
 
 def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
@@ -137,16 +158,16 @@ def _stacking_seconds(graph: Graph, value: Value, device: DeviceSpec, loaded: Se
 
 
 def always_stacked_seconds(graph: Graph, loops: Sequence[Loop], device: DeviceSpec) -> float:
-    """What the loops of a compiler that fuses spend on stacks under any plan: on their own results, and on what is
-    saved because it cannot be made again.
+    """What the loops of a compiler that fuses spend on stacks under any plan: on zeros that their own results are
+    written over, and on what is saved because it cannot be made again.
     """
-    trips = _trips(loops)
+    trips = trips_of(loops)
     loaded = _loaded(graph)
-    results = (n for n in graph.nodes if n.primitive == "scan_stack")
     taken = 0.0
-    for node in results:
-        nbytes = sum(graph.values[v].nbytes for v in node.outputs)
-        taken += 3 * nbytes / device.bandwidth + trips[node.loop] * device.launch_seconds
+    for node in graph.nodes:
+        if node.primitive == "scan_stack" and len(node.inputs) == 1:
+            nbytes = sum(graph.values[v].nbytes for v in node.outputs)
+            taken += nbytes / device.bandwidth + device.launch_seconds
     for value in (graph.values[v] for v in graph.residuals):
         if value.length > 1 and not graph.recomputable(value.id):
             times = trips[graph.nodes[value.producer].loop]
@@ -183,7 +204,7 @@ def behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Seq
     return v
 
 
-def _trips(loops: Sequence[Loop]) -> list[int]:
+def trips_of(loops: Sequence[Loop]) -> list[int]:
     """For each loop how often its body runs in one step."""
     trips: list[int] = []
     for loop in loops:

@@ -8,27 +8,29 @@ deeper form is made when no other promises to fit for less than running the forw
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ._budget import format_nbytes
 from ._errors import SolverError
-from ._graph import Graph
-from ._levels import Form, deep
-from ._outcome import Round
-from ._program import Compiled
+from ._graph import Graph, Segments
+from ._levels import Form, Pairs, deep
 from ._progress import phase
 from ._schedule import check
-from ._simulate import Profile, extra_seconds, rank, simulate
+from ._simulate import extra_seconds, rank, simulate
 from ._solver import MinCut, Solution, Solver, Sublinear
 from ._stages import cut_stages
+from ._trial import Attempt, Trial
+from ._uneven import uneven
 
 SLACK = 0.02
 """A plan that leaves this share of the temporaries' budget unused, and costs something, is worth another round."""
 
 CHEAP = 0.002
 """A plan of at most this overhead is not worth another round, nor is a gain of half of it."""
+
+UNEVEN = 0.003
+"""A loop is divided where that promises to save this share of the step's time."""
 
 HOPE = 1.25
 """A cutting that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's."""
@@ -50,53 +52,9 @@ LEAST_MORE = 0.05
 """if it needs no more than this share of the least temporaries besides."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """One emitted and compiled schedule, of a graph with some cutting into stages."""
-
-    graph: Graph
-    solution: Solution
-    fence: str
-    profile: Profile
-    jitted: Any
-    compiled: Compiled
-    peak_nbytes: int
-    compiled_overhead: float
-    compile_seconds: float
-    solve_seconds: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Extra seconds of a step: of the compiled kernels where they say it, else by the model."""
-        if self.graph.backend.fuses:
-            return self.compiled_overhead * self.graph.step_seconds
-        return self.profile.extra_seconds
-
-    @property
-    def round(self) -> Round:
-        """What a plan tells of it."""
-        overhead = self.profile.extra_seconds / (self.graph.step_seconds or 1.0)
-        return Round(
-            predicted_peak_nbytes=self.profile.peak_nbytes,
-            compiled_peak_nbytes=self.peak_nbytes,
-            overhead=overhead,
-            compiled_overhead=self.compiled_overhead,
-            gap=max(overhead - self.solution.lower_bound, 0.0),
-            solver=self.solution.solver,
-            stages=len(self.graph.stages),
-            segments=self.graph.segments,
-            fence=self.fence,
-            solve_seconds=self.solve_seconds,
-            compile_seconds=self.compile_seconds,
-        )
-
-
 MOST_OVERHEAD = 1.0
 """Dearer plans are nobody's wish: the least memory is looked for at no more than this overhead, and a plan within a
 budget that costs more is the answer only after a search between it and the cheaper ones that do not fit."""
-
-Attempt = Callable[[Graph, Solution, str], Trial]
-"""Emits a solution with a form of fences (see `_emit.FENCES`), compiles it and reads its peak."""
 
 
 @dataclass
@@ -113,8 +71,8 @@ class _Line:
 
 @dataclass
 class Search:
-    """**Fields:** `graph` of the plain step's form, with coarse stages; `deeper` forms and their `graph_of`, see
-    `_levels`; `temporaries_nbytes` of the plain step; `trials` in order.
+    """**Fields:** `graph` of the plain step's form, with coarse stages; `temporaries_nbytes` of the plain step; its
+    `pairs` of loops and the `graph_of` other forms, see `_levels`; `trials` in order.
     """
 
     graph: Graph
@@ -122,14 +80,15 @@ class Search:
     time_limit: float
     attempt: Attempt
     temporaries_nbytes: int
-    deeper: Sequence[Form] = ()
-    graph_of: Callable[[Form], Graph] | None = None
+    pairs: Pairs | None = None
+    graph_of: Callable[[Segments], Graph] | None = None
     trials: list[Trial] = field(default_factory=list)
     solve_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.cuttings = cuttings(self.graph)
-        self.left = list(self.deeper)  # forms that are not made yet
+        self.left = list(self.pairs.deeper()) if self.pairs else []  # forms that are not made yet
+        self.divided: set[Segments] = set()  # forms that were looked at for what dividing a loop would gain
         self.plain_nbytes = 0  # the least that the plain form needs, once it does not fit
 
     def within(self, budget: int, rounds: int) -> Trial | None:
@@ -167,9 +126,13 @@ class Search:
         found, about = self._about_least()
         room = int(about) - found.peak_nbytes
         cheaper = self._solution(found.graph, found.profile.peak_nbytes + room, self.solver)
-        seconds = extra_seconds(found.graph, cheaper.schedule)
+        known = [(extra_seconds(found.graph, cheaper.schedule), found.graph, cheaper)]
+        for cut in self._divide(found.graph, cheaper, found.profile.peak_nbytes + room):
+            solution = self._solution(cut, found.profile.peak_nbytes + room, self.solver)
+            known.append((extra_seconds(cut, solution.schedule), cut, solution))
+        seconds, graph, solution = min(known, key=lambda each: each[0])
         if seconds < found.profile.extra_seconds - CHEAP * self.graph.step_seconds:
-            self._attempt(found.graph, cheaper, found.fence)
+            self._attempt(graph, solution, found.fence)
         return self._about_least()[0]
 
     def _about_least(self) -> tuple[Trial, float]:
@@ -208,7 +171,11 @@ class Search:
                 if found[-1][0][:2] <= (0.0, self._cheap_seconds()):
                     return cut, solution
             order, cut, solution = min(found, key=lambda each: each[0])
-            if allowance is None or not self._deepen(order[1] if order[0] == 0.0 else None, allowance):
+            fits = order[0] == 0.0
+            if allowance is None or not (
+                self._deepen(order[1] if fits else None, allowance)
+                or (fits and self._divide(cut, solution, allowance))
+            ):
                 return cut, solution
 
     def _free_seconds(self) -> float:
@@ -229,7 +196,36 @@ class Search:
         if form is not None:
             assert self.graph_of is not None
             self.left = self.left[self.left.index(form) + 1 :]
-            self.cuttings += cuttings(self.graph_of(form))
+            self.cuttings += cuttings(self.graph_of(form.segments))
+
+    def _divide(self, graph: Graph, solution: Solution, allowance: int) -> list[Graph]:
+        """Add the cuttings of a form with one of its loops in two, and return them, if this solution, which fits, is a
+        good deal dearer than such a form promises to be. No form is looked at twice.
+        """
+        seconds, segments = extra_seconds(graph, solution.schedule), graph.segments
+        if self.pairs is None or segments in self.divided or seconds <= self._cheap_seconds():
+            return []
+        self.divided.add(segments)
+        if not self.pairs.whole(segments):
+            return []
+        with phase("looking for a loop to divide"):
+            found = uneven(graph, solution, allowance, self.solver, self.time_limit)
+        if found is None or seconds - found.seconds < UNEVEN * self.graph.step_seconds:
+            return []
+        form = self.pairs.divided(segments, found.pair, found.share)
+        if form is None:
+            return []
+        assert self.graph_of is not None
+        self.cuttings += (made := cuttings(self.graph_of(form.segments)))
+        return made
+
+    def _divide_best(self, ready: list[tuple[tuple[float, ...], _Line]]) -> list[Graph]:
+        """The same of the best of these lines."""
+        if not ready:
+            return []
+        line = min(ready, key=lambda each: each[0])[1]
+        assert line.pending is not None
+        return self._divide(line.graph, line.pending, line.allowance)
 
     def _make_lowest(self) -> None:
         """Add the cuttings of the forms that may need the least memory at a bearable overhead: that without levels
@@ -268,14 +264,18 @@ class Search:
         best, cheap = self.best(budget), self._cheap_seconds()
         if best is not None and best.seconds <= cheap:
             return None
+        first = self._first_allowance(budget)
+        for line in lines:
+            if not line.trials and line.allowance != first:
+                line.allowance, line.pending = first, None
         ready: list[tuple[tuple[float, ...], _Line]] = []
         for i in itertools.count():
             if i == len(self.cuttings):
                 known = [order[1] for order, _ in ready] + ([best.seconds] if best else [])
-                if not self._deepen(min(known, default=None), budget):
+                if not self._deepen(min(known, default=None), budget) and not self._divide_best(ready):
                     break
             if i == len(lines):
-                lines.append(_Line(self.cuttings[i], budget))
+                lines.append(_Line(self.cuttings[i], first))
             line = lines[i]
             if line.closed or any(order[1] <= line.graph.extra_seconds for order, _ in ready):
                 continue
@@ -293,6 +293,13 @@ class Search:
                 if not self._tried(line.pending, line.fence):
                     ready.append((rank(line.graph, line.pending.schedule, None), line))
         return min(ready, key=lambda each: each[0], default=(None, None))[1]
+
+    def _first_allowance(self, budget: int) -> int:
+        """The predicted peak to ask for where nothing was compiled yet: less than the budget by what all that was
+        compiled needs beyond its prediction, if that is a good deal.
+        """
+        beyond = min((t.peak_nbytes - t.profile.peak_nbytes for t in self.trials), default=0)
+        return budget - beyond if beyond > SLACK * (budget - self.graph.base_nbytes) else budget
 
     def _promises(self, line: _Line, seconds: float, best: Trial | None) -> bool:
         if best is None:

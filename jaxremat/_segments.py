@@ -1,4 +1,5 @@
-"""Flat equations -> the same with pairs of scans in levels, which keep fewer carries and run the forward pass again.
+"""Flat equations -> the same with pairs of scans divided, or in levels, which keep fewer carries and run the forward
+pass again.
 
 A pair of `L = S * M + r` iterations, of the rows of arrays `X[L, ...]`,
 
@@ -12,8 +13,9 @@ becomes in two levels `S` segments of `M` iterations, and a pair of the last `r`
     g, Y = scan((g, Y) -> (R = scan(forward, c', I'); scan(backward, (g, Y), (R, I'), reverse)),
                 (g, Y), (C, I), reverse)
 
-so that `S` carries are stacked, and everything else `M` times. In more levels the inner pair is cut in the same way.
-All levels read and write the rows of the whole arrays: none has a copy of its segment's parameters or gradients. What
+so that `S` carries are stacked, and everything else `M` times. In more levels the inner pair is cut in the same way. A
+pair that is divided has one level, the first `S` iterations, and a rest: two pairs, which need not stack the same. All
+levels read and write the rows of the whole arrays: none has a copy of its segment's parameters or gradients. What
 is written over an array (see `_absorb`) starts as that array in place of zeros, and its rows are read there. These are
 scans like any others: `_loops` lays the outer backward scan open, and in it the inner pair.
 """
@@ -30,6 +32,7 @@ from . import _compat
 from ._graph import Segments
 from ._inline import Inliner
 from ._loops import APART, PART, append, operands, pairs, row_at
+from ._sunk import sink_into
 
 Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], Sequence[Any], Sequence[Any]]]
 """Constants, carries and slices of an iteration -> its equations, the carries that it leaves, what it stacks."""
@@ -41,9 +44,13 @@ def segmented(
     """The program with its pairs in levels; also for each equation its index before, -1 for new ones.
 
     **Arguments:** `segments` for each pair of the program's top level, in the order of the forward scans, the lengths
-    of its levels; fewer than two leave it as it is. `over` for stacked results the array that they are written over.
+    of its levels; none, or one of all its iterations, leave it as it is. `over` for stacked results the array that they
+    are written over.
     """
     eqns = flat.jaxpr.eqns
+    pairs_ = zip(backward_of(eqns).items(), segments, strict=True)
+    deep = {n for (i, own), levels in pairs_ if len(levels) > 1 for n in (i, *own)}
+    eqns = sink_into(eqns, deep)
     read_by: dict[Any, set[int]] = {}
     for i, eqn in enumerate(eqns):
         for a in eqn.invars:
@@ -52,7 +59,7 @@ def segmented(
     returned = {a for a in flat.jaxpr.outvars if not _compat.is_literal(a)}
     replaced: dict[int, list[Any]] = {}
     for (i, own), levels in zip(backward_of(eqns).items(), segments, strict=True):
-        if len(levels) > 1:
+        if levels and levels != (eqns[i].params["length"],):
             seen = [v in returned or not read_by.get(v, set()) <= set(own) for v in eqns[i].outvars]
             pair = _Pair(eqns[i], inliner, levels, seen, over)
             replaced[i] = pair.forward()
@@ -75,19 +82,15 @@ def backward_of(eqns: Sequence[Any]) -> dict[int, list[int]]:
     return dict(sorted(found.items()))
 
 
-def most_levels(eqns: Sequence[Any]) -> tuple[int, ...]:
-    """For each pair the iterations that can be cut into levels: all, or 1 where zeros cannot stand for what its
-    backward scans have not stacked yet.
-    """
+def cuttable(eqns: Sequence[Any]) -> tuple[bool, ...]:
+    """For each pair whether it can be other loops: zeros stand for what its backward scans have not stacked yet."""
     return tuple(
-        eqns[i].params["length"]
-        if all(
+        all(
             jnp.issubdtype(v.aval.dtype, jnp.number)
             for j in own
             for v in eqns[j].outvars[_compat.scan_counts(eqns[j])[1] :]
         )
-        else 1
-        for i, own in backward_of(eqns).items()
+        for own in backward_of(eqns).values()
     )
 
 
@@ -111,7 +114,7 @@ class _Pair:
             int, int
         ] = {}  # of a backward scan's constants: which of its carries they are by now
         self.inliner = inliner
-        self.levels = tuple(levels)
+        self.levels: Sequence[int] = levels
         self.rest = eqn.params["length"] - prod(levels)
         self.carries = len(operands(eqn)[1])
         self.known = self._known(eqn)
@@ -119,7 +122,8 @@ class _Pair:
         self.main: Any = None  # the indices of the iterations in levels
         self.behind: Any = None  # and those of the rest
         self.starts: list[Any] = []  # the stacked carries with which the segments start
-        self.last: dict[Any, Any] = {}  # for the forward scan's stacked results those of the rest
+        self.first: dict[Any, Any] = {}  # for the forward scan's stacked results those of the first level
+        self.last: dict[Any, Any] = {}  # and those of the rest
 
     def _known(self, eqn: Any, but: Sequence[Any] = ()) -> list[Any]:
         """A scan's constants, those of its body and the arrays that it scans over but for these."""
@@ -130,34 +134,47 @@ class _Pair:
         return [*own, *consts, *(a for a in arrays if a not in but)]
 
     def forward(self) -> list[Any]:
-        """The outer forward scan, which stacks the carries that its segments start with; then the rest's."""
+        """The forward scan over the first level, in levels one that stacks the carries that its segments start with;
+        then the rest's.
+        """
         eqn, count, main = self.eqn, self.carries, prod(self.levels)
         init, ends = operands(eqn)[1], eqn.outvars[:count]
+        stacked = range(count, len(eqn.outvars))
         made: list[Any] = []
         self.main = self._indices(made, self.levels, self.rest if eqn.params["reverse"] else 0)
         between = _fresh(init) if self.rest else ends
-        outer = self._forward(self.levels, self.known, init, self.main, self.visible, between, starts=True)
-        made.append(outer)
-        self.starts = outer.outvars[count : 2 * count]
+        if len(self.levels) > 1:
+            made.append(
+                self._forward(self.levels, self.known, init, self.main, self.visible, between, starts=True)
+            )
+            self.starts = made[-1].outvars[count : 2 * count]
+            named, stacks = (eqn.outvars[i] for i in self.visible), made[-1].outvars[2 * count :]
+        else:
+            made.append(
+                self._forward(self.levels, self.known, init, self.main, stacked, between, opened=True)
+            )
+            named, stacks = eqn.outvars[count:], made[-1].outvars[count:]
+        self.first = dict(zip(named, stacks, strict=True))
         if self.rest:
             self.behind = self._indices(made, (self.rest,), 0 if eqn.params["reverse"] else main)
-            all_ = range(count, len(eqn.outvars))
             made.append(
-                self._forward((self.rest,), self.known, between, self.behind, all_, ends, opened=True)
+                self._forward((self.rest,), self.known, between, self.behind, stacked, ends, opened=True)
             )
             self.last = dict(zip(eqn.outvars[count:], made[-1].outvars[count:], strict=True))
-        for i, stack in zip(self.visible, outer.outvars[2 * count :], strict=True):
-            parts = [stack, self.last[eqn.outvars[i]]] if self.rest else [stack]
+        for v in (eqn.outvars[i] for i in self.visible):
+            parts = [self.first[v], self.last[v]] if self.rest else [self.first[v]]
 
             def whole(stack: Any, *rest: Any) -> Any:
                 stack = stack.reshape(main, *stack.shape[len(self.levels) :])
                 return jnp.concatenate([*rest, stack] if eqn.params["reverse"] else [stack, *rest])
 
-            append(made, whole, parts, eqn, eqn.outvars[i])
+            append(made, whole, parts, eqn, v)
         return made
 
     def backward(self, eqn: Any) -> list[Any]:
-        """The rest's backward scan, and the outer one; its body runs a segment's forward scan once more."""
+        """The rest's backward scan, and that over the first level; in levels its body runs a segment's forward scan
+        once more.
+        """
         known = [*self.known, *self._known(eqn, self._handed(eqn))]
         made: list[Any] = []
         init = operands(eqn)[1]
@@ -170,7 +187,13 @@ class _Pair:
             handed = [self.last[a] for a in self._handed(eqn)]
             made.append(self._backward(eqn, self.rest, known, state, self.behind, handed))
             state = made[-1].outvars
-        made.append(self._apart(eqn, self.levels, known, state, self.main, self.starts, eqn.outvars))
+        if len(self.levels) > 1:
+            made.append(self._apart(eqn, self.levels, known, state, self.main, self.starts, eqn.outvars))
+        else:
+            handed = [self.first[a] for a in self._handed(eqn)]
+            made.append(
+                self._backward(eqn, self.levels[0], known, state, self.main, handed, ends=eqn.outvars)
+            )
         return made
 
     def _handed(self, eqn: Any) -> list[Any]:
@@ -212,6 +235,7 @@ class _Pair:
         state: Sequence[Any],
         indices: Any,
         handed: Sequence[Any],
+        ends: Sequence[Any] | None = None,
     ) -> Any:
         """A backward scan whose carries are its own and the arrays of its results."""
         carries = len(operands(eqn)[1])
@@ -230,7 +254,7 @@ class _Pair:
             ]
             return eqns, [*made[:carries], *written], []
 
-        return _loop(eqn, length, (known, state, [indices, *handed]), body)
+        return _loop(eqn, length, (known, state, [indices, *handed]), body, ends)
 
     def _apart(
         self,

@@ -10,7 +10,9 @@ Where a graph says that memory does not count in the forward pass, nothing is th
 
 The body of a loop is played once. What an iteration of the forward pass makes counts once there, and from the end of
 its loop on as often as there are iterations, if something behind the loop reads the original. What a loop reads that
-was made outside of it is there until it ends.
+was made outside of it is there until it ends. A row that is copied for a contraction (see `Graph.copies`) is there from
+the beginning of its stage's part of the iteration to the last contraction of that stage which reads it. What several
+kernels of a stage share (see `Graph.shared`) is there from the first to the last of them.
 """
 
 from dataclasses import dataclass
@@ -70,20 +72,21 @@ class Life(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A schedule played: the nodes that ran, the stage that each is recomputed for (-1 in its own place), and what was
-    in memory when.
+    """A schedule played: the nodes that ran, the stage that each is recomputed for (-1 in its own place), what was
+    in memory when, and what has no place in the graph: copies of rows, and what kernels share.
     """
 
     nodes: tuple[int, ...]
     made_for: tuple[int, ...]
     lives: tuple[Life, ...]
+    scratch: tuple[Life, ...]
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Profile:
     """Play the schedule; see the module's docstring for the law."""
-    ran, made_for, lives = play(graph, schedule)
+    ran, made_for, lives, scratch = play(graph, schedule)
     delta = [0] * (len(ran) + 2)
-    for life in lives:
+    for life in (*lives, *scratch):
         delta[life.begin] += life.nbytes
         delta[life.end + 1] -= life.nbytes
     live = list(accumulate(delta[: len(ran)]))
@@ -116,9 +119,25 @@ def play(graph: Graph, schedule: Schedule) -> Run:
     where: dict[int, int] = {}  # value -> its present clone; absent: the original
     keeping: list[tuple[int, int]] = []  # originals and the loops that read them from outside
     ended: dict[int, int] = {}  # loop -> its last event
+    begun: dict[
+        tuple[int, int], int
+    ] = {}  # stage, loop -> the first event of what of an iteration is in that stage
+    copied: dict[
+        tuple[int, int, int], int
+    ] = {}  # stage, loop, value -> the last event there that reads a row of it
+
+    shared: dict[
+        tuple[int, int, int], list[int]
+    ] = {}  # stage, loop, fused node -> the events there that want it
 
     def run(n: int, stage: int) -> None:
         event = len(ran)
+        k = stage if stage >= 0 else graph.stage_of[n]
+        inside = graph.nodes[n].loop if stage < 0 else graph.nodes[graph.stages[k].start].loop
+        begun.setdefault((k, inside), event)
+        copied.update(((k, inside, v), event) for v in graph.copies(n, inside) if v not in where)
+        for m in graph.shared[n]:
+            shared.setdefault((k, inside, m), []).append(event)
         ran.append(n)
         made_for.append(stage)
         for v in graph.reads[n]:
@@ -175,7 +194,15 @@ def play(graph: Graph, schedule: Schedule) -> Run:
                     lives.append(Life(v, stage, stacked, end, value.saved_nbytes))
                 else:
                     lives.append(Life(v, stage, begin, end, value.nbytes))
-    return Run(tuple(ran), tuple(made_for), tuple(lives))
+    scratch = [
+        Life(v, -1, begun[k, loop], end, graph.values[v].nbytes) for (k, loop, v), end in copied.items()
+    ]
+    scratch.extend(
+        Life(graph.nodes[n].outputs[0], -1, events[0], events[-1], graph.nodes[n].shared_nbytes)
+        for (_, _, n), events in shared.items()
+        if len(events) > 1
+    )
+    return Run(tuple(ran), tuple(made_for), tuple(lives), tuple(scratch))
 
 
 def rank(graph: Graph, schedule: Schedule, budget_nbytes: int | None) -> tuple[float, ...]:

@@ -89,10 +89,24 @@ class Builder:
 def in_loops(graph: Graph, length: int, saved_seconds: float = 0.0) -> Graph:
     """The graph with its forward pass as a loop of that length, and all its stages as the loop that runs back.
 
+    Heavy nodes read copies of rows, also of arguments that they read through one fused node; of other fused nodes the
+    results are written where several kernels of a stage want them.
+
     **Arguments:** `saved_seconds` what stacking costs, for each value that need not be.
     """
     stop = graph.forward_stop
-    nodes = tuple(replace(n, loop=int(n.id >= stop)) for n in graph.nodes)
+    fused = {n.id for n in graph.nodes[:stop] if not n.heavy and not graph.kernel[n.id]}
+    slices = {n for n in fused if all(graph.values[v].producer < 0 for v in graph.nodes[n].inputs)}
+    nodes = tuple(
+        replace(
+            n,
+            loop=int(n.id >= stop),
+            contraction=n.heavy,
+            primitive="scan_slice" if n.id in slices else n.primitive,
+            shared_nbytes=sum(graph.values[v].nbytes for v in n.outputs) if n.id in fused - slices else 0,
+        )
+        for n in graph.nodes
+    )
     values = tuple(
         replace(v, length=length, is_output=False) if 0 <= v.producer < stop else v for v in graph.values
     )

@@ -2,17 +2,19 @@
 
 JAX makes what is alike in all iterations before the loop: an attention's mask as large as its scores, or the number
 that masked scores are replaced by. There it fills memory from before the loop to its end, and each iteration's kernels
-read it. Made within the iteration it is part of those kernels, which read the little. Law: the same results.
+read it. Made within the iteration it is part of those kernels, which read the little. A scan that is to be cut into
+levels is not laid open in all of them: its body makes them itself. Law: the same results.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import _compat
 from ._cost import aval_nbytes
+from ._inline import CALLS
 from ._loops import Loop
-from ._primitives import is_costly, is_heavy, is_loop_edge, reads_memory
+from ._primitives import inner_jaxprs, is_costly, is_heavy, is_loop_edge, reads_memory
 
 GROWTH = 8
 """An array grows out of little if what it is made of has at most this part of its bytes."""
@@ -68,6 +70,66 @@ def sink(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> 
         found.append(eqn)
         places.append(loop)
     return found, places
+
+
+def sink_into(eqns: Sequence[Any], chosen: Collection[int]) -> list[Any]:
+    """Equations of which the chosen scans, which are not laid open, make such values themselves."""
+    made = _makers(eqns, [-1] * len(eqns))
+    return [_grown_within(eqn, made) if i in chosen else eqn for i, eqn in enumerate(eqns)]
+
+
+def _grown_within(scan: Any, made: Mapping[Any, "_Made"]) -> Any:
+    """A scan whose body makes constants that grow out of little."""
+    consts, init, arrays = _compat.scan_operands(scan)
+    closed = scan.params["jaxpr"]
+    jaxpr = getattr(closed, "jaxpr", closed)
+    stored = _stored(jaxpr)
+    inner = dict(zip(jaxpr.invars, consts, strict=False))
+    grown = [v for v, a in inner.items() if v not in stored and not _compat.is_literal(a) and a in made]
+    if not grown:
+        return scan
+    own = {v: a for v, a in inner.items() if v not in grown}
+    known = {a: v for v, a in own.items() if not _compat.is_literal(a)}
+    eqns: list[Any] = []
+
+    def within(a: Any, name: Any = None) -> Any:
+        """What an outer variable is called in the body, where it is made if it can be."""
+        if _compat.is_literal(a) or (name is None and a in known):
+            return a if _compat.is_literal(a) else known[a]
+        known[a] = name or _compat.new_var(a.aval)
+        if name is None and not (a in made and made[a].constant):
+            own[known[a]] = a
+        else:
+            eqn, name = made[a].eqn, known[a]
+            invars = [within(b) for b in eqn.invars]
+            source = _compat.root_source(eqn)
+            eqns.append(eqn.replace(invars=invars, outvars=[name], source_info=source))
+        return known[a]
+
+    for v in grown:
+        within(inner[v], v)
+    eqns.extend(jaxpr.eqns)
+    rest = jaxpr.invars[len(consts) :]
+    body = _compat.new_jaxpr(
+        jaxpr.constvars, getattr(closed, "consts", ()), [*own, *rest], jaxpr.outvars, eqns
+    )
+    _compat.check_jaxpr(body)
+    lasts, stacks = scan.outvars[: len(init)], scan.outvars[len(init) :]
+    operands = list(own.values()), init, arrays
+    return _compat.scan_like(scan, body, scan.params["length"], operands, (lasts, stacks))
+
+
+def _stored(jaxpr: Any) -> set[Any]:
+    """The variables of a body that equations read from memory, in calls too, or that it returns."""
+    found = set(_compat.variables(jaxpr.outvars))
+    for eqn in jaxpr.eqns:
+        inner = inner_jaxprs(eqn)
+        if eqn.primitive.name in CALLS and len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):
+            deeper = _stored(inner[0])
+            found.update(a for a, v in zip(eqn.invars, inner[0].invars, strict=True) if v in deeper)
+        elif _in_memory(eqn) or inner:
+            found.update(eqn.invars)
+    return {a for a in found if not _compat.is_literal(a)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,11 +199,9 @@ class _Sweep:
         assert isinstance(self.solver, Priced)
         options = self.request.options
         rough = not options.verify
-        made = {plan.segments for plan in plans}
         plain = self.baseline.plain_graph(rough=rough)
-        forms = (form for form in self.baseline.deeper(plain) if form.segments in made)
-        graphs = [plain]
-        graphs += (self.baseline.graph_of(form, rough=rough) for form in forms)
+        made = dict.fromkeys(plan.segments for plan in plans if plan.segments != plain.segments)
+        graphs = [plain, *(self.baseline.graph_of(segments, rough=rough) for segments in made)]
         graphs = [cut for graph in graphs for cut in cuttings(graph)]
         starts = [
             vertex(graph, Solution(plan.schedule(graph)))

@@ -6,7 +6,7 @@ its passes as `op_name`, so that the kernels of the compiled program say whose r
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.extend.core as jex
 
@@ -43,9 +43,13 @@ class Written:
         return Written(sizes, tuple((writes, reads) for writes, reads in kernels if reads), self.loops)
 
     def also(self, loop: int, iteration: "Written") -> "Written":
-        """The same with what the iterations of a loop write and read, by the same indices."""
+        """The same with all that the iterations of a loop write and read, by the same indices."""
+        return replace(self.with_(iteration), loops=self.loops | {loop})
+
+    def with_(self, iteration: "Written") -> "Written":
+        """The same with some of what the iterations of a loop write and read, by the same indices."""
         sizes, kernels = {**self.sizes, **iteration.sizes}, (*self.kernels, *iteration.kernels)
-        return Written(sizes, kernels, self.loops | {loop})
+        return Written(sizes, kernels, self.loops)
 
 
 TAG = re.compile(r"#(\d+)(?:[/)]|$)")

@@ -29,9 +29,10 @@ from ._program import Compiled
 from ._progress import phase
 from ._roofline import roofline
 from ._schedule import Schedule, check
-from ._search import MOST_OVERHEAD, Search, Trial
+from ._search import MOST_OVERHEAD, Search
 from ._simulate import simulate
 from ._solver import Solution, Solver
+from ._trial import Trial
 
 logger = logging.getLogger("jaxremat")
 
@@ -264,8 +265,8 @@ class _Planner:
         graph = wanted(baseline.plain_graph(rough=rough))
         return Search(
             graph=graph,
-            deeper=baseline.deeper(graph),
-            graph_of=lambda form: wanted(baseline.graph_of(form, rough=rough)),
+            pairs=baseline.pairs(graph),
+            graph_of=lambda segments: wanted(baseline.graph_of(segments, rough=rough)),
             solver=options.solver,
             time_limit=options.time_limit,
             attempt=self._try,

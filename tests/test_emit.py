@@ -15,12 +15,13 @@ from test_optimize import assert_same
 from zoo import BY_NAME
 
 import jaxremat
-from jaxremat import Graph, MemoryStats, RecomputeAll, SaveAll, Schedule
+from jaxremat import Graph, MemoryStats, RecomputeAll, SaveAll, Schedule, _compat, complete
 from jaxremat._devices import detect
 from jaxremat._emit import FENCES, emit
 from jaxremat._hlo import parse
 from jaxremat._live import live_at_peak
 from jaxremat._lower import lower
+from jaxremat._schedule import check
 from jaxremat._trace import Traced, trace
 
 LAYERS, BATCH, WIDTH = 8, 512, 64
@@ -273,3 +274,25 @@ def test_no_unplanned_forward_value_at_the_peak(name: str, share: float) -> None
     )
     saved = Counter(action.nbytes for action in plan.actions if action.action == "save")
     assert not forward - saved
+
+
+def test_what_is_kept_passes_the_fence_before_it_is_recomputed_from() -> None:
+    """Else what two stages recompute from it is the same, and the compiler makes it once and keeps it."""
+    traced, graph = lowered(mlp, mlp_args())
+    whole = complete(graph, ())
+    k = next(k for k, nodes in enumerate(whole.recomputed) if len(nodes) > 3)
+    last, *_ = reversed(whole.recomputed[k + 1])
+    held = {v for v in graph.reads[last] if not graph.values[v].is_output}
+    recomputed = [*whole.recomputed]
+    recomputed[k + 1] = (last,)
+    schedule = check(graph, Schedule(whole.saved, tuple(recomputed), frozenset((v, k + 1) for v in held)))
+    maker: dict[Any, str] = {}
+    clones = 0
+    for eqn in emit(traced, graph, schedule).jaxpr.eqns:
+        stage = re.search(r"recompute_\d+", str(eqn.source_info.name_stack))
+        if stage:
+            clones += 1
+            read = {maker[a] for a in _compat.variables(eqn.invars) if a in maker}
+            assert read <= {stage[0]}
+            maker.update(dict.fromkeys(eqn.outvars, stage[0]))
+    assert clones

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxremat import Graph
-from jaxremat._levels import carries, choices, forms
+from jaxremat._graph import Pin
+from jaxremat._levels import Form, Pairs, carries, choices
 
 UNIT = 2**20
 
@@ -69,15 +70,15 @@ def test_forms_count_what_they_save_and_repeat() -> None:
     graph = looped(64)
     carry = graph.values[graph.nodes[0].outputs[0]].nbytes
     seconds = sum(n.seconds for n in graph.nodes if n.loop == 0)
-    two, three = forms(graph, [0], [64])
+    two, three = Pairs.of(graph, [64]).deeper()
     assert (two.segments, three.segments) == (((8, 8),), ((4, 4, 4),))
     assert (two.fewer_nbytes, three.fewer_nbytes) == ((64 - 16) * carry, (64 - 12) * carry)
     assert (two.more_seconds, three.more_seconds) == (seconds, 2 * seconds)
 
 
 def test_a_rest_is_not_run_again() -> None:
-    (form, *_) = forms(looped(97), [0], [97])
     graph = looped(97)
+    form, *_ = Pairs.of(graph, [97]).deeper()
     seconds = sum(n.seconds for n in graph.nodes if n.loop == 0)
     assert form.segments == ((8, 11),)
     assert form.more_seconds == pytest.approx(seconds * 88 / 97)
@@ -88,10 +89,43 @@ def test_the_loop_that_saves_most_is_cut_first() -> None:
     graph = looped(64)
     shifted = tuple(replace(n, loop=n.loop + 2) for n in graph.nodes)
     both = replace(graph, nodes=graph.nodes + shifted, parents=(-1,) * 4, groups=(0, 0, 2, 2))
-    first, *_ = forms(both, [0, 2], [16, 100])
+    first, *_ = Pairs.of(both, [16, 100]).deeper()
     assert first.segments == ((), (10, 10))
 
 
 def test_a_loop_that_must_stay_is_not_cut() -> None:
-    """Such loops are said to have one iteration."""
-    assert forms(looped(64), [0], [1]) == ()
+    pairs = Pairs.of(looped(64), [64], [False])
+    assert pairs.deeper() == ()
+    assert pairs.divided(((),), 0, 0.5) is None
+
+
+def test_a_loop_some_of_which_must_be_saved_is_divided_but_has_no_levels() -> None:
+    graph = looped(64)
+    pinned = replace(graph, pins=(Pin("save", graph.nodes[0].outputs[0], "a test"),))
+    pairs = Pairs.of(pinned, [64])
+    assert pairs.deeper() == ()
+    assert pairs.divided(((),), 0, 0.5) is not None
+
+
+@given(st.integers(1, 100), st.floats(0, 1))
+def test_a_divided_loop_has_two_parts_of_several_iterations(length: int, share: float) -> None:
+    form = Pairs.of(looped(length), [length]).divided(((),), 0, share)
+    if length < 4:
+        assert form is None
+    else:
+        assert form is not None
+        ((first,),) = form.segments
+        assert min(first, length - first) >= 2
+        assert abs(first - share * length) < 2 + 1e-9
+        assert (form.fewer_nbytes, form.more_seconds) == (0, 0.0)
+
+
+def test_only_one_loop_is_divided() -> None:
+    pairs = Pairs((8, 8), (((),), ((), (2, 4))), (True, True), (1, 1), (1.0, 1.0), ((5, 0.5), (7, 0.25)))
+    assert [pairs.whole(s) for s in (((), ()), ((8,), (8,)), ((6,), ()), ((), (2, 4)))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert pairs.divided(((), (8,)), 0, 0.5) == Form(((4,), (8,)), 12, 0.75)

@@ -7,7 +7,8 @@ import pytest
 from graphs import chain
 
 from jaxremat import Graph, Milp, Solution, complete, simulate
-from jaxremat._search import MORE_ROUNDS, Search, Trial
+from jaxremat._search import MORE_ROUNDS, Search
+from jaxremat._trial import Trial
 from jaxremat._verify import dear
 
 
@@ -87,3 +88,24 @@ def test_it_is_the_answer_where_there_is_none_and_says_so() -> None:
     search.trials.append(a_trial(graph, set(graph.residuals), 0.1))
     assert "1.1 times with" in dear(search, trial)
     assert search.within(budget - 1, 0) is None
+
+
+def test_what_all_need_beyond_their_prediction_is_kept_free_by_those_not_compiled_yet() -> None:
+    """Of three cuttings into stages the two others begin within what the first one's error leaves."""
+    graph = chain(12)
+    least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+    budget, beyond = (least + most) // 2, (most - least) // 8
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+        trial = compiled_dearly(graph, solution, fence)
+        return replace(trial, peak_nbytes=trial.profile.peak_nbytes + beyond)
+
+    search = Search(graph, Prefixes(), 1.0, compiled, 0)
+    search.cuttings = [replace(graph, small_nbytes=n) for n in range(3)]
+    lines: list[Any] = []
+    first = search._next(lines, budget)
+    assert first is not None
+    assert [line.allowance for line in lines] == [budget] * 3
+    search._advance(first, budget)
+    search._next(lines, budget)
+    assert [line.allowance for line in lines if line is not first] == [budget - beyond] * 2

@@ -105,12 +105,70 @@ def overwrites(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]]
     )
 
 
+def copied(graph: Graph, v: int, loop: int) -> int | None:
+    """The value of which a contraction in a loop reads a row that is copied, None if it reads none through this one."""
+    value = graph.values[v]
+    if value.producer < 0:
+        return None
+    node = graph.nodes[value.producer]
+    if node.primitive == "scan_slice":
+        return v
+    if value.materialised:
+        return v if value.length > 1 and node.loop != loop else None
+    return copied(graph, node.inputs[0], loop) if len(node.inputs) == 1 else None
+
+
+def wanted(graph: Graph, values: tuple[int, ...]) -> set[int]:
+    """The fused nodes of which something is written for these values, if several kernels want it."""
+    found: set[int] = set()
+    for v in values:
+        value = graph.values[v]
+        if value.producer >= 0 and not value.materialised:
+            node = graph.nodes[value.producer]
+            found |= wanted(graph, node.inputs) | ({node.id} if node.shared_nbytes else set())
+    return found
+
+
+def unnamed(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]]) -> list[int]:
+    """Bytes at each kernel run of copied rows, from the first run of its stage to the last there that reads it, and of
+    what several runs of a stage share, from the first of them to the last.
+    """
+    parts = [again if again >= 0 else graph.stage_of[n] for n, again, _, _ in timeline]
+    found = [0] * len(timeline)
+
+    def add(begin: int, end: int, nbytes: int) -> None:
+        for i in range(begin, end + 1):
+            found[i] += nbytes
+
+    for part in set(parts):
+        runs = [i for i, other in enumerate(parts) if other == part]
+        last: dict[int, int] = {}
+        sharing: dict[int, list[int]] = {}
+        for i in runs:
+            n, again, read, _ = timeline[i]
+            node = graph.nodes[n]
+            for m in wanted(graph, node.inputs):
+                sharing.setdefault(m, []).append(i)
+            if not node.contraction or node.loop < 0:
+                continue
+            loop = node.loop if again < 0 else graph.nodes[graph.stages[again].start].loop
+            rows = [row for v in node.inputs if (row := copied(graph, v, loop)) is not None]
+            last.update((row, i) for row in rows if not graph.values[row].materialised or (row, -1) in read)
+        for row, end in last.items():
+            add(runs[0], end, graph.values[row].nbytes)
+        for m, users in sharing.items():
+            if len(users) > 1:
+                add(users[0], users[-1], graph.nodes[m].shared_nbytes)
+    return found
+
+
 def sweep(graph: Graph, schedule: Schedule) -> tuple[list[int], list[set[Any]]]:
     """Live bytes and live buffers at each kernel run: after each run, drop every buffer that nothing reads later.
 
-    Behind the loop that made it, an original is there once for each iteration.
+    Behind the loop that made it, an original is there once for each iteration. What is unnamed counts as bytes alone.
     """
     timeline = play(graph, schedule)
+    others = unnamed(graph, timeline)
     live: set[Any] = set()
     nbytes, alive = [], []
     for i, (n, _, _, made) in enumerate(timeline):
@@ -122,7 +180,7 @@ def sweep(graph: Graph, schedule: Schedule) -> tuple[list[int], list[set[Any]]]:
             graph.values[v].nbytes * (graph.values[v].length if behind and again < 0 else 1)
             for v, again in live
         )
-        nbytes.append(sum(sizes) + graph.nodes[n].workspace_nbytes)
+        nbytes.append(sum(sizes) + graph.nodes[n].workspace_nbytes + others[i])
         alive.append(set(live))
         live |= new
         live = {b for b in live if any(b in read for _, _, read, _ in timeline[i + 1 :])}

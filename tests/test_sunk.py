@@ -60,6 +60,22 @@ def test_masks_are_made_by_the_iterations_that_read_them() -> None:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_masks_are_made_by_iterations_of_loops_in_levels() -> None:
+    """Of their scans the outermost of the forward pass is not laid open, and read masks like any operand."""
+    plain = traced(CASE)
+    found = plain.in_segments(((2, LAYERS // 2),))
+    assert found.loops
+    outside = [e for e, loop in zip(found.jaxpr.jaxpr.eqns, found.loop_of, strict=True) if loop < 0]
+    assert not any(v.aval.shape == SCORES for eqn in outside for v in eqn.outvars)
+    graph = lower(found, CPU, base_nbytes=0)
+    planned = emit(found, graph, complete(graph, ()))
+    assert not any({SCORES, SCORES[1:]} & set(constants(scan)) for scan in scans(planned))
+    args = CASE.make_args()
+    got = jex.jaxpr_as_fun(planned)(*jax.tree.leaves(args))
+    for a, b in zip(got, jax.tree.leaves(jax.jit(CASE.step)(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_what_a_product_reads_is_made_once() -> None:
     found = traced(CASE)
     eqns = found.jaxpr.jaxpr.eqns

@@ -60,3 +60,10 @@ def hold(graph: Graph, schedule: Schedule, budget_nbytes: int, deadline: float) 
         if tried_rank < best_rank:
             best, best_rank = tried, tried_rank
     return best
+
+
+def holdable(graph: Graph) -> frozenset[tuple[int, int]]:
+    """Every recomputed value with every stage that it could be handed on into."""
+    stages = range(1, len(graph.stages))
+    values = [v for v in graph.residuals if graph.recomputable(v)]
+    return frozenset((v, k) for v in values for k in stages if graph.holdable(v, k))

@@ -7,6 +7,7 @@ with a budget. The hull is found edge by edge (Aneja and Nair 1979): the price a
 worth the same either yields a vertex below the edge or proves that there is none.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -124,3 +125,34 @@ def hull(
         else:
             closed.add((a[:2], b[:2]))
     return known, bounds
+
+
+def edge(
+    graph: Graph, solver: Priced, solution: Solution, budget_nbytes: int, time_limit: float
+) -> tuple[Vertex, Vertex] | None:
+    """The ends of the hull's edge at a budget, the one of more memory first, as far as the time limit lets it be found.
+
+    None where the fastest schedule of all fits.
+
+    **Arguments:** `solution` within the budget.
+    """
+    deadline = time.monotonic() + time_limit
+    everything = complete(graph, graph.residuals)
+    low = vertex(graph, solution)
+    high = vertex(graph, solver.priced(graph, 0.0, everything, time_limit=time_limit / 4))
+    if high.peak_nbytes <= budget_nbytes:
+        return None
+    while low.seconds > high.seconds and (left := deadline - time.monotonic()) > 0:
+        price = (low.seconds - high.seconds) / (high.peak_nbytes - low.peak_nbytes)
+        start = min((low, high), key=lambda v: v.at(price)).solution
+        assert start is not None
+        found = vertex(
+            graph, solver.priced(graph, price, start.schedule, time_limit=min(left, time_limit / 4))
+        )
+        if found.at(price) >= low.at(price) * (1 - 1e-9):
+            break
+        if found.peak_nbytes <= budget_nbytes:
+            low = found
+        else:
+            high = found
+    return high, low

@@ -38,7 +38,7 @@ from .._schedule import Schedule, complete, must_save
 from .._simulate import extra_seconds, rank, simulate
 from ._blocks import Blocks
 from ._chen import Chen
-from ._frontiers import boundaries, hold
+from ._frontiers import boundaries, hold, holdable
 from ._greedy import Greedy
 from ._hull import Lagrangian
 from ._interface import Solution, Solver
@@ -63,9 +63,12 @@ HOLDING_SHARE = 0.1
 LEAST_SLACKS = (0.0005, 0.02, 0.05)
 """What the schedule of least memory may use beyond the least, as shares of what the plain step has live at its peak."""
 
+FEW_HOLDABLE = 100
+"""Any value may be held from any stage to the next if there are no more such pairs than this; else only values at stage
+boundaries, and those that a schedule is found to be better for, if it recomputes something for two stages in a row."""
+
 MOST_HOLDABLE = 500
-"""Where nothing fits, any value may be held from any stage to the next, if there are no more such pairs than this;
-otherwise only values at stage boundaries."""
+"""The same where nothing fits otherwise."""
 
 MOST_OVERHEAD = 1.0
 """Least memory that costs more of the step's time than this is given up for the next of `LEAST_SLACKS`."""
@@ -129,15 +132,20 @@ class Milp:
         """
         deadline = time.monotonic() + time_limit
         found = _Model(graph, self).solve(budget_nbytes, start, deadline)
-        if found.fits and _repeats(found.schedule):
+        few = len(pairs := holdable(graph)) <= FEW_HOLDABLE
+        if found.fits and (few or _repeats(found.schedule)):
+            known, bound = found.schedule, found.bound_seconds
             until = min(deadline, time.monotonic() + HOLDING_SHARE * time_limit)
-            known = hold(graph, found.schedule, budget_nbytes, until)
-            held = _Model(graph, self, holding=True, held=known.kept).solve(budget_nbytes, known, until)
-            bound = min(found.bound_seconds, extra_seconds(graph, held.schedule))
-            return _Found(held.schedule, True, bound, found.proven)
+            known = hold(graph, known, budget_nbytes, until)
+            for held in (known.kept, pairs) if few else (known.kept,):
+                until = min(deadline, time.monotonic() + HOLDING_SHARE * time_limit)
+                known = (
+                    _Model(graph, self, holding=True, held=held).solve(budget_nbytes, known, until).schedule
+                )
+            return _Found(known, True, min(bound, extra_seconds(graph, known)), found.proven)
         if found.proven and not found.fits:
             found = _Model(graph, self, holding=True).solve(budget_nbytes, start, deadline)
-        if found.proven and not found.fits and len(pairs := _holdable(graph)) <= MOST_HOLDABLE:
+        if found.proven and not found.fits and len(pairs) <= MOST_HOLDABLE:
             found = _Model(graph, self, holding=True, held=pairs).solve(budget_nbytes, start, deadline)
         return found
 
@@ -157,13 +165,6 @@ class Milp:
             if extra_seconds(graph, found.schedule) <= MOST_OVERHEAD * graph.step_seconds:
                 break
         return found
-
-
-def _holdable(graph: Graph) -> frozenset[tuple[int, int]]:
-    """Every recomputed value with every stage that it could be handed on into."""
-    stages = range(1, len(graph.stages))
-    values = [v for v in graph.residuals if graph.recomputable(v)]
-    return frozenset((v, k) for v in values for k in stages if graph.holdable(v, k))
 
 
 def _repeats(schedule: Schedule) -> bool:

@@ -4,7 +4,7 @@ A term's keys name variables of `_milp`: ("s", v), ("e", v, k), ("r", n, k), ("h
 where all of them are one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .._graph import Graph
@@ -95,6 +95,28 @@ class Moments:
             if value.length > 1 and stop >= (end := graph.loop_stop[graph.nodes[value.producer].loop]):
                 delta[end] += value.saved_nbytes - value.nbytes
                 delta[stop + 1] -= value.saved_nbytes - value.nbytes
+        self.rows: dict[
+            tuple[int, int], int
+        ] = {}  # value, stage -> the stage's last node that reads a row of it
+        begun: dict[tuple[int, int], int] = {}  # stage, loop -> first node
+        for node in graph.kernels():
+            k = graph.stage_of[node.id]
+            begun.setdefault((k, node.loop), graph.stages[k].start if k >= 0 else node.id)
+            self.rows.update(((v, k), node.id) for v in graph.copies(node.id, node.loop))
+        for (v, k), stop in self.rows.items():
+            if v not in free:
+                delta[begun[k, graph.nodes[stop].loop]] += graph.values[v].nbytes
+                delta[stop + 1] -= graph.values[v].nbytes
+        self.sharing: dict[
+            tuple[int, int], list[int]
+        ] = {}  # stage, fused node -> the stage's own kernels that want it
+        for node in graph.kernels():
+            for m in graph.shared[node.id]:
+                self.sharing.setdefault((graph.stage_of[node.id], m), []).append(node.id)
+        for (_, m), kernels in self.sharing.items():
+            if len(kernels) > 1:
+                delta[kernels[0]] += graph.nodes[m].shared_nbytes
+                delta[kernels[-1] + 1] -= graph.nodes[m].shared_nbytes
         for i in range(1, len(delta)):
             delta[i] += delta[i - 1]
         self.base = delta
@@ -188,6 +210,8 @@ class Moments:
             if k >= 0:
                 parts.append(((("h", v, k + 1), ("r", life.born, k)), nbytes))
                 parts.append(((("h", v, k + 1), ("h", v, k)), nbytes))
+                if self.rows.get((v, k), -1) >= n:
+                    parts.append(((("s", v),), nbytes))
         constant = self.base[n] + self.graph.nodes[n].workspace_nbytes
         return Terms(constant, self._deduplicated(parts))
 
@@ -204,6 +228,8 @@ class Moments:
                 if life.born < upto and self._by_clone(v):
                     parts.append(((("r", life.born, k),), nbytes))
             parts.append(((("h", v, k + 1), ("h", v, k)), nbytes))
+            if (v, k) in self.rows:
+                parts.append(((("s", v),), nbytes))
             if life.born < upto:
                 parts.append(((("h", v, k + 1), ("r", life.born, k)), nbytes))
         return Terms(self.across[k], self._deduplicated(parts))
@@ -266,6 +292,16 @@ class Moments:
                 if j == k and (u, k) in schedule.kept and held not in counted:
                     counted.add(held)
                     parts.append(((held, ("r", m, j)), nbytes))
+        parts.extend(self._shared(n, k, stage, schedule))
+        inside = graph.nodes[graph.stages[max(stage, 0)].start].loop
+        rows = {v: m for m, j in reversed(later) if j == k for v in graph.copies(m, inside)}
+        for v, m in rows.items():
+            if (v, k) in self.rows:
+                continue
+            if v in schedule.saved and v in free:
+                parts.append(((("s", v), ("r", m, k)), graph.values[v].nbytes))
+            elif v not in free:
+                parts.append(((("r", m, k),), graph.values[v].nbytes))
         for j in range(stage + 1):
             loop = graph.nodes[graph.stages[j].start].loop
             for m in schedule.recomputed[j] if loop >= 0 else ():
@@ -280,6 +316,24 @@ class Moments:
             )
             parts.append(((again,), made + graph.nodes[n].workspace_nbytes))
         return Terms(constant, tuple(parts))
+
+    def _shared(
+        self, n: int, k: int, stage: int, schedule: Schedule
+    ) -> Iterator[tuple[tuple[Key, ...], int]]:
+        """What recomputed kernels leave behind for others of their stage that want the same fused work."""
+        again: dict[int, list[int]] = {}
+        for m in schedule.recomputed[stage] if stage >= 0 else ():
+            for fused in self.graph.shared[m]:
+                again.setdefault(fused, []).append(m)
+        for fused, (first, *others) in again.items():
+            own = self.sharing.get((stage, fused), [])
+            nbytes = self.graph.nodes[fused].shared_nbytes
+            if k < 0 and own and n <= own[-1] and (len(own) == 1 or n < own[0]):
+                yield (("r", first, stage),), nbytes
+            elif k >= 0 and first <= n and own:
+                yield (("r", first, k),), nbytes
+            elif k >= 0 and others and first <= n <= others[-1]:
+                yield (("r", first, k), ("r", others[-1], k)), nbytes
 
 
 def _without_idle_pairs(terms: Terms, held: frozenset[Key]) -> Terms:

@@ -9,7 +9,7 @@ import functools
 import gzip
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -45,7 +45,7 @@ class Entry:
     jax: str
     versions: dict[str, str]
     settings: dict[str, Any]
-    plan: Plan
+    plan: Plan = field(repr=False)
 
     @property
     def here(self) -> bool:

@@ -1,0 +1,152 @@
+"""A loop divided in two, each with a plan of its own: the same results, whatever is saved in which, within budgets that
+lie between two plans of the whole loop.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import pytest
+from graphs import chain, in_loops
+from jax import lax
+from test_loops import CPU, in_levels, often, scans, traced
+from test_optimize import assert_same
+from zoo_loops import LAYERS, LOOPS, ROWS, WIDTH
+
+import jaxremat
+from jaxremat import Milp, Solution, _compat, complete, simulate
+from jaxremat._emit import emit
+from jaxremat._loops import BACKWARD, FORWARD
+from jaxremat._lower import lower
+from jaxremat._trace import trace
+from jaxremat._uneven import uneven
+
+SHORT = {"one layer"}
+"""Loops that are too short to be divided."""
+
+
+def test_each_part_is_a_pair() -> None:
+    """With their own lengths, on the rows of the same arrays."""
+    found = traced(LOOPS["layers"])
+    divided, planned = in_levels(found, (4,))
+    assert [loop.role for loop in divided.loops] == [FORWARD, FORWARD, BACKWARD, BACKWARD]
+    assert [eqn.params["length"] for eqn in scans(planned)] == [4, LAYERS - 4, LAYERS - 4, 4]
+    first, second, second_back, first_back = scans(planned)
+    for forward, backward in ((first, first_back), (second, second_back)):
+        made = set(forward.outvars[_compat.scan_counts(forward)[1] :])
+        length = forward.params["length"]
+        assert [v.aval.shape for v in backward.invars if v in made] == [(length, ROWS, WIDTH)]
+
+
+def test_each_part_saves_what_it_likes() -> None:
+    divided = traced(LOOPS["layers"]).in_segments(((2,),))
+    graph = lower(divided, CPU, base_nbytes=0)
+    for part, length in zip(graph.pairs, (2, LAYERS - 2), strict=True):
+        products = [
+            v
+            for v in graph.residuals
+            if graph.nodes[graph.values[v].producer].loop == part
+            and graph.nodes[graph.values[v].producer].contraction
+        ]
+        assert products
+        planned = emit(divided, graph, complete(graph, products))
+        first, second, *_ = scans(planned)
+        saving, other = (first, second) if length == 2 else (second, first)
+        assert saving.params["length"] == length
+        assert len(saving.outvars) == len(other.outvars) + len(products)
+
+
+@pytest.mark.parametrize("name", often(sorted(LOOPS.keys() - SHORT), {"layers", "random", "two loops"}))
+@pytest.mark.parametrize("part", [0, 1])
+def test_no_result_changes(name: str, part: int) -> None:
+    """Whether the first part saves as much as it can, or the second."""
+    case = LOOPS[name]
+    found, args = traced(case), case.make_args()
+    firsts = tuple(
+        (max(2, n // 2),) if able else () for n, able in zip(found.lengths, found.cuttable, strict=True)
+    )
+    cut = found.in_segments(firsts)
+    graph = lower(cut, CPU, base_nbytes=0)
+    chosen = [
+        v for v in graph.residuals if graph.nodes[graph.values[v].producer].loop in graph.pairs[part::2]
+    ]
+    planned = emit(cut, graph, complete(graph, chosen))
+    got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
+    assert_same(jax.jit(case.step)(*args), jax.tree.unflatten(cut.out_tree, got))
+
+
+WIDE, DEPTH, BATCH = 64, 5, 512  # too short for levels
+
+
+def heavy(params: Any, x: Any) -> Any:
+    """A step whose loop has one choice, to save a product or not."""
+
+    def loss(params: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return x + jnp.tanh(jnp.sin(x) @ w) @ w.T, None
+
+        return (lax.scan(layer, x, params)[0] ** 2).mean()
+
+    return params - 0.1 * jax.grad(loss)(params)
+
+
+HEAVY = (
+    jax.ShapeDtypeStruct((DEPTH, WIDE, WIDE), jnp.float32),
+    jax.ShapeDtypeStruct((BATCH, WIDE), jnp.float32),
+)
+
+
+def planned(budget: int | str, **options: Any) -> jaxremat.Plan:
+    return jaxremat.plan(heavy, *HEAVY, budget=budget, donate_argnums=0, cache=False, **options)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_budgets_between_two_plans_divide_the_loop(verify: bool) -> None:
+    """What is recomputed in some layers only costs less than what is recomputed in all."""
+    least = planned("min", verify=verify)
+    row_nbytes = 4 * BATCH * WIDE
+    between = planned(int(least.peak_nbytes + 2.5 * row_nbytes), verify=verify)
+    assert between.peak_nbytes <= between.budget_nbytes
+    ((first,),) = between.segments
+    assert 2 <= first < DEPTH, between.segments
+    assert between.overhead < 0.75 * least.overhead
+    loaded = jaxremat.Plan.from_json(between.to_json())
+    args = [jax.random.normal(jax.random.key(i), a.shape) / 8 for i, a in enumerate(HEAVY)]
+    want = jax.jit(heavy)(*args)
+    assert_same(want, jaxremat.optimize(plan=loaded, donate_argnums=0, verify=verify)(heavy)(*args))
+
+
+def test_a_hint_holds_in_both_parts() -> None:
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            def layer(x: Any, w: Any) -> Any:
+                return x + jaxremat.hint(jnp.tanh(x @ w), "recompute") @ w.T, None
+
+            return (lax.scan(layer, x, params)[0] ** 2).mean()
+
+        return params - 0.1 * jax.grad(loss)(params)
+
+    cut = trace(jax.jit(step, donate_argnums=0), HEAVY, {}).in_segments(((5,),))
+    graph = lower(cut, CPU, base_nbytes=0)
+    parts = {graph.nodes[graph.values[v].producer].loop for v in graph.pinned["recompute"]}
+    assert parts == set(graph.pairs)
+
+
+def test_the_share_is_that_of_the_edge_of_the_hull() -> None:
+    """With three quarters of what two plans of the whole loop differ in, three quarters of it have the larger."""
+    graph = replace(in_loops(chain(1), 8), step_seconds=1.0)
+    high, low = (simulate(graph, complete(graph, saved)) for saved in (graph.residuals, ()))
+    assert low.peak_nbytes < high.peak_nbytes
+    assert low.extra_seconds > high.extra_seconds
+    budget = (low.peak_nbytes + 3 * high.peak_nbytes) // 4
+    solution = Milp().solve(graph, budget, time_limit=5.0)
+    found = uneven(graph, solution, budget, Milp(), 5.0)
+    assert found is not None
+    assert found.pair == 0
+    assert found.share == pytest.approx(0.25, abs=0.01)
+    assert found.seconds == pytest.approx((low.extra_seconds + 3 * high.extra_seconds) / 4, rel=0.01)
+    everything = Solution(complete(graph, graph.residuals))
+    assert uneven(graph, everything, high.peak_nbytes, Milp(), 5.0) is None
+    assert uneven(chain(4), Solution(complete(chain(4), ())), 10**12, Milp(), 5.0) is None
