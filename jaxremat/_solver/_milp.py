@@ -334,6 +334,7 @@ class _Model:
         best, best_rank, bound, proven = start, order(start), constant, False
         if peak is not None or best_rank[0] == 0:
             model.start = self._start(start, variables)
+        added: set[tuple[Terms, int]] = set()
         total = deadline - time.monotonic()
         proven = not possible
         while possible and (left := deadline - time.monotonic()) > 0:
@@ -365,10 +366,15 @@ class _Model:
                 ceiling = budget_nbytes or 0
             violated = self.moments.violated(schedule, profile, ceiling)
             close = budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes + TOLERANCE_NBYTES
+            margin = TOLERANCE_NBYTES if close else 0
             if not violated:
                 proven = status == mip.OptimizationStatus.OPTIMAL
                 break
-            if not all(limit(terms, TOLERANCE_NBYTES if close else 0) for terms in violated):
+            new = [terms for terms in violated if (terms, margin) not in added]
+            if not new:  # CBC's arithmetic overlooks them
+                break
+            added.update((terms, margin) for terms in new)
+            if not all(limit(terms, margin) for terms in new):
                 proven = True
                 break
         return _Found(

@@ -39,6 +39,7 @@ class Moments:
 
     def __init__(self, graph: Graph, fixed: frozenset[int], window: Sequence[set[int]]):
         self.graph = graph
+        self.fixed = fixed
         self.free = [v for v in graph.residuals if v not in fixed]
         free = set(self.free)
         last: dict[int, int] = {}
@@ -180,70 +181,66 @@ class Moments:
         life = self.lives[v]
         if v in self.by_clone:
             return []
-        if own_at is not None and life.by_stage:
-            covered = life.until >= own_at
-        elif own_at is not None:
+        if not life.by_stage:
             covered = k < self.cover[v]
+        elif own_at is not None:
+            covered = life.until >= own_at
         else:
             covered = k <= self.cover[v]
         if covered:
             return [("s", v)]
-        first = k if own_at is None else k + 1
-        return [("e", v, j) for j in self.extra[v] if j >= first][:1]
+        return [("e", v, j) for j in self.extra[v] if j > k][:1]
 
     def _by_clone(self, v: int) -> bool:
         return v not in self.joint or v in self.by_clone
 
+    def _clones(self, v: int, k: int, read: bool, made: bool) -> Iterator[tuple[Key, ...]]:
+        """The instances that stage `k` recomputed or was handed on, each counted once.
+
+        **Arguments:** `read`: the stage itself is still to read them; else they are there only to be handed on.
+        `made`: the recomputing kernel is over.
+        """
+        clone, held, handed_on = ("r", self.lives[v].born, k), ("h", v, k), ("h", v, k + 1)
+        yield (held,) if read else (handed_on, held)
+        if made:
+            yield (clone,) if read and self._by_clone(v) else (handed_on, clone)
+
     def own(self, n: int) -> Terms:
         """The moment a node runs in its own place."""
         k = self.graph.stage_of[n]
-        parts = []
+        parts: list[tuple[tuple[Key, ...], int]] = []
         for v in self.free:
             life, nbytes = self.lives[v], self.graph.values[v].nbytes
             if life.forward < n and life.born < n:
                 there = self._original_nbytes(v, n)
                 parts.extend(((key,), there) for key in self._saved(v, k, own_at=n))
-            if k >= 0 and life.by_stage.get(k, -1) >= n:
-                if self._by_clone(v):
-                    parts.append(((("r", life.born, k),), nbytes))
-                parts.append(((("h", v, k),), nbytes))
             if k >= 0:
-                parts.append(((("h", v, k + 1), ("r", life.born, k)), nbytes))
-                parts.append(((("h", v, k + 1), ("h", v, k)), nbytes))
+                read = life.by_stage.get(k, -1) >= n
+                parts.extend((keys, nbytes) for keys in self._clones(v, k, read, made=True))
                 if self.rows.get((v, k), -1) >= n:
                     parts.append(((("s", v),), nbytes))
         constant = self.base[n] + self.graph.nodes[n].workspace_nbytes
-        return Terms(constant, self._deduplicated(parts))
+        return Terms(constant, tuple(parts))
 
     def recomputing(self, k: int, upto: int) -> Terms:
         """The moment before stage `k` when every dropped node with an id below `upto` has been recomputed."""
-        parts = []
+        parts: list[tuple[tuple[Key, ...], int]] = []
         for v in self.free:
             life, nbytes = self.lives[v], self.graph.values[v].nbytes
             if life.forward < self.graph.stages[k].start:
                 saved_nbytes = self.graph.values[v].saved_nbytes
                 parts.extend(((key,), saved_nbytes) for key in self._saved(v, k, own_at=None))
-            if k in life.by_stage:
-                parts.append(((("h", v, k),), nbytes))
-                if life.born < upto and self._by_clone(v):
-                    parts.append(((("r", life.born, k),), nbytes))
-            parts.append(((("h", v, k + 1), ("h", v, k)), nbytes))
+            read = k in life.by_stage
+            parts.extend((keys, nbytes) for keys in self._clones(v, k, read, made=life.born < upto))
             if (v, k) in self.rows:
                 parts.append(((("s", v),), nbytes))
-            if life.born < upto:
-                parts.append(((("h", v, k + 1), ("r", life.born, k)), nbytes))
-        return Terms(self.across[k], self._deduplicated(parts))
-
-    @staticmethod
-    def _deduplicated(parts: list[tuple[tuple[Key, ...], int]]) -> tuple[tuple[tuple[Key, ...], int], ...]:
-        """One term per instance: where a single key already counts a clone, its pairs add nothing."""
-        single = {keys[0] for keys, _ in parts if len(keys) == 1}
-        return tuple((keys, b) for keys, b in parts if len(keys) == 1 or not single.intersection(keys[1:]))
+        return Terms(self.across[k], tuple(parts))
 
     def _outlived(self, u: int, at: int) -> bool:
-        """Whether only recomputation reads a value that cannot be made again, from node `at` on."""
+        """Whether only recomputation reads a value that is never made again, from node `at` on."""
         value = self.graph.values[u]
-        counts = value.producer >= 0 and value.materialised and not self.graph.recomputable(u)
+        once = u in self.fixed or not self.graph.recomputable(u)
+        counts = once and value.producer >= 0 and value.materialised
         return (
             counts and not value.is_output and value.producer < at and self.last.get(u, value.producer) < at
         )
@@ -255,6 +252,7 @@ class Moments:
         terms = self.recomputing(k, n) if k >= 0 else self.own(n)
         parts = list(terms.parts)
         counted = {keys[0] for keys, _ in parts if len(keys) == 1}
+        cloned: set[int] = set()
         later = [
             (m, j)
             for j in range(max(stage, 0), len(graph.stages))
@@ -283,11 +281,10 @@ class Moments:
                 if u not in free:
                     continue
                 life, nbytes = self.lives[u], graph.values[u].nbytes
-                clone = ("r", life.born, k)
                 again = j == k and life.born < n and life.born in schedule.recomputed[k]
-                if again and clone not in counted and u not in schedule.saved:
-                    counted.add(clone)
-                    parts.append(((clone, ("r", m, j)), nbytes))
+                if again and k not in life.by_stage and u not in (cloned | schedule.saved):
+                    cloned.add(u)
+                    parts.append(((("r", life.born, k), ("r", m, j)), nbytes))
                 held = ("h", u, k)
                 if j == k and (u, k) in schedule.kept and held not in counted:
                     counted.add(held)
