@@ -1,4 +1,4 @@
-"""The integer program's bounds on the bytes alive at a moment: true of every schedule, exact for the one they cut off."""
+"""Bounds on the bytes alive at a moment: true of every schedule, and above the budget for the one they cut off."""
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
