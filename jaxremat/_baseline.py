@@ -181,18 +181,16 @@ class Baseline:
             format_nbytes(self.peak_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
         )  # fmt: skip
         if graph.backend.fuses and self.profile == "roofline":
-            own = self._looped_seconds(graph)
-            more = (graph.extra_seconds if own is None else own) + self.witness_seconds - self.seconds
+            more = self._more_seconds(graph, graph.extra_seconds)
             return replace(graph, step_seconds=self.seconds, extra_seconds=more)
         return graph
 
     def _lowered(self, traced: Traced) -> Graph:
         base = MemoryStats.of(self.witness).base_nbytes
-        iterations = forward(traced, self.backend)
         workspace = self._workspace(traced, int(self.temporaries_nbytes * _WORKSPACE_SHARE))
         seconds = self._measured(traced, self.temporaries_nbytes)
 
-        def lowered(shared: Mapping[int, int] | None = None) -> Graph:
+        def lowered(iterations: Mapping[int, Iteration], shared: Mapping[int, int] | None = None) -> Graph:
             return lower(
                 traced,
                 self.device,
@@ -204,13 +202,14 @@ class Baseline:
                 patterns=self.pins,
             )
 
-        graph = lowered()
+        iterations = forward(traced, self.backend)
+        graph = lowered(iterations)
         if not traced.loops:
             return graph
         iterations |= backward(traced, graph, self.backend)
-        graph = lowered()
+        graph = lowered(iterations)
         if not self.backend.fuses:
-            return lowered(self._shared(traced, graph))
+            return lowered(iterations, self._shared(traced, graph))
         alone = {i: (each, self._alone(each)) for i, each in iterations.items()}
         self._looped[traced.segments] = alone
         graph = with_beside(graph, alone)
@@ -227,12 +226,17 @@ class Baseline:
         fused = {n.id for n in graph.nodes if n.forward and not graph.kernel[n.id]}
         return {i: nbytes for i, nbytes in sizes.items() if i in fused and not is_relabelling(eqns[i])}
 
+    @cached_property
+    def _plainly_written(self) -> Written:
+        """What the compiled plain step writes."""
+        return written(self._module)
+
     def _written(self, traced: Traced, iterations: Mapping[int, Iteration]) -> Written:
         """What the compiled plain step writes, and what iterations of loops do that are compiled alone.
 
         A compiler that does not fuse reductions writes what the rules say, and some more.
         """
-        found = written(self._module).renumbered(self.traced.places(traced))
+        found = self._plainly_written.renumbered(self.traced.places(traced))
         for loop, iteration in iterations.items():
             alone = self._written_alone(iteration)
             found = found.also(loop, alone) if self.backend.fuses else found.with_(alone)
@@ -260,6 +264,14 @@ class Baseline:
         moved = moved_seconds(self._module, self.traced.places(traced), self.device)
         return taken + stacked - moved - plain_seconds(self._module, self.device)
 
+    def _more_seconds(self, graph: Graph, otherwise: float) -> float:
+        """What such a form of the tagged step takes longer than the plain step.
+
+        **Arguments:** `otherwise` what it takes longer than the tagged one where its loops' time is not known.
+        """
+        own = self._looped_seconds(graph)
+        return (otherwise if own is None else own) + self.witness_seconds - self.seconds
+
     def plain_graph(self, *, rough: bool = False) -> Graph:
         """The graph of the step's loops as they are."""
         return self.rough if rough else self.graph
@@ -280,8 +292,7 @@ class Baseline:
             graph = self._roughly(traced, plain.base_nbytes) if rough else self._lowered(traced)
             more = plain.extra_seconds + self.pairs(plain).form(segments).more_seconds
             if not rough and self.backend.fuses and self.profile == "roofline":
-                own = self._looped_seconds(graph)
-                more = more if own is None else own + self.witness_seconds - self.seconds
+                more = self._more_seconds(graph, more - (self.witness_seconds - self.seconds))
             self._graphs[key] = replace(graph, step_seconds=plain.step_seconds, extra_seconds=more)
         return self._graphs[key]
 

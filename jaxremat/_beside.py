@@ -13,8 +13,7 @@ from ._hlo import Module
 from ._iteration import Iteration
 from ._live import lives
 from ._purposes import Values, purposes
-
-_EDGES = frozenset({"scan_carry", "scan_slice", "scan_part", "scan_last", "scan_stack"})
+from ._special import LOOP_EDGES
 
 
 def with_beside(graph: Graph, alone: Mapping[int, tuple[Iteration, Module]]) -> Graph:
@@ -58,7 +57,7 @@ def _counted(graph: Graph, nodes: list[Node]) -> dict[int, int]:
     leaving = {v for node in nodes if node.primitive == "scan_last" for v in node.inputs}
     change = [0] * (len(kernels) + 1)
     for node in kernels:
-        if node.primitive in _EDGES or node.primitive == "dynamic_update_slice":
+        if node.primitive in LOOP_EDGES or node.primitive == "dynamic_update_slice":
             continue
         for v in node.outputs:
             value = graph.values[v]
@@ -76,7 +75,7 @@ def _counted(graph: Graph, nodes: list[Node]) -> dict[int, int]:
 
 def kernel_of(graph: Graph, nodes: list[Node]) -> dict[int, int]:
     """For each node of a body the kernel that it is part of: the next one, else the last."""
-    kernels = [node.id for node in nodes if graph.kernel[node.id] and node.primitive not in _EDGES]
+    kernels = [node.id for node in nodes if graph.kernel[node.id] and node.primitive not in LOOP_EDGES]
     found: dict[int, int] = {}
     following = kernels[-1] if kernels else nodes[-1].id
     for node in reversed(nodes):

@@ -14,6 +14,7 @@ import jax.extend.core as jex
 from . import _compat
 from ._in_place import renamed, written_in_place
 from ._loops import SLICE, Loop
+from ._primitives import is_fence
 
 
 def close_loops(
@@ -42,7 +43,7 @@ def scan_of(section: Sequence[Any], loop: Loop, before: dict[Any, Any], *, hoist
 
 def before_fences(eqns: Sequence[Any]) -> dict[Any, Any]:
     """What variables were before a fence."""
-    fences = (eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier")
+    fences = (eqn for eqn in eqns if is_fence(eqn))
     return {v: a for eqn in fences for v, a in zip(eqn.outvars, eqn.invars, strict=True)}
 
 

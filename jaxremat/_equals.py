@@ -22,7 +22,7 @@ import numpy as np
 
 from . import _compat
 from ._inline import Inliner
-from ._primitives import is_contraction, is_heavy, is_loop_edge, is_loop_slice
+from ._primitives import is_contraction, is_fence, is_heavy, is_loop_edge, is_loop_slice
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Equals:
             late = "transpose(" in _compat.name_stack_text(eqn)
         invars = [self.read(a) for a in eqn.invars]
         edge = is_loop_edge(eqn) and not is_loop_slice(eqn)
-        pure = not eqn.effects and eqn.primitive.name != "optimization_barrier" and not edge
+        pure = not eqn.effects and not is_fence(eqn) and not edge
         key = _key(eqn, invars) if pure else None
         twin = None if key is None else self._seen.get((key, scope))
         if twin is not None:

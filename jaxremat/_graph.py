@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ._backend import Backend, backend
+from ._special import LOOP_SLICES, OVERWRITING
 
 Segments = tuple[tuple[int, ...], ...]
 """For each pair of a step's loops its lengths by level, the outermost first (see `_levels`), none as it was."""
-
-OVERWRITING = frozenset({"dynamic_update_slice", "scan_last", "scatter", "scatter-add"})
-"""Heavy work that writes over its operand: into a part of it, or as the next iteration's carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +212,7 @@ class Graph:
     def _row(self, v: int) -> int:
         """The value of which an operand is a row, or a view of one; -1 where it is none."""
         while (producer := self.values[v].producer) >= 0:
-            if self.nodes[producer].primitive in ("scan_slice", "scan_part"):
+            if self.nodes[producer].primitive in LOOP_SLICES:
                 return v
             if self.values[v].materialised:
                 return v if self.values[v].length > 1 else -1

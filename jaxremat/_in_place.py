@@ -22,7 +22,7 @@ import jax.extend.core as jex
 
 from . import _compat
 from ._late_rows import read_late
-from ._loops import PART, Loop, append, row_at
+from ._loops import PART, Loop, append, row_at, row_written
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ def written_in_place(
     def carry(begun: Any, carried: Any, part: Any, array: Any) -> None:
         index = max(section.carries, default=-1) + 1
         section.carries[index] = begun, carried
-        section.lasts[index] = append(section.eqns, _write, (carried, part, place), loop.eqn), array
+        section.lasts[index] = append(section.eqns, row_written, (carried, part, place), loop.eqn), array
 
     for array, (part, zero) in section.filled.items():
         shape, dtype = array.aval.shape, array.aval.dtype
@@ -96,10 +96,6 @@ def renamed(eqn: Any, rename: dict[Any, Any]) -> Any:
     """The equation with other operands."""
     invars = [a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars]
     return eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
-
-
-def _write(array: Any, row: Any, index: Any) -> Any:
-    return jax.lax.dynamic_update_index_in_dim(array, row, index, 0)
 
 
 def _writes(section: Any, same: Callable[[Any], Any]) -> list[_Write]:

@@ -22,7 +22,7 @@ from ._emit import FENCES, Emitter
 from ._graph import Graph
 from ._hlo import Module, parse
 from ._implementations import inline, replaced
-from ._loops import ALONE, BACKWARD, FORWARD, Loop, append, operands, row_at
+from ._loops import ALONE, BACKWARD, FORWARD, Loop, append, operands, row_at, row_written
 from ._merge import merged
 from ._primitives import inner_jaxprs, is_loop_edge, is_loop_slice
 from ._program import Program
@@ -167,7 +167,7 @@ def _once(
     eqns.extend(each for eqn in jaxpr.eqns for each in (inline(eqn) if poor(eqn) else [eqn]))
     stacks = [_compat.new_var(v.aval) for v in scan.outvars[len(init) :]]
     filled = [
-        append(eqns, _write, (stack, row, index), scan)
+        append(eqns, row_written, (stack, row, index), scan)
         for stack, row in zip(stacks, jaxpr.outvars[len(init) :], strict=True)
     ]
     # A carry that the iteration writes a part of keeps its memory; another is made anew.
@@ -196,7 +196,3 @@ def _writes_part(eqn: Any) -> bool:
     """Whether an equation, or the last in a call, writes a part of its operand."""
     inner = [each for jaxpr in inner_jaxprs(eqn) for each in jaxpr.eqns] or [eqn]
     return inner[-1].primitive.name == "dynamic_update_slice"
-
-
-def _write(array: Any, row: Any, index: Any) -> Any:
-    return jax.lax.dynamic_update_index_in_dim(array, row, index, 0, allow_negative_indices=False)

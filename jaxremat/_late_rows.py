@@ -14,6 +14,7 @@ from typing import Any
 
 from . import _compat
 from ._loops import PART, Loop, append, row_at
+from ._primitives import is_fence
 
 
 def read_late(
@@ -34,7 +35,7 @@ def read_late(
     passed: dict[Any, Any] = {}  # what passes fences -> its name before
     late: set[Any] = set()  # rows that are read behind one
     for eqn in section.eqns:
-        if _is_fence(eqn):
+        if is_fence(eqn):
             pairs = zip(eqn.invars, eqn.outvars, strict=True)
             passed.update((v, passed.get(a, a)) for a, v in pairs if not _compat.is_literal(a))
         elif passed and eqn.primitive is not PART:
@@ -61,7 +62,7 @@ def read_late(
         return names[row]
 
     for eqn in section.eqns:
-        if _is_fence(eqn):
+        if is_fence(eqn):
             pairs = zip(eqn.invars, eqn.outvars, strict=True)
             moved = where.keys() | there.keys()
             through = [(a, v) for a, v in pairs if _compat.is_literal(a) or passed.get(a, a) not in moved]
@@ -90,7 +91,3 @@ def _rows(section: Any) -> dict[Any, tuple[Any, Any]]:
     indices = {eqn.invars[1] for eqn in parts}
     scanned = {v: (array, None) for v, array in section.scanned.items() if v not in indices}
     return {**scanned, **{eqn.outvars[0]: (eqn.invars[0], eqn.invars[1]) for eqn in parts}}
-
-
-def _is_fence(eqn: Any) -> bool:
-    return eqn.primitive.name == "optimization_barrier"

@@ -191,6 +191,11 @@ def row_at(array: Any, index: Any) -> Any:
     return lax.dynamic_index_in_dim(array, index, keepdims=False, allow_negative_indices=False)
 
 
+def row_written(array: Any, row: Any, index: Any) -> Any:
+    """The array with another row at an index that is not negative."""
+    return lax.dynamic_update_index_in_dim(array, row, index, 0, allow_negative_indices=False)
+
+
 def _is_scan(eqn: Any) -> bool:
     return eqn.primitive.name == "scan" and not eqn.effects and eqn.params["length"] > 0
 

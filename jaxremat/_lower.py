@@ -15,7 +15,7 @@ from ._collector import uncollected
 from ._cost import aval_nbytes, eqn_flops, in_rounds
 from ._devices import DeviceSpec
 from ._epilogues import written_sums
-from ._graph import OVERWRITING, Graph, Node, Pin, Stage, Value
+from ._graph import Graph, Node, Pin, Stage, Value
 from ._loops import ALONE, BACKWARD, FORWARD, Loop
 from ._pins import Patterns, matching, with_pins
 from ._prices import behind_views, handed_over, priced
@@ -28,6 +28,7 @@ from ._primitives import (
     reads_memory,
 )
 from ._slices import is_pooling_gradient
+from ._special import OVERWRITING
 from ._stages import cut_stages
 from ._sunk import sunk_values
 from ._tags import Written

@@ -38,9 +38,8 @@ def priced(
     """
     trips = trips_of(loops)
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
-    heavy: dict[
-        int, frozenset[int]
-    ] = {}  # contractions and reductions that the compiler fuses into their reader
+    # contractions and reductions that the compiler fuses into their reader
+    heavy: dict[int, frozenset[int]] = {}
     for node in graph.nodes:
         below = sum(light.get(v, 0.0) for v in node.inputs)
         inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))

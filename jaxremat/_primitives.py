@@ -3,6 +3,7 @@
 from typing import Any
 
 from . import _compat
+from ._special import LOOP_EDGES, LOOP_SLICES
 
 _CONTRACTIONS = frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul"}
@@ -46,8 +47,7 @@ _SCATTERS = frozenset(
         "dynamic_update_slice",
     }
 )
-_SLICES = frozenset({"scan_slice", "scan_part"})
-_VIEWS = frozenset({*_SLICES, "reshape", "squeeze", "expand_dims", "bitcast_convert_type"})
+_VIEWS = frozenset({*LOOP_SLICES, "reshape", "squeeze", "expand_dims", "bitcast_convert_type"})
 _LIGHT = frozenset(
     {
         "broadcast_in_dim",
@@ -62,7 +62,6 @@ _LIGHT = frozenset(
         "jaxremat_hint",
     }
 )
-_LOOP_EDGES = frozenset({*_SLICES, "scan_carry", "scan_last", "scan_stack"})
 _COSTLY = frozenset(
     {
         "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sinh", "cosh", "erf", "erfc", "erf_inv",
@@ -110,7 +109,12 @@ def is_heavy(eqn: Any) -> bool:
 def reads_memory(eqn: Any) -> bool:
     """Work whose operands must be in memory: it cannot absorb their producers."""
     name = eqn.primitive.name
-    return is_contraction(eqn) or name in _COLLECTIVES or name in ("optimization_barrier",)
+    return is_contraction(eqn) or name in _COLLECTIVES or is_fence(eqn)
+
+
+def is_fence(eqn: Any) -> bool:
+    """What keeps XLA from moving or merging work across it."""
+    return eqn.primitive.name == "optimization_barrier"
 
 
 def is_view(eqn: Any) -> bool:
@@ -134,13 +138,13 @@ def is_write(eqn: Any) -> bool:
 
 
 def is_loop_edge(eqn: Any) -> bool:
-    """Where an iteration of a loop that is laid open meets the rest, see `_loops`."""
-    return eqn.primitive.name in _LOOP_EDGES
+    """Whether the equation is one of `LOOP_EDGES`."""
+    return eqn.primitive.name in LOOP_EDGES
 
 
 def is_loop_slice(eqn: Any) -> bool:
-    """Whether the equation reads an iteration's part of an array, see `_loops`."""
-    return eqn.primitive.name in _SLICES
+    """Whether the equation is one of `LOOP_SLICES`."""
+    return eqn.primitive.name in LOOP_SLICES
 
 
 def is_late(eqn: Any) -> bool:
@@ -179,7 +183,7 @@ def is_repeatable(eqn: Any) -> bool:
 
 def _is_unseen(eqn: Any) -> bool:
     name = eqn.primitive.name
-    if name in _COLLECTIVES or name in _UNREPEATABLE or name in _LOOP_EDGES - _SLICES:
+    if name in _COLLECTIVES or name in _UNREPEATABLE or name in LOOP_EDGES - LOOP_SLICES:
         return False
     return all(_is_unseen(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
 

@@ -49,9 +49,8 @@ class Segmentation:
 
 def segmentation(joint: Joint, graph: Graph) -> Segmentation:
     """Segments that follow the graph's stages; the names of its values are those of `_bodies`."""
-    stage_of: dict[
-        int, int
-    ] = {}  # equation's number -> the first stage that holds something of its derivative
+    # equation's number -> the first stage that holds something of its derivative
+    stage_of: dict[int, int] = {}
     for node in graph.nodes[graph.forward_stop :]:
         number = number_of(node.scope)
         if number is not None and not node.forward:

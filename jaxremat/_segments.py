@@ -31,7 +31,7 @@ from jax import lax
 from . import _compat
 from ._graph import Segments
 from ._inline import Inliner
-from ._loops import APART, PART, append, operands, pairs, row_at
+from ._loops import APART, PART, append, operands, pairs, row_at, row_written
 from ._sunk import sink_into
 
 Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], Sequence[Any], Sequence[Any]]]
@@ -48,8 +48,8 @@ def segmented(
     are written over.
     """
     eqns = flat.jaxpr.eqns
-    pairs_ = zip(backward_of(eqns).items(), segments, strict=True)
-    deep = {n for (i, own), levels in pairs_ if len(levels) > 1 for n in (i, *own)}
+    divided = list(zip(backward_of(eqns).items(), segments, strict=True))
+    deep = {n for (i, own), levels in divided if len(levels) > 1 for n in (i, *own)}
     eqns = sink_into(eqns, deep)
     read_by: dict[Any, set[int]] = {}
     for i, eqn in enumerate(eqns):
@@ -58,7 +58,7 @@ def segmented(
                 read_by.setdefault(a, set()).add(i)
     returned = {a for a in flat.jaxpr.outvars if not _compat.is_literal(a)}
     replaced: dict[int, list[Any]] = {}
-    for (i, own), levels in zip(backward_of(eqns).items(), segments, strict=True):
+    for (i, own), levels in divided:
         if levels and levels != (eqns[i].params["length"],):
             seen = [v in returned or not read_by.get(v, set()) <= set(own) for v in eqns[i].outvars]
             pair = _Pair(eqns[i], inliner, levels, seen, over)
@@ -110,9 +110,8 @@ class _Pair:
     ):
         self.eqn = eqn
         self.over = over
-        self.written: dict[
-            int, int
-        ] = {}  # of a backward scan's constants: which of its carries they are by now
+        # of a backward scan's constants: which of its carries they are by now
+        self.written: dict[int, int] = {}
         self.inliner = inliner
         self.levels: Sequence[int] = levels
         self.rest = eqn.params["length"] - prod(levels)
@@ -249,7 +248,7 @@ class _Pair:
             own = known[len(self.known) :]
             eqns, made = self._iteration(eqn, own, state[:carries], index, there, results, True)
             written = [
-                append(eqns, _write, (whole, row, index), _inside(eqn))
+                append(eqns, row_written, (whole, row, index), _inside(eqn))
                 for whole, row in zip(state[carries:], made[carries:], strict=True)
             ]
             return eqns, [*made[:carries], *written], []
@@ -349,10 +348,6 @@ def _row(into: list[Any], array: Any, index: Any, like: Any, opened: bool) -> An
         into.append(_compat.new_eqn([array, index], [made], PART, params, like.source_info))
         return made
     return append(into, row_at, (array, index), like)
-
-
-def _write(array: Any, row: Any, index: Any) -> Any:
-    return lax.dynamic_update_index_in_dim(array, row, index, 0, allow_negative_indices=False)
 
 
 def _zeros(into: list[Any], aval: Any, like: Any) -> Any:

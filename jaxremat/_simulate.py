@@ -119,16 +119,12 @@ def play(graph: Graph, schedule: Schedule) -> Run:
     where: dict[int, int] = {}  # value -> its present clone; absent: the original
     keeping: list[tuple[int, int]] = []  # originals and the loops that read them from outside
     ended: dict[int, int] = {}  # loop -> its last event
-    begun: dict[
-        tuple[int, int], int
-    ] = {}  # stage, loop -> the first event of what of an iteration is in that stage
-    copied: dict[
-        tuple[int, int, int], int
-    ] = {}  # stage, loop, value -> the last event there that reads a row of it
-
-    shared: dict[
-        tuple[int, int, int], list[int]
-    ] = {}  # stage, loop, fused node -> the events there that want it
+    # stage, loop -> the first event of what of an iteration is in that stage
+    begun: dict[tuple[int, int], int] = {}
+    # stage, loop, value -> the last event there that reads a row of it
+    copied: dict[tuple[int, int, int], int] = {}
+    # stage, loop, fused node -> the events there that want it
+    shared: dict[tuple[int, int, int], list[int]] = {}
 
     def run(n: int, stage: int) -> None:
         event = len(ran)

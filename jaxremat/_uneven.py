@@ -45,25 +45,16 @@ def uneven(
     assert high.solution is not None and low.solution is not None
     share = (high.peak_nbytes - budget_nbytes) / (high.peak_nbytes - low.peak_nbytes)
     seconds = high.seconds + share * (low.seconds - high.seconds)
-    fewer = _stacked(graph, high.solution.schedule, low.solution.schedule)
+    stacked = _stacked(graph, high.solution.schedule), _stacked(graph, low.solution.schedule)
+    fewer = [more - less for more, less in zip(*stacked, strict=True)]
     pair = max(range(len(fewer)), key=fewer.__getitem__)
     if fewer[pair] <= 0 or seconds >= extra_seconds(graph, solution.schedule):
         return None
     return Uneven(pair, share, seconds)
 
 
-def _stacked(graph: Graph, high: Schedule, low: Schedule) -> list[int]:
-    """By pair the bytes that one schedule saves in its forward loop beyond what the other does."""
-    return [
-        sum(
-            graph.values[v].saved_nbytes
-            for v in high.saved - low.saved
-            if graph.nodes[graph.values[v].producer].loop == loop
-        )
-        - sum(
-            graph.values[v].saved_nbytes
-            for v in low.saved - high.saved
-            if graph.nodes[graph.values[v].producer].loop == loop
-        )
-        for loop in graph.pairs
-    ]
+def _stacked(graph: Graph, schedule: Schedule) -> list[int]:
+    """By pair the bytes that a schedule saves in its forward loop."""
+    loops = [graph.nodes[graph.values[v].producer].loop for v in schedule.saved]
+    nbytes = [graph.values[v].saved_nbytes for v in schedule.saved]
+    return [sum(n for n, loop in zip(nbytes, loops, strict=True) if loop == pair) for pair in graph.pairs]

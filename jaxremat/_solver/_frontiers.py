@@ -67,3 +67,8 @@ def holdable(graph: Graph) -> frozenset[tuple[int, int]]:
     stages = range(1, len(graph.stages))
     values = [v for v in graph.residuals if graph.recomputable(v)]
     return frozenset((v, k) for v in values for k in stages if graph.holdable(v, k))
+
+
+def repeats(schedule: Schedule) -> bool:
+    """Whether some node is recomputed for two stages in a row, which holding its value would save."""
+    return any(set(a) & set(b) for a, b in zip(schedule.recomputed, schedule.recomputed[1:], strict=False))

@@ -38,7 +38,7 @@ from .._schedule import Schedule, complete, must_save
 from .._simulate import extra_seconds, rank, simulate
 from ._blocks import Blocks
 from ._chen import Chen
-from ._frontiers import boundaries, hold, holdable
+from ._frontiers import boundaries, hold, holdable, repeats
 from ._greedy import Greedy
 from ._hull import Lagrangian
 from ._interface import Solution, Solver
@@ -133,7 +133,7 @@ class Milp:
         deadline = time.monotonic() + time_limit
         found = _Model(graph, self).solve(budget_nbytes, start, deadline)
         few = len(pairs := holdable(graph)) <= FEW_HOLDABLE
-        if found.fits and (few or _repeats(found.schedule)):
+        if found.fits and (few or repeats(found.schedule)):
             known, bound = found.schedule, found.bound_seconds
             until = min(deadline, time.monotonic() + HOLDING_SHARE * time_limit)
             known = hold(graph, known, budget_nbytes, until)
@@ -165,11 +165,6 @@ class Milp:
             if extra_seconds(graph, found.schedule) <= MOST_OVERHEAD * graph.step_seconds:
                 break
         return found
-
-
-def _repeats(schedule: Schedule) -> bool:
-    """Whether some node is recomputed for two stages in a row, which holding its value would save."""
-    return any(set(a) & set(b) for a, b in zip(schedule.recomputed, schedule.recomputed[1:], strict=False))
 
 
 def _known(best: tuple[float, ...], bound_seconds: float, step_seconds: float) -> str:

@@ -96,9 +96,8 @@ class Moments:
             if value.length > 1 and stop >= (end := graph.loop_stop[graph.nodes[value.producer].loop]):
                 delta[end] += value.saved_nbytes - value.nbytes
                 delta[stop + 1] -= value.saved_nbytes - value.nbytes
-        self.rows: dict[
-            tuple[int, int], int
-        ] = {}  # value, stage -> the stage's last node that reads a row of it
+        # value, stage -> the stage's last node that reads a row of it
+        self.rows: dict[tuple[int, int], int] = {}
         begun: dict[tuple[int, int], int] = {}  # stage, loop -> first node
         for node in graph.kernels():
             k = graph.stage_of[node.id]
@@ -108,9 +107,8 @@ class Moments:
             if v not in free:
                 delta[begun[k, graph.nodes[stop].loop]] += graph.values[v].nbytes
                 delta[stop + 1] -= graph.values[v].nbytes
-        self.sharing: dict[
-            tuple[int, int], list[int]
-        ] = {}  # stage, fused node -> the stage's own kernels that want it
+        # stage, fused node -> the stage's own kernels that want it
+        self.sharing: dict[tuple[int, int], list[int]] = {}
         for node in graph.kernels():
             for m in graph.shared[node.id]:
                 self.sharing.setdefault((graph.stage_of[node.id], m), []).append(node.id)
