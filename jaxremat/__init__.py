@@ -40,6 +40,7 @@ from ._graph import Stage as Stage
 from ._graph import Value as Value
 from ._held_plan import HeldPlan as HeldPlan
 from ._hints import hint as hint
+from ._loop_forms import LoopForm as LoopForm
 from ._memory import MemoryStats as MemoryStats
 from ._names import name_values as name_values
 from ._names import policy as policy

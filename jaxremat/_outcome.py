@@ -8,6 +8,7 @@ from ._actions import Action, Actions
 from ._alive import Alive
 from ._budget import format_nbytes
 from ._graph import Segments
+from ._loop_forms import LoopForm
 from ._memory import MemoryStats
 
 
@@ -58,6 +59,7 @@ class Outcome(Actions):
     actions: tuple[Action, ...]
     alive: tuple[Alive, ...]
     account: Account
+    loops: tuple[LoopForm, ...] = ()
 
     @property
     def peak_nbytes(self) -> int:
@@ -124,6 +126,7 @@ def describe(plan: Outcome, rows: int = 12) -> str:
         f"recomputed {format_nbytes(plan.dropped_nbytes)} in {sum(a.action == 'recompute' for a in plan.actions)}",
         f"  solver {plan.solver}, {plan.solve_seconds:.2f} s, {plan.compile_count} compilations",
     ]
+    lines += [f"  {form}" for form in plan.loops]
     if plan.respect_checkpoint:
         lines.append("  the step's own checkpoints are kept, and what they recompute is not counted above")
     if not plan.drops_nothing:

@@ -34,6 +34,7 @@ class Plan(Outcome, Written):
     - `segments` for each pair of scans the lengths of its levels, the outermost first (see `_segments`); none where it
       is as it was, a single one where it merely absorbs the updates of what it stacks (see `_absorb`), or, if that is
       less than the loop's, where it is divided: the first iterations have one plan, the rest another.
+    - `loops` the same in words, of those that are not as they were.
     - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes`, `fence` what the emitter
       needs.

@@ -39,10 +39,10 @@ class Traced:
     `jaxpr` that computes the same, -1 where none does; `labels` the user's `checkpoint_name`s by variable, and `hints`
     the marks of `jaxremat.hint`; `in_tree` and `out_tree` the structures of `(args, kwargs)` without static arguments,
     and of the result; `donated` per flat argument; `rematted` whether the user's program has checkpoints of its own;
-    `closed` the program as it was traced; `lengths` of its pairs of scans, outside of other loops, and which of them
-    are `cuttable`, `segments` the levels that each has here, empty where it is as it was, `gains` what absorbing
-    updates saves in each, and `over` the arguments that loops write over here; `respect_checkpoint` whether what the
-    user's checkpoints compute again is left as it is.
+    `closed` the program as it was traced; `lengths` and `sources` (the user's lines) of its pairs of scans, outside of
+    other loops, and which of them are `cuttable`, `segments` the levels that each has here, empty where it is as it
+    was, `gains` what absorbing updates saves in each, and `over` the arguments that loops write over here;
+    `respect_checkpoint` whether what the user's checkpoints compute again is left as it is.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -58,6 +58,7 @@ class Traced:
     rematted: bool
     closed: jex.ClosedJaxpr
     lengths: tuple[int, ...]
+    sources: tuple[str, ...]
     cuttable: tuple[bool, ...]
     segments: Segments
     gains: tuple[Gain, ...]
@@ -124,7 +125,8 @@ def normalise(
     inliner = Inliner(respect_checkpoint=respect_checkpoint)
     flat = inliner.program(closed)
     once, once_of, _, first = _merged(flat, inliner)
-    lengths = tuple(once.jaxpr.eqns[i].params["length"] for i in backward_of(once.jaxpr.eqns))
+    scans = [once.jaxpr.eqns[i] for i in backward_of(once.jaxpr.eqns)]
+    lengths = tuple(scan.params["length"] for scan in scans)
     segments = segments or ((),) * len(lengths)
     inside = absorbed(once, donated, list(map(bool, segments)))
     cut, of_inside = segmented(inside.closed, inliner, segments, inside.over)
@@ -163,6 +165,7 @@ def normalise(
         rematted=inliner.rematted,
         closed=closed,
         lengths=lengths,
+        sources=tuple(map(_compat.user_line, scans)),
         cuttable=cuttable(once.jaxpr.eqns),
         segments=segments,
         gains=inside.gains,

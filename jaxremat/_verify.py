@@ -21,6 +21,7 @@ from ._emit import FENCES
 from ._errors import InfeasibleBudgetError, JaxrematWarning, PlanMismatchError
 from ._graph import Graph
 from ._hlo import parse
+from ._loop_forms import loop_forms
 from ._lower import as_stacked, lower
 from ._memory import MemoryStats
 from ._pins import Patterns
@@ -304,7 +305,7 @@ class _Planner:
         schedule = solution.schedule
         profile = simulate(graph, schedule)
         overhead = profile.extra_seconds / (graph.step_seconds or 1.0)
-        trials = search.trials if search else []
+        trials, traced = search.trials if search else [], self.baseline.traced
         return Plan(
             step=getattr(self.baseline.program.fn, "__name__", "step"),
             budget_nbytes=budget + self.margin_nbytes,
@@ -334,6 +335,7 @@ class _Planner:
             small_nbytes=graph.small_nbytes,
             fence="finished",
             segments=graph.segments,
+            loops=loop_forms(traced.lengths, graph.segments, traced.sources),
             margin_nbytes=self.margin_nbytes,
             respect_checkpoint=self.baseline.respect_checkpoint,
         )

@@ -5,7 +5,7 @@ from typing import Any
 from graphs import Builder, in_loops
 from hypothesis import strategies as st
 
-from jaxremat import Action, Graph, MemoryStats, Plan, Round
+from jaxremat import Action, Graph, LoopForm, MemoryStats, Plan, Round
 from jaxremat._account import Account, Share
 from jaxremat._timeline import Group, Moment, Timeline
 
@@ -215,6 +215,7 @@ def plans(draw: st.DrawFn) -> Plan:
             materialised=st.lists(ids, max_size=4).map(tuple),
             small_nbytes=NBYTES,
             segments=st.lists(st.lists(ids, max_size=3).map(tuple), max_size=3).map(tuple),
+            loops=tuples_of(st.builds(LoopForm, length=ids, levels=st.lists(ids).map(tuple), source=TEXTS)),
             respect_checkpoint=st.booleans(),
         )
     )

@@ -112,6 +112,10 @@ def test_budgets_between_two_plans_divide_the_loop(verify: bool) -> None:
     ((first,),) = between.segments
     assert 2 <= first < DEPTH, between.segments
     assert between.overhead < 0.75 * least.overhead
+    (form,) = between.loops
+    assert (form.length, form.levels) == (DEPTH, (first,)) and "test_divided.py" in form.source
+    said = f": divided, the first {first} have one plan, the other {DEPTH - first} another"
+    assert said in str(between) and said in " ".join(between.report().html().split())
     loaded = jaxremat.Plan.from_json(between.to_json())
     args = [jax.random.normal(jax.random.key(i), a.shape) / 8 for i, a in enumerate(HEAVY)]
     want = jax.jit(heavy)(*args)

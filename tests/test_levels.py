@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxremat import Graph
 from jaxremat._graph import Pin
 from jaxremat._levels import Form, Pairs, carries, choices
+from jaxremat._loop_forms import loop_forms
 
 UNIT = 2**20
 
@@ -129,3 +130,18 @@ def test_only_one_loop_is_divided() -> None:
         False,
     ]
     assert pairs.divided(((), (8,)), 0, 0.5) == Form(((4,), (8,)), 12, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("levels", "said"),
+    [
+        ((6, 4), "2 levels, 6 x 4"),
+        ((4, 5), "2 levels, 4 x 5, and 4 behind them"),
+        ((2, 3, 4), "3 levels, 2 x 3 x 4"),
+        ((17,), "divided, the first 17 have one plan, the other 7 another"),
+        ((24,), "makes the updates of what it stacks"),
+    ],
+)
+def test_what_becomes_of_a_loop_in_words(levels: tuple[int, ...], said: str) -> None:
+    (form,) = loop_forms((9, 24), ((), levels), ("", "Model.py:12 (f)"))
+    assert str(form) == f"loop of 24 iterations at Model.py:12 (f): {said}"

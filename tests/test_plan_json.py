@@ -91,14 +91,14 @@ LATER = {f.name for kind in (Plan, Action) for f in fields(kind) if f.default is
 
 def test_fields_with_defaults_may_be_absent() -> None:
     """So that a plan of before there was the field is read as it was meant."""
-    assert {"margin_nbytes", "respect_checkpoint", "pin", "named"} <= LATER
-    assert not PLAN.margin_nbytes and not PLAN.respect_checkpoint
+    assert {"margin_nbytes", "respect_checkpoint", "loops", "pin", "named"} <= LATER
+    assert not PLAN.margin_nbytes and not PLAN.respect_checkpoint and not PLAN.loops
     plan = replace(PLAN, actions=tuple(replace(a, pin="", named=False) for a in PLAN.actions))
     data: dict[str, Any] = json.loads(plan.to_json())
     actions = [{k: v for k, v in a.items() if k not in LATER} for a in data["actions"]]
     assert len(actions[0]) == len(data["actions"][0]) - 2
     old = {k: v for k, v in data.items() if k not in LATER} | {"actions": actions}
-    assert len(old) == len(data) - 2
+    assert len(old) == len(data) - 3
     assert same(Plan.from_json(json.dumps(old)), plan)
 
 

@@ -14,7 +14,7 @@ FREE_OF_JAX = [
     "_graph.py", "_schedule.py", "_simulate.py", "_plan.py", "_stages.py", "_budget.py", "_errors.py", "_hlo.py",
     "_alive.py", "_merge.py", "_disk.py", "_backend.py", "_updates.py", "_specimens.py", "testing.py", "_memory.py",
     "_timeline.py", "_account.py", "_outcome.py", "_json.py", "_progress.py", "_terminal.py", "_frontier.py",
-    "_frontier_plot.py", "_pins.py", "_blame.py", "_actions.py", "_held_plan.py", "_written.py",
+    "_frontier_plot.py", "_loop_forms.py", "_pins.py", "_blame.py", "_actions.py", "_held_plan.py", "_written.py",
     *(name for name in FILES if name.startswith(("_solver/", "_report/"))),
 ]  # fmt: skip
 PIPELINE = [

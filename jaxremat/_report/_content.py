@@ -68,7 +68,9 @@ def remarks(outcome: Outcome) -> str:
     """What else to know of the figures; "" for nothing."""
     kept = "The step's own checkpoints are kept; what they recompute is not counted here. "
     free = f"{format_nbytes(outcome.margin_nbytes)} of the budget stay free. "
-    return ((kept if outcome.respect_checkpoint else "") + (free if outcome.margin_nbytes else "")).strip()
+    loops = "".join(f"The {form}. " for form in outcome.loops)
+    said = (kept if outcome.respect_checkpoint else ""), (free if outcome.margin_nbytes else ""), loops
+    return "".join(said).strip()
 
 
 @dataclass(frozen=True, slots=True)
