@@ -36,7 +36,8 @@ HOPE = 1.25
 """A cutting that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's."""
 
 MORE_ROUNDS = 2
-"""What is added to the rounds while nothing fits: it takes fewer compilations than looking for the least memory."""
+"""What is added to the rounds while nothing fits: it takes fewer compilations than looking for the least memory; and
+once more between that and the budget."""
 
 ASTRAY = 0.05
 """A plan that needs more than predicted by this share of the plain step's temporaries is tried again in order."""
@@ -101,15 +102,15 @@ class Search:
             if line is None or line.pending is None or (i >= rounds and self.best(budget)):
                 break
             self._advance(line, budget)
-        if not self._bearable(self.best(budget)):
-            self._least(budget)
+        if self._bearable(self.best(budget)):
+            return self.best(budget)
+        self._least(budget)
         for line in lines:  # now between what fits and what is cheap
             line.trials = [t for t in self.trials if t.graph is line.graph]
             if line.trials:
                 line.allowance, line.pending, line.closed = _allowance(line.trials, budget), None, False
         for _ in range(MORE_ROUNDS):
-            best = self.best(budget)
-            if best is None or self._bearable(best) or (line := self._next(lines, budget)) is None:
+            if self.best(budget) is None or (line := self._next(lines, budget)) is None:
                 break
             self._advance(line, budget)
         return self.best(budget)
@@ -385,7 +386,10 @@ def cuttings(graph: Graph) -> list[Graph]:
 
 
 def _allowance(trials: list[Trial], budget: int) -> int:
-    """The predicted peak to ask for next: where predicted against compiled peaks so far meet the budget."""
+    """The predicted peak to ask for next: where predicted against compiled peaks so far meet the budget.
+
+    Where none fits, less by what is missing, and with each trial twice as much: compiled peaks may follow slowly.
+    """
     fits = [t for t in trials if t.peak_nbytes <= budget]
     exceeds = [t for t in trials if t.peak_nbytes > budget]
     room = budget - trials[-1].peak_nbytes
@@ -396,4 +400,4 @@ def _allowance(trials: list[Trial], budget: int) -> int:
         if reach > 0:
             share = (budget - low.peak_nbytes) / (high.peak_nbytes - low.peak_nbytes)
             return low.profile.peak_nbytes + int(min(share, 0.95) * reach)
-    return trials[-1].profile.peak_nbytes + (room if room > 0 else int(1.1 * room))
+    return trials[-1].profile.peak_nbytes + (room if room > 0 else int(1.1 * 2 ** len(exceeds[1:]) * room))

@@ -109,3 +109,18 @@ def test_what_all_need_beyond_their_prediction_is_kept_free_by_those_not_compile
     search._advance(first, budget)
     search._next(lines, budget)
     assert [line.allowance for line in lines if line is not first] == [budget - beyond] * 2
+
+
+def test_compiled_peaks_that_follow_slowly_are_not_given_up_for_the_least_memory() -> None:
+    """A quarter of what a prediction is lowered by comes off the compiled peak, and there are few rounds."""
+    graph = replace(chain(40), step_seconds=2000.0)  # so that even the least memory is bearable
+    least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+        trial = compiled_dearly(graph, solution, fence)
+        return replace(trial, peak_nbytes=(trial.profile.peak_nbytes + 3 * most) // 4)
+
+    budget = least + (most - least) * 7 // 8
+    best = Search(graph, Prefixes(), 1.0, compiled, 0).within(budget, 3)
+    assert best is not None and best.peak_nbytes <= budget
+    assert best.peak_nbytes > budget - (most - least) // 10, "more is recomputed than the budget asks for"
