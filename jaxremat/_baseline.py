@@ -20,7 +20,7 @@ from ._fingerprint import fingerprint
 from ._graph import Graph, Segments
 from ._hlo import Module, parse
 from ._implementations import replaced
-from ._iteration import Iteration, backward, forward, recomputing
+from ._iteration import Iteration, backward, forward, recomputing, repeated
 from ._levels import Pairs
 from ._library import library_seconds
 from ._loop_seconds import Alone, known, looped_seconds, moved_seconds, plain_seconds, with_seconds
@@ -240,6 +240,8 @@ class Baseline:
         for loop, iteration in iterations.items():
             alone = self._written_alone(iteration)
             found = found.also(loop, alone) if self.backend.fuses else found.with_(alone)
+        for loop, iteration in repeated(traced, self.backend).items():
+            found = found.also(loop, self._written_alone(iteration))
         return found
 
     def _written_alone(self, iteration: Iteration) -> Written:

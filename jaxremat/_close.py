@@ -24,11 +24,19 @@ def close_loops(
 
     **Arguments:** `loop_of` the loop of each equation, -1 for none; a loop's equations stand together.
     """
+    return [eqn for eqn, _ in closed_within(eqns, loop_of, loops, -1, hoists=hoists)]
+
+
+def closed_within(
+    eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop], around: int, *, hoists: bool = True
+) -> list[tuple[Any, int]]:
+    """Flat equations and their loops, with scans in the place of the sections within one loop, -1 for the program."""
     before = before_fences(eqns)  # and before a loop wrote over rows of them
     items = [_Item(eqn, loop) for eqn, loop in zip(eqns, loop_of, strict=True)]
-    for loop in sorted({i for i in loop_of if i >= 0}, key=lambda i: (-_depth(i, loops), i)):
+    inside = {i for i in loop_of if i >= 0 and around in _around(i, loops)}
+    for loop in sorted(inside, key=lambda i: (-len(_around(i, loops)), i)):
         items = _closed(items, loops[loop], loops, before, hoists)
-    return [item.eqn for item in items]
+    return [(item.eqn, item.loop) for item in items]
 
 
 def scan_of(section: Sequence[Any], loop: Loop, before: dict[Any, Any], *, hoists: bool) -> Any:
@@ -96,11 +104,12 @@ class _Section:
     eqns: list[Any] = field(default_factory=list)
 
 
-def _depth(loop: int, loops: Sequence[Loop]) -> int:
-    depth = 0
-    while (loop := loops[loop].parent) >= 0:
-        depth += 1
-    return depth
+def _around(loop: int, loops: Sequence[Loop]) -> list[int]:
+    """The loops around one, -1 for the program last."""
+    found = [loops[loop].parent]
+    while found[-1] >= 0:
+        found.append(loops[found[-1]].parent)
+    return found
 
 
 def _closed(

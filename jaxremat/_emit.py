@@ -12,6 +12,7 @@ dropped equations behind it. Tied as follows:
   Letting every cotangent through is another form of the same fence, which is tried where time for that is given.
 - fused values (never in memory) that a clone reads are cloned with it; the stage's own equations read the original
   of a fused value whose sources are all originals.
+- saved values that the compiler might make again in the backward pass's kernels pass through the first fence.
 - in a loop of the backward pass all happens within an iteration: clones of what an iteration of the forward loop made,
   fused values always among them, lest they be stacked, and fences between the loop's own stages. At its start there is
   none: an iteration is held back by the one before, and the first by a fence through which the loop's carries pass.
@@ -39,6 +40,7 @@ from ._schedule import Schedule
 from ._slices import expands, sliced_inline
 from ._sunk import sink, sunk_values
 from ._trace import Traced
+from ._triggers import can_pass, finished, trigger
 from ._weights_first import put_in_order
 
 FENCES = ("finished", "cotangents", "ordered")
@@ -111,6 +113,7 @@ class Emitter:
         for n in range(graph.forward_stop, len(graph.nodes)):
             self.own[self.place[n]].append(n)
         self.hazards = Hazards(graph, self.source, self.readers)
+        self.precarious = self.hazards.precarious(schedule)
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
 
     def run(self) -> list[Any]:
@@ -130,7 +133,7 @@ class Emitter:
     def finish(self, outvars: Sequence[Any]) -> list[Any]:
         """Append what still waits; returns the step's outputs by their final names."""
         if self.waiting:
-            self._fenced([], self._finished(len(self.graph.stages)), "fence_updates", -1)
+            self._fenced([], finished(self, len(self.graph.stages)), "fence_updates", -1)
             self._run(list(self.waiting), {})
         return [a if _compat.is_literal(a) else self.passed.get(a, a) for a in outvars]
 
@@ -153,7 +156,8 @@ class Emitter:
         for n in wanted:
             eqn = self.source[n]
             invars = [
-                a if _compat.is_literal(a) else renamed.get(a, self.clones.get(a, a)) for a in eqn.invars
+                a if _compat.is_literal(a) else renamed.get(a) or self.clones.get(a) or self.passed.get(a, a)
+                for a in eqn.invars
             ]
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
             clone = _compat.in_scope(eqn.replace(invars=invars, outvars=outvars), f"recompute_{k}")
@@ -212,8 +216,8 @@ class Emitter:
                 else (self._waits(n, a) and renamed.get(a)) or self.clones.get(a) or self.passed.get(a, a)
                 for a in eqn.invars
             ]
-            moved = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
-            placed = self._placed(moved, renamed)
+            eqn = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
+            placed = self._placed(eqn, renamed)
             self.append(placed, [self.graph.nodes[n].loop] * len(placed))
 
     def maker(self, var: Any) -> int:
@@ -291,12 +295,14 @@ class Emitter:
         for n in here:
             operands = (a for a in self.source[n].invars if not _compat.is_literal(a))
             through.extend(a for a in operands if self.hazards.early(n, a) and self._there_before(a, k))
-        through = [a for a in dict.fromkeys(through) if a not in made and _can_pass(a) and not self._due(a)]
+        through = [a for a in dict.fromkeys(through) if a not in made and can_pass(a) and not self._due(a)]
         bursts = any(is_zero(eqn) or expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted)))
         if entering or (bursts and self.graph.backend.hoists):
             through.append(_ZERO)  # what loops fill, any compiler begins early
         due = any(until <= k for until in self.waiting.values())
-        return self._fenced(through, self._trigger(k), f"fence_{k}", loop) if through or due else {}
+        firm = [self.variable[v] for v in self.precarious.pop(loop, ())]
+        waits_for = [*trigger(self, k), *firm]
+        return self._fenced(through, waits_for, f"fence_{k}", loop) if through or due or firm else {}
 
     def _entered(self, n: int) -> tuple[int, ...]:
         """The values that start a loop off, which thereby waits for a fence before it, if the equation is its carry."""
@@ -311,14 +317,15 @@ class Emitter:
             through = [a for a in through if not isinstance(a, str) and _compat.varying_axes(a) == axes]
             trigger = [a for a in trigger if _compat.varying_axes(a) == axes]
         trigger = [a for a in dict.fromkeys(trigger) if a not in set(through)]
-        operands = [_CONSTANTS[a] if isinstance(a, str) else self.clones.get(a, a) for a in through]
-        operands += [self.passed.get(a, a) for a in trigger]
+        operands = [
+            _CONSTANTS.get(a) or self.clones.get(a) or self.passed.get(a, a) for a in (*through, *trigger)
+        ]
         if not operands:
             return {}
         outvars = [_compat.new_var(a.aval) for a in operands]
-        template = self.source[self.graph.forward_stop]
-        barrier = fence if self.cotangents else _compat.barrier
-        self.append([_compat.in_scope(barrier(operands, outvars, template.source_info), name)], [loop])
+        source = self.source[self.graph.forward_stop].source_info
+        barrier = (fence if self.cotangents else _compat.barrier)(operands, outvars, source)
+        self.append([_compat.in_scope(barrier, name)], [loop])
         self.passed.update(zip(trigger, outvars[len(through) :], strict=True))
         return dict(zip(through, outvars, strict=False))
 
@@ -335,66 +342,3 @@ class Emitter:
         v = self.value_of.get(var)
         held = var in self.clones or v in self.schedule.saved
         return v is None or (held and self.graph.stage_of[self.maker(var)] < k)
-
-    def _finished(self, k: int) -> list[Any]:
-        """What earlier stages have finished and readers behind the fence of stage `k` wait for.
-
-        A value passes the fence after its stage, and those up to the one that its deferred readers wait for.
-        """
-        stages = self.graph.stages
-        around = self.graph.around(stages[k].start) if k < len(stages) else -1
-        return [
-            var
-            for var, j in ((self.variable[v], j) for j in range(k) for v in stages[j].finished)
-            for readers in (self.readers.get(var, ()),)
-            if self._home(var) == around
-            and (
-                any(n in self.waiting for n in readers)
-                or (j == k - 1 and (var in self.returned or any(self.place[n] >= k for n in readers)))
-            )
-        ]
-
-    def _home(self, var: Any) -> int:
-        """The loop in whose body a variable is, -1 for none: a loop's results are in that around it."""
-        node = self.graph.nodes[self.maker(var)]
-        return self.graph.parents[node.loop] if node.primitive in ("scan_last", "scan_stack") else node.loop
-
-    def _trigger(self, k: int) -> list[Any]:
-        """What must be finished before the stage's recomputation may begin.
-
-        The compiler drops a fence's operands whose results nobody reads, so a trigger has readers behind the fence: the
-        updates that wait for it, or the step's result. Where no small result has any, a cotangent passes through.
-        """
-        graph, start = self.graph, self.graph.stages[k].start
-        if k == 0:
-            loss = [
-                v
-                for n in range(max(start - 1, 0), start)
-                for v in self.source[n].outvars
-                if v in self.returned
-            ]
-            return [v for v in self.cotangents or loss if _can_pass(v)]
-        before = graph.stages[k - 1].start
-        triggers = self._finished(k)
-        contractions = [
-            n for n in range(before, start) if graph.nodes[n].contraction and not graph.nodes[n].forward
-        ]
-        last = contractions[-1] if contractions else before
-        place = self.place if graph.backend.fuses else graph.stage_of
-        if self.all_cotangents or not any(self.maker(v) >= last for v in triggers):
-            crossing = [
-                v
-                for n in range(before if self.all_cotangents else last, start)
-                if not graph.nodes[n].forward and n not in self.waiting and self.place[n] < k
-                for v in self.source[n].outvars
-                if _can_pass(v)
-                and self._home(v) == graph.around(start)
-                and (v in self.returned or any(place[m] >= k for m in self.readers.get(v, ())))
-                and graph.values[self.value_of[v]].materialised
-            ]
-            triggers.extend(crossing if self.all_cotangents else crossing[:1])
-        return triggers
-
-
-def _can_pass(var: Any) -> bool:
-    return hasattr(var.aval, "dtype")

@@ -14,6 +14,7 @@ from . import _compat
 from ._cost import aval_nbytes
 from ._graph import Graph
 from ._primitives import is_costly, is_light, is_loop_edge
+from ._schedule import Schedule
 
 ZERO = _compat.literal(np.float32(0))
 
@@ -67,6 +68,24 @@ class Hazards:
             read = sum(graph.values[u].nbytes for u in graph.sources[fused[0]])
             lasting.update(v for v in fused if v in costly or 2 * read < graph.values[v].nbytes)
         return lasting
+
+    def precarious(self, schedule: Schedule) -> dict[int, list[int]]:
+        """Saved values, by loop, -1 for none, that the compiler may make in the backward pass's kernels instead: out of
+        what is dropped and larger, which it then keeps.
+        """
+        graph, found = self.graph, dict[int, list[int]]()
+        if not graph.backend.hoists:
+            return found
+        for v in sorted(schedule.saved):
+            value, n = graph.values[v], graph.values[v].producer
+            node = graph.nodes[n]
+            inside = n < graph.forward_stop and value.length == 1 and not value.is_output
+            if node.heavy or node.contraction or not inside or is_loop_edge(self.source[n]):
+                continue
+            dropped = (graph.values[u].nbytes for u in graph.reads[n] if u not in schedule.saved)
+            if sum(dropped) > value.nbytes:
+                found.setdefault(node.loop, []).append(v)
+        return found
 
     def _loads(self) -> set[int]:
         """The backward pass's contractions, and what only changes the layout of their operands."""

@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 
 from . import _compat
 from ._backend import Backend
-from ._close import before_fences, name_before, scan_of
+from ._close import before_fences, closed_within, name_before, scan_of
 from ._emit import FENCES, Emitter
 from ._graph import Graph
 from ._hlo import Module, parse
@@ -88,6 +88,19 @@ def recomputing(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Ite
     graph = replace(graph, stages=uncut(graph))
     wanted = {loop.id: loop.group for loop in _alive(traced) if loop.role != ALONE}
     return _emitted(traced, graph, complete(graph, ()), wanted, backend)
+
+
+def repeated(traced: Traced, backend: Backend) -> dict[int, Iteration]:
+    """Iterations of the loops with a forward and a backward pass of their own, by loop."""
+    found: dict[int, Iteration] = {}
+    for loop in _alive(traced):
+        if loop.role == ALONE:
+            named, places = _tagged(traced, {loop.id: loop.id})
+            eqns = named.jaxpr.jaxpr.eqns
+            closed = closed_within(eqns, traced.loop_of, traced.loops, loop.id, hoists=backend.hoists)
+            flat, loop_of = (list(each) for each in zip(*closed, strict=True))
+            found |= _iterations(flat, loop_of, traced.loops, places, backend)
+    return found
 
 
 def _alive(traced: Traced) -> list[Loop]:

@@ -36,8 +36,7 @@ HOPE = 1.25
 """A cutting that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's."""
 
 MORE_ROUNDS = 2
-"""What is added to the rounds while nothing fits: it takes fewer compilations than looking for the least memory; and
-once more between that and the budget."""
+"""What is added to the rounds while nothing fits, before the least memory is looked for, and once more behind that."""
 
 ASTRAY = 0.05
 """A plan that needs more than predicted by this share of the plain step's temporaries is tried again in order."""
@@ -386,10 +385,8 @@ def cuttings(graph: Graph) -> list[Graph]:
 
 
 def _allowance(trials: list[Trial], budget: int) -> int:
-    """The predicted peak to ask for next: where predicted against compiled peaks so far meet the budget.
-
-    Where none fits, less by what is missing, and with each trial twice as much: compiled peaks may follow slowly.
-    """
+    """The predicted peak to ask for next: where predicted against compiled peaks so far meet the budget; where none
+    fits, less by what is missing, and with each trial twice as much, for compiled peaks may follow slowly."""
     fits = [t for t in trials if t.peak_nbytes <= budget]
     exceeds = [t for t in trials if t.peak_nbytes > budget]
     room = budget - trials[-1].peak_nbytes
