@@ -1,19 +1,14 @@
 """Graph -> the kernels whose result takes over the memory of an operand that dies there."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ._special import OVERWRITING
-
-if TYPE_CHECKING:
-    from ._graph import Graph, Node
 
 RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
 """Fused work that puts the same numbers in another shape."""
 
 
-def in_place(graph: Graph) -> frozenset[int]:
+def in_place(graph: Any) -> frozenset[int]:
     """The nodes of the backward pass whose result takes over the memory of an operand that dies there.
 
     These are pointwise kernels and those of `OVERWRITING`, with an operand of the result's size that the backward
@@ -34,7 +29,7 @@ def in_place(graph: Graph) -> frozenset[int]:
         if node.forward:
             repeated.update(graph.reads[node.id])
 
-    def dies(v: int, node: Node, nbytes: int) -> bool:
+    def dies(v: int, node: Any, nbytes: int) -> bool:
         value = graph.values[v]
         own = value.producer >= 0 and not value.is_output and not graph.nodes[value.producer].forward
         own = own and not graph.nodes[value.producer].flattened

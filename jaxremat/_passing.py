@@ -5,21 +5,18 @@ before the fence in any other way.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import _compat
 from ._hazards import is_zero
 from ._primitives import is_loop_edge, is_write
 from ._slices import expands
 
-if TYPE_CHECKING:
-    from ._emit import Emitter
-
 ZERO = "zero"
 """A constant that passes, so that what is made of it waits for the fence."""
 
 
-def passing(emitter: "Emitter", k: int, wanted: Sequence[int], loop: int) -> list[Any]:
+def passing(emitter: Any, k: int, wanted: Sequence[int], loop: int) -> list[Any]:
     """What passes through the fence of stage `k` in a loop, -1 for none, which clones the equations `wanted`."""
     source, graph = emitter.source, emitter.graph
     made = {v for n in wanted for v in source[n].outvars} | emitter.sunk
@@ -45,7 +42,7 @@ def passing(emitter: "Emitter", k: int, wanted: Sequence[int], loop: int) -> lis
 
 
 def fence_within(
-    emitter: "Emitter", k: int, wanted: Sequence[int], inside: Sequence[int], loop: int
+    emitter: Any, k: int, wanted: Sequence[int], inside: Sequence[int], loop: int
 ) -> dict[Any, Any]:
     """Append the fence of the first stage of a loop of one iteration; returns the fenced names of what passes.
 
@@ -65,17 +62,17 @@ def can_pass(var: Any) -> bool:
     return hasattr(var.aval, "dtype")
 
 
-def _is_written(emitter: "Emitter", var: Any) -> bool:
+def _is_written(emitter: Any, var: Any) -> bool:
     """Whether a part of it is written over: behind a fence it would be copied for that."""
     return any(is_write(emitter.source[n]) for n in emitter.readers.get(var, ()))
 
 
-def _due(emitter: "Emitter", var: Any) -> bool:
+def _due(emitter: Any, var: Any) -> bool:
     """Whether what makes it waits for a fence, behind which it is made then."""
     return var in emitter.value_of and emitter.maker(var) in emitter.waiting
 
 
-def _there_before(emitter: "Emitter", var: Any, k: int) -> bool:
+def _there_before(emitter: Any, var: Any, k: int) -> bool:
     """Whether it is saved, held or an argument: the compiler could copy it to another layout long before."""
     v = emitter.value_of.get(var)
     held = var in emitter.clones or v in emitter.schedule.saved

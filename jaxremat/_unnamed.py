@@ -9,25 +9,20 @@
   node's expansion (the gauss function in `erfc`) reads of another's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ._special import LOOP_SLICES, OVERWRITING
 
-if TYPE_CHECKING:
-    from ._graph import Graph
 
-
-def rows(graph: Graph) -> tuple[tuple[int, ...], ...]:
+def rows(graph: Any) -> tuple[tuple[int, ...], ...]:
     """For each node the values of which it may read rows that are copied for it; see `copied`."""
     early = graph.backend.hoists and graph.counts_forward
     found = (n.inputs if early and n.contraction and n.loop >= 0 else () for n in graph.nodes)
     return tuple(tuple({row for row in (_row(graph, v) for v in inputs) if row >= 0}) for inputs in found)
 
 
-def _row(graph: Graph, v: int) -> int:
+def _row(graph: Any, v: int) -> int:
     """The value of which an operand is a row, or a view of one; -1 where it is none."""
     while (producer := graph.values[v].producer) >= 0:
         if graph.nodes[producer].primitive in LOOP_SLICES:
@@ -40,7 +35,7 @@ def _row(graph: Graph, v: int) -> int:
     return -1
 
 
-def copied(graph: Graph, v: int, loop: int) -> bool:
+def copied(graph: Any, v: int, loop: int) -> bool:
     """Whether what a contraction in this loop reads of one of its `rows`, if that is the original, is a copy made for
     its stage.
     """
@@ -49,17 +44,17 @@ def copied(graph: Graph, v: int, loop: int) -> bool:
     return not made_here and (loop, graph.array_of.get(v, -1)) not in graph.overwritten
 
 
-def array_of(graph: Graph) -> dict[int, int]:
+def array_of(graph: Any) -> dict[int, int]:
     """For each row, and each array that is another one written over, that array as it was at first."""
     found: dict[int, int] = {}
     for node in graph.nodes:
         if node.inputs and node.primitive in (*LOOP_SLICES, "scan_carry", *OVERWRITING):
-            first = found.get(node.inputs[0], node.inputs[0])
+            first: int = found.get(node.inputs[0], node.inputs[0])
             found.update((v, first) for v in node.outputs)
     return found
 
 
-def overwritten(graph: Graph) -> frozenset[tuple[int, int]]:
+def overwritten(graph: Any) -> frozenset[tuple[int, int]]:
     """Pairs of a loop and an array whose rows its iterations write over, and read."""
     arrays = graph.array_of
     read = {(n.loop, arrays[v]) for n in graph.nodes if n.primitive in LOOP_SLICES for v in n.outputs}
@@ -67,7 +62,7 @@ def overwritten(graph: Graph) -> frozenset[tuple[int, int]]:
     return frozenset(read & written)
 
 
-def early(graph: Graph) -> tuple[int, ...]:
+def early(graph: Any) -> tuple[int, ...]:
     """For each node the bytes that are there for it from the begin of its iteration on, where it runs in its own
     place; its constants are too where it is run again.
     """
@@ -93,7 +88,7 @@ def early(graph: Graph) -> tuple[int, ...]:
     return tuple(found)
 
 
-def shared(graph: Graph) -> tuple[tuple[int, ...], ...]:
+def shared(graph: Any) -> tuple[tuple[int, ...], ...]:
     """For each kernel the fused nodes in it that the compiler does once for all kernels of a stage."""
     inside: dict[int, frozenset[int]] = {}
     found: list[tuple[int, ...]] = []
@@ -107,7 +102,7 @@ def shared(graph: Graph) -> tuple[tuple[int, ...], ...]:
 
 
 def borrows(
-    graph: Graph, pairs: Iterable[tuple[int, int]], written: Collection[int]
+    graph: Any, pairs: Iterable[tuple[int, int]], written: Collection[int]
 ) -> dict[int, tuple[int, ...]]:
     """Of pairs of a node and another whose written work it reads, by node, those of which it is no consequence."""
     found: dict[int, tuple[int, ...]] = {}
@@ -117,7 +112,7 @@ def borrows(
     return found
 
 
-def _follows(graph: Graph, n: int, other: int) -> bool:
+def _follows(graph: Any, n: int, other: int) -> bool:
     """Whether the node is made of another's result in the same kernel."""
     stack, seen = [n], {n}
     while stack:
