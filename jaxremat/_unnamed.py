@@ -49,7 +49,8 @@ def array_of(graph: Any) -> dict[int, int]:
     found: dict[int, int] = {}
     for node in graph.nodes:
         if node.inputs and node.primitive in (*LOOP_SLICES, "scan_carry", *OVERWRITING):
-            first: int = found.get(node.inputs[0], node.inputs[0])
+            operand: int = node.inputs[0]
+            first = found.get(operand, operand)
             found.update((v, first) for v in node.outputs)
     return found
 
