@@ -107,7 +107,7 @@ def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
             Action(
                 value=v,
                 name=names.get(v, node.primitive),
-                shape=value.shape if value.length == 1 else f"{value.length} x {value.shape}",
+                shape=f"{value.length} x {value.shape}" if value.length > 1 else value.shape,
                 nbytes=value.saved_nbytes,
                 action="save" if saved else "recompute",
                 stages=() if saved else tuple(stages.get(v, ())),

@@ -37,8 +37,9 @@ from ._roofline import roofline
 from ._schedule import Schedule
 from ._scratch import scratch
 from ._simulate import simulate
-from ._tags import Written, tagged, written
+from ._tags import Beside, Written, borrowed, constants, tagged, written
 from ._trace import Traced, trace
+from ._unnamed import borrows
 from ._workspace import workspaces
 
 logger = logging.getLogger("jaxremat")
@@ -190,14 +191,14 @@ class Baseline:
         workspace = self._workspace(traced, int(self.temporaries_nbytes * _WORKSPACE_SHARE))
         seconds = self._measured(traced, self.temporaries_nbytes)
 
-        def lowered(iterations: Mapping[int, Iteration], shared: Mapping[int, int] | None = None) -> Graph:
+        def lowered(iterations: Mapping[int, Iteration], beside: Beside | None = None) -> Graph:
             return lower(
                 traced,
                 self.device,
                 base_nbytes=base,
                 written=self._written(traced, iterations),
                 workspace=workspace,
-                shared=shared,
+                beside=beside,
                 seconds=seconds,
                 patterns=self.pins,
             )
@@ -209,22 +210,30 @@ class Baseline:
         iterations |= backward(traced, graph, self.backend)
         graph = lowered(iterations)
         if not self.backend.fuses:
-            return lowered(iterations, self._shared(traced, graph))
+            return lowered(iterations, self._beside(traced, graph))
         alone = {i: (each, self._alone(each)) for i, each in iterations.items()}
         self._looped[traced.segments] = alone
         graph = with_beside(graph, alone)
         return with_seconds(graph, traced, alone, self.device) if self.profile == "roofline" else graph
 
-    def _shared(self, traced: Traced, graph: Graph) -> dict[int, int]:
-        """What iterations of backward loops write of the forward pass's fused work where they recompute all of it."""
-        sizes = {
-            i: sum(sizes)
-            for iteration in recomputing(traced, graph, self.backend).values()
-            for i, sizes in self._written_alone(iteration).sizes.items()
-        }
+    def _beside(self, traced: Traced, graph: Graph) -> Beside:
+        """What iterations of backward loops write of the forward pass's fused work where they recompute all of it, and
+        of constants.
+        """
+        shared: dict[int, int] = {}
+        borrowing: set[tuple[int, int]] = set()
+        fixed: dict[int, int] = {}
         eqns = traced.jaxpr.jaxpr.eqns
         fused = {n.id for n in graph.nodes if n.forward and not graph.kernel[n.id]}
-        return {i: nbytes for i, nbytes in sizes.items() if i in fused and not is_relabelling(eqns[i])}
+        for iteration in recomputing(traced, graph, self.backend).values():
+            module, place = self._alone(iteration), dict(enumerate(iteration.places))
+            sizes = self._written_alone(iteration).sizes
+            shared.update(
+                (i, sum(own)) for i, own in sizes.items() if i in fused and not is_relabelling(eqns[i])
+            )
+            borrowing.update((place[i], place[j]) for i, j in borrowed(module) if {i, j} <= place.keys())
+            fixed.update((place[i], nbytes) for i, nbytes in constants(module).items() if i in place)
+        return Beside(shared, borrows(graph, borrowing, shared), fixed)
 
     @cached_property
     def _plainly_written(self) -> Written:

@@ -35,12 +35,13 @@ from ._hazards import ZERO, Hazards, is_zero
 from ._implementations import inline, replaced
 from ._merge import merged
 from ._own_kernels import make_apart
-from ._primitives import is_loop_edge
+from ._passing import ZERO as PASSING_ZERO
+from ._passing import fence_within, passing
 from ._schedule import Schedule
 from ._slices import expands, sliced_inline
 from ._sunk import sink, sunk_values
 from ._trace import Traced
-from ._triggers import can_pass, finished, trigger
+from ._triggers import finished, trigger
 from ._weights_first import put_in_order
 
 FENCES = ("finished", "cotangents", "ordered")
@@ -73,9 +74,7 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
     return planned
 
 
-# Constants that pass through a fence, so that what is made of them waits for it.
-_ZERO = "zero"
-_CONSTANTS = {_ZERO: ZERO}
+_CONSTANTS = {PASSING_ZERO: ZERO}
 
 
 class Emitter:
@@ -133,7 +132,7 @@ class Emitter:
     def finish(self, outvars: Sequence[Any]) -> list[Any]:
         """Append what still waits; returns the step's outputs by their final names."""
         if self.waiting:
-            self._fenced([], finished(self, len(self.graph.stages)), "fence_updates", -1)
+            self.fenced([], finished(self, len(self.graph.stages)), "fence_updates", -1)
             self._run(list(self.waiting), {})
         return [a if _compat.is_literal(a) else self.passed.get(a, a) for a in outvars]
 
@@ -151,8 +150,10 @@ class Emitter:
         if begins:
             self.waiting = self._resume(k, renamed)
             self._run(outside, renamed)
-            if _ZERO in renamed:
-                self.zeros[loop] = (renamed.pop(_ZERO),)
+            if PASSING_ZERO in renamed:
+                self.zeros[loop] = (renamed.pop(PASSING_ZERO),)
+            if self.traced.loops[loop].length == 1:
+                renamed = fence_within(self, k, wanted, inside, loop)
         for n in wanted:
             eqn = self.source[n]
             invars = [
@@ -185,7 +186,7 @@ class Emitter:
         place = list(graph.stage_of)
         settled = {n for stage in graph.stages for n, _ in stage.deferred}
         settled |= {graph.values[v].producer for stage in graph.stages for v in stage.finished}
-        entered = (v for n in range(graph.forward_stop, len(self.source)) for v in self._entered(n))
+        entered = (v for n in range(graph.forward_stop, len(self.source)) for v in self.entered(n))
         entered = {graph.values[v].producer for v in entered}
         # What starts a loop off passes the fence before it; if it is zeros, it is made behind that fence.
         begun = {n for n in entered if n >= 0 and is_zero(self.source[n])}
@@ -226,7 +227,7 @@ class Emitter:
 
     def _placed(self, eqn: Any, renamed: dict[Any, Any]) -> list[Any]:
         """The equation, held back by the fence where nothing else would hold it, and in slices where it expands."""
-        zero = renamed.get(_ZERO) if self.graph.backend.hoists else None
+        zero = renamed.get(PASSING_ZERO) if self.graph.backend.hoists else None
         if is_zero(eqn) and zero is not None:
             return [eqn.replace(invars=[zero])]
         if eqn.primitive.name == "scan_stack" and len(eqn.invars) == 1:
@@ -263,7 +264,7 @@ class Emitter:
                 or graph.values[v].materialised
                 or self.place[producer] >= k
                 or producer in self.waiting
-                or (graph.nodes[producer].loop != loop and graph.values[v].length == 1)
+                or (graph.nodes[producer].loop != loop and not graph.values[v].length)
             ):
                 continue
             wanted.add(producer)
@@ -274,41 +275,22 @@ class Emitter:
         """Whether what the equation reads was made in another loop's iteration, or in another program."""
         values, nodes = self.graph.values, self.graph.nodes
         producer = values[v].producer
-        elsewhere = values[v].length > 1 and nodes[producer].loop != nodes[n].loop
+        elsewhere = values[v].length > 0 and nodes[producer].loop != nodes[n].loop
         return elsewhere or bool(self.cotangents and 0 <= producer < self.graph.forward_stop)
 
     def _fence(self, k: int, wanted: list[int], loop: int) -> dict[Any, Any]:
         """Append the stage's fence in a loop, -1 for none; returns the fenced names of what passes through."""
-        made = {v for n in wanted for v in self.source[n].outvars} | self.sunk
-        through: list[Any] = []
-        for n in wanted:
-            if is_loop_edge(self.source[n]):
-                continue
-            operands = [a for a in self.source[n].invars if not _compat.is_literal(a)]
-            inner = [a for a in operands if a in self.value_of and a not in made]
-            through.extend(inner if inner or any(a in made for a in operands) else operands)
-        entering = [n for n in self.own[k] if self.graph.nodes[n].loop != loop and self._entered(n)]
-        entered = (a for n in entering for a in self.source[n].invars if a in self.value_of)
-        through.extend(a for a in entered if self.place[self.maker(a)] < k)
-        here = [n for n in self.own[k] if self.graph.nodes[n].loop == loop]
-        own = [self.source[n] for n in here]
-        for n in here:
-            operands = (a for a in self.source[n].invars if not _compat.is_literal(a))
-            through.extend(a for a in operands if self.hazards.early(n, a) and self._there_before(a, k))
-        through = [a for a in dict.fromkeys(through) if a not in made and can_pass(a) and not self._due(a)]
-        bursts = any(is_zero(eqn) or expands(eqn) for eqn in (*own, *(self.source[n] for n in wanted)))
-        if entering or (bursts and self.graph.backend.hoists):
-            through.append(_ZERO)  # what loops fill, any compiler begins early
+        through = passing(self, k, wanted, loop)
         due = any(until <= k for until in self.waiting.values())
         firm = [self.variable[v] for v in self.precarious.pop(loop, ())]
         waits_for = [*trigger(self, k), *firm]
-        return self._fenced(through, waits_for, f"fence_{k}", loop) if through or due or firm else {}
+        return self.fenced(through, waits_for, f"fence_{k}", loop) if through or due or firm else {}
 
-    def _entered(self, n: int) -> tuple[int, ...]:
+    def entered(self, n: int) -> tuple[int, ...]:
         """The values that start a loop off, which thereby waits for a fence before it, if the equation is its carry."""
         return self.graph.nodes[n].inputs if self.source[n].primitive.name == "scan_carry" else ()
 
-    def _fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:
+    def fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:
         """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""
         varying = {_compat.varying_axes(a) for a in (*trigger, *through) if not isinstance(a, str)}
         if any(varying):
@@ -331,14 +313,4 @@ class Emitter:
 
     def _waits(self, n: int, var: Any) -> bool:
         """Whether the equation reads the operand behind the fence, though that is not recomputed."""
-        return bool(self._entered(n)) or self.hazards.early(n, var)
-
-    def _due(self, var: Any) -> bool:
-        """Whether what makes it waits for a fence, behind which it is made then."""
-        return var in self.value_of and self.maker(var) in self.waiting
-
-    def _there_before(self, var: Any, k: int) -> bool:
-        """Whether it is saved, held or an argument: the compiler could copy it to another layout long before."""
-        v = self.value_of.get(var)
-        held = var in self.clones or v in self.schedule.saved
-        return v is None or (held and self.graph.stage_of[self.maker(var)] < k)
+        return bool(self.entered(n)) or self.hazards.early(n, var)

@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from . import _unnamed
 from ._backend import Backend, backend
-from ._special import LOOP_SLICES, OVERWRITING
+from ._over import in_place
 
 Segments = tuple[tuple[int, ...], ...]
-"""For each pair of a step's loops its lengths by level, the outermost first (see `_levels`), none as it was."""
+"""For each pair of a step's loops its lengths by level, the outermost first, and those of its parts (see
+`_levels.parts`); none as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,8 @@ class Value:
     **Fields:** `id` its dense index; `producer` the id of the node that makes it, -1 for arguments and constants;
     `nbytes` per device; `materialised` whether it is written to memory; `is_output` whether the step returns it;
     `shape` as text (`f32[32,56,56,64]`); `name` the user's `checkpoint_name`, or ""; `length` how many iterations of a
-    loop make one each, all of which are stacked where it is saved for a loop of the backward pass; `saved_seconds` what
-    the copies into such a stack and out of it take.
+    forward loop make one each, all of which are stacked where it is saved for a loop of the backward pass, 0 where none
+    do; `saved_seconds` what the copies into such a stack and out of it take.
     """
 
     id: int
@@ -39,13 +41,13 @@ class Value:
     is_output: bool = False
     shape: str = ""
     name: str = ""
-    length: int = 1
+    length: int = 0
     saved_seconds: float = 0.0
 
     @property
     def saved_nbytes(self) -> int:
         """What saving it takes: `nbytes` of each iteration."""
-        return self.nbytes * self.length
+        return self.nbytes * (self.length or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,10 @@ class Node:
 
     **Fields:** `id` its place in the schedule; `primitive` its name in JAX; `inputs` and `outputs` value ids;
     `seconds` what running it once more costs on the device, all iterations of its loop together; `flops` of one
-    iteration; `workspace_nbytes` scratch memory
-    while it runs; `shared_nbytes` what is written of a fused node's work where several kernels of a stage want it;
+    iteration; `workspace_nbytes` scratch memory while it runs; `shared_nbytes` what is written of a fused node's work
+    where several kernels of a stage want it, `borrows` the other nodes of whose work so written it reads something that
+    is no operand; `constant_nbytes` of constants that it wants as arrays in memory; `flattened` whether the compiler
+    makes the result in another shape, so that nothing is written over it;
     `heavy` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
     can absorb; `contraction` whether its operands must be in memory, because it absorbs none of them; `forward`
     whether its outputs may be residuals; `repeatable` whether it may run twice; `scope` its JAX name stack; `source`
@@ -71,6 +75,9 @@ class Node:
     flops: float = 0.0
     workspace_nbytes: int = 0
     shared_nbytes: int = 0
+    borrows: tuple[int, ...] = ()
+    constant_nbytes: int = 0
+    flattened: bool = False
     heavy: bool = False
     contraction: bool = False
     forward: bool = True
@@ -116,7 +123,8 @@ class Graph:
     `step_seconds` the plain step's time, against which overheads are measured; `small_nbytes` the size up to which
     residuals are always saved; `donated` the arguments whose memory the step's outputs take over; `platform` whose
     compiler runs the step, by JAX's name (`"cpu"`, `"gpu"`); `parents` for each loop the loop around it, -1 for none,
-    and `groups` a number that it shares with its pair alone; `extra_seconds` what this form of the step takes longer
+    `groups` a number that it shares with its pair alone, and `trips` its iterations;
+    `extra_seconds` what this form of the step takes longer
     than the plain one (less, where it is negative) before anything is saved in loops or recomputed, and `segments`
     which form it is (see `_segments`); `pins` what the user has decided; `counts_forward` whether
     memory counts in the forward pass too, or only from its end on (see `_held`).
@@ -132,6 +140,7 @@ class Graph:
     platform: str = "cpu"
     parents: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
+    trips: tuple[int, ...] = ()
     extra_seconds: float = 0.0
     segments: Segments = ()
     pins: tuple[Pin, ...] = ()
@@ -204,40 +213,38 @@ class Graph:
 
     @cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """For each node the values of which it may read rows that are copied for it; see `copies`."""
-        early = self.backend.hoists and self.counts_forward
-        found = (n.inputs if early and n.contraction and n.loop >= 0 else () for n in self.nodes)
-        return tuple(tuple({row for row in map(self._row, inputs) if row >= 0}) for inputs in found)
+        """For each node the values of which it may read rows that are copied for it; see `_unnamed`, as for these:"""
+        return _unnamed.rows(self)
 
-    def _row(self, v: int) -> int:
-        """The value of which an operand is a row, or a view of one; -1 where it is none."""
-        while (producer := self.values[v].producer) >= 0:
-            if self.nodes[producer].primitive in LOOP_SLICES:
-                return v
-            if self.values[v].materialised:
-                return v if self.values[v].length > 1 else -1
-            if len(self.nodes[producer].inputs) != 1:
-                break
-            (v,) = self.nodes[producer].inputs
-        return -1
+    @cached_property
+    def array_of(self) -> dict[int, int]:
+        """For each row, and each array that is another one written over, that array as it was at first."""
+        return _unnamed.array_of(self)
+
+    @cached_property
+    def overwritten(self) -> frozenset[tuple[int, int]]:
+        """Pairs of a loop and an array whose rows its iterations write over, and read."""
+        return _unnamed.overwritten(self)
+
+    @cached_property
+    def early(self) -> tuple[int, ...]:
+        """For each node the bytes that are there for it from the begin of its iteration on."""
+        return _unnamed.early(self)
+
+    def since(self, loop: int) -> int:
+        """The loop from whose begin on that is there: of a pair of one iteration, which the compiler makes no loops of,
+        the forward one, as it knows the index of the rows that both read.
+        """
+        return self.groups[loop] if loop >= 0 and self.trips[loop] == 1 else loop
 
     @cached_property
     def shared(self) -> tuple[tuple[int, ...], ...]:
         """For each kernel the fused nodes in it that the compiler does once for all kernels of a stage."""
-        inside: dict[int, frozenset[int]] = {}
-        found: list[tuple[int, ...]] = []
-        for node in self.nodes:
-            wanted: frozenset[int] = frozenset().union(*(inside[v] for v in node.inputs if v in inside))
-            found.append(tuple(sorted(wanted)) if self.kernel[node.id] else ())
-            wanted = wanted | {node.id} if node.shared_nbytes else wanted
-            inside.update((v, wanted) for v in node.outputs if wanted and not self.values[v].materialised)
-        return tuple(found)
+        return _unnamed.shared(self)
 
     def copies(self, n: int, loop: int) -> Iterator[int]:
         """The values of which a node that runs in this loop reads copied rows, where their originals are read."""
-        for v in self.rows[n]:
-            if not self.values[v].materialised or self.nodes[self.values[v].producer].loop != loop:
-                yield v
+        return (v for v in self.rows[n] if _unnamed.copied(self, v, loop))
 
     @cached_property
     def loop_stop(self) -> dict[int, int]:
@@ -275,41 +282,8 @@ class Graph:
 
     @cached_property
     def in_place(self) -> frozenset[int]:
-        """The nodes of the backward pass whose result takes over the memory of an operand that dies there.
-
-        These are pointwise kernels and those of `OVERWRITING`, with an operand of the result's size that the backward
-        pass made, and that nobody else reads later, nor a reduction that is fused into the kernel.
-        """
-        last: dict[int, int] = {}
-        repeated: set[int] = set()  # what a forward node reads may be read again, by its recomputation
-        # what reductions that a fused value hides read, before any of it may be written over
-        reduced: dict[int, frozenset[int]] = {}
-        for node in self.nodes:
-            fused = [v for v in node.outputs if not self.values[v].materialised]
-            hidden = frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)) if fused else None
-            if hidden is not None and node.heavy:
-                hidden = hidden.union(*(self.sources[v] for v in node.inputs))
-            reduced.update((v, hidden) for v in fused if hidden)
-            last.update((v, node.id) for v in self.reads[node.id])
-            if node.forward:
-                repeated.update(self.reads[node.id])
-
-        def dies(v: int, node: Node, nbytes: int) -> bool:
-            value = self.values[v]
-            own = value.producer >= 0 and not value.is_output and not self.nodes[value.producer].forward
-            own = own and self.kept_by(v, self.reader_loop(node)) < 0
-            return own and v not in repeated and last[v] == node.id and value.nbytes == nbytes
-
-        return frozenset(
-            node.id
-            for node in self.nodes
-            if (node.primitive in OVERWRITING or not node.heavy)
-            and not node.forward
-            and len(node.outputs) == 1
-            for nbytes in (self.values[node.outputs[0]].nbytes,)
-            for read in (frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)),)
-            if any(v not in read and dies(v, node, nbytes) for v in self.reads[node.id])
-        )
+        """The nodes of the backward pass whose result takes over the memory of an operand that dies there."""
+        return in_place(self)
 
     @cached_property
     def lingering(self) -> dict[int, int]:
@@ -331,12 +305,12 @@ class Graph:
 
     def kept_by(self, value: int, loop: int) -> int:
         """The outermost loop that keeps a value because it is read in `loop`: every iteration of what the value was not
-        made in may read it again. -1 for none.
+        made in may read it again. -1 for none, as where there is one iteration.
         """
         made = self.nodes[self.values[value].producer].loop
         kept = -1
         while loop >= 0 and not self._within(made, loop):
-            kept, loop = loop, self.parents[loop]
+            kept, loop = loop if self.trips[loop] > 1 else kept, self.parents[loop]
         return kept
 
     def _within(self, loop: int, around: int) -> bool:
@@ -380,7 +354,7 @@ class Graph:
         of their own for each stack, however small.
         """
         small = self.values[value].saved_nbytes <= self.small_nbytes
-        return small and not (self.values[value].length > 1 and self.backend.fuses)
+        return small and not (self.values[value].length and self.backend.fuses)
 
     def is_residual(self, value: int) -> bool:
         """Whether the forward pass made the value."""

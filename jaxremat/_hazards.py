@@ -79,7 +79,7 @@ class Hazards:
         for v in sorted(schedule.saved):
             value, n = graph.values[v], graph.values[v].producer
             node = graph.nodes[n]
-            inside = n < graph.forward_stop and value.length == 1 and not value.is_output
+            inside = n < graph.forward_stop and not value.length and not value.is_output
             if node.heavy or node.contraction or not inside or is_loop_edge(self.source[n]):
                 continue
             dropped = (graph.values[u].nbytes for u in graph.reads[n] if u not in schedule.saved)

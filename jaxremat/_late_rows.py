@@ -4,7 +4,8 @@ Reading a row of a stack copies it, unless a pointwise kernel reads it in its pl
 can copies all rows that an iteration reads at its start, and there they stay until the last stage has read them. So
 behind each fence rows are read anew, at an index that has passed the fence. Those of arrays that the iteration writes
 are read once (see `_in_place`), and pass the fences themselves: else what is made of them, broadcasts to the size of
-what they are added to, would be made at the start too.
+what they are added to, would be made at the start too. So do all rows in a loop of one iteration, whose index is no
+secret to the compiler.
 
 Law: the same rows.
 """
@@ -41,7 +42,9 @@ def read_late(
         elif passed and eqn.primitive is not PART:
             late.update(every.keys() & {passed.get(a, a) for a in _compat.variables(eqn.invars)})
     where = {
-        v: (array, place() if index is None else index) for v, (array, index) in rows.items() if v in late
+        v: (array, place() if index is None else index)
+        for v, (array, index) in rows.items()
+        if v in late and loop.length > 1
     }
     there = {
         v: v for v in every if v in late and v not in rows and v in own

@@ -9,7 +9,11 @@ carries in memory at once, for `d - 1` more runs of its forward pass: about `d *
 `O(log L)`. A rest is run no more than once, and costs nothing until it has as many iterations as all the inner levels.
 
 A loop in levels absorbs the updates of what it stacks (see `_absorb`): one of a single level does nothing else, or, if
-that has fewer than `L` iterations, is divided: it and its rest are two pairs, each with a plan of its own.
+that has fewer than `L` iterations, is divided: it and its rest are two pairs, each with a plan of its own. The rest may
+be divided again: negative numbers behind the levels are lengths of more parts.
+
+The last iteration is the first that the backward pass comes to. What others recompute there it has just made, so that
+saving it needs no more memory than that; it is a part of its own.
 """
 
 from collections.abc import Sequence
@@ -48,15 +52,28 @@ class Form:
 
 def deep(form: Form) -> bool:
     """Whether any of its loops is in more than one level."""
-    return any(len(levels) > 1 for levels in form.segments)
+    return any(map(nested, form.segments))
 
 
-def carries(length: int, levels: Sequence[int]) -> int:
+def nested(lengths: Sequence[int]) -> bool:
+    """Whether a loop of these levels and parts has more than one level."""
+    return len(lengths) > 1 and lengths[1] > 0
+
+
+def parts(length: int, lengths: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths by level of a loop, and those of the parts behind it: what is left is one more."""
+    levels = tuple(n for n in lengths if n > 0)
+    behind = tuple(-n for n in lengths if n < 0)
+    rest = length - prod(levels) - sum(behind)
+    return levels, (*behind, rest) if rest else behind
+
+
+def carries(length: int, lengths: Sequence[int]) -> int:
     """How many carries are in memory at once."""
-    if not levels:
+    if not lengths:
         return length
-    rest = length - prod(levels)
-    return max(levels[0] + rest, sum(levels))
+    levels, behind = parts(length, lengths)
+    return max(levels[0] + sum(behind), sum(levels))
 
 
 @cache
@@ -178,21 +195,25 @@ class Pairs:
         """Whether no pair is in levels or divided."""
         return all(levels in ((), (n,)) for levels, n in zip(segments, self.lengths, strict=True))
 
-    def divided(self, segments: Segments, pair: int, share: float) -> Form | None:
-        """The form whose pair is two, the first of which has about this share of its iterations; None where it may not
+    def divided(self, segments: Segments, pair: int, share: float) -> list[Form]:
+        """The forms whose pair is several, the first of which has about this share of its iterations: one with the last
+        iteration apart, which counts for the share, and one without, where that leaves several; none where it may not
         be.
         """
         if not self.divisible[pair]:
-            return None
+            return []
         length = self.lengths[pair]
-        first = min(max(ceil(share * length), 2), length - 2)
-        return self.form((*segments[:pair], (first,), *segments[pair + 1 :]))
+        first = max(ceil(share * length), 3)
+        # Two parts of one iteration each would be one piece of code for the compiler.
+        found = [(first - 1, first - length) if first < length - 1 else (length - 1,)]
+        found += [(first,)] if first < length - 1 else []
+        return [self.form((*segments[:pair], lengths, *segments[pair + 1 :])) for lengths in found]
 
 
 def again_seconds(lengths: Sequence[int], segments: Segments, forward_seconds: Sequence[float]) -> float:
     """What a form spends on running forward passes again, of loops whose forward pass takes so long."""
     return sum(
         (len(levels) - 1) * prod(levels) / length * taken
-        for length, levels, taken in zip(lengths, segments, forward_seconds, strict=True)
-        if levels
+        for length, own, taken in zip(lengths, segments, forward_seconds, strict=True)
+        if (levels := parts(length, own)[0])
     )

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 from ._graph import Segments
+from ._levels import parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,13 @@ class LoopForm:
 
     def __str__(self) -> str:
         loop = f"loop of {self.length} iterations" + (f" at {self.source}" if self.source else "")
-        rest = self.length - prod(self.levels)
-        if len(self.levels) > 1:
-            behind = f", and {rest} behind them" if rest else ""
-            return f"{loop}: {len(self.levels)} levels, {' x '.join(map(str, self.levels))}{behind}"
-        if rest:
-            return f"{loop}: divided, the first {prod(self.levels)} have one plan, the other {rest} another"
+        levels, behind = parts(self.length, self.levels)
+        if len(levels) > 1:
+            rest = f", and {sum(behind)} behind them" if behind else ""
+            return f"{loop}: {len(levels)} levels, {' x '.join(map(str, levels))}{rest}"
+        if behind:
+            *first, last = map(str, (*levels, *behind))
+            return f"{loop}: divided into {', '.join(first)} and {last}, each with a plan of its own"
         return f"{loop}: makes the updates of what it stacks"
 
 

@@ -13,6 +13,7 @@ from ._devices import DeviceSpec
 from ._graph import Graph
 from ._hlo import CONTROL, NAMES, Instruction, Module, maker
 from ._iteration import Iteration
+from ._levels import nested
 from ._loops import ALONE, FORWARD, Loop
 from ._prices import repriced, trips_of
 from ._purposes import Values, purposes
@@ -28,8 +29,8 @@ def known(loops: Sequence[Loop], segments: Sequence[Sequence[int]]) -> bool:
     """Whether iterations alone say what a form's loops take: there are loops, and no others with loops in them than
     those that levels make.
     """
-    nested = any(loop.role == ALONE or loop.parent >= 0 for loop in loops)
-    return bool(loops) and (not nested or any(len(levels) > 1 for levels in segments))
+    inner = any(loop.role == ALONE or loop.parent >= 0 for loop in loops)
+    return bool(loops) and (not inner or any(map(nested, segments)))
 
 
 def looped_seconds(graph: Graph, traced: Traced, alone: Alone, device: DeviceSpec) -> float:

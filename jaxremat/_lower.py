@@ -20,6 +20,7 @@ from ._loops import ALONE, BACKWARD, FORWARD, Loop
 from ._pins import Patterns, matching, with_pins
 from ._prices import behind_views, handed_over, priced
 from ._primitives import (
+    is_flattened,
     is_heavy,
     is_late,
     is_light,
@@ -31,7 +32,7 @@ from ._slices import is_pooling_gradient
 from ._special import OVERWRITING
 from ._stages import cut_stages
 from ._sunk import sunk_values
-from ._tags import Written
+from ._tags import Beside, Written
 from ._trace import Traced
 
 SMALL_SHARE = 1e-4
@@ -49,7 +50,7 @@ def lower(
     base_nbytes: int,
     written: Written | None = None,
     workspace: Mapping[int, int] | None = None,
-    shared: Mapping[int, int] | None = None,
+    beside: Beside | None = None,
     seconds: Mapping[int, float] | None = None,
     patterns: Patterns = (),
 ) -> Graph:
@@ -61,7 +62,7 @@ def lower(
     - `written`: what the plain step's compiled program writes and reads; None where there is none, and fusion rules
       decide.
     - `workspace`: scratch bytes by equation index.
-    - `shared`: bytes written of fused work where several kernels want it, by equation index.
+    - `beside`: what iterations of loops write that is no value.
     - `seconds`: measured times of equations that ran alone, by index; the others' are the roofline's.
     - `patterns`: what `pins` the user gave besides the hints in the program.
 
@@ -72,7 +73,7 @@ def lower(
     values: list[Value] = []
     outputs = {a for a in jaxpr.outvars if not _compat.is_literal(a)}
 
-    def add(var: Any, producer: int, length: int = 1) -> int:
+    def add(var: Any, producer: int, length: int = 0) -> int:
         index[var] = len(values)
         values.append(
             Value(
@@ -92,6 +93,7 @@ def lower(
 
     for var in (*jaxpr.constvars, *jaxpr.invars):
         add(var, -1)
+    beside = beside or Beside()
     nodes: list[Node] = []
     fuses = backend(device.platform).fuses  # the kernels of a pooling's gradient make its operand themselves
     backward: set[int] = set()  # values downstream of the backward pass
@@ -115,7 +117,10 @@ def lower(
                 seconds=0.0,
                 flops=eqn_flops(eqn),
                 workspace_nbytes=(workspace or {}).get(i, 0),
-                shared_nbytes=(shared or {}).get(i, 0),
+                shared_nbytes=beside.shared.get(i, 0),
+                borrows=beside.borrowed.get(i, ()),
+                constant_nbytes=beside.constants.get(i, 0),
+                flattened=not fuses and is_flattened(eqn),
                 heavy=is_heavy(eqn) or in_rounds(device, eqn),
                 contraction=reads_memory(eqn) and not (fuses and is_pooling_gradient(eqn)),
                 forward=not late,
@@ -162,6 +167,7 @@ def lower(
         platform=device.platform,
         parents=tuple(loop.parent for loop in traced.loops),
         groups=tuple(loop.group for loop in traced.loops),
+        trips=tuple(loop.length for loop in traced.loops),
         segments=traced.segments,
     )
     pins = [*_hinted(traced, index, graph), *matching(graph, patterns, written is not None)]
@@ -205,9 +211,9 @@ def _take_over(nodes: Sequence[Node], values: list[Value], over: set[int]) -> No
 
 
 def _length(eqn: Any, loop: Loop | None) -> int:
-    """How many of a value of this equation a backward loop finds where it is saved."""
+    """How many of a value of this equation a backward loop finds where it is saved, 0 where none looks for it."""
     if loop is None or loop.role != FORWARD or eqn.primitive.name in ("scan_last", "scan_stack"):
-        return 1
+        return 0
     return loop.length
 
 
@@ -221,7 +227,7 @@ def _crossing(
         for v in {*node.inputs, *made_of} - sunk:
             producer = values[v].producer
             outside = producer >= 0 and node.loop >= 0 and nodes[producer].loop != node.loop
-            if outside and (values[v].length == 1 or is_loop_edge(eqn)):
+            if outside and (not values[v].length or is_loop_edge(eqn)):
                 found.add(behind_views(v, eqns, nodes, values))
     return {v for v in found if values[v].producer >= 0}
 
@@ -278,7 +284,7 @@ def _with_stacks(
         waiting = pending.get(node.loop, 0) if node.loop >= 0 else 0
         found.append(replace(node, workspace_nbytes=node.workspace_nbytes + waiting) if waiting else node)
         if eqn.primitive.name == "scan_stack":
-            rows = [v for v in node.inputs[1:] if hoists and values[v].length > 1]
+            rows = [v for v in node.inputs[1:] if hoists and values[v].length]
             made = sum(values[v].nbytes for v in (*node.outputs, *rows) if not values[v].is_output)
             pending[node.loop] = waiting + made
     return found[::-1]

@@ -33,7 +33,8 @@ class Plan(Outcome, Written):
       and outputs, the largest first, empty where not compiled; `account` where memory and time go, as modelled.
     - `segments` for each pair of scans the lengths of its levels, the outermost first (see `_segments`); none where it
       is as it was, a single one where it merely absorbs the updates of what it stacks (see `_absorb`), or, if that is
-      less than the loop's, where it is divided: the first iterations have one plan, the rest another.
+      less than the loop's, where it is divided: the first iterations have one plan, the rest another; negative numbers
+      behind it are the lengths of more parts.
     - `loops` the same in words, of those that are not as they were.
     - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes`, `fence` what the emitter

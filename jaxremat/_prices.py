@@ -132,7 +132,7 @@ def _with_stacking(graph: Graph, device: DeviceSpec, trips: Sequence[int]) -> Gr
     seconds: dict[int, float] = {}
     plain_seconds = 0.0
     for value in graph.values:
-        if value.length == 1 or not graph.recomputable(value.id) or graph.is_small(value.id):
+        if not value.length or not graph.recomputable(value.id) or graph.is_small(value.id):
             continue  # as in every plan
         taken = _stacking_seconds(graph, value, device, loaded) * trips[graph.nodes[value.producer].loop]
         if value.materialised:
@@ -168,7 +168,7 @@ def always_stacked_seconds(graph: Graph, loops: Sequence[Loop], device: DeviceSp
             nbytes = sum(graph.values[v].nbytes for v in node.outputs)
             taken += nbytes / device.bandwidth + device.launch_seconds
     for value in (graph.values[v] for v in graph.residuals):
-        if value.length > 1 and not graph.recomputable(value.id):
+        if value.length and not graph.recomputable(value.id):
             times = trips[graph.nodes[value.producer].loop]
             taken += times * _stacking_seconds(graph, value, device, loaded)
     return taken
@@ -188,7 +188,7 @@ def handed_over(graph: Graph) -> set[int]:
         v
         for node in graph.nodes
         for v in node.inputs
-        if graph.values[v].length > 1 and graph.nodes[graph.values[v].producer].loop != node.loop
+        if graph.values[v].length and graph.nodes[graph.values[v].producer].loop != node.loop
     } - slices
 
 

@@ -8,7 +8,7 @@ deeper form is made when no other promises to fit for less than running the forw
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ._budget import format_nbytes
@@ -19,8 +19,9 @@ from ._progress import phase
 from ._schedule import check
 from ._simulate import extra_seconds, rank, simulate
 from ._solver import MinCut, Solution, Solver, Sublinear
-from ._stages import cut_stages
+from ._stages import cuttings
 from ._trial import Attempt, Trial
+from ._trial import allowance as next_allowance
 from ._uneven import uneven
 
 SLACK = 0.02
@@ -38,6 +39,9 @@ HOPE = 1.25
 MORE_ROUNDS = 2
 """What is added to the rounds while nothing fits, before the least memory is looked for, and once more behind that."""
 
+MORE_GAIN = 0.005
+"""Or while a plan promises to save this share of the step's time."""
+
 ASTRAY = 0.05
 """A plan that needs more than predicted by this share of the plain step's temporaries is tried again in order."""
 
@@ -50,7 +54,6 @@ LEAST_SLACK = 0.02
 
 LEAST_MORE = 0.05
 """if it needs no more than this share of the least temporaries besides."""
-
 
 MOST_OVERHEAD = 1.0
 """Dearer plans are nobody's wish: the least memory is looked for at no more than this overhead, and a plan within a
@@ -67,6 +70,11 @@ class _Line:
     pending: Solution | None = None
     closed: bool = False
     fence: str = "finished"
+
+    def gain(self, seconds: float, best: Trial) -> float:
+        """What a solution that takes so long may save, if the model errs as it did on the last."""
+        last = self.trials[-1] if self.trials else best
+        return best.seconds - seconds - (last.seconds - last.profile.extra_seconds)
 
 
 @dataclass
@@ -98,7 +106,11 @@ class Search:
         lines: list[_Line] = []
         for i in range(rounds + MORE_ROUNDS):
             line = self._next(lines, budget)
-            if line is None or line.pending is None or (i >= rounds and self.best(budget)):
+            if (
+                line is None
+                or line.pending is None
+                or (i >= rounds and not self._worth_more(line, self.best(budget)))
+            ):
                 break
             self._advance(line, budget)
         if self._bearable(self.best(budget)):
@@ -107,7 +119,7 @@ class Search:
         for line in lines:  # now between what fits and what is cheap
             line.trials = [t for t in self.trials if t.graph is line.graph]
             if line.trials:
-                line.allowance, line.pending, line.closed = _allowance(line.trials, budget), None, False
+                line.allowance, line.pending, line.closed = next_allowance(line.trials, budget), None, False
         for _ in range(MORE_ROUNDS):
             if self.best(budget) is None or (line := self._next(lines, budget)) is None:
                 break
@@ -127,7 +139,7 @@ class Search:
         room = int(about) - found.peak_nbytes
         cheaper = self._solution(found.graph, found.profile.peak_nbytes + room, self.solver)
         known = [(extra_seconds(found.graph, cheaper.schedule), found.graph, cheaper)]
-        for cut in self._divide(found.graph, cheaper, found.profile.peak_nbytes + room):
+        for cut in self._divide([(found.graph, cheaper)], found.profile.peak_nbytes + room):
             solution = self._solution(cut, found.profile.peak_nbytes + room, self.solver)
             known.append((extra_seconds(cut, solution.schedule), cut, solution))
         seconds, graph, solution = min(known, key=lambda each: each[0])
@@ -172,9 +184,10 @@ class Search:
                     return cut, solution
             order, cut, solution = min(found, key=lambda each: each[0])
             fits = order[0] == 0.0
+            alike = [(g, s) for o, g, s in found if o[0] == 0.0 and g.segments == cut.segments]
             if allowance is None or not (
                 self._deepen(order[1] if fits else None, allowance)
-                or (fits and self._divide(cut, solution, allowance))
+                or (fits and self._divide(alike, allowance))
             ):
                 return cut, solution
 
@@ -198,34 +211,36 @@ class Search:
             self.left = self.left[self.left.index(form) + 1 :]
             self.cuttings += cuttings(self.graph_of(form.segments))
 
-    def _divide(self, graph: Graph, solution: Solution, allowance: int) -> list[Graph]:
-        """Add the cuttings of a form with one of its loops in two, and return them, if this solution, which fits, is a
-        good deal dearer than such a form promises to be. No form is looked at twice.
+    def _divide(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
+        """Add the cuttings of a form with one of its loops in parts, and return them, if the best of these solutions of
+        its cuttings, which fit, is a good deal dearer than such a form promises to be. No form is looked at twice.
         """
-        seconds, segments = extra_seconds(graph, solution.schedule), graph.segments
+        seconds = min(extra_seconds(graph, solution.schedule) for graph, solution in solutions)
+        segments = solutions[0][0].segments
         if self.pairs is None or segments in self.divided or seconds <= self._cheap_seconds():
             return []
         self.divided.add(segments)
         if not self.pairs.whole(segments):
             return []
         with phase("looking for a loop to divide"):
-            found = uneven(graph, solution, allowance, self.solver, self.time_limit)
+            looked = (uneven(*each, allowance, self.solver, self.time_limit) for each in solutions)
+            found = min(filter(None, looked), key=lambda each: each.seconds, default=None)
         if found is None or seconds - found.seconds < UNEVEN * self.graph.step_seconds:
             return []
-        form = self.pairs.divided(segments, found.pair, found.share)
-        if form is None:
-            return []
+        forms = self.pairs.divided(segments, found.pair, found.share)
         assert self.graph_of is not None
-        self.cuttings += (made := cuttings(self.graph_of(form.segments)))
+        made = [cut for form in forms for cut in cuttings(self.graph_of(form.segments))]
+        self.cuttings += made
         return made
 
     def _divide_best(self, ready: list[tuple[tuple[float, ...], _Line]]) -> list[Graph]:
-        """The same of the best of these lines."""
+        """The same of the form of the best of these lines."""
         if not ready:
             return []
-        line = min(ready, key=lambda each: each[0])[1]
-        assert line.pending is not None
-        return self._divide(line.graph, line.pending, line.allowance)
+        best = min(ready, key=lambda each: each[0])[1]
+        alike = [line for _, line in ready if line.graph.segments == best.graph.segments]
+        solutions = [(line.graph, line.pending) for line in alike if line.pending is not None]
+        return self._divide(solutions, min(line.allowance for line in alike))
 
     def _make_lowest(self) -> None:
         """Add the cuttings of the forms that may need the least memory at a bearable overhead: that without levels
@@ -306,9 +321,14 @@ class Search:
             return True
         if not line.trials and best.seconds > 0:
             return seconds <= HOPE * best.seconds
-        last = line.trials[-1] if line.trials else best
-        expected = seconds + last.seconds - last.profile.extra_seconds
-        return expected <= best.seconds - CHEAP / 2 * self.graph.step_seconds
+        return line.gain(seconds, best) >= CHEAP / 2 * self.graph.step_seconds
+
+    def _worth_more(self, line: _Line, best: Trial | None) -> bool:
+        """Whether a line's pending solution is worth more compilations than are asked for."""
+        if best is None or line.pending is None:
+            return best is None
+        seconds = extra_seconds(line.graph, line.pending.schedule)
+        return line.gain(seconds, best) >= MORE_GAIN * self.graph.step_seconds
 
     def _advance(self, line: _Line, budget: int) -> None:
         """Compile the line's pending solution and correct its allowance."""
@@ -321,7 +341,7 @@ class Search:
         room = budget - trial.peak_nbytes
         enough = room <= SLACK * (budget - self.graph.base_nbytes) or trial.seconds <= self._free_seconds()
         line.closed = room >= 0 and enough
-        line.allowance, line.pending = _allowance(line.trials, budget), None
+        line.allowance, line.pending = next_allowance(line.trials, budget), None
 
     def _astray(self, trial: Trial, budget: int) -> bool:
         """Whether a plan misses the budget because the compiler keeps what the model takes to be done with."""
@@ -377,24 +397,3 @@ class Search:
             )
         check(graph, solution.schedule)
         return solution
-
-
-def cuttings(graph: Graph) -> list[Graph]:
-    """The graph with its coarse stages, and with fine ones if those are others."""
-    return [replace(graph, stages=c) for c in dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))]
-
-
-def _allowance(trials: list[Trial], budget: int) -> int:
-    """The predicted peak to ask for next: where predicted against compiled peaks so far meet the budget; where none
-    fits, less by what is missing, and with each trial twice as much, for compiled peaks may follow slowly."""
-    fits = [t for t in trials if t.peak_nbytes <= budget]
-    exceeds = [t for t in trials if t.peak_nbytes > budget]
-    room = budget - trials[-1].peak_nbytes
-    if fits and exceeds:
-        low = max(fits, key=lambda t: t.profile.peak_nbytes)
-        high = min(exceeds, key=lambda t: t.profile.peak_nbytes)
-        reach = high.profile.peak_nbytes - low.profile.peak_nbytes
-        if reach > 0:
-            share = (budget - low.peak_nbytes) / (high.peak_nbytes - low.peak_nbytes)
-            return low.profile.peak_nbytes + int(min(share, 0.95) * reach)
-    return trials[-1].profile.peak_nbytes + (room if room > 0 else int(1.1 * 2 ** len(exceeds[1:]) * room))

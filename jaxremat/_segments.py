@@ -14,10 +14,11 @@ becomes in two levels `S` segments of `M` iterations, and a pair of the last `r`
                 (g, Y), (C, I), reverse)
 
 so that `S` carries are stacked, and everything else `M` times. In more levels the inner pair is cut in the same way. A
-pair that is divided has one level, the first `S` iterations, and a rest: two pairs, which need not stack the same. All
-levels read and write the rows of the whole arrays: none has a copy of its segment's parameters or gradients. What
-is written over an array (see `_absorb`) starts as that array in place of zeros, and its rows are read there. These are
-scans like any others: `_loops` lays the outer backward scan open, and in it the inner pair.
+pair that is divided has one level, the first `S` iterations, and one or more rests, one behind the other: as many
+pairs, which need not stack the same. All levels read and write the rows of the whole arrays: none has a copy of its
+segment's parameters or gradients. What is written over an array (see `_absorb`) starts as that array in place of zeros,
+and its rows are read there. These are scans like any others: `_loops` lays the outer backward scan open, and in it the
+inner pair.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from jax import lax
 from . import _compat
 from ._graph import Segments
 from ._inline import Inliner
+from ._levels import nested, parts
 from ._loops import APART, PART, append, operands, pairs, row_at, row_written
 from ._sunk import sink_into
 
@@ -44,12 +46,13 @@ def segmented(
     """The program with its pairs in levels; also for each equation its index before, -1 for new ones.
 
     **Arguments:** `segments` for each pair of the program's top level, in the order of the forward scans, the lengths
-    of its levels; none, or one of all its iterations, leave it as it is. `over` for stacked results the array that they
+    of its levels and rests (see `_levels.parts`); none, or one of all its iterations, leave it as it is.
+    `over` for stacked results the array that they
     are written over.
     """
     eqns = flat.jaxpr.eqns
     divided = list(zip(backward_of(eqns).items(), segments, strict=True))
-    deep = {n for (i, own), levels in divided if len(levels) > 1 for n in (i, *own)}
+    deep = {n for (i, own), lengths in divided if nested(lengths) for n in (i, *own)}
     eqns = sink_into(eqns, deep)
     read_by: dict[Any, set[int]] = {}
     for i, eqn in enumerate(eqns):
@@ -104,7 +107,7 @@ class _Pair:
         self,
         eqn: Any,
         inliner: Inliner,
-        levels: Sequence[int],
+        lengths: Sequence[int],
         seen: Sequence[bool],
         over: Mapping[Any, Any],
     ):
@@ -113,16 +116,16 @@ class _Pair:
         # of a backward scan's constants: which of its carries they are by now
         self.written: dict[int, int] = {}
         self.inliner = inliner
+        levels, self.rests = parts(eqn.params["length"], lengths)
         self.levels: Sequence[int] = levels
-        self.rest = eqn.params["length"] - prod(levels)
         self.carries = len(operands(eqn)[1])
         self.known = self._known(eqn)
         self.visible = [i for i in range(self.carries, len(eqn.outvars)) if seen[i]]
         self.main: Any = None  # the indices of the iterations in levels
-        self.behind: Any = None  # and those of the rest
+        self.behind: list[Any] = []  # and those of each rest
         self.starts: list[Any] = []  # the stacked carries with which the segments start
         self.first: dict[Any, Any] = {}  # for the forward scan's stacked results those of the first level
-        self.last: dict[Any, Any] = {}  # and those of the rest
+        self.last: list[dict[Any, Any]] = []  # and those of each rest
 
     def _known(self, eqn: Any, but: Sequence[Any] = ()) -> list[Any]:
         """A scan's constants, those of its body and the arrays that it scans over but for these."""
@@ -134,14 +137,14 @@ class _Pair:
 
     def forward(self) -> list[Any]:
         """The forward scan over the first level, in levels one that stacks the carries that its segments start with;
-        then the rest's.
+        then those of the rests.
         """
         eqn, count, main = self.eqn, self.carries, prod(self.levels)
         init, ends = operands(eqn)[1], eqn.outvars[:count]
         stacked = range(count, len(eqn.outvars))
         made: list[Any] = []
-        self.main = self._indices(made, self.levels, self.rest if eqn.params["reverse"] else 0)
-        between = _fresh(init) if self.rest else ends
+        self.main = self._indices(made, self.levels, sum(self.rests) if eqn.params["reverse"] else 0)
+        between = _fresh(init) if self.rests else ends
         if len(self.levels) > 1:
             made.append(
                 self._forward(self.levels, self.known, init, self.main, self.visible, between, starts=True)
@@ -154,25 +157,26 @@ class _Pair:
             )
             named, stacks = eqn.outvars[count:], made[-1].outvars[count:]
         self.first = dict(zip(named, stacks, strict=True))
-        if self.rest:
-            self.behind = self._indices(made, (self.rest,), 0 if eqn.params["reverse"] else main)
+        for i, rest in enumerate(self.rests):
+            begun, after = main + sum(self.rests[:i]), sum(self.rests[i + 1 :])
+            self.behind.append(self._indices(made, (rest,), after if eqn.params["reverse"] else begun))
+            start, between = between, _fresh(init) if after else ends
             made.append(
-                self._forward((self.rest,), self.known, between, self.behind, stacked, ends, opened=True)
+                self._forward((rest,), self.known, start, self.behind[i], stacked, between, opened=True)
             )
-            self.last = dict(zip(eqn.outvars[count:], made[-1].outvars[count:], strict=True))
+            self.last.append(dict(zip(eqn.outvars[count:], made[-1].outvars[count:], strict=True)))
         for v in (eqn.outvars[i] for i in self.visible):
-            parts = [self.first[v], self.last[v]] if self.rest else [self.first[v]]
 
-            def whole(stack: Any, *rest: Any) -> Any:
-                stack = stack.reshape(main, *stack.shape[len(self.levels) :])
-                return jnp.concatenate([*rest, stack] if eqn.params["reverse"] else [stack, *rest])
+            def whole(stack: Any, *rests: Any) -> Any:
+                stacks = [stack.reshape(main, *stack.shape[len(self.levels) :]), *rests]
+                return jnp.concatenate(stacks[::-1] if eqn.params["reverse"] else stacks)
 
-            append(made, whole, parts, eqn, v)
+            append(made, whole, [self.first[v], *(last[v] for last in self.last)], eqn, v)
         return made
 
     def backward(self, eqn: Any) -> list[Any]:
-        """The rest's backward scan, and that over the first level; in levels its body runs a segment's forward scan
-        once more.
+        """The rests' backward scans, the last first, and that over the first level; in levels its body runs a segment's
+        forward scan once more.
         """
         known = [*self.known, *self._known(eqn, self._handed(eqn))]
         made: list[Any] = []
@@ -182,9 +186,9 @@ class _Pair:
         begun = {self.over[v]: len(init) + i for i, v in enumerate(stacks) if v in self.over}
         places = [begun.get(a) if not _compat.is_literal(a) else None for a in known]
         self.written = {i: at for i, at in enumerate(places) if at is not None}
-        if self.rest:
-            handed = [self.last[a] for a in self._handed(eqn)]
-            made.append(self._backward(eqn, self.rest, known, state, self.behind, handed))
+        for rest, behind, last in reversed(list(zip(self.rests, self.behind, self.last, strict=True))):
+            handed = [last[a] for a in self._handed(eqn)]
+            made.append(self._backward(eqn, rest, known, state, behind, handed))
             state = made[-1].outvars
         if len(self.levels) > 1:
             made.append(self._apart(eqn, self.levels, known, state, self.main, self.starts, eqn.outvars))

@@ -12,7 +12,8 @@ The body of a loop is played once. What an iteration of the forward pass makes c
 its loop on as often as there are iterations, if something behind the loop reads the original. What a loop reads that
 was made outside of it is there until it ends. A row that is copied for a contraction (see `Graph.copies`) is there from
 the beginning of its stage's part of the iteration to the last contraction of that stage which reads it. What several
-kernels of a stage share (see `Graph.shared`) is there from the first to the last of them.
+kernels of a stage share (see `Graph.shared`) is there from the first to the last of them; what nothing holds back (see
+`Graph.early`) from the beginning of the iteration to the kernel that wants it.
 """
 
 from dataclasses import dataclass
@@ -126,11 +127,17 @@ def play(graph: Graph, schedule: Schedule) -> Run:
     # stage, loop, fused node -> the events there that want it
     shared: dict[tuple[int, int, int], list[int]] = {}
 
+    opened: dict[int, int] = {}  # loop -> its first event
+    early: list[Life] = []
+
     def run(n: int, stage: int) -> None:
         event = len(ran)
         k = stage if stage >= 0 else graph.stage_of[n]
         inside = graph.nodes[n].loop if stage < 0 else graph.nodes[graph.stages[k].start].loop
         begun.setdefault((k, inside), event)
+        opened.setdefault(inside, event)
+        if inside >= 0 and (nbytes := graph.early[n] if stage < 0 else graph.nodes[n].constant_nbytes):
+            early.append(Life(graph.nodes[n].outputs[0], -1, opened[graph.since(inside)], event, nbytes))
         copied.update(((k, inside, v), event) for v in graph.copies(n, inside) if v not in where)
         for m in graph.shared[n]:
             shared.setdefault((k, inside, m), []).append(event)
@@ -185,7 +192,7 @@ def play(graph: Graph, schedule: Schedule) -> Run:
                 end = last.get(v + size * (stage + 1), event)
                 if end < begin:
                     continue
-                if stage < 0 and value.length > 1 and end >= (stacked := behind[graph.nodes[n].loop]):
+                if stage < 0 and value.length and end >= (stacked := behind[graph.nodes[n].loop]):
                     lives.append(Life(v, stage, begin, stacked - 1, value.nbytes))
                     lives.append(Life(v, stage, stacked, end, value.saved_nbytes))
                 else:
@@ -193,6 +200,7 @@ def play(graph: Graph, schedule: Schedule) -> Run:
     scratch = [
         Life(v, -1, begun[k, loop], end, graph.values[v].nbytes) for (k, loop, v), end in copied.items()
     ]
+    scratch.extend(early)
     scratch.extend(
         Life(graph.nodes[n].outputs[0], -1, events[0], events[-1], graph.nodes[n].shared_nbytes)
         for (_, _, n), events in shared.items()

@@ -18,6 +18,7 @@ between the gradients of an activation and of the contraction behind it. The coa
 reaches lower peaks where a single layer is large.
 """
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from ._graph import Graph, Stage
@@ -61,6 +62,11 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
     if graph.backend.fuses:
         cuts = [cut for cut in dict.fromkeys(past_updates(graph, cuts[:-1])) if cut < stop] + [stop]
     return with_updates(graph, [start, *cuts])
+
+
+def cuttings(graph: Graph) -> list[Graph]:
+    """The graph with its coarse stages, and with fine ones if those are others."""
+    return [replace(graph, stages=c) for c in dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))]
 
 
 def uncut(graph: Graph) -> tuple[Stage, ...]:

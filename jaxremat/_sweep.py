@@ -21,10 +21,10 @@ from ._errors import ArgumentError, InfeasibleBudgetError
 from ._frontier import Frontier, Point, Policy, monotone
 from ._plan import Plan
 from ._progress import Phase, phase
-from ._search import cuttings
 from ._simulate import simulate
 from ._solver import Chen, RecomputeAll, SaveDots, Solution
 from ._solver._hull import Bound, Priced, Vertex, cheapest, hull, improves, vertex
+from ._stages import cuttings
 from ._terminal import shown
 from ._verify import Request, make_plan, make_plan_of
 

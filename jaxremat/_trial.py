@@ -1,6 +1,6 @@
-"""Schedule -> the same emitted and compiled, with what the compiler says of it."""
+"""Schedule -> the same emitted and compiled, with what the compiler says of it; and what that says of the next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,3 +54,20 @@ class Trial:
 
 Attempt = Callable[[Graph, Solution, str], Trial]
 """Emits a solution with a form of fences (see `_emit.FENCES`), compiles it and reads its peak."""
+
+
+def allowance(trials: Sequence[Trial], budget: int) -> int:
+    """The predicted peak to ask for next: where predicted against compiled peaks so far meet the budget; where none
+    fits, less by what is missing, and with each trial twice as much, for compiled peaks may follow slowly.
+    """
+    fits = [t for t in trials if t.peak_nbytes <= budget]
+    exceeds = [t for t in trials if t.peak_nbytes > budget]
+    room = budget - trials[-1].peak_nbytes
+    if fits and exceeds:
+        low = max(fits, key=lambda t: t.profile.peak_nbytes)
+        high = min(exceeds, key=lambda t: t.profile.peak_nbytes)
+        reach = high.profile.peak_nbytes - low.profile.peak_nbytes
+        if reach > 0:
+            share = (budget - low.peak_nbytes) / (high.peak_nbytes - low.peak_nbytes)
+            return low.profile.peak_nbytes + int(min(share, 0.95) * reach)
+    return trials[-1].profile.peak_nbytes + (room if room > 0 else int(1.1 * 2 ** len(exceeds[1:]) * room))

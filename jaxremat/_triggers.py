@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from ._passing import can_pass
+
 
 def trigger(emitter: Any, k: int) -> list[Any]:
     """What must be finished before the stage's recomputation may begin.
@@ -63,8 +65,3 @@ def _home(emitter: Any, var: Any) -> int:
     """The loop in whose body a variable is, -1 for none: a loop's results are in that around it."""
     node = emitter.graph.nodes[emitter.maker(var)]
     return emitter.graph.parents[node.loop] if node.primitive in ("scan_last", "scan_stack") else node.loop
-
-
-def can_pass(var: Any) -> bool:
-    """Whether a fence takes it."""
-    return hasattr(var.aval, "dtype")

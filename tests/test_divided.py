@@ -58,19 +58,25 @@ def test_each_part_saves_what_it_likes() -> None:
         assert len(saving.outvars) == len(other.outvars) + len(products)
 
 
+def parts_of(length: int, count: int) -> tuple[int, ...]:
+    """Two parts, or three the last of which is one iteration."""
+    first = max(2, length // 2)
+    return (first,) if count == 2 else (first - 1, first - length) if first > 2 else (length - 1,)
+
+
 @pytest.mark.parametrize("name", often(sorted(LOOPS.keys() - SHORT), {"layers", "random", "two loops"}))
-@pytest.mark.parametrize("part", [0, 1])
-def test_no_result_changes(name: str, part: int) -> None:
-    """Whether the first part saves as much as it can, or the second."""
+@pytest.mark.parametrize(("part", "count"), [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)])
+def test_no_result_changes(name: str, part: int, count: int) -> None:
+    """Whichever part saves as much as it can."""
     case = LOOPS[name]
     found, args = traced(case), case.make_args()
     firsts = tuple(
-        (max(2, n // 2),) if able else () for n, able in zip(found.lengths, found.cuttable, strict=True)
+        parts_of(n, count) if able else () for n, able in zip(found.lengths, found.cuttable, strict=True)
     )
     cut = found.in_segments(firsts)
     graph = lower(cut, CPU, base_nbytes=0)
     chosen = [
-        v for v in graph.residuals if graph.nodes[graph.values[v].producer].loop in graph.pairs[part::2]
+        v for v in graph.residuals if graph.nodes[graph.values[v].producer].loop in graph.pairs[part::count]
     ]
     planned = emit(cut, graph, complete(graph, chosen))
     got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
@@ -109,12 +115,12 @@ def test_budgets_between_two_plans_divide_the_loop(verify: bool) -> None:
     row_nbytes = 4 * BATCH * WIDE
     between = planned(int(least.peak_nbytes + 2.5 * row_nbytes), verify=verify)
     assert between.peak_nbytes <= between.budget_nbytes
-    ((first,),) = between.segments
+    ((first, *_),) = between.segments
     assert 2 <= first < DEPTH, between.segments
     assert between.overhead < 0.75 * least.overhead
     (form,) = between.loops
-    assert (form.length, form.levels) == (DEPTH, (first,)) and "test_divided.py" in form.source
-    said = f": divided, the first {first} have one plan, the other {DEPTH - first} another"
+    assert (form.length, form.levels[0]) == (DEPTH, first) and "test_divided.py" in form.source
+    said = f": divided into {first}"
     assert said in str(between) and said in " ".join(between.report().html().split())
     loaded = jaxremat.Plan.from_json(between.to_json())
     args = [jax.random.normal(jax.random.key(i), a.shape) / 8 for i, a in enumerate(HEAVY)]
@@ -139,9 +145,12 @@ def test_a_hint_holds_in_both_parts() -> None:
 
 
 def test_the_share_is_that_of_the_edge_of_the_hull() -> None:
-    """With three quarters of what two plans of the whole loop differ in, three quarters of it have the larger."""
+    """With three quarters of what two plans of the whole loop differ in, three quarters of it have the larger; with
+    nothing of it, the last iteration still recomputes nothing.
+    """
     graph = replace(in_loops(chain(1), 8), step_seconds=1.0)
-    high, low = (simulate(graph, complete(graph, saved)) for saved in (graph.residuals, ()))
+    everything, nothing = (Solution(complete(graph, saved)) for saved in (graph.residuals, ()))
+    high, low = (simulate(graph, solution.schedule) for solution in (everything, nothing))
     assert low.peak_nbytes < high.peak_nbytes
     assert low.extra_seconds > high.extra_seconds
     budget = (low.peak_nbytes + 3 * high.peak_nbytes) // 4
@@ -150,7 +159,32 @@ def test_the_share_is_that_of_the_edge_of_the_hull() -> None:
     assert found is not None
     assert found.pair == 0
     assert found.share == pytest.approx(0.25, abs=0.01)
-    assert found.seconds == pytest.approx((low.extra_seconds + 3 * high.extra_seconds) / 4, rel=0.01)
-    everything = Solution(complete(graph, graph.residuals))
+    last = (low.extra_seconds - high.extra_seconds) / 8  # which recomputes nothing
+    assert found.seconds == pytest.approx((low.extra_seconds + 3 * high.extra_seconds) / 4 - last, rel=0.01)
+    assert uneven(graph, nothing, low.peak_nbytes, Milp(), 5.0) == (0, 1.0, low.extra_seconds - last)
     assert uneven(graph, everything, high.peak_nbytes, Milp(), 5.0) is None
     assert uneven(chain(4), Solution(complete(chain(4), ())), 10**12, Milp(), 5.0) is None
+
+
+def test_the_last_iteration_is_no_loop_and_recomputes_behind_its_carries() -> None:
+    """The compiler would merge it with the forward pass: what it recomputes reads fenced names, and so does a carry."""
+    cut = traced(LOOPS["layers"]).in_segments(((LAYERS - 1,),))
+    graph = lower(cut, CPU, base_nbytes=0)
+    assert {v.length for v in graph.values} == {0, 1, LAYERS - 1}
+    assert (
+        graph.kept_by(next(v for v in graph.residuals if graph.values[v].length == 1), cut.loops[2].id) == -1
+    )
+    _, last, back, _ = scans(emit(cut, graph, complete(graph, ())))
+    assert (last.params["length"], back.params["length"]) == (1, 1)
+    body = back.params["jaxpr"].jaxpr
+    fence = next(eqn for eqn in body.eqns if "fence_" in _compat.name_stack_text(eqn))
+    at = body.eqns.index(fence)
+    again = [i for i, eqn in enumerate(body.eqns) if "recompute_" in _compat.name_stack_text(eqn)]
+    assert again
+    assert min(again) > at
+    read = {a for i in again for a in _compat.variables(body.eqns[i].invars)}
+    assert not read.isdisjoint(fence.outvars)
+    carried = body.invars[_compat.scan_counts(back)[0] :]
+    assert not set(carried).isdisjoint(fence.invars)
+    stacked = [v for v in last.outvars if v.aval.shape[:1] == (1,)]
+    assert stacked

@@ -58,7 +58,7 @@ def scores_in_memory(graph: Graph) -> list[str]:
     return [
         graph.nodes[value.producer].primitive
         for value in graph.values
-        if value.materialised and value.length > 1 and value.shape.endswith(shape)
+        if value.materialised and value.length and value.shape.endswith(shape)
     ]
 
 
@@ -73,8 +73,8 @@ def test_no_stack_is_too_small_to_decide_about() -> None:
     """Each takes kernels of its own, however small it is; what lies outside of loops may be small."""
     graph = baseline().graph
     below = {v for v in graph.residuals if graph.values[v].saved_nbytes <= graph.small_nbytes}
-    assert {v for v in below if graph.values[v].length > 1}
-    assert {v for v in below if graph.is_small(v)} == {v for v in below if graph.values[v].length == 1}
+    assert {v for v in below if graph.values[v].length}
+    assert {v for v in below if graph.is_small(v)} == {v for v in below if not graph.values[v].length}
 
 
 def test_the_plain_loops_cost_what_they_stack() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxremat import Graph
 from jaxremat._graph import Pin
-from jaxremat._levels import Form, Pairs, carries, choices
+from jaxremat._levels import Form, Pairs, carries, choices, nested, parts
 from jaxremat._loop_forms import loop_forms
 
 UNIT = 2**20
@@ -89,7 +89,7 @@ def test_the_loop_that_saves_most_is_cut_first() -> None:
     """Of two equal loops the longer one."""
     graph = looped(64)
     shifted = tuple(replace(n, loop=n.loop + 2) for n in graph.nodes)
-    both = replace(graph, nodes=graph.nodes + shifted, parents=(-1,) * 4, groups=(0, 0, 2, 2))
+    both = replace(graph, nodes=graph.nodes + shifted, parents=(-1,) * 4, groups=(0, 0, 2, 2), trips=(8,) * 4)
     first, *_ = Pairs.of(both, [16, 100]).deeper()
     assert first.segments == ((), (10, 10))
 
@@ -97,7 +97,7 @@ def test_the_loop_that_saves_most_is_cut_first() -> None:
 def test_a_loop_that_must_stay_is_not_cut() -> None:
     pairs = Pairs.of(looped(64), [64], [False])
     assert pairs.deeper() == ()
-    assert pairs.divided(((),), 0, 0.5) is None
+    assert pairs.divided(((),), 0, 0.5) == []
 
 
 def test_a_loop_some_of_which_must_be_saved_is_divided_but_has_no_levels() -> None:
@@ -105,20 +105,31 @@ def test_a_loop_some_of_which_must_be_saved_is_divided_but_has_no_levels() -> No
     pinned = replace(graph, pins=(Pin("save", graph.nodes[0].outputs[0], "a test"),))
     pairs = Pairs.of(pinned, [64])
     assert pairs.deeper() == ()
-    assert pairs.divided(((),), 0, 0.5) is not None
+    assert pairs.divided(((),), 0, 0.5)
 
 
 @given(st.integers(1, 100), st.floats(0, 1))
-def test_a_divided_loop_has_two_parts_of_several_iterations(length: int, share: float) -> None:
-    form = Pairs.of(looped(length), [length]).divided(((),), 0, share)
-    if length < 4:
-        assert form is None
-    else:
-        assert form is not None
-        ((first,),) = form.segments
-        assert min(first, length - first) >= 2
-        assert abs(first - share * length) < 2 + 1e-9
+def test_a_divided_loop_has_parts_of_several_iterations_and_the_last(length: int, share: float) -> None:
+    """One form has the last iteration apart, another has not; in both the same of the others have the share."""
+    forms = Pairs.of(looped(length), [length]).divided(((),), 0, share)
+    assert bool(forms) == (length >= 4)
+    for form, apart in zip(forms, (True, False), strict=False):
+        ((first, *others),) = form.segments
+        levels, behind = parts(length, (first, *others))
+        assert levels == (first,) and sum((*levels, *behind)) == length
+        assert (behind[-1] == 1) == apart
+        assert min(first, *behind[: len(behind) - apart], length) >= 2
+        assert abs(first + apart - share * length) < 3 + 1e-9
         assert (form.fewer_nbytes, form.more_seconds) == (0, 0.0)
+
+
+def test_parts_behind_levels() -> None:
+    assert parts(12, (12,)) == ((12,), ())
+    assert parts(12, (2, 5)) == ((2, 5), (2,))
+    assert parts(12, (7, -4)) == ((7,), (4, 1))
+    assert parts(12, (7, -5)) == ((7,), (5,))
+    assert [nested(lengths) for lengths in ((), (12,), (2, 5), (7, -4))] == [False, False, True, False]
+    assert carries(12, (7, -4)) == 12
 
 
 def test_only_one_loop_is_divided() -> None:
@@ -129,7 +140,10 @@ def test_only_one_loop_is_divided() -> None:
         False,
         False,
     ]
-    assert pairs.divided(((), (8,)), 0, 0.5) == Form(((4,), (8,)), 12, 0.75)
+    assert pairs.divided(((), (8,)), 0, 0.5) == [
+        Form(((3, -4), (8,)), 12, 0.75),
+        Form(((4,), (8,)), 12, 0.75),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +152,8 @@ def test_only_one_loop_is_divided() -> None:
         ((6, 4), "2 levels, 6 x 4"),
         ((4, 5), "2 levels, 4 x 5, and 4 behind them"),
         ((2, 3, 4), "3 levels, 2 x 3 x 4"),
-        ((17,), "divided, the first 17 have one plan, the other 7 another"),
+        ((17,), "divided into 17 and 7, each with a plan of its own"),
+        ((17, -6), "divided into 17, 6 and 1, each with a plan of its own"),
         ((24,), "makes the updates of what it stacks"),
     ],
 )

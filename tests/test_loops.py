@@ -168,7 +168,7 @@ def test_stacked_sizes_count_in_the_model() -> None:
     values = {
         graph.nodes[graph.values[v].producer].primitive: graph.values[v]
         for v in graph.residuals
-        if graph.values[v].length > 1
+        if graph.values[v].length
     }
     assert {v.length for v in values.values()} == {LAYERS}
     all_saved, none = complete(graph, graph.residuals), complete(graph, ())

@@ -93,7 +93,7 @@ class Moments:
             if stop >= begin:
                 delta[begin] += value.nbytes
                 delta[stop + 1] -= value.nbytes
-            if value.length > 1 and stop >= (end := graph.loop_stop[graph.nodes[value.producer].loop]):
+            if value.length and stop >= (end := graph.loop_stop[graph.nodes[value.producer].loop]):
                 delta[end] += value.saved_nbytes - value.nbytes
                 delta[stop + 1] -= value.saved_nbytes - value.nbytes
         # value, stage -> the stage's last node that reads a row of it
@@ -107,6 +107,13 @@ class Moments:
             if v not in free:
                 delta[begun[k, graph.nodes[stop].loop]] += graph.values[v].nbytes
                 delta[stop + 1] -= graph.values[v].nbytes
+        opened: dict[int, int] = {}  # loop -> first node
+        for (_, loop), n in begun.items():
+            opened.setdefault(loop, n)
+        for n, nbytes in enumerate(graph.early):
+            if nbytes and graph.kernel[n]:
+                delta[opened[graph.since(graph.nodes[n].loop)]] += nbytes
+                delta[n + 1] -= nbytes
         # stage, fused node -> the stage's own kernels that want it
         self.sharing: dict[tuple[int, int], list[int]] = {}
         for node in graph.kernels():
@@ -129,7 +136,7 @@ class Moments:
     def _end(self, v: int) -> int:
         """The first node for which all iterations' count of what a loop stacks; -1 for what none does."""
         value = self.graph.values[v]
-        return self.graph.loop_stop[self.graph.nodes[value.producer].loop] if value.length > 1 else -1
+        return self.graph.loop_stop[self.graph.nodes[value.producer].loop] if value.length else -1
 
     def _original_nbytes(self, v: int, at: int) -> int:
         """Bytes of an original that is there at a node, because something reads it later."""
@@ -297,6 +304,10 @@ class Moments:
                 parts.append(((("s", v), ("r", m, k)), graph.values[v].nbytes))
             elif v not in free:
                 parts.append(((("r", m, k),), graph.values[v].nbytes))
+        for m, j in later if inside >= 0 and stage >= 0 else ():
+            nbytes = graph.nodes[m].constant_nbytes
+            if nbytes and graph.nodes[graph.stages[j].start].loop == inside:
+                parts.append(((("r", m, j),), nbytes))
         for j in range(stage + 1):
             loop = graph.nodes[graph.stages[j].start].loop
             for m in schedule.recomputed[j] if loop >= 0 else ():
