@@ -280,8 +280,6 @@ class Graph:
         These are pointwise kernels and those of `OVERWRITING`, with an operand of the result's size that the backward
         pass made, and that nobody else reads later, nor a reduction that is fused into the kernel.
         """
-        last: dict[int, int] = {}
-        repeated: set[int] = set()  # what a forward node reads may be read again, by its recomputation
         # what reductions that a fused value hides read, before any of it may be written over
         reduced: dict[int, frozenset[int]] = {}
         for node in self.nodes:
@@ -290,16 +288,6 @@ class Graph:
             if hidden is not None and node.heavy:
                 hidden = hidden.union(*(self.sources[v] for v in node.inputs))
             reduced.update((v, hidden) for v in fused if hidden)
-            last.update((v, node.id) for v in self.reads[node.id])
-            if node.forward:
-                repeated.update(self.reads[node.id])
-
-        def dies(v: int, node: Node, nbytes: int) -> bool:
-            value = self.values[v]
-            own = value.producer >= 0 and not value.is_output and not self.nodes[value.producer].forward
-            own = own and self.kept_by(v, self.reader_loop(node)) < 0
-            return own and v not in repeated and last[v] == node.id and value.nbytes == nbytes
-
         return frozenset(
             node.id
             for node in self.nodes
@@ -308,8 +296,24 @@ class Graph:
             and len(node.outputs) == 1
             for nbytes in (self.values[node.outputs[0]].nbytes,)
             for read in (frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)),)
-            if any(v not in read and dies(v, node, nbytes) for v in self.reads[node.id])
+            if any(
+                self.values[v].nbytes == nbytes and self.dies_at(v, node)
+                for v in {*self.reads[node.id]} - read
+            )
         )
+
+    @cached_property
+    def _last(self) -> dict[int, int]:
+        """The last node that reads each value, none for what a forward node reads: that may be recomputed later."""
+        last = {v: node.id for node in self.nodes for v in self.reads[node.id]}
+        repeated = {v for node in self.nodes if node.forward for v in self.reads[node.id]}
+        return {v: n for v, n in last.items() if v not in repeated}
+
+    def dies_at(self, v: int, node: Node) -> bool:
+        """Whether the backward pass made the value, and no later node reads it."""
+        value = self.values[v]
+        own = value.producer >= 0 and not value.is_output and not self.nodes[value.producer].forward
+        return own and self._last.get(v) == node.id and self.kept_by(v, self.reader_loop(node)) < 0
 
     @cached_property
     def lingering(self) -> dict[int, int]:

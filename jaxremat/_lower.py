@@ -27,6 +27,7 @@ from ._primitives import (
     is_repeatable,
     reads_memory,
 )
+from ._scratch import Scratch
 from ._slices import is_pooling_gradient
 from ._special import OVERWRITING
 from ._stages import cut_stages
@@ -48,7 +49,7 @@ def lower(
     *,
     base_nbytes: int,
     written: Written | None = None,
-    workspace: Mapping[int, int] | None = None,
+    workspace: Mapping[int, Scratch] | None = None,
     shared: Mapping[int, int] | None = None,
     seconds: Mapping[int, float] | None = None,
     patterns: Patterns = (),
@@ -60,7 +61,7 @@ def lower(
     - `base_nbytes`: arguments + outputs - aliased bytes, per device.
     - `written`: what the plain step's compiled program writes and reads; None where there is none, and fusion rules
       decide.
-    - `workspace`: scratch bytes by equation index.
+    - `workspace`: scratch memory by equation index.
     - `shared`: bytes written of fused work where several kernels want it, by equation index.
     - `seconds`: measured times of equations that ran alone, by index; the others' are the roofline's.
     - `patterns`: what `pins` the user gave besides the hints in the program.
@@ -114,7 +115,7 @@ def lower(
                 outputs=outs,
                 seconds=0.0,
                 flops=eqn_flops(eqn),
-                workspace_nbytes=(workspace or {}).get(i, 0),
+                workspace_nbytes=workspace[i].nbytes if workspace and i in workspace else 0,
                 shared_nbytes=(shared or {}).get(i, 0),
                 heavy=is_heavy(eqn) or in_rounds(device, eqn),
                 contraction=reads_memory(eqn) and not (fuses and is_pooling_gradient(eqn)),
@@ -166,6 +167,9 @@ def lower(
     )
     pins = [*_hinted(traced, index, graph), *matching(graph, patterns, written is not None)]
     graph = with_pins(graph, pins) if pins else graph
+    graph = _with_room(
+        graph, workspace or {}, {values[v].producer: values[u].producer for u, v in sums.items()}
+    )
     graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, traced.loops, seconds or {})
     return replace(graph, stages=cut_stages(graph))
 
@@ -342,6 +346,18 @@ def _read_in_memory(
                 if producer >= 0 and nodes[producer].inputs:
                     chosen.add(root)
     return chosen
+
+
+def _with_room(graph: Graph, workspace: Mapping[int, Scratch], scattered: Mapping[int, int]) -> Graph:
+    """The graph with less scratch memory where it takes the place of what nothing reads later; of sums, what the
+    kernel that makes each scatters.
+    """
+    nodes = [*graph.nodes]
+    for n, scratch in workspace.items():
+        dying = [graph.values[v].producer for v in graph.reads[n] if graph.dies_at(v, nodes[n])]
+        fewer = max((scratch.fewer.get(scattered.get(i, i), 0) for i in dying), default=0)
+        nodes[n] = replace(nodes[n], workspace_nbytes=nodes[n].workspace_nbytes - fewer)
+    return replace(graph, nodes=tuple(nodes))
 
 
 def _without_fused_copies(graph: Graph) -> Graph:
