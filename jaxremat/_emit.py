@@ -4,8 +4,9 @@ The jaxpr is the traced one with, at the start of each stage, a fence (`lax.opti
 dropped equations behind it. Tied as follows:
 
 - through the fence pass the saved and kept values that the clones read, and the saved values and arguments that the
-  stage's own contractions read, which the compiler would else copy into another layout long before; other readers keep
-  the originals, so that nothing else is cut. Arguments pass for a clone only where it reads nothing else.
+  stage's own contractions read, which the compiler would else copy into another layout long before (where it fuses,
+  contractions read by its fenced name what has passed, see `_fenced`); other readers keep the originals, so that
+  nothing else is cut. Arguments pass for a clone only where it reads nothing else.
 - the trigger holds the fence back until the stage before is done: the small results (weight gradients, reductions)
   that it leaves behind pass through the fence on their way to the optimizer, whose updates wait for it. Only where
   there is none that is late enough, a cotangent passes through, which cuts it off from kernels that would read it.
@@ -29,6 +30,7 @@ from . import _compat
 from ._close import close_loops, without_unread
 from ._collector import uncollected
 from ._fence import fence
+from ._fenced import fenced_name, remember
 from ._graph import Graph
 from ._hazards import ZERO, Hazards, is_zero
 from ._implementations import inline, replaced
@@ -94,6 +96,7 @@ class Emitter:
         self.loop_of: list[int] = []  # of each of them
         self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
         self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
+        self.fenced: dict[Any, Any] = {}  # saved value -> its fenced name, which later contractions use
         self.zeros: dict[int, tuple[Any]] = {}  # loop -> a zero behind the fence before it
         self.waiting: dict[int, int] = {}  # deferred equation -> the stage of the fence that it waits for
         self.value_of: dict[Any, int] = {}
@@ -143,6 +146,7 @@ class Emitter:
         # The fence of a loop's first stage holds the whole loop back, not what its iterations recompute.
         begins = loop != around
         renamed = self._fence(k, [] if begins else wanted, around)
+        remember(self, renamed)
         inside = [n for n in self.own[k] if graph.nodes[n].loop == loop]
         outside = [n for n in self.own[k] if graph.nodes[n].loop != loop]
         if begins:
@@ -209,7 +213,10 @@ class Emitter:
             invars = [
                 a
                 if _compat.is_literal(a)
-                else (self._waits(n, a) and renamed.get(a)) or self.clones.get(a) or self.passed.get(a, a)
+                else (self._waits(n, a) and renamed.get(a))
+                or self.clones.get(a)
+                or fenced_name(self, n, a)
+                or self.passed.get(a, a)
                 for a in eqn.invars
             ]
             moved = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
