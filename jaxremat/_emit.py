@@ -34,6 +34,7 @@ from ._fenced import fenced_name, remember
 from ._graph import Graph
 from ._hazards import ZERO, Hazards, is_zero
 from ._implementations import inline, replaced
+from ._last_reads import hold, last_reads, updates
 from ._merge import merged
 from ._own_kernels import make_apart
 from ._primitives import is_loop_edge
@@ -115,6 +116,9 @@ class Emitter:
             self.own[self.place[n]].append(n)
         self.hazards = Hazards(graph, self.source, self.readers)
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
+        self.updates = updates(self)
+        self.last_reads = last_reads(self)
+        self.overwritten: dict[Any, Any] = {}  # argument -> its name where it is updated
 
     def run(self) -> list[Any]:
         """Append everything; returns the step's outputs by their final names."""
@@ -172,7 +176,8 @@ class Emitter:
             self.waiting = self._resume(k, renamed)
         make_apart(self, k, wanted, inside, loop)
         self.waiting, self.due = self.waiting | dict(stage.deferred), {}
-        self._run([n for n in inside if n not in self.waiting], renamed)
+        now = [n for n in inside if n not in self.waiting]
+        self._run(sorted(now, key=lambda n: (n in self.updates, n)), renamed)
 
     def _resume(self, k: int, renamed: dict[Any, Any]) -> dict[int, int]:
         """Append the deferred equations that waited for the fence of stage `k`; returns those that wait on."""
@@ -214,6 +219,7 @@ class Emitter:
                 a
                 if _compat.is_literal(a)
                 else (self._waits(n, a) and renamed.get(a))
+                or (n in self.updates and self.overwritten.get(a))
                 or self.clones.get(a)
                 or fenced_name(self, n, a)
                 or self.passed.get(a, a)
@@ -222,6 +228,7 @@ class Emitter:
             moved = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
             placed = self._placed(moved, renamed)
             self.append(placed, [self.graph.nodes[n].loop] * len(placed))
+            hold(self, n)
 
     def maker(self, var: Any) -> int:
         """The equation that makes a variable."""
