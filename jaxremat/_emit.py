@@ -37,6 +37,7 @@ from ._implementations import inline, replaced
 from ._last_reads import hold, last_reads, updates
 from ._merge import merged
 from ._own_kernels import make_apart
+from ._places import entered, places
 from ._primitives import is_loop_edge
 from ._schedule import Schedule
 from ._slices import expands, sliced_inline
@@ -109,7 +110,7 @@ class Emitter:
             for a in eqn.invars:
                 if not _compat.is_literal(a):
                     self.readers.setdefault(a, []).append(node.id)
-        self.place = self._place()
+        self.place = places(self)
         self.sunk = sunk_values(self.source, traced.loop_of, traced.loops)
         self.own: list[list[int]] = [[] for _ in graph.stages]
         for n in range(graph.forward_stop, len(graph.nodes)):
@@ -183,31 +184,6 @@ class Emitter:
         """Append the deferred equations that waited for the fence of stage `k`; returns those that wait on."""
         self._run([n for n, until in self.waiting.items() if until <= k], renamed)
         return {n: until for n, until in self.waiting.items() if until > k}
-
-    def _place(self) -> list[int]:
-        """For each equation the stage it runs in: of fused ones that of their first reader, whose kernel they are."""
-        graph = self.graph
-        place = list(graph.stage_of)
-        settled = {n for stage in graph.stages for n, _ in stage.deferred}
-        settled |= {graph.values[v].producer for stage in graph.stages for v in stage.finished}
-        entered = (v for n in range(graph.forward_stop, len(self.source)) for v in self._entered(n))
-        entered = {graph.values[v].producer for v in entered}
-        # What starts a loop off passes the fence before it; if it is zeros, it is made behind that fence.
-        begun = {n for n in entered if n >= 0 and is_zero(self.source[n])}
-        settled |= entered - begun
-        for n in reversed(range(graph.forward_stop, len(graph.nodes))):
-            readers = [place[m] for v in self.source[n].outvars for m in self.readers.get(v, ())]
-            fused = not graph.kernel[n] and graph.nodes[n].repeatable
-            if readers and (n in begun or (fused and n not in settled)):
-                place[n] = self._outside(min(readers), graph.nodes[n].loop)
-        return place
-
-    def _outside(self, k: int, loop: int) -> int:
-        """The stage, or the last before it with whose equations or fence an equation of this loop may stand."""
-        graph = self.graph
-        while k and loop not in (graph.nodes[n := graph.stages[k].start].loop, graph.around(n)):
-            k -= 1
-        return k
 
     def _run(self, nodes: Sequence[int], renamed: dict[Any, Any]) -> None:
         """Append equations in their own place, reading clones and fenced names where there are any."""
@@ -297,9 +273,9 @@ class Emitter:
             operands = [a for a in self.source[n].invars if not _compat.is_literal(a)]
             inner = [a for a in operands if a in self.value_of and a not in made]
             through.extend(inner if inner or any(a in made for a in operands) else operands)
-        entering = [n for n in self.own[k] if self.graph.nodes[n].loop != loop and self._entered(n)]
-        entered = (a for n in entering for a in self.source[n].invars if a in self.value_of)
-        through.extend(a for a in entered if self.place[self.maker(a)] < k)
+        entering = [n for n in self.own[k] if self.graph.nodes[n].loop != loop and entered(self, n)]
+        starts = (a for n in entering for a in self.source[n].invars if a in self.value_of)
+        through.extend(a for a in starts if self.place[self.maker(a)] < k)
         here = [n for n in self.own[k] if self.graph.nodes[n].loop == loop]
         own = [self.source[n] for n in here]
         for n in here:
@@ -311,10 +287,6 @@ class Emitter:
             through.append(_ZERO)  # what loops fill, any compiler begins early
         due = any(until <= k for until in self.waiting.values())
         return self._fenced(through, self._trigger(k), f"fence_{k}", loop) if through or due else {}
-
-    def _entered(self, n: int) -> tuple[int, ...]:
-        """The values that start a loop off, which thereby waits for a fence before it, if the equation is its carry."""
-        return self.graph.nodes[n].inputs if self.source[n].primitive.name == "scan_carry" else ()
 
     def _fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:
         """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""
@@ -338,7 +310,7 @@ class Emitter:
 
     def _waits(self, n: int, var: Any) -> bool:
         """Whether the equation reads the operand behind the fence, though that is not recomputed."""
-        return bool(self._entered(n)) or self.hazards.early(n, var)
+        return bool(entered(self, n)) or self.hazards.early(n, var)
 
     def _due(self, var: Any) -> bool:
         """Whether what makes it waits for a fence, behind which it is made then."""

@@ -296,24 +296,21 @@ class Graph:
             and len(node.outputs) == 1
             for nbytes in (self.values[node.outputs[0]].nbytes,)
             for read in (frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)),)
-            if any(
-                self.values[v].nbytes == nbytes and self.dies_at(v, node)
-                for v in {*self.reads[node.id]} - read
-            )
+            if any(v not in read and self.dies_at(v, node, nbytes) for v in self.reads[node.id])
         )
 
     @cached_property
     def _last(self) -> dict[int, int]:
-        """The last node that reads each value, none for what a forward node reads: that may be recomputed later."""
+        """The last node that reads each value, past the end if a forward node does: that may be run again."""
         last = {v: node.id for node in self.nodes for v in self.reads[node.id]}
-        repeated = {v for node in self.nodes if node.forward for v in self.reads[node.id]}
-        return {v: n for v, n in last.items() if v not in repeated}
+        return last | {v: len(self.nodes) for node in self.nodes if node.forward for v in self.reads[node.id]}
 
-    def dies_at(self, v: int, node: Node) -> bool:
-        """Whether the backward pass made the value, and no later node reads it."""
+    def dies_at(self, v: int, node: Node, nbytes: int | None = None) -> bool:
+        """Whether the backward pass made the value (of this size), and no later node reads it."""
         value = self.values[v]
         own = value.producer >= 0 and not value.is_output and not self.nodes[value.producer].forward
-        return own and self._last.get(v) == node.id and self.kept_by(v, self.reader_loop(node)) < 0
+        own = own and nbytes in (None, value.nbytes) and self._last.get(v) == node.id
+        return own and self.kept_by(v, self.reader_loop(node)) < 0
 
     @cached_property
     def lingering(self) -> dict[int, int]:

@@ -167,9 +167,8 @@ def lower(
     )
     pins = [*_hinted(traced, index, graph), *matching(graph, patterns, written is not None)]
     graph = with_pins(graph, pins) if pins else graph
-    graph = _with_room(
-        graph, workspace or {}, {values[v].producer: values[u].producer for u, v in sums.items()}
-    )
+    made_by = {values[v].producer: values[u].producer for u, v in sums.items()}
+    graph = _with_room(graph, workspace or {}, made_by)
     graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, traced.loops, seconds or {})
     return replace(graph, stages=cut_stages(graph))
 
