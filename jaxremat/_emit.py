@@ -34,7 +34,7 @@ from ._fenced import fenced_name, remember
 from ._graph import Graph
 from ._hazards import ZERO, Hazards, is_zero
 from ._implementations import inline, replaced
-from ._last_reads import hold, last_reads, updates
+from ._last_reads import hold, last_reads
 from ._merge import merged
 from ._own_kernels import make_apart
 from ._places import entered, places
@@ -117,8 +117,7 @@ class Emitter:
             self.own[self.place[n]].append(n)
         self.hazards = Hazards(graph, self.source, self.readers)
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
-        self.updates = updates(self)
-        self.last_reads = last_reads(self)
+        self.last_reads, self.held = last_reads(self)
         self.overwritten: dict[Any, Any] = {}  # argument -> its name where it is updated
 
     def run(self) -> list[Any]:
@@ -178,7 +177,7 @@ class Emitter:
         make_apart(self, k, wanted, inside, loop)
         self.waiting, self.due = self.waiting | dict(stage.deferred), {}
         now = [n for n in inside if n not in self.waiting]
-        self._run(sorted(now, key=lambda n: (n in self.updates, n)), renamed)
+        self._run(sorted(now, key=lambda n: (n in self.held, n)), renamed)
 
     def _resume(self, k: int, renamed: dict[Any, Any]) -> dict[int, int]:
         """Append the deferred equations that waited for the fence of stage `k`; returns those that wait on."""
@@ -195,7 +194,7 @@ class Emitter:
                 a
                 if _compat.is_literal(a)
                 else (self._waits(n, a) and renamed.get(a))
-                or (n in self.updates and self.overwritten.get(a))
+                or (n in self.held and self.overwritten.get(a))
                 or self.clones.get(a)
                 or fenced_name(self, n, a)
                 or self.passed.get(a, a)

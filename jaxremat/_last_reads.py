@@ -14,25 +14,14 @@ from . import _compat
 from ._primitives import is_relabelling
 
 
-def updates(emitter: Any) -> set[int]:
-    """The nodes of the backward pass from which nothing follows but the step's results, in no kernel of their own."""
-    graph = emitter.graph
-    found: set[int] = set()
-    if graph.backend.fuses and not graph.loop_stop:
-        for n in reversed(range(graph.forward_stop, len(graph.nodes))):
-            readers = (m for v in emitter.source[n].outvars for m in emitter.readers.get(v, ()))
-            if not graph.nodes[n].heavy and graph.nodes[n].repeatable and found.issuperset(readers):
-                found.add(n)
-    return found
-
-
-def last_reads(emitter: Any) -> dict[int, list[Any]]:
-    """For each product the donated arguments that no later one reads before they are updated, in the same stage."""
+def last_reads(emitter: Any) -> tuple[dict[int, list[Any]], set[int]]:
+    """For each product the donated arguments that no later one reads before they are updated, in the same stage; and
+    the nodes of those updates, from the first that reads such an argument on.
+    """
     jaxpr, graph, place = emitter.traced.jaxpr.jaxpr, emitter.graph, emitter.place
     donated = {v for v, d in zip(jaxpr.invars, emitter.traced.donated, strict=True) if d}
-    updated = {
-        a: n for n in emitter.updates for a in _compat.variables(emitter.source[n].invars) if a in donated
-    }
+    updates = _updates(emitter) if donated and graph.backend.fuses and not graph.loop_stop else set()
+    updated = {a: n for n in updates for a in _compat.variables(emitter.source[n].invars) if a in donated}
     last: dict[Any, int] = {}
     for n in range(graph.forward_stop, len(graph.nodes)):
         if graph.nodes[n].primitive == "dot_general":
@@ -41,6 +30,23 @@ def last_reads(emitter: Any) -> dict[int, list[Any]]:
     found: dict[int, list[Any]] = {}
     for a, n in last.items():
         found.setdefault(n, []).append(a)
+    held: set[int] = set()
+    made = set(last)
+    for n in sorted(updates):
+        if not made.isdisjoint(_compat.variables(emitter.source[n].invars)):
+            held.add(n)
+            made.update(emitter.source[n].outvars)
+    return found, held
+
+
+def _updates(emitter: Any) -> set[int]:
+    """The nodes of the backward pass from which nothing follows but the step's results, in no kernel of their own."""
+    graph = emitter.graph
+    found: set[int] = set()
+    for n in reversed(range(graph.forward_stop, len(graph.nodes))):
+        readers = (m for v in emitter.source[n].outvars for m in emitter.readers.get(v, ()))
+        if not graph.nodes[n].heavy and graph.nodes[n].repeatable and found.issuperset(readers):
+            found.add(n)
     return found
 
 
