@@ -165,10 +165,9 @@ def lower(
         groups=tuple(loop.group for loop in traced.loops),
         segments=traced.segments,
     )
+    graph = _with_room(graph, workspace or {}, sums)
     pins = [*_hinted(traced, index, graph), *matching(graph, patterns, written is not None)]
     graph = with_pins(graph, pins) if pins else graph
-    made_by = {values[v].producer: values[u].producer for u, v in sums.items()}
-    graph = _with_room(graph, workspace or {}, made_by)
     graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, traced.loops, seconds or {})
     return replace(graph, stages=cut_stages(graph))
 
@@ -347,11 +346,10 @@ def _read_in_memory(
     return chosen
 
 
-def _with_room(graph: Graph, workspace: Mapping[int, Scratch], scattered: Mapping[int, int]) -> Graph:
-    """The graph with less scratch memory where it takes the place of what nothing reads later; of sums, what the
-    kernel that makes each scatters.
-    """
+def _with_room(graph: Graph, workspace: Mapping[int, Scratch], sums: Mapping[int, int]) -> Graph:
+    """The graph with less scratch memory where it takes the place of what nothing reads later; `sums` as above."""
     nodes = [*graph.nodes]
+    scattered = {graph.values[v].producer: graph.values[u].producer for u, v in sums.items()}
     for n, scratch in workspace.items():
         dying = [graph.values[v].producer for v in graph.reads[n] if graph.dies_at(v, nodes[n])]
         fewer = max((scratch.fewer.get(scattered.get(i, i), 0) for i in dying), default=0)
