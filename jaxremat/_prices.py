@@ -74,7 +74,7 @@ def priced(
         sources = frozenset().union(*(behind.get(v, (v,)) for v in graph.reads[node.id]))
         read = arguments + sum(graph.values[v].nbytes for v in sources)
         made = sum(graph.values[v].nbytes for v in node.outputs)
-        if is_window(eqn):
+        if is_window(eqn) and node.loop < 0:  # an iteration's kernels say for themselves what they read
             read = made
         if is_write(eqn):
             read = made = aval_nbytes(eqn.invars[1].aval)
