@@ -2,8 +2,7 @@
 
 Copies of operands in another layout or with padding, index arrays of a pooling gradient and library scratch appear in
 no jaxpr. A buffer that is no equation's value counts for the equations whose kernels read it, directly or through
-kernels of no equation, or for the one whose kernel it is of where nothing does. What counts for none is a copy of an
-argument as it is: the program's order has it overwritten before its last reader, and a plan's order is another.
+kernels of no equation, or for the one whose kernel it is of where nothing does.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 from . import _compat
 from ._cost import aval_nbytes
-from ._hlo import Computation, Instruction, Module, maker
+from ._hlo import Computation, Module, maker
 from ._live import Life, lives
 from ._primitives import is_relabelling
 from ._tags import TAG
@@ -24,7 +23,7 @@ class Purposes:
 
     **Fields:** `own` for each instruction the equation that it is tagged with, if any; `wanted` for each the equations
     for which it runs: its own, else those of its readers; `made` the buffers that are values, with their equation;
-    `extras` the others, and whether they are copies of arguments, in another layout or with padding.
+    `extras` the others, and whether they are copies of arguments.
     """
 
     own: Sequence[set[int]]
@@ -84,7 +83,7 @@ def purposes(module: Module, computation: Computation, values: Values) -> Purpos
         made_at.setdefault(life.born, []).append(life)
         if tag >= 0 and values.claim(tag, buffer.nbytes):
             made.append((tag, life))
-        elif buffer.nbytes and not _is_spare(buffer.instruction, scope):
+        elif buffer.nbytes:
             extras.append((life, isinstance(made_by, tuple)))
     wanted: list[set[int]] = [set() for _ in instructions]
     for position in reversed(range(len(instructions))):
@@ -92,12 +91,3 @@ def purposes(module: Module, computation: Computation, values: Values) -> Purpos
             *(wanted[reader] for life in made_at.get(position, ()) for reader in life.readers)
         )
     return Purposes(own, wanted, made, extras)
-
-
-def _is_spare(made: Instruction, scope: Mapping[str, Instruction]) -> bool:
-    """Whether it is a copy of an argument as it is."""
-    if made.opcode != "copy":
-        return False
-    source = scope[made.operands[0]]
-    same = [shape.layout for shape in made.shapes] == [shape.layout for shape in source.shapes]
-    return source.opcode == "parameter" and same

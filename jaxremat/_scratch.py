@@ -2,7 +2,8 @@
 
 An equation compiled alone says little of them: there its operands come in the layout of arguments, while in the program
 their own producers write them as it wants them. So they are read off the whole program, as `_purposes` finds them. A
-copy of an argument alone is made at any time, and counts for all that run while it is there.
+copy of an argument alone is made at any time, and counts for all that run while it is there; but not a copy of an
+argument as it is, which the program's order needs because something overwrites the argument before its last reader.
 
 An operand that is copied, and that nothing reads later, is gone before the copy is: it makes room for what the equation
 has besides.
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._hlo import CONTROL, Computation, Module, executed
+from ._hlo import CONTROL, Computation, Instruction, Module, executed
 from ._live import peak_of
 from ._purposes import Values, purposes, values_of
 
@@ -56,7 +57,9 @@ def _of(module: Module, computation: Computation, values: Values) -> dict[int, S
         charged[tag].append((life.born, life.dies, life.buffer.nbytes))
         results[tag] += life.buffer.nbytes
     kernel_for = [set(tags) for tags in known.wanted]
-    for life, copied in known.extras:
+    scope = computation.by_name()
+    extras = [each for each in known.extras if not _is_spare(each[0].buffer.instruction, scope)]
+    for life, copied in extras:
         users = set().union(*(known.wanted[p] for p in life.readers)) or known.wanted[life.born]
         kernel_for[life.born] |= users
         if copied:
@@ -94,3 +97,12 @@ def _most(spans: Sequence[Span]) -> int:
         now += changes[position]
         most = max(most, now)
     return most
+
+
+def _is_spare(made: Instruction, scope: Mapping[str, Instruction]) -> bool:
+    """Whether it is a copy of an argument as it is."""
+    if made.opcode != "copy":
+        return False
+    source = scope[made.operands[0]]
+    same = [shape.layout for shape in made.shapes] == [shape.layout for shape in source.shapes]
+    return source.opcode == "parameter" and same
