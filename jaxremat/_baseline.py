@@ -35,7 +35,7 @@ from ._program import Compiled, Program
 from ._progress import phase
 from ._roofline import roofline
 from ._schedule import Schedule
-from ._scratch import scratch
+from ._scratch import Scratch, scratch
 from ._simulate import simulate
 from ._tags import Beside, Written, borrowed, constants, tagged, written
 from ._trace import Traced, trace
@@ -308,7 +308,7 @@ class Baseline:
         return self._graphs[key]
 
     @cached_property
-    def _shown(self) -> dict[int, int]:
+    def _shown(self) -> dict[int, Scratch]:
         """Scratch memory of the plain form's equations, as its program shows it."""
         return scratch(self._module, self.traced.jaxpr.jaxpr.eqns)
 
@@ -317,15 +317,18 @@ class Baseline:
         """Seconds of those that are library calls in its program."""
         return library_seconds(self._module, self.traced.jaxpr.jaxpr.eqns, self.device)
 
-    def _workspace(self, traced: Traced, least: int) -> dict[int, int]:
+    def _workspace(self, traced: Traced, least: int) -> dict[int, Scratch]:
         """Scratch memory by equation: what the program shows, and of the bodies of loops what they need alone."""
-        if not self.backend.fuses:
-            return workspaces(traced, self.program, self.device.platform, least)
-        looped = frozenset(
-            i for i, loop in enumerate(traced.loop_of) if loop >= 0 and traced.loops[loop].role == ALONE
-        )
-        alone = workspaces(traced, self.program, self.device.platform, least, looped)
-        return alone | {j: self._shown[i] for i, j in self.traced.places(traced).items() if i in self._shown}
+        platform, among = self.device.platform, None
+        if self.backend.fuses:
+            own = (i for i, loop in enumerate(traced.loop_of) if loop >= 0)
+            among = frozenset(i for i in own if traced.loops[traced.loop_of[i]].role == ALONE)
+        alone = workspaces(traced, self.program, platform, least, among)
+        found = {i: Scratch(nbytes) for i, nbytes in alone.items()}
+        if among is not None:
+            places = self.traced.places(traced)
+            found |= {j: self._shown[i].renumbered(places) for i, j in places.items() if i in self._shown}
+        return found
 
     def _measured(self, traced: Traced, temporaries_nbytes: int) -> dict[int, float] | None:
         """Seconds of equations that ran alone: on the device at hand where that is asked for, else of library calls, as

@@ -4,8 +4,9 @@ The jaxpr is the traced one with, at the start of each stage, a fence (`lax.opti
 dropped equations behind it. Tied as follows:
 
 - through the fence pass the saved and kept values that the clones read, and the saved values and arguments that the
-  stage's own contractions read, which the compiler would else copy into another layout long before; other readers keep
-  the originals, so that nothing else is cut. Arguments pass for a clone only where it reads nothing else.
+  stage's own contractions read, which the compiler would else copy into another layout long before (where it fuses,
+  contractions read by its fenced name what has passed, see `_fenced`); other readers keep the originals, so that
+  nothing else is cut. Arguments pass for a clone only where it reads nothing else.
 - the trigger holds the fence back until the stage before is done: the small results (weight gradients, reductions)
   that it leaves behind pass through the fence on their way to the optimizer, whose updates wait for it. Only where
   there is none that is late enough, a cotangent passes through, which cuts it off from kernels that would read it.
@@ -30,13 +31,16 @@ from . import _compat
 from ._close import close_loops, without_unread
 from ._collector import uncollected
 from ._fence import fence
+from ._fenced import fenced_name, remember
 from ._graph import Graph
 from ._hazards import ZERO, Hazards, is_zero
 from ._implementations import inline, replaced
+from ._last_reads import hold, last_reads
 from ._merge import merged
 from ._own_kernels import make_apart
 from ._passing import ZERO as PASSING_ZERO
 from ._passing import fence_within, passing
+from ._places import entered, places
 from ._schedule import Schedule
 from ._slices import expands, sliced_inline
 from ._sunk import sink, sunk_values
@@ -95,6 +99,7 @@ class Emitter:
         self.loop_of: list[int] = []  # of each of them
         self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
         self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
+        self.names_behind: dict[Any, Any] = {}  # saved value -> its fenced name, which later contractions use
         self.zeros: dict[int, tuple[Any]] = {}  # loop -> a zero behind the fence before it
         self.waiting: dict[int, int] = {}  # deferred equation -> the stage of the fence that it waits for
         self.value_of: dict[Any, int] = {}
@@ -106,7 +111,7 @@ class Emitter:
             for a in eqn.invars:
                 if not _compat.is_literal(a):
                     self.readers.setdefault(a, []).append(node.id)
-        self.place = self._place()
+        self.place = places(self)
         self.sunk = sunk_values(self.source, traced.loop_of, traced.loops)
         self.own: list[list[int]] = [[] for _ in graph.stages]
         for n in range(graph.forward_stop, len(graph.nodes)):
@@ -114,6 +119,8 @@ class Emitter:
         self.hazards = Hazards(graph, self.source, self.readers)
         self.precarious = self.hazards.precarious(schedule)
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
+        self.last_reads, self.held = last_reads(self)
+        self.overwritten: dict[Any, Any] = {}  # argument -> its name where it is updated
 
     def run(self) -> list[Any]:
         """Append everything; returns the step's outputs by their final names."""
@@ -145,6 +152,7 @@ class Emitter:
         # The fence of a loop's first stage holds the whole loop back, not what its iterations recompute.
         begins = loop != around
         renamed = self._fence(k, [] if begins else wanted, around)
+        remember(self, renamed)
         inside = [n for n in self.own[k] if graph.nodes[n].loop == loop]
         outside = [n for n in self.own[k] if graph.nodes[n].loop != loop]
         if begins:
@@ -173,37 +181,13 @@ class Emitter:
             self.waiting = self._resume(k, renamed)
         make_apart(self, k, wanted, inside, loop)
         self.waiting, self.due = self.waiting | dict(stage.deferred), {}
-        self._run([n for n in inside if n not in self.waiting], renamed)
+        now = [n for n in inside if n not in self.waiting]
+        self._run(sorted(now, key=lambda n: (n in self.held, n)), renamed)
 
     def _resume(self, k: int, renamed: dict[Any, Any]) -> dict[int, int]:
         """Append the deferred equations that waited for the fence of stage `k`; returns those that wait on."""
         self._run([n for n, until in self.waiting.items() if until <= k], renamed)
         return {n: until for n, until in self.waiting.items() if until > k}
-
-    def _place(self) -> list[int]:
-        """For each equation the stage it runs in: of fused ones that of their first reader, whose kernel they are."""
-        graph = self.graph
-        place = list(graph.stage_of)
-        settled = {n for stage in graph.stages for n, _ in stage.deferred}
-        settled |= {graph.values[v].producer for stage in graph.stages for v in stage.finished}
-        entered = (v for n in range(graph.forward_stop, len(self.source)) for v in self.entered(n))
-        entered = {graph.values[v].producer for v in entered}
-        # What starts a loop off passes the fence before it; if it is zeros, it is made behind that fence.
-        begun = {n for n in entered if n >= 0 and is_zero(self.source[n])}
-        settled |= entered - begun
-        for n in reversed(range(graph.forward_stop, len(graph.nodes))):
-            readers = [place[m] for v in self.source[n].outvars for m in self.readers.get(v, ())]
-            fused = not graph.kernel[n] and graph.nodes[n].repeatable
-            if readers and (n in begun or (fused and n not in settled)):
-                place[n] = self._outside(min(readers), graph.nodes[n].loop)
-        return place
-
-    def _outside(self, k: int, loop: int) -> int:
-        """The stage, or the last before it with whose equations or fence an equation of this loop may stand."""
-        graph = self.graph
-        while k and loop not in (graph.nodes[n := graph.stages[k].start].loop, graph.around(n)):
-            k -= 1
-        return k
 
     def _run(self, nodes: Sequence[int], renamed: dict[Any, Any]) -> None:
         """Append equations in their own place, reading clones and fenced names where there are any."""
@@ -214,12 +198,17 @@ class Emitter:
             invars = [
                 a
                 if _compat.is_literal(a)
-                else (self._waits(n, a) and renamed.get(a)) or self.clones.get(a) or self.passed.get(a, a)
+                else (self._waits(n, a) and renamed.get(a))
+                or (n in self.held and self.overwritten.get(a))
+                or self.clones.get(a)
+                or fenced_name(self, n, a)
+                or self.passed.get(a, a)
                 for a in eqn.invars
             ]
             eqn = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
             placed = self._placed(eqn, renamed)
             self.append(placed, [self.graph.nodes[n].loop] * len(placed))
+            hold(self, n)
 
     def maker(self, var: Any) -> int:
         """The equation that makes a variable."""
@@ -286,10 +275,6 @@ class Emitter:
         waits_for = [*trigger(self, k), *firm]
         return self.fenced(through, waits_for, f"fence_{k}", loop) if through or due or firm else {}
 
-    def entered(self, n: int) -> tuple[int, ...]:
-        """The values that start a loop off, which thereby waits for a fence before it, if the equation is its carry."""
-        return self.graph.nodes[n].inputs if self.source[n].primitive.name == "scan_carry" else ()
-
     def fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:
         """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""
         varying = {_compat.varying_axes(a) for a in (*trigger, *through) if not isinstance(a, str)}
@@ -313,4 +298,4 @@ class Emitter:
 
     def _waits(self, n: int, var: Any) -> bool:
         """Whether the equation reads the operand behind the fence, though that is not recomputed."""
-        return bool(self.entered(n)) or self.hazards.early(n, var)
+        return bool(entered(self, n)) or self.hazards.early(n, var)

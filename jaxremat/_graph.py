@@ -286,6 +286,19 @@ class Graph:
         return in_place(self)
 
     @cached_property
+    def _last(self) -> dict[int, int]:
+        """The last node that reads each value, past the end if a forward node does: that may be run again."""
+        last = {v: node.id for node in self.nodes for v in self.reads[node.id]}
+        return last | {v: len(self.nodes) for node in self.nodes if node.forward for v in self.reads[node.id]}
+
+    def dies_at(self, v: int, node: Node, nbytes: int | None = None) -> bool:
+        """Whether the backward pass made the value (of this size), and no later node reads it."""
+        value = self.values[v]
+        own = value.producer >= 0 and not value.is_output and not self.nodes[value.producer].forward
+        own = own and nbytes in (None, value.nbytes) and self._last.get(v) == node.id
+        return own and self.kept_by(v, self.reader_loop(node)) < 0
+
+    @cached_property
     def lingering(self) -> dict[int, int]:
         """The finished values that deferred nodes read, each with the last stage of whose fence one waits."""
         lingering: dict[int, int] = {}

@@ -7,7 +7,7 @@ question, what kernels cost `_roofline`'s.
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Results that are no buffers of their own: they name their operands' buffers, leaf by leaf.
 NAMES = frozenset({"tuple", "get-tuple-element", "bitcast", "opt-barrier", "domain", "add-dependency"})
@@ -24,11 +24,12 @@ HOST_SPACE = 5  # memory space of pinned host memory in a layout, S(5)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An array type: HLO's name of the element type, dimensions, memory space (0: the device's)."""
+    """An array type: HLO's name of the element type, dimensions, memory space (0: the device's), layout as printed."""
 
     dtype: str
     dims: tuple[int, ...]
     space: int = 0
+    layout: str = field(default="", compare=False)
 
     @property
     def elements(self) -> int:
@@ -188,7 +189,7 @@ def _type(printed: str) -> _Type:
         if token[1]:
             space = _SPACE.search(token[3] or "")
             dims = tuple(int(size.lstrip("<=")) for size in token[2].split(",") if size)  # <=8: a bound
-            shapes.append(Shape(token[1], dims, int(space[1]) if space else 0))
+            shapes.append(Shape(token[1], dims, int(space[1]) if space else 0, token[3] or ""))
     return tuple(shapes), tuple(starts)
 
 

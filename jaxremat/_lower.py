@@ -28,6 +28,7 @@ from ._primitives import (
     is_repeatable,
     reads_memory,
 )
+from ._scratch import Scratch, with_room
 from ._slices import is_pooling_gradient
 from ._special import OVERWRITING
 from ._stages import cut_stages
@@ -49,7 +50,7 @@ def lower(
     *,
     base_nbytes: int,
     written: Written | None = None,
-    workspace: Mapping[int, int] | None = None,
+    workspace: Mapping[int, Scratch] | None = None,
     beside: Beside | None = None,
     seconds: Mapping[int, float] | None = None,
     patterns: Patterns = (),
@@ -61,7 +62,7 @@ def lower(
     - `base_nbytes`: arguments + outputs - aliased bytes, per device.
     - `written`: what the plain step's compiled program writes and reads; None where there is none, and fusion rules
       decide.
-    - `workspace`: scratch bytes by equation index.
+    - `workspace`: scratch memory by equation index.
     - `beside`: what iterations of loops write that is no value.
     - `seconds`: measured times of equations that ran alone, by index; the others' are the roofline's.
     - `patterns`: what `pins` the user gave besides the hints in the program.
@@ -116,7 +117,7 @@ def lower(
                 outputs=outs,
                 seconds=0.0,
                 flops=eqn_flops(eqn),
-                workspace_nbytes=(workspace or {}).get(i, 0),
+                workspace_nbytes=workspace[i].nbytes if workspace and i in workspace else 0,
                 shared_nbytes=beside.shared.get(i, 0),
                 borrows=beside.borrowed.get(i, ()),
                 constant_nbytes=beside.constants.get(i, 0),
@@ -170,6 +171,7 @@ def lower(
         trips=tuple(loop.length for loop in traced.loops),
         segments=traced.segments,
     )
+    graph = with_room(graph, workspace or {}, sums)
     pins = [*_hinted(traced, index, graph), *matching(graph, patterns, written is not None)]
     graph = with_pins(graph, pins) if pins else graph
     graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, traced.loops, seconds or {})

@@ -15,8 +15,6 @@ def in_place(graph: Any) -> frozenset[int]:
     pass made, and that nobody else reads later, nor a reduction that is fused into the kernel. A compiler that does
     not fuse those wants the operand in the result's shape, too.
     """
-    last: dict[int, int] = {}
-    repeated: set[int] = set()  # what a forward node reads may be read again, by its recomputation
     # what reductions that a fused value hides read, before any of it may be written over
     reduced: dict[int, frozenset[int]] = {}
     for node in graph.nodes:
@@ -25,16 +23,9 @@ def in_place(graph: Any) -> frozenset[int]:
         if hidden is not None and (node.heavy or (not graph.backend.fuses and node.primitive in RESHAPES)):
             hidden = hidden.union(*(graph.sources[v] for v in node.inputs))
         reduced.update((v, hidden) for v in fused if hidden)
-        last.update((v, node.id) for v in graph.reads[node.id])
-        if node.forward:
-            repeated.update(graph.reads[node.id])
 
     def dies(v: int, node: Any, nbytes: int) -> bool:
-        value = graph.values[v]
-        own = value.producer >= 0 and not value.is_output and not graph.nodes[value.producer].forward
-        own = own and not graph.nodes[value.producer].flattened
-        own = own and graph.kept_by(v, graph.reader_loop(node)) < 0
-        return own and v not in repeated and last[v] == node.id and value.nbytes == nbytes
+        return graph.dies_at(v, node, nbytes) and not graph.nodes[graph.values[v].producer].flattened
 
     return frozenset(
         node.id

@@ -9,6 +9,7 @@ from typing import Any
 
 from . import _compat
 from ._hazards import is_zero
+from ._places import entered
 from ._primitives import is_loop_edge, is_write
 from ._slices import expands
 
@@ -27,9 +28,9 @@ def passing(emitter: Any, k: int, wanted: Sequence[int], loop: int) -> list[Any]
         operands = [a for a in source[n].invars if not _compat.is_literal(a)]
         inner = [a for a in operands if a in emitter.value_of and a not in made]
         found.extend(inner if inner or any(a in made for a in operands) else operands)
-    entering = [n for n in emitter.own[k] if graph.nodes[n].loop != loop and emitter.entered(n)]
-    entered = (a for n in entering for a in source[n].invars if a in emitter.value_of)
-    found.extend(a for a in entered if emitter.place[emitter.maker(a)] < k)
+    entering = [n for n in emitter.own[k] if graph.nodes[n].loop != loop and entered(emitter, n)]
+    starts = (a for n in entering for a in source[n].invars if a in emitter.value_of)
+    found.extend(a for a in starts if emitter.place[emitter.maker(a)] < k)
     here = [n for n in emitter.own[k] if graph.nodes[n].loop == loop]
     for n in here:
         operands = (a for a in source[n].invars if not _compat.is_literal(a))
@@ -51,7 +52,7 @@ def fence_within(
 
     **Arguments:** `inside` the stage's own equations, in the loop.
     """
-    carries = (emitter.source[n].outvars[0] for n in inside if emitter.entered(n))
+    carries = (emitter.source[n].outvars[0] for n in inside if entered(emitter, n))
     carried = [v for v in carries if can_pass(v) and not _is_written(emitter, v)]
     through = passing(emitter, k, wanted, loop)
     return emitter.fenced(through, carried, f"fence_{k}", loop) if through else {}

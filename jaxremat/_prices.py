@@ -2,8 +2,12 @@
 
 The price of a node is what running it once more costs: of a kernel of its own its arithmetic or traffic by the roofline
 of the device, of one that its readers absorb what they read more.
+
+Saving a value is not free where a compiler that fuses writes it for the backward pass alone, as another result of a
+kernel: where it is dropped, the kernel is spared that.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
@@ -13,7 +17,7 @@ from ._cost import THREEFRY_PASSES, alone_seconds, aval_nbytes, flops_dtype, in_
 from ._devices import DeviceSpec
 from ._graph import Graph, Node, Value
 from ._loops import Loop
-from ._primitives import is_loop_edge, is_loop_slice, is_relabelling, is_view, is_write
+from ._primitives import is_loop_edge, is_loop_slice, is_relabelling, is_view, is_window, is_write
 from ._tags import Written
 
 MOST_FUSED_FLOPS = 50.0
@@ -50,6 +54,9 @@ def priced(
                 light[v] = min(own + below, MOST_FUSED_FLOPS * max(graph.values[v].nbytes, 1))
                 heavy[v] = inner | {node.id} if node.heavy else inner
     loaded = _contracted(graph, eqns)
+    beside: dict[int, float] = {}  # what saving values costs that are written for the backward pass alone
+    alone = _for_later(graph, written) if written and graph.backend.fuses and not loops else frozenset()
+    behind: dict[int, frozenset[int]] = {}  # what these are made of
     nodes = []
     step_seconds = 0.0
     for node, eqn in zip(graph.nodes, eqns, strict=True):
@@ -64,8 +71,11 @@ def priced(
             + sum(graph.nodes[n].flops for n in inner)
         )
         arguments = sum(graph.values[v].nbytes for v in node.inputs if graph.values[v].producer < 0)
-        read = arguments + sum(graph.values[v].nbytes for v in graph.reads[node.id])
+        sources = frozenset().union(*(behind.get(v, (v,)) for v in graph.reads[node.id]))
+        read = arguments + sum(graph.values[v].nbytes for v in sources)
         made = sum(graph.values[v].nbytes for v in node.outputs)
+        if is_window(eqn) and node.loop < 0:  # an iteration's kernels say for themselves what they read
+            read = made
         if is_write(eqn):
             read = made = aval_nbytes(eqn.invars[1].aval)
         if in_rounds(device, eqn):
@@ -76,15 +86,33 @@ def priced(
         step_seconds += once * times
         if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
             # Its readers absorb it: they read its operands in its place.
-            more = (
-                _read_instead(graph, node, written)
-                if graph.backend.fuses and node.loop < 0
-                else max(read - made, 0)
-            )
+            more = max(read - made, 0)
+            if graph.backend.fuses and node.loop < 0:
+                more = _read_instead(graph, node, written)
+                for v in alone.intersection(node.outputs):
+                    behind[v] = sources
+                    beside[v] = graph.values[v].nbytes / device.bandwidth
             once = slower * (kernel_seconds(device, flops_dtype(eqn), flops, more) - device.launch_seconds)
         nodes.append(replace(node, seconds=once * times))
     graph = replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
+    if beside:
+        values = tuple(replace(v, saved_seconds=beside.get(v.id, 0.0)) for v in graph.values)
+        return replace(graph, values=values, extra_seconds=-math.fsum(beside.values()))
     return _with_stacking(graph, device, trips)
+
+
+def _for_later(graph: Graph, written: Written) -> frozenset[int]:
+    """What the forward pass's kernels write and none of them reads."""
+    read = {
+        i for writes, reads in written.kernels if any(graph.nodes[n].forward for n in writes) for i in reads
+    }
+    return frozenset(
+        v
+        for v in graph.residuals
+        for i in (graph.values[v].producer,)
+        if i in written.sizes and i not in read
+        if graph.recomputable(v) and not graph.is_small(v) and not graph.values[v].is_output
+    )
 
 
 def _contracted(graph: Graph, eqns: Sequence[Any]) -> set[int]:

@@ -143,6 +143,11 @@ def is_light(eqn: Any) -> bool:
     return eqn.primitive.name in _LIGHT or is_view(eqn)
 
 
+def is_window(eqn: Any) -> bool:
+    """A part of an array, of which no more is read than the result has."""
+    return eqn.primitive.name in ("slice", "dynamic_slice")
+
+
 def is_write(eqn: Any) -> bool:
     """An update of a part of an array, which is written over it."""
     return eqn.primitive.name == "dynamic_update_slice"

@@ -83,3 +83,11 @@ def watched(watcher: Watcher | None) -> Iterator[None]:
         yield
     finally:
         _watcher.reset(token)
+
+
+def incumbent(best: tuple[float, ...], bound_seconds: float, step_seconds: float) -> str:
+    """An incumbent and its gap, for people."""
+    if best[0] > 0:
+        return "nothing fits yet"
+    overhead = best[1] / step_seconds
+    return f"{overhead:.2%} extra time, gap {max(overhead - bound_seconds / step_seconds, 0.0):.2%}"

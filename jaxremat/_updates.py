@@ -101,7 +101,9 @@ class _Updates:
         return list(found)
 
     def _updated(self, v: int, nodes: range) -> tuple[int, ...]:
-        """What the update that the value leads to returns; nothing where not all of it can run in the stage."""
+        """What the update that the value leads to returns; nothing where not all of it can run in the stage, or where
+        what it overwrites is read later.
+        """
         graph = self.graph
         update: set[int] = set()
         stack = [v]
@@ -112,6 +114,9 @@ class _Updates:
                 if n not in update:
                     update.add(n)
                     stack.extend(graph.nodes[n].outputs)
+        over = graph.donated.intersection(u for n in update for u in graph.nodes[n].inputs)
+        if any(m >= nodes.stop for u in over for m in self.readers[u]):
+            return ()
         outputs = tuple(
             u for n in sorted(update) for u in graph.nodes[n].outputs if graph.values[u].is_output
         )

@@ -33,7 +33,7 @@ import mip.cbc as _cbc
 from .._collector import uncollected
 from .._errors import SolverError
 from .._graph import Graph
-from .._progress import note
+from .._progress import incumbent, note
 from .._schedule import Schedule, complete, must_save
 from .._simulate import extra_seconds, rank, simulate
 from ._blocks import Blocks
@@ -69,6 +69,9 @@ boundaries, and those that a schedule is found to be better for, if it recompute
 
 MOST_HOLDABLE = 500
 """The same where nothing fits otherwise."""
+
+LEAST_STEP = 0.01
+"""If the last slack with which all takes too long and the first without differ by more, one in between is tried."""
 
 MOST_OVERHEAD = 1.0
 """Least memory that costs more of the step's time than this is given up for the next of `LEAST_SLACKS`."""
@@ -156,23 +159,22 @@ class Milp:
         least = _Model(graph, self, holding=True).solve(None, least.schedule, now + time_limit / 4)
         peak = simulate(graph, least.schedule).peak_nbytes
         plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes - graph.base_nbytes
-        found = least
+        found, most = least, MOST_OVERHEAD * graph.step_seconds
+        low = high = 0.0  # shares of slack with which all takes too long, and with which it does not
         for slack in LEAST_SLACKS:
             budget = peak + int(slack * plain)
             known = (found.schedule, MinCut().solve(graph, budget, time_limit=time_limit / 8).schedule)
             start = min(known, key=lambda schedule: rank(graph, schedule, budget))
-            found = self._within(graph, budget, start, time_limit / 4)
-            if extra_seconds(graph, found.schedule) <= MOST_OVERHEAD * graph.step_seconds:
+            found, high = self._within(graph, budget, start, time_limit / 4), slack
+            if extra_seconds(graph, found.schedule) <= most:
                 break
+            low = slack
+        while low and high - low > LEAST_STEP:
+            slack = (low + high) / 2
+            nearer = self._within(graph, peak + int(slack * plain), found.schedule, time_limit / 8)
+            fits = nearer.fits and extra_seconds(graph, nearer.schedule) <= most
+            found, low, high = (nearer, low, slack) if fits else (found, slack, high)
         return found
-
-
-def _known(best: tuple[float, ...], bound_seconds: float, step_seconds: float) -> str:
-    """An incumbent and its gap, for people."""
-    if best[0] > 0:
-        return "nothing fits yet"
-    overhead = best[1] / step_seconds
-    return f"{overhead:.2%} extra time, gap {max(overhead - bound_seconds / step_seconds, 0.0):.2%}"
 
 
 @dataclass(frozen=True)
@@ -334,7 +336,7 @@ class _Model:
         proven = not possible
         while possible and (left := deadline - time.monotonic()) > 0:
             if peak is None:
-                note(_known(best_rank, bound, step))
+                note(incumbent(best_rank, bound, step))
             seconds = max(min(left, total / 3), 0.05)
             status = interruptible(functools.partial(model.optimize, max_seconds=seconds))
             if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):

@@ -1,0 +1,86 @@
+"""What running a kernel again costs, and what saving a value does, where the compiler fuses."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxremat import Graph, complete
+from jaxremat._devices import DEVICES
+from jaxremat._lower import lower
+from jaxremat._simulate import extra_seconds
+from jaxremat._tags import Written
+from jaxremat._trace import Traced, trace
+
+H100 = DEVICES["h100"]
+ROWS, WIDTH = 4096, 1024
+NBYTES = ROWS * WIDTH * 4
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def gated(ws: Any, x: jax.Array) -> jax.Array:
+    """A layer whose activation is made of two kernels' worth of pointwise work."""
+    y = x @ ws[0]
+    return jnp.mean(((y * jnp.tanh(y)) @ ws[1]) ** 2)
+
+
+def written_by_one_kernel(traced: Traced, also_read: bool) -> tuple[Written, dict[str, int]]:
+    """The compiled program in which the tanh is another result of the kernel that makes the product's operand."""
+    eqns = traced.jaxpr.jaxpr.eqns
+    first = {}
+    for i, e in enumerate(eqns):
+        first.setdefault(e.primitive.name, i)
+    dot, tanh, mul = first["dot_general"], first["tanh"], first["mul"]
+    second = next(i for i, e in enumerate(eqns) if i > dot and e.primitive.name == "dot_general")
+    last = len(eqns) - 1
+    reads = {mul, tanh} if also_read else {mul}
+    kernels = (
+        (frozenset({mul, tanh}), frozenset({dot})),
+        (frozenset({second}), frozenset(reads)),
+        (frozenset({last}), frozenset({dot, tanh})),
+    )
+    return Written(dict.fromkeys((dot, tanh, mul, second), (NBYTES,)), kernels), first
+
+
+@pytest.mark.parametrize("also_read", [False, True])
+def test_what_is_written_for_the_backward_pass_alone_need_not_be(also_read: bool) -> None:
+    traced = trace(jax.jit(jax.grad(gated)), ([struct(WIDTH, WIDTH)] * 2, struct(ROWS, WIDTH)), {})
+    written, first = written_by_one_kernel(traced, also_read)
+    graph = lower(traced, H100, base_nbytes=0, written=written)
+    (tanh,), (mul,) = (graph.nodes[first[name]].outputs for name in ("tanh", "mul"))
+    spared = 0.0 if also_read else NBYTES / H100.bandwidth
+    assert graph.values[tanh].materialised
+    assert graph.values[tanh].saved_seconds == pytest.approx(spared)
+    assert graph.values[mul].saved_seconds == 0.0
+    assert extra_seconds(graph, complete(graph, graph.residuals)) == pytest.approx(0.0)
+    assert graph.extra_seconds == pytest.approx(-spared)
+    # What is made of it is then made of what it is made of.
+    made_of_both, made_of_one = 3 * NBYTES / H100.bandwidth, 2 * NBYTES / H100.bandwidth
+    expected = made_of_both if also_read else made_of_one
+    assert graph.nodes[first["mul"]].seconds == pytest.approx(expected + H100.launch_seconds, rel=0.01)
+
+
+def sliced(parts: int) -> Graph:
+    """Products of the parts of one."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        whole = x @ w
+        width = whole.shape[1] // parts
+        pieces = [whole[:, i * width : (i + 1) * width] for i in range(parts)]
+        return jnp.sum(jnp.stack([jnp.mean((jnp.sin(p).T @ p) ** 2) for p in pieces]))
+
+    args = struct(WIDTH, WIDTH), struct(ROWS, WIDTH)
+    return lower(trace(jax.jit(jax.grad(loss)), args, {}), H100, base_nbytes=0)
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_a_part_costs_what_it_has(parts: int) -> None:
+    graph = sliced(parts)
+    found = [n for n in graph.nodes if n.primitive == "slice" and n.forward and n.seconds > 0]
+    assert len(found) == parts
+    for node in found:
+        assert node.seconds == pytest.approx(2 * NBYTES / parts / H100.bandwidth + H100.launch_seconds)
