@@ -64,7 +64,7 @@ def uneven(
     found = [] if whole is None else [whole]
     # Of what few iterations leave over, more of them that save less may have a use.
     numbers = {min(max(times * larger, 2), length - 2) for times in MULTIPLES}
-    for n in sorted(numbers if fewer[pair] > 0 else ()):
+    for n in sorted(numbers if fewer[pair] > 0 and length > 3 else ()):
         wanted = low.peak_nbytes + room * length // n
         solved = solver.solve(graph, wanted, time_limit=TIME_SHARE * time_limit)
         seconds = low.seconds + n / length * (extra_seconds(graph, solved.schedule) - low.seconds)
@@ -74,13 +74,14 @@ def uneven(
 
 
 def _again(graph: Graph, schedule: Schedule, loop: int) -> float:
-    """The seconds of what a schedule recomputes for the backward loop of this forward loop's pair."""
+    """The seconds of what a schedule recomputes, and need not, for the backward loop of this forward loop's pair."""
+    wanted = graph.pinned["recompute"]
     return sum(
         graph.nodes[n].seconds
         for stage, nodes in zip(graph.stages, schedule.recomputed, strict=True)
         if graph.repeats(graph.nodes[stage.start].loop, loop)
         for n in nodes
-        if graph.nodes[n].loop == loop
+        if graph.nodes[n].loop == loop and wanted.isdisjoint(graph.nodes[n].outputs)
     )
 
 

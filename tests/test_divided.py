@@ -18,8 +18,10 @@ from zoo_loops import LAYERS, LOOPS, ROWS, WIDTH
 import jaxremat
 from jaxremat import Milp, Solution, _compat, complete, simulate
 from jaxremat._emit import emit
+from jaxremat._graph import Pin
 from jaxremat._loops import BACKWARD, FORWARD
 from jaxremat._lower import lower
+from jaxremat._pins import with_pins
 from jaxremat._trace import trace
 from jaxremat._uneven import uneven
 
@@ -164,6 +166,24 @@ def test_the_share_is_that_of_the_edge_of_the_hull() -> None:
     assert uneven(graph, nothing, low.peak_nbytes, Milp(), 5.0) == (0, 1.0, low.extra_seconds - last)
     assert uneven(graph, everything, high.peak_nbytes, Milp(), 5.0) is None
     assert uneven(chain(4), Solution(complete(chain(4), ())), 10**12, Milp(), 5.0) is None
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_loops_too_short_for_two_parts_may_have_the_last_iteration_apart(length: int) -> None:
+    graph = replace(in_loops(chain(1), length), step_seconds=1.0)
+    nothing = Solution(complete(graph, ()))
+    high, low = (simulate(graph, complete(graph, saved)) for saved in (graph.residuals, ()))
+    for budget in range(low.peak_nbytes, high.peak_nbytes, (high.peak_nbytes - low.peak_nbytes) // 4):
+        found = uneven(graph, nothing, budget, Milp(), 5.0)
+        assert found is not None and found.share == 1.0
+
+
+def test_what_is_pinned_to_be_recomputed_gains_nothing_apart() -> None:
+    graph = replace(in_loops(chain(1), 8), step_seconds=1.0)
+    graph = with_pins(graph, [Pin("recompute", v, "a hint") for v in graph.residuals])
+    pinned = Solution(complete(graph, graph.residuals))
+    assert not pinned.schedule.drops_nothing
+    assert uneven(graph, pinned, 10**12, Milp(), 5.0) is None
 
 
 def test_the_last_iteration_is_no_loop_and_recomputes_behind_its_carries() -> None:
