@@ -136,7 +136,7 @@ def test_min_is_the_fastest_of_what_holds_about_the_least() -> None:
     args = jnp.ones((64, 16)), [(jnp.ones((16, 64)), jnp.ones((64, 16)))] * 4
     about = jaxremat.checkpoint(mlp, "min", emit="custom_vjp").plan(*args)
     least = jaxremat.checkpoint(mlp, 0.1, emit="custom_vjp").plan(*args)
-    assert least.held_nbytes < about.held_nbytes <= least.held_nbytes + 0.03 * about.plain_nbytes
+    assert least.held_nbytes < about.held_nbytes <= least.held_nbytes + 0.02 * about.plain_nbytes
     assert about.overhead < least.overhead
 
 
