@@ -190,13 +190,14 @@ class Baseline:
         base = MemoryStats.of(self.witness).base_nbytes
         workspace = self._workspace(traced, int(self.temporaries_nbytes * _WORKSPACE_SHARE))
         seconds = self._measured(traced, self.temporaries_nbytes)
+        again = {i: self._written_alone(each) for i, each in repeated(traced, self.backend).items()}
 
         def lowered(iterations: Mapping[int, Iteration], beside: Beside | None = None) -> Graph:
             return lower(
                 traced,
                 self.device,
                 base_nbytes=base,
-                written=self._written(traced, iterations),
+                written=self._written(traced, iterations, again),
                 workspace=workspace,
                 beside=beside,
                 seconds=seconds,
@@ -240,17 +241,21 @@ class Baseline:
         """What the compiled plain step writes."""
         return written(self._module)
 
-    def _written(self, traced: Traced, iterations: Mapping[int, Iteration]) -> Written:
+    def _written(
+        self, traced: Traced, iterations: Mapping[int, Iteration], again: Mapping[int, Written]
+    ) -> Written:
         """What the compiled plain step writes, and what iterations of loops do that are compiled alone.
 
-        A compiler that does not fuse reductions writes what the rules say, and some more.
+        Of pairs of loops, a compiler that does not fuse reductions writes what the rules say, and some more.
+
+        **Arguments:** `again` by loop with both passes of its own.
         """
         found = self._plainly_written.renumbered(self.traced.places(traced))
         for loop, iteration in iterations.items():
             alone = self._written_alone(iteration)
             found = found.also(loop, alone) if self.backend.fuses else found.with_(alone)
-        for loop, iteration in repeated(traced, self.backend).items():
-            found = found.also(loop, self._written_alone(iteration))
+        for loop, alone in again.items():
+            found = found.also(loop, alone)
         return found
 
     def _written_alone(self, iteration: Iteration) -> Written:
