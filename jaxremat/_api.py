@@ -60,7 +60,8 @@ def optimize(
 
     - `budget`: the peak allowed on one device, arguments + outputs + temporaries - aliased bytes: an int of bytes,
       `"24GiB"`, `"24GB"`, `"500MiB"`, a float in (0, 1] as a share of the device's memory, None for all of it, or
-      `"min"` for the least reachable at no more than twice the step's time.
+      `"min"` for about the least reachable at no more than twice the step's time: the fastest found of what needs up to
+      5 % more temporaries.
     - `plan`: a plan made before, in place of a budget; needs no solver.
     - `donate_argnums`, `donate_argnames`, `static_argnums`, `static_argnames`, `in_shardings`, `out_shardings`,
       `compiler_options`: as in `jax.jit`. What the backend needs for fences to count is added to the options.

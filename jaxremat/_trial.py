@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from ._graph import Graph
@@ -52,22 +53,60 @@ class Trial:
         )
 
 
+@dataclass
+class Line:
+    """One cutting into stages: what was compiled of it; the form of fences and the predicted peak to ask for next, and
+    the solution for that with its rank; whether no more is to be gained of it.
+    """
+
+    graph: Graph
+    trials: Sequence[Trial] = ()
+    fence: str = "finished"
+    allowance: int = -1
+    pending: Solution | None = None
+    order: tuple[float, ...] = ()
+    closed: bool = False
+
+    def gain(self, seconds: float, best: Trial) -> float:
+        """What a solution that takes so long may save, if the model errs as it did on the last."""
+        last = self.trials[-1] if self.trials else best
+        return best.seconds - seconds - (last.seconds - last.profile.extra_seconds)
+
+
+def first(lines: Sequence[Line], alike_seconds: float) -> Line | None:
+    """The cheapest of these lines; of those that fit about as cheaply that of the fewest stages: where fences divide
+    what the compiler would make one kernel of, the model does not see it.
+    """
+    best = min(lines, key=lambda line: line.order, default=None)
+    if best is None or best.order[0] != 0.0:
+        return best
+    cheap = [line for line in lines if line.order[:2] <= (0.0, best.order[1] + alike_seconds)]
+    return min(cheap, key=lambda line: (len(line.graph.stages), line.order))
+
+
 Attempt = Callable[[Graph, Solution, str], Trial]
 """Emits a solution with a form of fences (see `_emit.FENCES`), compiles it and reads its peak."""
 
 
 def allowance(trials: Sequence[Trial], budget: int) -> int:
-    """The predicted peak to ask for next: where predicted against compiled peaks so far meet the budget; where none
-    fits, less by what is missing, and with each trial twice as much, for compiled peaks may follow slowly.
+    """The predicted peak to ask for next: where predicted against compiled peaks so far meet the budget, and nearer to
+    what fits with each trial in a row that does not, for compiled peaks may follow slowly.
+
+    Where none fits, less by what is missing, and with each trial twice as much. Where none above one that fits exceeds
+    it, more by what is left, or the budget itself: far below it the model may err as it does not near it.
     """
     fits = [t for t in trials if t.peak_nbytes <= budget]
     exceeds = [t for t in trials if t.peak_nbytes > budget]
-    room = budget - trials[-1].peak_nbytes
-    if fits and exceeds:
+    if fits:
         low = max(fits, key=lambda t: t.profile.peak_nbytes)
-        high = min(exceeds, key=lambda t: t.profile.peak_nbytes)
+        above = [t for t in exceeds if t.profile.peak_nbytes > low.profile.peak_nbytes]
+        if not above:
+            return max(budget, *(t.profile.peak_nbytes + budget - t.peak_nbytes for t in fits))
+        high = min(above, key=lambda t: t.profile.peak_nbytes)
         reach = high.profile.peak_nbytes - low.profile.peak_nbytes
-        if reach > 0:
-            share = (budget - low.peak_nbytes) / (high.peak_nbytes - low.peak_nbytes)
-            return low.profile.peak_nbytes + int(min(share, 0.95) * reach)
-    return trials[-1].profile.peak_nbytes + (room if room > 0 else int(1.1 * 2 ** len(exceeds[1:]) * room))
+        share = (budget - low.peak_nbytes) / (high.peak_nbytes - low.peak_nbytes)
+        in_a_row = sum(1 for _ in takewhile(lambda t: t.peak_nbytes > budget, reversed(trials)))
+        share /= 2 ** max(in_a_row - 1, 0)
+        return low.profile.peak_nbytes + int(min(share, 0.95) * reach)
+    room = budget - trials[-1].peak_nbytes
+    return trials[-1].profile.peak_nbytes + int(1.1 * 2 ** len(exceeds[1:]) * room)

@@ -167,7 +167,7 @@ class _Planner:
             return self._plain(budget)
         search = self._search(rough=False)
         if budget == "min":
-            trial = search.least()
+            trial = search.least(_ROUNDS[options.effort])
             return self._planned(search, trial, trial.peak_nbytes)
         trial = search.within(budget, _ROUNDS[options.effort])
         if trial is None:
@@ -247,9 +247,7 @@ class _Planner:
 
     def _least_compiled(self) -> int:
         """The least compiled peak that is found without pins."""
-        search = self._search(rough=False, pinned=False)
-        search.least()
-        return min(trial.peak_nbytes for trial in search.trials)
+        return self._search(rough=False, pinned=False).lowest().peak_nbytes
 
     def _least_predicted(self) -> int:
         graph, solution = self._search(rough=True, pinned=False).predict(None)

@@ -29,7 +29,7 @@ from jaxremat import (
 from jaxremat import _baseline as baseline_module
 from jaxremat._devices import measure_cpu
 
-CASE = BY_NAME["mlp_adamw"]
+CASE = BY_NAME["custom_vjp"]
 ARGS = jax.eval_shape(CASE.make_args)
 POINTS = 6
 
@@ -156,7 +156,7 @@ def test_an_interrupted_sweep_goes_on(
 
     def solve(self: Milp, graph: Any, budget_nbytes: int | None, *, time_limit: float) -> Any:
         budgets.append(budget_nbytes)
-        if len(budgets) - budgets.count(None) > 2:
+        if budget_nbytes is not None and any((tmp_path / "sweeps").glob("*-hull-*")):
             raise KeyboardInterrupt
         return own(self, graph, budget_nbytes, time_limit=time_limit)
 
