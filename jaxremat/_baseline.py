@@ -14,6 +14,7 @@ import jax
 from ._backend import Backend, backend
 from ._beside import with_beside
 from ._budget import format_nbytes
+from ._chunks import is_in_chunks
 from ._devices import DeviceSpec
 from ._emit import FENCES, emit
 from ._fingerprint import fingerprint
@@ -21,7 +22,7 @@ from ._graph import Graph, Segments
 from ._hlo import Module, parse
 from ._implementations import replaced
 from ._iteration import Iteration, backward, forward, recomputing, repeated
-from ._levels import Pairs
+from ._levels import Chunking, Pairs
 from ._library import library_seconds
 from ._loop_seconds import Alone, known, looped_seconds, moved_seconds, plain_seconds, with_seconds
 from ._loops import ALONE
@@ -40,7 +41,7 @@ from ._simulate import simulate
 from ._tags import Beside, Written, borrowed, constants, tagged, written
 from ._trace import Traced, trace
 from ._unnamed import borrows
-from ._workspace import workspaces
+from ._workspace import alone_seconds, workspaces
 
 logger = logging.getLogger("jaxremat")
 
@@ -102,7 +103,8 @@ class Baseline:
         return f"XLA of jax {jax.__version__} for {name}{there}"
 
     def form(self, segments: Segments) -> Traced:
-        """The step with its loops in these levels."""
+        """The step with its loops in these levels, and its rows in these chunks; plans of before may not name those."""
+        segments = (*segments, *((),) * (len(self.traced.segments) - len(segments)))
         if segments == self.traced.segments:
             return self.traced
         if segments not in self.forms:
@@ -273,12 +275,13 @@ class Baseline:
         None where that is not known.
         """
         traced = self.form(graph.segments)
+        in_chunks = alone_seconds(traced, self.program, self.device, is_in_chunks)
+        moved = moved_seconds(self._module, self.traced.places(traced), self.device)
         if not known(traced.loops, traced.segments) or not known(self.traced.loops, ()):
-            return None
+            return in_chunks - moved if in_chunks else None
         taken = looped_seconds(graph, traced, self._looped[traced.segments], self.device)
         stacked = always_stacked_seconds(graph, traced.loops, self.device)
-        moved = moved_seconds(self._module, self.traced.places(traced), self.device)
-        return taken + stacked - moved - plain_seconds(self._module, self.device)
+        return in_chunks + taken + stacked - moved - plain_seconds(self._module, self.device)
 
     def _more_seconds(self, graph: Graph, otherwise: float) -> float:
         """What such a form of the tagged step takes longer than the plain step.
@@ -298,7 +301,11 @@ class Baseline:
             (gain.fewer_nbytes, ROW_COPIES * gain.written_nbytes / self.device.bandwidth)
             for gain in self.traced.gains
         ]
-        return Pairs.of(graph, self.traced.lengths, self.traced.cuttable, absorbing)
+        chunkings = [
+            [Chunking(n, region.fewer_nbytes(n), region.more_seconds(n, self.device)) for n in region.choices]
+            for region in self.traced.regions
+        ]
+        return Pairs.of(graph, self.traced.lengths, self.traced.cuttable, absorbing, chunkings)
 
     def graph_of(self, segments: Segments, *, rough: bool = False) -> Graph:
         """The graph of such a form, its time counted from the plain step's."""
@@ -327,7 +334,8 @@ class Baseline:
         platform, among = self.device.platform, None
         if self.backend.fuses:
             own = (i for i, loop in enumerate(traced.loop_of) if loop >= 0)
-            among = frozenset(i for i in own if traced.loops[traced.loop_of[i]].role == ALONE)
+            among = {i for i in own if traced.loops[traced.loop_of[i]].role == ALONE}
+            among.update(i for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns) if is_in_chunks(eqn))
         alone = workspaces(traced, self.program, platform, least, among)
         found = {i: Scratch(nbytes) for i, nbytes in alone.items()}
         if among is not None:

@@ -14,6 +14,8 @@ be divided again: negative numbers behind the levels are lengths of more parts.
 
 The last iteration is the first that the backward pass comes to. What others recompute there it has just made, so that
 saving it needs no more memory than that; it is a part of its own.
+
+A region of rows (see `_chunks`) takes forms too: a number of chunks. It stands behind the pairs.
 """
 
 from collections.abc import Sequence
@@ -101,13 +103,22 @@ def _candidates(length: int, depth: int) -> list[tuple[int, ...]]:
     return [levels for levels in found if levels[0] > 1 and length - prod(levels) != 1]
 
 
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """A number of `chunks` of a region's rows; `fewer_nbytes` and `more_seconds` as in `Form`."""
+
+    chunks: int
+    fewer_nbytes: int
+    more_seconds: float
+
+
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs of loops of a step, outside of other loops.
+    """The pairs of loops of a step, outside of other loops, and its regions of rows.
 
     **Fields**, each by pair: `lengths`; `choices` of levels, deeper and deeper; `divisible` whether it may be two;
     `carried_nbytes` of an iteration; `forward_seconds` of all; `absorbing` what that saves and the seconds that it
-    takes, 0 bytes where it is nothing.
+    takes, 0 bytes where it is nothing. By region: `chunkings` that it may have.
     """
 
     lengths: tuple[int, ...]
@@ -116,6 +127,7 @@ class Pairs:
     carried_nbytes: tuple[int, ...]
     forward_seconds: tuple[float, ...]
     absorbing: tuple[tuple[int, float], ...]
+    chunkings: tuple[tuple["Chunking", ...], ...] = ()
 
     @classmethod
     def of(
@@ -124,6 +136,7 @@ class Pairs:
         lengths: Sequence[int],
         cuttable: Sequence[bool] = (),
         absorbing: Sequence[tuple[int, float]] = (),
+        chunkings: Sequence[Sequence["Chunking"]] = (),
     ) -> "Pairs":
         """Those of the graph of a step's plain form; `cuttable` says which may be other loops at all.
 
@@ -148,10 +161,13 @@ class Pairs:
             carried_nbytes=tuple(nbytes),
             forward_seconds=tuple(seconds),
             absorbing=tuple(absorbing or [(0, 0.0)] * len(place)),
+            chunkings=tuple(map(tuple, chunkings)),
         )
 
     def form(self, segments: Segments) -> Form:
-        """The form with these levels."""
+        """The form with these levels and chunks."""
+        count = len(self.lengths)
+        segments, chunks = segments[:count], segments[count:]
         kept = map(carries, self.lengths, segments)
         fewer = sum(
             (length - at_once) * nbytes
@@ -162,25 +178,52 @@ class Pairs:
             if levels:
                 fewer += less_nbytes
                 more += more_seconds
-        return Form(segments, fewer, more)
+        for able, chosen in zip(self.chunkings, chunks, strict=True):
+            for chunking in able:
+                if chosen == (chunking.chunks,):
+                    fewer += chunking.fewer_nbytes
+                    more += chunking.more_seconds
+        return Form((*segments, *chunks), fewer, more)
 
     def deeper(self) -> tuple[Form, ...]:
-        """Deeper and deeper forms, the first in one level; each cuts the pair further where that saves most bytes for
-        its time.
+        """Deeper and deeper forms: those in chunks, the cheapest first, and those of other loops, each also with what
+        saves most of those.
+        """
+        uncut = ((),) * len(self.lengths)
+        none = ((),) * len(self.chunkings)
+        able = [
+            (*none[:i], (chunking.chunks,), *none[i + 1 :])
+            for i, own in enumerate(self.chunkings)
+            for chunking in own
+        ]
+        found: list[Form] = []
+        for form in sorted((self.form((*uncut, *own)) for own in able), key=lambda form: form.more_seconds):
+            if not found or form.fewer_nbytes > found[-1].fewer_nbytes:
+                found.append(form)
+        chunks = found[-1].segments[len(self.lengths) :] if found else ()
+        for levels in self._deeper():
+            found.append(self.form((*levels, *none)))
+            if chunks:
+                found.append(self.form((*levels, *chunks)))
+        return tuple(found)
+
+    def _deeper(self) -> list[Segments]:
+        """Deeper and deeper levels of pairs, the first in one level; each cuts the pair further where that saves most
+        bytes for its time.
         """
         both = zip(self.lengths, self.choices, strict=True)
         kept = [[carries(length, levels) for levels in found] for length, found in both]
         sizes = zip(self.lengths, self.carried_nbytes, strict=True)
         worth = WORTH_SHARE * sum(length * nbytes for length, nbytes in sizes)
         depth = [0] * len(self.lengths)
-        found: list[Form] = []
+        found: list[Segments] = []
         while True:
             levels = [found[d] for found, d in zip(self.choices, depth, strict=True)]
             for i, (less_nbytes, _) in enumerate(self.absorbing):
                 if not levels[i] and less_nbytes > worth:
                     levels[i] = (self.lengths[i],)
             if any(levels):
-                found.append(self.form(tuple(levels)))
+                found.append(tuple(levels))
             saving = {
                 i: (kept[i][d] - kept[i][d + 1]) * self.carried_nbytes[i]
                 for i, d in enumerate(depth)
@@ -188,12 +231,12 @@ class Pairs:
             }
             saving = {i: saved for i, saved in saving.items() if saved > worth}
             if not saving:
-                return tuple(found)
+                return found
             depth[max(saving, key=lambda i: saving[i] / (self.forward_seconds[i] or 1e-12))] += 1
 
     def whole(self, segments: Segments) -> bool:
         """Whether no pair is in levels or divided."""
-        return all(levels in ((), (n,)) for levels, n in zip(segments, self.lengths, strict=True))
+        return all(levels in ((), (n,)) for levels, n in zip(segments, self.lengths, strict=False))
 
     def divided(self, segments: Segments, pair: int, share: float) -> list[Form]:
         """The forms whose pair is several, the first of which has about this share of its iterations: one with the last

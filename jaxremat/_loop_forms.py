@@ -1,24 +1,31 @@
-"""Lengths by level of a step's loops -> what became of each, in words."""
+"""Lengths by level of a step's loops, chunks of its rows -> what became of each, in words."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ._graph import Segments
 from ._levels import parts
+from ._trace import Traced
 
 
 @dataclass(frozen=True, slots=True)
 class LoopForm:
-    """What a plan makes of a scan and of the backward scan that reads what it stacks.
+    """What a plan makes of a scan and of the backward scan that reads what it stacks, or of what it does in chunks.
 
-    **Fields:** `length` iterations; `levels` as in `Plan.segments`; `source` the user's line.
+    **Fields:** `length` iterations, or rows (a divisor of their number that any number of chunks must divide); `levels`
+    as in `Plan.segments`; `source` the user's line; `rows` whether it is no loop of the user's.
     """
 
     length: int
     levels: tuple[int, ...]
     source: str
+    rows: bool = False
 
     def __str__(self) -> str:
+        if self.rows:
+            where = f" at {self.source}" if self.source else ""
+            return (
+                f"rows{where}, and what makes and reads them: in {self.levels[0]} chunks, one after the other"
+            )
         loop = f"loop of {self.length} iterations" + (f" at {self.source}" if self.source else "")
         levels, behind = parts(self.length, self.levels)
         if len(levels) > 1:
@@ -30,7 +37,10 @@ class LoopForm:
         return f"{loop}: makes the updates of what it stacks"
 
 
-def loop_forms(lengths: Sequence[int], segments: Segments, sources: Sequence[str]) -> tuple[LoopForm, ...]:
-    """Of the loops that are not left as they are."""
-    forms = (LoopForm(*each) for each in zip(lengths, segments, sources, strict=True))
-    return tuple(form for form in forms if form.levels)
+def loop_forms(traced: Traced, segments: Segments) -> tuple[LoopForm, ...]:
+    """Of the loops that are not left as they are, and of the rows that are in chunks, of a step's plain form."""
+    loops = zip(traced.lengths, traced.sources, strict=True)
+    forms = [(length, source, False) for length, source in loops]
+    forms += [(region.rows, region.source, True) for region in traced.regions]
+    both = zip(forms, segments, strict=True)
+    return tuple(LoopForm(length, own, source, rows) for (length, source, rows), own in both if own)

@@ -11,6 +11,7 @@ from typing import Any
 
 from . import _compat
 from ._backend import backend
+from ._chunks import is_in_chunks
 from ._collector import uncollected
 from ._cost import aval_nbytes, eqn_flops, in_rounds
 from ._devices import DeviceSpec
@@ -98,6 +99,7 @@ def lower(
     nodes: list[Node] = []
     fuses = backend(device.platform).fuses  # the kernels of a pooling's gradient make its operand themselves
     backward: set[int] = set()  # values downstream of the backward pass
+    behind: set[int] = set()  # and those of what makes gradients along with the loss
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
         stack = _compat.name_stack_text(eqn)
@@ -106,9 +108,12 @@ def lower(
             late = loop.role == BACKWARD
         else:
             late = is_late(eqn) or ("jvp(" not in stack and any(v in backward for v in inputs))
+        late = late or not behind.isdisjoint(inputs)
         outs = tuple(add(v, i, _length(eqn, loop)) for v in eqn.outvars)
         if late:
             backward.update(outs)
+        if is_in_chunks(eqn) or not behind.isdisjoint(inputs):
+            behind.update(outs)
         nodes.append(
             Node(
                 id=i,
@@ -255,9 +260,11 @@ def _sums_of_scattered(eqns: Sequence[Any], nodes: Sequence[Node]) -> dict[int, 
 
 
 def _carried(eqns: Sequence[Any], nodes: Sequence[Node]) -> set[int]:
-    """What iterations hand on to the next: in memory on both sides; and what loops leave."""
+    """What iterations hand on to the next: in memory on both sides; and what loops leave, or rows in chunks."""
     leaving = ("scan_carry", "scan_last", "scan_stack", "scan")
-    edges = [n for n, eqn in zip(nodes, eqns, strict=True) if eqn.primitive.name in leaving]
+    edges = [
+        n for n, eqn in zip(nodes, eqns, strict=True) if eqn.primitive.name in leaving or is_in_chunks(eqn)
+    ]
     return {v for n in edges for v in (*n.outputs, *(n.inputs if n.primitive == "scan_last" else ()))}
 
 

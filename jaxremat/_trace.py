@@ -17,6 +17,7 @@ import jax.extend.core as jex
 
 from . import _compat
 from ._absorb import Gain, absorbed
+from ._chunks import Region, chunked, regions
 from ._collector import uncollected
 from ._equals import Equals
 from ._errors import JaxrematWarning
@@ -42,6 +43,7 @@ class Traced:
     `closed` the program as it was traced; `lengths` and `sources` (the user's lines) of its pairs of scans, outside of
     other loops, and which of them are `cuttable`, `segments` the levels that each has here, empty where it is as it
     was, `gains` what absorbing updates saves in each, and `over` the arguments that loops write over here;
+    `regions` what may be done in chunks of rows, whose numbers stand in `segments` behind the pairs';
     `respect_checkpoint` whether what the user's checkpoints compute again is left as it is.
     """
 
@@ -63,16 +65,18 @@ class Traced:
     segments: Segments
     gains: tuple[Gain, ...]
     over: frozenset[Any]
+    regions: tuple[Region, ...]
     respect_checkpoint: bool
 
     def in_segments(self, segments: Segments) -> "Traced":
-        """The same step with its pairs of scans in levels, see `_segments`."""
+        """The same step with its pairs of scans in levels, see `_segments`, or one of its regions in chunks."""
         return normalise(
             self.closed,
             self.in_tree,
             self.out_tree,
             self.donated,
             segments,
+            self.regions,
             respect_checkpoint=self.respect_checkpoint,
         )
 
@@ -113,27 +117,34 @@ def normalise(
     in_tree: Any = None,
     out_tree: Any = None,
     donated: Sequence[bool] = (),
-    segments: Segments | None = None,
+    segments: Segments = (),
+    known: Sequence[Region] | None = None,
     *,
     respect_checkpoint: bool = False,
     apart: bool = False,
 ) -> Traced:
-    """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in levels.
+    """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in levels and one of its
+    regions in chunks.
 
-    **Arguments:** `apart`: the forward pass is a program of its own, so that all of it stands before the backward pass.
+    **Arguments:** `known` the regions, if they have been looked for; `apart`: the forward pass is a program of its own,
+    so that all of it stands before the backward pass, and nothing is of both.
     """
     inliner = Inliner(respect_checkpoint=respect_checkpoint)
     flat = inliner.program(closed)
     once, once_of, _, first = _merged(flat, inliner)
     scans = [once.jaxpr.eqns[i] for i in backward_of(once.jaxpr.eqns)]
     lengths = tuple(scan.params["length"] for scan in scans)
-    segments = segments or ((),) * len(lengths)
-    inside = absorbed(once, donated, list(map(bool, segments)))
-    cut, of_inside = segmented(inside.closed, inliner, segments, inside.over)
-    of_once = [inside.origin[i] if i >= 0 else -1 for i in of_inside]
+    if known is None:
+        known = () if apart else regions(once)
+    segments = (*segments, *((),) * (len(lengths) + len(known) - len(segments)))
+    levels, chunks = segments[: len(lengths)], segments[len(lengths) :]
+    parted, of_parted = chunked(once, known, [own[0] if own else 0 for own in chunks])
+    inside = absorbed(parted, donated, list(map(bool, levels)))
+    cut, of_inside = segmented(inside.closed, inliner, levels, inside.over)
+    of_once = [of_parted[j] if i >= 0 and (j := inside.origin[i]) >= 0 else -1 for i in of_inside]
     opened = open_loops(cut, inliner, inside.over)
     merged, merged_of, loop_of, again = (
-        _merged(opened.closed, inliner, opened) if opened.loops else _as_is(once)
+        _merged(opened.closed, inliner, opened) if opened.loops else _as_is(opened.closed)
     )
     kept = _alive(merged)
     order = memory_order(merged.jaxpr, kept, loop_of, opened.loops)
@@ -170,6 +181,7 @@ def normalise(
         segments=segments,
         gains=inside.gains,
         over=frozenset(inside.over.values()),
+        regions=tuple(known),
         respect_checkpoint=respect_checkpoint,
     )
 

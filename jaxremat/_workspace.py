@@ -5,7 +5,8 @@ Figures are cached on disk by equation, compiler options and jax version.
 """
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -13,10 +14,13 @@ import jax.extend.core as jex
 from ._alone import Figures, alone, key
 from ._backend import backend
 from ._cost import aval_nbytes
+from ._devices import DeviceSpec
+from ._hlo import parse
 from ._memory import MemoryStats
 from ._primitives import is_contraction
 from ._program import Program
 from ._progress import phase
+from ._roofline import roofline
 from ._slices import expands
 from ._trace import Traced
 
@@ -54,6 +58,30 @@ def workspaces(
             found[i] = cache.get(key(eqn, slicing, where), measure)
             progress.advance()
     return found
+
+
+def alone_seconds(
+    traced: Traced, program: Program, device: DeviceSpec, wanted: Callable[[Any], bool]
+) -> float:
+    """Seconds of these equations, each compiled alone, by a roofline of its kernels."""
+    program = Program(_nothing, compiler_options=program.compiler_options, target=program.target)
+    slicing = backend(device.platform).hoists
+    where = (sorted(program.compiler_options), jax.__version__, device)
+    found = [eqn for eqn in traced.jaxpr.jaxpr.eqns if wanted(eqn)]
+    with phase("compiling single operations", len(found)) as progress, Figures("alone.json", float) as cache:
+        total = 0.0
+        for eqn in found:
+            total += cache.get(
+                key(eqn, slicing, where), lambda eqn=eqn: _seconds(alone(eqn, slicing), program, device)
+            )
+            progress.advance()
+    return total
+
+
+def _seconds(closed: jex.ClosedJaxpr, program: Program, device: DeviceSpec) -> float:
+    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in closed.jaxpr.invars]
+    compiled = program.lower(program.jit(jex.jaxpr_as_fun(closed)), tuple(types), {}).compile()
+    return roofline(parse(compiled.as_text() or ""), device).seconds
 
 
 def _nothing() -> None:
