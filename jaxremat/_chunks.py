@@ -32,7 +32,7 @@ from jax.core import ShapedArray
 from . import _compat
 from ._cost import aval_nbytes
 from ._devices import DeviceSpec
-from ._primitives import is_contraction, is_heavy, is_late, is_light
+from ._primitives import is_contraction, is_heavy, is_late, is_light, is_relabelling
 from ._rows import Way, in_chunk, sum_type, ways
 
 LARGE = 1 / 16
@@ -278,7 +278,7 @@ def _in_chunks(closed: jex.ClosedJaxpr, region: Region, chunks: int) -> tuple[je
     eqns = program.eqns
     loop = _Chunks(program, region, chunks)
     made = loop.equations()
-    gone = region.ways.keys() | loop.prologue
+    gone = region.ways.keys() | loop.moved
     first, last = min(region.ways), max(region.ways)
     # What reads the region's results, in between, waits for them.
     waits: list[int] = []
@@ -305,11 +305,6 @@ class _Chunks:
 
     def __init__(self, program: _Program, region: Region, chunks: int):
         self.program, self.region, self.chunks = program, region, chunks
-        self.parted, self.leaves = _edges(
-            program, region.ways
-        )  # what chunks read, parts of it or all, and leave
-        self.prologue = self._prologue()
-        self.reads, _ = _edges(program, [*self.prologue, *region.ways])
         self.dimension: dict[Any, int | None] = {}
         self.adder: dict[Any, int] = {}  # sums -> the equation that makes them
         for i, way in region.ways.items():
@@ -322,22 +317,41 @@ class _Chunks:
         self.over = {
             v: program.eqns[i].invars[0] for v, i in self.adder.items() if _scatters(program.eqns[i])
         }
+        self.moved = self._moved()
+        self.turned = self._turned()
+        # What chunks read, parts of it or all, and what they leave; and what the call reads.
+        self.parted, self.leaves = _edges(program, [*self.turned, *region.ways])
+        self.reads, _ = _edges(program, [*self.moved, *region.ways])
 
-    def _prologue(self) -> list[int]:
-        """Mere movement of data for the region alone, such as a turned matrix: products there read it as it is."""
-        program, found = self.program, set()
-        waiting = list(self.parted)
+    def _moved(self) -> list[int]:
+        """Mere movement of data for the region alone: nothing else needs the result."""
+        program, found = self.program, set[int]()
+        waiting, _ = _edges(program, self.region.ways)
         while waiting:
             i = program.maker.get(waiting.pop(), -1)
-            if i < 0 or i in found or not is_light(program.eqns[i]) or len(program.eqns[i].outvars) > 1:
+            if i in found or i < 0 or not is_light(program.eqns[i]) or len(program.eqns[i].outvars) > 1:
                 continue
             (v,) = program.eqns[i].outvars
-            if v not in program.returned and all(
-                j in self.region.ways or j in found for j in program.readers[v]
-            ):
+            readers = program.readers[v]
+            if v not in program.returned and all(j in self.region.ways or j in found for j in readers):
                 found.add(i)
                 waiting.extend(_compat.variables(program.eqns[i].invars))
         return sorted(found)
+
+    def _turned(self) -> list[int]:
+        """What of that is only read in another order, as a turned matrix is, whole: products in chunks do so."""
+        program, found = self.program, list[int]()
+        for i in reversed(self.moved):
+            (v,) = program.eqns[i].outvars
+            near = [j for j in program.readers[v] if j in self.region.ways or j in self.moved]
+            whole = self.dimension.get(v) is None
+            if (
+                whole
+                and is_relabelling(program.eqns[i])
+                and all(j in self.region.ways or j in found for j in near)
+            ):
+                found.append(i)
+        return found[::-1]
 
     def equations(self) -> list[Any]:
         """The call in place of the region's equations, one of the backward pass if any of them is."""
@@ -356,7 +370,7 @@ class _Chunks:
     def _run(self, *operands: Any) -> list[Any]:
         """The results of the region for what it reads."""
         env = dict(zip(self.reads, operands, strict=True))
-        for eqn in (self.program.eqns[i] for i in self.prologue):
+        for eqn in (self.program.eqns[i] for i in self.moved if i not in self.turned):
             invars = [a.val if _compat.is_literal(a) else env[a] for a in eqn.invars]
             env[eqn.outvars[0]] = eqn.primitive.bind(*invars, **eqn.params)
         # Zeros that depend on nothing could be filled at any time.
@@ -386,8 +400,11 @@ class _Chunks:
         operands = [_compat.new_var(a.aval) for a in self.parted]
         env: dict[Any, Any] = {}
         for a, operand in zip(self.parted, operands, strict=True):
-            d = self.dimension[a]
+            d = self.dimension.get(a)
             env[a] = operand if d is None else self._part(eqns, operand, index, d, a)
+        for eqn in (self.program.eqns[i] for i in self.turned):
+            env[eqn.outvars[0]] = made = _compat.new_var(eqn.outvars[0].aval)
+            eqns.append(eqn.replace(invars=[env.get(a, a) for a in eqn.invars], outvars=[made]))
         for i, way in self.region.ways.items():
             eqn = self.program.eqns[i]
             invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
