@@ -32,7 +32,7 @@ from ._memory import MemoryStats
 from ._pins import Patterns
 from ._prices import always_stacked_seconds
 from ._primitives import is_relabelling
-from ._program import Compiled, Program
+from ._program import Compiled, Program, spread
 from ._progress import phase
 from ._roofline import roofline
 from ._schedule import Schedule
@@ -303,9 +303,19 @@ class Baseline:
         ]
         chunkings = [
             [Chunking(n, region.fewer_nbytes(n), region.more_seconds(n, self.device)) for n in region.choices]
+            if self._may_chunk
+            else []
             for region in self.traced.regions
         ]
         return Pairs.of(graph, self.traced.lengths, self.traced.cuttable, absorbing, chunkings)
+
+    @cached_property
+    def _may_chunk(self) -> bool:
+        """Whether rows may be done in chunks: values that the user decides about stay what they are, and arrays on
+        several devices where they are.
+        """
+        decided = self.pins or self.traced.hints
+        return not decided and not spread(self.program, self.args, self.kwargs)
 
     def graph_of(self, segments: Segments, *, rough: bool = False) -> Graph:
         """The graph of such a form, its time counted from the plain step's."""

@@ -1,10 +1,10 @@
 """Lengths by level of a step's loops, chunks of its rows -> what became of each, in words."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ._graph import Segments
 from ._levels import parts
-from ._trace import Traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,17 @@ class LoopForm:
         return f"{loop}: makes the updates of what it stacks"
 
 
-def loop_forms(traced: Traced, segments: Segments) -> tuple[LoopForm, ...]:
-    """Of the loops that are not left as they are, and of the rows that are in chunks, of a step's plain form."""
-    loops = zip(traced.lengths, traced.sources, strict=True)
-    forms = [(length, source, False) for length, source in loops]
-    forms += [(region.rows, region.source, True) for region in traced.regions]
+def loop_forms(
+    lengths: Sequence[int],
+    segments: Segments,
+    sources: Sequence[str],
+    rows: Sequence[tuple[int, str]] = (),
+) -> tuple[LoopForm, ...]:
+    """Of the loops that are not left as they are, and of the rows that are in chunks.
+
+    **Arguments:** `rows` of each region that may be, with the user's line.
+    """
+    forms = [(length, source, False) for length, source in zip(lengths, sources, strict=True)]
+    forms += [(length, source, True) for length, source in rows]
     both = zip(forms, segments, strict=True)
-    return tuple(LoopForm(length, own, source, rows) for (length, source, rows), own in both if own)
+    return tuple(LoopForm(length, own, source, kind) for (length, source, kind), own in both if own)

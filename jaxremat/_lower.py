@@ -108,7 +108,7 @@ def lower(
             late = loop.role == BACKWARD
         else:
             late = is_late(eqn) or ("jvp(" not in stack and any(v in backward for v in inputs))
-        late = late or not behind.isdisjoint(inputs)
+            late = late or not behind.isdisjoint(inputs)
         outs = tuple(add(v, i, _length(eqn, loop)) for v in eqn.outvars)
         if late:
             backward.update(outs)
@@ -262,9 +262,7 @@ def _sums_of_scattered(eqns: Sequence[Any], nodes: Sequence[Node]) -> dict[int, 
 def _carried(eqns: Sequence[Any], nodes: Sequence[Node]) -> set[int]:
     """What iterations hand on to the next: in memory on both sides; and what loops leave, or rows in chunks."""
     leaving = ("scan_carry", "scan_last", "scan_stack", "scan")
-    edges = [
-        n for n, eqn in zip(nodes, eqns, strict=True) if eqn.primitive.name in leaving or is_in_chunks(eqn)
-    ]
+    edges = [n for n, e in zip(nodes, eqns, strict=True) if e.primitive.name in leaving or is_in_chunks(e)]
     return {v for n in edges for v in (*n.outputs, *(n.inputs if n.primitive == "scan_last" else ()))}
 
 

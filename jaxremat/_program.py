@@ -149,3 +149,10 @@ def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if sharding is not None:
             return min(sharding.device_set, key=lambda d: d.id)
     return jax.devices()[0]
+
+
+def spread(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an argument, or a result, is on several devices."""
+    given = jax.tree.leaves((program.in_shardings, program.out_shardings))
+    given += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((args, kwargs))]
+    return any(len(getattr(sharding, "device_set", ())) > 1 for sharding in given)

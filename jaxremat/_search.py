@@ -221,17 +221,17 @@ class Search:
         return self._divide(solutions, min(line.allowance for line in alike))
 
     def _make_lowest(self) -> None:
-        """Add the cuttings of the forms that may need the least memory at a bearable overhead: that without levels
-        which absorbs updates, and the first that comes near the least of all; no others are made then.
+        """Add the cuttings of the forms that may need the least memory at a bearable overhead: the first that comes near
+        the least of all, and of those without levels; no others are made then.
         """
         most = self._most_seconds()
         able = [form for form in self.left if self.graph.extra_seconds + form.more_seconds <= most]
-        enough = max((form.fewer_nbytes for form in able), default=0) - LEAST_SLACK * self.temporaries_nbytes
-        lowest = next((form for form in able if form.fewer_nbytes >= enough), None)
-        for form in able[:1] if lowest is not None and not deep(able[0]) else []:
-            self._make(form)
-        if lowest in self.left:
-            self._make(lowest)
+        for forms in ([form for form in able if not deep(form)], able):
+            slack = LEAST_SLACK * self.temporaries_nbytes
+            enough = max((form.fewer_nbytes for form in forms), default=0) - slack
+            lowest = next((form for form in forms if form.fewer_nbytes >= enough), None)
+            if lowest in self.left:
+                self._make(lowest)
         self.left = []
 
     def _deepen(self, seconds: float | None, budget: int) -> bool:

@@ -17,7 +17,7 @@ import jax.extend.core as jex
 
 from . import _compat
 from ._absorb import Gain, absorbed
-from ._chunks import Region, chunked, regions
+from ._chunks import chunked
 from ._collector import uncollected
 from ._equals import Equals
 from ._errors import JaxrematWarning
@@ -27,6 +27,7 @@ from ._inline import Inliner
 from ._loops import ALONE, BACKWARD, Loop, Opened, open_loops
 from ._order import memory_order
 from ._primitives import is_late
+from ._regions import Region, regions
 from ._segments import backward_of, cuttable, segmented
 
 
@@ -79,6 +80,11 @@ class Traced:
             self.regions,
             respect_checkpoint=self.respect_checkpoint,
         )
+
+    @property
+    def rows(self) -> list[tuple[int, str]]:
+        """Of each region how many rows there are, and the user's line."""
+        return [(region.rows, region.source) for region in self.regions]
 
     def places(self, other: "Traced") -> dict[int, int]:
         """For this form's equations those of another form that compute the same, as far as there are any."""

@@ -333,7 +333,7 @@ class _Planner:
             small_nbytes=graph.small_nbytes,
             fence="finished",
             segments=graph.segments,
-            loops=loop_forms(traced, graph.segments),
+            loops=loop_forms(traced.lengths, graph.segments, traced.sources, traced.rows),
             margin_nbytes=self.margin_nbytes,
             respect_checkpoint=self.baseline.respect_checkpoint,
         )

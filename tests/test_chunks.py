@@ -1,6 +1,7 @@
 """Rows in chunks: which work falls apart into them, that the results are the same, that planned steps need less."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import optax
 import pytest
 
 import jaxremat
-from jaxremat._chunks import chunked, is_in_chunks, regions
+from jaxremat._chunks import chunked, is_in_chunks
+from jaxremat._program import Program, spread
+from jaxremat._regions import regions
 from jaxremat._trace import trace
 
 WORDS, WIDE, BATCH, LENGTH, LAYERS = 4000, 32, 8, 32, 2
@@ -181,9 +184,29 @@ def test_the_least_memory_is_that_of_small_chunks() -> None:
 
 def test_predictions_know_what_chunks_need() -> None:
     step, args = step_of(cross_entropy), arguments()
-    plan = jaxremat.plan(step, *args, budget="min", cache=False)
+    plan = jaxremat.plan(step, *args, budget="min", donate_argnums=0, cache=False)
     first = plan.rounds[0]
     base = plan.memory.base_nbytes  # type: ignore[union-attr]
     assert (first.predicted_peak_nbytes - base) / (first.compiled_peak_nbytes - base) == pytest.approx(
         1, abs=0.1
     )
+
+
+def test_what_the_user_decides_about_is_not_in_chunks() -> None:
+    def loss(logits: Any, labels: Any) -> Any:
+        return cross_entropy(jaxremat.hint(logits, "save"), labels)
+
+    args = arguments()
+    with pytest.raises(jaxremat.InfeasibleBudgetError):
+        jaxremat.plan(step_of(loss), *args, budget="5MiB", cache=False)
+    with pytest.raises(jaxremat.InfeasibleBudgetError):
+        jaxremat.optimize("5MiB", cache=False, pins={"dot_general": "save"})(step_of(cross_entropy)).plan(
+            *args
+        )
+
+
+def test_arrays_on_several_devices_stay_where_they_are() -> None:
+    args = arguments()
+    assert not spread(Program(step_of(cross_entropy)), args, {})
+    several = SimpleNamespace(device_set={0, 1})
+    assert spread(Program(step_of(cross_entropy), in_shardings=(None, several, several)), args, {})
