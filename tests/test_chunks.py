@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import HealthCheck, given, settings
+from test_random_programs import Net, nets
 
 import jaxremat
 from jaxremat._chunks import chunked, is_in_chunks
 from jaxremat._program import Program, spread
-from jaxremat._regions import regions
+from jaxremat._regions import Readers, Region, regions
 from jaxremat._trace import trace
 
 WORDS, WIDE, BATCH, LENGTH, LAYERS = 4000, 32, 8, 32, 2
@@ -210,3 +212,28 @@ def test_arrays_on_several_devices_stay_where_they_are() -> None:
     assert not spread(Program(step_of(cross_entropy)), args, {})
     several = SimpleNamespace(device_set={0, 1})
     assert spread(Program(step_of(cross_entropy), in_shardings=(None, several, several)), args, {})
+
+
+@given(nets())
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+def test_any_region_of_random_programs_gives_what_it_gave(net: Net) -> None:
+    params, x = net.make_args()
+
+    def step(params: Any, x: Any) -> Any:
+        return [p - g for p, g in zip(params, jax.grad(net.loss)(params, x), strict=True)]
+
+    traced = trace(jax.jit(step), (params, x), {})
+    program = Readers(traced.flat)
+    found: dict[tuple[int, ...], Region] = {}
+    for i in program.alive[::3]:
+        for v in program.eqns[i].outvars:
+            for d in range(len(v.aval.shape)) if program.inner(v) else ():
+                region = program.grown(v, d)
+                if region is not None and region.choices:
+                    found.setdefault(tuple(region.ways), region)
+    flat = [*params, x]
+    expected = jex.jaxpr_as_fun(traced.flat)(*flat)
+    for region in sorted(found.values(), key=lambda region: -len(region.ways))[:2]:
+        cut, _ = chunked(traced.flat, [region], [region.choices[0]])
+        jex.check_jaxpr(cut.jaxpr)
+        close(expected, jax.jit(jex.jaxpr_as_fun(cut))(*flat), 1e-4)
