@@ -221,7 +221,7 @@ class Search:
         return self._divide(solutions, min(line.allowance for line in alike))
 
     def _make_lowest(self) -> None:
-        """Add the cuttings of the forms that may need the least memory at a bearable overhead: the first that comes near
+        """Add the cuttings of the forms that may need the least memory at a bearable overhead: the first that is near
         the least of all, and of those without levels; no others are made then.
         """
         most = self._most_seconds()
