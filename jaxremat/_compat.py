@@ -214,6 +214,13 @@ def barrier(operands: Sequence[Any], outvars: Sequence[Any], source_info: Any) -
     return new_eqn(operands, outvars, _lax.optimization_barrier_p, {}, source_info)
 
 
+def permuted(operand: Any, axes: Sequence[int], source_info: Any) -> Any:
+    """A transposition of a variable."""
+    params = {"permutation": tuple(axes)}
+    aval, _ = _lax.transpose_p.abstract_eval(operand.aval, **params)
+    return new_eqn([operand], [new_var(aval)], _lax.transpose_p, params, source_info)
+
+
 def inlined(
     closed: jex.ClosedJaxpr, operands: Sequence[Any], source_info: Any, results: Sequence[Any] = ()
 ) -> tuple[list[Any], list[Any]]:

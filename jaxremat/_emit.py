@@ -11,6 +11,8 @@ dropped equations behind it. Tied as follows:
   that it leaves behind pass through the fence on their way to the optimizer, whose updates wait for it. Only where
   there is none that is late enough, a cotangent passes through, which cuts it off from kernels that would read it.
   Letting every cotangent through is another form of the same fence, which is tried where time for that is given.
+- images pass with their axes in the order of memory (see `_axes`), so that kernels behind the fence find them as the
+  plain step's do.
 - fused values (never in memory) that a clone reads are cloned with it; the stage's own equations read the original
   of a fused value whose sources are all originals.
 - saved values that the compiler might make again in the backward pass's kernels pass through the first fence.
@@ -28,6 +30,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from . import _compat
+from ._axes import append_fence, axes_in_memory
 from ._close import close_loops, without_unread
 from ._collector import uncollected
 from ._fence import fence
@@ -111,6 +114,7 @@ class Emitter:
             for a in eqn.invars:
                 if not _compat.is_literal(a):
                     self.readers.setdefault(a, []).append(node.id)
+        self.axes = axes_in_memory(graph, self.source)
         self.place = places(self)
         self.sunk = sunk_values(self.source, traced.loop_of, traced.loops)
         self.own: list[list[int]] = [[] for _ in graph.stages]
@@ -289,10 +293,9 @@ class Emitter:
         ]
         if not operands:
             return {}
-        outvars = [_compat.new_var(a.aval) for a in operands]
         source = self.source[self.graph.forward_stop].source_info
-        barrier = (fence if self.cotangents else _compat.barrier)(operands, outvars, source)
-        self.append([_compat.in_scope(barrier, name)], [loop])
+        form = fence if self.cotangents else _compat.barrier
+        outvars = append_fence(self, (*through, *trigger), operands, name, loop, source, form)
         self.passed.update(zip(trigger, outvars[len(through) :], strict=True))
         return dict(zip(through, outvars, strict=False))
 

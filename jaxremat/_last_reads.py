@@ -11,6 +11,7 @@ Convolutions are left alone: libraries want their kernels in a layout of their o
 from typing import Any
 
 from . import _compat
+from ._axes import append_fence
 from ._primitives import is_relabelling
 
 
@@ -55,9 +56,7 @@ def hold(emitter: Any, n: int) -> None:
     if arguments := emitter.last_reads.get(n):
         (made,) = emitter.source[n].outvars
         operands = [*arguments, made]
-        names = [_compat.new_var(a.aval) for a in operands]
-        template = emitter.source[n].source_info
-        emitter.append([_compat.in_scope(_compat.barrier(operands, names, template), "last_read")], [-1])
+        names = append_fence(emitter, operands, operands, "last_read", -1, emitter.source[n].source_info)
         emitter.passed[made] = names.pop()
         emitter.overwritten.update(zip(arguments, names, strict=True))
 

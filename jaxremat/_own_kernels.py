@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from . import _compat
+from ._axes import append_fence
 from ._primitives import is_loop_edge
 
 
@@ -49,10 +50,9 @@ def make_apart(emitter: Any, k: int, wanted: Collection[int], own: Iterable[int]
     sources = [a for a in read if a in emitter.clones and emitter.value_of[a] in graph.residuals]
     if not sources:
         return
-    names = {a: _compat.new_var(a.aval) for a in sources}
-    template = source[graph.forward_stop]
-    fence = _compat.barrier([emitter.clones[a] for a in sources], list(names.values()), template.source_info)
-    emitter.append([_compat.in_scope(fence, f"fence_{k}")], [loop])
+    info = source[graph.forward_stop].source_info
+    fenced = append_fence(emitter, sources, [emitter.clones[a] for a in sources], f"fence_{k}", loop, info)
+    names = dict(zip(sources, fenced, strict=True))
     for n in sorted(apart):
         eqn = source[n]
         outvars = [_compat.new_var(v.aval) for v in eqn.outvars]

@@ -6,6 +6,7 @@
 from typing import Any
 
 from . import _compat
+from ._axes import append_fence
 
 
 def put_in_order(emitter: Any, n: int, eqn: Any) -> None:
@@ -17,8 +18,7 @@ def put_in_order(emitter: Any, n: int, eqn: Any) -> None:
     for cotangent in operands:
         if before := [a for a in emitter.due.pop(cotangent, ()) if emitter.maker(a) < n]:
             made = [emitter.passed.get(a, a) for a in (cotangent, *before)]
-            fenced = [_compat.new_var(a.aval) for a in made]
-            emitter.append([_compat.in_scope(_compat.barrier(made, fenced, eqn.source_info), "order")], [-1])
+            fenced = append_fence(emitter, (cotangent, *before), made, "order", -1, eqn.source_info)
             emitter.passed.update(zip((cotangent, *before), fenced, strict=True))
     clones = [graph.nodes[emitter.maker(a)] for a in operands if a in emitter.clones]
     ends = _ends(emitter, eqn.outvars[0]) if any(not clone.heavy for clone in clones) else []
