@@ -3,13 +3,12 @@
 Law: the bytes saved and not saved by all modules together are those of the plan's actions.
 """
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ._graph import Graph, Node, Stage
 from ._schedule import Schedule, complete, idle
-from ._simulate import extra_seconds
+from ._simulate import extra_seconds, run_again
 from ._timeline import Group, Groups, Timeline, module_path, rounded, timeline
 
 
@@ -80,16 +79,19 @@ def _before(plain: Graph, groups: Groups) -> Timeline:
 
 def _shares(graph: Graph, schedule: Schedule) -> tuple[Share, ...]:
     found: dict[tuple[str, ...], list[float]] = {}
-    runs = Counter(n for nodes in schedule.recomputed for n in nodes)
+    again: dict[int, list[float]] = {}
+    for k, nodes in enumerate(schedule.recomputed):
+        for n, seconds in zip(nodes, run_again(graph, k, nodes), strict=True):
+            again.setdefault(n, []).append(seconds)
     residuals = set(graph.residuals) - idle(graph, schedule)
     for node in graph.nodes:
         if not node.forward:
             continue
         share = found.setdefault(_path(node), [0, 0, 0, 0.0, 0.0])
         for v in residuals.intersection(node.outputs):
-            share[0 if v in schedule.saved else 1 if node.id in runs else 2] += graph.values[v].saved_nbytes
+            share[0 if v in schedule.saved else 1 if node.id in again else 2] += graph.values[v].saved_nbytes
         share[3] += node.seconds
-        share[4] += node.seconds * runs[node.id]
+        share[4] += sum(again.get(node.id, ()))
     return tuple(
         Share(path, *map(int, share[:3]), *map(rounded, share[3:]))
         for path, share in found.items()

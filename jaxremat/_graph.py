@@ -60,6 +60,8 @@ class Node:
     where several kernels of a stage want it, `borrows` the other nodes of whose work so written it reads something that
     is no operand; `constant_nbytes` of constants that it wants as arrays in memory; `flattened` whether the compiler
     makes the result in another shape, so that nothing is written over it;
+    `partners` nodes of the backward pass into whose kernel the compiler takes it where they run in its stage, and
+    `joined_seconds` what running it once more costs there, if nothing else that runs again reads its result;
     `heavy` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
     can absorb; `contraction` whether its operands must be in memory, because it absorbs none of them; `forward`
     whether its outputs may be residuals; `repeatable` whether it may run twice; `scope` its JAX name stack; `source`
@@ -85,6 +87,8 @@ class Node:
     scope: str = ""
     source: str = ""
     loop: int = -1
+    partners: tuple[int, ...] = ()
+    joined_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +249,10 @@ class Graph:
     def copies(self, n: int, loop: int) -> Iterator[int]:
         """The values of which a node that runs in this loop reads copied rows, where their originals are read."""
         return (v for v in self.rows[n] if _unnamed.copied(self, v, loop))
+
+    def joins(self, n: int, stage: int) -> bool:
+        """Whether a node that runs again for a stage is part of another kernel there, if nothing that does reads it."""
+        return any(self.stage_of[m] == stage for m in self.nodes[n].partners)
 
     @cached_property
     def loop_stop(self) -> dict[int, int]:

@@ -57,6 +57,10 @@ def priced(
     beside: dict[int, float] = {}  # what saving values costs that are written for the backward pass alone
     alone = _for_later(graph, written) if written and graph.backend.fuses and not loops else frozenset()
     behind: dict[int, frozenset[int]] = {}  # what these are made of
+    readers: dict[int, list[int]] = {}
+    for node in graph.nodes:
+        for v in node.inputs:
+            readers.setdefault(v, []).append(node.id)
     nodes = []
     step_seconds = 0.0
     for node, eqn in zip(graph.nodes, eqns, strict=True):
@@ -92,7 +96,10 @@ def priced(
                 for v in alone.intersection(node.outputs):
                     behind[v] = sources
                     beside[v] = graph.values[v].nbytes / device.bandwidth
-            once = slower * (kernel_seconds(device, flops_dtype(eqn), flops, more) - device.launch_seconds)
+            once = slower * _absorbed_seconds(device, flops / device.peak(flops_dtype(eqn)), read, more)
+        elif partners := _partners(graph, node, written, eqns, readers):
+            joined = slower * _absorbed_seconds(device, flops / device.peak(flops_dtype(eqn)), read, made)
+            node = replace(node, partners=partners, joined_seconds=min(joined, once))
         nodes.append(replace(node, seconds=once * times))
     graph = replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
     if beside:
@@ -101,16 +108,80 @@ def priced(
     return _with_stacking(graph, device, trips)
 
 
+def _absorbed_seconds(device: DeviceSpec, arithmetic: float, read: int, more: int) -> float:
+    """What a kernel takes longer that moves so many bytes more, and does arithmetic while it reads others anyway."""
+    return more / device.bandwidth + max(arithmetic - read / device.bandwidth, 0.0)
+
+
+def _late(graph: Graph, writes: Set[int], reads: Set[int]) -> int:
+    """A node of the backward pass with which a kernel runs that writes and reads these, -1 for one of the forward pass.
+
+    It may make values of the forward pass besides. Compilers do not say of all that they write what it is.
+    """
+    made = [n for n in writes if not graph.nodes[n].forward]
+    return min(made) if made else max((n for n in reads if not graph.nodes[n].forward), default=-1)
+
+
+def _partners(
+    graph: Graph,
+    node: Node,
+    written: Written | None,
+    eqns: Sequence[Any],
+    readers: Mapping[int, Sequence[int]],
+) -> tuple[int, ...]:
+    """What the kernels of the backward pass write that read all that a node is made of, of its size, and wait for no
+    reader of it: running in the same stage, they write its result besides.
+
+    Only contractions want it in memory, and they give weights' gradients, as a rule, for which nothing waits.
+    """
+    if written is None or not graph.backend.fuses or node.heavy or node.loop >= 0 or not node.forward:
+        return ()
+    made = max((graph.values[v].nbytes for v in node.outputs), default=0)
+    large = {u for u in graph.reads[node.id] if 4 * graph.values[u].nbytes >= made}
+    if all(graph.values[u].nbytes != made for u in large):
+        return ()
+    operands = {graph.values[u].producer for u in large}
+    found = {
+        late
+        for writes, reads in written.kernels
+        if operands <= reads and not any(graph.nodes[n].contraction for n in writes)
+        if (late := _late(graph, writes, reads)) >= 0
+    }
+    return tuple(sorted(found - _following(graph, node.outputs, eqns, readers, max(found, default=-1))))
+
+
+def _following(
+    graph: Graph, values: Sequence[int], eqns: Sequence[Any], readers: Mapping[int, Sequence[int]], last: int
+) -> set[int]:
+    """The nodes of the backward pass, up to the last, that follow from a contraction which reads these values."""
+    found: set[int] = set()
+    waiting = [(n, False) for v in values for n in readers.get(v, ())]
+    while waiting:
+        n, follows = waiting.pop()
+        follows = follows or graph.nodes[n].contraction
+        if n in found or not graph.forward_stop <= n <= last or not (follows or is_relabelling(eqns[n])):
+            continue
+        if follows:
+            found.add(n)
+        waiting.extend((m, follows) for v in graph.nodes[n].outputs for m in readers.get(v, ()))
+    return found
+
+
 def _for_later(graph: Graph, written: Written) -> frozenset[int]:
     """What the forward pass's kernels write and none of them reads."""
+    late = [_late(graph, *kernel) >= 0 for kernel in written.kernels]
     read = {
-        i for writes, reads in written.kernels if any(graph.nodes[n].forward for n in writes) for i in reads
+        i
+        for (writes, reads), after in zip(written.kernels, late, strict=True)
+        if writes and not after
+        for i in reads
     }
+    made = {i for (writes, _), after in zip(written.kernels, late, strict=True) if after for i in writes}
     return frozenset(
         v
         for v in graph.residuals
         for i in (graph.values[v].producer,)
-        if i in written.sizes and i not in read
+        if i in written.sizes and i not in read | made
         if graph.recomputable(v) and not graph.is_small(v) and not graph.values[v].is_output
     )
 
@@ -149,7 +220,7 @@ def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
     return sum(
         max(sum(nbytes for n, nbytes in operands.items() if n not in reads) - made, 0)
         for writes, reads in kernels
-        if node.id in reads and not any(graph.nodes[n].forward for n in writes)
+        if node.id in reads and (not writes or _late(graph, writes, reads) >= 0)
     )
 
 

@@ -16,6 +16,8 @@ kernels of a stage share (see `Graph.shared`) is there from the first to the las
 `Graph.early`) from the beginning of the iteration to the kernel that wants it.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -55,9 +57,20 @@ class Profile:
 
 def extra_seconds(graph: Graph, schedule: Schedule) -> float:
     """Seconds by which a step that follows the schedule takes longer than the plain one."""
-    recomputed = sum(graph.nodes[n].seconds for nodes in schedule.recomputed for n in nodes)
+    recomputed = math.fsum(
+        s for k, nodes in enumerate(schedule.recomputed) for s in run_again(graph, k, nodes)
+    )
     stacked = sum(graph.values[v].saved_seconds for v in sorted(schedule.saved))
     return graph.extra_seconds + stacked + recomputed
+
+
+def run_again(graph: Graph, stage: int, nodes: Sequence[int]) -> list[float]:
+    """Seconds of each of the nodes that a stage runs again."""
+    read = {v for n in nodes for v in graph.reads[n]}
+    return [
+        node.joined_seconds if graph.joins(node.id, stage) and read.isdisjoint(node.outputs) else node.seconds
+        for node in (graph.nodes[n] for n in nodes)
+    ]
 
 
 class Life(NamedTuple):
