@@ -1,5 +1,6 @@
 """Hypothesis strategies: small random graphs that are always valid, and choices of what to save and keep on them."""
 
+from dataclasses import replace
 from typing import Any
 
 from graphs import Builder, in_loops
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 
 from jaxremat import Action, Graph, LoopForm, MemoryStats, Plan, Round
 from jaxremat._account import Account, Share
+from jaxremat._graph import Node
 from jaxremat._timeline import Group, Moment, Timeline
 
 SECONDS = st.integers(0, 8).map(lambda quarters: quarters / 4)  # sums of these are exact
@@ -24,6 +26,7 @@ def graphs(
     late_forward: bool = True,
     least_size: int = 0,
     loops: bool = True,
+    partners: bool = True,
 ) -> Graph:
     """A forward DAG with skips, fused values, outputs and scratch memory, and stages that read it backwards.
 
@@ -34,6 +37,7 @@ def graphs(
     - `late_forward`: stages may hold nodes of the forward pass, whose results later stages read.
     - `least_size`: of a value, in units.
     - `loops`: the forward pass may be a loop and the stages its backward loop.
+    - `partners`: nodes may be part of kernels of the backward pass, where those run in their stage.
     """
     build = Builder()
     values = [build.argument(draw(st.integers(0, 2))) for _ in range(draw(st.integers(1, 2)))]
@@ -91,11 +95,28 @@ def graphs(
             )
     build.node([*cotangent, *pick(1)], [1], is_output=True, seconds=1.0, forward=False)
     graph = build.graph(base=draw(st.integers(0, 3)), small=draw(st.sampled_from([0, 0, 1])))
+    if partners and draw(st.booleans()):
+        graph = draw(joining(graph))
     return (
         graph
         if not loops or draw(st.integers(0, 3))
         else in_loops(graph, draw(st.integers(2, 4)), draw(SECONDS))
     )
+
+
+@st.composite
+def joining(draw: st.DrawFn, graph: Graph) -> Graph:
+    """The graph with partners for some of its forward nodes."""
+    backward = [n.id for n in graph.nodes if not n.forward]
+
+    def joined(node: Node) -> Node:
+        if not node.forward or draw(st.booleans()):
+            return node
+        partners = draw(st.lists(st.sampled_from(backward), min_size=1, max_size=2, unique=True))
+        share = draw(st.sampled_from([0.0, 0.5]))
+        return replace(node, partners=tuple(sorted(partners)), joined_seconds=share * node.seconds)
+
+    return replace(graph, nodes=tuple(map(joined, graph.nodes)))
 
 
 @st.composite

@@ -24,7 +24,9 @@ def test_merging_changes_neither_what_is_saved_nor_what_is_recomputed(
     fewer, same = merged(graph, schedule)
     assert same.saved == schedule.saved
     assert [nodes for nodes in same.recomputed if nodes] == [nodes for nodes in schedule.recomputed if nodes]
-    assert extra_seconds(fewer, same) == extra_seconds(graph, schedule)
+    assert extra_seconds(fewer, same) <= extra_seconds(graph, schedule)  # more joins what is in its stage
+    if not any(node.partners for node in graph.nodes):
+        assert extra_seconds(fewer, same) == extra_seconds(graph, schedule)
     if schedule.drops_nothing and not graph.loop_stop:
         assert fewer.stages == ()
     else:

@@ -7,14 +7,11 @@ Variables, all binary, over residuals `v`, their producers `n` and stages `k`:
     r[n,k]  node n is recomputed for stage k, for stages within `window` of the stages that read its outputs
     h[v,k]  a value that was recomputed before is held from stage k-1 into stage k (values at stage boundaries)
 
-    minimise    sum seconds(n) r[n,k] + sum saved_seconds(v) s[v]
-                where n joins a kernel of stage k, joined_seconds(n) r[n,k] + (seconds(n) - joined_seconds(n)) a[n,k],
-                with a[n,k] >= 0 for running apart from it all the same
+    minimise    sum seconds(n) r[n,k] + sum saved_seconds(v) s[v]      and less for what joins a kernel, see `_joined`
     subject to  s[v] + r[prod(v),k] + h[v,k] >= 1                     stage k reads v
                 s[v] = 0                                               v is pinned to be recomputed
                 r[n,k] <= s[u] + r[prod(u),k] + h[u,k]                n reads u; e[u,k] for s[u] in later stages
                 h[v,k] <= r[prod(v),k-1] + h[v,k-1]
-                a[n,k] >= r[n,k] + r[m,k] - 1                         m reads n
                 live(e) <= budget                                      for moments e of the schedule
 
 `live(e)` is linear from below: every term is a value that is alive at `e` whenever its variables are one. A value
@@ -46,6 +43,7 @@ from ._greedy import Greedy
 from ._hull import Lagrangian
 from ._interface import Solution, Solver
 from ._interrupt import interruptible
+from ._joined import run_again
 from ._mincut import MinCut
 from ._moments import Moments, Terms
 
@@ -317,11 +315,7 @@ class _Model:
             return bool(parts) or constant <= allowed
 
         possible = all(limit(terms) for terms in self.moments.initial())
-        cost = mip.xsum(
-            100 * (graph.nodes[n].joined_seconds if graph.joins(n, k) else graph.nodes[n].seconds) / step * x
-            for (n, k), x in again.items()
-        )
-        cost += mip.xsum(100 * seconds / step * x for seconds, x in self._apart(model, again))
+        cost = mip.xsum(100 * seconds / step * x for seconds, x in run_again(graph, model, again))
         stacking = ((graph.values[v].saved_seconds, x) for v, x in save.items())
         cost += mip.xsum(100 * seconds / step * x for seconds, x in stacking if seconds)
         if peak is None or lagrangian:
@@ -384,20 +378,6 @@ class _Model:
         return _Found(
             best, best_rank[0] == 0, min(bound, best_rank[1]) if best_rank[0] == 0 else bound, proven
         )
-
-    def _apart(self, model: Any, again: dict[tuple[int, int], Any]) -> list[tuple[float, Any]]:
-        """What nodes cost more that run apart from kernels which they would be part of, with the variables of that."""
-        graph, found = self.graph, []
-        for k, nodes in enumerate(self.window):
-            for n in (n for n in sorted(nodes) if graph.joins(n, k)):
-                made = set(graph.nodes[n].outputs)
-                readers = [m for m in sorted(nodes) if not made.isdisjoint(graph.reads[m])]
-                if readers:
-                    apart = model.add_var(lb=0.0, ub=1.0)
-                    for m in readers:
-                        model.add_constr(apart >= again[n, k] + again[m, k] - 1)
-                    found.append((graph.nodes[n].seconds - graph.nodes[n].joined_seconds, apart))
-        return found
 
     def _schedule(self, save, hold) -> Schedule:  # type: ignore[no-untyped-def]
         saved = [v for v, x in save.items() if float(x.x) >= 0.5]

@@ -1,0 +1,39 @@
+"""Nodes that may run again for a stage -> the terms of an integer program's objective that say what that takes.
+
+Where a node joins a kernel of the stage, it takes `joined_seconds`, and the rest if it runs apart all the same: for
+something else that runs again for that stage and reads it. Law: these terms are what `simulate` counts. With `r[n,k]`
+for running node n again for stage k
+
+    sum seconds(n) r[n,k]                                                 n joins nothing in stage k
+    sum joined_seconds(n) r[n,k] + (seconds(n) - joined_seconds(n)) a[n,k]          n joins
+                a[n,k] >= r[n,k] + r[m,k] - 1,   0 <= a[n,k] <= 1                   m reads n
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .._graph import Graph
+
+
+def run_again(graph: Graph, model: Any, again: Mapping[tuple[int, int], Any]) -> list[tuple[float, Any]]:
+    """Pairs of seconds and a variable; adds variables to the model, and constraints, for what runs apart.
+
+    **Arguments:** `again` the binary variables by node and stage.
+    """
+    terms: list[tuple[float, Any]] = []
+    reading: dict[tuple[int, int], list[Any]] = {}  # value, stage -> the variables of what reads it there
+    for (n, k), x in again.items():
+        for v in graph.reads[n]:
+            reading.setdefault((v, k), []).append(x)
+    for (n, k), x in again.items():
+        node = graph.nodes[n]
+        if not graph.joins(n, k):
+            terms.append((node.seconds, x))
+            continue
+        terms.append((node.joined_seconds, x))
+        if readers := [y for v in node.outputs for y in reading.get((v, k), ())]:
+            apart = model.add_var(lb=0.0, ub=1.0)
+            for y in readers:
+                model.add_constr(apart >= x + y - 1)
+            terms.append((node.seconds - node.joined_seconds, apart))
+    return terms
