@@ -48,7 +48,7 @@ from ._schedule import Schedule
 from ._slices import expands, sliced_inline
 from ._sunk import sink, sunk_values
 from ._trace import Traced
-from ._triggers import finished, trigger
+from ._triggers import finished, parts, trigger
 from ._weights_first import put_in_order
 
 FENCES = ("finished", "cotangents", "ordered")
@@ -276,7 +276,7 @@ class Emitter:
         through = passing(self, k, wanted, loop)
         due = any(until <= k for until in self.waiting.values())
         firm = [self.variable[v] for v in self.precarious.pop(loop, ())]
-        waits_for = [*trigger(self, k), *firm]
+        waits_for = [*trigger(self, k), *firm, *parts(self, k)]
         return self.fenced(through, waits_for, f"fence_{k}", loop) if through or due or firm else {}
 
     def fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:

@@ -148,6 +148,11 @@ def is_window(eqn: Any) -> bool:
     return eqn.primitive.name in ("slice", "dynamic_slice")
 
 
+def is_part(eqn: Any) -> bool:
+    """A fixed part of an array, or all of its parts."""
+    return eqn.primitive.name in ("slice", "split")
+
+
 def is_write(eqn: Any) -> bool:
     """An update of a part of an array, which is written over it."""
     return eqn.primitive.name == "dynamic_update_slice"

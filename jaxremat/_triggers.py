@@ -3,6 +3,7 @@
 from typing import Any
 
 from ._passing import can_pass
+from ._primitives import is_part
 
 
 def trigger(emitter: Any, k: int) -> list[Any]:
@@ -40,6 +41,27 @@ def trigger(emitter: Any, k: int) -> list[Any]:
         ]
         triggers.extend(crossing if emitter.all_cotangents else crossing[:1])
     return triggers
+
+
+def parts(emitter: Any, k: int) -> list[Any]:
+    """Parts of cotangents that were cut off before stage `k` and are read in it or behind it, where fences may hold them.
+
+    The compiler would cut them off where they are read, and keep the whole until then.
+    """
+    graph = emitter.graph
+    if not graph.backend.fuses:
+        return []
+    around, start = graph.around(graph.stages[k].start), graph.forward_stop
+    return [
+        v
+        for n in range(start, graph.stages[k].start)
+        if is_part(emitter.source[n]) and emitter.place[n] < k
+        for v in emitter.source[n].outvars
+        if graph.values[emitter.value_of[v]].materialised
+        and v not in emitter.passed
+        and _home(emitter, v) == around
+        and any(emitter.place[m] >= k for m in emitter.readers.get(v, ()))
+    ]
 
 
 def finished(emitter: Any, k: int) -> list[Any]:
