@@ -250,9 +250,11 @@ class Graph:
         """The values of which a node that runs in this loop reads copied rows, where their originals are read."""
         return (v for v in self.rows[n] if _unnamed.copied(self, v, loop))
 
-    def joins(self, n: int, stage: int) -> bool:
-        """Whether a node that runs again for a stage is part of another kernel there, if nothing that does reads it."""
-        return any(self.stage_of[m] == stage for m in self.nodes[n].partners)
+    def joins(self, n: int, stage: int) -> int:
+        """The node with which one that a stage runs again is part of a kernel, if nothing that it does reads it; -1 for
+        none.
+        """
+        return next((m for m in self.nodes[n].partners if self.stage_of[m] == stage), -1)
 
     @cached_property
     def loop_stop(self) -> dict[int, int]:

@@ -134,7 +134,13 @@ def _partners(
 
     Only contractions want it in memory, and they give weights' gradients, as a rule, for which nothing waits.
     """
-    if written is None or not graph.backend.fuses or node.heavy or node.loop >= 0 or not node.forward:
+    if (
+        written is None
+        or not graph.backend.fuses
+        or node.loop >= 0
+        or not node.forward
+        or len(node.outputs) != 1
+    ):
         return ()
     made = max((graph.values[v].nbytes for v in node.outputs), default=0)
     large = {u for u in graph.reads[node.id] if 4 * graph.values[u].nbytes >= made}

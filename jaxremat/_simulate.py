@@ -66,11 +66,15 @@ def extra_seconds(graph: Graph, schedule: Schedule) -> float:
 
 def run_again(graph: Graph, stage: int, nodes: Sequence[int]) -> list[float]:
     """Seconds of each of the nodes that a stage runs again."""
+    others = joined(graph, stage, nodes)
+    return [graph.nodes[n].joined_seconds if n in others else graph.nodes[n].seconds for n in nodes]
+
+
+def joined(graph: Graph, stage: int, nodes: Sequence[int]) -> dict[int, int]:
+    """Of the nodes that a stage runs again those that are part of another kernel there, with a node of that."""
     read = {v for n in nodes for v in graph.reads[n]}
-    return [
-        node.joined_seconds if graph.joins(node.id, stage) and read.isdisjoint(node.outputs) else node.seconds
-        for node in (graph.nodes[n] for n in nodes)
-    ]
+    found = ((n, graph.joins(n, stage)) for n in nodes if graph.nodes[n].partners)
+    return {n: m for n, m in found if m >= 0 and read.isdisjoint(graph.nodes[n].outputs)}
 
 
 class Life(NamedTuple):
@@ -182,10 +186,13 @@ def play(graph: Graph, schedule: Schedule) -> Run:
             for v in graph.nodes[n].outputs:
                 if v not in schedule.saved:
                     where[v] = v + size * (k + 1)
+        others = joined(graph, k, schedule.recomputed[k])
+        late = [(m, where[v]) for n, m in others.items() for v in graph.nodes[n].outputs if v in where]
         own.append(len(ran) - (not graph.kernel[stage.start]))
         for n in range(stage.start, stage.stop):
             if graph.kernel[n]:
                 run(n, -1)
+                last.update((v, len(ran) - 1) for m, v in late if n <= m)
 
     for v, loop in keeping:
         last[v] = max(last[v], ended[loop])

@@ -44,7 +44,7 @@ def trigger(emitter: Any, k: int) -> list[Any]:
 
 
 def parts(emitter: Any, k: int) -> list[Any]:
-    """Parts of cotangents that were cut off before stage `k` and are read in it or behind it, where fences may hold them.
+    """Parts of cotangents that were cut off before stage `k` and are read in it or behind it.
 
     The compiler would cut them off where they are read, and keep the whole until then.
     """

@@ -110,7 +110,7 @@ def joining(draw: st.DrawFn, graph: Graph) -> Graph:
     backward = [n.id for n in graph.nodes if not n.forward]
 
     def joined(node: Node) -> Node:
-        if not node.forward or draw(st.booleans()):
+        if not node.forward or len(node.outputs) > 1 or draw(st.booleans()):
             return node
         partners = draw(st.lists(st.sampled_from(backward), min_size=1, max_size=2, unique=True))
         share = draw(st.sampled_from([0.0, 0.5]))

@@ -188,19 +188,40 @@ def sweep(graph: Graph, schedule: Schedule) -> tuple[list[int], list[set[Any]]]:
         nbytes.append(sum(sizes) + graph.nodes[n].workspace_nbytes + others[i])
         alive.append(set(live))
         live |= new
-        live = {b for b in live if any(b in read for _, _, read, _ in timeline[i + 1 :])}
+        live = {
+            b
+            for b in live
+            if any(b in read for _, _, read, _ in timeline[i + 1 :]) or waits(graph, timeline, i, b)
+        }
     return nbytes, alive
 
 
-def seconds_again(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]], n: int, k: int) -> float:
-    """What a node takes that stage k runs again: part of another kernel, if one of its partners is there in its own
-    place and what else the stage runs again does not read it.
+def partner(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]], n: int, k: int) -> int:
+    """The node with which one that stage k runs again is part of a kernel, -1 for none: a partner that is there in its
+    own place, unless something else that the stage runs again reads it.
     """
     node = graph.nodes[n]
-    there = set(node.partners) & set(range(graph.stages[k].start, graph.stages[k].stop))
-    others = [read for _, other, read, _ in timeline if other == k]
-    wanted = any((v, k) in read for read in others for v in node.outputs)
-    return node.joined_seconds if there and not wanted else node.seconds
+    there = sorted(set(node.partners) & set(range(graph.stages[k].start, graph.stages[k].stop)))
+    wanted = any((v, k) in read for _, other, read, _ in timeline if other == k for v in node.outputs)
+    return there[0] if there and not wanted else -1
+
+
+def waits(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]], i: int, buffer: Any) -> bool:
+    """Whether a buffer was made again in a kernel that has not run yet behind the i-th run."""
+    v, k = buffer
+    n = graph.values[v].producer
+    if k < 0 or (n, k) not in [(m, j) for m, j, _, _ in timeline]:
+        return False
+    until = partner(graph, timeline, n, k)
+    stage = graph.stages[k]
+    later = [m for m, j, _, _ in timeline[i + 1 :] if j < 0 and stage.start <= m < stage.stop]
+    return any(m <= until for m in later)
+
+
+def seconds_again(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]], n: int, k: int) -> float:
+    """What a node takes that stage k runs again."""
+    node = graph.nodes[n]
+    return node.joined_seconds if partner(graph, timeline, n, k) >= 0 else node.seconds
 
 
 def assert_equals_sweep(graph: Graph, schedule: Schedule) -> None:

@@ -6,7 +6,8 @@ for running node n again for stage k
 
     sum seconds(n) r[n,k]                                                 n joins nothing in stage k
     sum joined_seconds(n) r[n,k] + (seconds(n) - joined_seconds(n)) a[n,k]          n joins
-                a[n,k] >= r[n,k] + r[m,k] - 1,   0 <= a[n,k] <= 1                   m reads n
+                r[n,k] + r[m,k] - 1 <= a[n,k] <= r[n,k]                              m reads n
+                a[n,k] <= sum r[m,k]                                                 over these m
 """
 
 from collections.abc import Mapping
@@ -15,25 +16,30 @@ from typing import Any
 from .._graph import Graph
 
 
-def run_again(graph: Graph, model: Any, again: Mapping[tuple[int, int], Any]) -> list[tuple[float, Any]]:
-    """Pairs of seconds and a variable; adds variables to the model, and constraints, for what runs apart.
+def run_again(
+    graph: Graph, model: Any, again: Mapping[tuple[int, int], Any]
+) -> tuple[list[tuple[float, Any]], dict[tuple[int, ...], Any]]:
+    """Pairs of seconds and a variable; and the variables that it adds to the model, for what runs apart.
 
     **Arguments:** `again` the binary variables by node and stage.
     """
     terms: list[tuple[float, Any]] = []
+    apart: dict[tuple[int, ...], Any] = {}
     reading: dict[tuple[int, int], list[Any]] = {}  # value, stage -> the variables of what reads it there
     for (n, k), x in again.items():
         for v in graph.reads[n]:
             reading.setdefault((v, k), []).append(x)
     for (n, k), x in again.items():
         node = graph.nodes[n]
-        if not graph.joins(n, k):
+        if graph.joins(n, k) < 0:
             terms.append((node.seconds, x))
             continue
         terms.append((node.joined_seconds, x))
         if readers := [y for v in node.outputs for y in reading.get((v, k), ())]:
-            apart = model.add_var(lb=0.0, ub=1.0)
+            apart[n, k] = a = model.add_var(lb=0.0, ub=1.0)
             for y in readers:
-                model.add_constr(apart >= x + y - 1)
-            terms.append((node.seconds - node.joined_seconds, apart))
-    return terms
+                model.add_constr(a >= x + y - 1)
+            model.add_constr(a <= x)
+            model.add_constr(a <= sum(readers[1:], start=1 * readers[0]))
+            terms.append((node.seconds - node.joined_seconds, a))
+    return terms, apart

@@ -265,9 +265,8 @@ class _Model:
             (v, k): model.add_var(var_type=mip.BINARY) for v in self.free for k in self.moments.extra[v]
         }
         peak: Any = model.add_var(lb=0.0) if budget_nbytes is None else None
-        variables: dict[str, dict[tuple[int, ...], Any]] = {
-            "s": {(v,): x for v, x in save.items()}, "e": longer, "r": again, "h": hold,
-        }  # fmt: skip
+        variables: dict[str, dict[tuple[int, ...], Any]] = {"e": longer, "r": again, "h": hold}
+        variables["s"] = {(v,): x for v, x in save.items()}
 
         for v in graph.pinned["recompute"].intersection(save):
             model.add_constr(save[v] <= 0)
@@ -315,7 +314,8 @@ class _Model:
             return bool(parts) or constant <= allowed
 
         possible = all(limit(terms) for terms in self.moments.initial())
-        cost = mip.xsum(100 * seconds / step * x for seconds, x in run_again(graph, model, again))
+        terms, variables["a"] = run_again(graph, model, again)
+        cost = mip.xsum(100 * seconds / step * x for seconds, x in terms)
         stacking = ((graph.values[v].saved_seconds, x) for v, x in save.items())
         cost += mip.xsum(100 * seconds / step * x for seconds, x in stacking if seconds)
         if peak is None or lagrangian:

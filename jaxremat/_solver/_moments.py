@@ -1,6 +1,6 @@
 """Moments of the schedule -> linear lower bounds on the bytes alive there, for the integer program.
 
-A term's keys name variables of `_milp`: ("s", v), ("e", v, k), ("r", n, k), ("h", v, k). A value counts
+A term's keys name variables of `_milp`: ("s", v), ("e", v, k), ("r", n, k), ("a", n, k), ("h", v, k). A value counts
 where all of them are one.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .._graph import Graph
 from .._schedule import Schedule, complete
-from .._simulate import Profile, simulate
+from .._simulate import Profile, joined, simulate
 
 Key = tuple[str, *tuple[int, ...]]
 
@@ -62,6 +62,9 @@ class Moments:
         outputs = [[v for v in node.outputs if v in free] for node in graph.nodes]
         self.joint = frozenset(v for found in outputs if len(found) > 1 for v in found)
         self.by_clone: frozenset[int] = frozenset()
+        self.joined: dict[
+            tuple[int, int], int
+        ] = {}  # node, stage -> with which other node it is part of a kernel
         self.last = last  # own readers of the values that are no variables
         starts = [stage.start for stage in graph.stages]
         for v, k in graph.lingering.items():
@@ -162,6 +165,8 @@ class Moments:
         allowed = budget_nbytes - self.graph.base_nbytes
         moments = self._tops(profile, allowed)
         self.by_clone = self.joint - schedule.saved
+        again = enumerate(schedule.recomputed)
+        self.joined = {(n, k): m for k, nodes in again for n, m in joined(self.graph, k, nodes).items()}
         held: frozenset[Key] = frozenset(("h", v, k) for v, k in schedule.kept)
         return [_without_idle_pairs(self._with_pairs(n, k, schedule), held) for n, k in sorted(moments)]
 
@@ -221,7 +226,12 @@ class Moments:
                 parts.extend(((key,), there) for key in self._saved(v, k, own_at=n))
             if k >= 0:
                 read = life.by_stage.get(k, -1) >= n
-                parts.extend((keys, nbytes) for keys in self._clones(v, k, read, made=True))
+                if not read and self.joined.get((life.born, k), -1) >= n:
+                    parts.append(((("r", life.born, k),), nbytes))
+                    parts.append(((("a", life.born, k),), -nbytes))
+                    parts.append(((("h", v, k + 1), ("h", v, k)), nbytes))
+                else:
+                    parts.extend((keys, nbytes) for keys in self._clones(v, k, read, made=True))
                 if self.rows.get((v, k), -1) >= n:
                     parts.append(((("s", v),), nbytes))
         constant = self.base[n] + self.graph.nodes[n].workspace_nbytes
