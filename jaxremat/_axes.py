@@ -1,9 +1,9 @@
 """Equations -> images' axes in the order of memory, in which they pass fences.
 
-XLA:GPU keeps what it convolves in the order that cuDNN computes in, for numbers of 32 bits and more channels before
-pixels, and calls its axes by that order from then on; only what passes a fence keeps the program's own names for them.
-A kernel that reduces would then read the same order by two names, which XLA does not look through: it leaves the masks
-of what has passed, and other results that it writes with a reduction's otherwise, to kernels of their own.
+XLA:GPU keeps what it convolves in an order of its own, on GPUs before Hopper with channels before pixels, and calls its
+axes by that order from then on; only what passes a fence keeps the program's own names for them. A kernel that reduces
+would then read the same order by two names, which XLA does not look through: it leaves the masks of what has passed,
+and other results that it writes with a reduction's otherwise, to kernels of their own.
 
 So images pass with their axes in the order of memory and are turned round behind the fence: no kernel runs for either.
 """
@@ -11,10 +11,9 @@ So images pass with their axes in the order of memory and are turned round behin
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from . import _compat
-from ._graph import Graph
+from ._graph import Node, Value
+from ._specs import Chip
 
 _OTHERWISE = frozenset(
     {"transpose", "reshape", "broadcast_in_dim", "dot_general", "gather", "sort", "scan", "while", "cond"}
@@ -22,26 +21,41 @@ _OTHERWISE = frozenset(
 """Results of these have no axes that are their operands'."""
 
 
-def axes_in_memory(graph: Graph, eqns: Sequence[Any]) -> dict[Any, tuple[int, ...]]:
-    """For variables that hold images their axes from the outermost to the innermost, where that is not the program's
-    order.
+def axes_in_memory(
+    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], chip: Chip | None
+) -> dict[int, tuple[int, ...]]:
+    """For values that are images their axes from the outermost to the innermost, where that is not the program's
+    order; none without a chip.
     """
-    found: dict[Any, tuple[int, ...]] = {}
-    if not graph.backend.fuses:
-        return found
-    for node, eqn in zip(graph.nodes, eqns, strict=True):
+    found: dict[int, tuple[int, ...]] = {}
+    for node, eqn in zip(nodes, eqns, strict=True) if chip is not None else ():
         if eqn.primitive.name == "conv_general_dilated":
-            (made,), kernel = eqn.outvars, graph.values[node.inputs[-1]].producer
-            axes = tuple(eqn.params["dimension_numbers"].out_spec)
-            wide = jnp.issubdtype(made.aval.dtype, jnp.floating) and made.aval.dtype.itemsize >= 4
-            is_image = kernel < 0 or graph.nodes[kernel].forward  # the other kind makes a kernel's gradient
-            if wide and is_image and axes != tuple(range(len(axes))):
+            (made,) = node.outputs
+            kernel, dtype = _root(nodes, values, node.inputs[-1]), eqn.outvars[0].aval.dtype
+            image, channel, *pixels = eqn.params["dimension_numbers"].out_spec
+            last = chip.channels_last(dtype.itemsize)
+            axes = (image, *pixels, channel) if last else (image, channel, *pixels)
+            # The convolution that makes a kernel's gradient reads a cotangent in the kernel's place.
+            if (kernel < 0 or nodes[kernel].forward) and axes != tuple(sorted(axes)):
                 found[made] = axes
         elif eqn.primitive.name not in _OTHERWISE:
-            known = (found[a] for a in _compat.variables(eqn.invars) if a in found)
-            if axes := next(known, ()):
-                found.update((v, axes) for v in eqn.outvars if len(getattr(v.aval, "shape", ())) == len(axes))
+            axes = next((found[v] for v in node.inputs if v in found), ())
+            alike = (
+                v for v, var in zip(node.outputs, eqn.outvars, strict=True) if _rank(var) == len(axes) > 0
+            )
+            found.update((v, axes) for v in alike)
     return found
+
+
+def _rank(var: Any) -> int:
+    return len(getattr(var.aval, "shape", ()))
+
+
+def _root(nodes: Sequence[Node], values: Sequence[Value], v: int) -> int:
+    """The node that makes what a value is the same numbers as, -1 for none: gradients read reversed kernels."""
+    while (n := values[v].producer) >= 0 and len(nodes[n].inputs) == 1 and not nodes[n].heavy:
+        (v,) = nodes[n].inputs
+    return n
 
 
 def append_fence(
@@ -57,7 +71,8 @@ def append_fence(
 
     **Arguments:** `variables` the step's own whose values the operands are; `fence` makes the fence's equation.
     """
-    axes = [emitter.axes.get(v) for v in variables]
+    values, value_of = emitter.graph.values, emitter.value_of
+    axes = [values[value_of[v]].axes if v in value_of else () for v in variables]
     turned = [
         _compat.permuted(a, order, source_info) if order else None
         for a, order in zip(operands, axes, strict=True)

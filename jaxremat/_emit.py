@@ -30,7 +30,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from . import _compat
-from ._axes import append_fence, axes_in_memory
+from ._axes import append_fence
 from ._close import close_loops, without_unread
 from ._collector import uncollected
 from ._fence import fence
@@ -114,7 +114,6 @@ class Emitter:
             for a in eqn.invars:
                 if not _compat.is_literal(a):
                     self.readers.setdefault(a, []).append(node.id)
-        self.axes = axes_in_memory(graph, self.source)
         self.place = places(self)
         self.sunk = sunk_values(self.source, traced.loop_of, traced.loops)
         self.own: list[list[int]] = [[] for _ in graph.stages]

@@ -31,7 +31,8 @@ class Value:
     `nbytes` per device; `materialised` whether it is written to memory; `is_output` whether the step returns it;
     `shape` as text (`f32[32,56,56,64]`); `name` the user's `checkpoint_name`, or ""; `length` how many iterations of a
     forward loop make one each, all of which are stacked where it is saved for a loop of the backward pass, 0 where none
-    do; `saved_seconds` what the copies into such a stack and out of it take.
+    do; `saved_seconds` what the copies into such a stack and out of it take; `axes` of an image from the outermost to
+    the innermost in memory, () where they are in the program's order.
     """
 
     id: int
@@ -43,6 +44,7 @@ class Value:
     name: str = ""
     length: int = 0
     saved_seconds: float = 0.0
+    axes: tuple[int, ...] = ()
 
     @property
     def saved_nbytes(self) -> int:

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from . import _compat
+from ._axes import axes_in_memory
 from ._backend import backend
 from ._chunks import is_in_chunks
 from ._collector import uncollected
@@ -157,7 +158,9 @@ def lower(
     in_memory |= _written_whole(nodes, in_memory)
     nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
     nodes = _with_stacks(jaxpr.eqns, nodes, values, backend(device.platform).hoists)
-    values = [replace(v, materialised=v.producer < 0 or v.is_output or v.id in in_memory) for v in values]
+    in_memory |= {v.id for v in values if v.producer < 0 or v.is_output}
+    axes = axes_in_memory(jaxpr.eqns, nodes, values, device.chip if fuses else None)
+    values = [replace(v, materialised=v.id in in_memory, axes=axes.get(v.id, ())) for v in values]
     forward_stop = next((n.id for n in nodes if not n.forward), len(nodes))
     sizes = sorted(
         v.saved_nbytes for v in values if v.materialised and v.producer >= 0 and nodes[v.producer].forward
