@@ -64,6 +64,72 @@ def test_what_is_written_for_the_backward_pass_alone_need_not_be(also_read: bool
     assert graph.nodes[first["mul"]].seconds == pytest.approx(expected + H100.launch_seconds, rel=0.01)
 
 
+def squared(w: jax.Array, x: jax.Array) -> jax.Array:
+    """An activation's products with itself: its gradient comes from a product that reads it."""
+    y = x @ w
+    h = y * jnp.tanh(y)
+    return jnp.sum((h.T @ h) ** 2)
+
+
+def in_the_backward_pass(
+    fn: Any, weights: Any, besides: tuple[str, ...] = (), reads: tuple[str, ...] = ("dot",)
+) -> tuple[Graph, dict[str, int]]:
+    """The graph where one kernel makes an activation's gradient of its cotangent and what else it `reads`, and writes
+    other nodes `besides`; with nodes by name.
+    """
+    traced = trace(jax.jit(jax.grad(fn)), (weights, struct(ROWS, WIDTH)), {})
+    eqns = traced.jaxpr.jaxpr.eqns
+    bare = lower(traced, H100, base_nbytes=0)
+    large = [i for i, e in enumerate(eqns) if e.outvars[0].aval.size == ROWS * WIDTH]
+    late = [i for i in large if not bare.nodes[i].forward]
+    named = {eqns[i].primitive.name: i for i in reversed(large) if bare.nodes[i].forward}
+    named |= {"dot": named["dot_general"], "cotangent": [i for i in late if bare.nodes[i].contraction][-1]}
+    named["gradient"] = late[-1]
+    kernels = (
+        (frozenset({named["mul"]}), frozenset({named["dot"]})),
+        (
+            frozenset({named["gradient"], *(named[b] for b in besides)}),
+            frozenset(named[r] for r in (*reads, "cotangent")),
+        ),
+        (frozenset({len(eqns) - 1}), frozenset({named["gradient"], *(named[b] for b in besides)})),
+    )
+    sizes = {
+        i: (NBYTES,) for name, i in named.items() if name in {"mul", "dot", "cotangent", "gradient", *besides}
+    }
+    return lower(traced, H100, base_nbytes=0, written=Written(sizes, kernels)), named
+
+
+def test_what_another_kernel_writes_besides_costs_its_writing() -> None:
+    graph, named = in_the_backward_pass(gated, [struct(WIDTH, WIDTH)] * 2)
+    node = graph.nodes[named["mul"]]
+    assert node.partners == (named["gradient"],)
+    assert node.joined_seconds == pytest.approx(NBYTES / H100.bandwidth)
+    assert node.seconds == pytest.approx(2 * NBYTES / H100.bandwidth + H100.launch_seconds, rel=0.01)
+    schedule = complete(graph, set(graph.residuals) - set(node.outputs))
+    assert schedule.recomputed == ((node.id,),)
+    assert extra_seconds(graph, schedule) == node.joined_seconds
+
+
+@pytest.mark.parametrize(
+    ("fn", "weights", "reads"),
+    [(squared, struct(WIDTH, WIDTH), ("dot",)), (gated, [struct(WIDTH, WIDTH)] * 2, ())],
+)
+def test_kernels_that_wait_for_its_readers_or_read_others_write_it_not(
+    fn: Any, weights: Any, reads: tuple[str, ...]
+) -> None:
+    graph, named = in_the_backward_pass(fn, weights, reads=reads)
+    assert graph.nodes[named["mul"]].partners == ()
+
+
+def test_what_the_backward_pass_makes_besides_is_not_saved() -> None:
+    """Of a kernel that reads cotangents, results of the forward pass's equations are no residuals of the plain step."""
+    graph, named = in_the_backward_pass(gated, [struct(WIDTH, WIDTH)] * 2, besides=("tanh",))
+    (tanh,) = graph.nodes[named["tanh"]].outputs
+    assert graph.values[tanh].materialised
+    assert graph.values[tanh].saved_seconds == 0.0
+    assert graph.extra_seconds == 0.0
+
+
 def sliced(parts: int) -> Graph:
     """Products of the parts of one."""
 
