@@ -28,7 +28,9 @@ def axes_in_memory(
     order; none without a chip.
     """
     found: dict[int, tuple[int, ...]] = {}
-    for node, eqn in zip(nodes, eqns, strict=True) if chip is not None else ():
+    if chip is None:
+        return found
+    for node, eqn in zip(nodes, eqns, strict=True):
         if eqn.primitive.name == "conv_general_dilated":
             (made,) = node.outputs
             kernel, dtype = _root(nodes, values, node.inputs[-1]), eqn.outvars[0].aval.dtype

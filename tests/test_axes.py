@@ -42,7 +42,8 @@ def network(numbers: tuple[str, str, str], dtype: Any = jnp.float32) -> Any:
 
 
 def test_channels_come_before_pixels() -> None:
-    traced = trace(*network(LAST), {})
+    fn, args = network(LAST)
+    traced = trace(fn, args, {})
     graph, eqns = lower(traced, DEVICES["p100"], base_nbytes=0), traced.jaxpr.jaxpr.eqns
     pairs = zip(graph.nodes, eqns, strict=True)
     axes = {var: graph.values[v].axes for n, e in pairs for v, var in zip(n.outputs, e.outvars, strict=True)}
@@ -67,7 +68,8 @@ def test_channels_come_before_pixels() -> None:
 )
 def test_the_order_is_the_devices(device: Any, numbers: Any, dtype: Any, axes: tuple[int, ...]) -> None:
     """The CPU's compiler turns images where it convolves."""
-    traced = trace(*network(numbers, dtype), {})
+    fn, args = network(numbers, dtype)
+    traced = trace(fn, args, {})
     graph = lower(traced, device, base_nbytes=0)
     assert {value.axes for value in graph.values if value.axes} == ({axes} if axes else set())
 
@@ -86,7 +88,8 @@ def test_compilers_keep_that_order(target: str, dtype: Any) -> None:
 
 @pytest.mark.parametrize("fence", FENCES)
 def test_every_fence_turns_images_and_turns_them_back(fence: str) -> None:
-    traced = trace(*network(LAST), {})
+    fn, args = network(LAST)
+    traced = trace(fn, args, {})
     graph = lower(traced, DEVICES["p100"], base_nbytes=0)
     eqns = emit(traced, graph, complete(graph, ()), fence).jaxpr.eqns
     made_by = {v: e for e in eqns for v in e.outvars}
