@@ -35,7 +35,7 @@ def axes_in_memory(
             (made,) = node.outputs
             kernel, dtype = _root(nodes, values, node.inputs[-1]), eqn.outvars[0].aval.dtype
             image, channel, *pixels = eqn.params["dimension_numbers"].out_spec
-            last = chip.channels_last(dtype.itemsize)
+            last = chip.channels_last(str(dtype))
             axes = (image, *pixels, channel) if last else (image, channel, *pixels)
             # The convolution that makes a kernel's gradient reads a cotangent in the kernel's place.
             if (kernel < 0 or nodes[kernel].forward) and axes != tuple(sorted(axes)):

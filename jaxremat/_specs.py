@@ -36,11 +36,12 @@ class Chip:
     bandwidth: int
     accelerated: bool = False
 
-    def channels_last(self, item_nbytes: int) -> bool:
-        """Whether XLA convolves images of such numbers with the channels innermost, else before pixels: read off the
-        programs that it compiles for each of these devices.
+    def channels_last(self, dtype: str) -> bool:
+        """Whether XLA convolves images of such numbers (`"float32"`) with the channels innermost, else before pixels:
+        read off the programs that it compiles for each of these devices.
         """
-        return self.capability >= (9, 0) or (self.capability >= (7, 0) and item_nbytes < 4)
+        since = {"float16": (7, 0), "bfloat16": (8, 0)}.get(dtype, (9, 0))
+        return self.capability >= since
 
     def config(self, name: str) -> str:
         """XLA's target configuration (`GpuTargetConfigProto` as text).

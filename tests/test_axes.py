@@ -75,14 +75,14 @@ def test_the_order_is_the_devices(device: Any, numbers: Any, dtype: Any, axes: t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("target", jaxremat.targets())
 def test_compilers_keep_that_order(target: str, dtype: Any) -> None:
     step, args = network(LAST, dtype)
     text = Target(target).lower(step, args, {}, {}).compile().as_text() or ""
     chip = DEVICES[target].chip
     assert chip is not None
-    wanted = "b01f" if chip.channels_last(jnp.dtype(dtype).itemsize) else "bf01"
+    wanted = "b01f" if chip.channels_last(str(jnp.dtype(dtype))) else "bf01"
     assert set(re.findall(r"dim_labels=(\w+)_\w+->(\w+)", text)) == {(wanted, wanted)}
 
 
