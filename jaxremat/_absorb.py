@@ -23,7 +23,7 @@ import jax.extend.core as jex
 
 from . import _compat
 from ._cost import aval_nbytes
-from ._primitives import is_contraction, is_pointwise, is_repeatable
+from ._primitives import PLACES, is_contraction, is_placed, is_pointwise, is_repeatable
 from ._segments import backward_of
 
 
@@ -184,8 +184,7 @@ class _Loop:
 
     def by_rows(self, eqn: Any) -> bool:
         """Whether the rows of an equation's result depend on those of its operands alone."""
-        placed = any(eqn.params.get(name) is not None for name in ("sharding", "out_sharding"))
-        if len(eqn.outvars) != 1 or not is_repeatable(eqn) or placed:
+        if len(eqn.outvars) != 1 or not is_repeatable(eqn) or is_placed(eqn):
             return False
         shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
         if not eqn.invars or not shape or shape[0] != self.length:
@@ -284,7 +283,7 @@ class _Body:
 
     def _made(self, eqn: Any) -> Any:
         """Append the equation for one row."""
-        params = dict(eqn.params)
+        params = {name: None if name in PLACES else value for name, value in eqn.params.items()}
         if _repeats(eqn):
             invars = [self._outside(a) for a in eqn.invars]
         else:

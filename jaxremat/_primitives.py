@@ -5,6 +5,9 @@ from typing import Any
 from . import _compat
 from ._special import LOOP_EDGES, LOOP_SLICES
 
+PLACES = ("sharding", "out_sharding")
+"""The parameters that say where an equation's result is."""
+
 _CONTRACTIONS = frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul"}
 )
@@ -151,6 +154,12 @@ def is_window(eqn: Any) -> bool:
 def is_part(eqn: Any) -> bool:
     """A fixed part of an array, or all of its parts."""
     return eqn.primitive.name in ("slice", "split")
+
+
+def is_placed(eqn: Any) -> bool:
+    """Whether the program says on which devices the result is."""
+    named = (eqn.params.get(name) for name in PLACES)
+    return any(each is not None and not getattr(each.mesh, "empty", False) for each in named)
 
 
 def is_write(eqn: Any) -> bool:

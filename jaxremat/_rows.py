@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ._primitives import is_pointwise, is_repeatable
+from ._primitives import PLACES, is_placed, is_pointwise, is_repeatable
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,7 @@ class Way:
 
 def ways(eqn: Any) -> Iterator[Way]:
     """All that are known of an equation."""
-    placed = any(eqn.params.get(name) is not None for name in ("sharding", "out_sharding"))
-    if placed or not eqn.outvars or not is_repeatable(eqn):
+    if is_placed(eqn) or not eqn.outvars or not is_repeatable(eqn):
         return
     if is_pointwise(eqn):
         yield from _pointwise(eqn)
@@ -38,7 +37,7 @@ def ways(eqn: Any) -> Iterator[Way]:
 
 def in_chunk(eqn: Any, way: Way, chunks: int) -> dict[str, Any]:
     """The equation's parameters where there are only so many parts of the rows."""
-    params = dict(eqn.params)
+    params = {name: None if name in PLACES else value for name, value in eqn.params.items()}
     for name in ("shape", "new_sizes", "limit_indices"):
         if params.get(name) is not None and way.results[0] is not None:
             sizes = list(params[name])

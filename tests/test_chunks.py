@@ -117,6 +117,10 @@ def test_sums_over_chunks_lose_nothing_in_short_numbers() -> None:
     step, args = step_of(cross_entropy, jnp.bfloat16), arguments()
     traced = trace(jax.jit(step), args, {})
     cut, _ = chunked(traced.flat, regions(traced.flat), [8])
+    (call,) = (eqn for eqn in cut.jaxpr.eqns if is_in_chunks(eqn))
+    outside = [v.aval.size for eqn in cut.jaxpr.eqns if eqn is not call for v in eqn.outvars]
+    assert max(outside) < BATCH * LENGTH * WORDS  # also of the gradient that is made shorter
+    assert max(v.aval.size for v in call.outvars) < BATCH * LENGTH * WORDS
     flat = jax.tree.leaves(args)
     close(jex.jaxpr_as_fun(traced.flat)(*flat), jax.jit(jex.jaxpr_as_fun(cut))(*flat), 1e-2)
 
