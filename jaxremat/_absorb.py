@@ -283,7 +283,9 @@ class _Body:
 
     def _made(self, eqn: Any) -> Any:
         """Append the equation for one row."""
-        params = {name: None if name in PLACES else value for name, value in eqn.params.items()}
+        params: dict[str, Any] = {
+            name: None if name in PLACES else value for name, value in eqn.params.items()
+        }
         if _repeats(eqn):
             invars = [self._outside(a) for a in eqn.invars]
         else:

@@ -37,7 +37,7 @@ def ways(eqn: Any) -> Iterator[Way]:
 
 def in_chunk(eqn: Any, way: Way, chunks: int) -> dict[str, Any]:
     """The equation's parameters where there are only so many parts of the rows."""
-    params = {name: None if name in PLACES else value for name, value in eqn.params.items()}
+    params: dict[str, Any] = {name: None if name in PLACES else value for name, value in eqn.params.items()}
     for name in ("shape", "new_sizes", "limit_indices"):
         if params.get(name) is not None and way.results[0] is not None:
             sizes = list(params[name])
