@@ -99,8 +99,10 @@ def lower(
     beside = beside or Beside()
     nodes: list[Node] = []
     fuses = backend(device.platform).fuses  # the kernels of a pooling's gradient make its operand themselves
-    backward: set[int] = set()  # values downstream of the backward pass
-    behind: set[int] = set()  # and those of what makes gradients along with the loss
+    backward, behind = (
+        set[int](),
+        set[int](),
+    )  # values of the backward pass; of what makes the loss too, in chunks
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
         stack = _compat.name_stack_text(eqn)
@@ -111,8 +113,7 @@ def lower(
             late = is_late(eqn) or ("jvp(" not in stack and any(v in backward for v in inputs))
             late = late or not behind.isdisjoint(inputs)
         outs = tuple(add(v, i, _length(eqn, loop)) for v in eqn.outvars)
-        if late:
-            backward.update(outs)
+        backward.update(outs if late else ())
         if is_in_chunks(eqn) or not behind.isdisjoint(inputs):
             behind.update(outs)
         nodes.append(

@@ -109,7 +109,11 @@ def priced(
 
 
 def _absorbed_seconds(device: DeviceSpec, arithmetic: float, read: int, more: int) -> float:
-    """What a kernel takes longer that moves so many bytes more, and does arithmetic while it reads others anyway."""
+    """What a kernel takes longer that moves so many bytes more, and does arithmetic while it reads others anyway; on
+    the CPU, whose arithmetic is what such kernels take their time for, while it moves those.
+    """
+    if device.platform == "cpu":
+        return max(arithmetic, more / device.bandwidth)
     return more / device.bandwidth + max(arithmetic - read / device.bandwidth, 0.0)
 
 
