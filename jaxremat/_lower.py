@@ -78,6 +78,7 @@ def lower(
 
     def add(var: Any, producer: int, length: int = 0) -> int:
         index[var] = len(values)
+        short = getattr(var.aval, "str_short", None)
         values.append(
             Value(
                 id=len(values),
@@ -85,9 +86,7 @@ def lower(
                 nbytes=aval_nbytes(var.aval),
                 materialised=producer < 0,
                 is_output=var in outputs,
-                shape=var.aval.str_short(short_dtypes=True)
-                if hasattr(var.aval, "str_short")
-                else str(var.aval),
+                shape=short(short_dtypes=True) if short else str(var.aval),
                 name=traced.labels.get(var, ""),
                 length=length,
             )
@@ -99,10 +98,8 @@ def lower(
     beside = beside or Beside()
     nodes: list[Node] = []
     fuses = backend(device.platform).fuses  # the kernels of a pooling's gradient make its operand themselves
-    backward, behind = (
-        set[int](),
-        set[int](),
-    )  # values of the backward pass; of what makes the loss too, in chunks
+    backward: set[int] = set()  # values downstream of the backward pass
+    behind: set[int] = set()  # and those of what makes gradients along with the loss
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
         stack = _compat.name_stack_text(eqn)
