@@ -20,7 +20,7 @@ from ._over import in_place
 
 Segments = tuple[tuple[int, ...], ...]
 """For each pair of a step's loops its lengths by level, the outermost first, and those of its parts (see
-`_levels.parts`); none as it was."""
+`_levels.parts`); none as it was. Behind them for each region of rows its number of chunks."""
 
 
 @dataclass(frozen=True, slots=True)

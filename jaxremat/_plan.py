@@ -34,7 +34,8 @@ class Plan(Outcome, Written):
     - `segments` for each pair of scans the lengths of its levels, the outermost first (see `_segments`); none where it
       is as it was, a single one where it merely absorbs the updates of what it stacks (see `_absorb`), or, if that is
       less than the loop's, where it is divided: the first iterations have one plan, the rest another; negative numbers
-      behind it are the lengths of more parts.
+      behind it are the lengths of more parts. Behind the pairs, for what may be done in chunks of rows (see `_regions`)
+      how many chunks, none where it is as it was.
     - `loops` the same in words, of those that are not as they were.
     - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes`, `fence` what the emitter
