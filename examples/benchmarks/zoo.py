@@ -122,10 +122,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for entry in entries:
         said = "of another program: make it anew" if entry in wrong else "of this program"
         if given.compile and entry not in wrong:
-            peak = applied(entry).compiled_peak_nbytes or 0
-            same = "" if peak == entry.plan.compiled_peak_nbytes else ", not as it was made"
-            said += f", peak {jaxremat.format_nbytes(peak)}{same}"
-        print(f"{entry.name}: {said}")
+            try:
+                peak = applied(entry).compiled_peak_nbytes or 0
+            except jaxremat.InfeasibleBudgetError as error:
+                wrong.append(entry)
+                said += f", which needs {jaxremat.format_nbytes(error.min_peak_nbytes)} now: make it anew"
+            else:
+                same = "" if peak == entry.plan.compiled_peak_nbytes else ", not as it was made"
+                said += f", peak {jaxremat.format_nbytes(peak)}{same}"
+        print(f"{entry.name}: {said}", flush=True)
     if wrong:
         raise SystemExit(f"{len(wrong)} of {len(entries)} plans are stale.")
 
