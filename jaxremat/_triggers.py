@@ -46,7 +46,8 @@ def trigger(emitter: Any, k: int) -> list[Any]:
 def parts(emitter: Any, k: int) -> list[Any]:
     """Parts of cotangents that were cut off before stage `k` and are read in it or behind it.
 
-    The compiler would cut them off where they are read, and keep the whole until then.
+    The compiler would cut them off where they are read, and keep the whole until then. Not so of images whose channels
+    lie together in memory: the fence would have their parts copied.
     """
     graph = emitter.graph
     if not graph.backend.fuses:
@@ -58,6 +59,7 @@ def parts(emitter: Any, k: int) -> list[Any]:
         if is_part(emitter.source[n]) and emitter.place[n] < k
         for v in emitter.source[n].outvars
         if graph.values[emitter.value_of[v]].materialised
+        and (len(v.aval.shape) < 4 or graph.values[emitter.value_of[v]].axes)
         and v not in emitter.passed
         and _home(emitter, v) == around
         and any(emitter.place[m] >= k for m in emitter.readers.get(v, ()))
