@@ -20,6 +20,7 @@ from jax import lax
 from jax.core import ShapedArray
 
 from . import _compat
+from ._loops import append
 from ._primitives import is_late, is_light, is_relabelling
 from ._regions import Readers, Region, edges
 from ._rows import in_chunk, sum_type
@@ -35,11 +36,10 @@ def chunked(
 
     **Arguments:** `chunks` for each region how many, 0 for one that is left as it is.
     """
-    eqns = list(closed.jaxpr.eqns)
     for region, count in zip(found, chunks, strict=True):
         if count:
             return _in_chunks(closed, region, count)
-    return closed, list(range(len(eqns)))
+    return closed, list(range(len(closed.jaxpr.eqns)))
 
 
 def _in_chunks(closed: jex.ClosedJaxpr, region: Region, chunks: int) -> tuple[jex.ClosedJaxpr, list[int]]:
@@ -112,13 +112,8 @@ class _Chunks:
         program, found = self.program, list[int]()
         for i in reversed(self.moved):
             (v,) = program.eqns[i].outvars
-            near = [j for j in program.readers[v] if j in self.region.ways or j in self.moved]
-            whole = self.dimension.get(v) is None
-            if (
-                whole
-                and is_relabelling(program.eqns[i])
-                and all(j in self.region.ways or j in found for j in near)
-            ):
+            whole = self.dimension.get(v) is None and is_relabelling(program.eqns[i])
+            if whole and all(j in self.region.ways or j in found for j in program.readers[v]):
                 found.append(i)
         return found[::-1]
 
@@ -205,7 +200,7 @@ class _Chunks:
         def part(whole: Any, i: Any) -> Any:
             return lax.dynamic_slice_in_dim(whole, i * size, size, dimension)
 
-        return self._append(eqns, part, (operand, index), self._reader(like))
+        return append(eqns, part, (operand, index), self._reader(like))
 
     def _added(self, eqns: list[Any], v: Any, so_far: Any, made: Any, index: Any) -> Any:
         """A result with what this chunk makes of it."""
@@ -218,17 +213,10 @@ class _Chunks:
                 return whole + part.astype(whole.dtype)
             return lax.dynamic_update_slice_in_dim(whole, part, i * part.shape[d], d)
 
-        return self._append(eqns, written, (so_far, made, index), self.program.maker[v])
+        return append(eqns, written, (so_far, made, index), self.program.eqns[self.program.maker[v]])
 
-    def _reader(self, v: Any) -> int:
-        return next(i for i in self.program.readers[v] if i in self.region.ways)
-
-    def _append(self, eqns: list[Any], fn: Any, operands: Sequence[Any], like: int) -> Any:
-        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
-        closed = jax.make_jaxpr(fn)(*types)
-        made, (result,) = _compat.inlined(closed, operands, self.program.eqns[like].source_info)
-        eqns.extend(made)
-        return result
+    def _reader(self, v: Any) -> Any:
+        return next(self.program.eqns[i] for i in self.program.readers[v] if i in self.region.ways)
 
 
 def is_in_chunks(eqn: Any) -> bool:

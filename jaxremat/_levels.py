@@ -127,7 +127,7 @@ class Pairs:
     carried_nbytes: tuple[int, ...]
     forward_seconds: tuple[float, ...]
     absorbing: tuple[tuple[int, float], ...]
-    chunkings: tuple[tuple["Chunking", ...], ...] = ()
+    chunkings: tuple[tuple[Chunking, ...], ...] = ()
 
     @classmethod
     def of(
@@ -136,7 +136,7 @@ class Pairs:
         lengths: Sequence[int],
         cuttable: Sequence[bool] = (),
         absorbing: Sequence[tuple[int, float]] = (),
-        chunkings: Sequence[Sequence["Chunking"]] = (),
+        chunkings: Sequence[Sequence[Chunking]] = (),
     ) -> "Pairs":
         """Those of the graph of a step's plain form; `cuttable` says which may be other loops at all.
 

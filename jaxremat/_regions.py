@@ -137,9 +137,8 @@ class _Grower:
         self.ways: dict[int, Way] = {}
         self.dimension: dict[Any, int | None] = {}
         self.products = 0
-        self.large: list[
-            Any
-        ] = []  # what is to stay within, and whose maker and readers are not in the region yet
+        # What is to stay within, and whose maker and readers are not in the region yet.
+        self.large: list[Any] = []
 
     def grow(self, seed: Any, dimension: int) -> bool:
         """Whether that ended in a region."""

@@ -18,7 +18,7 @@ from ._devices import DeviceSpec
 from ._hlo import parse
 from ._memory import MemoryStats
 from ._primitives import is_contraction
-from ._program import Program
+from ._program import Compiled, Program
 from ._progress import phase
 from ._roofline import roofline
 from ._slices import expands
@@ -79,9 +79,12 @@ def alone_seconds(
 
 
 def _seconds(closed: jex.ClosedJaxpr, program: Program, device: DeviceSpec) -> float:
+    return roofline(parse(_compiled(closed, program).as_text() or ""), device).seconds
+
+
+def _compiled(closed: jex.ClosedJaxpr, program: Program) -> Compiled:
     types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in closed.jaxpr.invars]
-    compiled = program.lower(program.jit(jex.jaxpr_as_fun(closed)), tuple(types), {}).compile()
-    return roofline(parse(compiled.as_text() or ""), device).seconds
+    return program.lower(program.jit(jex.jaxpr_as_fun(closed)), tuple(types), {}).compile()
 
 
 def _nothing() -> None:
@@ -89,9 +92,8 @@ def _nothing() -> None:
 
 
 def _measure(closed: jex.ClosedJaxpr, program: Program) -> int:
-    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in closed.jaxpr.invars]
     try:
-        compiled = program.lower(program.jit(jex.jaxpr_as_fun(closed)), tuple(types), {}).compile()
+        compiled = _compiled(closed, program)
     except Exception:  # what cannot be compiled alone (collectives, custom calls) has no figure
         return 0
     return MemoryStats.of(compiled).temporaries_nbytes

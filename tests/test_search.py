@@ -92,8 +92,8 @@ def test_it_is_the_answer_where_there_is_none_and_says_so() -> None:
     assert search.within(budget - 1, 0) is None
 
 
-def test_what_all_need_beyond_their_prediction_is_kept_free_by_those_not_compiled_yet() -> None:
-    """Of three cuttings into stages the two others begin within what the first one's error leaves."""
+def beyond_prediction() -> tuple[Graph, Search, int, int]:
+    """A search all of whose schedules need more than predicted, a budget in the middle, and how much more that is."""
     graph = chain(12)
     least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
     budget, beyond = (least + most) // 2, (most - least) // 8
@@ -103,6 +103,12 @@ def test_what_all_need_beyond_their_prediction_is_kept_free_by_those_not_compile
         return replace(trial, peak_nbytes=trial.profile.peak_nbytes + beyond)
 
     search = Search(graph, Prefixes(), 1.0, compiled, 0)
+    return graph, search, budget, beyond
+
+
+def test_what_all_need_beyond_their_prediction_is_kept_free_by_those_not_compiled_yet() -> None:
+    """Of three cuttings into stages the two others begin within what the first one's error leaves."""
+    graph, search, budget, beyond = beyond_prediction()
     search.cuttings = [replace(graph, small_nbytes=n) for n in range(3)]
     lines: list[Any] = []
     first = search._next(lines, budget)
@@ -232,15 +238,7 @@ def test_for_the_least_memory_nothing_is_compiled_that_cannot_be_the_answer() ->
 
 
 def test_errors_of_one_form_are_not_taken_for_those_of_another() -> None:
-    graph = chain(12)
-    least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
-    budget, beyond = (least + most) // 2, (most - least) // 8
-
-    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
-        trial = compiled_dearly(graph, solution, fence)
-        return replace(trial, peak_nbytes=trial.profile.peak_nbytes + beyond)
-
-    search = Search(graph, Prefixes(), 1.0, compiled, 0)
+    graph, search, budget, beyond = beyond_prediction()
     search.cuttings = [replace(graph, small_nbytes=n, segments=s) for s in ((), ((4,),)) for n in (0, 1)]
     lines: list[Any] = []
     first = search._next(lines, budget)
