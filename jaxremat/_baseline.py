@@ -276,9 +276,12 @@ class Baseline:
         """
         traced = self.form(graph.segments)
         in_chunks = alone_seconds(traced, self.program, self.device, is_in_chunks)
+        looped = known(traced.loops, traced.segments) and known(self.traced.loops, ())
+        if not (in_chunks or looped):
+            return None
         moved = moved_seconds(self._module, self.traced.places(traced), self.device)
-        if not known(traced.loops, traced.segments) or not known(self.traced.loops, ()):
-            return in_chunks - moved if in_chunks else None
+        if not looped:
+            return in_chunks - moved
         taken = looped_seconds(graph, traced, self._looped[traced.segments], self.device)
         stacked = always_stacked_seconds(graph, traced.loops, self.device)
         return in_chunks + taken + stacked - moved - plain_seconds(self._module, self.device)

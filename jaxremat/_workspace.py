@@ -68,6 +68,8 @@ def alone_seconds(
     slicing = backend(device.platform).hoists
     where = (sorted(program.compiler_options), jax.__version__, device)
     found = [eqn for eqn in traced.jaxpr.jaxpr.eqns if wanted(eqn)]
+    if not found:
+        return 0.0
     with phase("compiling single operations", len(found)) as progress, Figures("alone.json", float) as cache:
         total = 0.0
         for eqn in found:
