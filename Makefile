@@ -78,9 +78,10 @@ browser: ## install Chromium for the tests of reports, with apt-get, as root
 		echo "make browser: no apt-get, or not root. Install Chromium, or the tests of reports in it are skipped." >&2; \
 	fi
 
-lint: setup ## ruff and pyright
+lint: setup ## ruff, the direction of imports, and pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright
 
 format: setup ## let ruff rewrite what it can

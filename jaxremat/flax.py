@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from ._checkpoint import checkpoint
-from ._errors import ArgumentError
-from ._held import Held
+from ._api._checkpoint import checkpoint
+from ._plan._residuals import Held
+from ._runtime._errors import ArgumentError
 
 
 def remat(

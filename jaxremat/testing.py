@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
 
-from . import _specimens as specimens
-from ._budget import format_nbytes
-from ._errors import SolverRuleError
-from ._graph import Graph
-from ._schedule import check, complete, must_save
-from ._simulate import Profile, simulate
+from ._model import _example_graphs as specimens
+from ._model._graph import Graph
+from ._model._schedule import check, complete, must_save
+from ._model._simulate import Profile, simulate
+from ._runtime._bytes import format_nbytes
+from ._runtime._errors import SolverRuleError
 from ._solver import Solution, Solver
 
 MOST_FREE = 8

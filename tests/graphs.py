@@ -1,10 +1,10 @@
 """The graphs of `jaxremat.testing` and their builder, under the names that the tests use."""
 
-from jaxremat._specimens import UNIT as UNIT
-from jaxremat._specimens import Builder as Builder
-from jaxremat._specimens import blocks as blocks
-from jaxremat._specimens import chain as chain
-from jaxremat._specimens import diamond as diamond
-from jaxremat._specimens import forward_only as forward_only
-from jaxremat._specimens import in_loops as in_loops
-from jaxremat._specimens import unrepeatable as unrepeatable
+from jaxremat._model._example_graphs import UNIT as UNIT
+from jaxremat._model._example_graphs import Builder as Builder
+from jaxremat._model._example_graphs import blocks as blocks
+from jaxremat._model._example_graphs import chain as chain
+from jaxremat._model._example_graphs import diamond as diamond
+from jaxremat._model._example_graphs import forward_only as forward_only
+from jaxremat._model._example_graphs import in_loops as in_loops
+from jaxremat._model._example_graphs import unrepeatable as unrepeatable

@@ -1,8 +1,8 @@
 """Plans of small graphs, with a compiler's figures that nobody measured."""
 
 from jaxremat import Alive, Graph, MemoryStats, Plan, Round, Schedule, complete, simulate
-from jaxremat._account import account
-from jaxremat._actions import actions
+from jaxremat._report._account import account
+from jaxremat._report._actions import actions
 
 ROUND = Round(
     predicted_peak_nbytes=4096,

@@ -7,9 +7,9 @@ from graphs import Builder, in_loops
 from hypothesis import strategies as st
 
 from jaxremat import Action, Graph, LoopForm, MemoryStats, Plan, Round
-from jaxremat._account import Account, Share
-from jaxremat._graph import Node
-from jaxremat._timeline import Group, Moment, Timeline
+from jaxremat._model._graph import Node
+from jaxremat._model._timeline import Group, Moment, Timeline
+from jaxremat._report._account import Account, Share
 
 SECONDS = st.integers(0, 8).map(lambda quarters: quarters / 4)  # sums of these are exact
 FEW = st.integers(0, 9).map(lambda i: i == 0)  # true once in ten

@@ -19,13 +19,13 @@ import jax
 import jaxremat
 from examples.benchmarks import compare, records
 from examples.benchmarks.networks import Program, program
-from jaxremat._devices import detect
-from jaxremat._hlo import parse
-from jaxremat._program import Program as Jitted
-from jaxremat._roofline import roofline
-from jaxremat._specs import DEVICES
-from jaxremat._target import Target
-from jaxremat._trace import trace
+from jaxremat._compiler._devices import detect
+from jaxremat._compiler._hlo import parse
+from jaxremat._compiler._program import Program as Jitted
+from jaxremat._compiler._roofline import roofline
+from jaxremat._compiler._target import Target
+from jaxremat._model._device_specs import DEVICES
+from jaxremat._rewrite._trace import trace
 
 BY_HAND = ("block", "dots")
 SCAN = "scan"

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 
 from examples.benchmarks import records
 from jaxremat import Milp, SaveAll, compiler_options, format_nbytes, simulate
-from jaxremat._devices import detect
-from jaxremat._emit import emit
-from jaxremat._lower import estimate_base, lower
-from jaxremat._program import Program
-from jaxremat._schedule import check
-from jaxremat._trace import trace
+from jaxremat._compiler._devices import detect
+from jaxremat._compiler._program import Program
+from jaxremat._emit._emit import emit
+from jaxremat._lower._lower import estimate_base, lower
+from jaxremat._model._schedule import check
+from jaxremat._rewrite._trace import trace
 
 BATCH, WIDTH = 1024, 64
 

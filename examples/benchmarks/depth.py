@@ -29,13 +29,13 @@ import jaxremat
 from examples.benchmarks import records
 from examples.deep_resnet import Bottleneck, step_of
 from jaxremat import MemoryStats, compiler_options, complete, format_nbytes
-from jaxremat._budget import parse_budget
-from jaxremat._devices import detect
-from jaxremat._emit import emit
-from jaxremat._levels import carries, choices
-from jaxremat._lower import lower
-from jaxremat._program import Program
-from jaxremat._trace import trace
+from jaxremat._compiler._devices import detect
+from jaxremat._compiler._program import Program
+from jaxremat._emit._emit import emit
+from jaxremat._lower._lower import lower
+from jaxremat._model._loop_levels import carries, choices
+from jaxremat._rewrite._trace import trace
+from jaxremat._runtime._bytes import parse_budget
 
 DEPTHS = (64, 211, 701, 2311, 10000)
 """Three of them prime."""

@@ -29,7 +29,7 @@ import jaxremat
 from examples.benchmarks import command_line, monet, records
 from examples.benchmarks.bench import BY_HAND
 from examples.benchmarks.monet import AT_BLOCK, SUBJECTS, Monet
-from jaxremat._specs import find
+from jaxremat._model._device_specs import find
 
 NEARLY_FREE = ("19/20", "9/10")
 """Budgets that cost nothing by prediction: what their plans take longer is the price of the fences."""

@@ -24,9 +24,9 @@ import jaxremat
 from examples.benchmarks import records
 from examples.benchmarks.bench import Bench
 from examples.benchmarks.networks import NAMES, Program
-from jaxremat._emit import emit
-from jaxremat._joint import called, differentiated
-from jaxremat._segmentation import restricted, segmentation
+from jaxremat._emit._emit import emit
+from jaxremat._emit._joint import called, differentiated
+from jaxremat._emit._segmentation import restricted, segmentation
 
 EMITTERS = ("policy", "custom_vjp")
 BUDGETS = ("dots", "0.5", "min")

@@ -9,7 +9,7 @@ from typing import Any
 
 from examples.benchmarks import records
 from jaxremat import format_nbytes
-from jaxremat._specs import DEVICES
+from jaxremat._model._device_specs import DEVICES
 
 Row = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 from examples.benchmarks import records
 from examples.benchmarks.monet_table import monet_findings
 from jaxremat import format_nbytes
-from jaxremat._specs import DEVICES
+from jaxremat._model._device_specs import DEVICES
 
 COLUMNS = {
     "block": "`nn.remat` on every block",

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxremat._specs import DEVICES
+from jaxremat._model._device_specs import DEVICES
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"

@@ -23,10 +23,10 @@ import jax
 import jaxremat
 from examples.benchmarks.networks import NAMES, program
 from jaxremat import zoo
-from jaxremat._fingerprint import fingerprint
-from jaxremat._memory import MemoryStats
-from jaxremat._trace import trace
-from jaxremat._verify import make_plan
+from jaxremat._compiler._memory_stats import MemoryStats
+from jaxremat._plan._verify import make_plan
+from jaxremat._rewrite._fingerprint import fingerprint
+from jaxremat._rewrite._trace import trace
 
 FOLDER = Path(zoo.__file__).parent
 SHARES = ("0.75", "0.5", "0.33", "min")

@@ -10,12 +10,12 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from .._api import Step
-from .._budget import format_nbytes
-from .._errors import TargetError
-from .._plan import Plan
-from .._program import placed
-from .._specs import find
+from .._api._optimize import Step
+from .._compiler._program import placed
+from .._model._device_specs import find
+from .._plan._plan import Plan
+from .._runtime._bytes import format_nbytes
+from .._runtime._errors import TargetError
 from ._command import Answer, command
 from ._runs import Leaf, compare, concrete, medians, time_in_turn
 from ._subject import BudgetText, Planning, Subject, step_of

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console, RenderableType
 from typer.core import TyperGroup
 
-from .._errors import (
+from .._runtime._errors import (
     ArgumentError,
     BudgetError,
     InfeasibleBudgetError,

@@ -9,10 +9,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .._budget import format_nbytes
-from .._devices import detect
-from .._specs import DEVICES, DeviceSpec
-from .._target import targets
+from .._compiler._devices import detect
+from .._compiler._target import targets
+from .._model._device_specs import DEVICES, DeviceSpec
+from .._runtime._bytes import format_nbytes
 from ._command import Answer, command, require
 
 
@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
     ) -> Answer:
         """Train a Flax ResNet on handwritten digits, plainly and within a memory budget."""
         require("demo", "sklearn")
-        from .._demo import demo as run
+        from ._demo import demo as run
 
         found = run(console, steps, batch, budget)
         return Answer(json.loads(found.to_json()), "")

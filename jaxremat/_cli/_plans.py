@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from .._api import Step
-from .._ask import memory as memory_of
-from .._budget import format_nbytes, parse_budget
-from .._memory import MemoryStats
-from .._plan import Plan
-from .._sweep import sweep as frontier_of
-from .._target import Target
+from .._api._optimize import Step
+from .._api._planning import memory as memory_of
+from .._api._sweep import sweep as frontier_of
+from .._compiler._memory_stats import MemoryStats
+from .._compiler._target import Target
+from .._plan._plan import Plan
+from .._runtime._bytes import format_nbytes, parse_budget
 from ._command import Answer, command, require
 from ._subject import BudgetText, Planning, Subject, parsed, step_of, writable
 

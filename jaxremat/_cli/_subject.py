@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from .._api import Step, optimize
-from .._budget import Budget
-from .._errors import ArgumentError
-from .._program import Program
+from .._api._optimize import Step, optimize
+from .._compiler._program import Program
+from .._compiler._target import targets
+from .._runtime._bytes import Budget
+from .._runtime._errors import ArgumentError
 from .._solver import Chen, Greedy, MinCut, RecomputeAll
-from .._target import targets
 
 SOLVERS = {"mincut": MinCut, "greedy": Greedy, "chen": Chen, "recompute-all": RecomputeAll}
 """By name, but for the default, which imports python-mip."""

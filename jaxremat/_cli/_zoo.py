@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from .. import zoo
-from .._budget import format_nbytes
+from .._runtime._bytes import format_nbytes
 from ._command import Answer, Commands, command
 from ._subject import writable
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from .._account import Account
-from .._outcome import Outcome
-from .._timeline import Moment, Timeline
+from .._model._timeline import Moment, Timeline
+from ._account import Account
+from ._outcome import Outcome
 
 WIDTH, HEIGHT = 1000, 300
 

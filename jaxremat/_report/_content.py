@@ -4,13 +4,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .._account import Account
-from .._actions import Action
-from .._alive import Alive
-from .._budget import format_nbytes
-from .._outcome import Outcome
-from .._timeline import module_path, numberless
+from .._compiler._peak_contents import Alive
+from .._model._timeline import module_path, numberless
+from .._runtime._bytes import format_nbytes
+from ._account import Account
+from ._actions import Action
 from ._notes import NOTES
+from ._outcome import Outcome
 
 
 def format_seconds(seconds: float) -> str:

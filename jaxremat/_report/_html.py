@@ -4,9 +4,8 @@ import re
 from functools import cache
 from typing import Any
 
-from .._budget import format_nbytes
-from .._outcome import Outcome, alike, by_kind, bytes_of
-from .._timeline import KINDS
+from .._model._timeline import KINDS
+from .._runtime._bytes import format_nbytes
 from ._chart import HEIGHT, LAYERS, WIDTH, chart
 from ._content import (
     ROUND,
@@ -24,6 +23,7 @@ from ._content import (
     verified,
 )
 from ._notes import NOTES
+from ._outcome import Outcome, alike, by_kind, bytes_of
 
 VALUES = 24
 """Rows of the tables of values, at most; the rest is summed up."""

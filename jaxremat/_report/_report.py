@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .._errors import InstallError
-from .._outcome import Outcome
+from .._runtime._errors import InstallError
 from ._html import page
+from ._outcome import Outcome
 from ._text import text
 
 

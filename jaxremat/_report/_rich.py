@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .._outcome import Outcome
 from ._content import price, remarks, verdict
+from ._outcome import Outcome
 from ._text import Section, sections
 
 _COLOURS = {"save": "blue", "forward": "blue", "recompute": "yellow", "recomputed": "yellow", "backward": "green",

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .._budget import format_nbytes
-from .._outcome import Outcome, alike, by_kind, bytes_of
-from .._timeline import Timeline
+from .._model._timeline import Timeline
+from .._runtime._bytes import format_nbytes
 from ._content import (
     ROUND,
     Branch,
@@ -24,6 +23,7 @@ from ._content import (
     verified,
 )
 from ._notes import NOTES
+from ._outcome import Outcome, alike, by_kind, bytes_of
 
 ROWS = 12
 """Rows of a table in a terminal, at most."""

@@ -30,9 +30,9 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from .._graph import Graph
-from .._schedule import Schedule, complete, must_save
-from .._simulate import Profile, rank, simulate
+from .._model._graph import Graph
+from .._model._schedule import Schedule, complete, must_save
+from .._model._simulate import Profile, rank, simulate
 from ._interface import Solution
 
 LEAST_VALUES, MOST_VALUES = 8, 32

@@ -10,9 +10,9 @@ import math
 import time
 from dataclasses import dataclass
 
-from .._graph import Graph
-from .._schedule import Schedule, complete
-from .._simulate import rank
+from .._model._graph import Graph
+from .._model._schedule import Schedule, complete
+from .._model._simulate import rank
 from ._frontiers import home_stages
 from ._interface import Solution
 

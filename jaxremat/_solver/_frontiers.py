@@ -2,9 +2,9 @@
 
 import time
 
-from .._graph import Graph
-from .._schedule import Schedule, complete
-from .._simulate import rank
+from .._model._graph import Graph
+from .._model._schedule import Schedule, complete
+from .._model._simulate import rank
 
 
 def home_stages(graph: Graph) -> dict[int, int]:

@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass
 
-from .._graph import Graph
-from .._schedule import Schedule, complete
-from .._simulate import simulate
+from .._model._graph import Graph
+from .._model._schedule import Schedule, complete
+from .._model._simulate import simulate
 from ._interface import Solution
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from .._graph import Graph
-from .._schedule import Schedule, complete
-from .._simulate import simulate
+from .._model._graph import Graph
+from .._model._schedule import Schedule, complete
+from .._model._simulate import simulate
 from ._interface import Solution
 
 

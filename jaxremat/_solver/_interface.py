@@ -16,8 +16,8 @@ The rules, which `jaxremat.testing.check_solver` holds a solver to:
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from .._graph import Graph
-from .._schedule import Schedule
+from .._model._graph import Graph
+from .._model._schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

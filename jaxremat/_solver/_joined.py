@@ -13,7 +13,7 @@ for running node n again for stage k
 from collections.abc import Mapping
 from typing import Any
 
-from .._graph import Graph
+from .._model._graph import Graph
 
 
 def run_again(

@@ -30,12 +30,12 @@ from typing import Any
 import mip as _mip
 import mip.cbc as _cbc
 
-from .._collector import uncollected
-from .._errors import SolverError
-from .._graph import Graph
-from .._progress import incumbent, note
-from .._schedule import Schedule, complete, must_save
-from .._simulate import extra_seconds, rank, simulate
+from .._model._graph import Graph
+from .._model._schedule import Schedule, complete, must_save
+from .._model._simulate import extra_seconds, rank, simulate
+from .._runtime._errors import SolverError
+from .._runtime._garbage import uncollected
+from .._runtime._progress import incumbent, note
 from ._blocks import Blocks
 from ._chen import Chen
 from ._frontiers import boundaries, hold, holdable, repeats

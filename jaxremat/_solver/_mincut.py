@@ -18,9 +18,9 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from .._graph import Graph
-from .._schedule import Schedule, complete, must_save
-from .._simulate import Profile, rank, simulate
+from .._model._graph import Graph
+from .._model._schedule import Schedule, complete, must_save
+from .._model._simulate import Profile, rank, simulate
 from ._hull import Lagrangian
 from ._interface import Solution
 

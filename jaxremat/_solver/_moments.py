@@ -7,9 +7,9 @@ where all of them are one.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .._graph import Graph
-from .._schedule import Schedule, complete
-from .._simulate import Profile, joined, simulate
+from .._model._graph import Graph
+from .._model._schedule import Schedule, complete
+from .._model._simulate import Profile, joined, simulate
 
 Key = tuple[str, *tuple[int, ...]]
 

@@ -8,9 +8,9 @@ halved towards the least that costs no more than recomputing every value of the 
 import time
 from dataclasses import dataclass, replace
 
-from .._graph import Graph
-from .._schedule import complete
-from .._simulate import simulate
+from .._model._graph import Graph
+from .._model._schedule import complete
+from .._model._simulate import simulate
 from ._chen import Chen
 from ._interface import Solution, Solver
 from ._mincut import MinCut

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from .._graph import Graph
-from .._schedule import complete
+from .._model._graph import Graph
+from .._model._schedule import complete
 from ._interface import Solution
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
-from .._compat import JAX_VERSION
-from .._errors import ArgumentError, PlanMismatchError
-from .._plan import Plan
+from .._plan._plan import Plan
+from .._program._compat import JAX_VERSION
+from .._runtime._errors import ArgumentError, PlanMismatchError
 
 FORMAT = 1
 SUFFIX = ".json.gz"

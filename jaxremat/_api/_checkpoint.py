@@ -1,0 +1,306 @@
+"""`checkpoint`: a plan for a function that something else differentiates, in JAX's own currency."""
+
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import checkpoint as plain_checkpoint
+from jax.custom_derivatives import SymbolicZero
+
+from .._compiler._devices import detect
+from .._compiler._program import Program, compiler_options
+from .._emit._halves import Halves, emit_halves
+from .._emit._joint import Function, Joint, NotReversibleError, called, differentiated
+from .._emit._policy import checkpointed
+from .._emit._segmentation import names_to_save, restricted, segmentation
+from .._lower._lower import lower
+from .._model._graph import Graph
+from .._plan._arguments import as_tuple, check_planning, or_milp
+from .._plan._held_plan import HeldPlan
+from .._plan._residuals import Found, Held, as_plan, parse_held, plan_held
+from .._program import _compat
+from .._rewrite._fingerprint import fingerprint
+from .._runtime._errors import ArgumentError, JaxrematWarning
+from .._solver import Solver
+
+_UNSET: Any = object()
+
+
+def checkpoint(
+    fn: Callable[..., Any] = _UNSET,
+    budget: Held = "dots",
+    *,
+    emit: str = "policy",
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    prevent_cse: Any = True,
+    solver: Solver | None = None,
+    time_limit: float = 10.0,
+) -> Any:
+    """A drop-in for `jax.checkpoint` on a loss, a block or a layer, which chooses what is saved and what recomputed.
+
+    The plan is made for the types of the arguments, when the function is called or traced. A plan for a whole train
+    step (`jaxremat.optimize`) sees more and does better; this one is for functions that something else differentiates.
+
+    **Arguments:**
+
+    - `fn`: any function that JAX can differentiate in reverse mode. Left out, a decorator is returned.
+    - `budget`: the most bytes of the forward pass's values that the backward pass may have at any time: those that
+      were saved and still have a reader to come, and those that it has recomputed and not let go of. Before it begins,
+      that is all that is saved. Arguments, what the function closes over, cotangents and gradients do not count,
+      because the program around has them in any case; nor does what the forward pass makes and lets go of itself.
+      Values of a `lax.scan` count once for each iteration where they are saved, once where they are recomputed. An int
+      of bytes; text such as "2GiB"; a float in (0, 1] as a share of what plain JAX would keep from one pass to the
+      other; "dots" for the fewest bytes without computing a contraction (or a loop, a sort, an opaque call) twice,
+      "free" for the fewest without repeating reductions and scatters either; "min" for the least that can be reached,
+      or up to 2 % of what plain JAX would keep more, where that is faster.
+    - `emit`: `"policy"` makes the function a sequence of `jax.checkpoint`s with policies. It works under every
+      transformation, forward mode and second derivatives included, but what one part hands on to the next is kept, and
+      so is not what only derivative rules make. `"custom_vjp"` gives the function a backward pass of its own, with any
+      plan whatever and with fences around what is recomputed; reverse mode only.
+    - `static_argnums`, `static_argnames`: as in `jax.jit`.
+    - `prevent_cse`: as in `jax.checkpoint`, for `"policy"`: False where nothing would merge recomputation with the
+      original, or a tuple, with a bool for each argument or for each part of one.
+    - `solver`, `time_limit`: as in `jaxremat.optimize`.
+
+    **Returns:** a `Checkpointed`: called as `fn`; `.plan(*args)` is its plan.
+
+    **Raises:** `ArgumentError`, and, when it is called, `BudgetError`, `InfeasibleBudgetError` (`InfeasibleHintError`
+    where it could be met without hints), `HintError`, `SolverError`.
+
+    On the CPU, XLA merges recomputation back with the original unless it is told not to: jit what contains this
+    function with `compiler_options=jaxremat.compiler_options()`. A warning says so where these can be seen to be
+    missing.
+
+    ```python
+    block = jaxremat.checkpoint(transformer_block, budget=0.3)
+    grads = jax.jit(jax.grad(loss_with(block)), compiler_options=jaxremat.compiler_options())(params)
+    ```
+    """
+    if fn is _UNSET:
+        return functools.partial(
+            checkpoint,
+            budget=budget,
+            emit=emit,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            prevent_cse=prevent_cse,
+            solver=solver,
+            time_limit=time_limit,
+        )
+    if not callable(fn):
+        raise ArgumentError(
+            f"`checkpoint` takes a function first; it was given a {type(fn).__name__} ({fn!r:.60}). "
+            "Write `checkpoint(fn, budget=...)`, or `@checkpoint(budget=...)` above it."
+        )
+    if emit not in ("policy", "custom_vjp"):
+        raise ArgumentError(f'`emit={emit!r}` is unknown. Write "policy" or "custom_vjp".')
+    if isinstance(prevent_cse, list):
+        prevent_cse = tuple(prevent_cse)
+    said = [prevent_cse] if not isinstance(prevent_cse, tuple) else jax.tree.leaves(prevent_cse)
+    if not all(isinstance(each, bool) for each in said):
+        raise ArgumentError(
+            f"`prevent_cse={prevent_cse!r}` is neither True nor False, nor a tuple of such, one for each argument."
+        )
+    parse_held(budget, 1 << 40)  # a budget that can never be read is refused where it is written
+    check_planning(solver, time_limit)
+    program = Program(fn, as_tuple(static_argnums), as_tuple(static_argnames))
+    return Checkpointed(program, _Options(budget, emit, prevent_cse, or_milp(solver), time_limit))
+
+
+@dataclass(frozen=True)
+class _Options:
+    """**Fields** as the arguments of `checkpoint`."""
+
+    budget: Held
+    emit: str
+    prevent_cse: bool | tuple[Any, ...]
+    solver: Solver
+    time_limit: float
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A plan for one kind of arguments, and what follows it; None where JAX has no backward pass, and `why`."""
+
+    plan: HeldPlan | None
+    follow: Any
+    why: str = ""
+
+
+class Checkpointed:
+    """A function with a plan for its backward pass: call and differentiate it as the function it wraps.
+
+    Made by `jaxremat.checkpoint`.
+    """
+
+    def __init__(self, program: Program, options: _Options):
+        functools.update_wrapper(self, program.fn)
+        self._program = program
+        self._options = options
+        self._called: dict[Any, Function] = {}
+        self._planned: dict[Any, _Planned] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _warn_of_options()
+        function, leaves, key = called(self._program, args, kwargs, self._called)
+        primals = [*function.consts, *leaves]
+        return jax.tree.unflatten(function.out_tree, self._following(function, key)(*primals))
+
+    def _following(self, function: Function, key: Any) -> Callable[..., Any]:
+        """The function of flat primals, with its plan."""
+        if not (any(function.inexact) and any(function.differentiable)):
+            return jex.jaxpr_as_fun(function.closed)
+        if self._options.emit == "custom_vjp":
+            return self._halved(function, key)
+        return self._segmented(function, key).follow
+
+    def plan(self, *args: Any, **kwargs: Any) -> HeldPlan:
+        """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s), all of them differentiated."""
+        function, _, key = called(self._program, args, kwargs, self._called)
+        halves = self._options.emit == "custom_vjp"
+        planned = self._halves(function, key, function.inexact) if halves else self._segmented(function, key)
+        if planned.plan is None:
+            raise NotReversibleError(planned.why)
+        return planned.plan
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        options = self._options
+        return f"<jaxremat.checkpoint({options.budget!r}, {options.emit}) of {self._program.fn!r}>"
+
+    def _segmented(self, function: Function, key: Any) -> _Planned:
+        """What follows is the function of flat primals, in parts of which each is a `jax.checkpoint`."""
+        if key not in self._planned:
+            self._planned[key] = self._in_segments(function, key[0])
+        return self._planned[key]
+
+    def _prevented(self, function: Function, arguments: Any) -> bool | tuple[bool, ...]:
+        """`prevent_cse` for each primal, where it is not the same for all: what is closed over has none, as in JAX."""
+        given = self._options.prevent_cse
+        if isinstance(given, bool):
+            return given
+        args, kwargs = jax.tree.unflatten(arguments, range(arguments.num_leaves))
+        flags = jax.tree.broadcast(given, (args, kwargs) if kwargs else args)
+        return (*(False for _ in function.consts), *jax.tree.leaves(flags))
+
+    def _in_segments(self, function: Function, arguments: Any) -> _Planned:
+        prevent_cse = self._prevented(function, arguments)
+        try:
+            joint = differentiated(function, function.inexact)
+        except NotReversibleError as error:  # it may be called all the same, and differentiated forward
+            whole = plain_checkpoint(jex.jaxpr_as_fun(function.closed), prevent_cse=prevent_cse)
+            return _Planned(None, whole, str(error))
+        found = self._found(joint, lambda graph: restricted(graph, segmentation(joint, graph)))
+        cut = segmentation(joint, found.graph)
+        names = names_to_save(function.body, cut, found.graph, found.solution.schedule)
+        return _Planned(as_plan(joint, found), checkpointed(function.body, cut, names, prevent_cse))
+
+    def _halved(self, function: Function, key: Any) -> Callable[..., Any]:
+        """The function of flat primals, with the planned backward pass as its own derivative."""
+        evaluate = jex.jaxpr_as_fun(function.closed)
+
+        @jax.custom_vjp
+        def run(*primals: Any) -> list[Any]:
+            return evaluate(*primals)
+
+        def forward(*primals: Any) -> tuple[list[Any], Any]:
+            smooth = function.inexact
+            wanted = tuple(p.perturbed and is_smooth for p, is_smooth in zip(primals, smooth, strict=True))
+            halves = self._halves(function, key, wanted).follow
+            values = [p.value for p in primals]
+            made = jex.jaxpr_as_fun(halves.forward)(*values)
+            saved = (*made[halves.results :], *(values[i] for i in halves.read))
+            pull = functools.partial(_backward, halves, wanted, function.differentiable)
+            return made[: halves.results], jax.tree_util.Partial(pull, *saved)
+
+        def backward(pull: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+            return pull(cotangents)
+
+        run.defvjp(forward, backward, symbolic_zeros=True)
+        return run
+
+    def _halves(self, function: Function, key: Any, wanted: tuple[bool, ...]) -> _Planned:
+        """What follows are the `Halves` for the cotangents of the wanted primals."""
+        if (key, wanted) not in self._planned:
+            joint = differentiated(function, wanted)
+            found = self._found(joint)
+            halves = emit_halves(joint, found.graph, found.solution.schedule)
+            self._planned[key, wanted] = _Planned(as_plan(joint, found), halves)
+        return self._planned[key, wanted]
+
+    def _found(self, joint: Joint, restrict: Callable[[Graph], Graph] | None = None) -> Found:
+        """The schedule for a joint program: that of an equal one, such as another layer's, if there was one."""
+        options, device = self._options, detect(jax.devices()[0])
+        key = (fingerprint(joint.traced), device, options.budget, options.emit, repr(options.solver))
+        if key not in _FOUND:
+            graph = lower(joint.traced, device, base_nbytes=0)
+            found = plan_held(joint, graph, options.budget, options.solver, options.time_limit, restrict)
+            while len(_FOUND) >= _MOST_FOUND:
+                _FOUND.pop(next(iter(_FOUND)))
+            _FOUND[key] = found
+        return _FOUND[key]
+
+
+_FOUND: dict[Any, Found] = {}
+_MOST_FOUND = 64
+
+
+def _warn_of_options() -> None:
+    """Warn, once, where the enclosing `jit` lets the compiler undo what is planned."""
+    global _warned
+    options = _compat.enclosing_options()
+    needed = compiler_options()
+    if _warned or options is None or not needed:
+        return
+    told = (*map(str, options.values()), os.environ.get("XLA_FLAGS", ""))
+    if not all(any(str(value) in text for text in told) for value in needed.values()):
+        _warned = True
+        warnings.warn(
+            "A function planned by `jaxremat.checkpoint` is compiled by a `jax.jit` without the options that it "
+            "needs on this backend, which will merge recomputation back with the original. Write "
+            "`jax.jit(..., compiler_options=jaxremat.compiler_options())` on the outermost `jit`.",
+            JaxrematWarning,
+            stacklevel=_frames_to_the_user(),
+        )
+
+
+_warned = False
+
+
+def _frames_to_the_user() -> int:
+    """How far up from who asks the first frame is that is neither this library's nor JAX's."""
+    ours = (os.path.dirname(jax.__file__ or "") + os.sep, str(Path(__file__).parents[1]) + os.sep)
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith(ours):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _backward(
+    halves: Halves, wanted: tuple[bool, ...], differentiable: tuple[bool, ...], *operands: Any
+) -> tuple[Any, ...]:
+    """The cotangents of all primals, None for those that are not wanted."""
+    *saved, cotangents = operands
+    known = [
+        jnp.zeros(*_shape_and_type(c)) if isinstance(c, SymbolicZero) else c
+        for c, smooth in zip(cotangents, differentiable, strict=True)
+        if smooth
+    ]
+    gradients = iter(jex.jaxpr_as_fun(halves.backward)(*saved, *known))
+    return tuple(next(gradients) if w else None for w in wanted)
+
+
+def _shape_and_type(zero: SymbolicZero) -> tuple[Any, Any]:
+    aval: Any = zero.aval
+    return aval.shape, aval.dtype

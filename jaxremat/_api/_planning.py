@@ -1,0 +1,87 @@
+"""Function, arguments -> its plan or its memory, asked for without decorating it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._compiler._memory_stats import MemoryStats
+from .._compiler._program import Program, placed
+from .._compiler._target import Target
+from .._plan._arguments import as_tuple
+from .._plan._plan import Plan
+from .._runtime._bytes import Budget
+from .._solver import Solver, Sublinear
+from ._nnx_objects import OfObjects, has_objects
+from ._optimize import Step, optimize
+
+
+def plan(fn: Callable[..., Any], *args: Any, budget: Budget, **options: Any) -> Plan:
+    """The plan of a step for these arguments, without decorating it.
+
+    **Arguments:** the step's own (arrays or `jax.ShapeDtypeStruct`s), `budget` and the options of `jaxremat.optimize`.
+    Keyword arguments of the step itself are given by wrapping it in `functools.partial`.
+    """
+    return optimize(budget, **options)(fn).plan(*args)
+
+
+def memory(
+    fn: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    compiler_options: dict[str, Any] | None = None,
+    target: str | None = None,
+) -> MemoryStats:
+    """What any function needs on one device, by compiling it: the trustworthy number.
+
+    **Arguments:** the function (jitted or not, or a `Step`) and its arguments (arrays or `jax.ShapeDtypeStruct`s);
+    `target` as in `optimize`; the rest as in `jax.jit`. On the CPU the compiler is told to keep `jax.checkpoint`'s
+    fences, as `optimize` does.
+    """
+    if isinstance(fn, Step):
+        return MemoryStats.of(fn.compile(*args))
+    program = Program(
+        fn=fn,
+        static_argnums=as_tuple(static_argnums),
+        donate_argnums=as_tuple(donate_argnums),
+        compiler_options=tuple(sorted((compiler_options or {}).items())),
+        target=None if target is None else Target(target),
+    )
+    program = placed(program, args, {})
+    if has_objects(args, {}):
+        objects = OfObjects(program, lambda of_trees: of_trees)
+        trees: Program = objects.of_trees
+        return MemoryStats.of(
+            objects.ask(lambda *found: trees.lower(trees.plain, found, {}).compile(), args, {})
+        )
+    if (jitted := getattr(fn, "lower", None)) is None:
+        return MemoryStats.of(program.lower(program.plain, args, {}).compile())
+    if program.target is not None:
+        return MemoryStats.of(program.lower(fn, args, {}).compile())
+    return MemoryStats.of(jitted(*args).compile(compiler_options=dict(program.compiler_options) or None))
+
+
+def search_plan(fn: Callable[..., Any], *args: Any, solver: Solver | None = None, **options: Any) -> Plan:
+    """The plan of least memory that costs at most one more forward pass, without a budget to choose.
+
+    For the least memory at up to twice the step's time ask for `jaxremat.plan(fn, *args, budget="min")`.
+
+    **Arguments:** the step's own (arrays or `jax.ShapeDtypeStruct`s), and the options of `jaxremat.optimize`; `solver`
+    knows what each budget costs.
+
+    **Returns:** a `Plan`, whose `overhead` is at most the forward pass's share of the step; follow it with
+    `jaxremat.optimize(plan=...)`.
+
+    ```python
+    step = jaxremat.optimize(plan=jaxremat.search_plan(train_step, *args))(train_step)
+    ```
+    """
+    if solver is None:
+        from .._solver._milp import Milp
+
+        solver = Milp()
+    return plan(fn, *args, budget="min", solver=Sublinear(solver), **options)
+
+
+def cost(fn: Callable[..., Any], *args: Any, **options: Any) -> int:
+    """The bytes that a step needs on one device: the peak of `jaxremat.memory`, whose arguments it takes."""
+    return memory(fn, *args, **options).peak_nbytes

@@ -1,0 +1,266 @@
+"""Function and arguments -> `Frontier`: plans for budgets from the plain step's memory down to the least.
+
+Half of the budgets are the peaks of vertices of the convex hull of memory against time, whose schedules one solve each
+gives without a budget (see `_solver._hull`); the others halve the widest gaps between those. The plain step is compiled
+once. Law: what a sweep has done is on disk, so that the next one like it goes on from there.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from .._model._simulate import simulate
+from .._model._stages import cuttings
+from .._plan._baseline import Baseline
+from .._plan._frontier import Frontier, Point, Policy, monotone
+from .._plan._plan import Plan
+from .._plan._plan_cache import keep, key_of, recall
+from .._plan._verify import Request, make_plan, make_plan_of
+from .._runtime._bytes import parse_margin, with_margin
+from .._runtime._cache_folder import cache_dir
+from .._runtime._errors import ArgumentError, InfeasibleBudgetError
+from .._runtime._progress import Phase, phase
+from .._runtime._progress_bars import shown
+from .._solver import Chen, RecomputeAll, SaveDots, Solution
+from .._solver._hull import Bound, Priced, Vertex, cheapest, hull, improves, vertex
+from ._optimize import Step, optimize
+
+POLICIES = {"dots saved": SaveDots(), "√n checkpoints": Chen(), "recompute all": RecomputeAll()}
+"""Rules by hand. The first is `jax.checkpoint_policies.dots_saveable`."""
+
+MOST_OVERHEAD = 1.0
+"""Rules that are predicted to cost more of the step's time than this are not compiled."""
+
+HULL_SHARE = 0.25
+"""Share of the time limit that each solve for a vertex of the hull has, for each cutting into stages."""
+
+NARROW = 0.01
+"""Gaps between budgets below this share of the whole range are not halved."""
+
+
+def sweep(
+    fn: Callable[..., Any], *args: Any, points: int = 12, target: str | None = None, **options: Any
+) -> Frontier:
+    """What a step costs within each of several budgets, from the plain step's memory down to the least.
+
+    What is done is kept in the cache folder (`$JAXREMAT_CACHE`): an interrupted sweep goes on where it was when it is
+    called again.
+
+    **Arguments:** the step and its arguments (arrays or `jax.ShapeDtypeStruct`s); `points`: how many budgets, at least
+    2; `target` and the other options as of `jaxremat.optimize`, without `budget` and `plan`. A step that `optimize`
+    made is swept with its own options.
+
+    **Returns:** a `Frontier`: `print` it, `plot()` it, or ask it for the `best(max_overhead=0.05)`.
+
+    **Raises:** `ArgumentError`, `SolverError`, `TargetError`.
+
+    ```python
+    frontier = jaxremat.sweep(train_step, params, batch, donate_argnums=0)
+    frontier.plot().figure.savefig("frontier.png")
+    frontier.best(max_overhead=0.05).plan.save("plan.json")
+    ```
+    """
+    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+        raise ArgumentError(f"`points={points!r}` is no number of budgets. Write an int of at least 2.")
+    if wrong := sorted({"budget", "plan"} & set(options)):
+        raise ArgumentError(
+            f"`sweep` chooses its budgets itself; leave out `{wrong[0]}`. For one budget use `jaxremat.plan`."
+        )
+    if isinstance(fn, Step):
+        if options or target is not None:
+            raise ArgumentError(
+                "A step that `optimize` made is swept with its own options. Leave the options out, or pass the "
+                "function that it wraps."
+            )
+        step = fn
+    else:
+        step = optimize(None, target=target, **options)(fn)
+    if (objects := step._objects(args, {})) is not None:
+        return objects.ask(functools.partial(_swept, objects.of_trees, points), args, {})
+    return _swept(step, points, *args)
+
+
+def _swept(step: Step, points: int, *args: Any) -> Frontier:
+    """The frontier of a step of trees of arrays."""
+    baseline, request = step._prepare(args, {})
+    with shown(request.options.progress), phase("sweeping", points + len(POLICIES)) as progress:
+        return _Sweep(baseline, request, progress).run(points)
+
+
+@dataclass
+class _Sweep:
+    baseline: Baseline
+    request: Request
+    progress: Phase
+
+    def __post_init__(self) -> None:
+        options = self.request.options
+        self.solver = options.solver
+        self.key = key_of(self.baseline, options, {"sweep": repr(options.workspace_margin)})
+
+    def run(self, points: int) -> Frontier:
+        plain = self._done("plain", self._plain)
+        step_seconds = float(plain["step_seconds"])
+        found = [Point(_plan(plain), "plain")]
+        self.progress.advance()
+        least = self._done("least", lambda: self._entry(self._planned("min")))
+        found.append(Point(_plan(least), "least"))
+        self.progress.advance()
+        vertices, bounds = self._hull(found[0].plan, found[1].plan, step_seconds, (points - 2) // 2)
+        found += [Point(plan, "hull") for plan in vertices]
+        compiled = self.request.options.verify and self.baseline.rough.backend.fuses
+        frontier = Frontier(
+            points=(),
+            policies=(),
+            bounds=tuple((price / step_seconds, seconds / step_seconds) for price, seconds in bounds),
+            judged="compiled" if compiled else "predicted",
+            device=self.baseline.device.name,
+            fingerprint=self.baseline.fingerprint,
+        )
+        while len(found) < points and (budget := self._halfway(found, frontier.cost)):
+            entry = self._done(f"budget-{budget}", lambda budget=budget: self._entry(self._within(budget)))
+            if entry["plan"] is None:  # then that of the next smaller budget is the best known
+                margin = parse_margin(self.request.options.workspace_margin, budget)
+                plan = max((p.plan for p in found if p.budget_nbytes < budget), key=lambda p: p.budget_nbytes)
+                plan = replace(plan, budget_nbytes=budget, margin_nbytes=margin)
+            else:
+                plan = _plan(entry)
+            found.append(Point(plan, "budget"))
+            self.progress.advance()
+        policies = []
+        for i, name in enumerate(POLICIES):
+            policies.append(Policy(**self._done(f"rule-{i}", lambda name=name: self._policy(name))))
+            self.progress.advance()
+        frontier = replace(frontier, policies=tuple(policies))
+        return replace(frontier, points=monotone(found, frontier.cost))
+
+    def _done(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What an earlier sweep has found, else what `make` finds, which is kept."""
+        path = None if self.key is None else cache_dir() / "sweeps" / f"{self.key}-{name}.json"
+        found = None if path is None else recall(path, _parse)
+        if found is None:
+            found = make()
+            if path is not None:
+                keep(path, json.dumps(found))
+        return found
+
+    def _plain(self) -> dict[str, Any]:
+        verify = self.request.options.verify
+        if verify:
+            _ = self.baseline.plain  # before the tagged one, so that all plans have the same figures for it
+        peak = self.baseline.peak_nbytes if verify else self.baseline.rough_peak_nbytes
+        plan = self._planned(with_margin(peak, self.request.options.workspace_margin))
+        return {
+            **self._entry(plan),
+            "step_seconds": self.baseline.plain_graph(rough=not verify).step_seconds or 1.0,
+        }
+
+    def _planned(self, budget: Any) -> Plan:
+        return make_plan(self.baseline, replace(self.request, budget=budget)).plan
+
+    def _within(self, budget: int) -> Plan | None:
+        try:
+            return self._planned(budget)
+        except InfeasibleBudgetError:
+            return None
+
+    def _entry(self, plan: Plan | None) -> dict[str, Any]:
+        """A plan as it is kept; one that is known by its peak gets the budget of which the margin leaves that."""
+        if plan is not None and not plan.margin_nbytes:
+            budget = with_margin(plan.budget_nbytes, self.request.options.workspace_margin)
+            plan = replace(plan, budget_nbytes=budget, margin_nbytes=budget - plan.budget_nbytes)
+        return {"plan": None if plan is None else json.loads(plan.to_json())}
+
+    def _hull(
+        self, plain: Plan, least: Plan, step_seconds: float, most: int
+    ) -> tuple[list[Plan], list[Bound]]:
+        """Plans at vertices of the convex hull between the two, and what was proven on the way."""
+        if not isinstance(self.solver, Priced):
+            return [], []
+        plans: list[Plan] = []
+        first, last = (
+            Vertex(plan.predicted_peak_nbytes, plan.overhead * step_seconds) for plan in (plain, least)
+        )
+
+        def at(price: float, edge: tuple[Vertex, Vertex]) -> tuple[Vertex, Bound]:
+            entry = self._done(f"hull-{price!r}", lambda: self._vertex(price, edge, (*plans, least)))
+            if entry["plan"] is not None:
+                plans.append(_plan(entry))
+                self.progress.advance()
+            return Vertex(entry["peak_nbytes"], entry["seconds"]), Bound(price, entry["bound"])
+
+        return plans, hull((first, last), at, most)[1]
+
+    def _vertex(self, price: float, edge: tuple[Vertex, Vertex], plans: Sequence[Plan]) -> dict[str, Any]:
+        """The best schedule at a price; with its plan, if it is better than the ends of the edge above it."""
+        assert isinstance(self.solver, Priced)
+        options = self.request.options
+        rough = not options.verify
+        plain = self.baseline.plain_graph(rough=rough)
+        made = dict.fromkeys(plan.segments for plan in plans if plan.segments != plain.segments)
+        graphs = [plain, *(self.baseline.graph_of(segments, rough=rough) for segments in made)]
+        graphs = [cut for graph in graphs for cut in cuttings(graph)]
+        starts = [
+            vertex(graph, Solution(plan.schedule(graph)))
+            for plan in plans
+            for graph in graphs
+            if (plan.segments, plan.stages)
+            == (graph.segments, tuple((s.start, s.stop) for s in graph.stages))
+        ]
+        best, bound = cheapest(graphs, self.solver, price, starts, HULL_SHARE * options.time_limit)
+        entry: dict[str, Any] = {"plan": None}
+        if improves(best, edge, price):
+            assert best.graph is not None and best.solution is not None
+            proven = max(bound.seconds - price * best.peak_nbytes, best.graph.extra_seconds, 0.0)
+            solution = replace(best.solution, lower_bound=proven / (best.graph.step_seconds or 1.0))
+            entry = self._entry(make_plan_of(self.baseline, self.request, best.graph, solution).plan)
+        return {**entry, "peak_nbytes": best.peak_nbytes, "seconds": best.seconds, "bound": bound.seconds}
+
+    def _halfway(self, points: Sequence[Point], cost: Callable[[Point], float]) -> int | None:
+        """The middle of the gap between budgets that most may lie in, None where all are narrow.
+
+        From its own peak up to its budget a plan is as good as any within that budget; and where the next smaller
+        budget costs no more, there is nothing to be found.
+        """
+        points = sorted(points, key=lambda point: point.budget_nbytes)
+        narrow = max(NARROW * (points[-1].budget_nbytes - points[0].budget_nbytes), 1)
+        gaps = []
+        for low, high in pairwise(points):
+            width = high.plan.margin_nbytes + high.peak_nbytes - low.budget_nbytes
+            if width > narrow and (less := cost(low) - cost(high)) > 0:
+                gaps.append((width * less, low.budget_nbytes + width // 2))
+        return max(gaps, default=(0, None))[1]
+
+    def _policy(self, name: str) -> dict[str, Any]:
+        """What a rule by hand needs and costs."""
+        verify = self.request.options.verify
+        graph = self.baseline.plain_graph(rough=not verify)
+        solution = POLICIES[name].solve(graph, None, time_limit=self.request.options.time_limit)
+        profile = simulate(graph, solution.schedule)
+        overhead = profile.extra_seconds / (graph.step_seconds or 1.0)
+        found = Policy(name, profile.peak_nbytes, None, overhead, None)
+        if verify and overhead <= MOST_OVERHEAD:
+            plan = make_plan_of(self.baseline, self.request, graph, solution).plan
+            found = replace(
+                found,
+                compiled_peak_nbytes=plan.compiled_peak_nbytes,
+                compiled_overhead=plan.compiled_overhead,
+            )
+        return vars(found)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """An entry of the folder. **Raises:** ValueError where it is none."""
+    entry = json.loads(text)
+    if not isinstance(entry, dict):
+        raise ValueError("it holds no entry of a sweep")
+    if entry.get("plan") is not None:
+        _plan(entry)
+    return entry
+
+
+def _plan(entry: dict[str, Any]) -> Plan:
+    return Plan.from_json(json.dumps(entry["plan"]))

@@ -1,0 +1,10 @@
+"""What XLA makes of a program: compiled for the device at hand or one that is not here, and read.
+
+In: jitted functions. Out: peaks, kernels, who is alive when, seconds. Law: the text of the compiled module is all that
+is known of it; nothing here plans.
+
+Reading order: `_program` (variants of the user's step), `_target` and `_target_worker` (GPUs that are not here),
+`_devices`, `_memory_stats`; `_hlo` (text -> instructions), `_liveness`, `_peak_contents`, `_roofline`; `_tags` and
+`_attribution` (which equation a kernel runs for), `_scratch`, `_library_kernels`; `_single_equation`, `_workspace` and
+`_measured_times` (one equation by itself).
+"""

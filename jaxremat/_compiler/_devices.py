@@ -1,0 +1,122 @@
+"""A jax.Device -> DeviceSpec: what its memory and its arithmetic can do, in bytes, bytes/s and flop/s.
+
+Law: the same machine gives the same figures every time, so that plans are deterministic. GPUs come from a
+table; a CPU is measured once, rounded to two significant digits, and read from a cache file from then on.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .._model._device_specs import DEVICES, DeviceSpec, find
+from .._runtime._cache_folder import cache_dir, read, settle
+
+
+def detect(device: Any) -> DeviceSpec:
+    """The spec of a `jax.Device` (anything with `platform`, `device_kind` and `memory_stats()`).
+
+    A CPU is measured (`measure_cpu`). Other devices are looked up by the words of their kind; one that the
+    table does not know gets the H100's rates: plans depend on ratios. Memory is what the device reports, if
+    it does.
+    """
+    if device.platform == "cpu":
+        return measure_cpu()
+    kind = str(device.device_kind)
+    known = find(kind)
+    spec = DEVICES[known] if known else replace(DEVICES["h100"], name=kind)
+    limit = (device.memory_stats() or {}).get("bytes_limit", spec.memory_nbytes)
+    return replace(spec, platform=str(device.platform), memory_nbytes=int(limit) or spec.memory_nbytes)
+
+
+@functools.cache
+def measure_cpu() -> DeviceSpec:
+    """The spec of this processor: the cached measurement, or a fresh one (about a second), which it caches. Processes
+    that measure at the same time all get the first one's.
+
+    The cache is one JSON file per processor model, core count and jax version, in `$JAXREMAT_CACHE` or
+    `~/.cache/jaxremat`. See `_cache_folder` for files that cannot be read or written.
+    """
+    import jax  # here and in `_measure` alone: the rest of the module runs without it
+
+    key = f"{_processor()}, {_cores()} cores, jax {jax.__version__}"
+    path = cache_dir() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+    def parse(text: str) -> DeviceSpec:
+        stored = json.loads(text)
+        if stored["key"] != key:
+            raise ValueError("it is another machine's")
+        return DeviceSpec.from_json(stored["spec"])
+
+    if (known := read(path, parse)) is not None:
+        return known
+    text = json.dumps({"key": key, "spec": _measure(key).to_json()}, indent=1)
+    return settle(
+        path, text, parse
+    )  # that of another process that measured at the same time, if it was first
+
+
+_SIDE = 512  # of the measured products: milliseconds each, large enough for the rate to have levelled off
+_STREAM_ELEMENTS = 1 << 24  # of f32, 64 MiB: beyond the caches of most processors
+
+
+def _measure(name: str) -> DeviceSpec:
+    """Median rates of matrix products and of a streaming kernel, rounded so that noise rarely shows."""
+    import jax
+    import numpy as np
+
+    def seconds(fn: Any, start: Any, repeats: int = 9) -> float:
+        # Compiled ahead of time and fed its own result: works inside somebody's trace too, and the donated
+        # buffer is written in place, so that no page faults of fresh memory are in the time.
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            compiled = jax.jit(fn, donate_argnums=0).lower(start).compile()
+        value = jax.block_until_ready(compiled(start))
+        times = []
+        for _ in range(repeats):
+            before = time.perf_counter()
+            value = jax.block_until_ready(compiled(value))
+            times.append(time.perf_counter() - before)
+        return statistics.median(times)
+
+    rates = []
+    with jax.enable_x64(True):
+        for short, dtype in (("f32", "float32"), ("bf16", "bfloat16"), ("f64", "float64")):
+            # The averaging matrix is its own square: values neither grow nor vanish.
+            averaging = np.full((_SIDE, _SIDE), 1 / _SIDE, dtype=jax.numpy.dtype(dtype))
+            rates.append((short, _rounded(2 * _SIDE**3 / seconds(lambda a: a @ a, averaging))))
+        stream = np.zeros(_STREAM_ELEMENTS, np.float32)
+        bandwidth = _rounded(2 * stream.nbytes / seconds(lambda a: a + 1, stream))
+    # Measured on the CPU back end, a thunk costs a few microseconds; host memory is the device's own.
+    return DeviceSpec(name, "cpu", _host_nbytes(), bandwidth, tuple(rates), 2e-6, bandwidth)
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.1e}")
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def _cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _host_nbytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 16 * 2**30  # a system that does not say

@@ -1,0 +1,83 @@
+"""Equation -> seconds of running it alone on the device at hand: the planner's times where `profile="measure"`.
+
+Each distinct equation that is a kernel of its own, or the last of one, is compiled alone and timed once per kind of
+device and version of jax; figures are kept on disk, rounded, so that a machine plans the same every time.
+"""
+
+import functools
+import hashlib
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from .._model._backend import backend
+from .._program._flops import aval_nbytes
+from .._program._primitives import is_light, is_view
+from .._rewrite._trace import Traced
+from .._runtime._progress import phase
+from ._single_equation import Figures, alone, key
+
+RUNS, BATCHES = 5, 5
+"""Runs are started in a row and waited for together, so that a GPU is not idle between them; so many times."""
+
+
+def measure(
+    traced: Traced, device: Any, compiler_options: Sequence[tuple[str, Any]], above_nbytes: int
+) -> dict[int, float]:
+    """Seconds of single runs by equation index, for equations with an operand or result above a size.
+
+    **Arguments:** `device` a `jax.Device`; `compiler_options` those of the step; `above_nbytes`: what is smaller
+    takes less time than starting it from the host does, and is left to the roofline. So is what cannot run alone
+    (collectives, callbacks) or moves no data.
+    """
+    slicing = backend(device.platform).hoists  # as the emitter does
+    options = tuple(sorted(compiler_options))
+    where = (str(device.device_kind), jax.__version__, options)
+    name = hashlib.sha256(repr(where).encode()).hexdigest()[:16]
+    cache = Figures(f"seconds-{name}.json", float)
+    large = [
+        (i, eqn)
+        for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns)
+        if not (eqn.effects or not eqn.outvars or is_view(eqn) or (is_light(eqn) and not eqn.invars))
+        and max(aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars)) > above_nbytes
+    ]
+    found: dict[int, float] = {}
+    with phase("timing single operations", len(large)) as progress, cache:
+        for i, eqn in large:
+            run = functools.partial(_seconds, alone(eqn, slicing), device, dict(options))
+            seconds = cache.get(key(eqn, slicing, where), run)
+            if seconds is not None:
+                found[i] = seconds
+            progress.advance()
+    return found
+
+
+def _seconds(closed: jex.ClosedJaxpr, device: Any, options: dict[str, Any]) -> float | None:
+    """The median time of a run, to two digits; None of what cannot run alone."""
+    try:
+        with jax.default_device(device):
+            operands = [_something(v.aval) for v in closed.jaxpr.invars]
+            jitted = jax.jit(jex.jaxpr_as_fun(closed), compiler_options=options or None)
+            compiled = jitted.lower(*operands).compile()
+            results = jax.block_until_ready(compiled(*operands))
+            times = []
+            for _ in range(BATCHES):
+                began = time.perf_counter()
+                for _ in range(RUNS):
+                    results = compiled(*operands)
+                jax.block_until_ready(results)
+                times.append((time.perf_counter() - began) / RUNS)
+    except Exception:  # collectives, custom calls, what does not fit beside what is there
+        return None
+    return float(f"{statistics.median(times):.1e}")
+
+
+def _something(aval: Any) -> jax.Array:
+    """An array of this type: random where it is of floating point, because a device is faster on zeros."""
+    if jax.numpy.issubdtype(aval.dtype, jax.numpy.floating):
+        return jax.random.uniform(jax.random.key(0), aval.shape, jax.numpy.float32).astype(aval.dtype)
+    return jax.numpy.zeros(aval.shape, aval.dtype)

@@ -1,0 +1,158 @@
+"""A function with its `jit` options -> compiled variants of it that differ in nothing but their equations."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from .._rewrite._trace import Traced
+from ._target import Target, TargetCompiled, TargetLowered
+
+_KEEP_FENCES = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+"""XLA:CPU removes optimization barriers before its last common-subexpression pass, which then undoes every plan."""
+
+
+def compiler_options(platform: str | None = None, own: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The compiler options under which fences count on this platform, merged with the caller's own.
+
+    **Arguments:** `platform`: by JAX's name ("cpu", "gpu"), None for the default backend's.
+    """
+    platform = jax.default_backend() if platform is None else platform
+    merged = dict(own or {})
+    if platform == "cpu":
+        for name, value in _KEEP_FENCES.items():
+            given = str(merged.get(name, ""))
+            merged[name] = value if not given else given if value in given.split(",") else f"{given},{value}"
+    return merged
+
+
+Lowered = jax.stages.Lowered | TargetLowered
+Compiled = jax.stages.Compiled | TargetCompiled
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function and how it is to be jitted.
+
+    **Fields** as in `jax.jit`; `target` the device to compile for, None for the one at hand.
+    """
+
+    fn: Callable[..., Any]
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
+    in_shardings: Any = None
+    out_shardings: Any = None
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+    target: Target | None = None
+
+    def lower(self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
+        """A jitted variant of the function, lowered for the device that this program is for."""
+        if self.target is None:
+            return jitted.lower(*args, **kwargs)
+        return self.target.lower(jitted, args, kwargs, dict(self.compiler_options))
+
+    @cached_property
+    def plain(self) -> Any:
+        """`jax.jit` of the function itself."""
+        return self.jit(self.fn)
+
+    def jit(self, fn: Callable[..., Any]) -> Any:
+        """`jax.jit` of a function with this program's signature, with this program's options."""
+        options: dict[str, Any] = {}
+        for name in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"):
+            if getattr(self, name):
+                options[name] = getattr(self, name)
+        if self.in_shardings is not None:
+            options["in_shardings"] = self.in_shardings
+        if self.out_shardings is not None:
+            options["out_shardings"] = self.out_shardings
+        return jax.jit(fn, compiler_options=dict(self.compiler_options) or None, **options)
+
+    @cached_property
+    def _static(self) -> tuple[frozenset[int], frozenset[str]]:
+        """Static arguments by position and by name, each completed from the other as `jit` does."""
+        numbers, names = set(self.static_argnums), set(self.static_argnames)
+        try:
+            parameters = list(inspect.signature(self.fn).parameters.values())
+        except (TypeError, ValueError):
+            return frozenset(numbers), frozenset(names)
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        positional = [p.name for p in parameters if p.kind in kinds]
+        numbers = {n + len(positional) if n < 0 else n for n in numbers}
+        if not self.static_argnames:
+            names |= {positional[n] for n in numbers if n < len(positional)}
+        if not self.static_argnums:
+            numbers |= {i for i, name in enumerate(positional) if name in names}
+        return frozenset(numbers), frozenset(names)
+
+    @property
+    def has_static(self) -> bool:
+        """Whether some argument is static."""
+        return bool(self.static_argnums or self.static_argnames)
+
+    def dynamic(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that are traced."""
+        numbers, names = self._static
+        if not numbers and not names:
+            return tuple(args), kwargs
+        return tuple(a for i, a in enumerate(args) if i not in numbers), {
+            k: v for k, v in kwargs.items() if k not in names
+        }
+
+    def refilled(
+        self, dynamic: tuple[Sequence[Any], dict[str, Any]], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with others in the place of those that are traced: the inverse of `dynamic`."""
+        numbers, _ = self._static
+        traced = iter(dynamic[0])
+        return tuple(a if i in numbers else next(traced) for i, a in enumerate(args)), kwargs | dynamic[1]
+
+    def static(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments that are not."""
+        numbers, names = self._static
+        return (
+            *((i, a) for i, a in enumerate(args) if i in numbers),
+            *sorted((k, v) for k, v in kwargs.items() if k in names),
+        )
+
+    def evaluating(self, closed: jex.ClosedJaxpr, traced: Traced) -> Any:
+        """`jit` of a function with the program's signature that evaluates a flat jaxpr of it."""
+        evaluate = jex.jaxpr_as_fun(closed)
+        name = getattr(self.fn, "__name__", "step")
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            leaves = jax.tree.leaves(self.dynamic(args, kwargs))
+            return jax.tree.unflatten(traced.out_tree, evaluate(*leaves))
+
+        step.__name__ = step.__qualname__ = name
+        step.__wrapped__ = self.fn  # type: ignore[attr-defined]  # its signature, for donation and static arguments by name
+        return self.jit(step)
+
+
+def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    """The program with the compiler options of the device that it is for."""
+    platform = "gpu" if program.target is not None else device_of(args, kwargs).platform
+    options = compiler_options(platform, dict(program.compiler_options))
+    return replace(program, compiler_options=tuple(sorted(options.items())))
+
+
+def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The device that the step will run on: that of its first array or struct with a sharding, else the default."""
+    for leaf in jax.tree.leaves((args, kwargs)):
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None:
+            return min(sharding.device_set, key=lambda d: d.id)
+    return jax.devices()[0]
+
+
+def spread(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an argument, or a result, is on several devices."""
+    given = jax.tree.leaves((program.in_shardings, program.out_shardings))
+    given += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((args, kwargs))]
+    return any(len(getattr(sharding, "device_set", ())) > 1 for sharding in given)

@@ -1,0 +1,154 @@
+"""Traced step -> what XLA writes to memory for each of its equations.
+
+The plain step is compiled once with each equation's index in its name stack (`#12`). XLA carries name stacks through
+its passes as `op_name`, so that the kernels of the compiled program say whose results they write.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax.extend.core as jex
+
+from .._model._backend import Backend
+from .._program import _compat
+from .._rewrite._kernel_choice import inline, replaced
+from .._rewrite._trace import Traced
+from ._hlo import CONTROL, FREE, Instruction, Module, executed, maker, materialised
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What the compiled program does with memory, by equation index.
+
+    **Fields:** `sizes` in bytes of the buffers that kernels write for each equation; `kernels` the kernels that read
+    any such buffer, each as the equations whose buffers it writes and those whose buffers it reads; `loops` those of
+    whose iterations it says as much.
+    """
+
+    sizes: Mapping[int, tuple[int, ...]]
+    kernels: tuple[tuple[frozenset[int], frozenset[int]], ...]
+    loops: frozenset[int] = frozenset()
+
+    def renumbered(self, place: Mapping[int, int]) -> "Written":
+        """The same by other indices; equations without one are left out."""
+        sizes = {place[i]: sizes for i, sizes in self.sizes.items() if i in place}
+        kernels = (
+            (
+                frozenset(place[i] for i in writes if i in place),
+                frozenset(place[i] for i in reads if i in place),
+            )
+            for writes, reads in self.kernels
+        )
+        return Written(sizes, tuple((writes, reads) for writes, reads in kernels if reads), self.loops)
+
+    def also(self, loop: int, iteration: "Written") -> "Written":
+        """The same with all that the iterations of a loop write and read, by the same indices."""
+        return replace(self.with_(iteration), loops=self.loops | {loop})
+
+    def with_(self, iteration: "Written") -> "Written":
+        """The same with some of what the iterations of a loop write and read, by the same indices."""
+        sizes, kernels = {**self.sizes, **iteration.sizes}, (*self.kernels, *iteration.kernels)
+        return Written(sizes, kernels, self.loops)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What iterations of loops write that is no value of the step, by equation index.
+
+    **Fields:** `shared` bytes of fused work that several kernels want; `borrowed` the others of whose work the
+    expansion of an equation reads something; `constants` bytes of constants that an equation's kernel wants as arrays.
+    """
+
+    shared: Mapping[int, int] = field(default_factory=dict)
+    borrowed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    constants: Mapping[int, int] = field(default_factory=dict)
+
+
+TAG = re.compile(r"#(\d+)(?:[/)]|$)")
+
+
+def tagged(traced: Traced, backend: Backend) -> jex.ClosedJaxpr:
+    """The plain step's flat jaxpr with the index of each equation's counterpart in `traced.jaxpr` in its name stack.
+
+    What this compiler's plans replace is replaced here too.
+    """
+    flat, poor = traced.flat, replaced(backend)
+    eqns = []
+    for eqn, origin in zip(flat.jaxpr.eqns, traced.origin, strict=True):
+        named = eqn if origin < 0 else _compat.in_scope(eqn, f"#{origin}")
+        eqns.extend(inline(named) if poor(eqn) else [named])
+    return _compat.new_jaxpr(flat.jaxpr.constvars, flat.consts, flat.jaxpr.invars, flat.jaxpr.outvars, eqns)
+
+
+def written(module: Module) -> Written:
+    """What kernels write for the tagged equations, and what they read of that."""
+    kernels = []
+    for computation in executed(module):
+        scope = computation.by_name()
+        for instruction in computation.instructions:
+            if instruction.opcode in FREE | CONTROL or instruction.opcode.endswith("-done"):
+                continue
+            reads = _makers(module, scope, (scope[operand] for operand in instruction.operands))
+            if reads:
+                kernels.append((_makers(module, scope, [instruction]), reads))
+    sizes = {int(tag): sizes for tag, sizes in materialised(module, TAG).items()}
+    return Written(sizes, tuple(kernels))
+
+
+def borrowed(module: Module) -> set[tuple[int, int]]:
+    """Pairs of tagged equations, the first of which reads within a kernel what another kernel has written for the
+    second.
+    """
+    found: set[tuple[int, int]] = set()
+    for computation in executed(module):
+        scope = computation.by_name()
+        for instruction in computation.instructions:
+            if instruction.opcode != "fusion":
+                continue
+            inside = module.computations[instruction.callees[0]].instructions
+            for i, operand in enumerate(instruction.operands):
+                made_by = maker(module, TAG, scope, scope[operand], 0)
+                if isinstance(made_by, str):
+                    readers = (each.op_name for each in _readers(inside, i))
+                    tags = (TAG.findall(name)[-1:] for name in readers)
+                    found.update((int(tag), int(made_by)) for own in tags for tag in own if tag != made_by)
+    return found
+
+
+def _readers(inside: Sequence[Instruction], parameter: int) -> list[Instruction]:
+    """The instructions of a kernel that read one of its parameters, by any shape."""
+    names, found = set(), []
+    for each in inside:
+        if each.opcode == "parameter" and each.index == parameter:
+            names.add(each.name)
+        elif not names.isdisjoint(each.operands):
+            if each.opcode == "bitcast":
+                names.add(each.name)
+            else:
+                found.append(each)
+    return found
+
+
+def constants(module: Module) -> dict[int, int]:
+    """Bytes of arrays of a constant that kernels write, by the last tagged equation that reads them."""
+    found: dict[int, int] = {}
+    for computation in executed(module):
+        scope, last = computation.by_name(), {}
+        for instruction in computation.instructions:
+            read = [scope[operand] for operand in instruction.operands]
+            if instruction.opcode in ("fusion", "broadcast") and all(a.opcode == "constant" for a in read):
+                last[instruction.name] = instruction, None
+            last.update((a.name, (a, instruction)) for a in read if a.name in last)
+        for made, reader in last.values():
+            by = () if reader is None else (maker(module, TAG, scope, each, 0) for each in (made, reader))
+            untagged, tag = by or ("", None)
+            if untagged is None and isinstance(tag, str):
+                found[int(tag)] = found.get(int(tag), 0) + made.shapes[0].nbytes
+    return found
+
+
+def _makers(module: Module, scope: Mapping[str, Instruction], made: Iterable[Instruction]) -> frozenset[int]:
+    """The equations that made these instructions' buffers, as far as they are tagged."""
+    found = (maker(module, TAG, scope, each, leaf) for each in made for leaf in range(len(each.shapes)))
+    return frozenset(int(tag) for tag in found if isinstance(tag, str))

@@ -1,0 +1,236 @@
+"""Programs compiled for a GPU that is not in this machine: `Target("h100").lower(jitted, ...).compile()`.
+
+XLA's GPU compiler runs in a process of its own (`_target_worker`), one per session, started when first asked for.
+"""
+
+import atexit
+import functools
+import importlib.metadata
+import importlib.util
+import io
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import jax
+
+from .._model._device_specs import DEVICES, DeviceSpec
+from .._runtime._errors import TargetError
+
+logger = logging.getLogger("jaxremat")
+
+_PLUGINS = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
+
+
+def targets() -> tuple[str, ...]:
+    """The names of the devices that programs can be planned for on any machine: `("h100", ...)`."""
+    return tuple(name for name, spec in DEVICES.items() if spec.chip is not None)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device by its name in `targets()`. **Raises:** `TargetError` for other names."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in targets():
+            raise TargetError(f"`target={self.name!r}` is unknown. Write one of {', '.join(targets())}.")
+
+    @property
+    def spec(self) -> DeviceSpec:
+        """The device's figures."""
+        return DEVICES[self.name]
+
+    def lower(
+        self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
+    ) -> "TargetLowered":
+        """A jitted function, lowered for the device with these compiler options.
+
+        **Raises:** `TargetError` where JAX cannot lower it for GPUs.
+        """
+        try:
+            lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+        except (NotImplementedError, ValueError) as error:
+            raise TargetError(
+                f"The step cannot be lowered for `target={self.name!r}`: {error}. Host callbacks (`jax.debug.print`, "
+                "`jax.pure_callback`, ...) need the device itself: plan without them, or on the device."
+            ) from error
+        return TargetLowered(self, lowered, options)
+
+
+class TargetLowered:
+    """A step lowered for a target, as `jax.stages.Lowered`."""
+
+    def __init__(self, target: Target, lowered: jax.stages.Lowered, options: dict[str, Any]):
+        self.target = target
+        self._lowered = lowered
+        self._options = options
+
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
+        """The program before XLA."""
+        return self._lowered.as_text(dialect, debug_info=debug_info)
+
+    def compile(self) -> "TargetCompiled":
+        """Compile it with XLA's GPU compiler. **Raises:** `TargetError` where that fails."""
+        module: Any = self._lowered.compiler_ir("stablehlo")
+        buffer = io.BytesIO()
+        module.operation.write_bytecode(buffer)
+        figures, text = _compile(self.target, buffer.getvalue(), tuple(sorted(self._options.items())))
+        return TargetCompiled(self.target, figures, text)
+
+
+@functools.lru_cache(maxsize=16)  # planning one step for several budgets compiles the plain step once
+def _compile(
+    target: Target, module: bytes, options: tuple[tuple[str, Any], ...]
+) -> tuple[dict[str, int], str]:
+    chip = target.spec.chip
+    assert chip is not None
+    asked = chip.config(target.spec.name), module
+    try:
+        return _worker().compile(*asked, dict(options), target.name)
+    except TargetError as error:
+        if _NO_TILING not in str(error):
+            raise
+        logger.info("compiling again without Triton's matrix products, for one of which XLA finds no tiling")
+        return _worker().compile(*asked, {**_WITHOUT_TRITON, **dict(options)}, target.name)
+
+
+_NO_TILING = "find output tile sizes"
+"""In what XLA says of a product that it would give to Triton, of a shape that no tiling fits (attention over an odd
+length). With the device at hand it would try cuBLAS too, and take what is faster.
+"""
+
+_WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+
+
+class TargetCompiled:
+    """A step compiled for a target, as `jax.stages.Compiled`, but for running it."""
+
+    def __init__(self, target: Target, figures: dict[str, int], text: str):
+        self.target = target
+        self._figures = figures
+        self._text = text
+
+    def as_text(self) -> str:
+        """The optimised, scheduled HLO."""
+        return self._text
+
+    def memory_analysis(self) -> SimpleNamespace:
+        """XLA's figures in bytes, as attributes (`temp_size_in_bytes`)."""
+        return SimpleNamespace(**self._figures)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TargetError(
+            f'The step was planned for `target="{self.target.name}"` and cannot run on this machine. Save its plan '
+            'with `step.plan(...).save("plan.json")`, and there write `optimize(plan=Plan.load("plan.json"))`.'
+        )
+
+
+class _Worker:
+    """The process that compiles, and what it printed."""
+
+    def __init__(self) -> None:
+        _check_installed()
+        self.lock = threading.Lock()
+        self.printed = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("_target_worker.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.printed,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+        atexit.register(self.stop)
+        self._receive()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process can be asked."""
+        return self.process.poll() is None
+
+    def compile(
+        self, config: str, module: bytes, options: dict[str, Any], name: str
+    ) -> tuple[dict[str, int], str]:
+        """Memory figures and HLO text of a module. **Raises:** `TargetError`."""
+        with self.lock:
+            assert self.process.stdin is not None
+            try:
+                pickle.dump((config, module, options), self.process.stdin)
+                self.process.stdin.flush()
+                answer = self._receive()
+            except BrokenPipeError:
+                self._died()
+            except KeyboardInterrupt:
+                self.stop()  # else its answer would be taken for that to the next question
+                raise
+        if answer[0] == "failed":
+            raise TargetError(f"XLA's compiler for `target={name!r}` refuses the step: {answer[1]}")
+        return answer[1], answer[2]
+
+    def stop(self) -> None:
+        """End the process."""
+        atexit.unregister(self.stop)
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout, self.printed):
+            if pipe is not None:
+                pipe.close()
+
+    def _receive(self) -> Any:
+        assert self.process.stdout is not None
+        try:
+            return pickle.load(self.process.stdout)
+        except (EOFError, pickle.UnpicklingError):
+            self._died()
+
+    def _died(self) -> NoReturn:
+        self.process.wait()
+        self.printed.seek(0)
+        last = self.printed.read().decode(errors="replace").strip()[-2000:]
+        raise TargetError(f"The process that compiles for GPUs ended ({self.process.returncode}): {last}")
+
+
+_running: list[_Worker] = []
+_starting = threading.Lock()
+
+
+def _worker() -> _Worker:
+    with _starting:
+        if _running and not _running[0].runs:
+            _running.pop().stop()
+        if not _running:
+            _running.append(_Worker())
+        return _running[0]
+
+
+def _check_installed() -> None:
+    """**Raises:** `TargetError` where XLA's GPU compiler is missing, or is of another version than JAX."""
+    wanted = importlib.metadata.version("jaxlib")
+    found = [(name, version) for name in _PLUGINS if (version := _version(name)) is not None]
+    if not found:
+        raise TargetError(
+            "Compiling for a GPU that is not there needs XLA's GPU compiler, which is not installed. "
+            'Install it with: pip install "jaxremat[targets]"'
+        )
+    if not any(version == wanted for _, version in found):
+        name, version = found[0]
+        raise TargetError(
+            f"{name} {version} is installed with jaxlib {wanted}: their versions must be equal. "
+            f'Install: pip install "{name}=={wanted}"'
+        )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,101 @@
+"""Equation -> bytes of scratch memory, by compiling the equation alone.
+
+Layout copies of a convolution's operands, index arrays of a pooling gradient and library scratch appear in no jaxpr.
+Figures are cached on disk by equation, compiler options and jax version.
+"""
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from .._model._backend import backend
+from .._program._flops import aval_nbytes
+from .._program._primitives import is_contraction
+from .._rewrite._max_pool_gradient import expands
+from .._rewrite._trace import Traced
+from .._runtime._progress import phase
+from ._devices import DeviceSpec
+from ._hlo import parse
+from ._memory_stats import MemoryStats
+from ._program import Compiled, Program
+from ._roofline import roofline
+from ._single_equation import Figures, alone, key
+
+
+def workspaces(
+    traced: Traced,
+    program: Program,
+    platform: str,
+    above_nbytes: int,
+    among: Collection[int] | None = None,
+) -> dict[int, int]:
+    """Scratch bytes by equation index, for contractions and expanding equations with operands above a size; with
+    `among` for those of them alone.
+
+    They are compiled for the device and with the options of the program; `platform` is the device's, as JAX calls it.
+    """
+    program = Program(_nothing, compiler_options=program.compiler_options, target=program.target)
+    slicing = backend(platform).hoists  # as the emitter does
+    device = jax.default_backend() if program.target is None else program.target.name
+    where = (sorted(program.compiler_options), jax.__version__, device)
+    cache = Figures("workspace.json", int)
+    large = [
+        (i, eqn)
+        for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns)
+        if (among is None or i in among)
+        and (expands(eqn) or is_contraction(eqn))
+        and not eqn.effects
+        and eqn.outvars
+        and max(aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars)) > above_nbytes
+    ]
+    found: dict[int, int] = {}
+    with phase("compiling single operations", len(large)) as progress, cache:
+        for i, eqn in large:
+            measure = functools.partial(_measure, alone(eqn, slicing), program)
+            found[i] = cache.get(key(eqn, slicing, where), measure)
+            progress.advance()
+    return found
+
+
+def alone_seconds(
+    traced: Traced, program: Program, device: DeviceSpec, wanted: Callable[[Any], bool]
+) -> float:
+    """Seconds of these equations, each compiled alone, by a roofline of its kernels."""
+    program = Program(_nothing, compiler_options=program.compiler_options, target=program.target)
+    slicing = backend(device.platform).hoists
+    where = (sorted(program.compiler_options), jax.__version__, device)
+    found = [eqn for eqn in traced.jaxpr.jaxpr.eqns if wanted(eqn)]
+    if not found:
+        return 0.0
+    with phase("compiling single operations", len(found)) as progress, Figures("alone.json", float) as cache:
+        total = 0.0
+        for eqn in found:
+            total += cache.get(
+                key(eqn, slicing, where), lambda eqn=eqn: _seconds(alone(eqn, slicing), program, device)
+            )
+            progress.advance()
+    return total
+
+
+def _seconds(closed: jex.ClosedJaxpr, program: Program, device: DeviceSpec) -> float:
+    return roofline(parse(_compiled(closed, program).as_text() or ""), device).seconds
+
+
+def _compiled(closed: jex.ClosedJaxpr, program: Program) -> Compiled:
+    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in closed.jaxpr.invars]
+    return program.lower(program.jit(jex.jaxpr_as_fun(closed)), tuple(types), {}).compile()
+
+
+def _nothing() -> None:
+    """What a program of single equations has in place of a function."""
+
+
+def _measure(closed: jex.ClosedJaxpr, program: Program) -> int:
+    try:
+        compiled = _compiled(closed, program)
+    except Exception:  # what cannot be compiled alone (collectives, custom calls) has no figure
+        return 0
+    return MemoryStats.of(compiled).temporaries_nbytes

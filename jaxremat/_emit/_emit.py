@@ -1,0 +1,303 @@
+"""Traced + graph + schedule -> jaxpr of the planned step.
+
+The jaxpr is the traced one with, at the start of each stage, a fence (`lax.optimization_barrier`) and clones of the
+dropped equations behind it. Tied as follows:
+
+- through the fence pass the saved and kept values that the clones read, and the saved values and arguments that the
+  stage's own contractions read, which the compiler would else copy into another layout long before (where it fuses,
+  contractions read by its fenced name what has passed, see `_fenced_operands`); other readers keep the originals, so
+  that nothing else is cut. Arguments pass for a clone only where it reads nothing else.
+- the trigger holds the fence back until the stage before is done: the small results (weight gradients, reductions)
+  that it leaves behind pass through the fence on their way to the optimizer, whose updates wait for it. Only where
+  there is none that is late enough, a cotangent passes through, which cuts it off from kernels that would read it.
+  Letting every cotangent through is another form of the same fence, which is tried where time for that is given.
+- images pass with their axes in the order of memory (see `_layouts`), so that kernels behind the fence find them as the
+  plain step's do.
+- fused values (never in memory) that a clone reads are cloned with it; the stage's own equations read the original
+  of a fused value whose sources are all originals.
+- saved values that the compiler might make again in the backward pass's kernels pass through the first fence.
+- in a loop of the backward pass all happens within an iteration: clones of what an iteration of the forward loop made,
+  fused values always among them, lest they be stacked, and fences between the loop's own stages. At its start there is
+  none: an iteration is held back by the one before, and the first by a fence through which the loop's carries pass.
+
+Law: what the schedule does not drop is read in the original. A schedule that drops nothing still has fences, behind
+which updates wait until they may overwrite their argument; a graph without stages gives the traced jaxpr.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jex
+
+from .._model._graph import Graph
+from .._model._schedule import Schedule
+from .._model._stage_merging import merged
+from .._program import _compat
+from .._rewrite._kernel_choice import inline, replaced
+from .._rewrite._loop_closing import close_loops, without_unread
+from .._rewrite._max_pool_gradient import expands, sliced_inline
+from .._rewrite._sinking import sink, sunk_values
+from .._rewrite._trace import Traced
+from .._runtime._garbage import uncollected
+from ._clones import make_apart
+from ._differentiable_barrier import fence
+from ._fence_operands import ZERO as PASSING_ZERO
+from ._fence_operands import fence_within, passing
+from ._fenced_operands import fenced_name, remember
+from ._hoisting import ZERO, Hazards, is_zero
+from ._last_reads import hold, last_reads
+from ._layouts import append_fence
+from ._placement import entered, places
+from ._triggers import finished, parts, trigger
+from ._weight_gradients import put_in_order
+
+FENCES = ("finished", "cotangents", "ordered")
+"""What holds a fence back: the small results of the stage before, or every cotangent that it hands on as well.
+
+*Ordered* are as *finished*, and within a stage a convolution's weight gradient that reads something recomputed comes
+before the convolution that goes on from its cotangent. XLA:GPU otherwise makes one kernel of what is recomputed and of
+the next gradients that read the same operand, which puts the weight gradient off and keeps all that it reads.
+"""
+
+
+@uncollected
+def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finished") -> jex.ClosedJaxpr:
+    """The planned step as a type-checked jaxpr; node ids of `graph` are equation indices of `traced.jaxpr`.
+
+    **Arguments:** `fence` is one of `FENCES`.
+    """
+    graph, schedule = merged(graph, schedule) if graph.backend.fuses else (graph, schedule)
+    jaxpr = traced.jaxpr.jaxpr
+    if not graph.stages and not traced.loops and not any(map(replaced(graph.backend), jaxpr.eqns)):
+        planned = traced.jaxpr
+    else:
+        emitter = Emitter(traced, graph, schedule, fence)
+        outvars = emitter.run()
+        sections = sink(emitter.eqns, emitter.loop_of, traced.loops)
+        eqns = close_loops(*sections, traced.loops, hoists=graph.backend.hoists)
+        eqns = without_unread(eqns, outvars)
+        planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
+    _compat.check_jaxpr(planned)
+    return planned
+
+
+_CONSTANTS = {PASSING_ZERO: ZERO}
+
+
+class Emitter:
+    """Appends the planned step's equations to `eqns`, with the loop of each in `loop_of`."""
+
+    def __init__(
+        self, traced: Traced, graph: Graph, schedule: Schedule, form: str, cotangents: Sequence[Any] = ()
+    ):
+        self.traced, self.graph = traced, graph
+        self.cotangents = cotangents  # of a backward pass that is a program of its own
+        self.poor = replaced(graph.backend)
+        self.all_cotangents = form == "cotangents"
+        self.ordered = form == "ordered"
+        self.due: dict[Any, list[Any]] = {}  # see `_weight_gradients`
+        self.schedule = schedule
+        self.source = traced.jaxpr.jaxpr.eqns
+        self.eqns: list[Any] = []
+        self.loop_of: list[int] = []  # of each of them
+        self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
+        self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
+        self.names_behind: dict[Any, Any] = {}  # saved value -> its fenced name, which later contractions use
+        self.zeros: dict[int, tuple[Any]] = {}  # loop -> a zero behind the fence before it
+        self.waiting: dict[int, int] = {}  # deferred equation -> the stage of the fence that it waits for
+        self.value_of: dict[Any, int] = {}
+        self.variable: dict[int, Any] = {}
+        self.readers: dict[Any, list[int]] = {}
+        for node, eqn in zip(graph.nodes, self.source, strict=True):
+            self.value_of.update(zip(eqn.outvars, node.outputs, strict=True))
+            self.variable.update(zip(node.outputs, eqn.outvars, strict=True))
+            for a in eqn.invars:
+                if not _compat.is_literal(a):
+                    self.readers.setdefault(a, []).append(node.id)
+        self.place = places(self)
+        self.sunk = sunk_values(self.source, traced.loop_of, traced.loops)
+        self.own: list[list[int]] = [[] for _ in graph.stages]
+        for n in range(graph.forward_stop, len(graph.nodes)):
+            self.own[self.place[n]].append(n)
+        self.hazards = Hazards(graph, self.source, self.readers)
+        self.precarious = self.hazards.precarious(schedule)
+        self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
+        self.last_reads, self.held = last_reads(self)
+        self.overwritten: dict[Any, Any] = {}  # argument -> its name where it is updated
+
+    def run(self) -> list[Any]:
+        """Append everything; returns the step's outputs by their final names."""
+        stop = self.graph.forward_stop
+        self.append(self.source[:stop], self.traced.loop_of[:stop])
+        for k in range(len(self.graph.stages)):
+            self.stage(k)
+        return self.finish(self.traced.jaxpr.jaxpr.outvars)
+
+    def append(self, eqns: Sequence[Any], loop_of: Sequence[int]) -> None:
+        for eqn, loop in zip(eqns, loop_of, strict=True):
+            placed = inline(eqn) if self.poor(eqn) else [eqn]
+            self.eqns.extend(placed)
+            self.loop_of.extend([loop] * len(placed))
+
+    def finish(self, outvars: Sequence[Any]) -> list[Any]:
+        """Append what still waits; returns the step's outputs by their final names."""
+        if self.waiting:
+            self.fenced([], finished(self, len(self.graph.stages)), "fence_updates", -1)
+            self._run(list(self.waiting), {})
+        return [a if _compat.is_literal(a) else self.passed.get(a, a) for a in outvars]
+
+    def stage(self, k: int) -> None:
+        graph, stage = self.graph, self.graph.stages[k]
+        kept_here = {v for v, s in self.schedule.kept if s == k}
+        self.clones = {var: clone for var, clone in self.clones.items() if self.value_of[var] in kept_here}
+        wanted = self._wanted(k)
+        loop, around = graph.nodes[stage.start].loop, graph.around(stage.start)
+        # The fence of a loop's first stage holds the whole loop back, not what its iterations recompute.
+        begins = loop != around
+        renamed = self._fence(k, [] if begins else wanted, around)
+        remember(self, renamed)
+        inside = [n for n in self.own[k] if graph.nodes[n].loop == loop]
+        outside = [n for n in self.own[k] if graph.nodes[n].loop != loop]
+        if begins:
+            self.waiting = self._resume(k, renamed)
+            self._run(outside, renamed)
+            if PASSING_ZERO in renamed:
+                self.zeros[loop] = (renamed.pop(PASSING_ZERO),)
+            if self.traced.loops[loop].length == 1:
+                renamed = fence_within(self, k, wanted, inside, loop)
+        for n in wanted:
+            eqn = self.source[n]
+            invars = [
+                a if _compat.is_literal(a) else renamed.get(a) or self.clones.get(a) or self.passed.get(a, a)
+                for a in eqn.invars
+            ]
+            outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
+            clone = _compat.in_scope(eqn.replace(invars=invars, outvars=outvars), f"recompute_{k}")
+            placed = self._placed(clone, renamed)
+            self.append(placed, [loop] * len(placed))
+            self.clones.update(
+                (var, clone)
+                for var, clone in zip(eqn.outvars, outvars, strict=True)
+                if self.value_of[var] not in self.schedule.saved
+            )
+        if not begins:
+            self.waiting = self._resume(k, renamed)
+        make_apart(self, k, wanted, inside, loop)
+        self.waiting, self.due = self.waiting | dict(stage.deferred), {}
+        now = [n for n in inside if n not in self.waiting]
+        self._run(sorted(now, key=lambda n: (n in self.held, n)), renamed)
+
+    def _resume(self, k: int, renamed: dict[Any, Any]) -> dict[int, int]:
+        """Append the deferred equations that waited for the fence of stage `k`; returns those that wait on."""
+        self._run([n for n, until in self.waiting.items() if until <= k], renamed)
+        return {n: until for n, until in self.waiting.items() if until > k}
+
+    def _run(self, nodes: Sequence[int], renamed: dict[Any, Any]) -> None:
+        """Append equations in their own place, reading clones and fenced names where there are any."""
+        for n in nodes:
+            eqn = self.source[n]
+            if self.ordered:
+                put_in_order(self, n, eqn)
+            invars = [
+                a
+                if _compat.is_literal(a)
+                else (self._waits(n, a) and renamed.get(a))
+                or (n in self.held and self.overwritten.get(a))
+                or self.clones.get(a)
+                or fenced_name(self, n, a)
+                or self.passed.get(a, a)
+                for a in eqn.invars
+            ]
+            eqn = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
+            placed = self._placed(eqn, renamed)
+            self.append(placed, [self.graph.nodes[n].loop] * len(placed))
+            hold(self, n)
+
+    def maker(self, var: Any) -> int:
+        """The equation that makes a variable."""
+        return self.graph.values[self.value_of[var]].producer
+
+    def _placed(self, eqn: Any, renamed: dict[Any, Any]) -> list[Any]:
+        """The equation, held back by the fence where nothing else would hold it, and in slices where it expands."""
+        zero = renamed.get(PASSING_ZERO) if self.graph.backend.hoists else None
+        if is_zero(eqn) and zero is not None:
+            return [eqn.replace(invars=[zero])]
+        if eqn.primitive.name == "scan_stack" and len(eqn.invars) == 1:
+            eqn = eqn.replace(invars=[*eqn.invars, *self.zeros.get(eqn.params["loop"], ())])
+        return sliced_inline(eqn, zero) if expands(eqn) and zero is not None else [eqn]
+
+    def _wanted(self, k: int) -> list[int]:
+        """The equations to clone: the schedule's nodes, and the fused ones between them and the stage's readers."""
+        graph = self.graph
+        loop = graph.nodes[graph.stages[k].start].loop
+        wanted = set(self.schedule.recomputed[k])
+        gone = {v for n in wanted for v in graph.nodes[n].outputs}
+        gone |= {v for v, s in self.schedule.kept if s == k}
+        stack = [
+            v
+            for n in self.own[k]
+            for v in graph.nodes[n].inputs
+            if not graph.values[v].materialised
+            and (
+                v in self.hazards.lasting
+                or self._apart(n, v)
+                or self.hazards.early(n, self.variable[v])
+                or not gone.isdisjoint(graph.sources[v])
+            )
+        ]
+        # What a clone reads must not be written to memory for its sake: fused operands are cloned with it.
+        stack.extend(v for n in wanted for v in graph.nodes[n].inputs)
+        while stack:
+            v = stack.pop()
+            producer = graph.values[v].producer
+            if (
+                producer < 0
+                or producer in wanted
+                or graph.values[v].materialised
+                or self.place[producer] >= k
+                or producer in self.waiting
+                or (graph.nodes[producer].loop != loop and not graph.values[v].length)
+            ):
+                continue
+            wanted.add(producer)
+            stack.extend(graph.nodes[producer].inputs)
+        return sorted(n for n in wanted if graph.nodes[n].repeatable)
+
+    def _apart(self, n: int, v: int) -> bool:
+        """Whether what the equation reads was made in another loop's iteration, or in another program."""
+        values, nodes = self.graph.values, self.graph.nodes
+        producer = values[v].producer
+        elsewhere = values[v].length > 0 and nodes[producer].loop != nodes[n].loop
+        return elsewhere or bool(self.cotangents and 0 <= producer < self.graph.forward_stop)
+
+    def _fence(self, k: int, wanted: list[int], loop: int) -> dict[Any, Any]:
+        """Append the stage's fence in a loop, -1 for none; returns the fenced names of what passes through."""
+        through = passing(self, k, wanted, loop)
+        due = any(until <= k for until in self.waiting.values())
+        firm = [self.variable[v] for v in self.precarious.pop(loop, ())]
+        waits_for = [*trigger(self, k), *firm, *parts(self, k)]
+        return self.fenced(through, waits_for, f"fence_{k}", loop) if through or due or firm else {}
+
+    def fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:
+        """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""
+        varying = {_compat.varying_axes(a) for a in (*trigger, *through) if not isinstance(a, str)}
+        if any(varying):
+            # In a `shard_map` a fence takes what varies over the same axes; what recomputation reads does somewhere.
+            axes = max(varying, key=len)
+            through = [a for a in through if not isinstance(a, str) and _compat.varying_axes(a) == axes]
+            trigger = [a for a in trigger if _compat.varying_axes(a) == axes]
+        trigger = [a for a in dict.fromkeys(trigger) if a not in set(through)]
+        operands = [
+            _CONSTANTS.get(a) or self.clones.get(a) or self.passed.get(a, a) for a in (*through, *trigger)
+        ]
+        if not operands:
+            return {}
+        source = self.source[self.graph.forward_stop].source_info
+        form = fence if self.cotangents else _compat.barrier
+        outvars = append_fence(self, (*through, *trigger), operands, name, loop, source, form)
+        self.passed.update(zip(trigger, outvars[len(through) :], strict=True))
+        return dict(zip(through, outvars, strict=False))
+
+    def _waits(self, n: int, var: Any) -> bool:
+        """Whether the equation reads the operand behind the fence, though that is not recomputed."""
+        return bool(entered(self, n)) or self.hazards.early(n, var)

@@ -1,0 +1,77 @@
+"""Joint program + graph + schedule -> its forward and its backward pass as two jaxprs.
+
+Law: the forward pass hands on what the schedule saves and nothing else that it makes. What is fused there, the backward
+pass computes again. Its recomputation waits behind fences, the first of them for the cotangents.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.extend.core as jex
+
+from .._model._graph import Graph
+from .._model._schedule import Schedule
+from .._model._stage_merging import merged
+from .._program import _compat
+from .._rewrite._loop_closing import close_loops, without_unread
+from .._rewrite._loop_opening import Loop
+from .._rewrite._sinking import sink
+from ._emit import FENCES, Emitter
+from ._joint import Joint
+
+
+@dataclass(frozen=True)
+class Halves:
+    """**Fields:**
+
+    - `forward` maps the primals to the results, then the saved values.
+    - `backward` maps the saved values, the primals whose indices are in `read` and the cotangents to the cotangents of
+      the primals.
+    - `results` how many of the forward pass's outputs are the function's.
+    """
+
+    forward: jex.ClosedJaxpr
+    backward: jex.ClosedJaxpr
+    read: tuple[int, ...]
+    results: int
+
+
+def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
+    """The two passes, type-checked; node ids of `graph` are equation indices of the joint program."""
+    if graph.backend.fuses and not schedule.drops_nothing:
+        graph, schedule = merged(graph, schedule)
+    traced = joint.traced
+    jaxpr, consts = traced.jaxpr.jaxpr, traced.jaxpr.consts
+    primals, cotangents = jaxpr.invars[: joint.primals], jaxpr.invars[joint.primals :]
+    emitter = Emitter(traced, graph, schedule, FENCES[0], cotangents=cotangents)
+    outvars = emitter.run()
+    results, gradients = outvars[: joint.results], outvars[joint.results :]
+    eqns = close_loops(*sink(emitter.eqns, emitter.loop_of, traced.loops), traced.loops)
+    outermost = {_outermost(loop, traced.loops) for loop in traced.loop_of[: graph.forward_stop]}
+    single = sum(loop < 0 for loop in traced.loop_of[: graph.forward_stop])
+    stop = single + len(outermost - {-1})
+    early, late = eqns[:stop], without_unread(eqns[stop:], gradients)
+    made = {v for eqn in early for v in eqn.outvars}
+    needed = dict.fromkeys(a for a in (*(a for eqn in late for a in eqn.invars), *gradients) if _is_var(a))
+    bare = [eqn for eqn in early if not any(map(_is_var, eqn.invars)) and not eqn.effects]
+    late = [*(eqn for eqn in bare if any(v in needed for v in eqn.outvars)), *late]  # zeros and the like
+    made.difference_update(v for eqn in bare for v in eqn.outvars)
+    kept = [a for a in needed if a in made]
+    read = tuple(i for i, a in enumerate(primals) if a in needed)
+    early = without_unread(early, [*results, *kept])
+    forward = _compat.new_jaxpr(jaxpr.constvars, consts, primals, [*results, *kept], early)
+    operands = [*kept, *(primals[i] for i in read), *cotangents]
+    backward = _compat.new_jaxpr(jaxpr.constvars, consts, operands, gradients, late)
+    _compat.check_jaxpr(forward)
+    _compat.check_jaxpr(backward)
+    return Halves(forward, backward, read, joint.results)
+
+
+def _is_var(atom: Any) -> bool:
+    return not _compat.is_literal(atom)
+
+
+def _outermost(loop: int, loops: tuple[Loop, ...]) -> int:
+    while loop >= 0 and loops[loop].parent >= 0:
+        loop = loops[loop].parent
+    return loop

@@ -1,0 +1,176 @@
+"""Function that is differentiated later + argument types -> `Joint`: its forward and its backward pass as one program.
+
+The function becomes a flat jaxpr whose constants are arguments too, so that what it closes over, tracers included, is
+differentiated like the rest. Only calls that mean nothing to differentiation are inlined; `custom_jvp` and `custom_vjp`
+functions stay. Law: the joint program maps (primals, cotangents of the differentiable results) to (results, cotangents
+of the differentiated primals), as `jax.vjp` does.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._compiler._program import Program
+from .._program import _compat
+from .._program._flops import aval_nbytes
+from .._program._inline import Inliner
+from .._program._primitives import is_late
+from .._rewrite._trace import Traced, normalise
+from .._runtime._errors import ArgumentError
+from ._bodies import Body, bodies, numbered
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function for arguments of certain types.
+
+    **Fields:** `body` its flat jaxpr without constants and with the user's own checkpoints undone; its first arguments
+    are `consts`, what it closes over; `out_tree` of its result.
+    """
+
+    body: Body
+    consts: tuple[Any, ...]
+    out_tree: Any
+
+    @property
+    def closed(self) -> jex.ClosedJaxpr:
+        """The function's jaxpr."""
+        return self.body.closed
+
+    @property
+    def inexact(self) -> tuple[bool, ...]:
+        """For each primal whether it has a cotangent."""
+        return tuple(is_inexact(v.aval) for v in self.closed.jaxpr.invars)
+
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        """For each result whether it has a cotangent."""
+        return tuple(is_inexact(v.aval) for v in self.closed.jaxpr.outvars)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """**Fields:** `body` the function; `traced` the joint program; `primals` how many of its arguments are the
+    function's, constants first; `results` how many of its outputs are; `plain_nbytes` what plain JAX keeps of what the
+    forward pass makes.
+    """
+
+    body: Body
+    traced: Traced
+    primals: int
+    results: int
+    plain_nbytes: int
+
+    @property
+    def called(self) -> dict[str, str]:
+        """The user's names of values by those that they have here."""
+        return self.body.called()
+
+
+class NotReversibleError(ArgumentError):
+    """JAX has no backward pass for the function."""
+
+
+def is_inexact(aval: Any) -> bool:
+    """Whether values of this type have cotangents of the same type."""
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, np.inexact)
+
+
+def flattened(fn: Callable[..., Any], leaves: Sequence[Any]) -> Function:
+    """A function of flat arguments, for arguments of these types; it may close over tracers."""
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*leaves)
+    inliner = Inliner(derivatives=True)
+    flat = inliner.program(closed)
+    jaxpr = flat.jaxpr
+    opened = _compat.new_jaxpr((), (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
+    return Function(bodies(opened, inliner.labels), tuple(flat.consts), jax.tree.structure(shape))
+
+
+def called(
+    program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], known: dict[Any, Function] | None = None
+) -> tuple[Function, list[Any], tuple[Any, ...]]:
+    """A function for these arguments, those of them that are traced, and what tells one such call from another.
+
+    **Arguments:** `known` the functions of earlier calls, to which this one's is added: Python runs once for each kind
+    of arguments, as under `jax.checkpoint`.
+    """
+    known = {} if known is None else known
+    leaves, tree = jax.tree.flatten(program.dynamic(args, kwargs))
+
+    def flat(*leaves: Any) -> Any:
+        args_, kwargs_ = program.refilled(jax.tree.unflatten(tree, leaves), args, kwargs)
+        return program.fn(*args_, **kwargs_)
+
+    static = program.static(args, kwargs)
+    try:
+        hash(static)
+    except TypeError as error:
+        raise ArgumentError(
+            f"A static argument of {getattr(program.fn, '__qualname__', program.fn)!s} cannot be hashed ({error}). "
+            "Pass a tuple for a list, or leave the argument out of `static_argnums` and `static_argnames`."
+        ) from error
+    key = (tree, tuple(map(jax.typeof, leaves)), static, _compat.trace_context())
+    try:
+        function = known.get(key) or flattened(flat, leaves)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
+        error.add_note(
+            "An argument that decides what Python does (a flag, a number of layers) has to be static: "
+            "name it in `static_argnums` or `static_argnames` of what plans this function."
+        )
+        raise
+    if not any(isinstance(const, Tracer) for const in function.consts):  # they are of this call alone
+        known[key] = function
+    return function, leaves, key
+
+
+def differentiated(function: Function, wanted: Sequence[bool]) -> Joint:
+    """The joint program of a function, its values named as in `_bodies`, for the cotangents of the wanted primals.
+
+    **Raises:** `NotReversibleError` where JAX cannot differentiate the function so.
+    """
+    evaluate = jex.jaxpr_as_fun(numbered(function.body))
+    known = function.differentiable
+
+    def both(primals: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
+        def results_of(chosen: list[Any]) -> tuple[list[Any], list[Any]]:
+            taken = iter(chosen)
+            results = evaluate(*(next(taken) if w else p for p, w in zip(primals, wanted, strict=True)))
+            parts = [
+                [r for r, d in zip(results, known, strict=True) if d is which] for which in (True, False)
+            ]
+            return parts[0], parts[1]
+
+        chosen = [p for p, w in zip(primals, wanted, strict=True) if w]
+        smooth, pull, others = jax.vjp(results_of, chosen, has_aux=True)
+        taken = {True: iter(smooth), False: iter(others)}
+        return [next(taken[d]) for d in known], pull(cotangents)[0]
+
+    jaxpr = function.closed.jaxpr
+    primals = [v.aval for v in jaxpr.invars]
+    cotangents = [v.aval for v, d in zip(jaxpr.outvars, known, strict=True) if d]
+    try:
+        closed = jax.make_jaxpr(both)(primals, cotangents)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise NotReversibleError(
+            f"The function cannot be differentiated in reverse mode, so that there is no backward pass to plan: {error}"
+        ) from error
+    traced = normalise(closed, apart=True)
+    return Joint(function.body, traced, len(primals), len(known), _kept_nbytes(traced.flat))
+
+
+def _kept_nbytes(flat: jex.ClosedJaxpr) -> int:
+    """The bytes of what the forward pass makes and the backward pass reads."""
+    made: set[Any] = set()
+    read: set[Any] = set()
+    for eqn in flat.jaxpr.eqns:
+        if is_late(eqn):
+            read.update(a for a in eqn.invars if not _compat.is_literal(a))
+        else:
+            made.update(eqn.outvars)
+    return sum(aval_nbytes(v.aval) for v in made & read)

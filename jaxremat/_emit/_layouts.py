@@ -1,0 +1,90 @@
+"""Equations -> images' axes in the order of memory, in which they pass fences.
+
+XLA:GPU keeps what it convolves in an order of its own, on GPUs before Hopper with channels before pixels, and calls its
+axes by that order from then on; only what passes a fence keeps the program's own names for them. A kernel that reduces
+would then read the same order by two names, which XLA does not look through: it leaves the masks of what has passed,
+and other results that it writes with a reduction's otherwise, to kernels of their own.
+
+So images pass with their axes in the order of memory and are turned round behind the fence: no kernel runs for either.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._model._device_specs import Chip
+from .._model._graph import Node, Value
+from .._program import _compat
+
+_OTHERWISE = frozenset(
+    {"transpose", "reshape", "broadcast_in_dim", "dot_general", "gather", "sort", "scan", "while", "cond"}
+)
+"""Results of these have no axes that are their operands'."""
+
+
+def axes_in_memory(
+    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], chip: Chip | None
+) -> dict[int, tuple[int, ...]]:
+    """For values that are images their axes from the outermost to the innermost, where that is not the program's
+    order; none without a chip.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    if chip is None:
+        return found
+    for node, eqn in zip(nodes, eqns, strict=True):
+        if eqn.primitive.name == "conv_general_dilated":
+            (made,) = node.outputs
+            kernel, dtype = _root(nodes, values, node.inputs[-1]), eqn.outvars[0].aval.dtype
+            image, channel, *pixels = eqn.params["dimension_numbers"].out_spec
+            last = chip.channels_last(str(dtype))
+            axes = (image, *pixels, channel) if last else (image, channel, *pixels)
+            # The convolution that makes a kernel's gradient reads a cotangent in the kernel's place.
+            if (kernel < 0 or nodes[kernel].forward) and axes != tuple(sorted(axes)):
+                found[made] = axes
+        elif eqn.primitive.name not in _OTHERWISE:
+            axes = next((found[v] for v in node.inputs if v in found), ())
+            alike = (
+                v for v, var in zip(node.outputs, eqn.outvars, strict=True) if _rank(var) == len(axes) > 0
+            )
+            found.update((v, axes) for v in alike)
+    return found
+
+
+def _rank(var: Any) -> int:
+    return len(getattr(var.aval, "shape", ()))
+
+
+def _root(nodes: Sequence[Node], values: Sequence[Value], v: int) -> int:
+    """The node that makes what a value is the same numbers as, -1 for none: gradients read reversed kernels."""
+    while (n := values[v].producer) >= 0 and len(nodes[n].inputs) == 1 and not nodes[n].heavy:
+        (v,) = nodes[n].inputs
+    return n
+
+
+def append_fence(
+    emitter: Any,
+    variables: Sequence[Any],
+    operands: Sequence[Any],
+    scope: str,
+    loop: int,
+    source_info: Any,
+    fence: Callable[..., Any] = _compat.barrier,
+) -> list[Any]:
+    """Append a fence to what an emitter has in a loop, -1 for none; returns the operands' fenced names.
+
+    **Arguments:** `variables` the step's own whose values the operands are; `fence` makes the fence's equation.
+    """
+    values, value_of = emitter.graph.values, emitter.value_of
+    axes = [values[value_of[v]].axes if v in value_of else () for v in variables]
+    turned = [
+        _compat.permuted(a, order, source_info) if order else None
+        for a, order in zip(operands, axes, strict=True)
+    ]
+    passing = [eqn.outvars[0] if eqn else a for a, eqn in zip(operands, turned, strict=True)]
+    passed = [_compat.new_var(a.aval) for a in passing]
+    back = [
+        _compat.permuted(a, [order.index(axis) for axis in range(len(order))], source_info) if order else None
+        for a, order in zip(passed, axes, strict=True)
+    ]
+    eqns = [*filter(None, turned), fence(passing, passed, source_info), *filter(None, back)]
+    emitter.append([_compat.in_scope(eqn, scope) for eqn in eqns], [loop] * len(eqns))
+    return [eqn.outvars[0] if eqn else a for a, eqn in zip(passed, back, strict=True)]

@@ -1,0 +1,76 @@
+"""Max-pooling -> the same, with a derivative that reads off the place of each window's maximum.
+
+JAX's derivative of a max-pooling is one operation, and the compiler makes index arrays of it, several times the size of
+what is pooled, before anything else runs: they are made of constants, which no `jax.checkpoint` holds back. Here the
+places of the maxima, a byte each, are found by comparing what is recomputed, and the tangents there are picked out.
+
+Law: the same values, and the same derivatives up to the order in which overlapping windows add up. As in XLA, the first
+of equal maxima counts.
+"""
+
+import functools
+import itertools
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._program import _compat
+from .._rewrite._max_pool_gradient import extreme
+from ._joint import is_inexact
+
+MOST_PLACES = 256
+"""In a window; larger ones are left as they are."""
+
+
+def is_pooling(eqn: Any) -> bool:
+    """Whether it is a max-pooling (or min-pooling) that has a derivative, with windows that are not too large."""
+    if eqn.primitive.name not in ("reduce_window_max", "reduce_window_min"):
+        return False
+    params = eqn.params
+    spread = max(*params["base_dilation"], *params["window_dilation"], 1) > 1
+    small = math.prod(params["window_dimensions"]) <= MOST_PLACES
+    return is_inexact(eqn.invars[0].aval) and small and not spread
+
+
+def pooled_inline(eqn: Any) -> list[Any]:
+    """Equations in place of a max-pooling."""
+    plain = functools.partial(eqn.primitive.bind, **eqn.params)
+
+    @jax.custom_jvp
+    def pooled(x: jax.Array) -> jax.Array:
+        return plain(x)
+
+    @pooled.defjvp
+    def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+        return plain(*primals), _tangent(eqn, *primals, *tangents)
+
+    closed = jax.make_jaxpr(pooled)(eqn.invars[0].aval)
+    return _compat.inlined(closed, eqn.invars, eqn.source_info, eqn.outvars)[0]
+
+
+def _tangent(eqn: Any, x: jax.Array, dx: jax.Array) -> jax.Array:
+    """In each window the tangent of its first extreme value."""
+    params, shape = eqn.params, eqn.outvars[0].aval.shape
+    largest = eqn.primitive.name == "reduce_window_max"
+    better = operator.ge if largest else operator.le
+    edges = [(low, high, 0) for low, high in params["padding"]]
+    padded = jax.lax.pad(x, extreme(x.dtype, lowest=largest), edges)
+    tangents = jax.lax.pad(dx, jnp.zeros((), dx.dtype), edges)
+    places = [*itertools.product(*map(range, params["window_dimensions"]))]
+
+    def at(place: tuple[int, ...], a: jax.Array) -> jax.Array:
+        """What each window has there."""
+        strides = params["window_strides"]
+        stop = [p + (n - 1) * s + 1 for p, n, s in zip(place, shape, strides, strict=True)]
+        return jax.lax.slice(a, place, stop, strides)
+
+    best, chosen = at(places[0], padded), jnp.zeros(shape, jnp.uint8)
+    for i, place in enumerate(places[1:], 1):
+        other = at(place, padded)
+        keeps = better(best, other)
+        best, chosen = jnp.where(keeps, best, other), jnp.where(keeps, chosen, jnp.uint8(i))
+    picked = (jnp.where(chosen == i, at(place, tangents), 0) for i, place in enumerate(places))
+    return functools.reduce(operator.add, picked)

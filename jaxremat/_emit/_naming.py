@@ -1,0 +1,116 @@
+"""Equation + name for a result -> equations that name it so that its derivative, too, reads it by that name.
+
+Many derivatives read their own result: that of `tanh` is `1 - y**2`. A name put behind the equation is not what they
+read, so that a policy which saves the name keeps a value that nobody wants, and `y` is recomputed all the same. Where
+it is so, the equation becomes a `custom_jvp` function whose rule is the equation's own, reading the named result.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from .._program import _compat
+from .._program._inline import Inliner
+
+
+def named(eqn: Any, names: dict[int, str]) -> list[Any]:
+    """Equations that make the equation's results, some of them under names.
+
+    **Arguments:** `names` by the place of a result.
+    """
+    return _self_reading(eqn, names) or named_behind(eqn, names, _in_parts)
+
+
+def _whole(value: Any, result: Any, name: str, source_info: Any) -> list[Any]:
+    """Equations that give a value its name, by which it is called as the result."""
+    return [_compat.name_eqn(value, result, name, source_info)]
+
+
+def _in_parts(value: Any, result: Any, name: str, source_info: Any) -> list[Any]:
+    """The same, but of a complex number both parts: `jax.checkpoint` fails where it is to save the whole."""
+    if not jnp.issubdtype(getattr(value.aval, "dtype", np.int32), np.complexfloating):
+        return _whole(value, result, name, source_info)
+    closed = jax.make_jaxpr(lambda x: _put_together(x, name))(value.aval)
+    return _compat.inlined(closed, [value], source_info, [result])[0]
+
+
+def _put_together(x: jax.Array, name: str) -> jax.Array:
+    if not jnp.iscomplexobj(x):
+        return checkpoint_name(x, name)
+    return jax.lax.complex(checkpoint_name(jnp.real(x), name), checkpoint_name(jnp.imag(x), name))
+
+
+def named_behind(
+    eqn: Any, names: dict[int, str], give: Callable[[Any, Any, str, Any], list[Any]] = _whole
+) -> list[Any]:
+    """The equation, and others that give its results their names."""
+    outvars = list(eqn.outvars)
+    after = []
+    for i, name in names.items():
+        outvars[i] = _compat.new_var(eqn.outvars[i].aval)
+        after.extend(give(outvars[i], eqn.outvars[i], name, eqn.source_info))
+    return [eqn.replace(outvars=outvars), *after]
+
+
+def _self_reading(eqn: Any, names: dict[int, str]) -> list[Any] | None:
+    """The equation as a `custom_jvp` function, None where its derivative reads none of the named results."""
+    operands = list(dict.fromkeys(a for a in eqn.invars if names and not _compat.is_literal(a)))
+    smooth = [jnp.issubdtype(getattr(v.aval, "dtype", np.int32), np.inexact) for v in operands]
+    results = [jnp.issubdtype(getattr(v.aval, "dtype", np.int32), np.inexact) for v in eqn.outvars]
+    if not any(smooth) or not all(results) or eqn.primitive.name.startswith("custom_vjp"):
+        return None
+    alone = _compat.new_jaxpr((), (), operands, eqn.outvars, [eqn])
+    plain = jex.jaxpr_as_fun(alone)
+
+    def pushed(primals: list[Any], tangents: list[Any]) -> tuple[Any, Any]:
+        def of(chosen: list[Any]) -> Any:
+            taken = iter(chosen)
+            return plain(*(next(taken) if s else p for p, s in zip(primals, smooth, strict=True)))
+
+        return jax.jvp(of, ([p for p, s in zip(primals, smooth, strict=True) if s],), (tangents,))
+
+    types = [v.aval for v in operands]
+    rule = Inliner(derivatives=True).program(
+        jax.make_jaxpr(pushed)(types, [t for t, s in zip(types, smooth, strict=True) if s])
+    )
+    reading = _reading_names(rule, {rule.jaxpr.outvars[i]: name for i, name in names.items()})
+    if reading is None:
+        return None
+    evaluate = jex.jaxpr_as_fun(reading)
+    fixed = dict(names)
+
+    @jax.custom_jvp
+    def function(*primals: Any) -> list[Any]:
+        made = plain(*primals)
+        return [_put_together(y, fixed[i]) if i in fixed else y for i, y in enumerate(made)]
+
+    @function.defjvp
+    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+        made = evaluate(*primals, *(t for t, s in zip(tangents, smooth, strict=True) if s))
+        return made[: len(results)], made[len(results) :]
+
+    return _compat.inlined(jax.make_jaxpr(function)(*types), operands, eqn.source_info, eqn.outvars)[0]
+
+
+def _reading_names(rule: jex.ClosedJaxpr, names: dict[Any, str]) -> jex.ClosedJaxpr | None:
+    """The rule with these of its variables named, None where no equation reads them."""
+    jaxpr = rule.jaxpr
+    if not any(a in names for eqn in jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)):
+        return None
+    rename: dict[Any, Any] = {}
+    eqns: list[Any] = []
+    for eqn in jaxpr.eqns:
+        eqns.append(
+            eqn.replace(invars=[a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars])
+        )
+        for v in eqn.outvars:
+            if v in names:
+                rename[v] = _compat.new_var(v.aval)
+                eqns.extend(_in_parts(v, rename[v], names[v], eqn.source_info))
+    outvars = [a if _compat.is_literal(a) else rename.get(a, a) for a in jaxpr.outvars]
+    return _compat.new_jaxpr(jaxpr.constvars, rule.consts, jaxpr.invars, outvars, eqns)

@@ -1,0 +1,116 @@
+"""Bodies + segmentation + names -> a callable of nothing but `jax.checkpoint`s, one for each segment.
+
+Law: it computes what the function computes; differentiated, it keeps the named values and the arguments of each
+segment. Since each part of it is a `jax.checkpoint`, it works under every transformation that those do.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax import checkpoint
+
+from .._program import _compat
+from ._bodies import Body, copied
+from ._max_pool import is_pooling, pooled_inline
+from ._naming import named, named_behind
+from ._segmentation import Segment, Segmentation
+
+
+def checkpointed(
+    body: Body, cut: Segmentation, names: frozenset[str], prevent_cse: bool | tuple[bool, ...]
+) -> Callable[..., list[Any]]:
+    """The function of flat operands. **Arguments:** `prevent_cse` as in `jax.checkpoint`, or for each operand."""
+    return lambda *operands: _evaluated(body, operands, cut, names, prevent_cse)
+
+
+def _evaluated(
+    body: Body,
+    operands: Sequence[Any],
+    cut: Segmentation,
+    names: frozenset[str],
+    prevent_cse: bool | tuple[bool, ...],
+) -> list[Any]:
+    jaxpr = body.jaxpr
+    known = [*body.closed.consts, *operands]
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], known, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if _compat.is_literal(atom) else env[atom]
+
+    segments = cut.segments[body.numbers[0]] if body.numbers else ()
+    wanted = _read_later(body, segments)
+    each = (
+        prevent_cse if isinstance(prevent_cse, tuple) else (prevent_cse or len(segments) > 1,) * len(operands)
+    )
+    prevented = dict(
+        zip(jaxpr.invars, each, strict=True)
+    )  # what one segment hands on to another is, in any case
+    for segment in segments:
+        at = segment.own[0]
+        eqn = jaxpr.eqns[at]
+        if body.numbers[at] in cut.opened:
+            results = _scanned(eqn, [read(a) for a in eqn.invars], body.inner[at], cut, names)
+            env.update(zip(eqn.outvars, results, strict=True))
+            continue
+        made = [v for i in segment.own for v in jaxpr.eqns[i].outvars if v in wanted[segment]]
+        closed = _piece(body, segment, made, names)
+        piece = jex.jaxpr_as_fun(closed)
+        if not eqn.effects:
+            policy = jax.checkpoint_policies.save_only_these_names(*sorted(names))
+            flags = tuple(prevented.get(a, len(segments) > 1) for a in closed.jaxpr.invars)
+            one = all(flags) if len(set(flags)) <= 1 else flags
+            piece = checkpoint(piece, policy=policy, prevent_cse=one)
+        results = piece(*(env[a] for a in closed.jaxpr.invars))
+        env.update(zip(made, results, strict=True))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _read_later(body: Body, segments: Sequence[Segment]) -> dict[Segment, set[Any]]:
+    """For each segment the variables that those behind it or the body's results read."""
+    needed = {a for a in body.jaxpr.outvars if not _compat.is_literal(a)}
+    later: dict[Segment, set[Any]] = {}
+    for segment in reversed(segments):
+        later[segment] = set(needed)
+        read = (a for i in segment.positions for a in body.jaxpr.eqns[i].invars)
+        needed.update(a for a in read if not _compat.is_literal(a))
+    return later
+
+
+def _piece(body: Body, segment: Segment, made: Sequence[Any], names: frozenset[str]) -> jex.ClosedJaxpr:
+    """A segment as a jaxpr from the body's own variables to those of its own that are `made` for others."""
+    rename: dict[Any, Any] = {}
+    eqns = copied(body, segment.positions, rename, names.__contains__, _written)
+    inner = {v for eqn in eqns for v in eqn.outvars}
+    outer = dict.fromkeys(
+        a for eqn in eqns for a in eqn.invars if not _compat.is_literal(a) and a not in inner
+    )
+    return _compat.new_jaxpr((), (), list(outer), [rename[v] for v in made], eqns)
+
+
+def _written(eqn: Any, names: dict[int, str]) -> list[Any]:
+    """The equation as it stands in a segment, its results under names."""
+    if not is_pooling(eqn):
+        return named(eqn, names)
+    pooling, *after = named_behind(eqn, names)
+    return [*pooled_inline(pooling), *after]
+
+
+def _scanned(
+    eqn: Any, values: Sequence[Any], inner: Body, cut: Segmentation, names: frozenset[str]
+) -> list[Any]:
+    """A scan whose body is in segments."""
+    before, carries = _compat.scan_counts(eqn)
+    consts, init, scanned = values[:before], values[before : before + carries], values[before + carries :]
+
+    # The forward and the backward pass of a loop are loops of their own, which nothing merges.
+    def once(carry: Any, slices: Any) -> tuple[Any, Any]:
+        results = _evaluated(inner, [*consts, *carry, *slices], cut, names, prevent_cse=False)
+        return results[:carries], results[carries:]
+
+    options = {
+        k: eqn.params[k] for k in ("length", "reverse", "unroll", "_split_transpose") if k in eqn.params
+    }
+    carry, stacked = jax.lax.scan(once, init, scanned, **options)
+    return [*carry, *stacked]

@@ -1,0 +1,91 @@
+"""Stages before a fence -> the results that must be there before anything behind the fence may begin."""
+
+from typing import Any
+
+from .._program._primitives import is_part
+from ._fence_operands import can_pass
+
+
+def trigger(emitter: Any, k: int) -> list[Any]:
+    """What must be finished before the stage's recomputation may begin.
+
+    The compiler drops a fence's operands whose results nobody reads, so a trigger has readers behind the fence: the
+    updates that wait for it, or the step's result. Where no small result has any, a cotangent passes through.
+    """
+    graph, start = emitter.graph, emitter.graph.stages[k].start
+    if k == 0:
+        loss = [
+            v
+            for n in range(max(start - 1, 0), start)
+            for v in emitter.source[n].outvars
+            if v in emitter.returned
+        ]
+        return [v for v in emitter.cotangents or loss if can_pass(v)]
+    before = graph.stages[k - 1].start
+    triggers = finished(emitter, k)
+    contractions = [
+        n for n in range(before, start) if graph.nodes[n].contraction and not graph.nodes[n].forward
+    ]
+    last = contractions[-1] if contractions else before
+    place = emitter.place if graph.backend.fuses else graph.stage_of
+    if emitter.all_cotangents or not any(emitter.maker(v) >= last for v in triggers):
+        crossing = [
+            v
+            for n in range(before if emitter.all_cotangents else last, start)
+            if not graph.nodes[n].forward and n not in emitter.waiting and emitter.place[n] < k
+            for v in emitter.source[n].outvars
+            if can_pass(v)
+            and _home(emitter, v) == graph.around(start)
+            and (v in emitter.returned or any(place[m] >= k for m in emitter.readers.get(v, ())))
+            and graph.values[emitter.value_of[v]].materialised
+        ]
+        triggers.extend(crossing if emitter.all_cotangents else crossing[:1])
+    return triggers
+
+
+def parts(emitter: Any, k: int) -> list[Any]:
+    """Parts of cotangents that were cut off before stage `k` and are read in it or behind it.
+
+    The compiler would cut them off where they are read, and keep the whole until then. Not so of images whose channels
+    lie together in memory: the fence would have their parts copied.
+    """
+    graph = emitter.graph
+    if not graph.backend.fuses:
+        return []
+    around, start = graph.around(graph.stages[k].start), graph.forward_stop
+    return [
+        v
+        for n in range(start, graph.stages[k].start)
+        if is_part(emitter.source[n]) and emitter.place[n] < k
+        for v in emitter.source[n].outvars
+        if graph.values[emitter.value_of[v]].materialised
+        and (len(v.aval.shape) < 4 or graph.values[emitter.value_of[v]].axes)
+        and v not in emitter.passed
+        and _home(emitter, v) == around
+        and any(emitter.place[m] >= k for m in emitter.readers.get(v, ()))
+    ]
+
+
+def finished(emitter: Any, k: int) -> list[Any]:
+    """What earlier stages have finished and readers behind the fence of stage `k` wait for.
+
+    A value passes the fence after its stage, and those up to the one that its deferred readers wait for.
+    """
+    stages = emitter.graph.stages
+    around = emitter.graph.around(stages[k].start) if k < len(stages) else -1
+    return [
+        var
+        for var, j in ((emitter.variable[v], j) for j in range(k) for v in stages[j].finished)
+        for readers in (emitter.readers.get(var, ()),)
+        if _home(emitter, var) == around
+        and (
+            any(n in emitter.waiting for n in readers)
+            or (j == k - 1 and (var in emitter.returned or any(emitter.place[n] >= k for n in readers)))
+        )
+    ]
+
+
+def _home(emitter: Any, var: Any) -> int:
+    """The loop in whose body a variable is, -1 for none: a loop's results are in that around it."""
+    node = emitter.graph.nodes[emitter.maker(var)]
+    return emitter.graph.parents[node.loop] if node.primitive in ("scan_last", "scan_stack") else node.loop

@@ -1,0 +1,211 @@
+"""Sections of a pair of loops -> an iteration of each, compiled alone: what it writes, and how long it takes.
+
+The plain loop stacks all that its pair reads: a softmax's exponentials, sums and maxima, which one kernel would else
+keep to itself, and copies all of it into stacks and out of them. What an iteration must write and takes without that
+says one that is compiled alone, with its equations tagged. Rows of arrays it reads and writes as the loop does: they
+are copied, updates of several become one kernel, and what waits for what is in memory meanwhile.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.core import ShapedArray
+
+from .._compiler._hlo import Module, parse
+from .._compiler._program import Program
+from .._emit._emit import FENCES, Emitter
+from .._model._backend import Backend
+from .._model._graph import Graph
+from .._model._schedule import Schedule, complete
+from .._model._stage_merging import merged
+from .._model._stages import uncut
+from .._program import _compat
+from .._program._primitives import inner_jaxprs, is_loop_edge, is_loop_slice
+from .._rewrite._kernel_choice import inline, replaced
+from .._rewrite._loop_closing import before_fences, closed_within, name_before, scan_of
+from .._rewrite._loop_opening import ALONE, BACKWARD, FORWARD, Loop, append, operands, row_at, row_written
+from .._rewrite._sinking import sink
+from .._rewrite._trace import Traced
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """A program of one iteration: from all that it reads to the carries and the results that it leaves.
+
+    It reads rows of the arrays that the loop runs over, and writes its results into rows of others. What another
+    loop's iteration hands it is there.
+
+    **Fields:** `closed`, where the equation of index `places[j]` of the whole step has `#j` in its name stack;
+    `written` how many of its first arguments are such arrays, whose memory its first results take; `arguments` what
+    the others are called in the whole step, None for the index.
+    """
+
+    closed: jex.ClosedJaxpr
+    places: tuple[int, ...]
+    written: int
+    arguments: tuple[Any, ...]
+
+    @property
+    def key(self) -> str:
+        """What iterations that compile to the same program have in common."""
+        return str(self.closed.jaxpr)
+
+    def compiled(self, program: Program) -> Module:
+        """What becomes of it, compiled as a whole program would be."""
+        types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.closed.jaxpr.invars]
+        alone = Program(
+            program.fn,
+            donate_argnums=tuple(range(self.written)),
+            compiler_options=program.compiler_options,
+            target=program.target,
+        )
+        jitted = alone.jit(jex.jaxpr_as_fun(self.closed))
+        return parse(alone.lower(jitted, tuple(types), {}).compile().as_text() or "")
+
+
+def forward(traced: Traced, backend: Backend) -> dict[int, Iteration]:
+    """Iterations of the forward loops that stack nothing, by loop."""
+    wanted = {loop.id: loop.id for loop in _alive(traced) if loop.role == FORWARD}
+    named, places = _tagged(traced, wanted)
+    return _iterations(named.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops, places, backend)
+
+
+def backward(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iteration]:
+    """Iterations of the backward loops that find all saved that the forward pass writes, by loop."""
+    wanted = {loop.id: loop.id for loop in _alive(traced) if loop.role == BACKWARD}
+    everything = Schedule(frozenset(graph.residuals), ((),) * len(graph.stages))
+    return _emitted(traced, graph, everything, wanted, backend)
+
+
+def recomputing(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iteration]:
+    """Iterations of the backward loops that recompute all that they can, at once, by loop; what they recompute of the
+    forward loop's is tagged too.
+    """
+    graph = replace(graph, stages=uncut(graph))
+    wanted = {loop.id: loop.group for loop in _alive(traced) if loop.role != ALONE}
+    return _emitted(traced, graph, complete(graph, ()), wanted, backend)
+
+
+def repeated(traced: Traced, backend: Backend) -> dict[int, Iteration]:
+    """Iterations of the loops with a forward and a backward pass of their own, by loop."""
+    found: dict[int, Iteration] = {}
+    for loop in _alive(traced):
+        if loop.role == ALONE:
+            named, places = _tagged(traced, {loop.id: loop.id})
+            eqns = named.jaxpr.jaxpr.eqns
+            closed = closed_within(eqns, traced.loop_of, traced.loops, loop.id, hoists=backend.hoists)
+            flat, loop_of = (list(each) for each in zip(*closed, strict=True))
+            found |= _iterations(flat, loop_of, traced.loops, places, backend)
+    return found
+
+
+def _alive(traced: Traced) -> list[Loop]:
+    """The loops that something needs."""
+    left = set(traced.loop_of)
+    return [loop for loop in traced.loops if loop.id in left]
+
+
+def _emitted(
+    traced: Traced, graph: Graph, schedule: Schedule, wanted: Mapping[int, int], backend: Backend
+) -> dict[int, Iteration]:
+    """Iterations of the backward loops in the step that follows a schedule; `wanted` as for `_tagged`."""
+    named, places = _tagged(traced, wanted)
+    emitter = Emitter(named, *merged(graph, schedule), FENCES[0])
+    emitter.run()
+    places = {loop: found for loop, found in places.items() if traced.loops[loop].role == BACKWARD}
+    return _iterations(emitter.eqns, emitter.loop_of, traced.loops, places, backend)
+
+
+def _tagged(traced: Traced, wanted: Mapping[int, int]) -> tuple[Traced, dict[int, tuple[int, ...]]]:
+    """The step with the equations of these loops numbered in their name stacks, and those of each loop; loops with the
+    same number are numbered together.
+    """
+    eqns = list(traced.jaxpr.jaxpr.eqns)
+    places: dict[int, list[int]] = {number: [] for number in wanted.values()}
+    for i, loop in enumerate(traced.loop_of):
+        if loop in wanted and not is_loop_edge(eqns[i]):
+            eqns[i] = _compat.in_scope(eqns[i], f"#{len(places[wanted[loop]])}")
+            places[wanted[loop]].append(i)
+    jaxpr = traced.jaxpr.jaxpr
+    named = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, jaxpr.outvars, eqns)
+    return replace(traced, jaxpr=named), {loop: tuple(places[number]) for loop, number in wanted.items()}
+
+
+def _iterations(
+    eqns: Sequence[Any],
+    loop_of: Sequence[int],
+    loops: Sequence[Loop],
+    places: dict[int, tuple[int, ...]],
+    backend: Backend,
+) -> dict[int, Iteration]:
+    """One iteration of each of these loops as a program."""
+    sections: dict[int, list[Any]] = {loop: [] for loop in places}
+    slices: dict[Any, tuple[Any, int]] = {}
+    for eqn, loop in zip(*sink(eqns, loop_of, loops), strict=True):
+        if loop in sections:
+            sections[loop].append(eqn)
+        if is_loop_slice(eqn):
+            slices[eqn.outvars[0]] = eqn, loop
+    before, found = before_fences(eqns), {}
+    for loop, section in sections.items():
+        group = loops[loop].group
+        whole = [*section]
+        for eqn in whole:  # which grows: the rows that the pair's other loop reads too
+            for a in _compat.variables(eqn.invars):
+                row, of = slices.get(a, (None, -1))
+                if row is not None and of != loop and loops[of].group == group and row not in whole:
+                    whole.append(row)
+        rows = whole[len(section) :]
+        scan = scan_of([*reversed(rows), *section], loops[loop], before, hoists=backend.hoists)
+        found[loop] = _once(scan, places[loop], replaced(backend), name_before(before))
+    return found
+
+
+def _once(
+    scan: Any, places: tuple[int, ...], poor: Callable[[Any], bool], same: Callable[[Any], Any]
+) -> Iteration:
+    """The program of one iteration of a scan, at an index that is given."""
+    closed = scan.params["jaxpr"]
+    jaxpr = getattr(closed, "jaxpr", closed)
+    consts, init, arrays = operands(scan)
+    index = _compat.new_var(ShapedArray((), jnp.int32))
+    whole = [_compat.new_var(a.aval) for a in arrays]
+    eqns: list[Any] = []
+    for array, row in zip(whole, jaxpr.invars[len(consts) + len(init) :], strict=True):
+        append(eqns, row_at, (array, index), scan, row)
+    eqns.extend(each for eqn in jaxpr.eqns for each in (inline(eqn) if poor(eqn) else [eqn]))
+    stacks = [_compat.new_var(v.aval) for v in scan.outvars[len(init) :]]
+    filled = [
+        append(eqns, row_written, (stack, row, index), scan)
+        for stack, row in zip(stacks, jaxpr.outvars[len(init) :], strict=True)
+    ]
+    # A carry that the iteration writes a part of keeps its memory; another is made anew.
+    updated = {eqn.outvars[0]: eqn.invars[0] for eqn in eqns if _writes_part(eqn)}
+    carried = list(zip(jaxpr.invars[len(consts) :], jaxpr.outvars[: len(init)], strict=False))
+    over = [(a, v) for a, v in carried if not _compat.is_literal(v) and updated.get(v) is a]
+    over += zip(stacks, filled, strict=True)
+    fresh = [v for a, v in carried if (a, v) not in over]
+    kept = {a for a, _ in over}
+    read = {a for eqn in eqns for a in _compat.variables(eqn.invars)}
+    read.update(_compat.variables(fresh))
+    named = zip(
+        (*jaxpr.invars[: len(consts) + len(init)], index, *whole),
+        (*consts, *init, None, *arrays),
+        strict=True,
+    )
+    others = {a: name for a, name in named if a in read and a not in kept}
+    invars, outvars = [*(a for a, _ in over), *others], [*(v for _, v in over), *fresh]
+    closed = _compat.new_jaxpr((), (), invars, outvars, eqns)
+    return Iteration(
+        closed, places, len(over), tuple(None if a is None else same(a) for a in others.values())
+    )
+
+
+def _writes_part(eqn: Any) -> bool:
+    """Whether an equation, or the last in a call, writes a part of its operand."""
+    inner = [each for jaxpr in inner_jaxprs(eqn) for each in jaxpr.eqns] or [eqn]
+    return inner[-1].primitive.name == "dynamic_update_slice"

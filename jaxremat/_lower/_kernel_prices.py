@@ -1,0 +1,327 @@
+"""Graph -> the same with the time of each kernel, and of what a loop saves.
+
+The price of a node is what running it once more costs: of a kernel of its own its arithmetic or traffic by the roofline
+of the device, of one that its readers absorb what they read more.
+
+Saving a value is not free where a compiler that fuses writes it for the backward pass alone, as another result of a
+kernel: where it is dropped, the kernel is spared that.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+from .._compiler._devices import DeviceSpec
+from .._compiler._tags import Written
+from .._model._graph import Graph, Node, Value
+from .._program._flops import (
+    THREEFRY_PASSES,
+    alone_seconds,
+    aval_nbytes,
+    flops_dtype,
+    in_rounds,
+    kernel_seconds,
+)
+from .._program._primitives import is_loop_edge, is_loop_slice, is_relabelling, is_view, is_window, is_write
+from .._rewrite._loop_opening import Loop
+
+MOST_FUSED_FLOPS = 50.0
+"""Bound on the pointwise arithmetic behind a fused value, per byte."""
+
+COPIES = 2
+"""How often what a loop stacks is written and read for that alone: into the stack and out of it, from and to the
+buffers that an iteration's kernels work on. Fitted to a compiled scanned GPT, where a compiler does not fuse."""
+
+
+def priced(
+    graph: Graph,
+    eqns: Sequence[Any],
+    device: DeviceSpec,
+    written: Written | None,
+    loops: Sequence[Loop],
+    measured: Mapping[int, float],
+) -> Graph:
+    """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results.
+
+    Where its equation was measured alone, the roofline is corrected by what it says of that equation alone.
+    """
+    trips = trips_of(loops)
+    light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
+    # contractions and reductions that the compiler fuses into their reader
+    heavy: dict[int, frozenset[int]] = {}
+    for node in graph.nodes:
+        below = sum(light.get(v, 0.0) for v in node.inputs)
+        inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
+        for v in node.outputs:
+            if not graph.values[v].materialised:
+                # Fused chains are trees written as DAGs: bounded, lest shared operands count exponentially often.
+                own = 0.0 if node.heavy else node.flops
+                light[v] = min(own + below, MOST_FUSED_FLOPS * max(graph.values[v].nbytes, 1))
+                heavy[v] = inner | {node.id} if node.heavy else inner
+    loaded = _contracted(graph, eqns)
+    beside: dict[int, float] = {}  # what saving values costs that are written for the backward pass alone
+    alone = _for_later(graph, written) if written and graph.backend.fuses and not loops else frozenset()
+    behind: dict[int, frozenset[int]] = {}  # what these are made of
+    readers: dict[int, list[int]] = {}
+    for node in graph.nodes:
+        for v in node.inputs:
+            readers.setdefault(v, []).append(node.id)
+    nodes = []
+    step_seconds = 0.0
+    for node, eqn in zip(graph.nodes, eqns, strict=True):
+        fused_away = node.outputs and not any(graph.values[v].materialised for v in node.outputs)
+        if not graph.kernel[node.id] or is_view(eqn) or is_loop_edge(eqn) or fused_away:
+            nodes.append(node)
+            continue
+        inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
+        flops = (
+            node.flops
+            + sum(light.get(v, 0.0) for v in node.inputs)
+            + sum(graph.nodes[n].flops for n in inner)
+        )
+        arguments = sum(graph.values[v].nbytes for v in node.inputs if graph.values[v].producer < 0)
+        sources = frozenset().union(*(behind.get(v, (v,)) for v in graph.reads[node.id]))
+        read = arguments + sum(graph.values[v].nbytes for v in sources)
+        made = sum(graph.values[v].nbytes for v in node.outputs)
+        if is_window(eqn) and node.loop < 0:  # an iteration's kernels say for themselves what they read
+            read = made
+        if is_write(eqn):
+            read = made = aval_nbytes(eqn.invars[1].aval)
+        if in_rounds(device, eqn):
+            made = int(THREEFRY_PASSES * aval_nbytes(eqn.outvars[0].aval))
+        slower = measured[node.id] / alone_seconds(device, eqn) if node.id in measured else 1.0
+        once = slower * kernel_seconds(device, flops_dtype(eqn), flops, read + made)
+        times = trips[node.loop] if node.loop >= 0 else 1
+        step_seconds += once * times
+        if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
+            # Its readers absorb it: they read its operands in its place.
+            more = max(read - made, 0)
+            if graph.backend.fuses and node.loop < 0:
+                more = _read_instead(graph, node, written)
+                for v in alone.intersection(node.outputs):
+                    behind[v] = sources
+                    beside[v] = graph.values[v].nbytes / device.bandwidth
+            once = slower * _absorbed_seconds(device, flops / device.peak(flops_dtype(eqn)), read, more)
+        elif partners := _partners(graph, node, written, eqns, readers):
+            joined = slower * _absorbed_seconds(device, flops / device.peak(flops_dtype(eqn)), read, made)
+            node = replace(node, partners=partners, joined_seconds=min(joined, once))
+        nodes.append(replace(node, seconds=once * times))
+    graph = replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
+    if beside:
+        values = tuple(replace(v, saved_seconds=beside.get(v.id, 0.0)) for v in graph.values)
+        return replace(graph, values=values, extra_seconds=-math.fsum(beside.values()))
+    return _with_stacking(graph, device, trips)
+
+
+def _absorbed_seconds(device: DeviceSpec, arithmetic: float, read: int, more: int) -> float:
+    """What a kernel takes longer that moves so many bytes more, and does arithmetic while it reads others anyway; on
+    the CPU, whose arithmetic is what such kernels take their time for, while it moves those.
+    """
+    if device.platform == "cpu":
+        return max(arithmetic, more / device.bandwidth)
+    return more / device.bandwidth + max(arithmetic - read / device.bandwidth, 0.0)
+
+
+def _late(graph: Graph, writes: Set[int], reads: Set[int]) -> int:
+    """A node of the backward pass with which a kernel runs that writes and reads these, -1 for one of the forward pass.
+
+    It may make values of the forward pass besides. Compilers do not say of all that they write what it is.
+    """
+    made = [n for n in writes if not graph.nodes[n].forward]
+    return min(made) if made else max((n for n in reads if not graph.nodes[n].forward), default=-1)
+
+
+def _partners(
+    graph: Graph,
+    node: Node,
+    written: Written | None,
+    eqns: Sequence[Any],
+    readers: Mapping[int, Sequence[int]],
+) -> tuple[int, ...]:
+    """What the kernels of the backward pass write that read all that a node is made of, of its size, and wait for no
+    reader of it: running in the same stage, they write its result besides.
+
+    Only contractions want it in memory, and they give weights' gradients, as a rule, for which nothing waits.
+    """
+    if (
+        written is None
+        or not graph.backend.fuses
+        or node.loop >= 0
+        or not node.forward
+        or len(node.outputs) != 1
+    ):
+        return ()
+    made = max((graph.values[v].nbytes for v in node.outputs), default=0)
+    large = {u for u in graph.reads[node.id] if 4 * graph.values[u].nbytes >= made}
+    if all(graph.values[u].nbytes != made for u in large):
+        return ()
+    operands = {graph.values[u].producer for u in large}
+    found = {
+        late
+        for writes, reads in written.kernels
+        if operands <= reads and not any(graph.nodes[n].contraction for n in writes)
+        if (late := _late(graph, writes, reads)) >= 0
+    }
+    return tuple(sorted(found - _following(graph, node.outputs, eqns, readers, max(found, default=-1))))
+
+
+def _following(
+    graph: Graph, values: Sequence[int], eqns: Sequence[Any], readers: Mapping[int, Sequence[int]], last: int
+) -> set[int]:
+    """The nodes of the backward pass, up to the last, that follow from a contraction which reads these values."""
+    found: set[int] = set()
+    waiting = [(n, False) for v in values for n in readers.get(v, ())]
+    while waiting:
+        n, follows = waiting.pop()
+        follows = follows or graph.nodes[n].contraction
+        if n in found or not graph.forward_stop <= n <= last or not (follows or is_relabelling(eqns[n])):
+            continue
+        if follows:
+            found.add(n)
+        waiting.extend((m, follows) for v in graph.nodes[n].outputs for m in readers.get(v, ()))
+    return found
+
+
+def _for_later(graph: Graph, written: Written) -> frozenset[int]:
+    """What the forward pass's kernels write and none of them reads."""
+    late = [_late(graph, *kernel) >= 0 for kernel in written.kernels]
+    read = {
+        i
+        for (writes, reads), after in zip(written.kernels, late, strict=True)
+        if writes and not after
+        for i in reads
+    }
+    made = {i for (writes, _), after in zip(written.kernels, late, strict=True) if after for i in writes}
+    return frozenset(
+        v
+        for v in graph.residuals
+        for i in (graph.values[v].producer,)
+        if i in written.sizes and i not in read | made
+        if graph.recomputable(v) and not graph.is_small(v) and not graph.values[v].is_output
+    )
+
+
+def _contracted(graph: Graph, eqns: Sequence[Any]) -> set[int]:
+    """What contractions of the backward pass read."""
+    return {
+        behind_views(v, eqns, graph.nodes, graph.values)
+        for node in graph.nodes
+        if node.contraction and not node.forward
+        for v in node.inputs
+    }
+
+
+def repriced(graph: Graph, eqns: Sequence[Any], seconds: Mapping[int, float]) -> Graph:
+    """The graph with other seconds for nodes that run as kernels of their own wherever they run again.
+
+    The others are part of what reads them there, and keep their price.
+    """
+    own = _contracted(graph, eqns)
+    hidden: set[int] = set()  # fused values with a contraction or reduction in them
+    found = []
+    for node in graph.nodes:
+        heavy = node.heavy or not hidden.isdisjoint(node.inputs)
+        hidden.update(v for v in node.outputs if heavy and not graph.values[v].materialised)
+        again = heavy or not own.isdisjoint(node.outputs)
+        found.append(replace(node, seconds=seconds[node.id]) if again and node.id in seconds else node)
+    return replace(graph, nodes=tuple(found))
+
+
+def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
+    """Bytes that the backward pass's kernels read more when they make a value themselves instead of reading it."""
+    made = sum(graph.values[v].nbytes for v in node.outputs)
+    operands = {graph.values[v].producer: graph.values[v].nbytes for v in graph.reads[node.id]}
+    kernels = written.kernels if written else ((frozenset(), frozenset({node.id})),)
+    return sum(
+        max(sum(nbytes for n, nbytes in operands.items() if n not in reads) - made, 0)
+        for writes, reads in kernels
+        if node.id in reads and (not writes or _late(graph, writes, reads) >= 0)
+    )
+
+
+def _with_stacking(graph: Graph, device: DeviceSpec, trips: Sequence[int]) -> Graph:
+    """The graph with the time of copies into stacks and out of them, which the plain step spends on all it stacks."""
+    plain = handed_over(graph)
+    loaded = _loaded(graph)
+    seconds: dict[int, float] = {}
+    plain_seconds = 0.0
+    for value in graph.values:
+        if not value.length or not graph.recomputable(value.id) or graph.is_small(value.id):
+            continue  # as in every plan
+        taken = _stacking_seconds(graph, value, device, loaded) * trips[graph.nodes[value.producer].loop]
+        if value.materialised:
+            seconds[value.id] = taken
+        if value.id in plain:
+            plain_seconds += taken
+    values = tuple(replace(v, saved_seconds=seconds.get(v.id, 0.0)) for v in graph.values)
+    step_seconds = graph.step_seconds + plain_seconds
+    return replace(graph, values=values, step_seconds=step_seconds, extra_seconds=-plain_seconds)
+
+
+def _stacking_seconds(graph: Graph, value: Value, device: DeviceSpec, loaded: Set[int]) -> float:
+    """What an iteration spends on a value because it is stacked; `loaded` as by `_loaded`.
+
+    A compiler that fuses fills the stack with zeros first and copies each value into it. Out of it that copies what
+    a contraction reads, or several kernels; a single other kernel reads the stack itself.
+    """
+    if not graph.backend.fuses:
+        return 2 * COPIES * value.nbytes / device.bandwidth
+    copies = 2 if value.id in loaded else 1
+    return (1 + 2 * copies) * value.nbytes / device.bandwidth + copies * device.launch_seconds
+
+
+def always_stacked_seconds(graph: Graph, loops: Sequence[Loop], device: DeviceSpec) -> float:
+    """What the loops of a compiler that fuses spend on stacks under any plan: on zeros that their own results are
+    written over, and on what is saved because it cannot be made again.
+    """
+    trips = trips_of(loops)
+    loaded = _loaded(graph)
+    taken = 0.0
+    for node in graph.nodes:
+        if node.primitive == "scan_stack" and len(node.inputs) == 1:
+            nbytes = sum(graph.values[v].nbytes for v in node.outputs)
+            taken += nbytes / device.bandwidth + device.launch_seconds
+    for value in (graph.values[v] for v in graph.residuals):
+        if value.length and not graph.recomputable(value.id):
+            times = trips[graph.nodes[value.producer].loop]
+            taken += times * _stacking_seconds(graph, value, device, loaded)
+    return taken
+
+
+def _loaded(graph: Graph) -> set[int]:
+    """What the backward pass's contractions read, or several of its kernels."""
+    reads = Counter(v for n in graph.nodes if not n.forward for v in graph.reads[n.id])
+    contracted = {v for n in graph.nodes if n.contraction and not n.forward for v in graph.reads[n.id]}
+    return contracted | {v for v, count in reads.items() if count > 1}
+
+
+def handed_over(graph: Graph) -> set[int]:
+    """What the backward loops' own nodes read of the forward loops' iterations."""
+    slices = {v for n in graph.nodes if n.primitive == "scan_slice" for v in n.outputs}
+    return {
+        v
+        for node in graph.nodes
+        for v in node.inputs
+        if graph.values[v].length and graph.nodes[graph.values[v].producer].loop != node.loop
+    } - slices
+
+
+def behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> int:
+    """The value whose memory a contraction reads in place of a reshaped or transposed one."""
+    while (
+        (producer := values[v].producer) >= 0
+        and is_relabelling(eqns[producer])
+        and (len(nodes[producer].inputs) == 1 or is_loop_slice(eqns[producer]))
+    ):
+        v = nodes[producer].inputs[0]
+    return v
+
+
+def trips_of(loops: Sequence[Loop]) -> list[int]:
+    """For each loop how often its body runs in one step."""
+    trips: list[int] = []
+    for loop in loops:
+        trips.append(loop.length * (trips[loop.parent] if loop.parent >= 0 else 1))
+    return trips

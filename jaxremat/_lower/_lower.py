@@ -1,0 +1,400 @@
+"""Traced step + what XLA materialises + device -> `Graph`, in plain numbers.
+
+Law: node ids are the indices of `traced.jaxpr`'s equations, and value ids number its arguments, constants and
+equation outputs in order.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from .._compiler._devices import DeviceSpec
+from .._compiler._scratch import Scratch, with_room
+from .._compiler._tags import Beside, Written
+from .._emit._layouts import axes_in_memory
+from .._model._backend import backend
+from .._model._graph import Graph, Node, Pin, Stage, Value
+from .._model._pins import Patterns, matching, with_pins
+from .._model._primitive_names import OVERWRITING
+from .._model._stages import cut_stages
+from .._program import _compat
+from .._program._flops import aval_nbytes, eqn_flops, in_rounds
+from .._program._primitives import (
+    is_flattened,
+    is_heavy,
+    is_late,
+    is_light,
+    is_loop_edge,
+    is_repeatable,
+    reads_memory,
+)
+from .._rewrite._loop_opening import ALONE, BACKWARD, FORWARD, Loop
+from .._rewrite._max_pool_gradient import is_pooling_gradient
+from .._rewrite._row_chunks import is_in_chunks
+from .._rewrite._sinking import sunk_values
+from .._rewrite._trace import Traced
+from .._runtime._garbage import uncollected
+from ._epilogues import written_sums
+from ._kernel_prices import behind_views, handed_over, priced
+
+SMALL_SHARE = 1e-4
+"""Residuals below this share of what the forward pass writes are always saved, ..."""
+
+MOST_SMALL = 0.01
+"""... as long as they are no more than this share of it together."""
+
+
+@uncollected
+def lower(
+    traced: Traced,
+    device: DeviceSpec,
+    *,
+    base_nbytes: int,
+    written: Written | None = None,
+    workspace: Mapping[int, Scratch] | None = None,
+    beside: Beside | None = None,
+    seconds: Mapping[int, float] | None = None,
+    patterns: Patterns = (),
+) -> Graph:
+    """The planner's view of a traced step.
+
+    **Arguments:**
+
+    - `base_nbytes`: arguments + outputs - aliased bytes, per device.
+    - `written`: what the plain step's compiled program writes and reads; None where there is none, and fusion rules
+      decide.
+    - `workspace`: scratch memory by equation index.
+    - `beside`: what iterations of loops write that is no value.
+    - `seconds`: measured times of equations that ran alone, by index; the others' are the roofline's.
+    - `patterns`: what `pins` the user gave besides the hints in the program.
+
+    **Raises:** `HintError` where hints or pins contradict each other or the program.
+    """
+    jaxpr = traced.jaxpr.jaxpr
+    index: dict[Any, int] = {}
+    values: list[Value] = []
+    outputs = {a for a in jaxpr.outvars if not _compat.is_literal(a)}
+
+    def add(var: Any, producer: int, length: int = 0) -> int:
+        index[var] = len(values)
+        short = getattr(var.aval, "str_short", None)
+        values.append(
+            Value(
+                id=len(values),
+                producer=producer,
+                nbytes=aval_nbytes(var.aval),
+                materialised=producer < 0,
+                is_output=var in outputs,
+                shape=short(short_dtypes=True) if short else str(var.aval),
+                name=traced.labels.get(var, ""),
+                length=length,
+            )
+        )
+        return index[var]
+
+    for var in (*jaxpr.constvars, *jaxpr.invars):
+        add(var, -1)
+    beside = beside or Beside()
+    nodes: list[Node] = []
+    fuses = backend(device.platform).fuses  # the kernels of a pooling's gradient make its operand themselves
+    backward: set[int] = set()  # values downstream of the backward pass
+    behind: set[int] = set()  # and those of what makes gradients along with the loss
+    for i, eqn in enumerate(jaxpr.eqns):
+        inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
+        stack = _compat.name_stack_text(eqn)
+        loop = traced.loops[traced.loop_of[i]] if traced.loop_of[i] >= 0 else None
+        if loop is not None and loop.role != ALONE:
+            late = loop.role == BACKWARD
+        else:
+            late = is_late(eqn) or ("jvp(" not in stack and any(v in backward for v in inputs))
+            late = late or not behind.isdisjoint(inputs)
+        outs = tuple(add(v, i, _length(eqn, loop)) for v in eqn.outvars)
+        backward.update(outs if late else ())
+        if is_in_chunks(eqn) or not behind.isdisjoint(inputs):
+            behind.update(outs)
+        nodes.append(
+            Node(
+                id=i,
+                primitive=eqn.primitive.name,
+                inputs=inputs,
+                outputs=outs,
+                seconds=0.0,
+                flops=eqn_flops(eqn),
+                workspace_nbytes=workspace[i].nbytes if workspace and i in workspace else 0,
+                shared_nbytes=beside.shared.get(i, 0),
+                borrows=beside.borrowed.get(i, ()),
+                constant_nbytes=beside.constants.get(i, 0),
+                flattened=not fuses and is_flattened(eqn),
+                heavy=is_heavy(eqn) or in_rounds(device, eqn),
+                contraction=reads_memory(eqn) and not (fuses and is_pooling_gradient(eqn)),
+                forward=not late,
+                repeatable=is_repeatable(eqn),
+                scope=stack,
+                source=_compat.user_line(eqn),
+                loop=traced.loop_of[i],
+            )
+        )
+    _take_over(nodes, values, {index[v] for v in traced.over})
+    in_memory = _by_rules(jaxpr.eqns, nodes, values)
+    if written is not None:
+        # What the plain loop stacks says little of what it need stack: the rules decide, or an iteration by itself.
+        known = {-1, *written.loops}
+        inside = {
+            v for v in in_memory if values[v].producer >= 0 and nodes[values[v].producer].loop not in known
+        }
+        in_memory = _by_compiler(jaxpr.eqns, nodes, values, written.sizes) | inside
+        if fuses:
+            in_memory |= written_sums(jaxpr.eqns, nodes, values)
+    sunk = frozenset(index[v] for v in sunk_values(jaxpr.eqns, traced.loop_of, traced.loops))
+    in_memory -= sunk
+    sums = _sums_of_scattered(jaxpr.eqns, nodes)
+    in_memory = in_memory - sums.keys() | set(sums.values())
+    nodes = [replace(n, heavy=False) if not sums.keys().isdisjoint(n.outputs) else n for n in nodes]
+    crossing = _crossing(jaxpr.eqns, nodes, values, sunk)
+    in_memory |= crossing | _carried(jaxpr.eqns, nodes)
+    in_memory |= _written_whole(nodes, in_memory)
+    nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
+    nodes = _with_stacks(jaxpr.eqns, nodes, values, backend(device.platform).hoists)
+    in_memory |= {v.id for v in values if v.producer < 0 or v.is_output}
+    axes = axes_in_memory(jaxpr.eqns, nodes, values, device.chip if fuses else None)
+    values = [replace(v, materialised=v.id in in_memory, axes=axes.get(v.id, ())) for v in values]
+    forward_stop = next((n.id for n in nodes if not n.forward), len(nodes))
+    sizes = sorted(
+        v.saved_nbytes for v in values if v.materialised and v.producer >= 0 and nodes[v.producer].forward
+    )
+    graph = Graph(
+        nodes=tuple(nodes),
+        values=tuple(values),
+        stages=(Stage(forward_stop, len(nodes)),) if forward_stop < len(nodes) else (),
+        base_nbytes=base_nbytes,
+        step_seconds=0.0,
+        small_nbytes=_small(sizes),
+        donated=frozenset(index[v] for v, d in zip(jaxpr.invars, traced.donated, strict=True) if d),
+        platform=device.platform,
+        parents=tuple(loop.parent for loop in traced.loops),
+        groups=tuple(loop.group for loop in traced.loops),
+        trips=tuple(loop.length for loop in traced.loops),
+        segments=traced.segments,
+    )
+    graph = with_room(graph, workspace or {}, sums)
+    pins = [*_hinted(traced, index, graph), *matching(graph, patterns, written is not None)]
+    graph = with_pins(graph, pins) if pins else graph
+    graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, traced.loops, seconds or {})
+    return replace(graph, stages=cut_stages(graph))
+
+
+def _hinted(traced: Traced, index: Mapping[Any, int], graph: Graph) -> list[Pin]:
+    """The program's own hints: of a value that is a view of another, the one that is in memory; of a stage, the first
+    node that reads the cotangent.
+    """
+    found = []
+    for hint in traced.hints:
+        if (v := index.get(hint.variable)) is None:
+            continue  # nothing needs it
+        if hint.action == "stage":
+            readers = [n.id for n in graph.nodes if v in n.inputs]
+            found.extend(Pin("stage", n, hint.origin) for n in readers[:1])
+            continue
+        if not graph.values[v].materialised:
+            v = behind_views(v, traced.jaxpr.jaxpr.eqns, graph.nodes, graph.values)
+        found.append(Pin(hint.action, v, hint.origin))
+    return found
+
+
+def as_stacked(graph: Graph) -> Graph:
+    """The graph with all in memory that the plain step's forward loops stack for its backward loops."""
+    stacked = handed_over(graph)
+    values = (replace(v, materialised=v.materialised or v.id in stacked) for v in graph.values)
+    return replace(graph, values=tuple(values))
+
+
+def _take_over(nodes: Sequence[Node], values: list[Value], over: set[int]) -> None:
+    """Give no memory of its own to what loops carry of these arguments and write over them."""
+    for node in nodes:
+        if node.primitive in ("scan_carry", *OVERWRITING) and not over.isdisjoint(node.inputs[:1]):
+            over.update(node.outputs)
+            for v in node.outputs:
+                values[v] = replace(values[v], nbytes=0)
+
+
+def _length(eqn: Any, loop: Loop | None) -> int:
+    """How many of a value of this equation a backward loop finds where it is saved, 0 where none looks for it."""
+    if loop is None or loop.role != FORWARD or eqn.primitive.name in ("scan_last", "scan_stack"):
+        return 0
+    return loop.length
+
+
+def _crossing(
+    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], sunk: frozenset[int]
+) -> set[int]:
+    """What loops read from outside: it is there while they run; of what iterations make themselves what that reads."""
+    found: set[int] = set()
+    for node, eqn in zip(nodes, eqns, strict=True):
+        made_of = (u for v in sunk.intersection(node.inputs) for u in nodes[values[v].producer].inputs)
+        for v in {*node.inputs, *made_of} - sunk:
+            producer = values[v].producer
+            outside = producer >= 0 and node.loop >= 0 and nodes[producer].loop != node.loop
+            if outside and (not values[v].length or is_loop_edge(eqn)):
+                found.add(behind_views(v, eqns, nodes, values))
+    return {v for v in found if values[v].producer >= 0}
+
+
+def _sums_of_scattered(eqns: Sequence[Any], nodes: Sequence[Node]) -> dict[int, int]:
+    """What is scattered into zeros to be added to something else, and that sum: the compiler scatters into the other
+    operand, and writes no zeros.
+    """
+    maker = {v: node.id for node in nodes for v in node.outputs}
+    readers: dict[int, list[int]] = {}
+    for node in nodes:
+        for v in node.inputs:
+            readers.setdefault(v, []).append(node.id)
+    found: dict[int, int] = {}
+    for node, eqn in zip(nodes, eqns, strict=True):
+        if not eqn.primitive.name.startswith("scatter"):
+            continue
+        (made,), filled = node.outputs, maker.get(node.inputs[0], -1)
+        added = [n for n in readers.get(made, ()) if eqns[n].primitive.name in ("add", "add_any")]
+        if readers.get(made, ()) == added != [] and filled >= 0 and not nodes[filled].inputs:
+            found.update((made, v) for n in added[:1] for v in nodes[n].outputs)
+    return found
+
+
+def _carried(eqns: Sequence[Any], nodes: Sequence[Node]) -> set[int]:
+    """What iterations hand on to the next: in memory on both sides; and what loops leave, or rows in chunks."""
+    leaving = ("scan_carry", "scan_last", "scan_stack", "scan")
+    edges = [n for n, e in zip(nodes, eqns, strict=True) if e.primitive.name in leaving or is_in_chunks(e)]
+    return {v for n in edges for v in (*n.outputs, *(n.inputs if n.primitive == "scan_last" else ()))}
+
+
+def _written_whole(nodes: Sequence[Node], in_memory: Set[int]) -> set[int]:
+    """What contractions or reductions make that iterations write into arrays: the kernel that does is another."""
+    hidden: set[int] = set()
+    row = {"scan_stack": 0, "dynamic_update_slice": 1}
+    for node in nodes:
+        if node.heavy or not hidden.isdisjoint(node.inputs):
+            hidden.update(v for v in node.outputs if v not in in_memory)
+    writes = [n for n in nodes if n.primitive in row and n.loop >= 0 and len(n.inputs) > row[n.primitive]]
+    return {v for n in writes if (v := n.inputs[row[n.primitive]]) in hidden}
+
+
+def _with_stacks(
+    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], hoists: bool
+) -> list[Node]:
+    """The nodes, with the stacked results that their loop has not filled yet as scratch memory.
+
+    The whole array is there from the loop's first iteration on. So is, where the compiler does things early, the row
+    that is written over, if it is one of what the forward pass reads too (see `_in_place_stacks`).
+    """
+    pending: dict[int, int] = {}
+    found = []
+    for node, eqn in zip(reversed(nodes), reversed(eqns), strict=True):
+        waiting = pending.get(node.loop, 0) if node.loop >= 0 else 0
+        found.append(replace(node, workspace_nbytes=node.workspace_nbytes + waiting) if waiting else node)
+        if eqn.primitive.name == "scan_stack":
+            rows = [v for v in node.inputs[1:] if hoists and values[v].length]
+            made = sum(values[v].nbytes for v in (*node.outputs, *rows) if not values[v].is_output)
+            pending[node.loop] = waiting + made
+    return found[::-1]
+
+
+def _small(sizes: Sequence[int]) -> int:
+    """The size up to which values are always saved, of these sizes in ascending order."""
+    total, together = sum(sizes), 0
+    limit = int(SMALL_SHARE * total)
+    for size, group in groupby(sizes):
+        together += sum(group)
+        if size > limit:
+            break
+        if together > MOST_SMALL * total:
+            return size - 1
+    return limit
+
+
+def _by_compiler(
+    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], written: Mapping[int, Sequence[int]]
+) -> set[int]:
+    """The values whose buffers the compiled plain step writes, and those that the backward pass needs in memory."""
+    chosen = {
+        v
+        for i, sizes in written.items()
+        for v in nodes[i].outputs
+        if values[v].nbytes and any(abs(size - values[v].nbytes) <= values[v].nbytes // 8 for size in sizes)
+    }
+    chosen = {behind_views(v, eqns, nodes, values) for v in chosen}
+    return chosen | _read_in_memory(eqns, nodes, values, lambda node: not node.forward)
+
+
+def _by_rules(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
+    """What XLA's fusion usually leaves in memory: results and operands of heavy work, and values read far apart."""
+    chosen = {v for node in nodes if node.heavy for v in node.outputs}
+    chosen |= _read_in_memory(eqns, nodes, values, lambda node: True)
+    readers: dict[int, list[int]] = {}
+    for node in nodes:
+        for v in node.inputs:
+            readers.setdefault(behind_views(v, eqns, nodes, values), []).append(node.id)
+    for v, users in readers.items():
+        producer = values[v].producer
+        if producer < 0 or is_light(eqns[producer]):
+            continue
+        kernels = sum(nodes[u].heavy for u in users)
+        if kernels > 1 or (kernels and len(users) > 2):
+            chosen.add(v)
+    return chosen
+
+
+def _read_in_memory(
+    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], which: Any
+) -> set[int]:
+    """The values that contractions and the like read: those are in memory whatever their producer is."""
+    chosen = set()
+    for node in nodes:
+        if node.contraction and which(node):
+            for v in node.inputs:
+                root = behind_views(v, eqns, nodes, values)
+                producer = values[root].producer
+                if producer >= 0 and nodes[producer].inputs:
+                    chosen.add(root)
+    return chosen
+
+
+def _without_fused_copies(graph: Graph) -> Graph:
+    """Scratch memory of what was compiled alone, less the copies of matrix operands that their own producer writes in
+    the layout wanted.
+
+    A value that several contractions read is there in its own layout too.
+    """
+    readers: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.contraction:
+            for v in node.inputs:
+                readers[v] = readers.get(v, 0) + 1
+
+    def written_as_wanted(node: Node) -> int:
+        producers = ((v, graph.values[v].producer) for v in node.inputs if readers[v] == 1)
+        return sum(graph.values[v].nbytes for v, n in producers if n >= 0 and not graph.nodes[n].heavy)
+
+    nodes = tuple(
+        replace(n, workspace_nbytes=max(n.workspace_nbytes - written_as_wanted(n), 0))
+        if n.workspace_nbytes and n.primitive == "dot_general" and (n.loop >= 0 or not graph.backend.fuses)
+        else n
+        for n in graph.nodes
+    )
+    return replace(graph, nodes=nodes)
+
+
+def estimate_base(traced: Traced) -> int:
+    """Arguments + outputs - aliased bytes of the step, assuming that donated buffers are reused where sizes agree."""
+    jaxpr = traced.jaxpr.jaxpr
+    used = {a for eqn in jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)}
+    outputs = [a for a in jaxpr.outvars if not _compat.is_literal(a)]
+    used.update(outputs)
+    arguments = sum(aval_nbytes(v.aval) for v in jaxpr.invars if v in used)
+    results = sum(aval_nbytes(v.aval) for v in jaxpr.outvars)
+    free = [(v.aval.shape, v.aval.dtype) for v, d in zip(jaxpr.invars, traced.donated, strict=True) if d]
+    aliased = 0
+    for v in outputs:
+        if (v.aval.shape, v.aval.dtype) in free:
+            free.remove((v.aval.shape, v.aval.dtype))
+            aliased += aval_nbytes(v.aval)
+    return arguments + results - aliased

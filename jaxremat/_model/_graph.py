@@ -1,0 +1,396 @@
+"""What the planner knows of a step: plain ints, floats and strings, no JAX object.
+
+A `Graph` is a schedule of `Node`s that read and write `Value`s. Nodes stand in execution order; the first
+`stages[0].start` of them are the forward pass and every later node belongs to one `Stage`. Values that the forward
+pass makes and a stage reads are *residuals*; the planner decides which are saved and in which stages the others
+are recomputed.
+
+Only *materialised* values occupy memory. The others live inside the kernels that XLA fuses their producers into:
+reading one means reading its materialised `sources` again.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from . import _unnamed_buffers
+from ._backend import Backend, backend
+from ._reuse import in_place
+
+Segments = tuple[tuple[int, ...], ...]
+"""For each pair of a step's loops its lengths by level, the outermost first, and those of its parts (see
+`_loop_levels.parts`); none as it was. Behind them for each region of rows its number of chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One array of the step.
+
+    **Fields:** `id` its dense index; `producer` the id of the node that makes it, -1 for arguments and constants;
+    `nbytes` per device; `materialised` whether it is written to memory; `is_output` whether the step returns it;
+    `shape` as text (`f32[32,56,56,64]`); `name` the user's `checkpoint_name`, or ""; `length` how many iterations of a
+    forward loop make one each, all of which are stacked where it is saved for a loop of the backward pass, 0 where none
+    do; `saved_seconds` what the copies into such a stack and out of it take; `axes` of an image from the outermost to
+    the innermost in memory, () where they are in the program's order.
+    """
+
+    id: int
+    producer: int
+    nbytes: int
+    materialised: bool
+    is_output: bool = False
+    shape: str = ""
+    name: str = ""
+    length: int = 0
+    saved_seconds: float = 0.0
+    axes: tuple[int, ...] = ()
+
+    @property
+    def saved_nbytes(self) -> int:
+        """What saving it takes: `nbytes` of each iteration."""
+        return self.nbytes * (self.length or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One equation.
+
+    **Fields:** `id` its place in the schedule; `primitive` its name in JAX; `inputs` and `outputs` value ids;
+    `seconds` what running it once more costs on the device, all iterations of its loop together; `flops` of one
+    iteration; `workspace_nbytes` scratch memory while it runs; `shared_nbytes` what is written of a fused node's work
+    where several kernels of a stage want it, `borrows` the other nodes of whose work so written it reads something that
+    is no operand; `constant_nbytes` of constants that it wants as arrays in memory; `flattened` whether the compiler
+    makes the result in another shape, so that nothing is written over it;
+    `partners` nodes of the backward pass into whose kernel the compiler takes it where they run in its stage, and
+    `joined_seconds` what running it once more costs there, if nothing else that runs again reads its result;
+    `heavy` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
+    can absorb; `contraction` whether its operands must be in memory, because it absorbs none of them; `forward`
+    whether its outputs may be residuals; `repeatable` whether it may run twice; `scope` its JAX name stack; `source`
+    the user's line, `file.py:12 (function)`; `loop` the loop in whose body it stands, -1 for none: the nodes of a loop
+    stand together.
+    """
+
+    id: int
+    primitive: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    seconds: float
+    flops: float = 0.0
+    workspace_nbytes: int = 0
+    shared_nbytes: int = 0
+    borrows: tuple[int, ...] = ()
+    constant_nbytes: int = 0
+    flattened: bool = False
+    heavy: bool = False
+    contraction: bool = False
+    forward: bool = True
+    repeatable: bool = True
+    scope: str = ""
+    source: str = ""
+    loop: int = -1
+    partners: tuple[int, ...] = ()
+    joined_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What the user decides, whatever a solver thinks.
+
+    **Fields:** `action` `"save"` or `"recompute"` of a value, or `"stage"`, a cut of the backward pass; `at` the id of
+    the value, or of the node before which a stage begins; `origin` who says so, `hint(..., "save") at model.py:12`.
+    """
+
+    action: str
+    at: int
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stretch `start <= node id < stop` of the schedule, before which dropped values are recomputed.
+
+    **Fields:** `finished` the values (weight gradients, statistics) that say that it is done; `deferred` those of its
+    nodes (optimizer updates) that wait for a later fence, each with the stage of that fence.
+    """
+
+    start: int
+    stop: int
+    finished: tuple[int, ...] = ()
+    deferred: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A step as the solvers see it.
+
+    **Fields:** `nodes` in execution order; `values`; `stages` that tile the schedule from the end of the forward
+    pass to its end; `base_nbytes` what is there all the time (arguments + outputs - aliased bytes);
+    `step_seconds` the plain step's time, against which overheads are measured; `small_nbytes` the size up to which
+    residuals are always saved; `donated` the arguments whose memory the step's outputs take over; `platform` whose
+    compiler runs the step, by JAX's name (`"cpu"`, `"gpu"`); `parents` for each loop the loop around it, -1 for none,
+    `groups` a number that it shares with its pair alone, and `trips` its iterations;
+    `extra_seconds` what this form of the step takes longer
+    than the plain one (less, where it is negative) before anything is saved in loops or recomputed, and `segments`
+    which form it is (see `_loop_segments`); `pins` what the user has decided; `counts_forward` whether
+    memory counts in the forward pass too, or only from its end on (see `_residuals`).
+    """
+
+    nodes: tuple[Node, ...]
+    values: tuple[Value, ...]
+    stages: tuple[Stage, ...]
+    base_nbytes: int
+    step_seconds: float
+    small_nbytes: int = 0
+    donated: frozenset[int] = frozenset()
+    platform: str = "cpu"
+    parents: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+    trips: tuple[int, ...] = ()
+    extra_seconds: float = 0.0
+    segments: Segments = ()
+    pins: tuple[Pin, ...] = ()
+    counts_forward: bool = True
+
+    def around(self, node: int) -> int:
+        """The innermost loop that holds both this node and the one before it, -1 for none."""
+        before = self.loops_of(node - 1) if node else ()
+        return next((loop for loop in self.loops_of(node) if loop in before), -1)
+
+    def loops_of(self, node: int) -> tuple[int, ...]:
+        """The loops in whose bodies a node stands, the innermost first."""
+        found, loop = [], self.nodes[node].loop
+        while loop >= 0:
+            found.append(loop)
+            loop = self.parents[loop]
+        return tuple(found)
+
+    @cached_property
+    def pairs(self) -> tuple[int, ...]:
+        """The forward loops of pairs that stand outside of other loops."""
+        loops = Counter(self.groups)
+        return tuple(loop for loop, count in loops.items() if count > 1 and self.parents[loop] < 0)
+
+    @property
+    def backend(self) -> Backend:
+        """What the platform's compiler does."""
+        return backend(self.platform)
+
+    @cached_property
+    def stage_of(self) -> tuple[int, ...]:
+        """For each node its stage, -1 in the forward pass."""
+        stage_of = [-1] * len(self.nodes)
+        for k, stage in enumerate(self.stages):
+            stage_of[stage.start : stage.stop] = [k] * (stage.stop - stage.start)
+        return tuple(stage_of)
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """For each value the materialised values that a kernel reading it reads; itself if materialised.
+
+        Arguments and constants are always there and count as no source.
+        """
+        sources: list[tuple[int, ...]] = [()] * len(self.values)
+        for value in self.values:
+            if value.producer < 0:
+                continue
+            if value.materialised:
+                sources[value.id] = (value.id,)
+        for node in self.nodes:
+            fused = [v for v in node.outputs if not self.values[v].materialised]
+            if fused:
+                reads = self._union(sources, node.inputs)
+                for v in fused:
+                    sources[v] = reads
+        return tuple(sources)
+
+    @staticmethod
+    def _union(sources: list[tuple[int, ...]], values: tuple[int, ...]) -> tuple[int, ...]:
+        distinct = {sources[v] for v in values if sources[v]}
+        if len(distinct) == 1:
+            return distinct.pop()
+        return tuple(sorted({u for group in distinct for u in group}))
+
+    @cached_property
+    def reads(self) -> tuple[tuple[int, ...], ...]:
+        """For each node the materialised values its kernel reads; empty for nodes that are fused away."""
+        sources = list(self.sources)
+        return tuple(self._union(sources, n.inputs) if self.kernel[n.id] else () for n in self.nodes)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """For each node the values of which it may read rows that are copied for it; see `_unnamed_buffers`."""
+        return _unnamed_buffers.rows(self)
+
+    @cached_property
+    def array_of(self) -> dict[int, int]:
+        """For each row, and each array that is another one written over, that array as it was at first."""
+        return _unnamed_buffers.array_of(self)
+
+    @cached_property
+    def overwritten(self) -> frozenset[tuple[int, int]]:
+        """Pairs of a loop and an array whose rows its iterations write over, and read."""
+        return _unnamed_buffers.overwritten(self)
+
+    @cached_property
+    def early(self) -> tuple[int, ...]:
+        """For each node the bytes that are there for it from the begin of its iteration on."""
+        return _unnamed_buffers.early(self)
+
+    def since(self, loop: int) -> int:
+        """The loop from whose begin on that is there: of a pair of one iteration, which the compiler makes no loops of,
+        the forward one, as it knows the index of the rows that both read.
+        """
+        return self.groups[loop] if loop >= 0 and self.trips[loop] == 1 else loop
+
+    @cached_property
+    def shared(self) -> tuple[tuple[int, ...], ...]:
+        """For each kernel the fused nodes in it that the compiler does once for all kernels of a stage."""
+        return _unnamed_buffers.shared(self)
+
+    def copies(self, n: int, loop: int) -> Iterator[int]:
+        """The values of which a node that runs in this loop reads copied rows, where their originals are read."""
+        return (v for v in self.rows[n] if _unnamed_buffers.copied(self, v, loop))
+
+    def joins(self, n: int, stage: int) -> int:
+        """The node with which one that a stage runs again is part of a kernel, if nothing that it does reads it; -1 for
+        none.
+        """
+        return next((m for m in self.nodes[n].partners if self.stage_of[m] == stage), -1)
+
+    @cached_property
+    def loop_stop(self) -> dict[int, int]:
+        """For each loop the id of the node behind its last."""
+        return {n.loop: n.id + 1 for n in self.nodes if n.loop >= 0}
+
+    @cached_property
+    def kernel(self) -> tuple[bool, ...]:
+        """For each node whether it writes memory or is heavy, so that it runs as (the root of) a kernel."""
+        return tuple(
+            n.heavy or not n.outputs or any(self.values[v].materialised for v in n.outputs)
+            for n in self.nodes
+        )
+
+    @cached_property
+    def residuals(self) -> tuple[int, ...]:
+        """The materialised forward values that stages need, directly or to recompute others; ascending ids."""
+        needed: set[int] = set()
+        stack = [v for k in range(len(self.stages)) for v in self.needs(k)]
+        while stack:
+            v = stack.pop()
+            if v in needed:
+                continue
+            needed.add(v)
+            node = self.nodes[self.values[v].producer]
+            if node.repeatable and v not in self.pinned["save"]:
+                stack.extend(self.reads[node.id])
+        return tuple(sorted(needed))
+
+    @cached_property
+    def pinned(self) -> dict[str, frozenset[int]]:
+        """For each action of a pin the values, or nodes, that are pinned to it."""
+        actions = ("save", "recompute", "stage")
+        return {action: frozenset(pin.at for pin in self.pins if pin.action == action) for action in actions}
+
+    @cached_property
+    def in_place(self) -> frozenset[int]:
+        """The nodes of the backward pass whose result takes over the memory of an operand that dies there."""
+        return in_place(self)
+
+    @cached_property
+    def _last(self) -> dict[int, int]:
+        """The last node that reads each value, past the end if a forward node does: that may be run again."""
+        last = {v: node.id for node in self.nodes for v in self.reads[node.id]}
+        return last | {v: len(self.nodes) for node in self.nodes if node.forward for v in self.reads[node.id]}
+
+    def dies_at(self, v: int, node: Node, nbytes: int | None = None) -> bool:
+        """Whether the backward pass made the value (of this size), and no later node reads it."""
+        value = self.values[v]
+        own = value.producer >= 0 and not value.is_output and not self.nodes[value.producer].forward
+        own = own and nbytes in (None, value.nbytes) and self._last.get(v) == node.id
+        return own and self.kept_by(v, self.reader_loop(node)) < 0
+
+    @cached_property
+    def lingering(self) -> dict[int, int]:
+        """The finished values that deferred nodes read, each with the last stage of whose fence one waits."""
+        lingering: dict[int, int] = {}
+        for stage in self.stages:
+            finished = set(stage.finished)
+            for n, k in stage.deferred:
+                for v in finished.intersection(self.nodes[n].inputs):
+                    lingering[v] = max(lingering.get(v, k), k)
+        return lingering
+
+    def holdable(self, value: int, stage: int) -> bool:
+        """Whether the stage before can recompute the value and hand it on into the stage: not in or out of a loop."""
+        if stage <= self.stage_of[self.values[value].producer] + 1:
+            return False
+        before, loop = (self.nodes[s.start].loop for s in self.stages[stage - 1 : stage + 1])
+        return before == loop and self.repeats(loop, self.nodes[self.values[value].producer].loop)
+
+    def kept_by(self, value: int, loop: int) -> int:
+        """The outermost loop that keeps a value because it is read in `loop`: every iteration of what the value was not
+        made in may read it again. -1 for none, as where there is one iteration.
+        """
+        made = self.nodes[self.values[value].producer].loop
+        kept = -1
+        while loop >= 0 and not self._within(made, loop):
+            kept, loop = loop if self.trips[loop] > 1 else kept, self.parents[loop]
+        return kept
+
+    def _within(self, loop: int, around: int) -> bool:
+        while loop >= 0 and loop != around:
+            loop = self.parents[loop]
+        return loop == around
+
+    def reader_loop(self, node: Node) -> int:
+        """The loop in whose iterations a node reads its operands: carries start off in the loop around theirs."""
+        return self.parents[node.loop] if node.primitive == "scan_carry" else node.loop
+
+    def kept_until(self, value: int, loop: int) -> int:
+        """The last node of that loop, -1 where there is none."""
+        kept = self.kept_by(value, loop)
+        return self.loop_stop[kept] - 1 if kept >= 0 else -1
+
+    def repeats(self, loop: int, other: int) -> bool:
+        """Whether what stands in one loop's body (-1: in none) may be run again in that of another."""
+        return loop == other or (min(loop, other) >= 0 and self.groups[loop] == self.groups[other])
+
+    def recomputable(self, value: int) -> bool:
+        """Whether the value may be dropped and made again."""
+        producer = self.values[value].producer
+        made_again = producer >= 0 and self.nodes[producer].forward and self.nodes[producer].repeatable
+        return made_again and value not in self.pinned["save"]
+
+    @cached_property
+    def _needs(self) -> tuple[tuple[int, ...], ...]:
+        needs: list[set[int]] = [set() for _ in self.stages]
+        for node in self.nodes[self.forward_stop :]:
+            k = self.stage_of[node.id]
+            needs[k].update(v for v in self.reads[node.id] if self.stage_of[self.values[v].producer] != k)
+        return tuple(tuple(sorted(v for v in group if self.is_residual(v))) for group in needs)
+
+    def needs(self, stage: int) -> tuple[int, ...]:
+        """The residuals that the stage's own nodes read."""
+        return self._needs[stage]
+
+    def is_small(self, value: int) -> bool:
+        """Whether saving the value is nothing to decide about: but in loops, where a compiler that fuses runs kernels
+        of their own for each stack, however small.
+        """
+        small = self.values[value].saved_nbytes <= self.small_nbytes
+        return small and not (self.values[value].length and self.backend.fuses)
+
+    def is_residual(self, value: int) -> bool:
+        """Whether the forward pass made the value."""
+        producer = self.values[value].producer
+        return producer >= 0 and self.nodes[producer].forward
+
+    @property
+    def forward_stop(self) -> int:
+        """The number of nodes of the forward pass."""
+        return self.stages[0].start if self.stages else len(self.nodes)
+
+    def kernels(self) -> Iterator[Node]:
+        """The nodes that run as kernels of their own, in execution order."""
+        return (n for n in self.nodes if self.kernel[n.id])

@@ -1,0 +1,170 @@
+"""Graph + what the user wants of its values -> the graph with its pins, without a contradiction.
+
+Patterns are matched against name stacks without JAX's own parts (`jvp`, `transpose`, `jit`), ended by the primitive or
+the value's name: `Model/Block_3/Dense_0/dot_general`. A glob is a path of any length that stands anywhere in there,
+`*` matches within one component: `Block_*`, `Dense_0/dot_general`. Else it is tried on the whole source line,
+`model.py:12 (Block.__call__)`. A compiled regular expression is searched for in both.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from .._runtime._errors import HintError
+from ._graph import Graph, Node, Pin
+from ._stages import cut_stages
+
+Pattern = str | re.Pattern[str]
+Patterns = tuple[tuple[Pattern, str], ...]
+
+_WRAPPED = re.compile(r"\w+\(([^()]*)\)")
+_NEAR = 5
+
+
+def parse_pins(pins: Mapping[Pattern, str]) -> Patterns:
+    """What the user wrote, checked. **Raises:** `HintError`."""
+    for pattern, action in pins.items():
+        if action not in ("save", "recompute", "stage"):
+            raise HintError(
+                f"`pins={{{pattern!r}: {action!r}}}`: the action is unknown. "
+                'Write "save", "recompute" or "stage".'
+            )
+        if not isinstance(pattern, str | re.Pattern) or not pattern:
+            raise HintError(
+                f"`pins={{{pattern!r}: {action!r}}}`: a pattern is text, such as "
+                '"Block_*/Dense_0", or a compiled regular expression.'
+            )
+    return tuple(pins.items())
+
+
+def matching(graph: Graph, patterns: Patterns, settled: bool) -> list[Pin]:
+    """Pins for all that the patterns match: forward values in memory, and where backward passes begin.
+
+    **Arguments:** `settled` whether it is known what is in memory.
+
+    **Raises:** `HintError` where a pattern matches nothing that it could be about.
+    """
+    found: list[Pin] = []
+    for pattern, action in patterns:
+        text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
+        origin = f'pins["{text}"] = "{action}"'
+        forward = action != "stage"
+        matched = [
+            (n, group) for n in graph.nodes if n.forward == forward and (group := _match(graph, n, pattern))
+        ]
+        if not matched:
+            near = _near(graph, text, forward)
+            raise HintError(
+                f"`pins={{{text!r}: {action!r}}}` matches nothing in the {'forward' if forward else 'backward'} pass. "
+                + (f"Near it are: {', '.join(near)}." if near else "The step has no such names at all.")
+            )
+        if not forward:
+            begins: dict[str, int] = {}
+            for node, group in matched:
+                begins.setdefault(group, node.id)
+            found.extend(Pin("stage", n, origin) for n in begins.values())
+            continue
+        made = [v for node, _ in matched for v in node.outputs if graph.values[v].materialised]
+        if settled and not set(made).intersection(replace(graph, stages=cut_stages(graph)).residuals):
+            raise HintError(
+                f"`pins={{{text!r}: {action!r}}}` matches {len(matched)} operations, of which the backward pass finds "
+                "no result in memory: they live inside of kernels, or nothing needs them. "
+                f'Mark the value itself, with `jaxremat.hint(x, "{action}")`.'
+            )
+        found.extend(Pin(action, v, origin) for v in made)
+    return found
+
+
+def with_pins(graph: Graph, pins: Sequence[Pin]) -> Graph:
+    """The graph with those of the pins that mean something, and the values that they are about in memory.
+
+    **Raises:** `HintError` where two contradict each other, or one the program.
+    """
+    wanted: dict[tuple[bool, int], Pin] = {}
+    for pin in pins:
+        stage = pin.action == "stage"
+        if stage:
+            if graph.forward_stop < pin.at < len(graph.nodes) and not _leaves_a_loop(graph, pin.at):
+                wanted.setdefault((stage, pin.at), pin)
+            continue
+        producer = graph.values[pin.at].producer
+        if producer < 0 or not graph.nodes[producer].forward:
+            continue  # an argument is always there, and what the backward pass makes is not saved for it
+        other = wanted.setdefault((stage, pin.at), pin)
+        if other.action != pin.action:
+            raise HintError(
+                f"{other.origin} and {pin.origin} contradict each other: both are about {_what(graph, pin.at)}. "
+                "Leave one of them out."
+            )
+    chosen = [pin for (stage, _), pin in wanted.items() if not stage]
+    cuts = [pin for (stage, _), pin in wanted.items() if stage]
+    while True:
+        in_memory = {pin.at for pin in chosen}
+        values = tuple(replace(v, materialised=v.materialised or v.id in in_memory) for v in graph.values)
+        found = replace(graph, values=values, pins=(*chosen, *cuts))
+        # Within loops that hold both passes the stages say what is of which.
+        needed = frozenset(replace(found, stages=cut_stages(found)).residuals)
+        if in_memory <= needed:
+            break
+        chosen = [pin for pin in chosen if pin.at in needed]
+    for pin in chosen:
+        node = graph.nodes[graph.values[pin.at].producer]
+        if pin.action == "recompute" and not node.repeatable:
+            raise HintError(
+                f"{pin.origin} cannot be honoured: `{node.primitive}` may run only once (it has an effect, is a "
+                "collective, or ties a loop to the rest), so that its result can only be saved. Leave it out."
+            )
+    return found
+
+
+def _leaves_a_loop(graph: Graph, node: int) -> bool:
+    """Whether the node hands a loop's results on, where the loop ends anyway."""
+    return graph.nodes[node].primitive in ("scan_last", "scan_stack")
+
+
+def _what(graph: Graph, value: int) -> str:
+    node = graph.nodes[graph.values[value].producer]
+    return f"{graph.values[value].shape} from {node.primitive} ({node.source or node.scope})"
+
+
+def _path(node: Node) -> list[str]:
+    scope = node.scope
+    while (plain := _WRAPPED.sub(r"\1", scope)) != scope:
+        scope = plain
+    return [*(part for part in scope.split("/") if part), node.primitive]
+
+
+def _paths(graph: Graph, node: Node) -> list[list[str]]:
+    path = _path(node)
+    names = {graph.values[v].name for v in node.outputs} - {""}
+    return [path, *([*path[:-1], name] for name in sorted(names))]
+
+
+def _match(graph: Graph, node: Node, pattern: Pattern) -> str:
+    """What of the node's path, up to the end of the match, the pattern matches; "" if nothing."""
+    paths = _paths(graph, node)
+    if isinstance(pattern, re.Pattern):
+        for text in ("/".join(path) for path in paths):
+            if match := pattern.search(text):
+                return text[: match.end()] or text
+        return node.source if pattern.search(node.source) else ""
+    parts = [part for part in pattern.split("/") if part]
+    for path in paths:
+        for i in range(len(path) - len(parts) + 1):
+            if all(map(fnmatchcase, path[i:], parts)):
+                return "/".join(path[: i + len(parts)])
+    return node.source if fnmatchcase(node.source, f"*{pattern}*") else ""
+
+
+def _near(graph: Graph, text: str, forward: bool) -> list[str]:
+    """Names like that, the likest first."""
+    names: dict[str, None] = {}
+    for node in graph.nodes:
+        if node.forward == forward:
+            for path in _paths(graph, node):
+                names.update(dict.fromkeys(path))
+                names.update(("/".join(path[i:]), None) for i in range(len(path) - 1))
+    close = get_close_matches(text.replace("*", ""), names, _NEAR, 0.4)
+    return close or list(names)[:_NEAR]

@@ -1,0 +1,164 @@
+"""Saved values -> complete schedule: the closure that turns any choice of saved values into something runnable.
+
+Law: in a schedule made by `complete`, every residual that a stage reads is saved, recomputed in that stage from
+residuals available there, or kept from the stage before.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .._runtime._errors import SolverError
+from ._graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What happens to the residuals.
+
+    **Fields:** `saved` values that live from the forward pass to their last reader; `recomputed` for each stage the
+    ids of the *nodes* run again before it, ascending; `kept` pairs (value, stage) of recomputed values that survive
+    from the stage before into `stage`.
+    """
+
+    saved: frozenset[int]
+    recomputed: tuple[tuple[int, ...], ...]
+    kept: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether nothing is recomputed."""
+        return not any(self.recomputed)
+
+
+def must_save(graph: Graph) -> frozenset[int]:
+    """Residuals that are saved in every schedule: those that may not be made twice, the small ones, and pinned ones."""
+    return frozenset(
+        v
+        for v in graph.residuals
+        if v not in graph.pinned["recompute"]
+        and (not graph.recomputable(v) or graph.is_small(v) or graph.values[v].is_output)
+    )
+
+
+def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]] = ()) -> Schedule:
+    """The schedule that saves `saved` (and what must be saved) and recomputes whatever else is needed, where needed.
+
+    **Arguments:**
+
+    - `saved`: ids of residuals; ids that are no residuals are ignored, and so are those that are pinned.
+    - `kept`: pairs (value, stage): if the value is recomputed, hold it from the stage before into this stage. Pairs
+      that are not `Graph.holdable` are ignored.
+
+    **Raises:** `SolverError` for ids that the graph does not have.
+    """
+    ids = tuple(saved)
+    chosen = frozenset(ids)
+    _check_ids("value", ids, len(graph.values))
+    saved_values = must_save(graph) | (chosen & frozenset(graph.residuals)) - graph.pinned["recompute"]
+    kept_pairs = frozenset((v, k) for v, k in kept if v not in saved_values and graph.holdable(v, k))
+    wanted_next: list[set[int]] = [set() for _ in graph.stages]
+    kept_for: list[set[int]] = [set() for _ in graph.stages]
+    for v, k in kept_pairs:
+        kept_for[k].add(v)
+        wanted_next[k - 1].add(v)
+    recomputed: list[tuple[int, ...]] = []
+    for k, there in enumerate(kept_for):
+        nodes: set[int] = set()
+        stack = [*graph.needs(k), *wanted_next[k]]
+        while stack:
+            v = stack.pop()
+            producer = graph.values[v].producer
+            if v in saved_values or v in there or producer in nodes or not graph.recomputable(v):
+                continue
+            if graph.stage_of[producer] >= k:  # made in this very stage, or later: nothing to recompute
+                continue
+            nodes.add(producer)
+            stack.extend(graph.reads[producer])
+        recomputed.append(tuple(sorted(nodes)))
+    return Schedule(saved_values, tuple(recomputed), kept_pairs)
+
+
+def _check_ids(what: str, ids: Iterable[int], count: int) -> None:
+    """**Raises:** `SolverError` for the first id that the graph does not have."""
+    wrong = next((i for i in ids if not 0 <= i < count), None)
+    if wrong is not None:
+        raise SolverError(
+            f"A schedule names {what} {wrong}, but the graph has {what}s 0 to {count - 1}. "
+            f"A solver must return ids of `graph.{what}s`."
+        )
+
+
+def _check_pins(graph: Graph, schedule: Schedule) -> None:
+    """**Raises:** `SolverError` for the first pin that the schedule does not honour."""
+    cuts = {stage.start for stage in graph.stages}
+    residuals = frozenset(graph.residuals)
+    for pin in graph.pins:
+        if pin.action == "stage":
+            if pin.at not in cuts and not graph.backend.fuses:
+                raise SolverError(f"No stage begins at node {pin.at}, where {pin.origin} wants one.")
+        elif (pin.at in schedule.saved) != (pin.action == "save") and pin.at in residuals:
+            done = "saves" if pin.action == "recompute" else "does not save"
+            raise SolverError(
+                f"A schedule {done} value {pin.at}, against {pin.origin}. "
+                "`complete(graph, saved)` honours all pins; `graph.pins` lists them."
+            )
+
+
+def idle(graph: Graph, schedule: Schedule) -> frozenset[int]:
+    """Saved values that no pin asks for and nothing reads again: what would have been recomputed from them is saved."""
+    read = {v for k in range(len(graph.stages)) for v in graph.needs(k)}
+    read.update(v for nodes in schedule.recomputed for n in nodes for v in graph.reads[n])
+    return schedule.saved - read - graph.pinned["save"]
+
+
+def check(graph: Graph, schedule: Schedule) -> Schedule:
+    """The schedule itself, if it can be emitted.
+
+    **Raises:** `SolverError` where a stage would read a value that is neither saved, recomputed nor kept, and where
+    a pin is not honoured.
+    """
+    if len(schedule.recomputed) != len(graph.stages):
+        raise SolverError(
+            f"A schedule has {len(schedule.recomputed)} stages and the graph {len(graph.stages)}. "
+            "Return `complete(graph, saved)`, or one tuple of nodes per stage."
+        )
+    _check_ids("value", {*schedule.saved, *(v for v, _ in schedule.kept)}, len(graph.values))
+    _check_ids("node", {n for nodes in schedule.recomputed for n in nodes}, len(graph.nodes))
+    _check_pins(graph, schedule)
+    for v, k in sorted(schedule.kept):
+        if k >= len(graph.stages) or not graph.holdable(v, k):
+            raise SolverError(
+                f"A schedule keeps value {v} into stage {k}: values are kept from one stage into the next, "
+                f"not into or out of a loop, and there are stages 0 to {len(graph.stages) - 1}."
+            )
+    previous: set[int] = set()
+    for k, nodes in enumerate(schedule.recomputed):
+        available = {v for v, stage in schedule.kept if stage == k}
+        if not available <= previous:
+            raise SolverError(
+                f"Stage {k} keeps values {sorted(available - previous)} that stage {k - 1} does not have."
+            )
+
+        def missing(v: int, k: int = k, available: set[int] = available) -> bool:
+            ready = v in schedule.saved or v in available or not graph.is_residual(v)
+            return not ready and graph.stage_of[graph.values[v].producer] < k
+
+        for n in nodes:
+            node = graph.nodes[n]
+            if not (node.forward and node.repeatable):
+                raise SolverError(
+                    f"Stage {k} recomputes node {n} ({node.primitive}), which may run only once."
+                )
+            if not graph.repeats(graph.nodes[graph.stages[k].start].loop, node.loop):
+                raise SolverError(
+                    f"Stage {k} recomputes node {n} ({node.primitive}) of another loop, whose slices it does not see."
+                )
+            if lost := [v for v in graph.reads[n] if missing(v)]:
+                raise SolverError(
+                    f"Stage {k} recomputes node {n} ({node.primitive}) from values {lost}, which are gone."
+                )
+            available.update(node.outputs)
+        if lost := [v for v in graph.needs(k) if missing(v)]:
+            raise SolverError(f"Stage {k} reads values {lost}, which are neither saved nor recomputed.")
+        previous = available
+    return schedule

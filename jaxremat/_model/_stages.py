@@ -1,0 +1,169 @@
+"""Graph -> stages: where the backward pass may stop and recompute.
+
+A cut between two readers of a residual makes both sides need it, so that it is recomputed twice or held; residuals that
+one stage recomputes are alive together. Both are bytes, so the stages are the shortest path through
+
+    sum over cuts (bytes of residuals read on both sides + total / FINENESS)
+    + sum over stages ((consumed + load)**2 - load**2) / total
+
+where a stage *consumes* the residuals that it reads first (of what a loop stacks, one iteration's), `load` is the most
+that it has live of what the backward pass itself makes (gradients, scratch memory), and `total` is what saving all
+residuals takes. Cuts thus fall between layers, and more of them where the residuals are large or meet something large,
+such as the gradients of a language model's logits. There is one at either end of every loop, and
+where the user has pinned one.
+
+Who reads a residual has two answers, hence two cuttings. A *fine* one counts the readers themselves. A *coarse* one
+counts as a reader of `u` also who reads what pointwise kernels make of `u`, because recomputing that needs `u`: no cut
+between the gradients of an activation and of the contraction behind it. The coarse one recomputes less, the fine one
+reaches lower peaks where a single layer is large.
+"""
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from ._graph import Graph, Stage
+from ._optimizer_updates import past_updates, with_updates
+
+FINENESS = 1500
+"""A cut costs `total / FINENESS` bytes: about `sqrt(FINENESS)` stages where all layers are equal."""
+
+MOST_CANDIDATES = 500
+NOISE_SHARE = 0.002
+
+
+def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
+    """Stages that tile the schedule from the end of the forward pass; see the module's docstring for `fine`."""
+    start, stop = graph.forward_stop, len(graph.nodes)
+    if start == stop:
+        return ()
+    spanning, consumed, total = _spanning_and_consumed(graph, start, fine)
+    ends = set(_fixed_cuts(graph, start))
+    places = sorted({*_candidates(graph, start, spanning, consumed), *ends})
+    live = _load(graph, start)
+    highest = [max(live[a - start : b - start]) for a, b in pairwise(places)]
+    # best[i]: cost of the best cutting of everything before places[i]
+    best, previous = [0.0], [0]
+    for i in range(1, len(places)):
+        load, found = 0, []
+        for j in reversed(range(i)):
+            load = max(load, highest[j])
+            eaten = consumed[places[i] - start] - consumed[places[j] - start]
+            found.append((best[j] + eaten * (eaten + 2 * load) / total, j))
+            if places[j] in ends:
+                break
+        cost, at = min(found)
+        best.append(cost + spanning[places[i] - start] + total / FINENESS)
+        previous.append(at)
+    cuts, i = [], len(places) - 1
+    while i:
+        cuts.append(places[i])
+        i = previous[i]
+    cuts.reverse()
+    if graph.backend.fuses:
+        cuts = [cut for cut in dict.fromkeys(past_updates(graph, cuts[:-1])) if cut < stop] + [stop]
+    return with_updates(graph, [start, *cuts])
+
+
+def cuttings(graph: Graph) -> list[Graph]:
+    """The graph with its coarse stages, and with fine ones if those are others."""
+    return [replace(graph, stages=c) for c in dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))]
+
+
+def uncut(graph: Graph) -> tuple[Stage, ...]:
+    """The fewest stages: one, but for the ends of loops and where a pin wants another."""
+    start, stop = graph.forward_stop, len(graph.nodes)
+    return with_updates(graph, [start, *_fixed_cuts(graph, start), stop]) if start < stop else ()
+
+
+def coarser(graph: Graph, stages: tuple[Stage, ...], every: int) -> tuple[Stage, ...]:
+    """Of these stages as many as that made one, but for the ends of loops and where a pin wants one."""
+    fixed = {graph.forward_stop, *_fixed_cuts(graph, graph.forward_stop)}
+    cuts = [s.start for i, s in enumerate(stages) if i % every == 0 or s.start in fixed]
+    return with_updates(graph, [*cuts, len(graph.nodes)])
+
+
+def _fixed_cuts(graph: Graph, start: int) -> list[int]:
+    """Where loops begin or end in the backward pass, and where pins want a stage to begin."""
+    nodes, pinned = graph.nodes, graph.pinned["stage"]
+    return [n for n in range(start + 1, len(nodes)) if nodes[n].loop != nodes[n - 1].loop or n in pinned]
+
+
+def _load(graph: Graph, start: int) -> list[int]:
+    """For each node of the backward pass the bytes alive of what the backward pass makes, scratch memory included."""
+    last: dict[int, int] = {}
+    for node in graph.nodes[start:]:
+        last.update((v, node.id) for v in graph.reads[node.id])
+    load = [0] * (len(graph.nodes) - start + 1)
+    for node in graph.nodes[start:]:
+        for v in node.outputs:
+            value = graph.values[v]
+            if value.materialised and not value.is_output:
+                load[node.id - start] += value.nbytes
+                load[last.get(v, node.id) - start + 1] -= value.nbytes
+    return [
+        live + node.workspace_nbytes
+        for live, node in zip(accumulate(load), graph.nodes[start:], strict=False)
+    ]
+
+
+def _spanning_and_consumed(graph: Graph, start: int, fine: bool) -> tuple[list[int], list[int], int]:
+    """For each place of the backward pass the bytes of residuals read on both sides, and of those first read before;
+    and what saving them all takes.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    read = {
+        node.id: [
+            v for v in graph.reads[node.id] if graph.is_residual(v) and graph.values[v].producer < start
+        ]
+        for node in graph.nodes[start:]
+    }
+    own = {v for values in read.values() for v in values}
+    for n, values in read.items():
+        for v in values:
+            producer = graph.nodes[graph.values[v].producer]
+            sources = () if fine or producer.heavy else (u for u in graph.reads[producer.id] if u in own)
+            for u in (v, *sources):
+                first.setdefault(u, n - start)
+                last[u] = n - start
+    size = len(graph.nodes) - start + 1
+    spanning, consumed = [0] * (size + 1), [0] * (size + 1)
+    for v, begin in first.items():
+        nbytes = graph.values[v].nbytes
+        spanning[begin + 1] += nbytes
+        spanning[last[v] + 1] -= nbytes
+        consumed[begin + 1] += nbytes
+    for i in range(1, size + 1):
+        spanning[i] += spanning[i - 1]
+        consumed[i] += consumed[i - 1]
+    total = sum(graph.values[v].saved_nbytes for v in first)
+    return spanning[:size], consumed[:size], total or 1
+
+
+def _candidates(graph: Graph, start: int, spanning: list[int], consumed: list[int]) -> list[int]:
+    """Places where cutting may be best, and both ends: within each stretch where locally least spans, the first place
+    and every place before which something was consumed.
+
+    Differences below a share of the most are noise (statistics, biases) and make no stretch of their own.
+    """
+    noise = max(spanning) * NOISE_SHARE
+    stretches: list[tuple[int, list[int]]] = []  # (bytes that span it, places)
+    for node in graph.nodes[start + 1 :]:
+        if not graph.kernel[node.id]:
+            continue
+        here = spanning[node.id - start]
+        if not stretches or abs(here - stretches[-1][0]) > noise:
+            stretches.append((here, [node.id]))
+        elif consumed[node.id - start] > consumed[stretches[-1][1][-1] - start]:
+            stretches[-1][1].append(node.id)
+    lowest = [
+        (stretches[i][0], place)
+        for i in range(len(stretches))
+        if (i == 0 or stretches[i - 1][0] > stretches[i][0])
+        and (i == len(stretches) - 1 or stretches[i + 1][0] > stretches[i][0])
+        for place in stretches[i][1]
+    ]
+    per_bucket = -(-len(lowest) // MOST_CANDIDATES)  # of neighbours in too long a list, the best
+    buckets = [lowest[i : i + per_bucket] for i in range(0, len(lowest), per_bucket or 1)]
+    chosen = (min(bucket)[1] for bucket in buckets)
+    return [start, *chosen, len(graph.nodes)]

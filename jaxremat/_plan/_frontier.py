@@ -1,0 +1,300 @@
+"""Plans of one step -> its frontier: what each budget costs, as a table, a picture and JSON.
+
+Law: more budget never costs more time, by the measure that chose the plans (`Frontier.cost`).
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .._runtime._bytes import Budget, format_nbytes, parse_budget
+from .._runtime._cache_folder import write_atomically
+from .._runtime._errors import ArgumentError, InfeasibleBudgetError, PlanMismatchError
+from ._plan import Plan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """One budget of a frontier.
+
+    **Fields:** `plan` the best known within the budget; `kind` where the budget comes from: the `"plain"` step, a
+    vertex of the convex `"hull"`, a `"budget"` between them, the `"least"` memory.
+    """
+
+    plan: Plan
+    kind: Literal["plain", "hull", "budget", "least"]
+
+    @property
+    def budget_nbytes(self) -> int:
+        """The peak allowed."""
+        return self.plan.budget_nbytes
+
+    @property
+    def predicted_peak_nbytes(self) -> int:
+        """What the planner expected before compiling."""
+        return self.plan.predicted_peak_nbytes
+
+    @property
+    def compiled_peak_nbytes(self) -> int | None:
+        """What the compiler reports, None with `verify=False`."""
+        return self.plan.compiled_peak_nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The compiled peak, or the predicted one where nothing was compiled."""
+        return self.plan.compiled_peak_nbytes or self.plan.predicted_peak_nbytes
+
+    @property
+    def overhead(self) -> float:
+        """Predicted extra seconds, as a share of the plain step's."""
+        return self.plan.overhead
+
+    @property
+    def compiled_overhead(self) -> float | None:
+        """The same by a roofline of the compiled programs, None with `verify=False`."""
+        return self.plan.compiled_overhead
+
+    @property
+    def gap(self) -> float:
+        """How far the predicted overhead may be from the best, as a share of the plain step."""
+        return self.plan.gap
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A rule that knows no budget, to compare with. **Fields** as of `Point`; what was not compiled is None."""
+
+    name: str
+    predicted_peak_nbytes: int
+    compiled_peak_nbytes: int | None
+    overhead: float
+    compiled_overhead: float | None
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The compiled peak, or the predicted one where it was not compiled."""
+        return self.compiled_peak_nbytes or self.predicted_peak_nbytes
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What a step costs within each of several budgets. Made by `jaxremat.sweep`; iterates over its points.
+
+    **Fields:**
+
+    - `points` by falling budget, from the plain step to the least memory.
+    - `policies` rules by hand, with the same stages and fences.
+    - `bounds` pairs (price, share): in the solver's model no plan that recomputes for every stage afresh has an
+      overhead below share - price x predicted peak in bytes.
+    - `judged` which overhead chose the plans: `"compiled"` where the compiler makes one kernel of much, as on GPUs,
+      else `"predicted"`.
+    - `device` its name; `fingerprint` of the program.
+    """
+
+    points: tuple[Point, ...]
+    policies: tuple[Policy, ...]
+    bounds: tuple[tuple[float, float], ...]
+    judged: Literal["compiled", "predicted"]
+    device: str
+    fingerprint: str
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self.points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> Point:
+        return self.points[index]
+
+    @property
+    def plain(self) -> Point:
+        """The plain step."""
+        return self.points[0]
+
+    @property
+    def least(self) -> Point:
+        """The point of least memory."""
+        return self.points[-1]
+
+    def cost(self, point: Point | Policy) -> float:
+        """The overhead that decides, as a share of the plain step's time; at least 0."""
+        compiled = point.compiled_overhead if self.judged == "compiled" else None
+        return max(point.overhead if compiled is None else compiled, 0.0)
+
+    def best(self, max_overhead: float = 0.05) -> Point:
+        """The point of least memory that costs at most this share of the plain step's time.
+
+        **Raises:** `ArgumentError` for a negative overhead.
+        """
+        if not max_overhead >= 0:
+            raise ArgumentError(
+                f"`best(max_overhead={max_overhead!r})` asks for a step faster than the plain one. Write a share of "
+                "its time, such as 0.05."
+            )
+        return min((p for p in self if self.cost(p) <= max_overhead), key=lambda p: p.budget_nbytes)
+
+    def within(self, budget: Budget) -> Point:
+        """The fastest point within a budget in bytes, as an int or text.
+
+        **Raises:** `InfeasibleBudgetError` where none fits; `BudgetError` for budgets that are no bytes.
+        """
+        nbytes = parse_budget(budget, None)
+        if nbytes == "min":
+            return self.least
+        found = next((p for p in self if p.budget_nbytes <= nbytes), None)
+        if found is None:
+            least = self.least.budget_nbytes
+            raise InfeasibleBudgetError(
+                f"`within({budget!r})`: the least budget of this frontier is {least} bytes ({format_nbytes(least)}).",
+                budget_nbytes=nbytes,
+                min_peak_nbytes=self.least.peak_nbytes,
+            )
+        return found
+
+    @property
+    def knee(self) -> Point:
+        """Where saving more memory begins to cost more time than before: the point farthest below the straight line
+        from the plain step to the least memory.
+        """
+        memory = self.plain.peak_nbytes - self.least.peak_nbytes
+        time = self.cost(self.least)
+
+        def below(point: Point) -> float:
+            saved = (self.plain.peak_nbytes - point.peak_nbytes) / (memory or 1)
+            return saved - self.cost(point) / (time or 1.0)
+
+        return max(self, key=lambda p: (below(p), -p.budget_nbytes))
+
+    def lower_bound(self, peak_nbytes: int) -> float:
+        """The overhead that no plan of this predicted peak is below, as far as proven; see `bounds`."""
+        return max((share - price * peak_nbytes for price, share in self.bounds), default=0.0)
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Memory against time: the points, the plain step, rules by hand, the lower bound and the knee.
+
+        Needs matplotlib (`pip install "jaxremat[tools]"`).
+
+        **Arguments:** `ax` to draw on; None for a new figure of pyplot's.
+
+        **Returns:** the axes; `plot().figure.savefig("frontier.png")` writes a file.
+
+        **Raises:** `InstallError` where matplotlib is missing.
+        """
+        from .._report._frontier_plot import plot
+
+        return plot(self, ax)
+
+    def to_json(self) -> str:
+        """The frontier as JSON text, its plans included."""
+        data = {
+            "points": [{"kind": p.kind, "plan": json.loads(p.plan.to_json())} for p in self],
+            "policies": [asdict(p) for p in self.policies],
+            "bounds": self.bounds,
+            "judged": self.judged,
+            "device": self.device,
+            "fingerprint": self.fingerprint,
+        }
+        return json.dumps({"frontier_format": FORMAT, **data}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Frontier":
+        """A frontier from its JSON text.
+
+        **Raises:** `PlanMismatchError` where the text is no frontier of this format version.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if (version := data["frontier_format"]) != FORMAT:
+                raise PlanMismatchError(
+                    f"The frontier has format {version}, this jaxremat reads format {FORMAT}. Sweep again."
+                )
+            return cls(
+                points=tuple(Point(Plan.from_json(json.dumps(p["plan"])), p["kind"]) for p in data["points"]),
+                policies=tuple(Policy(**p) for p in data["policies"]),
+                bounds=tuple((float(price), float(share)) for price, share in data["bounds"]),
+                judged=data["judged"],
+                device=str(data["device"]),
+                fingerprint=str(data["fingerprint"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, PlanMismatchError):
+                raise
+            raise PlanMismatchError(
+                f"This text is no frontier ({type(error).__name__}: {error}). "
+                "Pass what `Frontier.to_json` or `Frontier.save` wrote."
+            ) from error
+
+    def save(self, path: "str | Path") -> None:
+        """Write the frontier to a file, whole or not at all."""
+        write_atomically(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: "str | Path") -> "Frontier":
+        """Read a frontier that `save` wrote. **Raises:** `PlanMismatchError` where the file is none."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"))
+
+    def __repr__(self) -> str:
+        return table(self)
+
+
+def monotone(points: Iterable[Point], cost: Callable[[Point], float]) -> tuple[Point, ...]:
+    """Points by falling budget, one for each, with the best of all their plans that fits it.
+
+    How far a plan is known to be from the best is the bound of the budget that it moves to.
+    """
+    points = tuple(points)
+    found: dict[int, Point] = {}
+    for point in points:
+        room = point.budget_nbytes - point.plan.margin_nbytes
+        best = min((p for p in points if p.peak_nbytes <= room), key=lambda p: (cost(p), p.peak_nbytes))
+        if cost(best) < cost(point):
+            bound = min(point.plan.lower_bound, best.overhead)
+            plan = replace(
+                best.plan,
+                budget_nbytes=point.budget_nbytes,
+                margin_nbytes=point.plan.margin_nbytes,
+                lower_bound=bound,
+                gap=max(best.overhead - bound, 0.0),
+            )
+            point = replace(point, plan=plan)
+        found.setdefault(point.budget_nbytes, point)
+    return tuple(sorted(found.values(), key=lambda p: -p.budget_nbytes))
+
+
+def table(frontier: Frontier) -> str:
+    """The frontier as text, a line for each point."""
+    plain = frontier.plain.peak_nbytes
+    head = ("budget", "of plain", "compiled", "predicted", "overhead", "(compiled)", "gap", "")
+    rows: list[tuple[str, ...]] = [head]
+    for p in frontier:
+        compiled = p.compiled_peak_nbytes
+        notes = [p.kind] + (["knee"] if p is frontier.knee and len(frontier) > 2 else [])
+        rows.append(
+            (
+                format_nbytes(p.budget_nbytes),
+                f"{p.budget_nbytes / plain:.0%}",
+                "-" if compiled is None else format_nbytes(compiled),
+                format_nbytes(p.predicted_peak_nbytes),
+                f"{p.overhead:.2%}",
+                "-" if p.compiled_overhead is None else f"{p.compiled_overhead:.2%}",
+                f"{p.gap:.2%}",
+                ", ".join(notes),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = [
+        "  ".join(f"{cell:>{w}}" for cell, w in zip(r[:-1], widths, strict=False)) + f"  {r[-1]}"
+        for r in rows
+    ]
+    what = (
+        f"Frontier: {len(frontier)} budgets on {frontier.device}; the plain step needs {format_nbytes(plain)}"
+    )
+    return "\n".join([what, *(f"  {line}".rstrip() for line in lines)])

@@ -1,0 +1,80 @@
+"""The plan: what planning came to and what the emitter needs to follow it; JSON in and out, reports out."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from .._model._graph import Graph, Segments
+from .._model._optimizer_updates import with_updates
+from .._model._schedule import Schedule, complete
+from .._report import Report
+from .._report._outcome import Outcome
+from .._runtime._errors import PlanMismatchError
+from .._runtime._files import Written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Outcome, Written):
+    """A plan for one step and one set of argument shapes.
+
+    **Fields:**
+
+    - `step` the name of the function.
+    - `budget_nbytes` the peak allowed; for `"min"` the peak reached and the margin; `margin_nbytes` what of it the
+      compiled peak leaves free (`workspace_margin`).
+    - `baseline_peak_nbytes` the plain step's compiled peak; `predicted_peak_nbytes` what the simulator expected before
+      compiling; `compiled_peak_nbytes` what the compiler reports, `memory` in its parts, None where `verify=False`;
+      `compiler` which one.
+    - `overhead` predicted extra seconds / the plain step's seconds; `compiled_overhead` the same ratio by a roofline of
+      the two compiled programs, None where not compiled.
+    - `lower_bound` no plan with these stages that recomputes for every stage afresh costs less than this share of the
+      step, in the solver's model; `gap` the difference to it, 0 where values held from stage to stage beat it.
+    - `solver`, `solve_seconds`, `compile_count` how it was found; `rounds` every schedule that was compiled, in order.
+    - `actions` per residual, largest first; `alive` what the compiled step has in memory at its peak besides arguments
+      and outputs, the largest first, empty where not compiled; `account` where memory and time go, as modelled.
+    - `segments` for each pair of scans the lengths of its levels, the outermost first (see `_loop_segments`); none
+      where it is as it was, a single one where it merely absorbs the updates of what it stacks (see
+      `_update_absorption`), or, if that is less than the loop's, where it is divided: the first iterations have one
+      plan, the rest another; negative numbers behind it are the lengths of more parts. Behind the pairs, for what may
+      be done in chunks of rows (see `_row_regions`) how many chunks, none where it is as it was.
+    - `loops` the same in words, of those that are not as they were.
+    - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
+    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes`, `fence` what the emitter
+      needs.
+    """
+
+    FORMAT: ClassVar = ("format", 2)
+
+    fingerprint: str
+    saved: tuple[int, ...]
+    kept: tuple[tuple[int, int], ...]
+    stages: tuple[tuple[int, int], ...]
+    materialised: tuple[int, ...]
+    small_nbytes: int
+    fence: str
+    segments: Segments
+
+    def layout(self, graph: Graph) -> Graph:
+        """The graph with this plan's stages and materialised values in place of its own.
+
+        **Raises:** `PlanMismatchError` where the graph is of another program.
+        """
+        if self.materialised and max(self.materialised) >= len(graph.values):
+            raise PlanMismatchError(
+                "The plan names values that this program does not have. Plan this program afresh."
+            )
+        chosen = frozenset(self.materialised)
+        values = tuple(replace(v, materialised=v.producer < 0 or v.id in chosen) for v in graph.values)
+        graph = replace(graph, values=values, small_nbytes=self.small_nbytes)
+        cuts = [*(start for start, _ in self.stages), len(graph.nodes)]
+        return replace(graph, stages=with_updates(graph, cuts))
+
+    def schedule(self, graph: Graph) -> Schedule:
+        """The schedule of this plan on a graph that has its layout."""
+        return complete(graph, self.saved, self.kept)
+
+    def report(self) -> Report:
+        """Pictures and tables of this plan: print it, `save` it as one HTML file, or look at it in a notebook."""
+        return Report(self)
+
+    def _repr_html_(self) -> str | None:
+        return self.report().summary_html()

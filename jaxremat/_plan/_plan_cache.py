@@ -1,0 +1,137 @@
+"""Program, request -> the plan that was made for them before, on disk; or a fresh one, which is kept there.
+
+Laws: a plan is found under all that planning looks at, the planner's own code included, and nothing else; what is found
+is emitted, compiled and held against its budget as a plan from a file is, so that a cache can cost time but no byte.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+from jaxlib import version as jaxlib
+
+from .._runtime._bytes import parse_budget, parse_margin
+from .._runtime._cache_folder import cache_dir, read, store, touch, trim
+from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
+from .._solver import Solver
+from ._baseline import Baseline
+from ._plan import Plan
+from ._verify import Options, Planned, Request, apply_plan, make_plan
+
+T = TypeVar("T")
+logger = logging.getLogger("jaxremat")
+
+MOST_NBYTES = 256 * 2**20
+"""Plans kept, all together. A plan of a network with thousands of equations takes some hundred kilobytes."""
+
+
+def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
+    """The plan kept for this request, if there is one that still fits; else a new one. **Raises:** as `make_plan`."""
+    path = _path(baseline, request)
+    if path is None:
+        return make_plan(baseline, request)
+    if (plan := recall(path, Plan.from_json)) is not None:
+        try:
+            planned = apply_plan(baseline, plan, request.options.verify)
+        except (InfeasibleBudgetError, PlanMismatchError) as error:
+            logger.info("the plan in %s no longer holds: %s", path, error)
+        else:
+            logger.info("followed the plan in %s", path)
+            return planned
+    planned = make_plan(baseline, request)
+    keep(path, planned.plan.to_json())
+    return planned
+
+
+def recall(path: Path, parse: Callable[[str], T]) -> T | None:
+    """What `keep` wrote there; None where there is none, or where it cannot be read, which is a warning."""
+
+    def opened(text: str) -> T:
+        stored = json.loads(text)
+        if _digest(stored["text"]) != stored["sha256"]:
+            raise ValueError("its checksum is wrong")
+        return parse(stored["text"])
+
+    found = read(path, opened)
+    if found is not None:
+        touch(path)
+    return found
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a file of the cache, and remove the oldest of its folder where they have become too many."""
+    store(path, json.dumps({"sha256": _digest(text), "text": text}))
+    trim(path.parent, MOST_NBYTES)
+
+
+def enabled() -> bool:
+    """Whether the environment lets plans be kept: not with `JAXREMAT_PLAN_CACHE=0`."""
+    return os.environ.get("JAXREMAT_PLAN_CACHE", "").strip().lower() not in ("0", "off", "no", "false")
+
+
+def _path(baseline: Baseline, request: Request) -> Path | None:
+    """Where the plan of a request is kept; None where it may not be."""
+    options = request.options
+    budget = parse_budget(request.budget, request.device_nbytes)
+    margin = 0 if budget == "min" else parse_margin(options.workspace_margin, budget)
+    key = key_of(baseline, options, {"budget": budget, "margin": margin})
+    return None if key is None else cache_dir() / "plans" / f"{key}.json"
+
+
+def key_of(baseline: Baseline, options: Options, wanted: dict[str, Any]) -> str | None:
+    """What tells something `wanted` of a step from the like of other steps; None where nothing may be kept."""
+    solver = _identity(options.solver)
+    if not (options.cache and enabled()) or solver is None:
+        return None
+    program, here = baseline.program, baseline.here
+    shardings = _shardings(baseline.args, baseline.kwargs)
+    names = {f.name for f in dataclasses.fields(options)} - {"solver", "workspace_margin", "cache"}
+    key = {
+        "program": baseline.fingerprint,
+        **wanted,
+        "options": {name: getattr(options, name) for name in names}
+        | {"solver": solver, "pins": repr(options.pins)},
+        "device": baseline.device.to_json(),
+        "target": program.target and program.target.name,
+        "runtime": here and [str(here.device_kind), str(here.client.platform_version)],
+        "shardings": [repr(program.in_shardings), repr(program.out_shardings), shardings],
+        "compiler": [repr(program.compiler_options), os.environ.get("XLA_FLAGS", "")],
+        "versions": [jax.__version__, jaxlib.__version__, _sources()],
+    }
+    return _digest(json.dumps(key, sort_keys=True))
+
+
+def _identity(solver: Solver | None) -> str | None:
+    """What tells a solver from others; None of a user's, of which nobody knows whether it is still the same."""
+    own = type(solver).__module__.startswith("jaxremat.")
+    return repr(solver) if own and dataclasses.is_dataclass(solver) else None
+
+
+def _shardings(args: Any, kwargs: Any) -> list[str]:
+    """How arguments are laid out over several devices; on one device arrays and mere shapes are planned alike."""
+    found = []
+    for leaf in jax.tree.leaves((args, kwargs)):
+        sharding = getattr(leaf, "sharding", None)
+        found.append(repr(sharding) if sharding is not None and len(sharding.device_set) > 1 else "")
+    return found if any(found) else []
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of this library's code: another planner plans anew."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,173 @@
+"""Joint program + budget -> which values its forward pass keeps for its backward pass, counted in *held* bytes.
+
+A function that is differentiated later knows nothing of the program around it: neither when its backward pass runs, nor
+what else is in memory then. What a plan for it decides is what lies in memory between the two passes, and what the
+backward pass has to make again. So only that is counted: values of the forward pass, from its end on,
+
+    held = max over the moments of the backward pass of (saved values with a reader to come + recomputed values in use),
+
+not arguments and what the function closes over (the caller has them in any case), cotangents and gradients, and not
+what the forward pass makes and lets go of itself. Before the first moment all that is saved is there.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .._emit._bodies import without_numbers
+from .._emit._joint import Joint
+from .._model._graph import Graph, Stage
+from .._model._schedule import check
+from .._model._simulate import Profile, rank, simulate
+from .._model._stages import coarser, cut_stages, uncut
+from .._report._actions import actions
+from .._runtime._bytes import format_nbytes, parse_nbytes
+from .._runtime._errors import BudgetError, HintError, InfeasibleBudgetError
+from .._solver import Solution, Solver
+from .._solver._mincut import fewest_saved
+from ._blame import blamed
+from ._held_plan import HeldPlan
+
+Held = int | float | str
+"""Held bytes, a share in (0, 1] of what plain JAX keeps, text such as "2GiB", "min", "dots" or "free"."""
+
+
+def parse_held(budget: Held, plain_nbytes: int) -> int | Literal["min", "dots", "free"]:
+    """A budget in held bytes, or one of the words. **Raises:** `BudgetError` for anything else."""
+    if isinstance(budget, str) and (word := budget.strip().lower()) in ("min", "dots", "free"):
+        return word  # type: ignore[return-value]
+    if isinstance(budget, float) and 0 < budget <= 1:
+        return int(budget * plain_nbytes)
+    try:
+        return parse_nbytes(budget)  # type: ignore[arg-type]
+    except BudgetError:
+        raise BudgetError(
+            f"`checkpoint(budget={budget!r})` is no amount of memory. Write bytes as an int, text such as "
+            '"500MiB", a share of what plain JAX would keep such as 0.5, "dots" or "free" for what can be dropped '
+            'without computing heavy operations again, or "min".'
+        ) from None
+
+
+def counted(graph: Graph) -> Graph:
+    """The graph with held bytes in place of all bytes; its stages, too, are the graph's own."""
+    values = (
+        replace(v, is_output=False) if graph.is_residual(v.id) else replace(v, nbytes=0, is_output=False)
+        for v in graph.values
+    )
+    nodes = (replace(n, workspace_nbytes=0) for n in graph.nodes)
+    return replace(graph, nodes=tuple(nodes), values=tuple(values), base_nbytes=0, counts_forward=False)
+
+
+LEAST_SLACK = 0.02
+"""Of schedules that hold about the least, within this share of what plain JAX keeps, the fastest is taken."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """**Fields:** `graph` with its stages; `solution`; `profile` in held bytes; `budget_nbytes`, None for words."""
+
+    graph: Graph
+    solution: Solution
+    profile: Profile
+    budget_nbytes: int | None
+
+
+def plan_held(
+    joint: Joint,
+    graph: Graph,
+    budget: Held,
+    solver: Solver,
+    time_limit: float,
+    restrict: Callable[[Graph], Graph] | None = None,
+) -> Found:
+    """The cheapest schedule within a budget of held bytes.
+
+    **Arguments:** `graph` of the joint program; `restrict` takes from a graph with its stages what cannot be followed.
+
+    **Raises:** `BudgetError`, `InfeasibleBudgetError`, and `InfeasibleHintError` where hints are to blame.
+    """
+    plain = graph
+    wanted = parse_held(budget, joint.plain_nbytes)
+    allowance = wanted if isinstance(wanted, int) else None
+    cuts: list[tuple[Graph, Graph]] = []  # each with what is counted of it
+    kept: list[str] = []
+    for stages in _cuttings(graph):
+        cut = replace(graph, stages=stages)
+        cut = restrict(cut) if restrict else cut
+        # What one part hands on to another is kept, whatever a hint says of it.
+        kept = [p.origin for p in cut.pins if p.action == "recompute" and not cut.recomputable(p.at)]
+        if not kept:
+            cuts.append((cut, counted(cut)))
+    if not cuts:
+        raise HintError(
+            f"{kept[0]} cannot be followed: a loop of the function reads the value, and what a loop reads is kept. "
+            'Leave the hint out, or use `emit="custom_vjp"`.'
+        )
+
+    def solved(held: Graph, within: int | None) -> Solution:
+        if wanted == "dots" or wanted == "free":
+            solution = Solution(fewest_saved(held, _kept_whole(held, wanted == "dots")), solver="mincut")
+        else:
+            solution = solver.solve(held, within, time_limit=time_limit)
+        check(held, solution.schedule)
+        return solution
+
+    within = allowance
+    found = [(cut, held, solved(held, within)) for cut, held in cuts]
+    if wanted == "min":
+        least = [simulate(held, solution.schedule).peak_nbytes for _, held, solution in found]
+        within = min(least) + int(LEAST_SLACK * joint.plain_nbytes)
+        low = [pair for pair, nbytes in zip(cuts, least, strict=True) if nbytes <= within]
+        found.extend((cut, held, solved(held, within)) for cut, held in low)
+    graph, held, solution = min(
+        found, key=lambda each: (rank(each[1], each[2].schedule, within), len(each[1].stages))
+    )
+    profile = simulate(held, solution.schedule)
+    if allowance is not None and profile.peak_nbytes > allowance:
+        advice = ', or `emit="custom_vjp"`, which may hold less' if restrict else ""
+        error = InfeasibleBudgetError(
+            f"`checkpoint(budget={budget!r})` cannot be met: with the least memory found, the backward pass still has "
+            f"{format_nbytes(profile.peak_nbytes)} of the forward pass's values at once; plain JAX keeps "
+            f"{format_nbytes(joint.plain_nbytes)}. Use a budget of at least {profile.peak_nbytes} bytes{advice}.",
+            budget_nbytes=allowance,
+            min_peak_nbytes=profile.peak_nbytes,
+        )
+
+        def free() -> int:
+            bare = replace(plain, pins=())
+            try:
+                found = plan_held(joint, bare, budget, solver, time_limit, restrict)
+            except InfeasibleBudgetError as error:
+                return error.min_peak_nbytes
+            return found.profile.peak_nbytes
+
+        raise blamed(error, allowance, counted(plain), free, "the backward pass has")
+    return Found(graph, solution, profile, allowance)
+
+
+def as_plan(joint: Joint, found: Found) -> HeldPlan:
+    """What is told of it."""
+    graph, called = found.graph, joint.called
+    nodes = tuple(replace(n, scope=without_numbers(n.scope)) for n in graph.nodes)
+    values = tuple(replace(v, name=called.get(v.name, "")) for v in graph.values)
+    return HeldPlan(
+        budget_nbytes=found.budget_nbytes,
+        held_nbytes=found.profile.peak_nbytes,
+        plain_nbytes=joint.plain_nbytes,
+        overhead=found.profile.extra_seconds / (graph.step_seconds or 1.0),
+        solver=found.solution.solver,
+        stage_count=len(graph.stages),
+        actions=actions(replace(graph, nodes=nodes, values=values), found.solution.schedule),
+    )
+
+
+def _cuttings(graph: Graph) -> Iterable[tuple[Stage, ...]]:
+    """Ways to cut the backward pass into stages, from the finest to the fewest stages."""
+    fine, coarse = cut_stages(graph, fine=True), graph.stages
+    groups = (coarser(graph, coarse, every) for every in (2, 3, 4, 6, 8) if every < len(coarse))
+    return dict.fromkeys((fine, coarse, *groups, uncut(graph)))
+
+
+def _kept_whole(graph: Graph, contractions: bool) -> frozenset[int]:
+    """The nodes that may not run again: contractions and the like alone, or all kernels that no reader absorbs."""
+    return frozenset(n.id for n in graph.nodes if n.forward and (n.contraction if contractions else n.heavy))

@@ -1,0 +1,112 @@
+"""Schedule -> the same emitted and compiled, with what the compiler says of it; and what that says of the next."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from .._compiler._program import Compiled
+from .._model._graph import Graph
+from .._model._simulate import Profile
+from .._report._outcome import Round
+from .._solver import Solution
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One emitted and compiled schedule, of a graph with some cutting into stages."""
+
+    graph: Graph
+    solution: Solution
+    fence: str
+    profile: Profile
+    jitted: Any
+    compiled: Compiled
+    peak_nbytes: int
+    compiled_overhead: float
+    compile_seconds: float
+    solve_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Extra seconds of a step: of the compiled kernels where they say it, else by the model."""
+        if self.graph.backend.fuses:
+            return self.compiled_overhead * self.graph.step_seconds
+        return self.profile.extra_seconds
+
+    @property
+    def round(self) -> Round:
+        """What a plan tells of it."""
+        overhead = self.profile.extra_seconds / (self.graph.step_seconds or 1.0)
+        return Round(
+            predicted_peak_nbytes=self.profile.peak_nbytes,
+            compiled_peak_nbytes=self.peak_nbytes,
+            overhead=overhead,
+            compiled_overhead=self.compiled_overhead,
+            gap=max(overhead - self.solution.lower_bound, 0.0),
+            solver=self.solution.solver,
+            stages=len(self.graph.stages),
+            segments=self.graph.segments,
+            fence=self.fence,
+            solve_seconds=self.solve_seconds,
+            compile_seconds=self.compile_seconds,
+        )
+
+
+@dataclass
+class Line:
+    """One cutting into stages: what was compiled of it; the form of fences and the predicted peak to ask for next, and
+    the solution for that with its rank; whether no more is to be gained of it.
+    """
+
+    graph: Graph
+    trials: Sequence[Trial] = ()
+    fence: str = "finished"
+    allowance: int = -1
+    pending: Solution | None = None
+    order: tuple[float, ...] = ()
+    closed: bool = False
+
+    def gain(self, seconds: float, best: Trial) -> float:
+        """What a solution that takes so long may save, if the model errs as it did on the last."""
+        last = self.trials[-1] if self.trials else best
+        return best.seconds - seconds - (last.seconds - last.profile.extra_seconds)
+
+
+def first(lines: Sequence[Line], alike_seconds: float) -> Line | None:
+    """The cheapest of these lines; of those that fit about as cheaply that of the fewest stages: where fences divide
+    what the compiler would make one kernel of, the model does not see it.
+    """
+    best = min(lines, key=lambda line: line.order, default=None)
+    if best is None or best.order[0] != 0.0:
+        return best
+    cheap = [line for line in lines if line.order[:2] <= (0.0, best.order[1] + alike_seconds)]
+    return min(cheap, key=lambda line: (len(line.graph.stages), line.order))
+
+
+Attempt = Callable[[Graph, Solution, str], Trial]
+"""Emits a solution with a form of fences (see `_emit.FENCES`), compiles it and reads its peak."""
+
+
+def allowance(trials: Sequence[Trial], budget: int) -> int:
+    """The predicted peak to ask for next: where predicted against compiled peaks so far meet the budget, and nearer to
+    what fits with each trial in a row that does not, for compiled peaks may follow slowly.
+
+    Where none fits, less by what is missing, and with each trial twice as much. Where none above one that fits exceeds
+    it, more by what is left, or the budget itself: far below it the model may err as it does not near it.
+    """
+    fits = [t for t in trials if t.peak_nbytes <= budget]
+    exceeds = [t for t in trials if t.peak_nbytes > budget]
+    if fits:
+        low = max(fits, key=lambda t: t.profile.peak_nbytes)
+        above = [t for t in exceeds if t.profile.peak_nbytes > low.profile.peak_nbytes]
+        if not above:
+            return max(budget, *(t.profile.peak_nbytes + budget - t.peak_nbytes for t in fits))
+        high = min(above, key=lambda t: t.profile.peak_nbytes)
+        reach = high.profile.peak_nbytes - low.profile.peak_nbytes
+        share = (budget - low.peak_nbytes) / (high.peak_nbytes - low.peak_nbytes)
+        in_a_row = sum(1 for _ in takewhile(lambda t: t.peak_nbytes > budget, reversed(trials)))
+        share /= 2 ** max(in_a_row - 1, 0)
+        return low.profile.peak_nbytes + int(min(share, 0.95) * reach)
+    room = budget - trials[-1].peak_nbytes
+    return trials[-1].profile.peak_nbytes + int(1.1 * 2 ** len(exceeds[1:]) * room)

@@ -1,0 +1,125 @@
+"""Array -> the same array, with a mark that the planner honours; and the marks of a traced program.
+
+The mark is a primitive of its own, so that no policy of `jax.checkpoint` sees a name that the user did not give. It
+lowers to nothing. A mark for a stage is put on the tangent too, whose transpose puts it on the cotangent: that tells
+where in the backward pass the cut is.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.extend.core as jex
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad, batching, mlir
+
+from .._runtime._errors import HintError
+from . import _compat
+from ._primitives import inner_jaxprs
+
+T = TypeVar("T")
+
+ACTIONS = ("save", "recompute", "stage")
+
+HINT: Any = jex.Primitive("jaxremat_hint")
+HINT.def_impl(lambda x, **_: x)
+HINT.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(HINT, lambda ctx, x, **_: [x])
+batching.defvectorized(HINT)
+
+
+def _jvp(primals: Any, tangents: Any, *, action: str, name: str, role: str) -> tuple[Any, Any]:
+    (x,), (dx,) = primals, tangents
+    made = HINT.bind(x, action=action, name=name, role=role)
+    if action == "stage" and type(dx) is not ad.Zero:
+        dx = HINT.bind(dx, action=action, name=name, role="cotangent" if role == "cotangent" else "tangent")
+    return made, dx
+
+
+def _transpose(ct: Any, x: Any, *, action: str, name: str, role: str) -> list[Any]:
+    return [HINT.bind(ct, action=action, name=name, role="tangent" if role == "cotangent" else "cotangent")]
+
+
+ad.deflinear2(HINT, _transpose)
+ad.primitive_jvps[HINT] = _jvp
+_compat.hide_frames(__file__)
+
+
+def hint(x: T, action: Literal["save", "recompute", "stage"], *, name: str = "") -> T:
+    """Decide in model code what the planner does with a value; an identity wherever nothing is planned.
+
+    **Arguments:**
+
+    - `x`: an array, or a tree of arrays, each of which is meant.
+    - `action`: `"save"`: it is saved from the forward to the backward pass if anything there needs it; `"recompute"`:
+      it is not, but made again; `"stage"`: a stage of the backward pass begins where the gradient with respect to `x`
+      is complete, so that nothing is recomputed together on both sides.
+    - `name`: what plans and errors call it; also its `jax.ad_checkpoint.checkpoint_name`.
+
+    **Returns:** `x`. A hint is honoured whatever the solver, the budget, or the size of the value, in the body of a
+    scan for each iteration. Arguments of the step are there anyway: on them only `"stage"` has a meaning.
+
+    **Raises:** `HintError` for another action here; when planning, for hints that contradict each other or the program;
+    `InfeasibleHintError` for hints that do not fit into the budget.
+
+    ```python
+    attended = jaxremat.hint(attention(x), "save", name="attended")
+    ```
+    """
+    if action not in ACTIONS:
+        raise HintError(
+            f'`hint(x, {action!r})`: the action is unknown. Write "save", "recompute" or "stage".'
+        )
+
+    def marked(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        named = checkpoint_name(leaf, name) if name else leaf
+        return HINT.bind(named, action=action, name=name, role="primal")
+
+    return jax.tree.map(marked, x)
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """A mark of the program.
+
+    **Fields:** `variable` of the jaxpr that is meant; for `"stage"` the cotangent; `action`; `origin` as in `Pin`.
+    """
+
+    variable: Any
+    action: str
+    origin: str
+
+
+def is_hint(eqn: Any) -> bool:
+    """Whether the equation is a mark."""
+    return eqn.primitive is HINT
+
+
+def read_hint(eqn: Any, operand: Any) -> Hint | None:
+    """What the equation marks, with that operand; None for a mark that only leads to another."""
+    role = "cotangent" if eqn.params["action"] == "stage" else "primal"
+    if eqn.params["role"] != role or _compat.is_literal(operand):
+        return None
+    return Hint(operand, eqn.params["action"], origin(eqn))
+
+
+def origin(eqn: Any) -> str:
+    """`hint(..., "save", name="h") at model.py:12 (f)`."""
+    name = eqn.params["name"]
+    named = f', name="{name}"' if name else ""
+    return f'hint(..., "{eqn.params["action"]}"{named}) at {_compat.user_line(eqn) or "an unknown line"}'
+
+
+def hidden(eqns: Any) -> dict[str, str]:
+    """The hints inside equations that are planned whole, each with the primitive that hides it."""
+    found: dict[str, str] = {}
+    for eqn in eqns:
+        for jaxpr in inner_jaxprs(eqn):
+            for inner in jaxpr.eqns:
+                if is_hint(inner):
+                    found.setdefault(origin(inner), eqn.primitive.name)
+            for text in hidden(jaxpr.eqns):
+                found.setdefault(text, eqn.primitive.name)
+    return found

@@ -1,0 +1,229 @@
+"""JAX's primitives by what XLA makes of them: contractions, loops, reductions, layout changes, pointwise work."""
+
+from typing import Any
+
+from .._model._primitive_names import LOOP_EDGES, LOOP_SLICES
+from . import _compat
+
+PLACES = ("sharding", "out_sharding")
+"""The parameters that say where an equation's result is."""
+
+_CONTRACTIONS = frozenset(
+    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul"}
+)
+_LOOPS = frozenset(
+    {"scan", "while", "cond", "shard_map", "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"}
+)
+_CALLS = frozenset(
+    {
+        "custom_call",
+        "ffi_call",
+        "pallas_call",
+        "tpu_custom_call",
+        "custom_vjp_call",
+        "custom_jvp_call",
+        "run_state",
+    }
+)
+_LIBRARY = frozenset(
+    {
+        "sort", "top_k", "approx_top_k", "fft", "cholesky", "lu", "qr", "eig", "eigh", "svd", "schur",
+        "triangular_solve", "tridiagonal_solve", "linear_solve", "custom_linear_solve", "householder_product",
+        "select_and_scatter_add", "select_and_gather_add", "random_gamma", "rng_bit_generator",
+    }
+)  # fmt: skip
+_REDUCTIONS = frozenset(
+    {
+        "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "reduce",
+        "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
+        "reduce_window_sum", "reduce_window_max", "reduce_window_min",
+    }
+)  # fmt: skip
+_SCATTERS = frozenset(
+    {
+        "scatter",
+        "scatter-add",
+        "scatter_add",
+        "scatter-mul",
+        "scatter-min",
+        "scatter-max",
+        "dynamic_update_slice",
+    }
+)
+_VIEWS = frozenset({*LOOP_SLICES, "reshape", "squeeze", "expand_dims", "bitcast_convert_type"})
+_LIGHT = frozenset(
+    {
+        "broadcast_in_dim",
+        "iota",
+        "convert_element_type",
+        "transpose",
+        "rev",
+        "slice",
+        "split",
+        "pad",
+        "copy",
+        "jaxremat_hint",
+    }
+)
+_COSTLY = frozenset(
+    {
+        "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sinh", "cosh", "erf", "erfc", "erf_inv",
+        "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "asinh", "acosh", "atanh", "pow", "cbrt", "lgamma",
+        "digamma", "igamma", "igammac", "random_bits", "threefry2x32",
+    }
+)  # fmt: skip
+_POINTWISE = _COSTLY - {"random_bits", "threefry2x32"} | {
+    "abs", "add", "add_any", "and", "ceil", "clamp", "conj", "convert_element_type", "copy", "div", "eq", "floor", "ge",
+    "gt", "imag", "integer_pow", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
+    "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sqrt", "square", "stop_gradient", "sub",
+    "xor",
+}  # fmt: skip
+_COLLECTIVES = frozenset(
+    {
+        "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_to_all",
+        "ppermute",
+        "reduce_scatter", "pbroadcast", "ragged_all_to_all", "psum_scatter",
+    }
+)  # fmt: skip
+_UNREPEATABLE = frozenset(
+    {"rng_uniform", "infeed", "outfeed", "io_callback", "pure_callback", "debug_callback", "create_token"}
+)
+
+
+def is_contraction(eqn: Any) -> bool:
+    """Contractions, loops and opaque calls: where a step's time goes."""
+    name = eqn.primitive.name
+    return name in _CONTRACTIONS or name in _LOOPS or name in _CALLS or name in _LIBRARY or bool(eqn.effects)
+
+
+def is_flattened(eqn: Any) -> bool:
+    """Whether a compiler makes the result as one of fewer dimensions: a product of matrices, whose rows or columns are
+    several dimensions in the program.
+    """
+    if eqn.primitive.name != "dot_general":
+        return False
+    contracted, batched = eqn.params["dimension_numbers"]
+    both = zip(eqn.invars, contracted, batched, strict=True)
+    return any(len(a.aval.shape) - len(own) - len(each) > 1 for a, own, each in both)
+
+
+def is_heavy(eqn: Any) -> bool:
+    """Work that is a kernel of its own: no reader absorbs it, and what it writes is in memory."""
+    name = eqn.primitive.name
+    return (
+        is_contraction(eqn)
+        or name in ("scan_last", "scan_stack")
+        or name in _REDUCTIONS
+        or name in _SCATTERS
+        or name in _COLLECTIVES
+        or name == "gather"
+    )
+
+
+def reads_memory(eqn: Any) -> bool:
+    """Work whose operands must be in memory: it cannot absorb their producers."""
+    name = eqn.primitive.name
+    return is_contraction(eqn) or name in _COLLECTIVES or is_fence(eqn)
+
+
+def is_fence(eqn: Any) -> bool:
+    """What keeps XLA from moving or merging work across it."""
+    return eqn.primitive.name == "optimization_barrier"
+
+
+def is_view(eqn: Any) -> bool:
+    """A change of shape alone: the result shares its operand's memory."""
+    return eqn.primitive.name in _VIEWS
+
+
+def is_relabelling(eqn: Any) -> bool:
+    """A view or a transposition, which contractions fold into the way they read their operand."""
+    return is_view(eqn) or eqn.primitive.name == "transpose"
+
+
+def is_light(eqn: Any) -> bool:
+    """Data movement that kernels absorb at no arithmetic."""
+    return eqn.primitive.name in _LIGHT or is_view(eqn)
+
+
+def is_window(eqn: Any) -> bool:
+    """A part of an array, of which no more is read than the result has."""
+    return eqn.primitive.name in ("slice", "dynamic_slice")
+
+
+def is_part(eqn: Any) -> bool:
+    """A fixed part of an array, or all of its parts."""
+    return eqn.primitive.name in ("slice", "split")
+
+
+def is_placed(eqn: Any) -> bool:
+    """Whether the program says on which devices the result is."""
+    named = (eqn.params.get(name) for name in PLACES)
+    return any(each is not None and not getattr(each.mesh, "empty", False) for each in named)
+
+
+def is_write(eqn: Any) -> bool:
+    """An update of a part of an array, which is written over it."""
+    return eqn.primitive.name == "dynamic_update_slice"
+
+
+def is_loop_edge(eqn: Any) -> bool:
+    """Whether the equation is one of `LOOP_EDGES`."""
+    return eqn.primitive.name in LOOP_EDGES
+
+
+def is_loop_slice(eqn: Any) -> bool:
+    """Whether the equation is one of `LOOP_SLICES`."""
+    return eqn.primitive.name in LOOP_SLICES
+
+
+def is_late(eqn: Any) -> bool:
+    """Whether automatic differentiation made the equation for the backward pass, as the outermost transformation.
+
+    What is transposed below a `jvp` is of a gradient that is itself differentiated, and of its forward pass.
+    """
+    stack = _compat.name_stack_text(eqn)
+    transposed = stack.find("transpose(")
+    return transposed >= 0 and not 0 <= stack.find("jvp(") < transposed
+
+
+def is_pointwise(eqn: Any) -> bool:
+    """Whether each entry of the result is made of the same entry of the operands, and of scalars."""
+    return eqn.primitive.name in _POINTWISE
+
+
+def is_costly(eqn: Any) -> bool:
+    """Pointwise work of many operations per entry, which XLA does not repeat in each kernel that reads the result."""
+    return eqn.primitive.name in _COSTLY
+
+
+def is_threefry(eqn: Any) -> bool:
+    """Whether the equation makes random words by JAX's own generator, of some hundred operations a word."""
+    name = eqn.primitive.name
+    return name == "threefry2x32" or (name == "random_bits" and "fry" in str(eqn.invars[0].aval.dtype))
+
+
+def is_repeatable(eqn: Any) -> bool:
+    """Whether running the equation twice is invisible: no effects, no callbacks, no collectives.
+
+    What its bodies do to references of their own, as kernels do, is no effect of the equation.
+    """
+    return not eqn.effects and _is_unseen(eqn)
+
+
+def _is_unseen(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    if name in _COLLECTIVES or name in _UNREPEATABLE or name in LOOP_EDGES - LOOP_SLICES:
+        return False
+    return all(_is_unseen(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The open jaxprs among an equation's parameters (bodies of loops, branches, calls)."""
+    found = []
+    for param in eqn.params.values():
+        for item in param if isinstance(param, (tuple, list)) else (param,):
+            jaxpr = getattr(item, "jaxpr", item)
+            if hasattr(jaxpr, "eqns"):
+                found.append(jaxpr)
+    return found

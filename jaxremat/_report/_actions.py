@@ -1,0 +1,145 @@
+"""Graph + schedule -> what is done with each residual, in words, and by name as a policy for `jax.checkpoint`."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .._model._graph import Graph
+from .._model._schedule import Schedule, idle
+from .._runtime._errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What happens to one residual.
+
+    **Fields:** `value` its id; `name` the user's `checkpoint_name`, else the primitive that makes it; `shape` as text;
+    `nbytes`; `action`; `stages` in which it is recomputed, none where what reads it is recomputed nowhere either;
+    `scope` the name stack; `source` the user's line; `pin` the hint that decided it, else "";
+    `named` whether the name is the user's.
+    """
+
+    value: int
+    name: str
+    shape: str
+    nbytes: int
+    action: Literal["save", "recompute"]
+    stages: tuple[int, ...]
+    scope: str
+    source: str
+    pin: str = ""
+    named: bool = False
+
+    def __str__(self) -> str:
+        where = f"recompute in stage {', '.join(map(str, self.stages))}" if self.stages else "drop"
+        return ("save" if self.action == "save" else where) + (" (pinned)" if self.pin else "")
+
+
+class Actions:
+    """What a plan does with values; `actions` has each, largest first."""
+
+    actions: tuple[Action, ...]
+
+    @property
+    def drops_nothing(self) -> bool:
+        """Whether nothing is recomputed. A step may have fences for updates all the same, where `stages` has any."""
+        return not any(a.action == "recompute" for a in self.actions)
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes of the residuals that are saved."""
+        return sum(a.nbytes for a in self.actions if a.action == "save")
+
+    @property
+    def dropped_nbytes(self) -> int:
+        """Bytes of the residuals that are not saved: recomputed, or not needed again."""
+        return sum(a.nbytes for a in self.actions if a.action == "recompute")
+
+    @property
+    def saved_names(self) -> frozenset[str]:
+        """The names that `policy` saves. Of values that share a name, all are, if at least half of their bytes are.
+
+        **Raises:** `ArgumentError` where the plan knows no names.
+        """
+        balance: dict[str, int] = {}
+        for action in self.actions:
+            if action.named:
+                sign = 1 if action.action == "save" else -1
+                balance[action.name] = balance.get(action.name, 0) + sign * max(action.nbytes, 1)
+        if not balance:
+            raise ArgumentError(
+                "The plan is of a program without names, and a policy knows values by nothing else. Name what may be "
+                'saved with `jax.ad_checkpoint.checkpoint_name(x, "...")`, or all of it with '
+                "`jaxremat.name_values(fn)`, and plan again."
+            )
+        return frozenset(name for name, nbytes in balance.items() if nbytes >= 0)
+
+    def policy(self) -> Any:
+        """A policy for `jax.checkpoint`, `flax.linen.remat`, `nnx.remat` or `nn.remat_scan` that saves what this does.
+
+        Policies know values by the names that `jax.ad_checkpoint.checkpoint_name` gave them, so the plan must be of a
+        program that names its values, itself or by `jaxremat.name_values`. See `saved_names`. Name what goes into
+        `tanh` and the like rather than what comes out: their derivatives read their result, not the named copy.
+
+        **Raises:** `ArgumentError` where the plan knows no names.
+        """
+        from ._name_policy import by_name  # JAX's: the rest of a plan is read and made without it
+
+        return by_name(self.saved_names)
+
+
+def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
+    """What a schedule does to each residual, largest first."""
+    stages: dict[int, list[int]] = {}
+    for k, nodes in enumerate(schedule.recomputed):
+        for n in nodes:
+            for v in graph.nodes[n].outputs:
+                stages.setdefault(v, []).append(k)
+    pins = {pin.at: pin.origin for pin in graph.pins if pin.action != "stage"}
+    unread = idle(graph, schedule)
+    names = _names(graph)
+    found = []
+    for v in graph.residuals:
+        if v in unread:
+            continue
+        value, node = graph.values[v], graph.nodes[graph.values[v].producer]
+        saved = v in schedule.saved
+        found.append(
+            Action(
+                value=v,
+                name=names.get(v, node.primitive),
+                shape=f"{value.length} x {value.shape}" if value.length > 1 else value.shape,
+                nbytes=value.saved_nbytes,
+                action="save" if saved else "recompute",
+                stages=() if saved else tuple(stages.get(v, ())),
+                scope=node.scope,
+                source=node.source,
+                pin=pins.get(v, ""),
+                named=v in names,
+            )
+        )
+    return tuple(sorted(found, key=lambda a: (-a.nbytes, a.value)))
+
+
+def _names(graph: Graph) -> dict[int, str]:
+    """The user's names of residuals.
+
+    A name often stands behind a fused operation, `checkpoint_name(x @ w + b, "hidden")`, and in memory is the product.
+    Where nothing else reads that, saving the one comes to saving the other.
+    """
+    readers: dict[int, list[int]] = {}
+    for node in graph.nodes:
+        for v in dict.fromkeys(node.inputs):
+            readers.setdefault(v, []).append(node.id)
+    names: dict[int, str] = {}
+    for residual in graph.residuals:
+        v = residual
+        while not graph.values[v].name:
+            reader = [graph.nodes[n] for n in readers.get(v, ())]
+            if len(reader) != 1 or reader[0].heavy or not reader[0].forward or len(reader[0].outputs) != 1:
+                break
+            if graph.values[reader[0].outputs[0]].nbytes != graph.values[residual].nbytes:
+                break
+            v = reader[0].outputs[0]
+        if graph.values[v].name:
+            names[residual] = graph.values[v].name
+    return names

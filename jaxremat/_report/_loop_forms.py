@@ -1,0 +1,53 @@
+"""Lengths by level of a step's loops, chunks of its rows -> what became of each, in words."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .._model._graph import Segments
+from .._model._loop_levels import parts
+
+
+@dataclass(frozen=True, slots=True)
+class LoopForm:
+    """What a plan makes of a scan and of the backward scan that reads what it stacks, or of what it does in chunks.
+
+    **Fields:** `length` iterations, or rows (a divisor of their number that any number of chunks must divide); `levels`
+    as in `Plan.segments`; `source` the user's line; `rows` whether it is no loop of the user's.
+    """
+
+    length: int
+    levels: tuple[int, ...]
+    source: str
+    rows: bool = False
+
+    def __str__(self) -> str:
+        if self.rows:
+            where = f" at {self.source}" if self.source else ""
+            return (
+                f"rows{where}, and what makes and reads them: in {self.levels[0]} chunks, one after the other"
+            )
+        loop = f"loop of {self.length} iterations" + (f" at {self.source}" if self.source else "")
+        levels, behind = parts(self.length, self.levels)
+        if len(levels) > 1:
+            rest = f", and {sum(behind)} behind them" if behind else ""
+            return f"{loop}: {len(levels)} levels, {' x '.join(map(str, levels))}{rest}"
+        if behind:
+            *first, last = map(str, (*levels, *behind))
+            return f"{loop}: divided into {', '.join(first)} and {last}, each with a plan of its own"
+        return f"{loop}: makes the updates of what it stacks"
+
+
+def loop_forms(
+    lengths: Sequence[int],
+    segments: Segments,
+    sources: Sequence[str],
+    rows: Sequence[tuple[int, str]] = (),
+) -> tuple[LoopForm, ...]:
+    """Of the loops that are not left as they are, and of the rows that are in chunks.
+
+    **Arguments:** `rows` of each region that may be, with the user's line.
+    """
+    forms = [(length, source, False) for length, source in zip(lengths, sources, strict=True)]
+    forms += [(length, source, True) for length, source in rows]
+    both = zip(forms, segments, strict=True)
+    return tuple(LoopForm(length, own, source, kind) for (length, source, kind), own in both if own)

@@ -1,0 +1,138 @@
+"""What planning came to, in full: what is done with each value, what it costs, and what the compiler confirmed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .._compiler._memory_stats import MemoryStats
+from .._compiler._peak_contents import Alive
+from .._model._graph import Segments
+from .._runtime._bytes import format_nbytes
+from ._account import Account
+from ._actions import Action, Actions
+from ._loop_forms import LoopForm
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One schedule that was compiled in search of the best.
+
+    **Fields:** `predicted_peak_nbytes` by the simulator, `compiled_peak_nbytes` by the compiler; `overhead` and
+    `compiled_overhead` as in `Plan`, and `gap` to the solver's own bound; `solver`; `stages` how many the backward pass
+    is cut into, `segments` as in `Plan`; `fence` the form of the fences; `solve_seconds` since the round before,
+    `compile_seconds` to emit, compile and read it.
+    """
+
+    predicted_peak_nbytes: int
+    compiled_peak_nbytes: int
+    overhead: float
+    compiled_overhead: float
+    gap: float
+    solver: str
+    stages: int
+    segments: Segments
+    fence: str
+    solve_seconds: float
+    compile_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Actions):
+    """The part of a `Plan` that is for people; its fields are described there."""
+
+    step: str
+    budget_nbytes: int
+    margin_nbytes: int = 0
+    respect_checkpoint: bool = False
+    baseline_peak_nbytes: int
+    predicted_peak_nbytes: int
+    compiled_peak_nbytes: int | None
+    memory: MemoryStats | None
+    compiler: str
+    overhead: float
+    compiled_overhead: float | None
+    lower_bound: float
+    gap: float
+    solver: str
+    solve_seconds: float
+    compile_count: int
+    rounds: tuple[Round, ...]
+    actions: tuple[Action, ...]
+    alive: tuple[Alive, ...]
+    account: Account
+    loops: tuple[LoopForm, ...] = ()
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The compiled peak; the predicted one where nothing was compiled."""
+        return self.compiled_peak_nbytes or self.predicted_peak_nbytes
+
+    def explain_peak(self, rows: int = 12) -> str:
+        """What fills the compiled step's memory at its peak, by kind and user's source line, the largest first.
+
+        Equal arrays from the same line are one row. The liveness is read off the compiler's schedule; it may exceed
+        the compiler's own figure a little, because XLA also uses the memory of outputs.
+        """
+        if not self.alive:
+            return "The plan was not compiled, so that nothing is known of its peak. Plan with `verify=True`."
+        largest = alike(self.alive)
+        shares = ", ".join(f"{kind} {format_nbytes(n)}" for kind, n in by_kind(self.alive))
+        lines = [f"At the compiled peak of {format_nbytes(self.compiled_peak_nbytes or 0)}: {shares}"]
+        for group in largest[:rows]:
+            a, times = group[0], f"{len(group)} x " if len(group) > 1 else ""
+            nbytes = format_nbytes(bytes_of(group))
+            lines.append(f"  {nbytes:>9}  {a.kind:<10}  {times}{a.shape}  {a.source or a.scope}")
+        if len(largest) > rows:
+            rest = sum(map(bytes_of, largest[rows:]))
+            lines.append(f"  {format_nbytes(rest):>9}  in {len(largest) - rows} more")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def alike(alive: Iterable[Alive]) -> list[list[Alive]]:
+    """Arrays in groups: equal ones from the same line, the groups of most bytes first."""
+    groups: dict[tuple[str, str, str], list[Alive]] = {}
+    for a in alive:
+        groups.setdefault((a.kind, a.shape, a.source or a.scope), []).append(a)
+    return sorted(groups.values(), key=bytes_of, reverse=True)
+
+
+def bytes_of(arrays: Iterable[Alive]) -> int:
+    """All their bytes."""
+    return sum(a.nbytes for a in arrays)
+
+
+def by_kind(alive: Iterable[Alive]) -> list[tuple[str, int]]:
+    """Bytes by kind, the most first."""
+    kinds: dict[str, int] = {}
+    for a in alive:
+        kinds[a.kind] = kinds.get(a.kind, 0) + a.nbytes
+    return sorted(kinds.items(), key=lambda kind: -kind[1])
+
+
+def describe(plan: Outcome, rows: int = 12) -> str:
+    """The plan in a few lines for a terminal."""
+    compiled = plan.compiled_peak_nbytes
+    lines = [
+        f"Plan: peak {format_nbytes(plan.peak_nbytes)} "
+        f"({'compiled' if compiled else 'predicted, not compiled'}) within {format_nbytes(plan.budget_nbytes)}"
+        + (f", of which {format_nbytes(plan.margin_nbytes)} stay free" if plan.margin_nbytes else "")
+        + f"; the plain step needs {format_nbytes(plan.baseline_peak_nbytes)}",
+        f"  predicted peak {format_nbytes(plan.predicted_peak_nbytes)}, overhead {plan.overhead:.2%}"
+        + (f" (compiled program {plan.compiled_overhead:.2%})" if plan.compiled_overhead is not None else "")
+        + f", at most {plan.gap:.2%} from the best",
+        f"  saved {format_nbytes(plan.saved_nbytes)} in {sum(a.action == 'save' for a in plan.actions)} values, "
+        f"recomputed {format_nbytes(plan.dropped_nbytes)} in {sum(a.action == 'recompute' for a in plan.actions)}",
+        f"  solver {plan.solver}, {plan.solve_seconds:.2f} s, {plan.compile_count} compilations",
+    ]
+    lines += [f"  {form}" for form in plan.loops]
+    if plan.respect_checkpoint:
+        lines.append("  the step's own checkpoints are kept, and what they recompute is not counted above")
+    if not plan.drops_nothing:
+        lines.append("  largest values:")
+        lines += [
+            f"    {format_nbytes(a.nbytes):>9}  {a}  {a.name} {a.shape}  {a.source or a.scope}"
+            for a in plan.actions[:rows]
+        ]
+    return "\n".join(lines)

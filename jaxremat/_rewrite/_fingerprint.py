@@ -1,0 +1,36 @@
+"""Traced step -> a hash that tells programs apart: two with the same one can follow the same plan."""
+
+import hashlib
+import re
+from typing import Any
+
+from .._program import _compat
+from ._trace import Traced
+
+
+def fingerprint(traced: Traced) -> str:
+    """A hash of the normalised program: primitives, parameters, types and data flow, without names and places."""
+    jaxpr = traced.jaxpr.jaxpr
+    index: dict[Any, int] = {}
+    digest = hashlib.sha256()
+
+    def atom(a: Any) -> str:
+        return f"{a.val!r}:{a.aval}" if _compat.is_literal(a) else str(index[a])
+
+    def define(variables: Any) -> str:
+        return ",".join(f"{index.setdefault(v, len(index))}:{v.aval}" for v in variables)
+
+    digest.update(
+        f"{define(jaxpr.constvars)};{define(jaxpr.invars)};{traced.donated};{_compat.JAX_VERSION}".encode()
+    )
+    for loop in traced.loops:
+        options = {k: v for k, v in loop.eqn.params.items() if k in ("reverse", "unroll", "_split_transpose")}
+        digest.update(f"{loop.id},{loop.group},{loop.length},{loop.role},{loop.parent},{options};".encode())
+    for eqn, loop_of in zip(jaxpr.eqns, traced.loop_of, strict=True):
+        params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
+        ins = " ".join(map(atom, eqn.invars))
+        digest.update(f"{define(eqn.outvars)}={eqn.primitive.name} {ins} {params} {loop_of}\n".encode())
+    digest.update(" ".join(map(atom, jaxpr.outvars)).encode())
+    hints = sorted((index[hint.variable], hint.action) for hint in traced.hints if hint.variable in index)
+    digest.update(repr(hints).encode() if hints else b"")
+    return digest.hexdigest()

@@ -1,0 +1,188 @@
+"""Section of a loop -> the same with results that its iterations write into one array, a carry.
+
+A scan's own stacked results begin as zeros of which the compiler knows nothing, and may stand in memory long before the
+loop: those that have a zero are made of it. Others are written over an array that the loop reads, row over row, and so
+are carries of loops in levels. The compiler must then never read a row behind the write, nor the array as it was before
+the loop, or it copies the whole array in every iteration. So
+
+- all rows are read from the carry;
+- a row that the iteration's own work reads is read once, and passes a barrier;
+- what is made of a row for such results alone is done when the first of them is written: they pass a barrier together.
+
+Where the compiler does nothing early, it makes one kernel of such a read, the update and the write, and the barriers
+would only be in its way.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from .._program import _compat
+from ._loop_opening import PART, Loop, append, row_at, row_written
+from ._row_reads import read_late
+
+
+@dataclass(frozen=True, eq=False)
+class _Write:
+    """A result written over an array. **Fields:** `start` the array; `carried` what it is in the body; `part` what is
+    written; `eqn` that writes it, None where that is still to be made; `array` the result then.
+    """
+
+    start: Any
+    carried: Any
+    part: Any
+    eqn: Any = None
+    array: Any = None
+
+
+def written_in_place(
+    section: Any, loop: Loop, same: Callable[[Any], Any], *, hoists: bool
+) -> tuple[list[Any], dict[Any, Any]]:
+    """Turn results of a section (see `_loop_closing`) into carries, and parts of arrays into equations that read
+    them; returns the equations that make what the carries start with, and for each result that is written over an
+    array that one.
+
+    **Arguments:** `same` gives a variable the name that it had before it passed any fence, and before any other rows of
+    it were written over.
+    """
+    before: list[Any] = []
+    place, places = None, None
+
+    def index() -> Any:
+        nonlocal place, places
+        if place is None:
+            places = append(before, lambda: jax.lax.iota(jax.numpy.int32, loop.length), (), loop.eqn)
+            place = _compat.new_var(jex.mapped_aval(loop.length, 0, places.aval))
+        return place
+
+    if section.filled or section.over:
+        index()
+    if hoists:
+        writes = _writes(section, same)
+        written = {v for write in writes for v in (write.carried, same(write.start))}
+        read_late(section, loop, written, _needed_besides(section, writes), index, same)
+    writes = _writes(section, same)
+    taken = {id(write.eqn) for write in writes}
+    section.eqns = [eqn for eqn in section.eqns if id(eqn) not in taken]
+    own = _read_rows(section, loop, writes, place, same, hoists=hoists)
+    behind = _written_together(section, own, writes, loop) if hoists else {}
+    section.eqns.extend(renamed(write.eqn, behind) for write in writes if write.eqn is not None)
+
+    def carry(begun: Any, carried: Any, part: Any, array: Any) -> None:
+        index = max(section.carries, default=-1) + 1
+        section.carries[index] = begun, carried
+        section.lasts[index] = append(section.eqns, row_written, (carried, part, place), loop.eqn), array
+
+    for array, (part, zero) in section.filled.items():
+        shape, dtype = array.aval.shape, array.aval.dtype
+
+        def begin(zero: Any, shape: Any = shape, dtype: Any = dtype) -> Any:
+            return jax.lax.broadcast(zero.astype(dtype), shape)
+
+        carry(append(before, begin, (zero,), loop.eqn), _compat.new_var(array.aval), part, array)
+    for write in writes:
+        if write.eqn is None:
+            carry(write.start, write.carried, behind.get(write.part, write.part), write.array)
+    if place is not None:
+        section.scanned[place] = places
+    carried = {write.carried: write.start for write in writes}
+    over = {section.lasts[i][1]: carried[v] for i, (_, v) in section.carries.items() if v in carried}
+    return before, over
+
+
+def renamed(eqn: Any, rename: dict[Any, Any]) -> Any:
+    """The equation with other operands."""
+    invars = [a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars]
+    return eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
+
+
+def _writes(section: Any, same: Callable[[Any], Any]) -> list[_Write]:
+    """What is written over arrays of which the section reads rows."""
+    found = [
+        _Write(section.scanned[row], _compat.new_var(array.aval), part, None, array)
+        for array, (part, row) in section.over.items()
+    ]
+    read = {same(eqn.invars[0]) for eqn in section.eqns if eqn.primitive is PART}
+    starts = {carried: start for start, carried in section.carries.values()}
+    ends = {a for a, _ in section.lasts.values() if not _compat.is_literal(a)}
+    for eqn in section.eqns:
+        carried = eqn.invars[0] if eqn.primitive.name == "dynamic_update_slice" else None
+        if (
+            carried in starts
+            and eqn.outvars[0] in ends
+            and not read.isdisjoint((carried, same(starts[carried])))
+        ):
+            found.append(_Write(starts[carried], carried, eqn.invars[1], eqn))
+    return found
+
+
+def _needed_besides(section: Any, writes: Sequence[_Write]) -> set[Any]:
+    """What is needed for anything but results that are written over."""
+    written = {write.eqn.outvars[0] for write in writes if write.eqn is not None}
+    needed = (
+        set(_compat.variables([*(a for a, _ in section.lasts.values()), *section.stacked.values()])) - written
+    )
+    for eqn in reversed(section.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            needed.update(_compat.variables(eqn.invars))
+    return needed
+
+
+def _read_rows(
+    section: Any,
+    loop: Loop,
+    writes: Sequence[_Write],
+    place: Any,
+    same: Callable[[Any], Any],
+    *,
+    hoists: bool,
+) -> set[Any]:
+    """Read parts of arrays, of what is written over from the carry; held behind a barrier those that the iteration's
+    own work needs, which are returned with what else it needs.
+    """
+    carried = {v: write.carried for write in writes for v in (write.carried, same(write.start))}
+    parts = [(v, same(a), place) for v, a in section.scanned.items() if same(a) in carried]
+    for v, *_ in parts:
+        del section.scanned[v]
+    parts += [(e.outvars[0], same(e.invars[0]), e.invars[1]) for e in section.eqns if e.primitive is PART]
+    own = _needed_besides(section, writes) if hoists else set()
+    kept = {carried[a] for v, a, _ in parts if a in carried and v in own}
+    own.update(v for v, a, _ in parts if carried.get(a) in kept)
+    reads: list[Any] = []
+    for v, a, index in parts:
+        held = v in own and a in carried
+        array = carried.get(a, a)
+        read = append(reads, row_at, (array, index), loop.eqn, None if held else v)
+        if held:
+            reads.append(_compat.barrier([read], [v], loop.eqn.source_info))
+    section.eqns = [*reads, *(eqn for eqn in section.eqns if eqn.primitive is not PART)]
+    return own
+
+
+def _written_together(section: Any, own: set[Any], writes: Sequence[_Write], loop: Loop) -> dict[Any, Any]:
+    """Append barriers for results that are made of the same rows, none of which the iteration's own work needs; what
+    results are called behind them.
+    """
+    carried = {write.carried for write in writes}
+    made_of: dict[Any, frozenset[Any]] = {}
+    for eqn in section.eqns:
+        rows = [made_of[a] for a in _compat.variables(eqn.invars) if a in made_of]
+        rows += [frozenset({a}) for a in _compat.variables(eqn.invars) if a in carried]
+        if rows and own.isdisjoint(eqn.outvars):
+            made_of.update(dict.fromkeys(eqn.outvars, frozenset().union(*rows)))
+    groups: list[tuple[set[Any], list[Any]]] = []
+    for part in dict.fromkeys(_compat.variables(write.part for write in writes)):
+        read = set(made_of.get(part, ()))
+        near = [group for group in groups if group[0] & read]
+        groups = [group for group in groups if not group[0] & read]
+        groups.append((read.union(*(r for r, _ in near)), [part, *(p for _, parts in near for p in parts)]))
+    behind: dict[Any, Any] = {}
+    for read, parts in groups:
+        if len(parts) > 1 or len(read) > 1:
+            made = {part: _compat.new_var(part.aval) for part in parts}
+            section.eqns.append(_compat.barrier(list(made), list(made.values()), loop.eqn.source_info))
+            behind.update(made)
+    return behind

@@ -1,0 +1,51 @@
+"""Equation -> equations of which the compiler makes better kernels, where it is known to make poor ones.
+
+Law: the same result, up to rounding. They stand in every planned step, whatever its plan, forward and backward. XLA:GPU
+fills the zeros of a max-pooling gradient in the forward pass and keeps them, see `_max_pool_gradient.held`. A
+transposed convolution it recognises by its reversed kernel, as automatic differentiation writes it; without that it
+spreads the operand out between zeros, in memory, and convolves those too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from .._model._backend import Backend
+from .._program import _compat
+from .._program._primitives import is_late
+from ._max_pool_gradient import held, is_pooling_gradient
+
+
+def replaced(backend: Backend) -> Callable[[Any], bool]:
+    """Which equations have such an implementation for this compiler."""
+    return lambda eqn: backend.fuses and (is_pooling_gradient(eqn) or is_transposed(eqn))
+
+
+def inline(eqn: Any) -> list[Any]:
+    """The equations in place of one that is to be replaced."""
+    better = held(eqn) if is_pooling_gradient(eqn) else reversed_twice(eqn)
+    return _compat.inlined(better, eqn.invars, eqn.source_info, eqn.outvars)[0]
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Whether it is a transposed convolution of the forward pass."""
+    if eqn.primitive.name != "conv_general_dilated" or is_late(eqn):
+        return False
+    params = eqn.params
+    groups = max(params["feature_group_count"], params["batch_group_count"])
+    strided = max(*params["window_strides"], *params["rhs_dilation"], 1) > 1
+    return max(params["lhs_dilation"], default=1) > 1 and groups == 1 and not strided
+
+
+def reversed_twice(eqn: Any) -> jex.ClosedJaxpr:
+    """The convolution with a kernel that is reversed, and in a way that the compiler cannot undo was so before."""
+
+    def run(operand: jax.Array, kernel: jax.Array) -> jax.Array:
+        axes = eqn.params["dimension_numbers"].rhs_spec[2:]
+        kernel = jax.lax.optimization_barrier(jax.lax.rev(kernel, axes))
+        return eqn.primitive.bind(operand, jax.lax.rev(kernel, axes), **eqn.params)
+
+    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
+    return jax.make_jaxpr(run)(*types)

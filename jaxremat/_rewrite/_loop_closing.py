@@ -1,0 +1,193 @@
+"""Sections of equations -> scans again; the inverse of `_loop_opening.open_loops`, for any plan of what is inside.
+
+A section becomes one scan, in the place of its last equation. What it reads of another section of its group is stacked
+there and scanned over here; what it reads from outside is a constant of its body. Law: closing what was merely opened
+gives the program that was there before, with the same stacked values.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.extend.core as jex
+
+from .._program import _compat
+from .._program._primitives import is_fence
+from ._in_place_stacks import renamed, written_in_place
+from ._loop_opening import SLICE, Loop
+
+
+def close_loops(
+    eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop], *, hoists: bool = True
+) -> list[Any]:
+    """Flat equations with scans in the place of sections.
+
+    **Arguments:** `loop_of` the loop of each equation, -1 for none; a loop's equations stand together.
+    """
+    return [eqn for eqn, _ in closed_within(eqns, loop_of, loops, -1, hoists=hoists)]
+
+
+def closed_within(
+    eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop], around: int, *, hoists: bool = True
+) -> list[tuple[Any, int]]:
+    """Flat equations and their loops, with scans in the place of the sections within one loop, -1 for the program."""
+    before = before_fences(eqns)  # and before a loop wrote over rows of them
+    items = [_Item(eqn, loop) for eqn, loop in zip(eqns, loop_of, strict=True)]
+    inside = {i for i in loop_of if i >= 0 and around in _around(i, loops)}
+    for loop in sorted(inside, key=lambda i: (-len(_around(i, loops)), i)):
+        items = _closed(items, loops[loop], loops, before, hoists)
+    return [(item.eqn, item.loop) for item in items]
+
+
+def scan_of(section: Sequence[Any], loop: Loop, before: dict[Any, Any], *, hoists: bool) -> Any:
+    """The scan that a section becomes where no other hands it anything: what it reads of others are constants.
+
+    **Arguments:** `before` as by `before_fences`.
+    """
+    found = _sorted(section)
+    written_in_place(found, loop, name_before(before), hoists=hoists)
+    return _scan(found, loop)
+
+
+def before_fences(eqns: Sequence[Any]) -> dict[Any, Any]:
+    """What variables were before a fence."""
+    fences = (eqn for eqn in eqns if is_fence(eqn))
+    return {v: a for eqn in fences for v, a in zip(eqn.outvars, eqn.invars, strict=True)}
+
+
+def name_before(before: dict[Any, Any]) -> Callable[[Any], Any]:
+    """What gives a variable its first name."""
+
+    def same(atom: Any) -> Any:
+        while not _compat.is_literal(atom) and atom in before:
+            atom = before[atom]
+        return atom
+
+    return same
+
+
+def without_unread(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The equations, their conds and shard_maps without results that nobody reads, nor what they make only those of.
+
+    A plan that drops what such a one hands to the backward pass reads it in a clone, which need not make the rest.
+    """
+    read = {a for a in results if not _compat.is_literal(a)}
+    found = []
+    for eqn in reversed(eqns):
+        if eqn.primitive.name in _PRUNED and not eqn.effects:
+            wanted = [v in read for v in eqn.outvars]
+            eqn = _compat.with_results(eqn, wanted) if any(wanted) and not all(wanted) else eqn
+        read.update(a for a in eqn.invars if not _compat.is_literal(a))
+        found.append(eqn)
+    return found[::-1]
+
+
+_PRUNED = frozenset({"cond", "shard_map"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    eqn: Any
+    loop: int
+
+
+@dataclass
+class _Section:
+    """What a section's equations are to the scan."""
+
+    carries: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # index -> (initial, in the body)
+    lasts: dict[int, tuple[Any, Any]] = field(default_factory=dict)  # index -> (in the body, behind the loop)
+    scanned: dict[Any, Any] = field(default_factory=dict)  # in the body -> array
+    stacked: dict[Any, Any] = field(default_factory=dict)  # array -> in the body
+    filled: dict[Any, tuple[Any, Any]] = field(default_factory=dict)  # array -> in the body, zero
+    over: dict[Any, tuple[Any, Any]] = field(default_factory=dict)  # array -> in the body, slice written over
+    eqns: list[Any] = field(default_factory=list)
+
+
+def _around(loop: int, loops: Sequence[Loop]) -> list[int]:
+    """The loops around one, -1 for the program last."""
+    found = [loops[loop].parent]
+    while found[-1] >= 0:
+        found.append(loops[found[-1]].parent)
+    return found
+
+
+def _closed(
+    items: list[_Item], loop: Loop, loops: Sequence[Loop], before: dict[Any, Any], hoists: bool
+) -> list[_Item]:
+    """The items with one loop's section as a scan of the loop around it."""
+    at = [i for i, item in enumerate(items) if item.loop == loop.id]
+    if at[-1] - at[0] + 1 != len(at):
+        raise AssertionError(f"the equations of loop {loop.id} do not stand together")
+    section = _sorted([item.eqn for item in items[at[0] : at[-1] + 1]])
+    after = items[at[-1] + 1 :]
+    for other in dict.fromkeys(item.loop for item in after if item.loop >= 0):
+        if loops[other].group == loop.group:
+            after = _handed_on(after, section, loop, other)
+    begun, over = written_in_place(section, loop, name_before(before), hoists=hoists)
+    before.update(over)
+    closed = [_Item(eqn, loop.parent) for eqn in (*begun, _scan(section, loop))]
+    return [*items[: at[0]], *closed, *after]
+
+
+def _sorted(eqns: Sequence[Any]) -> _Section:
+    section = _Section()
+    for eqn in eqns:
+        _sort(eqn, section)
+    return section
+
+
+def _sort(eqn: Any, section: _Section) -> None:
+    name = eqn.primitive.name
+    if name == "scan_carry":
+        section.carries[eqn.params["index"]] = (eqn.invars[0], eqn.outvars[0])
+    elif name == "scan_last":
+        section.lasts[eqn.params["index"]] = (eqn.invars[0], eqn.outvars[0])
+    elif name == "scan_slice":
+        section.scanned[eqn.outvars[0]] = eqn.invars[0]
+    elif name == "scan_stack" and len(eqn.invars) == 2 and eqn.invars[1] in section.scanned:
+        section.over[eqn.outvars[0]] = eqn.invars[0], eqn.invars[1]
+    elif name == "scan_stack" and len(eqn.invars) == 2:
+        section.filled[eqn.outvars[0]] = eqn.invars[0], eqn.invars[1]
+    elif name == "scan_stack":
+        section.stacked[eqn.outvars[0]] = eqn.invars[0]
+    else:
+        section.eqns.append(eqn)
+
+
+def _handed_on(items: list[_Item], section: _Section, loop: Loop, other: int) -> list[_Item]:
+    """The items, where loop `other` reads slices of what the section's iterations make; the section stacks that."""
+    made = {v: None for eqn in section.eqns for v in eqn.outvars}
+    made.update((v, None) for _, v in section.carries.values())
+    slices: list[Any] = []
+    rename: dict[Any, Any] = {}
+    for item in items:
+        for a in item.eqn.invars if item.loop == other else ():
+            if _compat.is_literal(a) or a in rename or (a not in made and a not in section.scanned):
+                continue
+            array = section.scanned.get(a)
+            if array is None:
+                array = _compat.new_var(jex.unmapped_aval(loop.length, 0, a.aval))
+                section.stacked[array] = a
+            rename[a] = _compat.new_var(a.aval)
+            params = {"loop": other, "length": loop.length}
+            slices.append(_compat.new_eqn([array], [rename[a]], SLICE, params, loop.eqn.source_info))
+    at = next(i for i, item in enumerate(items) if item.loop == other)
+    handed = [_Item(renamed(i.eqn, rename), i.loop) if i.loop == other else i for i in items[at:]]
+    return [*items[:at], *(_Item(eqn, other) for eqn in slices), *handed]
+
+
+def _scan(section: _Section, loop: Loop) -> Any:
+    indices = sorted(section.carries)
+    results = [*(section.lasts[i][0] for i in indices), *section.stacked.values()]
+    section.eqns = without_unread(section.eqns, results)
+    carried = [section.carries[i][1] for i in indices]
+    known = {*carried, *section.scanned, *(v for eqn in section.eqns for v in eqn.outvars)}
+    read = [a for eqn in section.eqns for a in eqn.invars] + results
+    consts = list(dict.fromkeys(a for a in read if not _compat.is_literal(a) and a not in known))
+    body = _compat.new_jaxpr((), (), [*consts, *carried, *section.scanned], results, section.eqns)
+    _compat.check_jaxpr(body)
+    init = [section.carries[i][0] for i in indices]
+    lasts = [section.lasts[i][1] for i in indices]
+    operands = consts, init, list(section.scanned.values())
+    return _compat.scan_like(loop.eqn, body, loop.length, operands, (lasts, list(section.stacked)))

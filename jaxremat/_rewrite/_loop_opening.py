@@ -1,0 +1,232 @@
+"""Flat equations -> the same with loops laid open, so that what happens inside an iteration can be planned.
+
+A scan that is laid open becomes a *section* of equations: those of its body, for one iteration, and four kinds of
+others that tie the iteration to the rest,
+
+    scan_slice   X[L, ...] -> x[...]     this iteration's slice of a scanned-over array
+    scan_carry   init -> c               the carry as this iteration finds it
+    scan_last    c' -> last              the carry as it leaves it; behind the loop, as the last one does
+    scan_stack   y[...] -> Y[L, ...]     one slice of a stacked result; a second operand is the slice that it is
+                                         written over, or a zero, of which the array is made, and not before it
+    scan_part    X[N, ...], i -> x[...]  the row of an array that loops in levels (`_loop_segments`) read at an index
+
+and what is the same in all iterations is read directly. Two kinds of scans are laid open:
+
+- *pairs*: a scan of the forward pass and the one that automatic differentiation made of it, which runs backward and
+  reads what the former stacked. The backward section reads the forward section's own variables; in which form an
+  iteration of one hands them to that of the other (stacked, or recomputed from what is) is decided by the plan. Both
+  belong to one *group*, in which the slices of one array are the same value.
+- scans that hold a forward and a backward pass of their own, as gradient accumulation does, and those that
+  `_loop_segments` makes, whose primitive is `APART`.
+
+`_loop_closing` makes scans of the sections again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax import lax
+from jax.extend.core.primitives import scan_p
+
+from .._program import _compat
+from .._program._common_subexpressions import Equals
+from .._program._inline import Inliner
+from .._program._primitives import inner_jaxprs, is_late
+
+operands = _compat.scan_operands
+
+SLICE = jex.Primitive("scan_slice")
+CARRY = jex.Primitive("scan_carry")
+LAST = jex.Primitive("scan_last")
+STACK = jex.Primitive("scan_stack")
+PART = jex.Primitive("scan_part")
+APART = jex.Primitive("scan_apart")
+SLICE.def_abstract_eval(lambda x, *, length, **_: jex.mapped_aval(length, 0, x))
+CARRY.def_abstract_eval(lambda x, **_: x)
+LAST.def_abstract_eval(lambda x, **_: x)
+STACK.def_abstract_eval(lambda x, *_, length, **__: jex.unmapped_aval(length, 0, x))
+PART.def_abstract_eval(lambda x, _, *, length: jex.mapped_aval(length, 0, x))
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A scan that is laid open.
+
+    **Fields:** `id` its index in the program; `group` that of the forward loop of its pair, else its own; `length` the
+    number of iterations; `role`; `parent` the loop around it, -1 for none; `eqn` the scan.
+    """
+
+    id: int
+    group: int
+    length: int
+    role: str
+    parent: int
+    eqn: Any
+
+
+FORWARD, BACKWARD, ALONE = "forward", "backward", "alone"
+"""A loop's role: one of a pair, or with a forward and a backward pass of its own."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """**Fields:** `closed` the equations with loops laid open; `loop_of` the loop of each equation, -1 for none;
+    `loops`; `origin` for each equation that was there before its index then, -1 for the others.
+    """
+
+    closed: jex.ClosedJaxpr
+    loop_of: tuple[int, ...]
+    loops: tuple[Loop, ...]
+    origin: tuple[int, ...]
+
+
+def open_loops(flat: jex.ClosedJaxpr, inliner: Inliner, over: Mapping[Any, Any]) -> Opened:
+    """Lay open the loops of flat equations that `inliner` has made.
+
+    **Arguments:** `over` for stacked results the scanned-over array that they are written over.
+    """
+    opener = _Opener(inliner, over)
+    opener.run(flat.jaxpr.eqns, -1, list(range(len(flat.jaxpr.eqns))))
+    jaxpr = flat.jaxpr
+    return Opened(
+        _compat.new_jaxpr(inliner.constvars, inliner.consts, jaxpr.invars, jaxpr.outvars, opener.eqns),
+        tuple(opener.loop_of),
+        tuple(opener.loops),
+        tuple(opener.origin),
+    )
+
+
+class _Opener:
+    def __init__(self, inliner: Inliner, over: Mapping[Any, Any]):
+        self.inliner = inliner
+        self.over = over
+        self.eqns: list[Any] = []
+        self.loop_of: list[int] = []
+        self.origin: list[int] = []
+        self.loops: list[Loop] = []
+        self.slices: dict[tuple[int, Any], Any] = {}  # (group, array) -> the variable of its slice
+
+    def add(self, eqn: Any, loop: int, origin: int = -1) -> None:
+        self.eqns.append(eqn)
+        self.loop_of.append(loop)
+        self.origin.append(origin)
+
+    def run(self, eqns: Sequence[Any], parent: int, origin: Sequence[int]) -> None:
+        forward_of = pairs(eqns)
+        forward = set(forward_of.values())
+        opened: dict[int, int] = {}  # index of a forward scan -> its loop
+        for i, eqn in enumerate(eqns):
+            if i in forward_of:
+                self.open(eqn, BACKWARD, opened[forward_of[i]], parent)
+            elif i in forward:
+                opened[i] = self.open(eqn, FORWARD, None, parent)
+            elif eqn.primitive is APART:
+                self.open(eqn.replace(primitive=scan_p), ALONE, None, parent)
+            elif _is_scan(eqn) and _has_both_passes(eqn):
+                self.open(eqn, ALONE, None, parent)
+            else:
+                self.add(eqn, parent, origin[i])
+
+    def open(self, eqn: Any, role: str, group: int | None, parent: int) -> int:
+        """Append the section of a scan; returns its loop's id."""
+        number = len(self.loops)
+        group = number if group is None else group
+        loop = Loop(number, group, eqn.params["length"], role, parent, eqn)
+        self.loops.append(loop)
+        consts, init, scanned = operands(eqn)
+        body: list[Any] = []
+        carries = [self._edge(CARRY, a, loop, index=i) for i, a in enumerate(init)]
+        slices = [self._slice(a, loop) for a in scanned]
+        results = self.inliner.body(eqn.params["jaxpr"], [*consts, *carries, *slices], eqn.source_info, body)
+        if role == ALONE:
+            once = Equals(self.inliner)
+            for inner in body:
+                once.add(inner)
+            results = [once.read(a) for a in results]
+            self.run(once.eqns, number, [-1] * len(once.eqns))
+        else:
+            for inner in body:
+                self.add(inner, number)
+        for i, (atom, made) in enumerate(zip(results, eqn.outvars, strict=True)):
+            if i < len(init):
+                self._edge(LAST, atom, loop, made, index=i)
+            else:
+                self.slices[group, made] = atom
+                row = [self._slice(self.over[made], loop)] if made in self.over else []
+                self._edge(STACK, atom, loop, made, *row, index=i, length=loop.length)
+        return number
+
+    def _slice(self, array: Any, loop: Loop) -> Any:
+        key = (loop.group, array)
+        if key not in self.slices:
+            self.slices[key] = self._edge(SLICE, array, loop, length=loop.length)
+        return self.slices[key]
+
+    def _edge(
+        self, primitive: Any, atom: Any, loop: Loop, made: Any = None, *more: Any, **params: Any
+    ) -> Any:
+        params = {"loop": loop.id, **params}
+        if made is None:
+            made = _compat.new_var(primitive.abstract_eval(atom.aval, **params)[0])
+        self.add(_compat.new_eqn([atom, *more], [made], primitive, params, loop.eqn.source_info), loop.id)
+        return made
+
+
+def append(
+    into: list[Any], fn: Callable[..., Any], arguments: Sequence[Any], like: Any, made: Any = None
+) -> Any:
+    """Append the equations of a function of these arguments; returns its result, of the given name if any."""
+    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in arguments]
+    named = () if made is None else (made,)
+    eqns, (result,) = _compat.inlined(jax.make_jaxpr(fn)(*types), arguments, like.source_info, named)
+    into.extend(eqns)
+    return result
+
+
+def row_at(array: Any, index: Any) -> Any:
+    """The row of an array at an index that is not negative."""
+    return lax.dynamic_index_in_dim(array, index, keepdims=False, allow_negative_indices=False)
+
+
+def row_written(array: Any, row: Any, index: Any) -> Any:
+    """The array with another row at an index that is not negative."""
+    return lax.dynamic_update_index_in_dim(array, row, index, 0, allow_negative_indices=False)
+
+
+def _is_scan(eqn: Any) -> bool:
+    return eqn.primitive.name == "scan" and not eqn.effects and eqn.params["length"] > 0
+
+
+def pairs(eqns: Sequence[Any]) -> dict[int, int]:
+    """For each backward scan the forward scan whose stacked results it scans over, by index; the last if several."""
+    maker: dict[Any, int] = {}
+    forward_of: dict[int, int] = {}
+    for i, eqn in enumerate(eqns):
+        if not _is_scan(eqn):
+            continue
+        sources = {maker[a] for a in operands(eqn)[2] if a in maker} if is_late(eqn) else set()
+        matching = [j for j in sources if _runs_backward(eqn, eqns[j])]
+        if matching:
+            forward_of[i] = max(matching)
+        else:
+            maker.update((v, i) for v in eqn.outvars[_compat.scan_counts(eqn)[1] :])
+    return forward_of
+
+
+def _runs_backward(eqn: Any, forward: Any) -> bool:
+    same = eqn.params["length"] == forward.params["length"]
+    return same and eqn.params["reverse"] != forward.params["reverse"]
+
+
+def _has_both_passes(eqn: Any) -> bool:
+    """Whether a scan's body differentiates something: backward equations stand in it, and others before them."""
+    return not is_late(eqn) and any(map(is_late, _inner(eqn)))
+
+
+def _inner(eqn: Any) -> list[Any]:
+    """The equations of an equation's bodies, and of the bodies in those."""
+    found = [inner for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns]
+    return found + [deeper for inner in found for deeper in _inner(inner)]

@@ -1,0 +1,385 @@
+"""Flat equations -> the same with pairs of scans divided, or in levels, which keep fewer carries and run the forward
+pass again.
+
+A pair of `L = S * M + r` iterations, of the rows of arrays `X[L, ...]`,
+
+    c, R = scan(forward, c0, X)                g, Y = scan(backward, g0, (R, X), reverse)
+
+becomes in two levels `S` segments of `M` iterations, and a pair of the last `r`. With `I = arange(S * M)` as `[S, M]`,
+
+    c, C = scan(c -> (scan(forward, c, I'), c), c0, I)
+    c, R = scan(forward, c, rest)
+    g, Y = scan(backward, (g0, zeros), (R, rest), reverse)
+    g, Y = scan((g, Y) -> (R = scan(forward, c', I'); scan(backward, (g, Y), (R, I'), reverse)),
+                (g, Y), (C, I), reverse)
+
+so that `S` carries are stacked, and everything else `M` times. In more levels the inner pair is cut in the same way. A
+pair that is divided has one level, the first `S` iterations, and one or more rests, one behind the other: as many
+pairs, which need not stack the same. All levels read and write the rows of the whole arrays: none has a copy of its
+segment's parameters or gradients. What is written over an array (see `_update_absorption`) starts as that array in
+place of zeros, and its rows are read there. These are scans like any others: `_loop_opening` lays the outer backward
+scan open, and in it the inner pair.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+
+from .._model._graph import Segments
+from .._model._loop_levels import nested, parts
+from .._program import _compat
+from .._program._inline import Inliner
+from ._loop_opening import APART, PART, append, operands, pairs, row_at, row_written
+from ._sinking import sink_into
+
+Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], Sequence[Any], Sequence[Any]]]
+"""Constants, carries and slices of an iteration -> its equations, the carries that it leaves, what it stacks."""
+
+
+def segmented(
+    flat: jex.ClosedJaxpr, inliner: Inliner, segments: Segments, over: Mapping[Any, Any]
+) -> tuple[jex.ClosedJaxpr, list[int]]:
+    """The program with its pairs in levels; also for each equation its index before, -1 for new ones.
+
+    **Arguments:** `segments` for each pair of the program's top level, in the order of the forward scans, the lengths
+    of its levels and rests (see `_loop_levels.parts`); none, or one of all its iterations, leave it as it is.
+    `over` for stacked results the array that they
+    are written over.
+    """
+    eqns = flat.jaxpr.eqns
+    divided = list(zip(backward_of(eqns).items(), segments, strict=True))
+    deep = {n for (i, own), lengths in divided if nested(lengths) for n in (i, *own)}
+    eqns = sink_into(eqns, deep)
+    read_by: dict[Any, set[int]] = {}
+    for i, eqn in enumerate(eqns):
+        for a in eqn.invars:
+            if not _compat.is_literal(a):
+                read_by.setdefault(a, set()).add(i)
+    returned = {a for a in flat.jaxpr.outvars if not _compat.is_literal(a)}
+    replaced: dict[int, list[Any]] = {}
+    for (i, own), levels in divided:
+        if levels and levels != (eqns[i].params["length"],):
+            seen = [v in returned or not read_by.get(v, set()) <= set(own) for v in eqns[i].outvars]
+            pair = _Pair(eqns[i], inliner, levels, seen, over)
+            replaced[i] = pair.forward()
+            replaced.update((j, pair.backward(eqns[j])) for j in own)
+    found: list[Any] = []
+    origin: list[int] = []
+    for i, eqn in enumerate(eqns):
+        found.extend(replaced.get(i, [eqn]))
+        origin.extend([-1] * len(replaced[i]) if i in replaced else [i])
+    jaxpr = flat.jaxpr
+    cut = _compat.new_jaxpr(inliner.constvars, inliner.consts, jaxpr.invars, jaxpr.outvars, found)
+    return cut, origin
+
+
+def backward_of(eqns: Sequence[Any]) -> dict[int, list[int]]:
+    """For the forward scan of each pair, in order, its backward scans, by index."""
+    found: dict[int, list[int]] = {}
+    for backward, forward in pairs(eqns).items():
+        found.setdefault(forward, []).append(backward)
+    return dict(sorted(found.items()))
+
+
+def cuttable(eqns: Sequence[Any]) -> tuple[bool, ...]:
+    """For each pair whether it can be other loops: zeros stand for what its backward scans have not stacked yet."""
+    return tuple(
+        all(
+            jnp.issubdtype(v.aval.dtype, jnp.number)
+            for j in own
+            for v in eqns[j].outvars[_compat.scan_counts(eqns[j])[1] :]
+        )
+        for own in backward_of(eqns).values()
+    )
+
+
+class _Pair:
+    """A forward scan, to be cut into levels; `seen` says which of its results others than its pair read.
+
+    In all scans that are made here the whole arrays stand among the constants, and what is scanned over are indices.
+    """
+
+    def __init__(
+        self,
+        eqn: Any,
+        inliner: Inliner,
+        lengths: Sequence[int],
+        seen: Sequence[bool],
+        over: Mapping[Any, Any],
+    ):
+        self.eqn = eqn
+        self.over = over
+        # of a backward scan's constants: which of its carries they are by now
+        self.written: dict[int, int] = {}
+        self.inliner = inliner
+        levels, self.rests = parts(eqn.params["length"], lengths)
+        self.levels: Sequence[int] = levels
+        self.carries = len(operands(eqn)[1])
+        self.known = self._known(eqn)
+        self.visible = [i for i in range(self.carries, len(eqn.outvars)) if seen[i]]
+        self.main: Any = None  # the indices of the iterations in levels
+        self.behind: list[Any] = []  # and those of each rest
+        self.starts: list[Any] = []  # the stacked carries with which the segments start
+        self.first: dict[Any, Any] = {}  # for the forward scan's stacked results those of the first level
+        self.last: list[dict[Any, Any]] = []  # and those of each rest
+
+    def _known(self, eqn: Any, but: Sequence[Any] = ()) -> list[Any]:
+        """A scan's constants, those of its body and the arrays that it scans over but for these."""
+        consts, _, arrays = operands(eqn)
+        closed = eqn.params["jaxpr"]
+        inner = zip(getattr(closed, "consts", ()), getattr(closed, "jaxpr", closed).constvars, strict=True)
+        own = (self.inliner.constant(c, v.aval) for c, v in inner)
+        return [*own, *consts, *(a for a in arrays if a not in but)]
+
+    def forward(self) -> list[Any]:
+        """The forward scan over the first level, in levels one that stacks the carries that its segments start with;
+        then those of the rests.
+        """
+        eqn, count, main = self.eqn, self.carries, prod(self.levels)
+        init, ends = operands(eqn)[1], eqn.outvars[:count]
+        stacked = range(count, len(eqn.outvars))
+        made: list[Any] = []
+        self.main = self._indices(made, self.levels, sum(self.rests) if eqn.params["reverse"] else 0)
+        between = _fresh(init) if self.rests else ends
+        if len(self.levels) > 1:
+            made.append(
+                self._forward(self.levels, self.known, init, self.main, self.visible, between, starts=True)
+            )
+            self.starts = made[-1].outvars[count : 2 * count]
+            named, stacks = (eqn.outvars[i] for i in self.visible), made[-1].outvars[2 * count :]
+        else:
+            made.append(
+                self._forward(self.levels, self.known, init, self.main, stacked, between, opened=True)
+            )
+            named, stacks = eqn.outvars[count:], made[-1].outvars[count:]
+        self.first = dict(zip(named, stacks, strict=True))
+        for i, rest in enumerate(self.rests):
+            begun, after = main + sum(self.rests[:i]), sum(self.rests[i + 1 :])
+            self.behind.append(self._indices(made, (rest,), after if eqn.params["reverse"] else begun))
+            start, between = between, _fresh(init) if after else ends
+            made.append(
+                self._forward((rest,), self.known, start, self.behind[i], stacked, between, opened=True)
+            )
+            self.last.append(dict(zip(eqn.outvars[count:], made[-1].outvars[count:], strict=True)))
+        for v in (eqn.outvars[i] for i in self.visible):
+
+            def whole(stack: Any, *rests: Any) -> Any:
+                stacks = [stack.reshape(main, *stack.shape[len(self.levels) :]), *rests]
+                return jnp.concatenate(stacks[::-1] if eqn.params["reverse"] else stacks)
+
+            append(made, whole, [self.first[v], *(last[v] for last in self.last)], eqn, v)
+        return made
+
+    def backward(self, eqn: Any) -> list[Any]:
+        """The rests' backward scans, the last first, and that over the first level; in levels its body runs a segment's
+        forward scan once more.
+        """
+        known = [*self.known, *self._known(eqn, self._handed(eqn))]
+        made: list[Any] = []
+        init = operands(eqn)[1]
+        stacks = eqn.outvars[len(init) :]
+        state = [*init, *(self.over[v] if v in self.over else _zeros(made, v.aval, eqn) for v in stacks)]
+        begun = {self.over[v]: len(init) + i for i, v in enumerate(stacks) if v in self.over}
+        places = [begun.get(a) if not _compat.is_literal(a) else None for a in known]
+        self.written = {i: at for i, at in enumerate(places) if at is not None}
+        for rest, behind, last in reversed(list(zip(self.rests, self.behind, self.last, strict=True))):
+            handed = [last[a] for a in self._handed(eqn)]
+            made.append(self._backward(eqn, rest, known, state, behind, handed))
+            state = made[-1].outvars
+        if len(self.levels) > 1:
+            made.append(self._apart(eqn, self.levels, known, state, self.main, self.starts, eqn.outvars))
+        else:
+            handed = [self.first[a] for a in self._handed(eqn)]
+            made.append(
+                self._backward(eqn, self.levels[0], known, state, self.main, handed, ends=eqn.outvars)
+            )
+        return made
+
+    def _handed(self, eqn: Any) -> list[Any]:
+        """What a backward scan reads of what the forward scan stacks."""
+        stacked = self.eqn.outvars[self.carries :]
+        return [v for v in stacked if v in operands(eqn)[2]]
+
+    def _forward(
+        self,
+        levels: Sequence[int],
+        known: Sequence[Any],
+        init: Sequence[Any],
+        indices: Any,
+        results: Sequence[int],
+        ends: Sequence[Any] | None = None,
+        *,
+        starts: bool = False,
+        opened: bool = False,
+    ) -> Any:
+        """A forward scan over the first level, which stacks some results, and before them the carries that each of its
+        iterations starts with if they are wanted; `opened` if it is one of a pair.
+        """
+
+        def body(known: list[Any], carried: list[Any], slices: list[Any]) -> Any:
+            if len(levels) == 1:
+                eqns, made = self._iteration(self.eqn, known, carried, slices[0], {}, results, opened)
+            else:
+                eqns = [_inside(self._forward(levels[1:], known, carried, slices[0], results))]
+                made = eqns[0].outvars
+            return eqns, made[: self.carries], [*(carried if starts else ()), *made[self.carries :]]
+
+        return _loop(self.eqn, levels[0], (known, init, [indices]), body, ends)
+
+    def _backward(
+        self,
+        eqn: Any,
+        length: int,
+        known: Sequence[Any],
+        state: Sequence[Any],
+        indices: Any,
+        handed: Sequence[Any],
+        ends: Sequence[Any] | None = None,
+    ) -> Any:
+        """A backward scan whose carries are its own and the arrays of its results."""
+        carries = len(operands(eqn)[1])
+        residuals = self._handed(eqn)
+        results = range(carries, len(eqn.outvars))
+
+        def body(known: list[Any], state: list[Any], slices: list[Any]) -> Any:
+            known = self._as_written(known, state)
+            index, *given = slices
+            there = dict(zip(residuals, given, strict=True))
+            own = known[len(self.known) :]
+            eqns, made = self._iteration(eqn, own, state[:carries], index, there, results, True)
+            written = [
+                append(eqns, row_written, (whole, row, index), _inside(eqn))
+                for whole, row in zip(state[carries:], made[carries:], strict=True)
+            ]
+            return eqns, [*made[:carries], *written], []
+
+        return _loop(eqn, length, (known, state, [indices, *handed]), body, ends)
+
+    def _apart(
+        self,
+        eqn: Any,
+        levels: Sequence[int],
+        known: Sequence[Any],
+        state: Sequence[Any],
+        indices: Any,
+        starts: Sequence[Any],
+        ends: Sequence[Any] | None = None,
+    ) -> Any:
+        """The backward scan over the first level, each of whose iterations starts from a carry that was kept."""
+
+        def body(known: list[Any], state: list[Any], slices: list[Any]) -> Any:
+            known = self._as_written(known, state)
+            index, *start = slices
+            own = known[: len(self.known)]
+            if len(levels) == 2:
+                names = {v: i for i, v in enumerate(self.eqn.outvars)}
+                wanted = [names[v] for v in self._handed(eqn)]
+                again = self._forward(levels[1:], own, start, index, wanted, opened=True)
+                handed = again.outvars[self.carries :]
+                back = self._backward(eqn, levels[1], known, state, index, handed)
+            else:
+                again = self._forward(levels[1:], own, start, index, (), starts=True)
+                back = self._apart(eqn, levels[1:], known, state, index, again.outvars[self.carries :])
+            return [_inside(again), _inside(back)], back.outvars, []
+
+        scan = _loop(eqn, levels[0], (known, state, [indices, *starts]), body, ends)
+        return scan.replace(primitive=APART)
+
+    def _as_written(self, known: Sequence[Any], state: Sequence[Any]) -> list[Any]:
+        """The constants, those that are written over as they are by now."""
+        return [state[self.written[i]] if i in self.written else a for i, a in enumerate(known)]
+
+    def _iteration(
+        self,
+        eqn: Any,
+        known: Sequence[Any],
+        carried: Sequence[Any],
+        index: Any,
+        given: dict[Any, Any],
+        results: Sequence[int],
+        opened: bool,
+    ) -> tuple[list[Any], list[Any]]:
+        """The equations of one iteration of a scan and its results, carries and some of the others.
+
+        **Arguments:** `known` as made by `_known`; `given` slices of arrays that it scans over, the other arrays are
+        read at the `index`.
+        """
+        closed = eqn.params["jaxpr"]
+        jaxpr = getattr(closed, "jaxpr", closed)
+        arrays = operands(eqn)[2]
+        first = len(known) - sum(a not in given for a in arrays)
+        eqns: list[Any] = []
+        rows = iter([_row(eqns, array, index, _inside(eqn), opened) for array in known[first:]])
+        slices = [given[a] if a in given else next(rows) for a in arrays]
+        own = zip([*jaxpr.constvars, *jaxpr.invars], [*known[:first], *carried, *slices], strict=True)
+        rename: dict[Any, Any] = dict(own)
+        outvars = [*jaxpr.outvars[: len(carried)], *(jaxpr.outvars[i] for i in results)]
+        for inner in _needed(jaxpr.eqns, outvars):
+            made = [rename.setdefault(v, _compat.new_var(v.aval)) for v in inner.outvars]
+            eqns.append(inner.replace(invars=[_read(a, rename) for a in inner.invars], outvars=made))
+        return eqns, [_read(a, rename) for a in outvars]
+
+    def _indices(self, into: list[Any], shape: Sequence[int], first: int) -> Any:
+        """Append what makes an array of this shape of the iterations' indices from the first on."""
+        made = lambda: lax.iota(jnp.int32, prod(shape)).reshape(shape) + first  # noqa: E731
+        return append(into, made, (), self.eqn)
+
+
+def _read(atom: Any, rename: dict[Any, Any]) -> Any:
+    return atom if _compat.is_literal(atom) else rename[atom]
+
+
+def _needed(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """The equations that these results need."""
+    needed = {a for a in outvars if not _compat.is_literal(a)}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            kept.append(eqn)
+            needed.update(a for a in eqn.invars if not _compat.is_literal(a))
+    return kept[::-1]
+
+
+def _row(into: list[Any], array: Any, index: Any, like: Any, opened: bool) -> Any:
+    """Append what reads the row of an array at an index."""
+    if opened:
+        params = {"length": array.aval.shape[0]}
+        made = _compat.new_var(jex.mapped_aval(params["length"], 0, array.aval))
+        into.append(_compat.new_eqn([array, index], [made], PART, params, like.source_info))
+        return made
+    return append(into, row_at, (array, index), like)
+
+
+def _zeros(into: list[Any], aval: Any, like: Any) -> Any:
+    return append(into, lambda: lax.full(aval.shape, 0, aval.dtype), (), like)
+
+
+def _inside(eqn: Any) -> Any:
+    """The equation as part of a body: the names around it are those of the loop."""
+    return eqn.replace(source_info=_compat.root_source(eqn))
+
+
+def _fresh(atoms: Sequence[Any]) -> list[Any]:
+    return [_compat.new_var(a.aval) for a in atoms]
+
+
+def _loop(
+    like: Any,
+    length: int,
+    arguments: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    body: Body,
+    ends: Sequence[Any] | None = None,
+) -> Any:
+    """A scan that runs as another does, with another body, length, operands, and names of its last carries."""
+    consts, init, scanned = arguments
+    known, carried = _fresh(consts), _fresh(init)
+    slices = [_compat.new_var(jex.mapped_aval(length, 0, a.aval)) for a in scanned]
+    eqns, lasts, stacked = body(known, carried, slices)
+    closed = _compat.new_jaxpr((), (), [*known, *carried, *slices], [*lasts, *stacked], eqns)
+    stacks = [_compat.new_var(jex.unmapped_aval(length, 0, a.aval)) for a in stacked]
+    results = list(ends) if ends is not None else _fresh(init)
+    return _compat.scan_like(like, closed, length, arguments, (results, stacks))

@@ -1,0 +1,137 @@
+"""Jaxpr -> order of its equations in which gradients and updates are consumed as soon as they are complete.
+
+Automatic differentiation leaves all optimizer updates to the end, so that every gradient lives until there. Here
+*tail* equations, from which no contraction or loop is reachable any more (metrics, running statistics, weight-gradient
+reductions, the optimizer), run as soon as their last operand of the main line exists, and those that depend on
+arguments alone run just before their first reader. Contractions that feed nothing but the tail (weight gradients) go
+first among those that are ready. Everything else keeps its order. The result is a topological order that keeps
+effects in sequence. The equations of a loop that is laid open stay together, ordered among themselves alike, its
+results last.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .._program import _compat
+from .._program._primitives import is_contraction
+from ._loop_opening import Loop
+
+
+def memory_order(
+    jaxpr: Any, alive: Sequence[bool], loop_of: Sequence[int] = (), loops: Sequence[Loop] = ()
+) -> list[int]:
+    """The indices of the live equations in execution order.
+
+    **Arguments:** `loop_of` and `loops` as in `Traced`; without them no loop is laid open.
+    """
+    live = [i for i, keep in enumerate(alive) if keep]
+    return _ordered(jaxpr.eqns, live, loop_of or [-1] * len(alive), loops, -1)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One equation, or a loop that is laid open.
+
+    **Fields:** `order` its equations in execution order; `reads` and `makes` variables; `contraction` as in
+    `_primitives`; `effects`; `backward` whether running it early can only free memory.
+    """
+
+    order: tuple[int, ...]
+    reads: tuple[Any, ...]
+    makes: tuple[Any, ...]
+    contraction: bool
+    effects: bool
+    backward: bool
+
+
+def _ordered(
+    eqns: Sequence[Any], live: Sequence[int], loop_of: Sequence[int], loops: Sequence[Loop], parent: int
+) -> list[int]:
+    """The indices of the equations of one loop and of those in it, in execution order."""
+    inside: dict[int, list[int]] = {}  # loop of this level -> its equations; those of the level itself apart
+    single: list[int] = []
+    for i in live:
+        loop = loop_of[i]
+        while loop != parent and loops[loop].parent != parent:
+            loop = loops[loop].parent
+        if loop == parent:
+            single.append(i)
+        else:
+            inside.setdefault(loop, []).append(i)
+    units = [_unit(eqns, (i,), is_contraction(eqns[i])) for i in single]
+    for loop, members in inside.items():
+        units.append(_unit(eqns, _ordered(eqns, members, loop_of, loops, loop), True))
+    units.sort(key=lambda unit: min(unit.order))
+    order = [i for n in _unit_order(units) for i in units[n].order]
+    leaving = {i for i in single if eqns[i].primitive.name in ("scan_last", "scan_stack")}
+    return [i for i in order if i not in leaving] + [i for i in order if i in leaving]
+
+
+def _unit(eqns: Sequence[Any], order: Sequence[int], contraction: bool) -> _Unit:
+    return _Unit(
+        tuple(order),
+        tuple(a for i in order for a in eqns[i].invars if not _compat.is_literal(a)),
+        tuple(v for i in order for v in eqns[i].outvars),
+        contraction,
+        any(eqns[i].effects for i in order),
+        _backward(eqns[order[0]]),
+    )
+
+
+def _unit_order(units: Sequence[_Unit]) -> list[int]:
+    live = range(len(units))
+    maker = {v: i for i, unit in enumerate(units) for v in unit.makes}
+    operands = {i: sorted({maker[a] for a in units[i].reads if a in maker and maker[a] != i}) for i in live}
+    readers: dict[int, list[int]] = {i: [] for i in live}
+    for i in live:
+        for j in operands[i]:
+            readers[j].append(i)
+
+    tail: dict[int, bool] = {}  # nothing reachable from here is a contraction, nor is it one itself
+    for i in reversed(live):
+        tail[i] = not units[i].contraction and not units[i].effects and all(tail[j] for j in readers[i])
+    eager = {
+        i: tail[i] or (not units[i].effects and bool(readers[i]) and all(tail[j] for j in readers[i]))
+        for i in live
+    }
+    rooted: dict[int, bool] = {}  # depends on an equation of the main line
+    for i in live:
+        rooted[i] = not tail[i] or any(rooted[j] for j in operands[i])
+
+    order: list[int] = []
+    done: set[int] = set()
+    waiting = {i: sum(rooted[j] for j in operands[i]) for i in live}
+
+    def emit(root: int) -> None:
+        stack = [(root, False)]
+        while stack:
+            i, ready = stack.pop()
+            if i in done:
+                continue
+            if not ready:
+                stack.append((i, True))
+                stack.extend((j, False) for j in reversed(operands[i]) if j not in done)
+                continue
+            done.add(i)
+            order.append(i)
+            if rooted[i]:
+                free = []
+                for j in readers[i]:
+                    waiting[j] -= 1
+                    if waiting[j] == 0 and eager[j] and units[j].backward:
+                        free.append(j)
+                stack.extend((j, False) for j in reversed(free))
+
+    for i in live:
+        if rooted[i]:
+            emit(i)
+    for i in live:
+        emit(i)
+    return order
+
+
+def _backward(eqn: Any) -> bool:
+    """Whether running early can only free memory: not in the forward pass of the differentiated function."""
+    stack = _compat.name_stack_text(eqn)
+    return "transpose(" in stack or "jvp(" not in stack

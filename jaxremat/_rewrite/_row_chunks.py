@@ -1,0 +1,232 @@
+"""Flat equations, a region of rows -> the same with that work done chunk after chunk.
+
+    logits = h @ W                                       for i in range(chunks):
+    loss, dlogits = softmax_cross_entropy(logits)   ->       logits = h[i] @ W
+    dW, dh = h.T @ dlogits, dlogits @ W.T                    loss[i], dlogits = softmax_cross_entropy(logits)
+                                                             dW, dh[i] = dW + h[i].T @ dlogits, dlogits @ W.T
+
+needs a fraction of the memory and no operation twice. It is one call, within which nothing is planned.
+
+Law: rows are made by the same operations as before, sums over rows chunk by chunk.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+
+from .._program import _compat
+from .._program._primitives import is_late, is_light, is_relabelling
+from ._loop_opening import append
+from ._row_regions import Readers, Region, edges
+from ._row_rules import in_chunk, sum_type
+
+IN_CHUNKS = "in_chunks"
+"""What the call is named that stands for a region that is not planned."""
+
+
+def chunked(
+    closed: jex.ClosedJaxpr, found: Sequence[Region], chunks: Sequence[int]
+) -> tuple[jex.ClosedJaxpr, list[int]]:
+    """The program with one of its regions in chunks; also for each equation its index before, -1 for new ones.
+
+    **Arguments:** `chunks` for each region how many, 0 for one that is left as it is.
+    """
+    for region, count in zip(found, chunks, strict=True):
+        if count:
+            return _in_chunks(closed, region, count)
+    return closed, list(range(len(closed.jaxpr.eqns)))
+
+
+def _in_chunks(closed: jex.ClosedJaxpr, region: Region, chunks: int) -> tuple[jex.ClosedJaxpr, list[int]]:
+    program = Readers(closed)
+    eqns = program.eqns
+    loop = _Chunks(program, region, chunks)
+    made = loop.equations()
+    gone = region.ways.keys() | loop.moved
+    first, last = min(region.ways), max(region.ways)
+    # What reads the region's results, in between, waits for them.
+    waits: list[int] = []
+    late = {v for i in region.ways for v in eqns[i].outvars}
+    before = [i for i in program.alive if i < first and i not in gone]
+    for i in program.alive:
+        if not first <= i <= last or i in gone:
+            continue
+        if late.isdisjoint(_compat.variables(eqns[i].invars)):
+            before.append(i)
+        else:
+            waits.append(i)
+            late.update(eqns[i].outvars)
+    after = [*waits, *(i for i in program.alive if i > last)]
+    origin = [*before, *(-1 for _ in made), *after]
+    whole = [*(eqns[i] for i in before), *made, *(eqns[i] for i in after)]
+    jaxpr = closed.jaxpr
+    result = _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, whole)
+    return result, origin
+
+
+class _Chunks:
+    """The loop over chunks of a region's rows."""
+
+    def __init__(self, program: Readers, region: Region, chunks: int):
+        self.program, self.region, self.chunks = program, region, chunks
+        self.dimension: dict[Any, int | None] = {}
+        self.adder: dict[Any, int] = {}  # sums -> the equation that makes them
+        for i, way in region.ways.items():
+            eqn = program.eqns[i]
+            both = zip((*eqn.invars, *eqn.outvars), (*way.operands, *way.results), strict=True)
+            self.dimension.update((a, d) for a, d in both if not _compat.is_literal(a))
+            if way.summed:
+                self.adder.update((v, i) for v in eqn.outvars)
+        # A sum that is scattered goes on in the array that it starts with.
+        self.over = {
+            v: program.eqns[i].invars[0] for v, i in self.adder.items() if _scatters(program.eqns[i])
+        }
+        self.moved = self._moved()
+        self.turned = self._turned()
+        # What chunks read, parts of it or all, and what they leave; and what the call reads.
+        self.parted, self.leaves = edges(program, [*self.turned, *region.ways])
+        self.reads, _ = edges(program, [*self.moved, *region.ways])
+
+    def _moved(self) -> list[int]:
+        """Mere movement of data for the region alone: nothing else needs the result."""
+        program, found = self.program, set[int]()
+        waiting, _ = edges(program, self.region.ways)
+        while waiting:
+            i = program.maker.get(waiting.pop(), -1)
+            if i in found or i < 0 or not is_light(program.eqns[i]) or len(program.eqns[i].outvars) > 1:
+                continue
+            (v,) = program.eqns[i].outvars
+            readers = program.readers[v]
+            if v not in program.returned and all(j in self.region.ways or j in found for j in readers):
+                found.add(i)
+                waiting.extend(_compat.variables(program.eqns[i].invars))
+        return sorted(found)
+
+    def _turned(self) -> list[int]:
+        """What of that is only read in another order, as a turned matrix is, whole: products in chunks do so."""
+        program, found = self.program, list[int]()
+        for i in reversed(self.moved):
+            (v,) = program.eqns[i].outvars
+            whole = self.dimension.get(v) is None and is_relabelling(program.eqns[i])
+            if whole and all(j in self.region.ways or j in found for j in program.readers[v]):
+                found.append(i)
+        return found[::-1]
+
+    def equations(self) -> list[Any]:
+        """The call in place of the region's equations, one of the backward pass if any of them is."""
+        late = [i for i in self.region.ways if is_late(self.program.eqns[i])]
+        like = self.program.eqns[late[0] if late else min(self.region.ways)]
+
+        def in_chunks(*operands: Any) -> list[Any]:
+            return self._run(*operands)
+
+        in_chunks.__name__ = IN_CHUNKS
+        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=_weak(a)) for a in self.reads]
+        closed = jax.make_jaxpr(jax.jit(in_chunks))(*types)
+        made, _ = _compat.inlined(closed, self.reads, like.source_info, self.leaves)
+        return made
+
+    def _run(self, *operands: Any) -> list[Any]:
+        """The results of the region for what it reads."""
+        env = dict(zip(self.reads, operands, strict=True))
+        for eqn in (self.program.eqns[i] for i in self.moved if i not in self.turned):
+            invars = [a.val if _compat.is_literal(a) else env[a] for a in eqn.invars]
+            env[eqn.outvars[0]] = eqn.primitive.bind(*invars, **eqn.params)
+        # Zeros that depend on nothing could be filled at any time.
+        zero, _ = lax.optimization_barrier((jnp.zeros((), jnp.float32), operands[0]))
+        start = [
+            env[self.over[v]] if v in self.over else lax.broadcast(zero.astype(self._type(v)), v.aval.shape)
+            for v in self.leaves
+        ]
+        body = self._body()
+
+        def step(state: list[Any], i: Any) -> tuple[list[Any], None]:
+            return jex.jaxpr_as_fun(body)(i, *state, *(env[a] for a in self.parted)), None
+
+        state, _ = lax.scan(step, start, jnp.arange(self.chunks, dtype=jnp.int32))
+        return [a.astype(v.aval.dtype) for a, v in zip(state, self.leaves, strict=True)]
+
+    def _type(self, v: Any) -> Any:
+        """The type in which a result is carried from chunk to chunk."""
+        return sum_type(v.aval.dtype) if v in self.adder and v not in self.over else v.aval.dtype
+
+    def _body(self) -> jex.ClosedJaxpr:
+        """One chunk: its index, the results so far and what the region reads -> the results."""
+        eqns: list[Any] = []
+        index = _compat.new_var(ShapedArray((), jnp.int32))
+        state = [_compat.new_var(v.aval.update(dtype=self._type(v), weak_type=False)) for v in self.leaves]
+        so_far = dict(zip(self.leaves, state, strict=True))
+        operands = [_compat.new_var(a.aval) for a in self.parted]
+        env: dict[Any, Any] = {}
+        for a, operand in zip(self.parted, operands, strict=True):
+            d = self.dimension.get(a)
+            env[a] = operand if d is None else self._part(eqns, operand, index, d, a)
+        for eqn in (self.program.eqns[i] for i in self.turned):
+            env[eqn.outvars[0]] = made = _compat.new_var(eqn.outvars[0].aval)
+            eqns.append(eqn.replace(invars=[env.get(a, a) for a in eqn.invars], outvars=[made]))
+        for i, way in self.region.ways.items():
+            eqn = self.program.eqns[i]
+            invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
+            if way.summed and _scatters(eqn):
+                invars[0] = so_far[eqn.outvars[0]]
+            params = in_chunk(eqn, way, self.chunks)
+            outvars = [
+                _compat.new_var(self._aval(v, d, params))
+                for v, d in zip(eqn.outvars, way.results, strict=True)
+            ]
+            eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
+            env.update(zip(eqn.outvars, outvars, strict=True))
+        results = [self._added(eqns, v, so_far[v], env[v], index) for v in self.leaves]
+        body = _compat.new_jaxpr((), (), [index, *state, *operands], results, eqns)
+        _compat.check_jaxpr(body)
+        return body
+
+    def _aval(self, v: Any, dimension: int | None, params: Mapping[str, Any]) -> Any:
+        if dimension is None:
+            return v.aval.update(dtype=params.get("preferred_element_type") or v.aval.dtype)
+        shape = list(v.aval.shape)
+        shape[dimension] //= self.chunks
+        return v.aval.update(shape=tuple(shape))
+
+    def _part(self, eqns: list[Any], operand: Any, index: Any, dimension: int, like: Any) -> Any:
+        """The rows of this chunk."""
+        size = operand.aval.shape[dimension] // self.chunks
+
+        def part(whole: Any, i: Any) -> Any:
+            return lax.dynamic_slice_in_dim(whole, i * size, size, dimension)
+
+        return append(eqns, part, (operand, index), self._reader(like))
+
+    def _added(self, eqns: list[Any], v: Any, so_far: Any, made: Any, index: Any) -> Any:
+        """A result with what this chunk makes of it."""
+        d = self.dimension[v]
+        if v in self.over:
+            return made
+
+        def written(whole: Any, part: Any, i: Any) -> Any:
+            if d is None:
+                return whole + part.astype(whole.dtype)
+            return lax.dynamic_update_slice_in_dim(whole, part, i * part.shape[d], d)
+
+        return append(eqns, written, (so_far, made, index), self.program.eqns[self.program.maker[v]])
+
+    def _reader(self, v: Any) -> Any:
+        return next(self.program.eqns[i] for i in self.program.readers[v] if i in self.region.ways)
+
+
+def is_in_chunks(eqn: Any) -> bool:
+    """Whether an equation is all of a region, in chunks."""
+    return eqn.params.get("name") == IN_CHUNKS
+
+
+def _scatters(eqn: Any) -> bool:
+    return eqn.primitive.name == "scatter-add"
+
+
+def _weak(a: Any) -> bool:
+    return bool(getattr(a.aval, "weak_type", False))

@@ -1,0 +1,96 @@
+"""Section of a loop -> the same with rows of arrays read where they are needed, not all when an iteration begins.
+
+Reading a row of a stack copies it, unless a pointwise kernel reads it in its place. A compiler that does early what it
+can copies all rows that an iteration reads at its start, and there they stay until the last stage has read them. So
+behind each fence rows are read anew, at an index that has passed the fence. Those of arrays that the iteration writes
+are read once (see `_in_place_stacks`), and pass the fences themselves: else what is made of them, broadcasts to the
+size of what they are added to, would be made at the start too. So do all rows in a loop of one iteration, whose index
+is no secret to the compiler.
+
+Law: the same rows.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from .._program import _compat
+from .._program._primitives import is_fence
+from ._loop_opening import PART, Loop, append, row_at
+
+
+def read_late(
+    section: Any,
+    loop: Loop,
+    written: Collection[Any],
+    own: Collection[Any],
+    place: Callable[[], Any],
+    same: Callable[[Any], Any],
+) -> None:
+    """Read the rows of a section (see `_loop_closing`) in the stages that need them.
+
+    **Arguments:** `written` the arrays that the iteration writes; `own` what it needs for anything but that; `place`
+    makes a variable for the iteration's index; `same` gives a variable the name that it had before it passed any fence.
+    """
+    every = _rows(section)
+    rows = {v: row for v, row in every.items() if same(row[0]) not in written}
+    passed: dict[Any, Any] = {}  # what passes fences -> its name before
+    late: set[Any] = set()  # rows that are read behind one
+    for eqn in section.eqns:
+        if is_fence(eqn):
+            pairs = zip(eqn.invars, eqn.outvars, strict=True)
+            passed.update((v, passed.get(a, a)) for a, v in pairs if not _compat.is_literal(a))
+        elif passed and eqn.primitive is not PART:
+            late.update(every.keys() & {passed.get(a, a) for a in _compat.variables(eqn.invars)})
+    where = {
+        v: (array, place() if index is None else index)
+        for v, (array, index) in rows.items()
+        if v in late and loop.length > 1
+    }
+    there = {
+        v: v for v in every if v in late and v not in rows and v in own
+    }  # its name behind the last fence
+    if not where and not there:
+        return
+    found: list[Any] = []
+    index_of = {index: index for _, index in where.values()}  # its name behind the last fence
+    names: dict[Any, Any] = {}  # row -> its name there
+
+    def read(atom: Any) -> Any:
+        row = None if _compat.is_literal(atom) else passed.get(atom, atom)
+        if row not in where:
+            return there.get(row, atom)
+        if row not in names:
+            array, index = where[row]
+            names[row] = append(found, row_at, (array, index_of[index]), loop.eqn)
+        return names[row]
+
+    for eqn in section.eqns:
+        if is_fence(eqn):
+            pairs = zip(eqn.invars, eqn.outvars, strict=True)
+            moved = where.keys() | there.keys()
+            through = [(a, v) for a, v in pairs if _compat.is_literal(a) or passed.get(a, a) not in moved]
+            fenced = {index: _compat.new_var(index.aval) for index in index_of}
+            behind = {row: _compat.new_var(row.aval) for row in there}
+            through.extend((index_of[index], v) for index, v in fenced.items())
+            through.extend((there[row], v) for row, v in behind.items())
+            found.append(eqn.replace(invars=[a for a, _ in through], outvars=[v for _, v in through]))
+            index_of, there, names = fenced, behind, {}
+        elif eqn.primitive is PART:
+            found.extend([eqn] if eqn.outvars[0] not in where else [])
+        else:
+            invars = [read(a) for a in eqn.invars]
+            found.append(eqn if invars == list(eqn.invars) else eqn.replace(invars=invars))
+    section.lasts = {i: (read(a), v) for i, (a, v) in section.lasts.items()}
+    section.filled = {v: (read(a), zero) for v, (a, zero) in section.filled.items()}
+    section.over = {v: (read(a), row) for v, (a, row) in section.over.items()}
+    section.stacked = {v: read(a) for v, a in section.stacked.items()}
+    section.scanned = {v: array for v, array in section.scanned.items() if v not in where}
+    section.eqns = found
+
+
+def _rows(section: Any) -> dict[Any, tuple[Any, Any]]:
+    """The rows that the section reads: the array of each, and the index, None for the iteration's own."""
+    parts = [eqn for eqn in section.eqns if eqn.primitive is PART]
+    indices = {eqn.invars[1] for eqn in parts}
+    scanned = {v: (array, None) for v, array in section.scanned.items() if v not in indices}
+    return {**scanned, **{eqn.outvars[0]: (eqn.invars[0], eqn.invars[1]) for eqn in parts}}

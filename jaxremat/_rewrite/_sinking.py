@@ -1,0 +1,167 @@
+"""Sections of equations -> the same, where iterations make for themselves what grows out of little, or of nothing.
+
+JAX makes what is alike in all iterations before the loop: an attention's mask as large as its scores, or the number
+that masked scores are replaced by. There it fills memory from before the loop to its end, and each iteration's kernels
+read it. Made within the iteration it is part of those kernels, which read the little. A scan that is to be cut into
+levels is not laid open in all of them: its body makes them itself. Law: the same results.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .._program import _compat
+from .._program._flops import aval_nbytes
+from .._program._inline import CALLS
+from .._program._primitives import inner_jaxprs, is_costly, is_heavy, is_loop_edge, reads_memory
+from ._loop_opening import Loop
+
+GROWTH = 8
+"""An array grows out of little if what it is made of has at most this part of its bytes."""
+
+
+def grows(eqn: Any) -> bool:
+    """Whether an equation fills a large array from a small one, which any kernel can do while it reads."""
+    if eqn.primitive.name not in ("broadcast_in_dim", "iota"):
+        return False
+    read = sum(aval_nbytes(a.aval) for a in eqn.invars)
+    return GROWTH * read <= aval_nbytes(eqn.outvars[0].aval)
+
+
+def sunk_values(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> frozenset[Any]:
+    """The variables that grow out of little outside of a loop whose iterations read them, each in a kernel that can."""
+    made = _makers(eqns, loop_of)
+    stored = {a for eqn in eqns if _in_memory(eqn) for a in _compat.variables(eqn.invars)}
+    reads = ((a, n) for eqn, n in zip(eqns, loop_of, strict=True) if not _in_memory(eqn) for a in eqn.invars)
+    found = {a for a, n in reads if n >= 0 and _around(made, a, n, loops)} - stored
+    waiting = list(found)
+    while waiting:
+        more = {
+            a for a in _compat.variables(made[waiting.pop()].eqn.invars) if a in made and made[a].constant
+        }
+        waiting.extend(more - found - stored)
+        found |= more - stored
+    return frozenset(found)
+
+
+def sink(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> tuple[list[Any], list[int]]:
+    """Equations, and the loop of each, where iterations make such values themselves."""
+    made = _makers(eqns, loop_of)
+    sunk = sunk_values(eqns, loop_of, loops)
+    found: list[Any] = []
+    places: list[int] = []
+    clones: dict[tuple[Any, int], Any] = {}
+
+    def within(a: Any, loop: int) -> Any:
+        """What the variable is called in the loop, where it is made if need be."""
+        if _compat.is_literal(a) or a not in sunk or not _around(made, a, loop, loops):
+            return a
+        if (a, loop) not in clones:
+            clones[a, loop] = _compat.new_var(a.aval)
+            eqn = made[a].eqn
+            invars = [within(b, loop) for b in eqn.invars]
+            found.append(eqn.replace(invars=invars, outvars=[clones[a, loop]]))
+            places.append(loop)
+        return clones[a, loop]
+
+    for eqn, loop in zip(eqns, loop_of, strict=True):
+        if loop >= 0 and not sunk.isdisjoint(_compat.variables(eqn.invars)):
+            eqn = eqn.replace(invars=[within(a, loop) for a in eqn.invars])
+        found.append(eqn)
+        places.append(loop)
+    return found, places
+
+
+def sink_into(eqns: Sequence[Any], chosen: Collection[int]) -> list[Any]:
+    """Equations of which the chosen scans, which are not laid open, make such values themselves."""
+    made = _makers(eqns, [-1] * len(eqns))
+    return [_grown_within(eqn, made) if i in chosen else eqn for i, eqn in enumerate(eqns)]
+
+
+def _grown_within(scan: Any, made: Mapping[Any, "_Made"]) -> Any:
+    """A scan whose body makes constants that grow out of little."""
+    consts, init, arrays = _compat.scan_operands(scan)
+    closed = scan.params["jaxpr"]
+    jaxpr = getattr(closed, "jaxpr", closed)
+    stored = _stored(jaxpr)
+    inner = dict(zip(jaxpr.invars, consts, strict=False))
+    grown = [v for v, a in inner.items() if v not in stored and not _compat.is_literal(a) and a in made]
+    if not grown:
+        return scan
+    own = {v: a for v, a in inner.items() if v not in grown}
+    known = {a: v for v, a in own.items() if not _compat.is_literal(a)}
+    eqns: list[Any] = []
+
+    def within(a: Any, name: Any = None) -> Any:
+        """What an outer variable is called in the body, where it is made if it can be."""
+        if _compat.is_literal(a) or (name is None and a in known):
+            return a if _compat.is_literal(a) else known[a]
+        known[a] = name or _compat.new_var(a.aval)
+        if name is None and not (a in made and made[a].constant):
+            own[known[a]] = a
+        else:
+            eqn, name = made[a].eqn, known[a]
+            invars = [within(b) for b in eqn.invars]
+            source = _compat.root_source(eqn)
+            eqns.append(eqn.replace(invars=invars, outvars=[name], source_info=source))
+        return known[a]
+
+    for v in grown:
+        within(inner[v], v)
+    eqns.extend(jaxpr.eqns)
+    rest = jaxpr.invars[len(consts) :]
+    body = _compat.new_jaxpr(
+        jaxpr.constvars, getattr(closed, "consts", ()), [*own, *rest], jaxpr.outvars, eqns
+    )
+    _compat.check_jaxpr(body)
+    lasts, stacks = scan.outvars[: len(init)], scan.outvars[len(init) :]
+    operands = list(own.values()), init, arrays
+    return _compat.scan_like(scan, body, scan.params["length"], operands, (lasts, stacks))
+
+
+def _stored(jaxpr: Any) -> set[Any]:
+    """The variables of a body that equations read from memory, in calls too, or that it returns."""
+    found = set(_compat.variables(jaxpr.outvars))
+    for eqn in jaxpr.eqns:
+        inner = inner_jaxprs(eqn)
+        if eqn.primitive.name in CALLS and len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):
+            deeper = _stored(inner[0])
+            found.update(a for a, v in zip(eqn.invars, inner[0].invars, strict=True) if v in deeper)
+        elif _in_memory(eqn) or inner:
+            found.update(eqn.invars)
+    return {a for a in found if not _compat.is_literal(a)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What makes a variable: the equation, its loop, and whether it is made of constants alone."""
+
+    eqn: Any
+    loop: int
+    constant: bool
+
+
+def _makers(eqns: Sequence[Any], loop_of: Sequence[int]) -> dict[Any, _Made]:
+    """The variables that grow out of little, and those that take nothing but cheap pointwise work on constants."""
+    made: dict[Any, _Made] = {}
+    for eqn, loop in zip(eqns, loop_of, strict=True):
+        constant = all(a in made and made[a].constant for a in _compat.variables(eqn.invars))
+        constant = constant and not (is_heavy(eqn) or is_costly(eqn) or _in_memory(eqn))
+        if len(eqn.outvars) == 1 and (constant or grows(eqn)):
+            made[eqn.outvars[0]] = _Made(eqn, loop, constant)
+    return made
+
+
+def _around(made: Mapping[Any, _Made], atom: Any, loop: int, loops: Sequence[Loop]) -> bool:
+    """Whether a variable of these is made in the body around a loop, or further out."""
+    if _compat.is_literal(atom) or atom not in made:
+        return False
+    outside, parent = made[atom].loop, loops[loop].parent
+    while parent not in (outside, -1):
+        parent = loops[parent].parent
+    return parent == outside
+
+
+def _in_memory(eqn: Any) -> bool:
+    """Whether the equation reads arrays that no kernel of its own can make."""
+    return is_loop_edge(eqn) or reads_memory(eqn)

@@ -1,0 +1,261 @@
+"""Function and arguments -> `Traced`: one flat jaxpr of the whole step, forward and backward.
+
+Laws: evaluating `Traced.jaxpr`, its loops closed again, gives what the function gives. It holds no call that could be
+inlined, no dead equation and no two equal pure equations of one loop: merging equals undoes the user's own
+`jax.checkpoint`, so that the planner starts from the whole truth. With `respect_checkpoint` the regions that these
+compute again in the backward pass are single equations instead. Its equations stand in the order of
+`_memory_order.memory_order`.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from .._model._graph import Segments
+from .._program import _compat
+from .._program._common_subexpressions import Equals
+from .._program._hints import Hint, hidden
+from .._program._inline import Inliner
+from .._program._primitives import is_late
+from .._runtime._errors import JaxrematWarning
+from .._runtime._garbage import uncollected
+from ._loop_opening import ALONE, BACKWARD, Loop, Opened, open_loops
+from ._loop_segments import backward_of, cuttable, segmented
+from ._memory_order import memory_order
+from ._row_chunks import chunked
+from ._row_regions import Region, regions
+from ._update_absorption import Gain, absorbed
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step as one flat jaxpr.
+
+    **Fields:** `jaxpr` normalised and ordered, with the loops of `_loop_opening` laid open; `loop_of` for each of its
+    equations the index in `loops` of the loop it is of, -1 for none; `flat` the same program merely inlined, in the
+    user's order, which compiles to the plain step; `origin` for each equation of `flat` the index of the equation of
+    `jaxpr` that computes the same, -1 where none does; `labels` the user's `checkpoint_name`s by variable, and `hints`
+    the marks of `jaxremat.hint`; `in_tree` and `out_tree` the structures of `(args, kwargs)` without static arguments,
+    and of the result; `donated` per flat argument; `rematted` whether the user's program has checkpoints of its own;
+    `closed` the program as it was traced; `lengths` and `sources` (the user's lines) of its pairs of scans, outside of
+    other loops, and which of them are `cuttable`, `segments` the levels that each has here, empty where it is as it
+    was, `gains` what absorbing updates saves in each, and `over` the arguments that loops write over here;
+    `regions` what may be done in chunks of rows, whose numbers stand in `segments` behind the pairs';
+    `respect_checkpoint` whether what the user's checkpoints compute again is left as it is.
+    """
+
+    jaxpr: jex.ClosedJaxpr
+    loop_of: tuple[int, ...]
+    loops: tuple[Loop, ...]
+    flat: jex.ClosedJaxpr
+    origin: tuple[int, ...]
+    labels: dict[Any, str]
+    hints: tuple[Hint, ...]
+    in_tree: Any
+    out_tree: Any
+    donated: tuple[bool, ...]
+    rematted: bool
+    closed: jex.ClosedJaxpr
+    lengths: tuple[int, ...]
+    sources: tuple[str, ...]
+    cuttable: tuple[bool, ...]
+    segments: Segments
+    gains: tuple[Gain, ...]
+    over: frozenset[Any]
+    regions: tuple[Region, ...]
+    respect_checkpoint: bool
+
+    def in_segments(self, segments: Segments) -> "Traced":
+        """The same step with its pairs of scans in levels, see `_loop_segments`, or one of its regions in chunks."""
+        return normalise(
+            self.closed,
+            self.in_tree,
+            self.out_tree,
+            self.donated,
+            segments,
+            self.regions,
+            respect_checkpoint=self.respect_checkpoint,
+        )
+
+    @property
+    def rows(self) -> list[tuple[int, str]]:
+        """Of each region how many rows there are, and the user's line."""
+        return [(region.rows, region.source) for region in self.regions]
+
+    def places(self, other: "Traced") -> dict[int, int]:
+        """For this form's equations those of another form that compute the same, as far as there are any."""
+        return {i: j for i, j in zip(self.origin, other.origin, strict=True) if i >= 0 and j >= 0}
+
+
+@uncollected
+def trace(
+    jitted: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    respect_checkpoint: bool = False,
+) -> Traced:
+    """Trace a jitted step for these arguments (arrays or `jax.ShapeDtypeStruct`s) and normalise the result."""
+    staged = jitted.trace(*args, **kwargs)  # type: ignore[attr-defined]
+    infos, in_tree = jax.tree.flatten(staged.args_info)
+    donated = tuple(bool(info.donated) for info in infos)
+    out_tree = jax.tree.structure(staged.out_info)
+    traced = normalise(staged.jaxpr, in_tree, out_tree, donated, respect_checkpoint=respect_checkpoint)
+    found = {hint.origin for hint in traced.hints}
+    for origin, primitive in hidden(traced.jaxpr.jaxpr.eqns).items():
+        if origin in found:
+            continue
+        warnings.warn(
+            f"{origin} has no effect: it stands in a `{primitive}`, which is saved or recomputed whole. "
+            "Mark what goes in or comes out instead.",
+            JaxrematWarning,
+            stacklevel=2,
+        )
+    return traced
+
+
+def normalise(
+    closed: jex.ClosedJaxpr,
+    in_tree: Any = None,
+    out_tree: Any = None,
+    donated: Sequence[bool] = (),
+    segments: Segments = (),
+    known: Sequence[Region] | None = None,
+    *,
+    respect_checkpoint: bool = False,
+    apart: bool = False,
+) -> Traced:
+    """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in levels and one of its
+    regions in chunks.
+
+    **Arguments:** `known` the regions, if they have been looked for; `apart`: the forward pass is a program of its own,
+    so that all of it stands before the backward pass, and nothing is of both.
+    """
+    inliner = Inliner(respect_checkpoint=respect_checkpoint)
+    flat = inliner.program(closed)
+    once, once_of, _, first = _merged(flat, inliner)
+    scans = [once.jaxpr.eqns[i] for i in backward_of(once.jaxpr.eqns)]
+    lengths = tuple(scan.params["length"] for scan in scans)
+    if known is None:
+        known = () if apart else regions(once)
+    segments = (*segments, *((),) * (len(lengths) + len(known) - len(segments)))
+    levels, chunks = segments[: len(lengths)], segments[len(lengths) :]
+    parted, of_parted = chunked(once, known, [own[0] if own else 0 for own in chunks])
+    inside = absorbed(parted, donated, list(map(bool, levels)))
+    cut, of_inside = segmented(inside.closed, inliner, levels, inside.over)
+    of_once = [of_parted[j] if i >= 0 and (j := inside.origin[i]) >= 0 else -1 for i in of_inside]
+    opened = open_loops(cut, inliner, inside.over)
+    merged, merged_of, loop_of, again = (
+        _merged(opened.closed, inliner, opened) if opened.loops else _as_is(opened.closed)
+    )
+    kept = _alive(merged)
+    order = memory_order(merged.jaxpr, kept, loop_of, opened.loops)
+    if apart:
+        late = _late(merged.jaxpr.eqns, loop_of, opened.loops)
+        order.sort(key=lambda i: late[i])
+    place = {old: new for new, old in enumerate(order)}
+    found = {
+        of_once[i]: place.get(new, -1) for i, new in zip(opened.origin, merged_of, strict=True) if i >= 0
+    }
+    jaxpr = _compat.new_jaxpr(
+        merged.jaxpr.constvars,
+        merged.consts,
+        merged.jaxpr.invars,
+        merged.jaxpr.outvars,
+        [merged.jaxpr.eqns[i] for i in order],
+    )
+    return Traced(
+        jaxpr=jaxpr,
+        loop_of=tuple(loop_of[i] for i in order),
+        loops=opened.loops,
+        flat=flat,
+        origin=tuple(found.get(i, -1) for i in once_of),
+        labels={again(first(v)): name for v, name in reversed(inliner.labels.items())},
+        hints=tuple(dict.fromkeys(replace(h, variable=again(first(h.variable))) for h in inliner.hints)),
+        in_tree=in_tree,
+        out_tree=out_tree,
+        donated=tuple(donated) or (False,) * len(closed.jaxpr.invars),
+        rematted=inliner.rematted,
+        closed=closed,
+        lengths=lengths,
+        sources=tuple(map(_compat.user_line, scans)),
+        cuttable=cuttable(once.jaxpr.eqns),
+        segments=segments,
+        gains=inside.gains,
+        over=frozenset(inside.over.values()),
+        regions=tuple(known),
+        respect_checkpoint=respect_checkpoint,
+    )
+
+
+def _merged(
+    closed: jex.ClosedJaxpr, inliner: Inliner, opened: Opened | None = None
+) -> tuple[jex.ClosedJaxpr, list[int], list[int], Callable[[Any], Any]]:
+    """Equals computed once; for each old equation the index of the new one, for each new one its loop; and what a
+    variable is called now.
+
+    Within a loop and within its pair equals are merged: what the backward loop repeats it may as well read.
+    """
+    equals = Equals(inliner)
+    loop_of: list[int] = []
+    for i, eqn in enumerate(closed.jaxpr.eqns):
+        loop = opened.loops[opened.loop_of[i]] if opened and opened.loop_of[i] >= 0 else None
+        late = None if loop is None or loop.role == ALONE else loop.role == BACKWARD
+        equals.add(eqn, -1 if loop is None else loop.group, late)
+        if len(equals.eqns) > len(loop_of):
+            loop_of.append(-1 if loop is None else loop.id)
+    outvars = [equals.read(a) for a in closed.jaxpr.outvars]
+    merged = _compat.new_jaxpr(inliner.constvars, inliner.consts, closed.jaxpr.invars, outvars, equals.eqns)
+    return merged, equals.merged_of, loop_of, equals.read
+
+
+def _as_is(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[int], list[int], Callable[[Any], Any]]:
+    """As `_merged`, of a program without loops whose equals are merged."""
+    count = len(closed.jaxpr.eqns)
+    return closed, list(range(count)), [-1] * count, lambda a: a
+
+
+def _alive(closed: jex.ClosedJaxpr) -> list[bool]:
+    """For each equation whether an output or an effect needs it, in this iteration of its loop or the next."""
+    eqns = closed.jaxpr.eqns
+    needed = {a for a in closed.jaxpr.outvars if not _compat.is_literal(a)}
+    carried = {_edge(eqn): eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "scan_carry"}
+    alive = [False] * len(eqns)
+    known = -1
+    while known < (known := sum(alive)):
+        for i in reversed(range(len(eqns))):
+            eqn = eqns[i]
+            last = eqn.primitive.name == "scan_last" and carried[_edge(eqn)] in needed
+            if not alive[i] and (eqn.effects or last or any(v in needed for v in eqn.outvars)):
+                alive[i] = True
+                needed.update(a for a in eqn.invars if not _compat.is_literal(a))
+                if eqn.primitive.name == "scan_last":
+                    needed.add(carried[_edge(eqn)])
+    return alive
+
+
+def _late(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
+    """For each equation whether it is of the backward pass, or reads what that makes; alike for all of a loop."""
+    late = [is_late(eqn) for eqn in eqns]
+    made: set[Any] = set()
+    known = -1
+    while known < (known := sum(late)):
+        backward = {loop_of[i] for i, is_so in enumerate(late) if is_so and loop_of[i] >= 0}
+        for loop in reversed(loops):
+            if loop.id in backward and loop.parent >= 0:
+                backward.add(loop.parent)
+        for i, eqn in enumerate(eqns):
+            late[i] = (
+                late[i] or loop_of[i] in backward or any(a in made for a in _compat.variables(eqn.invars))
+            )
+            if late[i]:
+                made.update(eqn.outvars)
+    return late
+
+
+def _edge(eqn: Any) -> tuple[int, int]:
+    return eqn.params["loop"], eqn.params["index"]

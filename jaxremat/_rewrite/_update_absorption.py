@@ -1,0 +1,334 @@
+"""Flat equations -> the same with optimizer updates of stacked parameters inside the loop that makes their gradients.
+
+A backward scan stacks the gradients of all layers, which live until the optimizer has read the whole stack. But the
+optimizer works entry by entry: what it makes of a row of the gradients depends on that row alone, so the loop's own
+iteration can make it,
+
+    g, G = scan(backward, g0, X)                 g, P' = scan(backward', g0, (X, P))
+    P' = P - rate * G                    ->          p' = p - rate * (this iteration's gradient)
+
+and there is no stack of gradients any more. Where the step's caller donates `P`, its rows are written over (see
+`_in_place_stacks`): no second stack is there at any time. A norm of a whole stack is one of each row first.
+
+Law: every row is made by the same operations as before. Work is moved only where that leaves fewer bytes stacked.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex
+
+from .._program import _compat
+from .._program._flops import aval_nbytes
+from .._program._primitives import PLACES, is_contraction, is_placed, is_pointwise, is_repeatable
+from ._loop_segments import backward_of
+
+
+@dataclass(frozen=True)
+class Absorbed:
+    """**Fields:** `closed` the equations; `origin` for each its index before, -1 for new ones; `over` for what a loop
+    now stacks the donated argument whose rows it is written over; `gains` of each pair of scans, wanted or not.
+    """
+
+    closed: jex.ClosedJaxpr
+    origin: tuple[int, ...]
+    over: Mapping[Any, Any]
+    gains: tuple["Gain", ...]
+
+
+class Gain(NamedTuple):
+    """What absorbing saves, `fewer_nbytes` that are stacked, and writes, `written_nbytes` of rows; zeros for none."""
+
+    fewer_nbytes: int
+    written_nbytes: int
+
+
+def absorbed(flat: jex.ClosedJaxpr, donated: Sequence[bool], wanted: Sequence[bool]) -> Absorbed:
+    """The program with updates moved into its backward scans.
+
+    **Arguments:** `donated` per argument; `wanted` for each pair of scans, in the order of the forward ones, whether
+    its backward scans may absorb anything.
+    """
+    jaxpr = flat.jaxpr
+    items = list(enumerate(jaxpr.eqns))
+    over: dict[Any, Any] = {}
+    aliased = _aliases(jaxpr, donated)
+    backward = list(backward_of(jaxpr.eqns).values())
+    gains = [Gain(0, 0)] * len(backward)
+    for at, pair in sorted(((j, i) for i, own in enumerate(backward) for j in own), reverse=True):
+        loop = _Loop(items, next(k for k, (j, _) in enumerate(items) if j == at), flat, aliased)
+        found = loop.found()
+        gains[pair] = Gain(*map(sum, zip(gains[pair], found.gain, strict=True)))
+        if found.moved and wanted[pair]:
+            items = loop.rebuilt(found)
+            over |= found.over
+    closed = _compat.new_jaxpr(
+        jaxpr.constvars, flat.consts, jaxpr.invars, jaxpr.outvars, [e for _, e in items]
+    )
+    return Absorbed(closed, tuple(i for i, _ in items), over, tuple(gains))
+
+
+def _aliases(jaxpr: Any, donated: Sequence[bool]) -> dict[Any, Any]:
+    """For results the donated argument whose memory JAX gives them: the first left of the same type, in order, of those
+    that are read at all.
+    """
+    read = {a for eqn in jaxpr.eqns for a in _compat.variables(eqn.invars)}
+    read.update(a for a in jaxpr.outvars if not _compat.is_literal(a))
+    free: dict[Any, deque[Any]] = {}
+    for v, is_so in zip(jaxpr.invars, donated, strict=False):
+        if is_so and v in read:
+            free.setdefault((v.aval.shape, v.aval.dtype), deque()).append(v)
+    found: dict[Any, Any] = {}
+    for a in jaxpr.outvars:
+        if left := free.get((a.aval.shape, a.aval.dtype)):
+            argument = left.popleft()
+            if not _compat.is_literal(a):
+                found.setdefault(a, argument)
+    return found
+
+
+@dataclass(frozen=True)
+class _Found:
+    """**Fields:** `moved` the equations that go into the loop; `made` what it stacks of them; `over` as in `Absorbed`;
+    `gain`.
+    """
+
+    moved: set[int]
+    made: list[Any]
+    over: dict[Any, Any]
+    gain: Gain
+
+
+class _Loop:
+    """One backward scan, at a place among the items (index before, equation), and what it may absorb."""
+
+    def __init__(
+        self, items: list[tuple[int, Any]], at: int, flat: jex.ClosedJaxpr, aliased: Mapping[Any, Any]
+    ):
+        self.scan = items[at][1]
+        self.length = self.scan.params["length"]
+        self.at, self.aliased = at, aliased
+        self.items = items = [each for i, item in enumerate(items) for each in self._split(*item, i > at)]
+        self.returned = {a for a in flat.jaxpr.outvars if not _compat.is_literal(a)}
+        self.maker = {v: i for i, (_, eqn) in enumerate(items) for v in eqn.outvars}
+        self.readers: dict[Any, set[int]] = {}
+        for i, (_, eqn) in enumerate(items):
+            for a in _compat.variables(eqn.invars):
+                self.readers.setdefault(a, set()).add(i)
+        self.carries = _compat.scan_counts(self.scan)[1]
+        self.stacks = self.scan.outvars[self.carries :]
+        self.behind = {at}  # equations that need the loop's results
+        for i in range(at + 1, len(items)):
+            if any(self.maker.get(a) in self.behind for a in _compat.variables(items[i][1].invars)):
+                self.behind.add(i)
+        self.blocked = set(self.behind)  # and what cannot go before the loop for other reasons
+        for i in range(at + 1, len(items)):
+            eqn = items[i][1]
+            if is_contraction(eqn) or any(
+                self.maker.get(a, at) > at and self.maker[a] in self.blocked
+                for a in _compat.variables(eqn.invars)
+            ):
+                self.blocked.add(i)
+
+    def _split(self, index: int, eqn: Any, late: bool) -> list[tuple[int, Any]]:
+        """A reduction of whole stacks, as a norm is of gradients, as one of each row and then one of those."""
+        if not late or eqn.primitive.name not in _REDUCTIONS:
+            return [(index, eqn)]
+        axes = eqn.params["axes"]
+        if 0 not in axes or len(axes) == 1 or eqn.invars[0].aval.shape[0] != self.length:
+            return [(index, eqn)]
+        kept = [n for d, n in enumerate(eqn.invars[0].aval.shape) if d == 0 or d not in axes]
+        rows = _compat.new_var(eqn.outvars[0].aval.update(shape=tuple(kept)))
+        inner = {**eqn.params, "axes": tuple(d for d in axes if d)}
+        first = eqn.replace(outvars=[rows], params=inner)
+        return [(-1, first), (index, eqn.replace(invars=[rows], params={**eqn.params, "axes": (0,)}))]
+
+    def found(self) -> "_Found":
+        """What is worth moving."""
+        moved: set[int] = set()
+        made: list[Any] = []
+        over: dict[Any, Any] = {}
+        fewer = 0
+        for group in self._groups():
+            leaving = [v for i in sorted(group) for v in self.items[i][1].outvars if self._seen(v, group)]
+            gone = [y for y in self.stacks if self.readers.get(y, set()) & group and not self._seen(y, group)]
+            written = {v: x for v in leaving if (x := self._written_over(v, group)) is not None}
+            more = [v for v in leaving if v not in self.returned or (v in self.aliased and v not in written)]
+            if (less := _nbytes(gone) - _nbytes(more)) > 0:
+                moved |= group
+                made += leaving
+                over |= written
+                fewer += less
+        return _Found(moved, made, over, Gain(fewer, _nbytes(made)))
+
+    def _groups(self) -> list[set[int]]:
+        """The equations behind the loop that can be done row by row, those together that lead to each other."""
+        by_rows: dict[int, set[int]] = {}  # each -> its group, which they share
+        stacks = set(self.stacks)
+        for i in sorted(self.behind - {self.at}):
+            eqn = self.items[i][1]
+            needed = [a for a in _compat.variables(eqn.invars) if self.maker.get(a) in self.blocked]
+            known = all(a in stacks or self.maker[a] in by_rows for a in needed)
+            if not known or not self.by_rows(eqn) or _repeats(eqn):
+                continue
+            group = {i}
+            near = {self.maker[a] for a in needed if a not in stacks}
+            near |= {j for a in needed if a in stacks for j in self.readers[a]}
+            for j in near:
+                group |= by_rows.get(j, set())
+            by_rows.update(dict.fromkeys(group, group))
+        return [set(each) for each in {id(group): group for group in by_rows.values()}.values()]
+
+    def by_rows(self, eqn: Any) -> bool:
+        """Whether the rows of an equation's result depend on those of its operands alone."""
+        if len(eqn.outvars) != 1 or not is_repeatable(eqn) or is_placed(eqn):
+            return False
+        shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
+        if not eqn.invars or not shape or shape[0] != self.length:
+            return False
+        if is_pointwise(eqn):
+            return all(a.aval.shape in ((), shape) for a in eqn.invars)
+        operand = eqn.invars[0].aval.shape
+        if name == "broadcast_in_dim":
+            return len(eqn.invars) == 1 and (_repeats(eqn) or operand[0] == self.length)
+        if not operand or operand[0] != self.length:
+            return False
+        if name == "reshape":
+            return eqn.params.get("dimensions") is None and prod(operand) > 0
+        if name == "transpose":
+            return eqn.params["permutation"][0] == 0
+        return name in _REDUCTIONS and 0 not in eqn.params["axes"]
+
+    def _seen(self, v: Any, group: set[int]) -> bool:
+        """Whether a value is read by others than these equations."""
+        return v in self.returned or not self.readers.get(v, set()) <= group
+
+    def _written_over(self, v: Any, group: set[int]) -> Any:
+        """The argument that the value is to take the memory of, if nothing else reads that in or behind the loop."""
+        argument = self.aliased.get(v)
+        if argument is None or argument in self.returned:
+            return None
+        mine = group | self._pulled(group)
+        late = {i for i in self.readers.get(argument, ()) if i >= self.at} - mine
+        whole = [*_compat.scan_operands(self.scan)[0], *_compat.scan_operands(self.scan)[1]]
+        return argument if late <= {self.at} and argument not in whole else None
+
+    def _pulled(self, moved: set[int]) -> set[int]:
+        """The equations before these that are done for them alone and can be done row by row as well."""
+        pulled: set[int] = set()
+        for i in reversed(range(len(self.items))):
+            eqn = self.items[i][1]
+            if i not in self.behind and self.by_rows(eqn):
+                readers = self.readers.get(eqn.outvars[0], set())
+                if readers and readers <= moved | pulled and eqn.outvars[0] not in self.returned:
+                    pulled.add(i)
+        return pulled
+
+    def rebuilt(self, found: "_Found") -> list[tuple[int, Any]]:
+        """The items with that in the loop."""
+        moved, made, over = found.moved, found.made, found.over
+        body = _Body(self, moved | self._pulled(moved))
+        for argument in over.values():
+            body.row(argument)
+        for i in sorted(moved):
+            body.row(self.items[i][1].outvars[0])
+        kept = [y for y in self.stacks if self._seen(y, moved)]
+        scan = body.scan(kept, made)
+        # What the loop reads now must stand before it.
+        first: set[int] = set()
+        pending = [self.maker[a] for a in _compat.variables(scan.invars) if a in self.maker]
+        while pending:
+            if (i := pending.pop()) > self.at and i not in first:
+                first.add(i)
+                pending.extend(
+                    self.maker[a] for a in _compat.variables(self.items[i][1].invars) if a in self.maker
+                )
+        before = [*self.items[: self.at], *(self.items[i] for i in sorted(first))]
+        left = (i for i in range(self.at + 1, len(self.items)) if i not in first and i not in moved)
+        return [*before, (self.items[self.at][0], scan), *(self.items[i] for i in left)]
+
+
+class _Body:
+    """The scan's body as it grows: `inside` are the equations that are done row by row in it."""
+
+    def __init__(self, loop: _Loop, inside: set[int]):
+        self.loop, self.inside = loop, inside
+        closed = loop.scan.params["jaxpr"]
+        self.jaxpr, self.own = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        self.eqns = list(self.jaxpr.eqns)
+        self.consts, self.init, scanned = map(list, _compat.scan_operands(loop.scan))
+        self.first = len(self.consts) + len(self.init)
+        self.known: dict[Any, Any] = {}  # constants from outside that were added
+        self.rows = dict(zip(loop.stacks, self.jaxpr.outvars[loop.carries :], strict=True))
+        self.scanned: dict[Any, Any] = {}  # arrays that were added
+        for array, row in zip(scanned, self.jaxpr.invars[self.first :], strict=True):
+            self.rows.setdefault(array, row)
+
+    def row(self, array: Any) -> Any:
+        """What stands for an array in the body: its row, made there or scanned over."""
+        if array in self.rows:
+            return self.rows[array]
+        i = self.loop.maker.get(array, -1)
+        eqn = self.loop.items[i][1] if i >= 0 else None
+        anew = eqn is not None and _repeats(eqn) and self.loop.by_rows(eqn) and i not in self.loop.behind
+        if i in self.inside or anew:
+            self.rows[array] = self._made(eqn)
+        else:
+            made = _compat.new_var(jex.mapped_aval(self.loop.length, 0, array.aval))
+            self.rows[array] = self.scanned[array] = made
+        return self.rows[array]
+
+    def _made(self, eqn: Any) -> Any:
+        """Append the equation for one row."""
+        params: dict[str, Any] = {
+            name: None if name in PLACES else value for name, value in eqn.params.items()
+        }
+        if _repeats(eqn):
+            invars = [self._outside(a) for a in eqn.invars]
+        else:
+            invars = [self.row(a) if a.aval.shape else self._outside(a) for a in eqn.invars]
+        less = {name: tuple(d - 1 for d in params[name] if d) for name in _DIMENSIONS if name in params}
+        less |= {name: tuple(params[name][1:]) for name in _SIZES if name in params}
+        made = _compat.new_var(jex.mapped_aval(self.loop.length, 0, eqn.outvars[0].aval))
+        inner = eqn.replace(invars=invars, outvars=[made], params={**params, **less})
+        self.eqns.append(inner.replace(source_info=_compat.root_source(eqn)))
+        return made
+
+    def _outside(self, atom: Any) -> Any:
+        """What stands for a value that is the same in all iterations."""
+        if _compat.is_literal(atom):
+            return atom
+        return self.known.setdefault(atom, _compat.new_var(atom.aval))
+
+    def scan(self, kept: Sequence[Any], made: Sequence[Any]) -> Any:
+        """The scan that stacks these of its own results, and the others."""
+        loop, invars = self.loop, self.jaxpr.invars
+        cut = len(self.consts)
+        arguments = [
+            *(*invars[:cut], *self.known.values(), *invars[cut : self.first]),
+            *(*invars[self.first :], *self.scanned.values()),
+        ]
+        results = [*self.jaxpr.outvars[: loop.carries], *(self.rows[v] for v in (*kept, *made))]
+        body = _compat.new_jaxpr(self.jaxpr.constvars, self.own, arguments, results, self.eqns)
+        _compat.check_jaxpr(body)
+        arrays = [*_compat.scan_operands(loop.scan)[2], *self.scanned]
+        operands = [*self.consts, *self.known], self.init, arrays
+        lasts = loop.scan.outvars[: loop.carries]
+        return _compat.scan_like(loop.scan, body, loop.length, operands, (lasts, [*kept, *made]))
+
+
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+_DIMENSIONS = ("broadcast_dimensions", "permutation", "axes")
+_SIZES = ("shape", "new_sizes")
+
+
+def _repeats(eqn: Any) -> bool:
+    """Whether all rows of the result are the same."""
+    return eqn.primitive.name == "broadcast_in_dim" and 0 not in eqn.params["broadcast_dimensions"]
+
+
+def _nbytes(values: Sequence[Any]) -> int:
+    return sum(aval_nbytes(v.aval) for v in values)

@@ -1,0 +1,7 @@
+"""What the process offers to every room: errors, bytes in words, files, the cache folder, progress.
+
+In: text, numbers, paths. Out: the same, read, checked or written. Law: nothing here knows of programs or plans.
+
+Reading order: `_errors`, `_bytes` (budgets), `_json` and `_files` (dataclasses on disk), `_cache_folder`, `_progress`
+(phases) and `_progress_bars` (the same, drawn), `_garbage` (Python's collector, put off).
+"""

@@ -1,0 +1,76 @@
+"""Frozen dataclass <-> JSON text and files, as plans are kept and handed on.
+
+Laws: what is written is read again as an equal object. A text may lack a field that has a default, which stands for
+what was meant before there was the field; it may lack no other, and has none that is unknown here: no plan is followed
+that is only half understood. So a field that is added gets a default, or the format its next number.
+"""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from ._cache_folder import write_atomically
+from ._errors import PlanMismatchError
+from ._json import read
+
+
+class Written:
+    """**Fields:** `FORMAT` the key that the text says its format under, and the number of the one that is written."""
+
+    FORMAT: ClassVar[tuple[str, int]]
+
+    def to_json(self) -> str:
+        """This as JSON text, a line for each field and for each item of the lists of objects."""
+        data: Any = self
+        key, number = self.FORMAT
+        return "{\n" + ",\n".join(_line(k, v) for k, v in {key: number, **asdict(data)}.items()) + "\n}"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What `to_json` wrote, in this version of the library or in an earlier one that had fewer fields.
+
+        **Raises:** `PlanMismatchError` where the text is nothing of the kind, or of another format.
+        """
+        key, number = cls.FORMAT
+        try:
+            data: dict[str, Any] = json.loads(text)
+            version = data.pop(key)
+            if version != number:
+                raise PlanMismatchError(
+                    f"The plan has format {version}, this jaxremat reads format {number}. Plan again."
+                )
+            return read(cls, data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, PlanMismatchError):
+                raise
+            name = cls.__name__
+            raise PlanMismatchError(
+                f"This text is no jaxremat plan ({type(error).__name__}: {error}). "
+                f"Pass what `{name}.to_json` or `{name}.save` wrote."
+            ) from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write this to a file, whole or not at all."""
+        write_atomically(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what `save` wrote. **Raises:** `PlanMismatchError` where the file holds nothing of the kind."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            text = ""
+        return cls.from_json(text)
+
+
+def _line(name: str, value: Any) -> str:
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
+        items = ",\n".join(f"  {_compact(item)}" for item in value)
+        return f" {_compact(name)}: [\n{items}\n ]"
+    return f" {_compact(name)}: {_compact(value)}"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,93 @@
+"""A long phase of planning -> whoever watches: its name, how far it is, what is known so far.
+
+Law: watching changes no result. Nobody watches unless `watched` says who; `_progress_bars` does, for people at one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+
+class Watcher(Protocol):
+    """Who is told. Phases lie inside each other; those begun last end first."""
+
+    def begin(self, name: str, total: int | None) -> Any:
+        """A phase begins, of `total` parts if that is known. Returns what stands for it from now on."""
+        ...
+
+    def update(self, task: Any, parts: int, note: str | None) -> None:
+        """So many more parts are done; `note` replaces what was known so far."""
+        ...
+
+    def end(self, task: Any) -> None:
+        """The phase is over, or was interrupted."""
+        ...
+
+
+_watcher: ContextVar[Watcher | None] = ContextVar("jaxremat_watcher", default=None)
+_phases: ContextVar[tuple["Phase", ...]] = ContextVar("jaxremat_phases", default=())
+
+
+class Phase:
+    """A phase that goes on."""
+
+    def __init__(self, watcher: Watcher | None, name: str, total: int | None):
+        self._watcher = watcher
+        self._task = watcher.begin(name, total) if watcher is not None else None
+
+    def advance(self) -> None:
+        """One more part is done."""
+        if self._watcher is not None:
+            self._watcher.update(self._task, 1, None)
+
+    def note(self, text: str) -> None:
+        """What is known so far."""
+        if self._watcher is not None:
+            self._watcher.update(self._task, 0, text)
+
+    def end(self) -> None:
+        """It is over."""
+        if self._watcher is not None:
+            self._watcher.end(self._task)
+
+
+@contextmanager
+def phase(name: str, total: int | None = None) -> Iterator[Phase]:
+    """What happens inside is a phase with a name, of `total` parts if that is known."""
+    begun = Phase(_watcher.get(), name, total)
+    token = _phases.set((*_phases.get(), begun))
+    try:
+        yield begun
+    finally:
+        _phases.reset(token)
+        begun.end()
+
+
+def note(text: str) -> None:
+    """What the innermost phase knows so far."""
+    if phases := _phases.get():
+        phases[-1].note(text)
+
+
+def is_watched() -> bool:
+    """Whether somebody is told."""
+    return _watcher.get() is not None
+
+
+@contextmanager
+def watched(watcher: Watcher | None) -> Iterator[None]:
+    """Tell this watcher, or nobody, of the phases that begin inside."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def incumbent(best: tuple[float, ...], bound_seconds: float, step_seconds: float) -> str:
+    """An incumbent and its gap, for people."""
+    if best[0] > 0:
+        return "nothing fits yet"
+    overhead = best[1] / step_seconds
+    return f"{overhead:.2%} extra time, gap {max(overhead - bound_seconds / step_seconds, 0.0):.2%}"

@@ -1,0 +1,370 @@
+"""Plans for GPUs that are not there: XLA's compiler for them is asked, on machines that have none."""
+
+import functools
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from zoo import BY_NAME
+
+import jaxremat
+from examples.benchmarks.networks import program
+from jaxremat import InfeasibleBudgetError, Plan, TargetError, _target
+from jaxremat._compiler._hlo import Module, executed, parse
+from jaxremat._compiler._program import Program
+from jaxremat._compiler._roofline import roofline
+from jaxremat._emit._emit import emit
+from jaxremat._lower._lower import lower
+from jaxremat._model._device_specs import DEVICES
+from jaxremat._rewrite._trace import trace
+from jaxremat._solver import SaveAll
+
+MATRIX = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+STEPS = {
+    "resnet50": {"batch": 32, "pixels": 64},
+    "gpt": {"batch": 16, "length": 512, "layers": 4, "width": 128, "context": 512},
+}
+
+
+def square(x: jax.Array) -> jax.Array:
+    return jnp.sum(x @ x)
+
+
+def a_step(name: str) -> Any:
+    """A train step of the benchmarks, large enough for cuBLAS's scratch memory not to be all there is."""
+    return program(name, scale="tiny", **STEPS[name])  # type: ignore[arg-type]
+
+
+@functools.cache
+def plain(name: str) -> Any:
+    """The step, compiled for an H100 as it is."""
+    step = a_step(name)
+    jitted = jax.jit(step.step, donate_argnums=0)
+    return _target.Target("h100").lower(jitted, step.abstract_args(), {}, {}).compile()
+
+
+@functools.cache
+def planned(name: str) -> Any:
+    """The step with seven tenths of its temporaries, planned and compiled for an H100."""
+    step = a_step(name)
+    stats = jaxremat.MemoryStats.of(plain(name))
+    budget = stats.base_nbytes + int(0.7 * stats.temporaries_nbytes)
+    optimized = jaxremat.optimize(budget, donate_argnums=(0,), target="h100")(step.step)
+    optimized.plan(*step.abstract_args())
+    return optimized
+
+
+def test_targets_have_names_and_memory() -> None:
+    wanted = {"h100", "h200", "a100-40", "a100-80", "l4", "t4", "rtx4090", "b200"}
+    assert wanted <= set(jaxremat.targets())
+    for name in jaxremat.targets():
+        spec = DEVICES[name]
+        assert spec.chip is not None
+        assert f"core_count: {spec.chip.cores}\n" in spec.chip.config(spec.name)
+    with pytest.raises(TargetError, match=r"`target='h1000'` is unknown. Write one of h100, "):
+        jaxremat.optimize("1GiB", target="h1000")
+
+
+@pytest.mark.parametrize("name", jaxremat.targets())
+def test_each_target_compiles(name: str) -> None:
+    stats = jaxremat.memory(square, MATRIX, target=name)
+    assert stats.arguments_nbytes == 4 * 2**20
+    assert stats.temporaries_nbytes >= 4 * 2**20  # the product
+
+
+def test_donation_counts() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    assert jaxremat.memory(step, MATRIX, target="h100").aliased_nbytes == 0
+    assert jaxremat.memory(step, MATRIX, donate_argnums=0, target="h100").aliased_nbytes == 4 * 2**20
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_budget_holds_on_an_h100(name: str, tmp_path: Any) -> None:
+    step = a_step(name)
+    args = step.abstract_args()
+    optimized = planned(name)
+    plan = optimized.plan(*args)
+    assert not plan.drops_nothing
+    assert plan.compiled_peak_nbytes is not None
+    assert plan.compiled_peak_nbytes <= plan.budget_nbytes < plan.baseline_peak_nbytes
+    assert plan.baseline_peak_nbytes == jaxremat.MemoryStats.of(plain(name)).peak_nbytes
+    compiled = optimized.compile(*args)
+    assert jaxremat.MemoryStats.of(compiled).peak_nbytes == plan.compiled_peak_nbytes
+    assert "is_scheduled=true" in compiled.as_text()
+    assert optimized.lower(*args).compile().as_text() == compiled.as_text()
+    with pytest.raises(TargetError, match=r'planned for `target="h100"` and cannot run on this machine'):
+        optimized(*step.make_args())
+    # The plan is the same program's on every machine; here it runs on the CPU, without a solver.
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    here = jaxremat.optimize(plan=loaded, donate_argnums=(0,), verify=False)(step.step)
+    want = jax.jit(step.step)(*step.make_args())
+    for got, expected in zip(jax.tree.leaves(here(*step.make_args())), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_plan_that_drops_nothing_is_the_plain_program(name: str) -> None:
+    """But for the gradients of max-pooling, whose zeros wait for the cotangent."""
+    step = a_step(name)
+    traced = trace(jax.jit(step.step, donate_argnums=0), step.abstract_args(), {})
+    graph = lower(traced, DEVICES["h100"], base_nbytes=0)
+    assert len(graph.stages) > 1
+    emitted = emit(traced, graph, SaveAll().solve(graph, None, time_limit=1.0).schedule)
+    was, now = (Counter(e.primitive.name for e in closed.jaxpr.eqns) for closed in (traced.jaxpr, emitted))
+    if name == "gpt":
+        assert emitted is traced.jaxpr
+    else:
+        assert was - now == {"select_and_scatter_add": 1}
+        assert now - was == {"optimization_barrier": 1, "pad": 1, "select_and_scatter": 1, "slice": 1}
+
+
+def test_the_step_that_drops_nothing_has_the_plain_kernels() -> None:
+    """The normalised step, which such a plan emits, compiles to what the user's own does."""
+    step = a_step("gpt")
+    jitted = jax.jit(step.step, donate_argnums=0)
+    program = Program(step.step, donate_argnums=(0,), target=_target.Target("h100"))
+    traced = trace(jitted, step.abstract_args(), {})
+    same = program.lower(program.evaluating(traced.jaxpr, traced), step.abstract_args(), {}).compile()
+    found, wanted = (roofline(parse(str(c.as_text())), DEVICES["h100"]) for c in (same, plain("gpt")))
+    assert found.kernels == wanted.kernels
+    assert found.flops == wanted.flops
+    assert found.nbytes == pytest.approx(wanted.nbytes, rel=1e-3)
+
+
+def reductions_at_once(module: Module) -> dict[str, int]:
+    """For each scope of the user's the most of its reductions that one kernel does: mean and variance, say."""
+    most: dict[str, int] = {}
+    for ops in bodies(module):
+        scopes = Counter(re.sub(r"/?recompute_\d+", "", name.rpartition("/")[0]) for name in ops["reduce"])
+        most.update((scope, n) for scope, n in scopes.items() if n > most.get(scope, 0))
+    return most
+
+
+def exponentials(module: Module) -> Counter[tuple[int, int, int]]:
+    """The kernels with exponentials in them, by how many, how many reductions and how many divisions."""
+    counts = (tuple(len(ops[o]) for o in ("exponential", "reduce", "divide")) for ops in bodies(module))
+    return Counter((e, r, d) for e, r, d in counts if e)
+
+
+def bodies(module: Module) -> list[dict[str, list[str]]]:
+    """What is in each fused kernel: the names in JAX of its operations, by opcode."""
+    found = []
+    for computation in executed(module):
+        for kernel in computation.instructions:
+            if kernel.opcode == "fusion":
+                ops: dict[str, list[str]] = defaultdict(list)
+                for each in module.computations[kernel.callees[0]].instructions:
+                    ops[each.opcode].append(each.op_name)
+                found.append(ops)
+    return found
+
+
+def test_no_plan_breaks_a_softmax_or_a_norm() -> None:
+    """What one kernel of the plain program does, no two kernels do in the planned one."""
+    args = a_step("gpt").abstract_args()
+    before, after = parse(plain("gpt").as_text()), parse(planned("gpt").compile(*args).as_text())
+    was, now = reductions_at_once(before), reductions_at_once(after)
+    norms = [scope for scope in was if "norm" in scope]
+    assert len(norms) == 2 * (2 * STEPS["gpt"]["layers"] + 1)  # forward and backward
+    assert all(was[scope] == 2 for scope in norms)
+    assert {scope: n for scope, n in was.items() if now.get(scope, 0) < n} == {}
+    was, now = exponentials(before), exponentials(after)
+    assert was[1, 2, 0] == was[1, 1, 1] == STEPS["gpt"]["layers"]  # maximum and sum; their softmax
+    assert set(now) == set(was)
+    assert now >= was
+
+
+def test_only_stages_that_recompute_have_fences_on_a_gpu() -> None:
+    step = a_step("gpt")
+    traced = trace(jax.jit(step.step, donate_argnums=0), step.abstract_args(), {})
+    graph = lower(traced, DEVICES["h100"], base_nbytes=0)
+    large = max(graph.residuals, key=lambda v: (graph.values[v].nbytes, v))
+    schedule = jaxremat.complete(graph, set(graph.residuals) - {large})
+    fences = {
+        fence
+        for eqn in emit(traced, graph, schedule).jaxpr.eqns
+        if eqn.primitive.name == "optimization_barrier"
+        for fence in re.findall(r"fence_\d+", str(eqn.source_info.name_stack))
+    }
+    assert len(graph.stages) > 3
+    assert 1 <= len(fences) <= 2 + sum(bool(nodes) for nodes in schedule.recomputed)
+
+
+def test_a_plan_costs_what_it_recomputes() -> None:
+    """Half of a chain's products are run again, and nothing else becomes slower."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        weights, moments = state
+
+        def loss(weights: Any) -> jax.Array:
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return jnp.mean(y**2)
+
+        updates, moments = optax.sgd(0.1, momentum=0.9).update(jax.grad(loss)(weights), moments)
+        return optax.apply_updates(weights, updates), moments
+
+    weights = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 16
+    state = jax.eval_shape(lambda w: (w, optax.sgd(0.1, momentum=0.9).init(w)), weights)
+    args = state, jax.ShapeDtypeStruct((65536, 512), jnp.float32)
+    plain = jaxremat.memory(step, *args, donate_argnums=0, target="h100")
+    plan = jaxremat.plan(
+        step, *args, budget=plain.base_nbytes + plain.temporaries_nbytes // 2, donate_argnums=0, target="h100"
+    )
+    assert plan.compiled_overhead is not None
+    assert 0.05 < plan.overhead < 0.3
+    assert plan.compiled_overhead == pytest.approx(plan.overhead, abs=0.03)
+
+
+def test_shares_are_of_the_targets_memory() -> None:
+    case = BY_NAME["mlp_adamw"]
+    plan = jaxremat.plan(case.step, *case.make_args(), budget=0.5, target="t4")
+    assert plan.budget_nbytes == 8_000_000_000
+    assert plan.drops_nothing
+
+
+def test_on_the_target_itself_the_peak_is_compared_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's own compiler has the last word; here the CPU stands in for the target."""
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        def loss(weights: Any) -> jax.Array:
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return jnp.mean(y**2)
+
+        return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+    args = [jnp.ones((64, 64)) / 64] * 12, jnp.ones((8192, 64))
+    peak = jaxremat.memory(step, *args, target="h100").peak_nbytes
+    here = jaxremat.memory(jax.jit(step), *args).peak_nbytes
+    monkeypatch.setattr("jaxremat._api._optimize.find", lambda kind: "h100")
+    roomy = jaxremat.optimize(2 * max(peak, here), target="h100")(step)
+    for got, want in zip(roomy(*args), step(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    tight = jaxremat.optimize(int(0.7 * peak), target="h100")(step)
+    assert not tight.plan(*args).drops_nothing
+    with pytest.raises(InfeasibleBudgetError, match=r"this machine's compiler needs .* without `target`"):
+        tight(*args)
+
+
+def test_a_product_that_triton_has_no_tiling_for(caplog: pytest.LogCaptureFixture) -> None:
+    """XLA refuses attention over an odd length before it has tried anything else than Triton."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            weights = jax.nn.softmax(jnp.einsum("blhd,bmhd->bhlm", x, x))
+            y = jnp.einsum("bhlm,bmhd->blhd", weights, x)
+            return jnp.mean((y.reshape(2, 37, 32) @ w) ** 2)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    args = jax.ShapeDtypeStruct((32, 32), jnp.float32), jax.ShapeDtypeStruct((2, 37, 2, 16), jnp.float32)
+    with caplog.at_level("INFO", logger="jaxremat"):
+        found = jaxremat.memory(step, *args, target="h100")
+    assert "without Triton's matrix products" in caplog.text
+    assert found.peak_nbytes > 2 * 32 * 32 * 4
+
+
+def test_what_cannot_be_compiled_is_said() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x).sum()
+
+    with pytest.raises(TargetError, match=r"target='h100'.*Host callbacks"):
+        jaxremat.memory(step, MATRIX, target="h100")
+    assert jaxremat.memory(square, MATRIX, target="h100").peak_nbytes > 0
+
+
+def test_a_dead_worker_is_replaced() -> None:
+    jaxremat.memory(square, MATRIX, target="h100")
+    worker = _target._worker()
+    os.kill(worker.process.pid, signal.SIGKILL)
+    worker.process.wait()
+    _target._compile.cache_clear()
+    assert jaxremat.memory(square, MATRIX, target="h100").peak_nbytes > 0
+    assert _target._worker() is not worker
+
+
+def test_a_worker_that_is_asked_no_further_answers_nothing_to_the_next_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C in a terminal reaches the worker too, which goes on; who asked it hears no answer."""
+    want = jaxremat.memory(square, MATRIX, target="h100")
+    worker = _target._worker()
+    os.kill(worker.process.pid, signal.SIGINT)
+    _target._compile.cache_clear()
+    assert jaxremat.memory(square, MATRIX, target="h100") == want
+    assert _target._worker() is worker
+    _target._compile.cache_clear()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(worker, "_receive", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        jaxremat.memory(lambda x: jnp.sin(x), MATRIX, target="h100")
+    assert jaxremat.memory(square, MATRIX, target="h100") == want
+    assert _target._worker() is not worker
+
+
+def test_the_plain_step_is_compiled_once_for_several_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BY_NAME["mlp_adamw"]
+    args = jax.eval_shape(case.make_args)
+    plain = jaxremat.memory(case.step, *args, donate_argnums=0, target="h100")
+    asked: list[bytes] = []
+    compile_there = _target._Worker.compile
+
+    def counting(self: Any, config: str, module: bytes, *rest: Any) -> Any:
+        asked.append(module)
+        return compile_there(self, config, module, *rest)
+
+    monkeypatch.setattr(_target._Worker, "compile", counting)
+    _target._compile.cache_clear()
+    for share in (0.8, 0.7):
+        budget = plain.base_nbytes + int(share * plain.temporaries_nbytes)
+        before = len(asked)
+        plan = jaxremat.plan(case.step, *args, budget=budget, donate_argnums=0, target="h100")
+    assert len(asked) - before < plan.compile_count
+    assert len(set(asked)) == len(asked)
+
+
+def test_without_the_compiler_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_target, "_running", [])
+    monkeypatch.setattr(_target, "_version", lambda name: None)
+    with pytest.raises(TargetError, match=r'pip install "jaxremat\[targets\]"'):
+        jaxremat.memory(square, MATRIX, target="h100")
+    monkeypatch.setattr(_target, "_version", lambda name: "0.1.0")
+    with pytest.raises(TargetError, match=r'jax-cuda12-pjrt 0.1.0 .* pip install "jax-cuda12-pjrt=='):
+        jaxremat.memory(square, MATRIX, target="h100")
+
+
+def test_the_users_own_process_is_left_alone() -> None:
+    """The default back end is what it was, and the worker ends with the process."""
+    code = (
+        "import jax, jaxremat; from jaxremat import _target;"
+        "print(jaxremat.memory(lambda x: (x @ x).sum(), jax.ShapeDtypeStruct((64, 64), 'float32'), target='h100')"
+        ".peak_nbytes > 0, jax.default_backend(), _target._worker().process.pid)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    worked, backend, pid = done.stdout.split()
+    assert (worked, backend) == ("True", "cpu")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
+def test_the_roofline_reads_gpu_programs() -> None:
+    lowered = _target.Target("h100").lower(jax.jit(square), (MATRIX,), {}, {})
+    work = roofline(parse(lowered.compile().as_text()), DEVICES["h100"])
+    assert work.flops >= 2 * 1024**3
+    assert work.seconds > 2 * 1024**3 / DEVICES["h100"].peak("f32")

@@ -1,0 +1,287 @@
+"""The benchmark scripts on a network small enough for a test: what they measure, keep and print."""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+
+import jaxremat
+from examples.benchmarks import bench as bench_module
+from examples.benchmarks import chain, compare, emitters, records, steps, table
+from examples.benchmarks.networks.data import Images
+from examples.benchmarks.networks.rematerialisation import Remat, rematted, save_dots
+from examples.benchmarks.networks.training import Program, make_program
+from examples.benchmarks.overview import overview
+from jaxremat._compiler._devices import detect
+
+pytestmark = pytest.mark.slow
+
+ROWS = ("plain", "block", "0.75")
+
+
+class Layers(nn.Module):
+    """Two dense layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(nn.Dense(32)(jnp.tanh(nn.Dense(32)(x))))
+
+
+class Perceptron(nn.Module):
+    """Pairs of dense layers, with much larger activations than weights."""
+
+    remat: Remat = "none"
+    classes: int = 10
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], -1)
+        for index in range(3):
+            x = rematted(Layers, self.remat, save_dots)(name=f"block{index}")(x)
+        return nn.Dense(self.classes)(x)
+
+
+def perceptron(name: str, *, remat: Remat = "none", scale: str, **_: Any) -> Program:
+    """Takes the place of `networks.program`."""
+    assert scale == "tiny"
+    model = Perceptron(remat)
+    return make_program(name, model, optax.sgd(0.1, momentum=0.9), Images(1024, 4).maker(model, jnp.float32))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_module, "program", perceptron)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A results folder with one network, measured once."""
+    folder = tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_module, "program", perceptron)
+        bench(folder).run(ROWS, runs=2, check=True)
+    return folder
+
+
+@pytest.fixture
+def folder(measured: Path, tmp_path: Path) -> Path:
+    """That folder, for the test to change."""
+    return shutil.copytree(measured, tmp_path / "results")
+
+
+def bench(folder: Path) -> bench_module.Bench:
+    path = folder / jax.default_backend() / "vgg16-tiny.json"
+    plans = folder / "plans" / path.stem
+    return bench_module.Bench("vgg16", "tiny", path, time_limit=2.0, plans=plans, say=lambda line: None)
+
+
+def test_rows_hold_what_was_measured(folder: Path) -> None:
+    record = json.loads(bench(folder).path.read_text())
+    assert list(record["rows"]) == list(ROWS)
+    assert {"python", "jax", "jaxlib", "device", "cores", "platform"} <= record["environment"].keys()
+    plain, block, plan = (record["rows"][name] for name in ROWS)
+    assert plain["peak_nbytes"] == plain["base_nbytes"] + plain["temporaries_nbytes"]
+    assert block["peak_nbytes"] < plain["peak_nbytes"] and block["extra_flops"] > 0.1
+    assert plan["budget_nbytes"] == int(plain["base_nbytes"] + 0.75 * plain["temporaries_nbytes"])
+    assert plan["fits"] and plan["peak_nbytes"] <= plan["budget_nbytes"]
+    assert [plan["first_predicted_nbytes"], plan["first_compiled_nbytes"]] == plan["rounds"][0]
+    assert plan["extra_flops"] > 0 and plan["recomputed"] > 0 and 0 < plan["compile_count"] <= 8
+    assert 0 < plan["planning_seconds"] < plan["total_seconds"]
+    for row in (block, plan):
+        assert row["runs"] == 2 and row["time_ratio"] > 0
+        assert row["difference"] < 1e-5
+
+
+def test_a_second_run_measures_nothing_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = bench(folder).path.read_text()
+    with monkeypatch.context() as patch:
+        patch.delattr(bench_module.Bench, "_compile")
+        bench(folder).run(ROWS, runs=2, check=True)
+    assert bench(folder).path.read_text() == before
+
+
+def test_a_row_gets_the_measure_that_it_lacks(folder: Path) -> None:
+    path = bench(folder).path
+    record = records.read(path)
+    row = record["rows"]["block"]
+    found = row.pop("difference")
+    records.write(path, record)
+    bench(folder).run(["block"], check=True)
+    assert records.read(path)["rows"]["block"] == {**row, "difference": found}
+
+
+def test_a_kept_plan_is_used_only_where_it_gives_the_measured_peak(folder: Path) -> None:
+    again = bench(folder)
+    again.record = records.read(again.path)
+    row = again.record["rows"]["0.75"]
+    step = again._again("0.75")
+    assert step is None or jaxremat.MemoryStats.of(step).peak_nbytes == row["peak_nbytes"]
+    row["peak_nbytes"] -= 1
+    assert again._again("0.75") is None
+    assert again._again("0.5") is None
+
+
+def test_an_infeasible_budget_is_a_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise jaxremat.InfeasibleBudgetError("no", budget_nbytes=1, min_peak_nbytes=123)
+
+    monkeypatch.setattr(jaxremat, "optimize", refuse)
+    row = bench(folder).run(["0.01"])["rows"]["0.01"]
+    assert row["infeasible"] and row["min_peak_nbytes"] == 123
+    assert "infeasible: least 123 B" in table.markdown([records.read(bench(folder).path)], [])
+    assert list(records.read(bench(folder).path)["rows"]) == [*ROWS, "0.01"]
+
+
+def test_rows_of_another_machine_are_not_mixed_in(folder: Path) -> None:
+    path = bench(folder).path
+    record = records.read(path)
+    record["environment"]["device"] = "abacus"
+    records.write(path, record)
+    with pytest.raises(SystemExit, match=r"measured elsewhere \(device 'abacus', now .*--fresh"):
+        bench(folder).run(["0.5"])
+
+
+def test_differences_are_relative_to_each_array() -> None:
+    def step(factor: float) -> jax.stages.Compiled:
+        jitted = jax.jit(lambda state, batch: ({"a": factor * state["a"], "b": state["b"]}, batch.sum()))
+        return jitted.lower(*args).compile()
+
+    args = ({"a": jnp.array([1.0, 1e3]), "b": jnp.zeros(2)}, jnp.arange(3))
+    found = compare.largest_differences({"plain": step(1.0), "same": step(1.0), "other": step(1.25)}, args)
+    assert found["same"][0] == 0.0
+    assert found["other"] == (0.25, "[0]['a']")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        compare.largest_differences({"plain": step(1.0), "other": step(jnp.inf)}, args)
+
+
+def test_shares_are_read_as_rows() -> None:
+    assert [steps._share(text) for text in ("0.50", "min", "1")] == ["0.5", "min", "1.0"]
+    with pytest.raises(argparse.ArgumentTypeError, match=r"1\.5 is no 'min', .* or share in"):
+        steps._share("1.5")
+
+
+def test_the_tables_replace_what_is_between_the_markers(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme, page = tmp_path / "README.md", tmp_path / "page.md"
+    for path in (readme, page):
+        path.write_text(f"above\n\n{table.BEGIN}\nold\n{table.END}\n\nbelow\n")
+    command = ["--results", str(folder), "--readme", str(readme), "--page", str(page)]
+    assert table.main([*command, "--check"]) == 1
+    assert table.main(command) == 0
+    assert "first prediction of the peak off by" in capsys.readouterr().out
+    assert table.main([*command, "--check"]) == 0
+    assert "old" not in readme.read_text()
+    text = page.read_text()
+    assert text.startswith("above\n\n") and text.endswith("\n\nbelow\n") and "old" not in text
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    labels = [line.split(" | ")[0] for line in lines]
+    assert labels == ["| step", "| ---", "| plain", "| by hand, per block", "| 75% of temporaries"]
+    assert {line.count("|") for line in lines} == {len(table.HEADER) + 1}
+
+
+def test_tables_need_a_place(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing here\n")
+    both = ["--readme", str(readme), "--page", str(readme)]
+    assert table.main(["--results", str(folder), *both]) == 1
+    assert f"Put these two lines into it: {table.BEGIN}" in capsys.readouterr().out
+    assert table.main(["--results", str(tmp_path / "none"), *both, "--check"]) == 0
+
+
+def test_the_overview_has_a_row_for_each_network_and_compiler() -> None:
+    def record(network: str, platform: str, **rows: Any) -> dict[str, Any]:
+        rows = {"plain": {"peak_nbytes": 3 << 30}, **rows}
+        return {"network": network, "scale": "full", "environment": {"platform": platform}, "rows": rows}
+
+    half = {"peak_nbytes": 1 << 30, "roofline_overhead": 0.01}
+    found = [
+        record("gpt", "cpu", block=half, **{"0.5": half | {"roofline_overhead": -0.02}}),
+        record("vit", "h100", **{"0.33": {"infeasible": True, "min_peak_nbytes": 1, "budget_nbytes": 1}}),
+    ]
+    assert overview(found, []).splitlines()[2:] == [
+        "| GPT-2 small | CPU | 3.00 GiB | 1.00 GiB, +1.0% | 1.00 GiB, -2.0% |  |  |",
+        "| ViT-B/16 | H100 SXM | 3.00 GiB |  |  | infeasible |  |",
+    ]
+    assert overview([r | {"scale": "small"} for r in found], []) == ""
+
+
+def test_the_summary_names_what_falls_short() -> None:
+    def row(peak: int, flops: int, **more: Any) -> dict[str, Any]:
+        return {"peak_nbytes": peak, "flops": flops, **more}
+
+    plan = {"fits": True, "first_predicted_nbytes": 90, "first_compiled_nbytes": 100, "solve_seconds": 1.0}
+    rows = {
+        "plain": row(100, 100),
+        "block": row(50, 130),
+        "dots": row(80, 110),
+        "0.5": row(81, 110, **plan),
+        "0.25": row(60, 120, **{**plan, "fits": False, "first_predicted_nbytes": 130}),
+        "min": row(51, 120, **plan),
+        "0.1": {"infeasible": True, "min_peak_nbytes": 51, "budget_nbytes": 10},
+    }
+    record = {"network": "net", "rows": rows, "environment": {"platform": "cpu"}}
+    assert table.dominated(record) == ["net 0.5"]
+    assert table.findings([record]) == [
+        "3 plans of 4 budgets, infeasible: net 0.1",
+        "over budget: net 0.25",
+        "dominated in peak and FLOPs by a step by hand: net 0.5",
+        "least peak above that of per-block rematerialisation: net",
+        "first prediction of the peak off by 10.0% in the median, 30.0% at most (net 0.25)",
+        "solving took 1.0 s in the median, 1.0 s at most (net 0.5)",
+    ]
+
+
+def test_one_plan_is_followed_by_each_emitter(tmp_path: Path) -> None:
+    path = tmp_path / "emitters" / "vgg16-tiny-cpu.json"
+    said: list[str] = []
+    rows = ("plain", "policy dots", "policy min", "custom_vjp 0.5")
+    record = emitters.Emitters("vgg16", "tiny", path, say=said.append).run(rows)
+    assert list(record["rows"]) == list(rows) and records.read(path)["kind"] == "emitters"
+    plain = record["rows"]["plain"]
+    for name in rows[1:]:
+        row = record["rows"][name]
+        assert row["held_nbytes"] < row["plain_held_nbytes"]
+        most = 1.001 * plain["peak_nbytes"]  # the parameters of the tiny one hold its peak
+        assert row["peak_nbytes"] < most and row["joint_peak_nbytes"] < most
+        assert row["peak_nbytes"] == pytest.approx(row["joint_peak_nbytes"], rel=0.05)
+    lines = emitters.markdown([record]).splitlines()
+    assert len(lines) == 6 + len(rows) and {line.count("|") for line in lines[4:]} == {9}
+    assert sum("by the joint emitter" in line for line in said) == 3
+
+
+def test_what_the_emitters_are_compared_on_is_the_same_function() -> None:
+    """The joint emitter's program gives the gradients that differentiating the planned loss gives."""
+    program = perceptron("vgg16", scale="tiny")
+    args = program.make_args()
+    want = jax.jit(emitters.gradient_of(program.loss))(*args)
+    for emitter in emitters.EMITTERS:
+        planned = jaxremat.checkpoint(program.loss, "min", emit=emitter)
+        jitted = jax.jit(emitters.jointly(planned, args), compiler_options=jaxremat.compiler_options())
+        found = jitted(*args)
+        assert jax.tree.structure(found) == jax.tree.structure(want)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            assert jnp.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_the_readme_shows_the_published_results() -> None:
+    assert table.main(["--check"]) == 0
+
+
+def test_a_chain_is_planned_without_compiling() -> None:
+    detect(jax.devices()[0])  # measures the processor by compiling, once
+    with bench_module.compile_stopwatch() as compiled:
+        record = chain.measure(300)
+    assert compiled == []
+    assert 300 <= record["equations"] < 320
+    assert list(record["seconds"]) == ["jax", "trace", "lower", "simulate", "solve", "emit"]
+    assert record["fits"] and record["predicted_nbytes"] <= record["budget_nbytes"] < record["plain_nbytes"]
+    json.dumps(record, allow_nan=False)
+    assert "A chain of 30" in table.chain_line(record)

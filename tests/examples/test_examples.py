@@ -1,0 +1,177 @@
+"""Every example, the README's code and the notebook run, at tiny sizes, and say what they promise."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import jaxremat
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "quickstart.py": "--layers 2 --width 16 --batch 256 --budget min --steps 2",
+    "gpt.py": "--layers 2 --width 32 --length 64 --batch 2 --steps 2",
+    "nnx_mlp.py": "--layers 2 --width 16 --batch 512 --budget min --steps 2",
+    "deep_resnet.py": "--blocks 2 3 7 2 --width 8 --batch 2 --size 32 --classes 10 --budget min --steps 2",
+    "equinox_mlp.py": "--layers 2 --width 16 --batch 512 --steps 2",
+    "haiku_mlp.py": "--layers 2 --width 16 --batch 512 --steps 2",
+    "own_solver.py": "--layers 3 --batch 4 --share 0.75 --steps 1",
+}
+
+
+def test_every_example_is_listed_here() -> None:
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")} - {"__init__.py"}
+    assert scripts == set(TINY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", TINY)
+def test_an_example_runs(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *TINY[script].split()])
+    runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "plain" in out and re.search(r"\d (KiB|MiB|B)\b", out)
+    assert re.search(r"loss \d", out)
+
+
+@pytest.mark.parametrize("script", TINY)
+def test_an_example_is_short_and_can_be_sized(script: str) -> None:
+    text = (ROOT / "examples" / script).read_text()
+    assert len(text.splitlines()) <= 120
+    assert '"--steps"' in text
+
+
+def test_a_planner_of_your_own_is_as_short_as_promised() -> None:
+    text = (ROOT / "examples" / "own_solver.py").read_text()
+    planner = re.search(r"@dataclass.*?(?=\n\n\n)", text, re.DOTALL)
+    assert planner is not None and len(planner[0].splitlines()) <= 40
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+"""The README's code: the first step, what it costs within several budgets, on a target, as a part of something else."""
+
+
+def run_block(number: int, scope: dict[str, object]) -> None:
+    exec(compile(BLOCKS[number], "README.md", "exec"), scope)
+
+
+def test_the_readmes_step_and_checkpoint_run(capsys: pytest.CaptureFixture[str]) -> None:
+    run_block(0, {})
+    assert capsys.readouterr().out.startswith("Plan: peak ")
+    run_block(3, {})
+    assert capsys.readouterr().out.startswith("Plan: holds ")
+    assert len(BLOCKS) == 4
+
+
+@pytest.mark.slow
+def test_the_readmes_sweep_and_target_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, object] = {}
+    run_block(0, scope)
+    capsys.readouterr()
+    run_block(1, scope)
+    assert capsys.readouterr().out.startswith("Frontier: 8 budgets")
+    assert (tmp_path / "frontier.png").exists()
+    run_block(2, {})
+    assert "\nPlan: peak " in capsys.readouterr().out
+    assert jaxremat.Plan.load("plan.json").budget_nbytes == 8 * 2**30
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SAY = {
+    "1_quickstart": ("Plan: peak", "cannot be met"),
+    "2_double_the_batch": ("does not fit", "Plan: peak", "planned  "),
+    "3_how_the_planner_thinks": (
+        "residuals: made by the forward pass",
+        "proven to be at least",
+        "Frontier: 10 budgets",
+    ),
+    "4_fit_an_h100_from_a_laptop": (
+        "1.31 billion parameters",
+        "batch 32\nPlan: peak",
+        "At the compiled peak of",
+    ),
+    "5_write_your_own_planner": ("PeakShaver: no rule broken", 'Careless breaks the rule "budget"', "milp: "),
+}
+"""What notebooks print, where more than running is asked of them."""
+
+
+def printed(book: Any) -> str:
+    """All text that the cells of a notebook have put out."""
+    outputs = [out for cell in book.cells for out in cell.get("outputs", ())]
+    return "\n".join(out.get("text") or out.get("data", {}).get("text/plain", "") for out in outputs)
+
+
+SMALLER = {
+    "1_quickstart": [("layers: int = 3", "layers: int = 1"), ("(1024, 32)", "(256, 32)")],
+    "2_double_the_batch": [
+        ("LENGTH, BATCH = 6, 256, 4, 128, 8", "LENGTH, BATCH = 2, 16, 2, 16, 8"),
+        ("for _ in range(2):", "for _ in range(1):"),
+    ],
+    "3_how_the_planner_thinks": [
+        ("(64, 256, 384, 192, 512, 128, 384, 256, 512, 192, 320, 64)", "(64, 256, 384, 192, 128, 64)"),
+        ("BATCH = 4096", "BATCH = 1024"),
+        ("points=10", "points=3"),
+    ],
+    "4_fit_an_h100_from_a_laptop": [("for batch in (16, 32):", "for batch in (32,):")],
+    "5_write_your_own_planner": [],
+}
+"""Sizes at which notebooks take little time. The fourth has no arrays: it runs the compiler, once instead of twice."""
+
+
+@pytest.mark.parametrize("stem", SMALLER)
+def test_a_notebook_runs_at_tiny_sizes(stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+    monkeypatch.chdir(tmp_path)
+    book = nbformat.read(ROOT / "notebooks" / f"{stem}.ipynb", as_version=4)
+    source = "\n".join(cell.source for cell in book.cells if cell.cell_type == "code")
+    for old, new in SMALLER[stem]:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    module = ModuleType("__main__")  # where Flax looks for the types of a module's fields
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    exec(compile(source, f"{stem}.py", "exec"), vars(module))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_from_top_to_bottom(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    book = nbformat.read(path, as_version=4)
+    kept = printed(book)
+    client = NotebookClient(
+        book, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()  # raises where a cell does
+    for said in SAY.get(path.stem, ()):
+        assert said in printed(book) and said in kept
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_fit_to_be_opened_anywhere(path: Path) -> None:
+    """Numbered, installs the library first, and keeps what it has put out, pictures too, in a file of moderate size."""
+    assert re.match(r"\d_[a-z0-9_]+$", path.stem)
+    assert f"notebooks/{path.name}" in (ROOT / "README.md").read_text()
+    assert path.stat().st_size < 700_000
+    book = nbformat.read(path, as_version=4)
+    cells = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert '"pip", "install"' in cells[0].source
+    assert all(cell.execution_count for cell in cells), "run it, and save it with its outputs"
+    assert not any(
+        out.output_type == "error" or out.get("name") == "stderr" for cell in cells for out in cell.outputs
+    )
+    assert "/home/" not in path.read_text() and "/tmp/" not in path.read_text()

@@ -1,0 +1,306 @@
+"""Which of several compiled plans is taken."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from graphs import UNIT, chain
+
+from jaxremat import Graph, Milp, Solution, complete, simulate
+from jaxremat._model._stages import uncut
+from jaxremat._plan._search import MORE_ROUNDS, Search
+from jaxremat._plan._trial import Line, Trial, allowance, first
+from jaxremat._plan._verify import dear
+
+
+def a_trial(graph: Graph, saved: set[int], compiled_overhead: float) -> Trial:
+    schedule = complete(graph, saved)
+    profile = simulate(graph, schedule)
+    compiled: Any = None
+    return Trial(
+        graph,
+        Solution(schedule),
+        "finished",
+        profile,
+        None,
+        compiled,
+        profile.peak_nbytes,
+        compiled_overhead,
+        compile_seconds=0.0,
+    )
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_on_a_gpu_the_compiled_kernels_decide(platform: str) -> None:
+    """The plan that the model takes for the cheaper one has the dearer kernels."""
+    graph = replace(chain(6), platform=platform)
+    search = Search(graph, Milp(), 1.0, a_trial, 0)  # type: ignore[arg-type]  # nothing is compiled here
+    by_model = a_trial(graph, set(graph.residuals[:4]), 0.3)
+    by_kernels = a_trial(graph, set(graph.residuals[:2]), 0.1)
+    assert by_model.profile.extra_seconds < by_kernels.profile.extra_seconds
+    search.trials += [by_model, by_kernels]
+    assert search.best(10**12) is (by_kernels if platform == "gpu" else by_model)
+
+
+class Prefixes:
+    """Saves as many of the first residuals as the allowance has room for."""
+
+    def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        del time_limit
+        found = complete(graph, ())
+        for k in range(1, len(graph.residuals) + 1 if budget_nbytes is not None else 0):
+            more = complete(graph, graph.residuals[:k])
+            if simulate(graph, more).peak_nbytes <= (budget_nbytes or 0):
+                found = more
+        return Solution(found)
+
+
+def compiled_dearly(graph: Graph, solution: Solution, fence: str) -> Trial:
+    """What saves nothing takes four times as long; the others need more memory than the model says."""
+    del fence
+    saved = set(solution.schedule.saved)
+    trial = a_trial(graph, saved, 0.1 if saved else 3.0)
+    return replace(trial, solution=solution, peak_nbytes=trial.peak_nbytes + (150 if saved else 0))
+
+
+def test_a_plan_that_costs_several_steps_is_not_the_answer_where_there_is_another() -> None:
+    graph = replace(chain(12), platform="gpu")
+    least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+    budget = (least + most) // 2 + 150
+    search = Search(graph, Prefixes(), 1.0, compiled_dearly, 0)
+    trial = search.within(budget, -MORE_ROUNDS)  # nothing but the schedules of least memory at first
+    assert search.trials[0].compiled_overhead == 3.0
+    assert search.trials[0].peak_nbytes <= budget
+    assert trial is not None
+    assert trial.compiled_overhead == 0.1
+    assert trial.peak_nbytes <= budget
+    assert dear(search, trial) == ""
+
+
+def test_it_is_the_answer_where_there_is_none_and_says_so() -> None:
+    graph = replace(chain(12), platform="gpu")
+    search = Search(graph, Prefixes(), 1.0, compiled_dearly, 0)
+    budget = simulate(graph, complete(graph, ())).peak_nbytes
+    assert simulate(graph, complete(graph, graph.residuals[:1])).peak_nbytes + 150 > budget
+    trial = search.within(budget, 3)
+    assert trial is not None
+    assert trial.compiled_overhead == 3.0
+    assert "takes 4.0 times the plain step's time" in dear(search, trial)
+    search.trials.append(a_trial(graph, set(graph.residuals), 0.1))
+    assert "1.1 times with" in dear(search, trial)
+    assert search.within(budget - 1, 0) is None
+
+
+def beyond_prediction() -> tuple[Graph, Search, int, int]:
+    """A search all of whose schedules need more than predicted, a budget in the middle, and how much more that is."""
+    graph = chain(12)
+    least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+    budget, beyond = (least + most) // 2, (most - least) // 8
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+        trial = compiled_dearly(graph, solution, fence)
+        return replace(trial, peak_nbytes=trial.profile.peak_nbytes + beyond)
+
+    search = Search(graph, Prefixes(), 1.0, compiled, 0)
+    return graph, search, budget, beyond
+
+
+def test_what_all_need_beyond_their_prediction_is_kept_free_by_those_not_compiled_yet() -> None:
+    """Of three cuttings into stages the two others begin within what the first one's error leaves."""
+    graph, search, budget, beyond = beyond_prediction()
+    search.cuttings = [replace(graph, small_nbytes=n) for n in range(3)]
+    lines: list[Any] = []
+    first = search._next(lines, budget)
+    assert first is not None
+    assert [line.allowance for line in lines] == [budget] * 3
+    assert first.pending is not None
+    search._attempt(first.graph, first.pending, first.fence)
+    search._next(lines, budget)
+    assert {line.allowance for line in lines} == {first.allowance}
+    assert budget - 1.2 * beyond < first.allowance <= budget - beyond
+
+
+def test_compiled_peaks_that_follow_slowly_are_not_given_up_for_the_least_memory() -> None:
+    """A quarter of what a prediction is lowered by comes off the compiled peak, and there are few rounds."""
+    graph = replace(chain(40), step_seconds=2000.0)  # so that even the least memory is bearable
+    least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+        trial = compiled_dearly(graph, solution, fence)
+        return replace(trial, peak_nbytes=(trial.profile.peak_nbytes + 3 * most) // 4)
+
+    budget = least + (most - least) * 7 // 8
+    best = Search(graph, Prefixes(), 1.0, compiled, 0).within(budget, 3)
+    assert best is not None and best.peak_nbytes <= budget
+    assert best.peak_nbytes > budget - (most - least) // 10, "more is recomputed than the budget asks for"
+
+
+Peak = Callable[[int, str], float]
+"""Of the number of values that a plan saves and its form of fences, the compiled peak in units."""
+
+
+def near_the_least(
+    peak: Peak, *, step_seconds: float = 2000.0, solver: Any = None, platform: str = "cpu"
+) -> Search:
+    """Of a chain of forty, whose values all take one unit, and whose model says nothing but that of the peak."""
+    graph = replace(chain(40), step_seconds=step_seconds, platform=platform)
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+        saved = set(solution.schedule.saved)
+        trial = a_trial(graph, saved, simulate(graph, solution.schedule).extra_seconds / step_seconds)
+        nbytes = graph.base_nbytes + round(peak(len(saved), fence) * UNIT)
+        return replace(trial, solution=solution, fence=fence, peak_nbytes=nbytes)
+
+    return Search(graph, solver or Prefixes(), 1.0, compiled, 1000 * UNIT)
+
+
+def bound_nbytes(search: Search) -> float:
+    """What is about the least of what was compiled: a twentieth more."""
+    base = search.graph.base_nbytes
+    return base + 1.05 * (min(t.peak_nbytes for t in search.trials) - base)
+
+
+def test_errors_at_the_least_memory_are_not_taken_for_those_near_it() -> None:
+    """Compiled peaks hardly follow the predicted ones: all is saved, with one more compilation."""
+    search = near_the_least(lambda saved, fence: 200 + saved / 40)
+    trial = search.least(3)
+    assert len(trial.solution.schedule.saved) == 40 and trial.profile.extra_seconds == 0
+    assert len(search.trials) == 2
+
+
+@pytest.mark.parametrize("power", [0.5, 1, 2, 3])
+def test_the_least_memory_is_approached_as_a_budget_is(power: float) -> None:
+    """Nothing recomputed exceeds what is about the least, so that the next predictions lie between."""
+    search = near_the_least(lambda saved, fence: 200 + 20 * (saved / 40) ** power)
+    trial = search.least(3)
+    assert trial.peak_nbytes <= bound_nbytes(search)
+    fitting = int(40 * 0.5 ** (1 / power))  # as many values may be saved
+    assert 0.6 * fitting <= len(trial.solution.schedule.saved) <= fitting
+    assert len(search.trials) <= 4
+
+
+def test_a_lower_peak_on_the_way_is_the_least_from_there_on() -> None:
+    search = near_the_least(lambda saved, fence: 200 + (saved - 10) ** 2 / 20)
+    trial = search.least(7)
+    least = min(search.trials, key=lambda t: t.peak_nbytes)
+    assert least.peak_nbytes < search.trials[0].peak_nbytes
+    assert least.peak_nbytes <= trial.peak_nbytes <= bound_nbytes(search)
+    assert 17 <= len(trial.solution.schedule.saved) <= 24
+
+
+def test_fences_are_ordered_near_the_least_memory_too() -> None:
+    search = near_the_least(
+        lambda saved, fence: 200 + saved / 8 + 100 * (fence == "finished" and saved > 0), platform="gpu"
+    )
+    trial = search.least(3)
+    assert trial.fence == "ordered" and len(trial.solution.schedule.saved) == 40
+
+
+def test_plans_of_another_cutting_are_in_order_at_once_where_that_was_of_use() -> None:
+    """Of three cuttings of a form, and a least memory that a price of memory finds too, one goes astray, once."""
+
+    def peak(saved: int, fence: str) -> float:
+        return 40 + saved / 8 + 100 * (fence == "finished")
+
+    search = near_the_least(peak, platform="gpu")
+    search.cuttings = [replace(search.graph, small_nbytes=n) for n in range(3)]
+    trial = search.least(3)
+    assert [t.fence for t in search.trials] == ["finished"] + ["ordered"] * (len(search.trials) - 1)
+    assert 12 <= len(trial.solution.schedule.saved) <= 16
+
+
+def test_nothing_is_compiled_near_the_least_memory_where_little_is_to_be_gained() -> None:
+    search = near_the_least(lambda saved, fence: 200 + saved / 40, step_seconds=200_000.0)
+    assert search.least(3) is search.trials[0]
+    assert 0.003 < search.trials[0].compiled_overhead < 0.005
+    assert len(search.trials) == 1
+
+
+class Bearable(Prefixes):
+    """Takes half of what may be saved for the least memory."""
+
+    def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        if budget_nbytes is None:
+            return Solution(complete(graph, graph.residuals[:20]))
+        return super().solve(graph, budget_nbytes, time_limit=time_limit)
+
+
+def test_for_the_least_memory_nothing_is_compiled_that_cannot_be_the_answer() -> None:
+    """What saves nothing, as a price of memory alone would have it, takes longer than the plain step."""
+    least, lowest = (
+        near_the_least(lambda saved, fence: saved + 2, step_seconds=500.0, solver=Bearable())
+        for _ in range(2)
+    )
+    assert least.least(3).profile.extra_seconds < 500
+    assert all(t.profile.extra_seconds < 500 for t in least.trials)
+    assert lowest.lowest().profile.extra_seconds > 500, "that is asked for apart"
+
+
+def test_errors_of_one_form_are_not_taken_for_those_of_another() -> None:
+    graph, search, budget, beyond = beyond_prediction()
+    search.cuttings = [replace(graph, small_nbytes=n, segments=s) for s in ((), ((4,),)) for n in (0, 1)]
+    lines: list[Any] = []
+    first = search._next(lines, budget)
+    assert first is not None and first is lines[0]
+    assert first.pending is not None
+    search._attempt(first.graph, first.pending, first.fence)
+    search._next(lines, budget)
+    assert lines[0].allowance == lines[1].allowance <= budget - beyond
+    assert [line.allowance for line in lines[2:]] == [budget, budget]
+
+
+class Starved(Prefixes):
+    """Has no time left for more than what recomputes all, but at first."""
+
+    calls = 0
+
+    def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        self.calls += 1
+        return super().solve(graph, budget_nbytes if self.calls == 1 else None, time_limit=time_limit)
+
+
+def test_a_solver_that_runs_out_of_time_does_no_worse_than_before() -> None:
+    graph = chain(12)
+    least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+    low, high = least + (most - least) // 4, least + (most - least) // 2
+    solver = Starved()
+    search = Search(graph, solver, 1.0, compiled_dearly, 0)
+    (cut,) = search.cuttings[:1]
+    first = search._solution(cut, low, solver)
+    assert 0 < len(first.schedule.saved) < 12
+    assert search._solution(cut, high, solver).schedule == first.schedule
+    assert not search._solution(cut, least, solver).schedule.saved, "that fits no longer"
+    assert not search._solution(search.cuttings[-1], high, solver).schedule.saved, "that is another graph's"
+
+
+def test_the_next_prediction_lies_between_what_fits_and_what_exceeds_the_budget() -> None:
+    """What exceeds it though it was predicted to need less than something that fits says nothing of larger plans."""
+
+    def tried(predicted: int, compiled: int) -> Trial:
+        trial = a_trial(chain(2), set(), 0.0)
+        return replace(trial, profile=replace(trial.profile, peak_nbytes=predicted), peak_nbytes=compiled)
+
+    assert allowance([tried(100, 110)], 90) == 78
+    assert allowance([tried(100, 110), tried(78, 95)], 90) == 67
+    assert allowance([tried(80, 85)], 90) == 90
+    assert allowance([tried(88, 85)], 90) == 93
+    assert allowance([tried(60, 80), tried(100, 100)], 90) == 80
+    assert allowance([tried(60, 80), tried(100, 100), tried(80, 96)], 90) == 66
+    assert allowance([tried(70, 110), tried(80, 85)], 90) == 90
+    assert allowance([tried(80, 85), tried(70, 110)], 90) == 90
+
+
+def test_of_plans_that_cost_about_the_same_that_of_the_fewest_stages_is_tried() -> None:
+    """Its kernels may be fewer; that it needs more memory says nothing where both fit, and decides where none does."""
+    graph = chain(6)
+    fine, coarse = Line(graph), Line(replace(graph, stages=uncut(graph)))
+    assert len(fine.graph.stages) > len(coarse.graph.stages)
+    for seconds, peak, fits, found in (
+        (1.0, 12, 0.0, coarse), (1.05, 12, 0.0, coarse), (1.2, 8, 0.0, fine), (1.05, 8, 1.0, fine),
+    ):  # fmt: skip
+        fine.order, coarse.order = (0.0, 1.0, 10), (fits, seconds, peak)
+        assert first([fine, coarse], 0.1) is first([coarse, fine], 0.1) is found
+    fine.order, coarse.order = (1.0, 10, 1.0), (1.0, 12, 0.5)
+    assert first([fine, coarse], 0.1) is fine
+    assert first([], 0.1) is None

@@ -1,0 +1,243 @@
+"""Rows in chunks: which work falls apart into them, that the results are the same, that planned steps need less."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from test_random_programs import Net, nets
+
+import jaxremat
+from jaxremat._compiler._program import Program, spread
+from jaxremat._rewrite._row_chunks import chunked, is_in_chunks
+from jaxremat._rewrite._row_regions import Readers, Region, regions
+from jaxremat._rewrite._trace import trace
+
+WORDS, WIDE, BATCH, LENGTH, LAYERS = 4000, 32, 8, 32, 2
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def one_hot(logits: Any, labels: Any) -> Any:
+    return optax.softmax_cross_entropy(logits, optax.smooth_labels(jax.nn.one_hot(labels, WORDS), 0.1)).mean()
+
+
+def masked(logits: Any, labels: Any) -> Any:
+    """Of the tokens that are no padding, and with a loss of the normaliser."""
+    mask = labels > 10
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    losses += 1e-4 * jax.nn.logsumexp(logits, axis=-1) ** 2
+    return jnp.where(mask, losses, 0).sum() / mask.sum()
+
+
+def flattened(logits: Any, labels: Any) -> Any:
+    logits, labels = logits.reshape(-1, WORDS), labels.reshape(-1)
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=-1).mean()
+
+
+def accuracy_too(logits: Any, labels: Any) -> Any:
+    right = (logits.argmax(-1) == labels).mean()
+    return cross_entropy(logits, labels) + jax.lax.stop_gradient(right)
+
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "cross entropy": cross_entropy,
+    "one hot": one_hot,
+    "masked": masked,
+    "flattened": flattened,
+    "accuracy": accuracy_too,
+}
+
+
+def network(params: Any, x: Any) -> Any:
+    h = params["words"][x]
+    for w, u in zip(params["in"], params["out"], strict=True):
+        h = h + jax.nn.gelu(h @ w) @ u
+    return h
+
+
+def step_of(loss: Callable[[Any, Any], Any], dtype: Any = jnp.float32, *, tied: bool = True) -> Any:
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def whole(params: Any) -> Any:
+            params = jax.tree.map(lambda p: p.astype(dtype), params)
+            head = params["words"].T if tied else params["head"]
+            return loss((network(params, x) @ head).astype(jnp.float32), y)
+
+        value, grads = jax.value_and_grad(whole)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
+def arguments() -> tuple[Any, Any, Any]:
+    keys = iter(jax.random.split(jax.random.key(0), 3 + 2 * LAYERS))
+    params = {
+        "words": jax.random.normal(next(keys), (WORDS, WIDE)),
+        "in": [jax.random.normal(next(keys), (WIDE, 2 * WIDE)) / 6 for _ in range(LAYERS)],
+        "out": [jax.random.normal(next(keys), (2 * WIDE, WIDE)) / 9 for _ in range(LAYERS)],
+        "head": jax.random.normal(next(keys), (WIDE, WORDS)),
+    }
+    x, y = jax.random.randint(next(keys), (2, BATCH, LENGTH), 0, WORDS)
+    return params, x, y
+
+
+def close(first: Any, second: Any, tolerance: float) -> None:
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        scale = float(jnp.abs(a).max()) or 1.0
+        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=tolerance)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_heads_fall_apart_into_rows(loss: str, tied: bool) -> None:
+    step, args = step_of(LOSSES[loss], tied=tied), arguments()
+    traced = trace(jax.jit(step), args, {})
+    (region,) = traced.regions
+    assert region.choices == (2, 4, 8)
+    assert region.inner_nbytes >= 4 * BATCH * LENGTH * WORDS * 2  # logits and their gradient at least
+    cut, origin = chunked(traced.flat, regions(traced.flat), [4])
+    (call,) = (eqn for eqn in cut.jaxpr.eqns if is_in_chunks(eqn))
+    jex.check_jaxpr(cut.jaxpr)
+    assert len(origin) == len(cut.jaxpr.eqns)
+    largest = max(v.aval.size for eqn in cut.jaxpr.eqns for v in eqn.outvars if v not in call.outvars)
+    assert largest < BATCH * LENGTH * WORDS
+    flat = jax.tree.leaves(args)
+    close(jex.jaxpr_as_fun(traced.flat)(*flat), jax.jit(jex.jaxpr_as_fun(cut))(*flat), 1e-5)
+
+
+def test_sums_over_chunks_lose_nothing_in_short_numbers() -> None:
+    step, args = step_of(cross_entropy, jnp.bfloat16), arguments()
+    traced = trace(jax.jit(step), args, {})
+    cut, _ = chunked(traced.flat, regions(traced.flat), [8])
+    (call,) = (eqn for eqn in cut.jaxpr.eqns if is_in_chunks(eqn))
+    outside = [v.aval.size for eqn in cut.jaxpr.eqns if eqn is not call for v in eqn.outvars]
+    assert max(outside) < BATCH * LENGTH * WORDS  # also of the gradient that is made shorter
+    assert max(v.aval.size for v in call.outvars) < BATCH * LENGTH * WORDS
+    flat = jax.tree.leaves(args)
+    close(jex.jaxpr_as_fun(traced.flat)(*flat), jax.jit(jex.jaxpr_as_fun(cut))(*flat), 1e-2)
+
+
+def normalised_by_all(logits: Any, labels: Any) -> Any:
+    """Every token's loss weighs as the mean of all says: no token's gradient is known before all are read."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return (losses * jnp.exp(losses - losses.mean())).mean()
+
+
+def test_what_waits_for_all_rows_is_no_region() -> None:
+    assert trace(jax.jit(step_of(normalised_by_all)), arguments(), {}).regions == ()
+
+
+def test_a_network_of_many_layers_alike_is_no_region() -> None:
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            h = x
+            for w in params:
+                h = jax.nn.gelu(h @ w)
+            return (h**2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    spec = jax.ShapeDtypeStruct
+    args = [spec((256, 256), jnp.float32)] * 6, spec((4096, 256), jnp.float32)
+    assert trace(jax.jit(step), args, {}).regions == ()
+
+
+def test_functions_that_are_differentiated_later_have_none() -> None:
+    params, x, y = arguments()
+    held = jaxremat.checkpoint(lambda p, x: cross_entropy(network(p, x) @ p["words"].T, y), "8MiB")
+    expected = jax.grad(lambda p: cross_entropy(network(p, x) @ p["words"].T, y))(params)
+    close(expected, jax.grad(held)(params, x), 1e-5)
+
+
+@pytest.mark.parametrize("target", [None, pytest.param("h100", marks=pytest.mark.slow)])
+def test_a_step_fits_into_less_than_its_logits(target: str | None, tmp_path: Any) -> None:
+    step, args = step_of(cross_entropy), arguments()
+    plain = jaxremat.memory(step, *args, target=target)
+    logits = 4 * BATCH * LENGTH * WORDS
+    budget = plain.peak_nbytes - plain.temporaries_nbytes + logits
+    planned = jaxremat.optimize(budget, cache=False, target=target)(step)
+    plan = planned.plan(*args)
+    assert plan.compiled_peak_nbytes is not None
+    assert plan.compiled_peak_nbytes <= budget
+    (rows,) = plan.loops
+    assert rows.rows
+    assert "chunks" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    again = jaxremat.Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    if target is None:
+        applied = jaxremat.optimize(plan=again)(step)
+        close(jax.jit(step)(*args), planned(*args), 1e-5)
+        close(jax.jit(step)(*args), applied(*args), 1e-5)
+
+
+def test_the_least_memory_is_that_of_small_chunks() -> None:
+    step, args = step_of(cross_entropy), arguments()
+    plan = jaxremat.plan(step, *args, budget="min", cache=False)
+    (rows,) = plan.loops
+    assert rows.levels == (8,)
+    assert plan.compiled_peak_nbytes is not None and plan.memory is not None
+    assert plan.memory.temporaries_nbytes < 4 * BATCH * LENGTH * WORDS
+
+
+def test_predictions_know_what_chunks_need() -> None:
+    step, args = step_of(cross_entropy), arguments()
+    plan = jaxremat.plan(step, *args, budget="min", donate_argnums=0, cache=False)
+    first = plan.rounds[0]
+    base = plan.memory.base_nbytes  # type: ignore[union-attr]
+    assert (first.predicted_peak_nbytes - base) / (first.compiled_peak_nbytes - base) == pytest.approx(
+        1, abs=0.1
+    )
+
+
+def test_what_the_user_decides_about_is_not_in_chunks() -> None:
+    def loss(logits: Any, labels: Any) -> Any:
+        return cross_entropy(jaxremat.hint(logits, "save"), labels)
+
+    args = arguments()
+    with pytest.raises(jaxremat.InfeasibleBudgetError):
+        jaxremat.plan(step_of(loss), *args, budget="5MiB", cache=False)
+    with pytest.raises(jaxremat.InfeasibleBudgetError):
+        jaxremat.optimize("5MiB", cache=False, pins={"dot_general": "save"})(step_of(cross_entropy)).plan(
+            *args
+        )
+
+
+def test_arrays_on_several_devices_stay_where_they_are() -> None:
+    args = arguments()
+    assert not spread(Program(step_of(cross_entropy)), args, {})
+    several = SimpleNamespace(device_set={0, 1})
+    assert spread(Program(step_of(cross_entropy), in_shardings=(None, several, several)), args, {})
+
+
+@given(nets())
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+def test_any_region_of_random_programs_gives_what_it_gave(net: Net) -> None:
+    params, x = net.make_args()
+
+    def step(params: Any, x: Any) -> Any:
+        return [p - g for p, g in zip(params, jax.grad(net.loss)(params, x), strict=True)]
+
+    traced = trace(jax.jit(step), (params, x), {})
+    program = Readers(traced.flat)
+    found: dict[tuple[int, ...], Region] = {}
+    for i in program.alive[::3]:
+        for v in program.eqns[i].outvars:
+            for d in range(len(v.aval.shape)) if program.inner(v) else ():
+                region = program.grown(v, d)
+                if region is not None and region.choices:
+                    found.setdefault(tuple(region.ways), region)
+    flat = [*params, x]
+    expected = jex.jaxpr_as_fun(traced.flat)(*flat)
+    for region in sorted(found.values(), key=lambda region: -len(region.ways))[:2]:
+        cut, _ = chunked(traced.flat, [region], [region.choices[0]])
+        jex.check_jaxpr(cut.jaxpr)
+        close(expected, jax.jit(jex.jaxpr_as_fun(cut))(*flat), 1e-4)

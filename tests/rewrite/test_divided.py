@@ -1,0 +1,210 @@
+"""A loop divided in two, each with a plan of its own: the same results, whatever is saved in which, within budgets that
+lie between two plans of the whole loop.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import pytest
+from graphs import chain, in_loops
+from jax import lax
+from test_loops import CPU, in_levels, often, scans, traced
+from test_optimize import assert_same
+from zoo_loops import LAYERS, LOOPS, ROWS, WIDTH
+
+import jaxremat
+from jaxremat import Milp, Solution, _compat, complete, simulate
+from jaxremat._emit._emit import emit
+from jaxremat._lower._lower import lower
+from jaxremat._model._graph import Pin
+from jaxremat._model._pins import with_pins
+from jaxremat._plan._loop_division import uneven
+from jaxremat._rewrite._loop_opening import BACKWARD, FORWARD
+from jaxremat._rewrite._trace import trace
+
+SHORT = {"one layer"}
+"""Loops that are too short to be divided."""
+
+
+def test_each_part_is_a_pair() -> None:
+    """With their own lengths, on the rows of the same arrays."""
+    found = traced(LOOPS["layers"])
+    divided, planned = in_levels(found, (4,))
+    assert [loop.role for loop in divided.loops] == [FORWARD, FORWARD, BACKWARD, BACKWARD]
+    assert [eqn.params["length"] for eqn in scans(planned)] == [4, LAYERS - 4, LAYERS - 4, 4]
+    first, second, second_back, first_back = scans(planned)
+    for forward, backward in ((first, first_back), (second, second_back)):
+        made = set(forward.outvars[_compat.scan_counts(forward)[1] :])
+        length = forward.params["length"]
+        assert [v.aval.shape for v in backward.invars if v in made] == [(length, ROWS, WIDTH)]
+
+
+def test_each_part_saves_what_it_likes() -> None:
+    divided = traced(LOOPS["layers"]).in_segments(((2,),))
+    graph = lower(divided, CPU, base_nbytes=0)
+    for part, length in zip(graph.pairs, (2, LAYERS - 2), strict=True):
+        products = [
+            v
+            for v in graph.residuals
+            if graph.nodes[graph.values[v].producer].loop == part
+            and graph.nodes[graph.values[v].producer].contraction
+        ]
+        assert products
+        planned = emit(divided, graph, complete(graph, products))
+        first, second, *_ = scans(planned)
+        saving, other = (first, second) if length == 2 else (second, first)
+        assert saving.params["length"] == length
+        assert len(saving.outvars) == len(other.outvars) + len(products)
+
+
+def parts_of(length: int, count: int) -> tuple[int, ...]:
+    """Two parts, or three the last of which is one iteration."""
+    first = max(2, length // 2)
+    return (first,) if count == 2 else (first - 1, first - length) if first > 2 else (length - 1,)
+
+
+@pytest.mark.parametrize("name", often(sorted(LOOPS.keys() - SHORT), {"layers", "random", "two loops"}))
+@pytest.mark.parametrize(("part", "count"), [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)])
+def test_no_result_changes(name: str, part: int, count: int) -> None:
+    """Whichever part saves as much as it can."""
+    case = LOOPS[name]
+    found, args = traced(case), case.make_args()
+    firsts = tuple(
+        parts_of(n, count) if able else () for n, able in zip(found.lengths, found.cuttable, strict=True)
+    )
+    cut = found.in_segments(firsts)
+    graph = lower(cut, CPU, base_nbytes=0)
+    chosen = [
+        v for v in graph.residuals if graph.nodes[graph.values[v].producer].loop in graph.pairs[part::count]
+    ]
+    planned = emit(cut, graph, complete(graph, chosen))
+    got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
+    assert_same(jax.jit(case.step)(*args), jax.tree.unflatten(cut.out_tree, got))
+
+
+WIDE, DEPTH, BATCH = 64, 5, 512  # too short for levels
+
+
+def heavy(params: Any, x: Any) -> Any:
+    """A step whose loop has one choice, to save a product or not."""
+
+    def loss(params: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return x + jnp.tanh(jnp.sin(x) @ w) @ w.T, None
+
+        return (lax.scan(layer, x, params)[0] ** 2).mean()
+
+    return params - 0.1 * jax.grad(loss)(params)
+
+
+HEAVY = (
+    jax.ShapeDtypeStruct((DEPTH, WIDE, WIDE), jnp.float32),
+    jax.ShapeDtypeStruct((BATCH, WIDE), jnp.float32),
+)
+
+
+def planned(budget: int | str, **options: Any) -> jaxremat.Plan:
+    return jaxremat.plan(heavy, *HEAVY, budget=budget, donate_argnums=0, cache=False, **options)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_budgets_between_two_plans_divide_the_loop(verify: bool) -> None:
+    """What is recomputed in some layers only costs less than what is recomputed in all."""
+    least = planned("min", verify=verify)
+    row_nbytes = 4 * BATCH * WIDE
+    between = planned(int(least.peak_nbytes + 2.5 * row_nbytes), verify=verify)
+    assert between.peak_nbytes <= between.budget_nbytes
+    ((first, *_),) = between.segments
+    assert 2 <= first < DEPTH, between.segments
+    assert between.overhead < 0.75 * least.overhead
+    (form,) = between.loops
+    assert (form.length, form.levels[0]) == (DEPTH, first) and "test_divided.py" in form.source
+    said = f": divided into {first}"
+    assert said in str(between) and said in " ".join(between.report().html().split())
+    loaded = jaxremat.Plan.from_json(between.to_json())
+    args = [jax.random.normal(jax.random.key(i), a.shape) / 8 for i, a in enumerate(HEAVY)]
+    want = jax.jit(heavy)(*args)
+    assert_same(want, jaxremat.optimize(plan=loaded, donate_argnums=0, verify=verify)(heavy)(*args))
+
+
+def test_a_hint_holds_in_both_parts() -> None:
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            def layer(x: Any, w: Any) -> Any:
+                return x + jaxremat.hint(jnp.tanh(x @ w), "recompute") @ w.T, None
+
+            return (lax.scan(layer, x, params)[0] ** 2).mean()
+
+        return params - 0.1 * jax.grad(loss)(params)
+
+    cut = trace(jax.jit(step, donate_argnums=0), HEAVY, {}).in_segments(((5,),))
+    graph = lower(cut, CPU, base_nbytes=0)
+    parts = {graph.nodes[graph.values[v].producer].loop for v in graph.pinned["recompute"]}
+    assert parts == set(graph.pairs)
+
+
+def test_the_share_is_that_of_the_edge_of_the_hull() -> None:
+    """With three quarters of what two plans of the whole loop differ in, three quarters of it have the larger; with
+    nothing of it, the last iteration still recomputes nothing.
+    """
+    graph = replace(in_loops(chain(1), 8), step_seconds=1.0)
+    everything, nothing = (Solution(complete(graph, saved)) for saved in (graph.residuals, ()))
+    high, low = (simulate(graph, solution.schedule) for solution in (everything, nothing))
+    assert low.peak_nbytes < high.peak_nbytes
+    assert low.extra_seconds > high.extra_seconds
+    budget = (low.peak_nbytes + 3 * high.peak_nbytes) // 4
+    solution = Milp().solve(graph, budget, time_limit=5.0)
+    found = uneven(graph, solution, budget, Milp(), 5.0)
+    assert found is not None
+    assert found.pair == 0
+    assert found.share == pytest.approx(0.25, abs=0.01)
+    last = (low.extra_seconds - high.extra_seconds) / 8  # which recomputes nothing
+    assert found.seconds == pytest.approx((low.extra_seconds + 3 * high.extra_seconds) / 4 - last, rel=0.01)
+    assert uneven(graph, nothing, low.peak_nbytes, Milp(), 5.0) == (0, 1.0, low.extra_seconds - last)
+    assert uneven(graph, everything, high.peak_nbytes, Milp(), 5.0) is None
+    assert uneven(chain(4), Solution(complete(chain(4), ())), 10**12, Milp(), 5.0) is None
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_loops_too_short_for_two_parts_may_have_the_last_iteration_apart(length: int) -> None:
+    graph = replace(in_loops(chain(1), length), step_seconds=1.0)
+    nothing = Solution(complete(graph, ()))
+    high, low = (simulate(graph, complete(graph, saved)) for saved in (graph.residuals, ()))
+    for budget in range(low.peak_nbytes, high.peak_nbytes, (high.peak_nbytes - low.peak_nbytes) // 4):
+        found = uneven(graph, nothing, budget, Milp(), 5.0)
+        assert found is not None and found.share == 1.0
+
+
+def test_what_is_pinned_to_be_recomputed_gains_nothing_apart() -> None:
+    graph = replace(in_loops(chain(1), 8), step_seconds=1.0)
+    graph = with_pins(graph, [Pin("recompute", v, "a hint") for v in graph.residuals])
+    pinned = Solution(complete(graph, graph.residuals))
+    assert not pinned.schedule.drops_nothing
+    assert uneven(graph, pinned, 10**12, Milp(), 5.0) is None
+
+
+def test_the_last_iteration_is_no_loop_and_recomputes_behind_its_carries() -> None:
+    """The compiler would merge it with the forward pass: what it recomputes reads fenced names, and so does a carry."""
+    cut = traced(LOOPS["layers"]).in_segments(((LAYERS - 1,),))
+    graph = lower(cut, CPU, base_nbytes=0)
+    assert {v.length for v in graph.values} == {0, 1, LAYERS - 1}
+    assert (
+        graph.kept_by(next(v for v in graph.residuals if graph.values[v].length == 1), cut.loops[2].id) == -1
+    )
+    _, last, back, _ = scans(emit(cut, graph, complete(graph, ())))
+    assert (last.params["length"], back.params["length"]) == (1, 1)
+    body = back.params["jaxpr"].jaxpr
+    fence = next(eqn for eqn in body.eqns if "fence_" in _compat.name_stack_text(eqn))
+    at = body.eqns.index(fence)
+    again = [i for i, eqn in enumerate(body.eqns) if "recompute_" in _compat.name_stack_text(eqn)]
+    assert again
+    assert min(again) > at
+    read = {a for i in again for a in _compat.variables(body.eqns[i].invars)}
+    assert not read.isdisjoint(fence.outvars)
+    carried = body.invars[_compat.scan_counts(back)[0] :]
+    assert not set(carried).isdisjoint(fence.invars)
+    stacked = [v for v in last.outvars if v.aval.shape[:1] == (1,)]
+    assert stacked
