@@ -1,4 +1,4 @@
-"""What the source may hold, read off it with `ast`. The direction of imports is a contract of its own (pyproject.toml)."""
+"""What the source may hold, read off it with `ast`. What may import what is a contract of its own (pyproject.toml)."""
 
 import ast
 from pathlib import Path
