@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import pytest
 
-from jaxremat import JaxrematWarning, _devices
+from jaxremat import JaxrematWarning
+from jaxremat._compiler import _devices
 from jaxremat._compiler._devices import DEVICES, DeviceSpec, detect, measure_cpu
 
 MEASURED = DeviceSpec("here", "cpu", 2**30, 2.5e10, (("f32", 1.5e11), ("f64", 7e10)), 2e-6, 2.5e10)

@@ -10,7 +10,8 @@ import pytest
 from jax.experimental import io_callback
 
 import jaxremat
-from jaxremat import ArgumentError, JaxrematWarning, _measured
+from jaxremat import ArgumentError, JaxrematWarning
+from jaxremat._compiler import _measured_times as _measured
 from jaxremat._compiler._measured_times import measure
 from jaxremat._compiler._single_equation import Figures
 from jaxremat._lower._lower import lower

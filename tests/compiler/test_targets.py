@@ -18,7 +18,8 @@ from zoo import BY_NAME
 
 import jaxremat
 from examples.benchmarks.networks import program
-from jaxremat import InfeasibleBudgetError, Plan, TargetError, _target
+from jaxremat import InfeasibleBudgetError, Plan, TargetError
+from jaxremat._compiler import _target
 from jaxremat._compiler._hlo import Module, executed, parse
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._roofline import roofline

@@ -15,13 +15,14 @@ from test_optimize import assert_same
 from zoo import BY_NAME
 
 import jaxremat
-from jaxremat import Graph, MemoryStats, RecomputeAll, SaveAll, Schedule, _compat, complete
+from jaxremat import Graph, MemoryStats, RecomputeAll, SaveAll, Schedule, complete
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._liveness import live_at_peak
 from jaxremat._emit._emit import FENCES, emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._schedule import check
+from jaxremat._program import _compat
 from jaxremat._rewrite._trace import Traced, trace
 
 LAYERS, BATCH, WIDTH = 8, 512, 64

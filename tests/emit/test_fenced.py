@@ -10,10 +10,11 @@ from test_optimize import assert_same
 
 import jaxremat
 from examples.benchmarks.networks import program
-from jaxremat import _compat, complete
+from jaxremat import complete
 from jaxremat._compiler._devices import DEVICES
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
+from jaxremat._program import _compat
 from jaxremat._program._primitives import is_relabelling
 from jaxremat._rewrite._trace import trace
 

@@ -11,7 +11,7 @@ from test_loops import CPU
 
 import jaxremat
 from examples.benchmarks.networks import program
-from jaxremat import MemoryStats, _compat, complete, simulate
+from jaxremat import MemoryStats, complete, simulate
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._roofline import kernels, roofline
@@ -22,6 +22,7 @@ from jaxremat._lower._lower import lower
 from jaxremat._model._device_specs import DEVICES
 from jaxremat._model._graph import Graph, Segments
 from jaxremat._plan._baseline import Baseline
+from jaxremat._program import _compat
 from jaxremat._rewrite._trace import trace
 
 H100 = DEVICES["h100"]

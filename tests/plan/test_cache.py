@@ -19,9 +19,11 @@ import pytest
 from test_optimize import stripped
 
 import jaxremat
-from jaxremat import JaxrematWarning, MinCut, Plan, Solution, _cache, _disk
+from jaxremat import JaxrematWarning, MinCut, Plan, Solution
 from jaxremat._compiler._devices import measure_cpu
 from jaxremat._compiler._memory_stats import MemoryStats
+from jaxremat._plan import _plan_cache as _cache
+from jaxremat._runtime import _cache_folder as _disk
 
 WIDTH, LAYERS, BATCH = 32, 6, 512
 

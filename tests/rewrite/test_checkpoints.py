@@ -13,9 +13,10 @@ from test_trace import assert_well_formed, runnable
 from zoo_checkpoints import CHECKPOINTS
 
 import jaxremat
-from jaxremat import ArgumentError, MemoryStats, Plan, _compat, complete
+from jaxremat import ArgumentError, MemoryStats, Plan, complete
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
+from jaxremat._program import _compat
 from jaxremat._program._primitives import inner_jaxprs
 from jaxremat._rewrite._trace import Traced, trace
 

@@ -16,12 +16,13 @@ from test_optimize import assert_same
 from zoo_loops import LAYERS, LOOPS, ROWS, WIDTH
 
 import jaxremat
-from jaxremat import Milp, Solution, _compat, complete, simulate
+from jaxremat import Milp, Solution, complete, simulate
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._graph import Pin
 from jaxremat._model._pins import with_pins
 from jaxremat._plan._loop_division import uneven
+from jaxremat._program import _compat
 from jaxremat._rewrite._loop_opening import BACKWARD, FORWARD
 from jaxremat._rewrite._trace import trace
 

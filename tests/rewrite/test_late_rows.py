@@ -11,10 +11,11 @@ from test_loops import CPU, scans
 from test_optimize import assert_same
 
 import jaxremat
-from jaxremat import MemoryStats, _compat, complete, simulate
+from jaxremat import MemoryStats, complete, simulate
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._graph import Graph
+from jaxremat._program import _compat
 from jaxremat._rewrite._trace import Traced, trace
 
 LAYERS, ROWS, WIDTH, WIDE, PARTS = 6, 256, 64, 512, 3

@@ -16,7 +16,7 @@ from zoo import Case
 from zoo_loops import LAYERS, LOOPS, ROWS, WIDTH, _block, _case, _stacked
 
 import jaxremat
-from jaxremat import InfeasibleBudgetError, MemoryStats, _compat, complete, simulate
+from jaxremat import InfeasibleBudgetError, MemoryStats, complete, simulate
 from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._compiler._program import Program
 from jaxremat._emit._emit import emit
@@ -24,6 +24,7 @@ from jaxremat._lower._lower import lower
 from jaxremat._model._loop_levels import carries, choices
 from jaxremat._plan._baseline import Baseline
 from jaxremat._plan._verify import Options, Request, make_plan
+from jaxremat._program import _compat
 from jaxremat._rewrite._loop_opening import ALONE, BACKWARD, FORWARD
 from jaxremat._rewrite._trace import Traced, trace
 

@@ -11,9 +11,10 @@ from test_loops import CPU, scans, traced
 from zoo import Case, _normal, _sgd
 from zoo_loops import LAYERS
 
-from jaxremat import _compat, complete
+from jaxremat import complete
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
+from jaxremat._program import _compat
 from jaxremat._rewrite._sinking import grows, sunk_values
 
 HEADS, LENGTH, DEPTH = 8, 32, 16

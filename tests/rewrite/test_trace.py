@@ -14,10 +14,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 
-from jaxremat import _compat, _trace, complete, simulate
+from jaxremat import complete, simulate
 from jaxremat._compiler._devices import DEVICES
 from jaxremat._lower._lower import lower
 from jaxremat._model._graph import Graph
+from jaxremat._program import _compat
+from jaxremat._rewrite import _trace
 from jaxremat._rewrite._loop_closing import close_loops
 from jaxremat._rewrite._trace import Traced, trace
 
