@@ -23,6 +23,7 @@ from .._plan._verify import Options, Planned, Request, apply_plan, confirm
 from .._report import Report
 from .._runtime._bytes import Budget, parse_budget, parse_margin
 from .._runtime._errors import ArgumentError, JaxrematWarning
+from .._runtime._progress import timed
 from .._runtime._progress_bars import shown
 from .._solver import Solver
 from ._bound_step import Bound
@@ -53,6 +54,7 @@ def optimize(
     respect_checkpoint: bool = False,
     progress: bool | None = None,
     pins: Mapping[str | re.Pattern[str], str] | None = None,
+    planning_seconds: float | None = None,
 ) -> Callable[[Callable[..., Any]], "Step"]:
     """A drop-in for `jax.jit` on a whole train step that keeps its compiled peak within a budget.
 
@@ -92,6 +94,11 @@ def optimize(
       within a source line, or a compiled regular expression; what it matches is `"save"`d or `"recompute"`d, or a
       `"stage"` of the backward pass begins where the backward pass of what it matches does.
 
+    - `planning_seconds`: when to stop looking for a better plan, counted from the first call; what is being compiled is
+      finished. By default after the time of three compilations of the plain step and 15 s once a plan fits, of six and
+      30 s while none does; without limit where `effort="thorough"`. `Plan.planning` says what it took, and whether the
+      search was cut short.
+
     **Returns:** a decorator that gives a `Step`.
 
     **Raises:** on the first call with new shapes: `BudgetError`, `InfeasibleBudgetError`, `PlanMismatchError`,
@@ -113,7 +120,7 @@ def optimize(
         )
     if effort not in ("normal", "thorough"):
         raise ArgumentError(f'`effort={effort!r}` is unknown. Write "normal" or "thorough".')
-    check_planning(solver, time_limit)
+    check_planning(solver, time_limit, planning_seconds)
     if profile not in ("roofline", "measure"):
         raise ArgumentError(f'`profile={profile!r}` is unknown. Write "roofline" or "measure".')
     device = None if target is None else Target(target)
@@ -167,6 +174,7 @@ def optimize(
             respect_checkpoint,
             progress,
             parse_pins(pins or {}),
+            planning_seconds,
         )
         return Step(program, None if budget is _UNSET else budget, plan, options)
 
@@ -280,7 +288,7 @@ class Step:
         return self._compiled(self._plan_for(args, kwargs), args, kwargs)
 
     def _compiled(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return planned.compiled or self._program.lower(planned.jitted, args, kwargs).compile()
+        return planned.executable() or self._program.lower(planned.jitted, args, kwargs).compile()
 
     def _executable(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The compiled step to run here; of a step for a target, compiled anew by the device's own compiler.
@@ -313,8 +321,8 @@ class Step:
         return planned
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        baseline, request = self._prepare(args, kwargs)
-        with shown(self._options.progress):
+        with shown(self._options.progress), timed():
+            baseline, request = self._prepare(args, kwargs)
             if self._given is not None:
                 return apply_plan(baseline, self._given, self._options.verify)
             return recall_or_plan(baseline, request)

@@ -46,7 +46,7 @@ def measure(
         and max(aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars)) > above_nbytes
     ]
     found: dict[int, float] = {}
-    with phase("timing single operations", len(large)) as progress, cache:
+    with phase("timing single operations", len(large), kind="measure") as progress, cache:
         for i, eqn in large:
             run = functools.partial(_seconds, alone(eqn, slicing), device, dict(options))
             seconds = cache.get(key(eqn, slicing, where), run)

@@ -12,6 +12,9 @@ import jax.extend.core as jex
 from .._rewrite._trace import Traced
 from ._target import Target, TargetCompiled, TargetLowered
 
+_DRAFT = {"xla_backend_optimization_level": 0}
+"""Machine code that nobody optimises, of the same kernels in the same order and memory: half of a compilation."""
+
 _KEEP_FENCES = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 """XLA:CPU removes optimization barriers before its last common-subexpression pass, which then undoes every plan."""
 
@@ -56,6 +59,21 @@ class Program:
         if self.target is None:
             return jitted.lower(*args, **kwargs)
         return self.target.lower(jitted, args, kwargs, dict(self.compiler_options))
+
+    def compile(self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Compiled":
+        """A jitted variant of the function, compiled with the options of this program, whatever its own are."""
+        if self.target is not None:
+            return self.lower(jitted, args, kwargs).compile()
+        return jitted.lower(*args, **kwargs).compile(compiler_options=dict(self.compiler_options) or None)
+
+    def draft(self, platform: str) -> "Program":
+        """The program as it is compiled to be read, not to be run. On a device at hand that is no CPU it is as it is:
+        what the compiler chooses there by running it must run as fast as it will.
+        """
+        given = dict(self.compiler_options)
+        if platform != "cpu" and self.target is None:
+            return self
+        return replace(self, compiler_options=tuple(sorted((_DRAFT | given).items())))
 
     @cached_property
     def plain(self) -> Any:

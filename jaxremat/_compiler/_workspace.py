@@ -52,7 +52,7 @@ def workspaces(
         and max(aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars)) > above_nbytes
     ]
     found: dict[int, int] = {}
-    with phase("compiling single operations", len(large)) as progress, cache:
+    with phase("compiling single operations", len(large), kind="compile") as progress, cache:
         for i, eqn in large:
             measure = functools.partial(_measure, alone(eqn, slicing), program)
             found[i] = cache.get(key(eqn, slicing, where), measure)
@@ -70,7 +70,10 @@ def alone_seconds(
     found = [eqn for eqn in traced.jaxpr.jaxpr.eqns if wanted(eqn)]
     if not found:
         return 0.0
-    with phase("compiling single operations", len(found)) as progress, Figures("alone.json", float) as cache:
+    with (
+        phase("compiling single operations", len(found), kind="compile") as progress,
+        Figures("alone.json", float) as cache,
+    ):
         total = 0.0
         for eqn in found:
             total += cache.get(

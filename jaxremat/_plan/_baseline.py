@@ -4,7 +4,7 @@ Law: each part is made when it is first asked for, and once, however many budget
 """
 
 import logging
-from collections.abc import Mapping
+import time
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,43 +13,26 @@ import jax
 
 from .._compiler._devices import DeviceSpec
 from .._compiler._hlo import Module, parse
-from .._compiler._library_kernels import library_seconds
-from .._compiler._measured_times import measure
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import Compiled, Program, spread
 from .._compiler._roofline import roofline
-from .._compiler._scratch import Scratch, scratch
-from .._compiler._tags import Beside, Written, borrowed, constants, tagged, written
-from .._compiler._workspace import alone_seconds, workspaces
+from .._compiler._tags import tagged
 from .._emit._emit import FENCES, emit
-from .._lower._iteration import Iteration, backward, forward, recomputing, repeated
-from .._lower._iteration_buffers import with_beside
-from .._lower._kernel_prices import always_stacked_seconds
-from .._lower._loop_seconds import Alone, known, looped_seconds, moved_seconds, plain_seconds, with_seconds
+from .._lower._form_graphs import FormGraphs
 from .._lower._lower import as_stacked, estimate_base, lower
 from .._model._backend import Backend, backend
 from .._model._graph import Graph, Segments
 from .._model._loop_levels import Chunking, Pairs
 from .._model._pins import Patterns
-from .._model._schedule import Schedule
+from .._model._schedule import Schedule, complete
 from .._model._simulate import simulate
-from .._model._unnamed_buffers import borrows
-from .._program._primitives import is_relabelling
 from .._rewrite._fingerprint import fingerprint
 from .._rewrite._kernel_choice import replaced
-from .._rewrite._loop_opening import ALONE
-from .._rewrite._row_chunks import is_in_chunks
 from .._rewrite._trace import Traced, trace
 from .._runtime._bytes import format_nbytes
 from .._runtime._progress import phase
 
 logger = logging.getLogger("jaxremat")
-
-_WORKSPACE_SHARE = 1 / 200
-"""Equations with an operand above this share of the temporaries are compiled alone for their scratch memory."""
-
-_MEASURED_SHARE = 1 / 1000
-"""Equations with an operand above this share of them are timed where `profile="measure"`."""
 
 ROW_COPIES = 2
 """How often a row that is written over another is written and read for that alone."""
@@ -61,7 +44,8 @@ class Baseline:
 
     **Fields:** `program`, `args`, `kwargs`; `device`; `profile` as in `jaxremat.optimize`; `here` the `jax.Device` to
     measure on, None for a target; `respect_checkpoint` and `pins` as in `jaxremat.optimize`; `compile_count` of whole
-    steps so far; `forms` of the step that were made, by levels.
+    steps so far; `plain_seconds` that compiling the tagged plain step took; `forms` of the step that were made, by
+    levels.
     """
 
     program: Program
@@ -73,9 +57,8 @@ class Baseline:
     respect_checkpoint: bool = False
     pins: Patterns = ()
     compile_count: int = 0
+    plain_seconds: float = 0.0
     forms: dict[Segments, Traced] = field(default_factory=dict)
-    _iterations: dict[str, Module] = field(default_factory=dict)
-    _looped: dict[Segments, Alone] = field(default_factory=dict)
     _graphs: dict[tuple[bool, Segments], Graph] = field(default_factory=dict)
 
     @property
@@ -87,7 +70,7 @@ class Baseline:
     def traced(self) -> Traced:
         """The step as it is."""
         keep = self.respect_checkpoint
-        with phase("tracing the step"):
+        with phase("tracing the step", kind="trace"):
             return trace(self.program.plain, self.args, self.kwargs, respect_checkpoint=keep)
 
     @cached_property
@@ -132,15 +115,18 @@ class Baseline:
 
     @cached_property
     def plain(self) -> Compiled:
-        """The user's own step."""
-        with phase("compiling the plain step"):
+        """The user's own step, as a draft."""
+        with phase("compiling the plain step", kind="compile"):
             return self.compile(self.program.plain)
 
     @cached_property
     def witness(self) -> Compiled:
         """The plain step with every equation tagged, and replaced what every plan replaces."""
-        with phase("compiling the plain step, tagged"):
-            return self.compile(self.program.evaluating(tagged(self.traced, self.backend), self.traced))
+        began = time.monotonic()
+        with phase("compiling the plain step, tagged", kind="compile"):
+            compiled = self.compile(self.program.evaluating(tagged(self.traced, self.backend), self.traced))
+        self.plain_seconds = time.monotonic() - began
+        return compiled
 
     @cached_property
     def _module(self) -> Module:
@@ -176,9 +162,24 @@ class Baseline:
         return roofline(parse(text_of(self.plain)), self.device).seconds
 
     @cached_property
+    def _forms(self) -> FormGraphs:
+        return FormGraphs(
+            plain=self.traced,
+            module=self._module,
+            base_nbytes=MemoryStats.of(self.witness).base_nbytes,
+            temporaries_nbytes=self.temporaries_nbytes,
+            program=self.draft,
+            device=self.device,
+            profile=self.profile,
+            here=self.here,
+            options=self.program.compiler_options,
+            pins=self.pins,
+        )
+
+    @cached_property
     def graph(self) -> Graph:
         """The graph by what XLA writes to memory."""
-        graph = self._lowered(self.traced)
+        graph = self._forms.graph(self.traced)
         logger.info(
             "plain step: peak %s, %d equations, %d residuals, %d stages",
             format_nbytes(self.peak_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
@@ -186,112 +187,31 @@ class Baseline:
         if graph.backend.fuses and self.profile == "roofline":
             more = self._more_seconds(graph, graph.extra_seconds)
             return replace(graph, step_seconds=self.seconds, extra_seconds=more)
+        if (
+            self.traced.rematted
+        ):  # counted from the user's own step, which computes again what its checkpoints say
+            own = graph.step_seconds * self.seconds / self.witness_seconds
+            return replace(
+                graph, step_seconds=own, extra_seconds=graph.extra_seconds + graph.step_seconds - own
+            )
         return graph
 
-    def _lowered(self, traced: Traced) -> Graph:
-        base = MemoryStats.of(self.witness).base_nbytes
-        workspace = self._workspace(traced, int(self.temporaries_nbytes * _WORKSPACE_SHARE))
-        seconds = self._measured(traced, self.temporaries_nbytes)
-        again = {i: self._written_alone(each) for i, each in repeated(traced, self.backend).items()}
+    @property
+    def undoes(self) -> bool:
+        """Whether the user's step has checkpoints, which plans undo."""
+        return self.traced.rematted and not self.respect_checkpoint
 
-        def lowered(iterations: Mapping[int, Iteration], beside: Beside | None = None) -> Graph:
-            return lower(
-                traced,
-                self.device,
-                base_nbytes=base,
-                written=self._written(traced, iterations, again),
-                workspace=workspace,
-                beside=beside,
-                seconds=seconds,
-                patterns=self.pins,
-            )
-
-        iterations = forward(traced, self.backend)
-        graph = lowered(iterations)
-        if not traced.loops:
-            return graph
-        iterations |= backward(traced, graph, self.backend)
-        graph = lowered(iterations)
-        if not self.backend.fuses:
-            return lowered(iterations, self._beside(traced, graph))
-        alone = {i: (each, self._alone(each)) for i, each in iterations.items()}
-        self._looped[traced.segments] = alone
-        graph = with_beside(graph, alone)
-        return with_seconds(graph, traced, alone, self.device) if self.profile == "roofline" else graph
-
-    def _beside(self, traced: Traced, graph: Graph) -> Beside:
-        """What iterations of backward loops write of the forward pass's fused work where they recompute all of it, and
-        of constants.
-        """
-        shared: dict[int, int] = {}
-        borrowing: set[tuple[int, int]] = set()
-        fixed: dict[int, int] = {}
-        eqns = traced.jaxpr.jaxpr.eqns
-        fused = {n.id for n in graph.nodes if n.forward and not graph.kernel[n.id]}
-        for iteration in recomputing(traced, graph, self.backend).values():
-            module, place = self._alone(iteration), dict(enumerate(iteration.places))
-            sizes = self._written_alone(iteration).sizes
-            shared.update(
-                (i, sum(own)) for i, own in sizes.items() if i in fused and not is_relabelling(eqns[i])
-            )
-            borrowing.update((place[i], place[j]) for i, j in borrowed(module) if {i, j} <= place.keys())
-            fixed.update((place[i], nbytes) for i, nbytes in constants(module).items() if i in place)
-        return Beside(shared, borrows(graph, borrowing, shared), fixed)
-
-    @cached_property
-    def _plainly_written(self) -> Written:
-        """What the compiled plain step writes."""
-        return written(self._module)
-
-    def _written(
-        self, traced: Traced, iterations: Mapping[int, Iteration], again: Mapping[int, Written]
-    ) -> Written:
-        """What the compiled plain step writes, and what iterations of loops do that are compiled alone.
-
-        Of pairs of loops, a compiler that does not fuse reductions writes what the rules say, and some more.
-
-        **Arguments:** `again` by loop with both passes of its own.
-        """
-        found = self._plainly_written.renumbered(self.traced.places(traced))
-        for loop, iteration in iterations.items():
-            alone = self._written_alone(iteration)
-            found = found.also(loop, alone) if self.backend.fuses else found.with_(alone)
-        for loop, alone in again.items():
-            found = found.also(loop, alone)
-        return found
-
-    def _written_alone(self, iteration: Iteration) -> Written:
-        return written(self._alone(iteration)).renumbered(dict(enumerate(iteration.places)))
-
-    def _alone(self, iteration: Iteration) -> Module:
-        """An iteration of a loop, compiled by itself."""
-        if iteration.key not in self._iterations:
-            with phase("compiling an iteration"):
-                self._iterations[iteration.key] = iteration.compiled(self.program)
-        return self._iterations[iteration.key]
-
-    def _looped_seconds(self, graph: Graph) -> float | None:
-        """What the loops of this form take longer than the plain step's where they stack nothing and find all saved;
-        None where that is not known.
-        """
-        traced = self.form(graph.segments)
-        in_chunks = alone_seconds(traced, self.program, self.device, is_in_chunks)
-        looped = known(traced.loops, traced.segments) and known(self.traced.loops, ())
-        if not (in_chunks or looped):
-            return None
-        moved = moved_seconds(self._module, self.traced.places(traced), self.device)
-        if not looped:
-            return in_chunks - moved
-        taken = looped_seconds(graph, traced, self._looped[traced.segments], self.device)
-        stacked = always_stacked_seconds(graph, traced.loops, self.device)
-        return in_chunks + taken + stacked - moved - plain_seconds(self._module, self.device)
+    def as_checkpointed(self, graph: Graph) -> Schedule:
+        """The schedule of this graph of the plain form that saves what the user's own checkpoints save."""
+        again, made = self.traced.again, graph.values
+        return complete(graph, [v for v in graph.residuals if made[v].producer not in again])
 
     def _more_seconds(self, graph: Graph, otherwise: float) -> float:
         """What such a form of the tagged step takes longer than the plain step.
 
         **Arguments:** `otherwise` what it takes longer than the tagged one where its loops' time is not known.
         """
-        own = self._looped_seconds(graph)
+        own = self._forms.looped_seconds(graph, self.form(graph.segments))
         return (otherwise if own is None else own) + self.witness_seconds - self.seconds
 
     def plain_graph(self, *, rough: bool = False) -> Graph:
@@ -325,57 +245,40 @@ class Baseline:
         key = rough, segments
         if key not in self._graphs:
             plain, traced = self.plain_graph(rough=rough), self.form(segments)
-            graph = self._roughly(traced, plain.base_nbytes) if rough else self._lowered(traced)
+            graph = self._roughly(traced, plain.base_nbytes) if rough else self._forms.graph(traced)
             more = plain.extra_seconds + self.pairs(plain).form(segments).more_seconds
             if not rough and self.backend.fuses and self.profile == "roofline":
                 more = self._more_seconds(graph, more - (self.witness_seconds - self.seconds))
             self._graphs[key] = replace(graph, step_seconds=plain.step_seconds, extra_seconds=more)
         return self._graphs[key]
 
-    @cached_property
-    def _shown(self) -> dict[int, Scratch]:
-        """Scratch memory of the plain form's equations, as its program shows it."""
-        return scratch(self._module, self.traced.jaxpr.jaxpr.eqns)
-
-    @cached_property
-    def _called(self) -> dict[int, float]:
-        """Seconds of those that are library calls in its program."""
-        return library_seconds(self._module, self.traced.jaxpr.jaxpr.eqns, self.device)
-
-    def _workspace(self, traced: Traced, least: int) -> dict[int, Scratch]:
-        """Scratch memory by equation: what the program shows, and of the bodies of loops what they need alone."""
-        platform, among = self.device.platform, None
-        if self.backend.fuses:
-            own = (i for i, loop in enumerate(traced.loop_of) if loop >= 0)
-            among = {i for i in own if traced.loops[traced.loop_of[i]].role == ALONE}
-            among.update(i for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns) if is_in_chunks(eqn))
-        alone = workspaces(traced, self.program, platform, least, among)
-        found = {i: Scratch(nbytes) for i, nbytes in alone.items()}
-        if among is not None:
-            places = self.traced.places(traced)
-            found |= {j: self._shown[i].renumbered(places) for i, j in places.items() if i in self._shown}
-        return found
-
-    def _measured(self, traced: Traced, temporaries_nbytes: int) -> dict[int, float] | None:
-        """Seconds of equations that ran alone: on the device at hand where that is asked for, else of library calls, as
-        the plain step has them.
-        """
-        if self.profile != "measure":
-            if not self.backend.fuses:
-                return None
-            return {j: self._called[i] for i, j in self.traced.places(traced).items() if i in self._called}
-        least = int(temporaries_nbytes * _MEASURED_SHARE)
-        return measure(traced, self.here, self.program.compiler_options, least)
-
     def jitted(self, graph: Graph, schedule: Schedule, fence: str = FENCES[0]) -> Any:
         """The step that follows a schedule of one of its graphs."""
         traced = self.form(graph.segments)
         return self.program.evaluating(emit(traced, graph, schedule, fence), traced)
 
+    @cached_property
+    def draft(self) -> Program:
+        """The program as it is compiled to be read."""
+        return self.program.draft(self.device.platform)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether what will run is compiled once more."""
+        return self.program.target is None and self.draft != self.program
+
     def compile(self, jitted: Any) -> Compiled:
-        """A variant of the step, compiled for the device."""
+        """A variant of the step, compiled for the device, to be read: its memory, its kernels."""
         self.compile_count += 1
-        return self.program.lower(jitted, self.args, self.kwargs).compile()
+        return self.draft.compile(jitted, self.args, self.kwargs)
+
+    def finished(self, jitted: Any, read: Compiled | None = None) -> Compiled:
+        """The variant as it will run, which may be what was compiled to be read."""
+        if read is not None and not self.drafts:
+            return read
+        self.compile_count += 1
+        with phase("compiling what will run", kind="compile"):
+            return self.program.compile(jitted, self.args, self.kwargs)
 
 
 def everything(graph: Graph) -> Schedule:

@@ -28,7 +28,8 @@ class Plan(Outcome, Written):
       the two compiled programs, None where not compiled.
     - `lower_bound` no plan with these stages that recomputes for every stage afresh costs less than this share of the
       step, in the solver's model; `gap` the difference to it, 0 where values held from stage to stage beat it.
-    - `solver`, `solve_seconds`, `compile_count` how it was found; `rounds` every schedule that was compiled, in order.
+    - `solver`, `solve_seconds`, `compile_count` how it was found; `rounds` every schedule that was compiled, in order;
+      `planning` how long it took, in parts.
     - `actions` per residual, largest first; `alive` what the compiled step has in memory at its peak besides arguments
       and outputs, the largest first, empty where not compiled; `account` where memory and time go, as modelled.
     - `segments` for each pair of scans the lengths of its levels, the outermost first (see `_loop_segments`); none

@@ -11,8 +11,9 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 from jaxlib import version as jaxlib
@@ -22,11 +23,15 @@ from .._runtime._cache_folder import cache_dir, read, store, touch, trim
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
 from .._solver import Solver
 from ._baseline import Baseline
+from ._known_plans import KnownPlans
 from ._plan import Plan
 from ._verify import Options, Planned, Request, apply_plan, make_plan
 
 T = TypeVar("T")
 logger = logging.getLogger("jaxremat")
+
+_SEARCHING = frozenset({"time_limit", "effort", "planning_seconds"})
+"""How long to look for a plan, which does not matter to plans that are found."""
 
 MOST_NBYTES = 256 * 2**20
 """Plans kept, all together. A plan of a network with thousands of equations takes some hundred kilobytes."""
@@ -45,9 +50,45 @@ def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
         else:
             logger.info("followed the plan in %s", path)
             return planned
-    planned = make_plan(baseline, request)
+    key = key_of(baseline, request.options, {"known": True}, besides=_SEARCHING)
+    assert key is not None  # there is none for what is not kept
+    known = KnownPlans.of(key, baseline.backend.fuses)
+    try:
+        planned = make_plan(baseline, request)
+    except InfeasibleBudgetError as error:
+        planned = _known(baseline, request, known, None)
+        if planned is None:
+            raise known.corrected(error) from None
+    else:
+        planned = _known(baseline, request, known, planned.plan) or planned
     keep(path, planned.plan.to_json())
+    if request.options.verify:
+        known.add(planned.plan, path)
     return planned
+
+
+def _known(baseline: Baseline, request: Request, known: KnownPlans, plan: Plan | None) -> Planned | None:
+    """A plan that was made before and is better than this one, or than none; None where there is none."""
+    budget, margin = _asked(request)
+    room = None if budget == "min" else budget - margin
+    for each in known.better(plan, room) if request.options.verify else ():
+        found = recall(cache_dir() / "plans" / each.file, Plan.from_json)
+        if found is None:
+            continue
+        allowed = found.peak_nbytes if budget == "min" else budget
+        try:
+            return apply_plan(
+                baseline, replace(found, budget_nbytes=allowed, margin_nbytes=margin), verify=True
+            )
+        except (InfeasibleBudgetError, PlanMismatchError) as error:
+            logger.info("the plan in %s no longer holds: %s", each.file, error)
+    return None
+
+
+def _asked(request: Request) -> tuple[int | Literal["min"], int]:
+    """The budget in bytes, and what of it stays free."""
+    budget = parse_budget(request.budget, request.device_nbytes)
+    return budget, 0 if budget == "min" else parse_margin(request.options.workspace_margin, budget)
 
 
 def recall(path: Path, parse: Callable[[str], T]) -> T | None:
@@ -78,21 +119,28 @@ def enabled() -> bool:
 
 def _path(baseline: Baseline, request: Request) -> Path | None:
     """Where the plan of a request is kept; None where it may not be."""
-    options = request.options
-    budget = parse_budget(request.budget, request.device_nbytes)
-    margin = 0 if budget == "min" else parse_margin(options.workspace_margin, budget)
-    key = key_of(baseline, options, {"budget": budget, "margin": margin})
+    budget, margin = _asked(request)
+    key = key_of(baseline, request.options, {"budget": budget, "margin": margin})
     return None if key is None else cache_dir() / "plans" / f"{key}.json"
 
 
-def key_of(baseline: Baseline, options: Options, wanted: dict[str, Any]) -> str | None:
-    """What tells something `wanted` of a step from the like of other steps; None where nothing may be kept."""
+def key_of(
+    baseline: Baseline, options: Options, wanted: dict[str, Any], besides: frozenset[str] = frozenset()
+) -> str | None:
+    """What tells something `wanted` of a step from the like of other steps; None where nothing may be kept.
+
+    **Arguments:** `besides` options that tell nothing apart.
+    """
     solver = _identity(options.solver)
     if not (options.cache and enabled()) or solver is None:
         return None
     program, here = baseline.program, baseline.here
     shardings = _shardings(baseline.args, baseline.kwargs)
-    names = {f.name for f in dataclasses.fields(options)} - {"solver", "workspace_margin", "cache"}
+    names = (
+        {f.name for f in dataclasses.fields(options)}
+        - {"solver", "workspace_margin", "cache", "progress"}
+        - besides
+    )
     key = {
         "program": baseline.fingerprint,
         **wanted,

@@ -9,30 +9,24 @@ for less than running the forward passes that it repeats.
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from .._model._graph import Graph, Segments
-from .._model._loop_levels import Form, Pairs, deep
+from .._model._loop_levels import Pairs
 from .._model._schedule import Schedule, check
 from .._model._simulate import Profile, extra_seconds, rank, simulate
-from .._model._stages import cuttings
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import SolverError
 from .._runtime._progress import phase
 from .._solver import MinCut, Solution, Solver, Sublinear
-from ._loop_division import uneven
+from ._cuttings import CHEAP, LEAST_SLACK, Cuttings
+from ._deadline import Deadline
 from ._trial import Attempt, Line, Trial, first
 from ._trial import allowance as next_allowance
 
 SLACK = 0.02
 """A plan that leaves this share of the temporaries' budget unused, and costs something, is worth another round."""
-
-CHEAP = 0.002
-"""A plan of at most this overhead is not worth another round, nor is a gain of half of it."""
-
-UNEVEN = 0.003
-"""A loop is divided where that promises to save this share of the step's time."""
 
 HOPE = 1.25
 """A cutting that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's."""
@@ -50,11 +44,9 @@ UNLIKELY = 0.1
 """Schedules of least memory are not compiled where they need more than the least of them by this share of the plain
 step's temporaries."""
 
-LEAST_SLACK = 0.02
-"""Of schedules of about the least memory, within this share of the plain step's temporaries, the fastest is taken,"""
-
 LEAST_MORE = 0.05
-"""if it needs no more than this share of the least temporaries besides."""
+"""Of schedules of about the least memory the fastest is taken, if it needs no more than this share of the least
+temporaries besides."""
 
 MOST_OVERHEAD = 1.0
 """Dearer plans are nobody's wish: the least memory is looked for at no more than this overhead, and a plan within a
@@ -64,7 +56,9 @@ budget that costs more is the answer only after a search between it and the chea
 @dataclass
 class Search:
     """**Fields:** `graph` of the plain step's form, with coarse stages; `temporaries_nbytes` of the plain step; its
-    `pairs` of loops and the `graph_of` other forms, see `_loop_levels`; `trials` in order.
+    `pairs` of loops and the `graph_of` other forms, see `_loop_levels`; `deadline` behind which nothing new is begun;
+    `written_nbytes` what the step needs as the user wrote it, None where that is no plan; a schedule that is `known`
+    for each cutting of the plain form; `trials` in order. Seconds are counted from those of the step as it is written.
     """
 
     graph: Graph
@@ -74,15 +68,20 @@ class Search:
     temporaries_nbytes: int
     pairs: Pairs | None = None
     graph_of: Callable[[Segments], Graph] | None = None
+    deadline: Deadline = field(default_factory=Deadline)
+    written_nbytes: int | None = None
+    known: Callable[[Graph], Schedule] | None = None
     trials: list[Trial] = field(default_factory=list)
     solve_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.cuttings = cuttings(self.graph)
-        self.left = list(self.pairs.deeper()) if self.pairs else []  # forms that are not made yet
-        self.divided: set[Segments] = set()  # forms that were looked at for what dividing a loop would gain
-        self.plain_nbytes = 0  # the least that the plain form needs, once it does not fit
+        self.cuttings = Cuttings(
+            self.graph, self.solver, self.time_limit, self.temporaries_nbytes, self.pairs, self.graph_of
+        )
         self.solved: list[tuple[Graph, Schedule, Profile]] = []  # by the solver, within other allowances too
+        if self.known is not None:
+            known = ((cut, self.known(cut)) for cut in self.cuttings.made)
+            self.solved += ((cut, schedule, simulate(cut, schedule)) for cut, schedule in known)
 
     def within(self, budget: int, rounds: int) -> Trial | None:
         """The cheapest compiled schedule within the budget after that many rounds, or more if none fits; None if none
@@ -96,6 +95,14 @@ class Search:
                 self._approach(lines, lambda: budget, 0, MORE_ROUNDS)
         return self.best(budget)
 
+    def faster(self, budget: int, rounds: int) -> Trial | None:
+        """A compiled schedule within the budget that is faster than the step as it is written, after that many rounds;
+        None if there is none.
+        """
+        self._approach([], lambda: budget, rounds, 0)
+        trial = self.best(budget)
+        return trial if trial is not None and trial.seconds < 0 else None
+
     def _approach(self, lines: list[Line], budget: Callable[[], int], rounds: int, more: int) -> None:
         """Compile what promises most within the budget, that many times, and so many more while nothing fits or there
         is much to be gained. The budget may follow what was compiled.
@@ -104,7 +111,10 @@ class Search:
             line = self._next(lines, budget())
             if line is None or line.pending is None:
                 break
-            if i >= rounds and not self._worth_more(line, self.best(budget())):
+            best = self.best(budget())
+            if i >= rounds and not self._worth_more(line, best):
+                break
+            if self.trials and not self.deadline.allows(best is not None):
                 break
             self._attempt(line.graph, line.pending, line.fence)
             line.pending = None
@@ -114,24 +124,29 @@ class Search:
 
     def lowest(self) -> Trial:
         """The compiled schedule of least peak, however dear."""
-        self._make_lowest()
+        self.cuttings.make_lowest(self._most_seconds())
         self._least(0)
         return min(self.trials, key=lambda t: t.peak_nbytes)
 
-    def least(self, rounds: int) -> Trial:
+    def least(self, rounds: int) -> Trial | None:
         """Of the compiled schedules of about the least peak at a bearable overhead the fastest, after that many rounds
-        near the least, or fewer where not much is to be gained.
+        near the least, or fewer where not much is to be gained; None where the step as it is written is that.
         """
-        self._make_lowest()
+        self.cuttings.make_lowest(self._most_seconds())
         self._least(None)
         self._approach([], self._about_least, 0, rounds)
-        trial = self.best(self._about_least())
+        most = self._about_least()
+        trial = self.best(most)
+        if self.written_nbytes is not None and self.written_nbytes <= most:
+            return trial if trial is not None and trial.seconds < 0 else None
         assert trial is not None  # the least itself
         return trial
 
     def _about_least(self) -> int:
         """How much memory is about the least that was found."""
         least = min(t.peak_nbytes for t in [t for t in self.trials if self._bearable(t)] or self.trials)
+        if self.written_nbytes is not None:
+            least = min(least, self.written_nbytes)
         more = min(LEAST_SLACK * self.temporaries_nbytes, LEAST_MORE * (least - self.graph.base_nbytes))
         return least + int(more)
 
@@ -154,28 +169,21 @@ class Search:
         """The solution that is best by the model alone, with the graph that it is of."""
         found: list[tuple[tuple[float, ...], Graph, Solution]] = []
         if allowance is None:
-            self._make_lowest()
+            self.cuttings.make_lowest(self._most_seconds())
         while True:
-            for cut in self.cuttings[len(found) :]:
+            for cut in self.cuttings.made[len(found) :]:
                 solution = self._solution(cut, allowance, self.solver)
                 found.append((self._rank(cut, solution, allowance), cut, solution))
-                if found[-1][0][:2] <= (0.0, self._cheap_seconds()):
+                if found[-1][0][:2] <= (0.0, self.cuttings.cheap_seconds):
                     return cut, solution
             order, cut, solution = min(found, key=lambda each: each[0])
             fits = order[0] == 0.0
             alike = [(g, s) for o, g, s in found if o[0] == 0.0 and g.segments == cut.segments]
             if allowance is None or not (
-                self._deepen(order[1] if fits else None, allowance)
-                or (fits and self._divide(alike, allowance))
+                self.cuttings.deepen(order[1] if fits else None, allowance)
+                or (fits and self.cuttings.divide(alike, allowance))
             ):
                 return cut, solution
-
-    def _free_seconds(self) -> float:
-        """What no plan goes below: it saves nothing in loops, which the plain step may do, and recomputes nothing."""
-        return min(self.graph.extra_seconds, 0.0)
-
-    def _cheap_seconds(self) -> float:
-        return self._free_seconds() + CHEAP * self.graph.step_seconds
 
     def _most_seconds(self) -> float:
         """What the least memory may cost."""
@@ -183,90 +191,28 @@ class Search:
             return self.solver.most_seconds(self.graph) * (1 + 1e-9)
         return MOST_OVERHEAD * self.graph.step_seconds
 
-    def _make(self, form: Form) -> None:
-        """Add the cuttings of a form; the shallower ones are passed over."""
-        assert self.graph_of is not None
-        self.left = self.left[self.left.index(form) + 1 :]
-        self.cuttings += cuttings(self.graph_of(form.segments))
-
-    def _divide(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
-        """Add the cuttings of a form with one of its loops in parts, and return them, if the best of these solutions of
-        its cuttings, which fit, is a good deal dearer than such a form promises to be. No form is looked at twice.
-        """
-        seconds = min(extra_seconds(graph, solution.schedule) for graph, solution in solutions)
-        segments = solutions[0][0].segments
-        if self.pairs is None or segments in self.divided or seconds <= self._cheap_seconds():
-            return []
-        self.divided.add(segments)
-        if not self.pairs.whole(segments):
-            return []
-        with phase("looking for a loop to divide"):
-            looked = (uneven(*each, allowance, self.solver, self.time_limit) for each in solutions)
-            found = min(filter(None, looked), key=lambda each: each.seconds, default=None)
-        if found is None or seconds - found.seconds < UNEVEN * self.graph.step_seconds:
-            return []
-        forms = self.pairs.divided(segments, found.pair, found.share)
-        assert self.graph_of is not None
-        made = [cut for form in forms for cut in cuttings(self.graph_of(form.segments))]
-        self.cuttings += made
-        return made
-
-    def _divide_best(self, known: Sequence[Line]) -> list[Graph]:
-        """The same of the form of the best of these lines."""
-        if not known:
-            return []
-        best = min(known, key=lambda line: line.order)
-        alike = [line for line in known if line.graph.segments == best.graph.segments]
-        solutions = [(line.graph, line.pending) for line in alike if line.pending is not None]
-        return self._divide(solutions, min(line.allowance for line in alike))
-
-    def _make_lowest(self) -> None:
-        """Add the cuttings of the forms that may need the least memory at a bearable overhead: the first that is near
-        the least of all, and of those without levels; no others are made then.
-        """
-        most = self._most_seconds()
-        able = [form for form in self.left if self.graph.extra_seconds + form.more_seconds <= most]
-        for forms in ([form for form in able if not deep(form)], able):
-            slack = LEAST_SLACK * self.temporaries_nbytes
-            enough = max((form.fewer_nbytes for form in forms), default=0) - slack
-            lowest = next((form for form in forms if form.fewer_nbytes >= enough), None)
-            if lowest in self.left:
-                self._make(lowest)
-        self.left = []
-
-    def _deepen(self, seconds: float | None, budget: int) -> bool:
-        """Make the next form that may fit, if none is known that takes less; whether there was one.
-
-        **Arguments:** `seconds` that the best so far takes, None if nothing fits.
-        """
-        for form in self.left:
-            if seconds is not None and seconds <= self.graph.extra_seconds + form.more_seconds:
-                return False
-            if self.plain_nbytes - form.fewer_nbytes <= budget or form is self.left[-1]:
-                self._make(form)
-                return True
-        return False
-
     def _rank(self, graph: Graph, solution: Solution, allowance: int | None) -> tuple[float, ...]:
         order = rank(graph, solution.schedule, allowance)
         if graph.segments == self.graph.segments and order[0]:
-            self.plain_nbytes = int(order[1])
+            self.cuttings.plain_nbytes = int(order[1])
         return order
 
     def _next(self, lines: list[Line], budget: int) -> Line | None:
         """The line to try next, with its pending solution; None where no further round promises anything."""
-        best, cheap = self.best(budget), self._cheap_seconds()
+        best, cheap = self.best(budget), self.cuttings.cheap_seconds
         if best is not None and best.seconds <= cheap:
             return None
         ready: list[Line] = []
         known: list[Line] = []  # with what was compiled already
         for i in itertools.count():
-            if i == len(self.cuttings):
+            if i == len(self.cuttings.made):
                 seconds = [line.order[1] for line in ready] + ([best.seconds] if best else [])
-                if not self._deepen(min(seconds, default=None), budget) and not self._divide_best(known):
+                if not self.cuttings.deepen(
+                    min(seconds, default=None), budget
+                ) and not self.cuttings.divide_best(known):
                     break
             if i == len(lines):
-                lines.append(Line(self.cuttings[i]))
+                lines.append(Line(self.cuttings.made[i]))
             line = lines[i]
             self._aim(line, budget)
             if line.closed or any(other.order[1] <= line.graph.extra_seconds for other in ready):
@@ -306,7 +252,9 @@ class Search:
     def _enough(self, trial: Trial, budget: int) -> bool:
         """Whether a plan leaves nothing to be gained within the budget by others of its cutting."""
         room = budget - trial.peak_nbytes
-        little = room <= SLACK * (budget - self.graph.base_nbytes) or trial.seconds <= self._free_seconds()
+        little = (
+            room <= SLACK * (budget - self.graph.base_nbytes) or trial.seconds <= self.cuttings.free_seconds
+        )
         return room >= 0 and little
 
     def _promises(self, line: Line, seconds: float, best: Trial | None) -> bool:
@@ -343,7 +291,7 @@ class Search:
         """
         # The model is least sure where memory is least: a mere price of memory, which leans on it less, is tried too.
         for solver in (self.solver, MinCut()):
-            known = [(cut, self._solution(cut, None, solver)) for cut in self.cuttings]
+            known = [(cut, self._solution(cut, None, solver)) for cut in self.cuttings.made]
             if budget is None:
                 most = self._most_seconds()
                 cheap = [each for each in known if extra_seconds(each[0], each[1].schedule) <= most]
@@ -353,6 +301,10 @@ class Search:
             for (cut, solution), peak in zip(known, peaks, strict=True):
                 if peak > likely:
                     continue
+                if self.trials and not self.deadline.allows(
+                    budget is not None and self.best(budget) is not None
+                ):
+                    return
                 for fence in ("ordered",) if self._mended(cut) else ("finished", "ordered"):
                     trial = self._tried(solution, fence) or self._attempt(cut, solution, fence)
                     if budget is not None and self._bearable(self.best(budget)):
@@ -363,6 +315,7 @@ class Search:
     def _attempt(self, graph: Graph, solution: Solution, fence: str) -> Trial:
         """Compile a solution, and note the seconds of solving since the trial before."""
         trial = self.attempt(graph, solution, fence)
+        self.deadline.trial_seconds = trial.compile_seconds
         before = sum(t.solve_seconds for t in self.trials)
         self.trials.append(replace(trial, solve_seconds=self.solve_seconds - before))
         return self.trials[-1]
@@ -374,8 +327,9 @@ class Search:
     def _solution(self, graph: Graph, allowance: int | None, solver: Solver) -> Solution:
         began = time.monotonic()
         within = "for the least memory" if allowance is None else f"within {format_nbytes(allowance)}"
-        with phase(f"solving {within}"):
-            solution = solver.solve(graph, allowance, time_limit=self.time_limit)
+        seconds = self.deadline.solving(self.time_limit, bool(self.trials))
+        with phase(f"solving {within}", kind="solve"):
+            solution = solver.solve(graph, allowance, time_limit=seconds)
         self.solve_seconds += time.monotonic() - began
         if not isinstance(solution, Solution):
             raise SolverError(

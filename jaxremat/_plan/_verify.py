@@ -4,10 +4,12 @@ The plain step is compiled first, which says what it needs and what it keeps in 
 plan that fits. Nothing that exceeds the budget is returned.
 """
 
+import functools
 import logging
+import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,19 +22,22 @@ from .._emit._emit import FENCES
 from .._lower._lower import as_stacked, lower
 from .._model._graph import Graph
 from .._model._pins import Patterns
-from .._model._schedule import Schedule, check
+from .._model._schedule import check
 from .._model._simulate import simulate
 from .._report._account import account, account_of_plain
 from .._report._actions import actions
 from .._report._loop_forms import loop_forms
+from .._report._planning_time import PlanningTime
 from .._runtime._bytes import Budget, format_nbytes, parse_budget, parse_margin
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, PlanMismatchError
-from .._runtime._progress import phase
+from .._runtime._progress import Stopwatch, phase, timed
 from .._solver import Solution, Solver
 from ._baseline import Baseline, everything, text_of
 from ._blame import blamed, without
+from ._deadline import Deadline
 from ._plan import Plan
-from ._search import MOST_OVERHEAD, Search
+from ._refusal import Least, compiled, dear, infeasible, predicted
+from ._search import Search
 from ._trial import Trial
 
 logger = logging.getLogger("jaxremat")
@@ -55,6 +60,7 @@ class Options:
     respect_checkpoint: bool = False
     progress: bool | None = None
     pins: Patterns = ()
+    planning_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,24 @@ class Request:
     device_nbytes: int | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Planned:
-    """A plan, the jitted step that follows it, and that step compiled (None where nothing was compiled)."""
+    """A plan, the jitted step that follows it, and that step compiled (None where nothing was compiled), perhaps only
+    to be read; then `finish` compiles it to be run.
+    """
 
     plan: Plan
     jitted: Any
     compiled: Compiled | None
+    finish: Callable[[], Compiled] | None = None
+
+    def executable(self) -> Compiled | None:
+        """The compiled step, to be run. **Raises:** `InfeasibleBudgetError` where that is another than was read."""
+        if self.finish is not None:
+            compiled = self.finish()
+            confirm(self.plan, compiled)
+            self.compiled, self.finish = compiled, None
+        return self.compiled
 
 
 def make_plan(baseline: Baseline, request: Request) -> Planned:
@@ -83,12 +100,14 @@ def make_plan(baseline: Baseline, request: Request) -> Planned:
 
     **Raises:** `InfeasibleBudgetError`, `BudgetError`, `SolverError`.
     """
-    return _Planner(baseline, request).run()
+    with timed() as stopwatch:
+        return _Planner(baseline, request, stopwatch).run()
 
 
 def make_plan_of(baseline: Baseline, request: Request, graph: Graph, solution: Solution) -> Planned:
     """The plan of a schedule that is known already, whose budget is what it needs; the request's is not looked at."""
-    return _Planner(baseline, request).follow(graph, solution)
+    with timed() as stopwatch:
+        return _Planner(baseline, request, stopwatch).follow(graph, solution)
 
 
 def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
@@ -114,7 +133,7 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
         jitted = baseline.jitted(graph, schedule, plan.fence)
     if not verify:
         return Planned(plan, jitted, None)
-    with phase("compiling the plan"):
+    with phase("compiling the plan", kind="compile"):
         compiled = baseline.compile(jitted)
     memory = confirm(plan, compiled)
     plan = replace(
@@ -124,7 +143,13 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
         compiler=baseline.compiler,
         alive=alive_at_peak(text_of(compiled)),
     )
-    return Planned(plan, jitted, compiled)
+    return planned(baseline, plan, jitted, compiled)
+
+
+def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:
+    """The plan of a step that was compiled to be read."""
+    finish = functools.partial(baseline.finished, jitted) if baseline.drafts else None
+    return Planned(plan, jitted, compiled, finish)
 
 
 def confirm(plan: Plan, compiled: Compiled) -> MemoryStats:
@@ -149,11 +174,15 @@ class _Planner:
 
     baseline: Baseline
     request: Request
+    stopwatch: Stopwatch
     margin_nbytes: int = 0
 
     def __post_init__(self) -> None:
         self.compiled_before = self.baseline.compile_count
         self.tried = 0
+        options = self.request.options
+        limit = options.planning_seconds or (math.inf if options.effort == "thorough" else None)
+        self.deadline = Deadline(self.stopwatch, limit, self.baseline.drafts)
 
     def run(self) -> Planned:
         options, baseline = self.request.options, self.baseline
@@ -163,15 +192,21 @@ class _Planner:
             budget -= self.margin_nbytes  # from here on what the compiled peak may be
         if not options.verify:
             return self._unverified(budget)
-        if budget != "min" and not baseline.must_recompute and self._plain_fits(budget):
+        fits = budget != "min" and not baseline.must_recompute and self._plain_fits(budget)
+        if budget != "min" and fits and not baseline.undoes:
             return self._plain(budget)
         search = self._search(rough=False)
         if budget == "min":
             trial = search.least(_ROUNDS[options.effort])
+            if trial is None:
+                return self._plain(baseline.peak_nbytes)
             return self._planned(search, trial, trial.peak_nbytes)
+        if fits:  # as written it does; without its checkpoints it may be faster in no more memory
+            trial = search.faster(min(budget, baseline.peak_nbytes), _ROUNDS[options.effort])
+            return self._plain(budget) if trial is None else self._planned(search, trial, budget)
         trial = search.within(budget, _ROUNDS[options.effort])
         if trial is None:
-            error = self._infeasible(budget, search.trials)
+            error = self._refusal(budget, compiled(search.trials, baseline))
             raise blamed(error, budget, baseline.graph, self._least_compiled)
         if options.effort == "thorough":
             trial = _reformed(search, trial, budget)
@@ -207,7 +242,7 @@ class _Planner:
             segments=self.baseline.traced.segments,
             account=account_of_plain(as_stacked(graph)),
         )
-        return Planned(plan, self.baseline.program.plain, compiled)
+        return planned(self.baseline, plan, self.baseline.program.plain, compiled)
 
     def _planned(self, search: Search, trial: Trial, budget: int) -> Planned:
         plan = self._as_plan(trial.graph, budget, trial.solution, search)
@@ -216,7 +251,7 @@ class _Planner:
             compiled_overhead=trial.compiled_overhead,
             fence=trial.fence,
         )
-        return Planned(plan, trial.jitted, trial.compiled)
+        return planned(self.baseline, plan, trial.jitted, trial.compiled)
 
     def _confirmed(self, plan: Plan, compiled: Compiled) -> Plan:
         """The plan with what the compiler says of its step."""
@@ -237,7 +272,7 @@ class _Planner:
         graph, solution = search.predict(allowance)
         peak = simulate(graph, solution.schedule).peak_nbytes
         if allowance is not None and peak > allowance:
-            error = self._infeasible(allowance, predicted=(graph, solution.schedule))
+            error = self._refusal(allowance, predicted(graph, solution.schedule))
             raise blamed(error, allowance, baseline.rough, self._least_predicted)
         plan = self._as_plan(graph, allowance or peak, solution, search)
         if solution.schedule.drops_nothing and (not graph.loop_stop or rough_peak <= (allowance or 0)):
@@ -262,6 +297,7 @@ class _Planner:
             return graph if pinned else without(graph, None)
 
         graph = wanted(baseline.plain_graph(rough=rough))
+        self.deadline.plain_seconds = baseline.plain_seconds
         return Search(
             graph=graph,
             pairs=baseline.pairs(graph),
@@ -270,6 +306,9 @@ class _Planner:
             time_limit=options.time_limit,
             attempt=self._try,
             temporaries_nbytes=nbytes if rough else baseline.temporaries_nbytes,
+            deadline=self.deadline,
+            known=baseline.as_checkpointed if baseline.undoes and pinned else None,
+            written_nbytes=None if rough or baseline.must_recompute else baseline.peak_nbytes,
         )
 
     def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial:
@@ -277,7 +316,7 @@ class _Planner:
         profile = simulate(graph, solution.schedule)
         self.tried += 1
         began = time.monotonic()
-        with phase(f"compiling plan {self.tried}"):
+        with phase(f"compiling plan {self.tried}", kind="compile"):
             jitted = baseline.jitted(graph, solution.schedule, fence)
             compiled = baseline.compile(jitted)
         seconds = roofline(parse(text_of(compiled)), baseline.device).seconds
@@ -336,55 +375,12 @@ class _Planner:
             loops=loop_forms(traced.lengths, graph.segments, traced.sources, traced.rows),
             margin_nbytes=self.margin_nbytes,
             respect_checkpoint=self.baseline.respect_checkpoint,
+            planning=PlanningTime.of(self.stopwatch.seconds, self.stopwatch.spent, self.deadline.cut_short),
         )
 
-    def _infeasible(
-        self,
-        budget: int,
-        trials: Sequence[Trial] = (),
-        predicted: tuple[Graph, Schedule] | None = None,
-    ) -> InfeasibleBudgetError:
-        if predicted is None:
-            trial = min(trials, key=lambda t: t.peak_nbytes)
-            graph, schedule, peak, how = trial.graph, trial.solution.schedule, trial.peak_nbytes, "compiled"
-        else:
-            graph, schedule = predicted
-            peak, how = simulate(graph, schedule).peak_nbytes, "predicted"
-        least = peak + self.margin_nbytes
-        profile = simulate(graph, schedule)
-        event = profile.events[profile.peak_event]
-        node = graph.nodes[event.node]
-        largest = "; ".join(
-            f"{format_nbytes(graph.values[v].nbytes)} {graph.values[v].shape} "
-            f"from {graph.nodes[graph.values[v].producer].primitive}"
-            for v, _ in profile.alive[:3]
-        )
-        return InfeasibleBudgetError(
-            f"`optimize({self.request.budget!r})` cannot be met: with the least memory found, the step still needs "
-            f"{format_nbytes(peak)} ({how}), at {node.primitive} ({node.source or node.scope}): arguments and outputs "
-            f"{format_nbytes(graph.base_nbytes)}, live values {format_nbytes(event.live_nbytes)}, "
-            f"the largest {largest or 'none'}. "
-            f"Use a budget of at least {least} bytes ({format_nbytes(least)}), or a smaller batch.",
-            budget_nbytes=budget + self.margin_nbytes,
-            min_peak_nbytes=peak,
-        )
-
-
-def dear(search: Search, trial: Trial) -> str:
-    """What to say of a plan that takes several times as long as the plain step; "" of others."""
-    step = search.graph.step_seconds or 1.0
-    if trial.seconds <= MOST_OVERHEAD * step:
-        return ""
-    times = 1 + trial.seconds / step
-    said = f"the cheapest plan found within this budget takes {times:.1f} times the plain step's time."
-    cheaper = [t for t in search.trials if t.seconds <= MOST_OVERHEAD * step]
-    if not cheaper:
-        return f"{said} Use a larger budget, or a smaller batch."
-    near = min(cheaper, key=lambda t: t.peak_nbytes)
-    return (
-        f"{said} It is {1 + near.seconds / step:.1f} times with {near.peak_nbytes} bytes "
-        f"({format_nbytes(near.peak_nbytes)}): use that budget, or a smaller batch."
-    )
+    def _refusal(self, budget: int, least: Least) -> InfeasibleBudgetError:
+        asked, cut_short = self.request.budget, self.deadline.cut_short
+        return infeasible(asked, budget, self.margin_nbytes, least, cut_short=cut_short)
 
 
 def _reformed(search: Search, trial: Trial, budget: int) -> Trial:

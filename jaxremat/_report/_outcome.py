@@ -10,6 +10,7 @@ from .._runtime._bytes import format_nbytes
 from ._account import Account
 from ._actions import Action, Actions
 from ._loop_forms import LoopForm
+from ._planning_time import UNTIMED, PlanningTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Outcome(Actions):
     alive: tuple[Alive, ...]
     account: Account
     loops: tuple[LoopForm, ...] = ()
+    planning: PlanningTime = UNTIMED
 
     @property
     def peak_nbytes(self) -> int:
@@ -126,6 +128,8 @@ def describe(plan: Outcome, rows: int = 12) -> str:
         f"recomputed {format_nbytes(plan.dropped_nbytes)} in {sum(a.action == 'recompute' for a in plan.actions)}",
         f"  solver {plan.solver}, {plan.solve_seconds:.2f} s, {plan.compile_count} compilations",
     ]
+    if plan.planning.seconds:
+        lines.append(f"  {plan.planning}")
     lines += [f"  {form}" for form in plan.loops]
     if plan.respect_checkpoint:
         lines.append("  the step's own checkpoints are kept, and what they recompute is not counted above")

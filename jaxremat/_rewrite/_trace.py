@@ -28,6 +28,7 @@ from ._loop_segments import backward_of, cuttable, segmented
 from ._memory_order import memory_order
 from ._row_chunks import chunked
 from ._row_regions import Region, regions
+from ._undone_checkpoints import forward_again
 from ._update_absorption import Gain, absorbed
 
 
@@ -45,7 +46,8 @@ class Traced:
     other loops, and which of them are `cuttable`, `segments` the levels that each has here, empty where it is as it
     was, `gains` what absorbing updates saves in each, and `over` the arguments that loops write over here;
     `regions` what may be done in chunks of rows, whose numbers stand in `segments` behind the pairs';
-    `respect_checkpoint` whether what the user's checkpoints compute again is left as it is.
+    `respect_checkpoint` whether what the user's checkpoints compute again is left as it is; `again` the equations of
+    `jaxpr` that checkpoints outside of loops, which are undone here, compute once more in the user's program.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -68,6 +70,7 @@ class Traced:
     over: frozenset[Any]
     regions: tuple[Region, ...]
     respect_checkpoint: bool
+    again: frozenset[int]
 
     def in_segments(self, segments: Segments) -> "Traced":
         """The same step with its pairs of scans in levels, see `_loop_segments`, or one of its regions in chunks."""
@@ -138,6 +141,8 @@ def normalise(
     inliner = Inliner(respect_checkpoint=respect_checkpoint)
     flat = inliner.program(closed)
     once, once_of, _, first = _merged(flat, inliner)
+    if inliner.rematted:
+        once, once_of = _undone(once, once_of)
     scans = [once.jaxpr.eqns[i] for i in backward_of(once.jaxpr.eqns)]
     lengths = tuple(scan.params["length"] for scan in scans)
     if known is None:
@@ -161,6 +166,7 @@ def normalise(
     found = {
         of_once[i]: place.get(new, -1) for i, new in zip(opened.origin, merged_of, strict=True) if i >= 0
     }
+    rematted = (i for i, eqn in enumerate(flat.jaxpr.eqns) if inliner.rematted and _compat.is_rematted(eqn))
     jaxpr = _compat.new_jaxpr(
         merged.jaxpr.constvars,
         merged.consts,
@@ -189,6 +195,7 @@ def normalise(
         over=frozenset(inside.over.values()),
         regions=tuple(known),
         respect_checkpoint=respect_checkpoint,
+        again=frozenset(j for i in rematted if (j := found.get(once_of[i], -1)) >= 0),
     )
 
 
@@ -211,6 +218,15 @@ def _merged(
     outvars = [equals.read(a) for a in closed.jaxpr.outvars]
     merged = _compat.new_jaxpr(inliner.constvars, inliner.consts, closed.jaxpr.invars, outvars, equals.eqns)
     return merged, equals.merged_of, loop_of, equals.read
+
+
+def _undone(once: jex.ClosedJaxpr, once_of: Sequence[int]) -> tuple[jex.ClosedJaxpr, list[int]]:
+    """The program with what its checkpoints make again in the forward pass; for each older equation the index."""
+    eqns, order = forward_again(once.jaxpr.eqns)
+    place = {old: new for new, old in enumerate(order)}
+    own = once.jaxpr
+    moved = _compat.new_jaxpr(own.constvars, once.consts, own.invars, own.outvars, eqns)
+    return moved, [place[i] for i in once_of]
 
 
 def _as_is(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[int], list[int], Callable[[Any], Any]]:

@@ -1,11 +1,13 @@
-"""A long phase of planning -> whoever watches: its name, how far it is, what is known so far.
+"""A long phase of planning -> whoever watches: its name, how far it is, what is known so far; and how long it took.
 
 Law: watching changes no result. Nobody watches unless `watched` says who; `_progress_bars` does, for people at one.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -25,6 +27,21 @@ class Watcher(Protocol):
         ...
 
 
+@dataclass
+class Stopwatch:
+    """Seconds since it was started, and those that phases of each kind took, without the phases inside them."""
+
+    began: float = field(default_factory=time.monotonic)
+    spent: dict[str, float] = field(default_factory=dict)
+    inside: float = 0.0  # of the phases that ended within the innermost one that goes on
+
+    @property
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self.began
+
+
+_stopwatch: ContextVar[Stopwatch | None] = ContextVar("jaxremat_stopwatch", default=None)
 _watcher: ContextVar[Watcher | None] = ContextVar("jaxremat_watcher", default=None)
 _phases: ContextVar[tuple["Phase", ...]] = ContextVar("jaxremat_phases", default=())
 
@@ -53,15 +70,41 @@ class Phase:
 
 
 @contextmanager
-def phase(name: str, total: int | None = None) -> Iterator[Phase]:
-    """What happens inside is a phase with a name, of `total` parts if that is known."""
-    begun = Phase(_watcher.get(), name, total)
+def phase(name: str, total: int | None = None, *, kind: str = "other") -> Iterator[Phase]:
+    """What happens inside is a phase with a name, of `total` parts if that is known.
+
+    **Arguments:** `kind` under which a stopwatch counts its seconds.
+    """
+    begun, stopwatch = Phase(_watcher.get(), name, total), _stopwatch.get()
     token = _phases.set((*_phases.get(), begun))
+    began, outer = time.monotonic(), stopwatch.inside if stopwatch else 0.0
+    if stopwatch:
+        stopwatch.inside = 0.0
     try:
         yield begun
     finally:
         _phases.reset(token)
         begun.end()
+        if stopwatch:
+            seconds = time.monotonic() - began
+            stopwatch.spent[kind] = stopwatch.spent.get(kind, 0.0) + seconds - stopwatch.inside
+            stopwatch.inside = outer + seconds
+
+
+@contextmanager
+def timed() -> Iterator[Stopwatch]:
+    """The stopwatch that goes already, or one that is started here and counts what happens inside."""
+    running = _stopwatch.get()
+    if running is not None:
+        yield running
+        return
+    token = _stopwatch.set(Stopwatch())
+    try:
+        stopwatch = _stopwatch.get()
+        assert stopwatch is not None
+        yield stopwatch
+    finally:
+        _stopwatch.reset(token)
 
 
 def note(text: str) -> None:

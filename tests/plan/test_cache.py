@@ -19,7 +19,7 @@ import pytest
 from test_optimize import stripped
 
 import jaxremat
-from jaxremat import JaxrematWarning, MinCut, Plan, Solution
+from jaxremat import InfeasibleBudgetError, JaxrematWarning, MinCut, Plan, Solution
 from jaxremat._compiler._devices import measure_cpu
 from jaxremat._compiler._memory_stats import MemoryStats
 from jaxremat._plan import _plan_cache as _cache
@@ -364,3 +364,34 @@ def test_the_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert _disk.cache_dir() == tmp_path / ".cache" / "jaxremat"
+
+
+def refused(baseline: Any, request: Any) -> Any:
+    raise InfeasibleBudgetError("nothing was found", budget_nbytes=0, min_peak_nbytes=1 << 40)
+
+
+def test_a_budget_that_was_met_before_is_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is more named as the least than a plan needs that was made before."""
+    least = plan(budget="min")
+    monkeypatch.setattr(_cache, "make_plan", refused)
+    again = plan(budget=least.peak_nbytes + 1)
+    assert (again.peak_nbytes, again.saved) == (least.peak_nbytes, least.saved)
+    assert again.budget_nbytes == least.peak_nbytes + 1
+    with pytest.raises(InfeasibleBudgetError, match=f"made before needs {least.peak_nbytes} bytes") as caught:
+        plan(budget=least.peak_nbytes - 1)
+    assert caught.value.min_peak_nbytes == least.peak_nbytes
+
+
+def test_a_plan_that_takes_longer_than_one_made_before_gives_way(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = plan()
+    make_plan = _cache.make_plan
+
+    def poor(baseline: Any, request: Any) -> Any:
+        return make_plan(baseline, replace(request, budget="min"))
+
+    monkeypatch.setattr(_cache, "make_plan", poor)
+    assert plan(budget="min").overhead > good.overhead + 0.01
+    again = plan(budget=BUDGET + 1)
+    assert (again.overhead, again.budget_nbytes) == (good.overhead, BUDGET + 1)

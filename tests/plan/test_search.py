@@ -9,9 +9,9 @@ from graphs import UNIT, chain
 
 from jaxremat import Graph, Milp, Solution, complete, simulate
 from jaxremat._model._stages import uncut
+from jaxremat._plan._refusal import dear
 from jaxremat._plan._search import MORE_ROUNDS, Search
 from jaxremat._plan._trial import Line, Trial, allowance, first
-from jaxremat._plan._verify import dear
 
 
 def a_trial(graph: Graph, saved: set[int], compiled_overhead: float) -> Trial:
@@ -109,7 +109,7 @@ def beyond_prediction() -> tuple[Graph, Search, int, int]:
 def test_what_all_need_beyond_their_prediction_is_kept_free_by_those_not_compiled_yet() -> None:
     """Of three cuttings into stages the two others begin within what the first one's error leaves."""
     graph, search, budget, beyond = beyond_prediction()
-    search.cuttings = [replace(graph, small_nbytes=n) for n in range(3)]
+    search.cuttings.made = [replace(graph, small_nbytes=n) for n in range(3)]
     lines: list[Any] = []
     first = search._next(lines, budget)
     assert first is not None
@@ -165,6 +165,7 @@ def test_errors_at_the_least_memory_are_not_taken_for_those_near_it() -> None:
     """Compiled peaks hardly follow the predicted ones: all is saved, with one more compilation."""
     search = near_the_least(lambda saved, fence: 200 + saved / 40)
     trial = search.least(3)
+    assert trial is not None
     assert len(trial.solution.schedule.saved) == 40 and trial.profile.extra_seconds == 0
     assert len(search.trials) == 2
 
@@ -174,6 +175,7 @@ def test_the_least_memory_is_approached_as_a_budget_is(power: float) -> None:
     """Nothing recomputed exceeds what is about the least, so that the next predictions lie between."""
     search = near_the_least(lambda saved, fence: 200 + 20 * (saved / 40) ** power)
     trial = search.least(3)
+    assert trial is not None
     assert trial.peak_nbytes <= bound_nbytes(search)
     fitting = int(40 * 0.5 ** (1 / power))  # as many values may be saved
     assert 0.6 * fitting <= len(trial.solution.schedule.saved) <= fitting
@@ -183,6 +185,7 @@ def test_the_least_memory_is_approached_as_a_budget_is(power: float) -> None:
 def test_a_lower_peak_on_the_way_is_the_least_from_there_on() -> None:
     search = near_the_least(lambda saved, fence: 200 + (saved - 10) ** 2 / 20)
     trial = search.least(7)
+    assert trial is not None
     least = min(search.trials, key=lambda t: t.peak_nbytes)
     assert least.peak_nbytes < search.trials[0].peak_nbytes
     assert least.peak_nbytes <= trial.peak_nbytes <= bound_nbytes(search)
@@ -194,6 +197,7 @@ def test_fences_are_ordered_near_the_least_memory_too() -> None:
         lambda saved, fence: 200 + saved / 8 + 100 * (fence == "finished" and saved > 0), platform="gpu"
     )
     trial = search.least(3)
+    assert trial is not None
     assert trial.fence == "ordered" and len(trial.solution.schedule.saved) == 40
 
 
@@ -204,8 +208,9 @@ def test_plans_of_another_cutting_are_in_order_at_once_where_that_was_of_use() -
         return 40 + saved / 8 + 100 * (fence == "finished")
 
     search = near_the_least(peak, platform="gpu")
-    search.cuttings = [replace(search.graph, small_nbytes=n) for n in range(3)]
+    search.cuttings.made = [replace(search.graph, small_nbytes=n) for n in range(3)]
     trial = search.least(3)
+    assert trial is not None
     assert [t.fence for t in search.trials] == ["finished"] + ["ordered"] * (len(search.trials) - 1)
     assert 12 <= len(trial.solution.schedule.saved) <= 16
 
@@ -232,14 +237,15 @@ def test_for_the_least_memory_nothing_is_compiled_that_cannot_be_the_answer() ->
         near_the_least(lambda saved, fence: saved + 2, step_seconds=500.0, solver=Bearable())
         for _ in range(2)
     )
-    assert least.least(3).profile.extra_seconds < 500
+    fastest = least.least(3)
+    assert fastest is not None and fastest.profile.extra_seconds < 500
     assert all(t.profile.extra_seconds < 500 for t in least.trials)
     assert lowest.lowest().profile.extra_seconds > 500, "that is asked for apart"
 
 
 def test_errors_of_one_form_are_not_taken_for_those_of_another() -> None:
     graph, search, budget, beyond = beyond_prediction()
-    search.cuttings = [replace(graph, small_nbytes=n, segments=s) for s in ((), ((4,),)) for n in (0, 1)]
+    search.cuttings.made = [replace(graph, small_nbytes=n, segments=s) for s in ((), ((4,),)) for n in (0, 1)]
     lines: list[Any] = []
     first = search._next(lines, budget)
     assert first is not None and first is lines[0]
@@ -266,12 +272,14 @@ def test_a_solver_that_runs_out_of_time_does_no_worse_than_before() -> None:
     low, high = least + (most - least) // 4, least + (most - least) // 2
     solver = Starved()
     search = Search(graph, solver, 1.0, compiled_dearly, 0)
-    (cut,) = search.cuttings[:1]
+    (cut,) = search.cuttings.made[:1]
     first = search._solution(cut, low, solver)
     assert 0 < len(first.schedule.saved) < 12
     assert search._solution(cut, high, solver).schedule == first.schedule
     assert not search._solution(cut, least, solver).schedule.saved, "that fits no longer"
-    assert not search._solution(search.cuttings[-1], high, solver).schedule.saved, "that is another graph's"
+    assert not search._solution(search.cuttings.made[-1], high, solver).schedule.saved, (
+        "that is another graph's"
+    )
 
 
 def test_the_next_prediction_lies_between_what_fits_and_what_exceeds_the_budget() -> None:

@@ -1,0 +1,199 @@
+"""Form of a step + what the compiled plain step shows of it -> `Graph`, by what XLA writes to memory.
+
+Law: what a form shares with the plain step is read off the plain step's program; only what it has besides (iterations
+of its loops, work in chunks) is compiled, alone, and once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .._compiler._hlo import Module
+from .._compiler._library_kernels import library_seconds
+from .._compiler._measured_times import measure
+from .._compiler._program import Program
+from .._compiler._scratch import Scratch, scratch
+from .._compiler._tags import Beside, Written, borrowed, constants, written
+from .._compiler._workspace import alone_seconds, workspaces
+from .._model._backend import Backend, backend
+from .._model._device_specs import DeviceSpec
+from .._model._graph import Graph, Segments
+from .._model._pins import Patterns
+from .._model._unnamed_buffers import borrows
+from .._program._primitives import is_relabelling
+from .._rewrite._loop_opening import ALONE
+from .._rewrite._row_chunks import is_in_chunks
+from .._rewrite._trace import Traced
+from .._runtime._progress import phase
+from ._iteration import Iteration, backward, forward, recomputing, repeated
+from ._iteration_buffers import with_beside
+from ._kernel_prices import always_stacked_seconds
+from ._loop_seconds import Alone, known, looped_seconds, moved_seconds, plain_seconds, with_seconds
+from ._lower import lower
+
+_WORKSPACE_SHARE = 1 / 200
+"""Equations with an operand above this share of the temporaries are compiled alone for their scratch memory."""
+
+_MEASURED_SHARE = 1 / 1000
+"""Equations with an operand above this share of them are timed where `profile="measure"`."""
+
+
+@dataclass
+class FormGraphs:
+    """Lowers the forms of one step.
+
+    **Fields:** `plain` the step as it is; `module` what its tagged program was compiled to; `base_nbytes` and
+    `temporaries_nbytes` of that; `program` to compile parts of the step as, to be read; `device`; `profile` as in
+    `jaxremat.optimize`; `here` the device to measure on and compiler `options` to do that with; `pins`.
+    """
+
+    plain: Traced
+    module: Module
+    base_nbytes: int
+    temporaries_nbytes: int
+    program: Program
+    device: DeviceSpec
+    profile: str
+    here: Any
+    options: tuple[tuple[str, Any], ...]
+    pins: Patterns
+    _iterations: dict[str, Module] = field(default_factory=dict)
+    _looped: dict[Segments, Alone] = field(default_factory=dict)
+
+    @property
+    def backend(self) -> Backend:
+        """What the device's compiler does."""
+        return backend(self.device.platform)
+
+    def graph(self, traced: Traced) -> Graph:
+        """The graph of a form, in seconds of the tagged plain step."""
+        workspace = self._workspace(traced, int(self.temporaries_nbytes * _WORKSPACE_SHARE))
+        seconds = self._measured(traced, self.temporaries_nbytes)
+        again = {i: self._written_alone(each) for i, each in repeated(traced, self.backend).items()}
+
+        def lowered(iterations: Mapping[int, Iteration], beside: Beside | None = None) -> Graph:
+            return lower(
+                traced,
+                self.device,
+                base_nbytes=self.base_nbytes,
+                written=self._written(traced, iterations, again),
+                workspace=workspace,
+                beside=beside,
+                seconds=seconds,
+                patterns=self.pins,
+            )
+
+        iterations = forward(traced, self.backend)
+        graph = lowered(iterations)
+        if not traced.loops:
+            return graph
+        iterations |= backward(traced, graph, self.backend)
+        graph = lowered(iterations)
+        if not self.backend.fuses:
+            return lowered(iterations, self._beside(traced, graph))
+        alone = {i: (each, self._alone(each)) for i, each in iterations.items()}
+        self._looped[traced.segments] = alone
+        graph = with_beside(graph, alone)
+        return with_seconds(graph, traced, alone, self.device) if self.profile == "roofline" else graph
+
+    def _beside(self, traced: Traced, graph: Graph) -> Beside:
+        """What iterations of backward loops write of the forward pass's fused work where they recompute all of it, and
+        of constants.
+        """
+        shared: dict[int, int] = {}
+        borrowing: set[tuple[int, int]] = set()
+        fixed: dict[int, int] = {}
+        eqns = traced.jaxpr.jaxpr.eqns
+        fused = {n.id for n in graph.nodes if n.forward and not graph.kernel[n.id]}
+        for iteration in recomputing(traced, graph, self.backend).values():
+            module, place = self._alone(iteration), dict(enumerate(iteration.places))
+            sizes = self._written_alone(iteration).sizes
+            shared.update(
+                (i, sum(own)) for i, own in sizes.items() if i in fused and not is_relabelling(eqns[i])
+            )
+            borrowing.update((place[i], place[j]) for i, j in borrowed(module) if {i, j} <= place.keys())
+            fixed.update((place[i], nbytes) for i, nbytes in constants(module).items() if i in place)
+        return Beside(shared, borrows(graph, borrowing, shared), fixed)
+
+    @cached_property
+    def _plainly_written(self) -> Written:
+        """What the compiled plain step writes."""
+        return written(self.module)
+
+    def _written(
+        self, traced: Traced, iterations: Mapping[int, Iteration], again: Mapping[int, Written]
+    ) -> Written:
+        """What the compiled plain step writes, and what iterations of loops do that are compiled alone.
+
+        Of pairs of loops, a compiler that does not fuse reductions writes what the rules say, and some more.
+
+        **Arguments:** `again` by loop with both passes of its own.
+        """
+        found = self._plainly_written.renumbered(self.plain.places(traced))
+        for loop, iteration in iterations.items():
+            alone = self._written_alone(iteration)
+            found = found.also(loop, alone) if self.backend.fuses else found.with_(alone)
+        for loop, alone in again.items():
+            found = found.also(loop, alone)
+        return found
+
+    def _written_alone(self, iteration: Iteration) -> Written:
+        return written(self._alone(iteration)).renumbered(dict(enumerate(iteration.places)))
+
+    def _alone(self, iteration: Iteration) -> Module:
+        """An iteration of a loop, compiled by itself."""
+        if iteration.key not in self._iterations:
+            with phase("compiling an iteration", kind="compile"):
+                self._iterations[iteration.key] = iteration.compiled(self.program)
+        return self._iterations[iteration.key]
+
+    def looped_seconds(self, graph: Graph, traced: Traced) -> float | None:
+        """What the loops of this form take longer than the plain step's where they stack nothing and find all saved;
+        None where that is not known.
+        """
+        in_chunks = alone_seconds(traced, self.program, self.device, is_in_chunks)
+        looped = known(traced.loops, traced.segments) and known(self.plain.loops, ())
+        if not (in_chunks or looped):
+            return None
+        moved = moved_seconds(self.module, self.plain.places(traced), self.device)
+        if not looped:
+            return in_chunks - moved
+        taken = looped_seconds(graph, traced, self._looped[traced.segments], self.device)
+        stacked = always_stacked_seconds(graph, traced.loops, self.device)
+        return in_chunks + taken + stacked - moved - plain_seconds(self.module, self.device)
+
+    @cached_property
+    def _shown(self) -> dict[int, Scratch]:
+        """Scratch memory of the plain form's equations, as its program shows it."""
+        return scratch(self.module, self.plain.jaxpr.jaxpr.eqns)
+
+    @cached_property
+    def _called(self) -> dict[int, float]:
+        """Seconds of those that are library calls in its program."""
+        return library_seconds(self.module, self.plain.jaxpr.jaxpr.eqns, self.device)
+
+    def _workspace(self, traced: Traced, least: int) -> dict[int, Scratch]:
+        """Scratch memory by equation: what the program shows, and of the bodies of loops what they need alone."""
+        platform, among = self.device.platform, None
+        if self.backend.fuses:
+            own = (i for i, loop in enumerate(traced.loop_of) if loop >= 0)
+            among = {i for i in own if traced.loops[traced.loop_of[i]].role == ALONE}
+            among.update(i for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns) if is_in_chunks(eqn))
+        alone = workspaces(traced, self.program, platform, least, among)
+        found = {i: Scratch(nbytes) for i, nbytes in alone.items()}
+        if among is not None:
+            places = self.plain.places(traced)
+            found |= {j: self._shown[i].renumbered(places) for i, j in places.items() if i in self._shown}
+        return found
+
+    def _measured(self, traced: Traced, temporaries_nbytes: int) -> dict[int, float] | None:
+        """Seconds of equations that ran alone: on the device at hand where that is asked for, else of library calls, as
+        the plain step has them.
+        """
+        if self.profile != "measure":
+            if not self.backend.fuses:
+                return None
+            return {j: self._called[i] for i, j in self.plain.places(traced).items() if i in self._called}
+        least = int(temporaries_nbytes * _MEASURED_SHARE)
+        return measure(traced, self.here, self.options, least)

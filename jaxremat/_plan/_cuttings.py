@@ -1,0 +1,121 @@
+"""Forms of a step -> cuttings of them into stages, which compete; a form is made when it promises something.
+
+A deeper form is made when no other promises to fit for less than running the forward passes that it repeats, one with a
+loop in parts where that promises to save a good deal of the time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from .._model._graph import Graph, Segments
+from .._model._loop_levels import Form, Pairs, deep
+from .._model._simulate import extra_seconds
+from .._model._stages import cuttings
+from .._runtime._progress import phase
+from .._solver import Solution, Solver
+from ._loop_division import uneven
+from ._trial import Line
+
+CHEAP = 0.002
+"""A plan of at most this overhead is not worth another round, nor is a gain of half of it."""
+
+UNEVEN = 0.003
+"""A loop is divided where that promises to save this share of the step's time."""
+
+LEAST_SLACK = 0.02
+"""About the least memory is what is within this share of the plain step's temporaries."""
+
+
+@dataclass
+class Cuttings:
+    """**Fields:** `graph` of the plain step's form; `solver` and its `time_limit`; `temporaries_nbytes` of
+    the plain step; the step's `pairs` of loops and the
+    `graph_of` other forms; `made` so far, and the forms that are `left`; `divided` the forms that were looked at for
+    what dividing a loop would gain; `plain_nbytes` the least that the plain form needs, once it does not fit.
+    """
+
+    graph: Graph
+    solver: Solver
+    time_limit: float
+    temporaries_nbytes: int
+    pairs: Pairs | None
+    graph_of: Callable[[Segments], Graph] | None
+    divided: set[Segments] = field(default_factory=set)
+    plain_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.made = cuttings(self.graph)
+        self.left = list(self.pairs.deeper()) if self.pairs else []
+
+    @property
+    def free_seconds(self) -> float:
+        """What no plan goes below: it saves nothing in loops, which the plain step may do, and recomputes nothing."""
+        return min(self.graph.extra_seconds, 0.0)
+
+    @property
+    def cheap_seconds(self) -> float:
+        """Plans of at most so many extra seconds are not worth another round."""
+        return self.free_seconds + CHEAP * self.graph.step_seconds
+
+    def make(self, form: Form) -> None:
+        """Add the cuttings of a form; the shallower ones are passed over."""
+        assert self.graph_of is not None
+        self.left = self.left[self.left.index(form) + 1 :]
+        self.made += cuttings(self.graph_of(form.segments))
+
+    def divide(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
+        """Add the cuttings of a form with one of its loops in parts, and return them, if the best of these solutions of
+        its cuttings, which fit, is a good deal dearer than such a form promises to be. No form is looked at twice.
+        """
+        seconds = min(extra_seconds(graph, solution.schedule) for graph, solution in solutions)
+        segments = solutions[0][0].segments
+        if self.pairs is None or segments in self.divided or seconds <= self.cheap_seconds:
+            return []
+        self.divided.add(segments)
+        if not self.pairs.whole(segments):
+            return []
+        with phase("looking for a loop to divide", kind="solve"):
+            looked = (uneven(*each, allowance, self.solver, self.time_limit) for each in solutions)
+            found = min(filter(None, looked), key=lambda each: each.seconds, default=None)
+        if found is None or seconds - found.seconds < UNEVEN * self.graph.step_seconds:
+            return []
+        forms = self.pairs.divided(segments, found.pair, found.share)
+        assert self.graph_of is not None
+        made = [cut for form in forms for cut in cuttings(self.graph_of(form.segments))]
+        self.made += made
+        return made
+
+    def divide_best(self, known: Sequence[Line]) -> list[Graph]:
+        """The same of the form of the best of these lines."""
+        if not known:
+            return []
+        best = min(known, key=lambda line: line.order)
+        alike = [line for line in known if line.graph.segments == best.graph.segments]
+        solutions = [(line.graph, line.pending) for line in alike if line.pending is not None]
+        return self.divide(solutions, min(line.allowance for line in alike))
+
+    def make_lowest(self, most_seconds: float) -> None:
+        """Add the cuttings of the forms that may need the least memory at a bearable overhead: the first that is near
+        the least of all, and of those without levels; no others are made then.
+        """
+        able = [form for form in self.left if self.graph.extra_seconds + form.more_seconds <= most_seconds]
+        for forms in ([form for form in able if not deep(form)], able):
+            slack = LEAST_SLACK * self.temporaries_nbytes
+            enough = max((form.fewer_nbytes for form in forms), default=0) - slack
+            lowest = next((form for form in forms if form.fewer_nbytes >= enough), None)
+            if lowest in self.left:
+                self.make(lowest)
+        self.left = []
+
+    def deepen(self, seconds: float | None, budget: int) -> bool:
+        """Make the next form that may fit, if none is known that takes less; whether there was one.
+
+        **Arguments:** `seconds` that the best so far takes, None if nothing fits.
+        """
+        for form in self.left:
+            if seconds is not None and seconds <= self.graph.extra_seconds + form.more_seconds:
+                return False
+            if self.plain_nbytes - form.fewer_nbytes <= budget or form is self.left[-1]:
+                self.make(form)
+                return True
+        return False

@@ -1,0 +1,103 @@
+"""The step as its user wrote it is a plan too: nothing that is returned or refused is worse."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_optimize import assert_same
+
+import jaxremat
+from jaxremat import InfeasibleBudgetError, MemoryStats
+
+WIDTH, LAYERS, BATCH = 64, 6, 2048
+
+
+def make_step(remat: bool, least: bool = False) -> Any:
+    def block(x: jax.Array, w: jax.Array) -> jax.Array:
+        return x + jnp.tanh(jax.nn.gelu(x @ w) @ w.T)
+
+    own: Any = jax.checkpoint(block) if remat else block
+
+    def step(weights: list[jax.Array], x: jax.Array) -> Any:
+        def loss(weights: list[jax.Array]) -> jax.Array:
+            y = x
+            for w in weights:
+                y = own(y, w)
+            return jnp.mean(y**2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+    return step
+
+
+def make_args() -> Any:
+    keys = jax.random.split(jax.random.key(0), LAYERS + 1)
+    weights = [0.1 * jax.random.normal(k, (WIDTH, 4 * WIDTH)) for k in keys[1:]]
+    return weights, jax.random.normal(keys[0], (BATCH, WIDTH))
+
+
+def written(remat: bool) -> tuple[int, float]:
+    """Its compiled peak and arithmetic."""
+    jitted = jax.jit(make_step(remat), donate_argnums=0)
+    compiled = jitted.lower(*make_args()).compile(compiler_options=jaxremat.compiler_options("cpu"))
+    return MemoryStats.of(compiled).peak_nbytes, flops(compiled)
+
+
+def flops(compiled: Any) -> float:
+    return compiled.cost_analysis()["flops"]
+
+
+PEAK, FLOPS = written(True)
+PLAIN_PEAK, PLAIN_FLOPS = written(False)
+
+
+@pytest.mark.parametrize(
+    "budget", [PEAK, (PEAK + PLAIN_PEAK) // 2, 2 * PLAIN_PEAK], ids=["own", "more", "much"]
+)
+def test_what_fits_as_written_is_at_most_half_as_dear_when_planned(budget: int) -> None:
+    """In no more memory than the checkpoints take, half of what they compute again is enough."""
+    step = jaxremat.optimize(budget, donate_argnums=0)(make_step(True))
+    compiled, plan = step.compile(*make_args()), step.plan(*make_args())
+    assert MemoryStats.of(compiled).peak_nbytes <= PEAK
+    assert flops(compiled) - PLAIN_FLOPS <= 0.5 * (FLOPS - PLAIN_FLOPS)
+    assert plan.overhead < 0
+    assert plan.baseline_peak_nbytes == PEAK
+    assert_same(jax.jit(make_step(True))(*make_args()), step(*make_args()))
+
+
+def test_the_least_is_the_same_with_and_without_checkpoints() -> None:
+    own, plain = (
+        jaxremat.plan(make_step(remat), *make_args(), budget="min", donate_argnums=0).peak_nbytes
+        for remat in (True, False)
+    )
+    assert own <= PEAK
+    assert abs(own - plain) <= 0.05 * plain
+
+
+def test_no_refusal_names_more_than_the_step_as_written_needs() -> None:
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        jaxremat.plan(make_step(True), *make_args(), budget=PEAK // 3, donate_argnums=0)
+    assert caught.value.min_peak_nbytes <= PEAK
+
+
+def small(w: jax.Array, x: jax.Array) -> jax.Array:
+    return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+
+def test_the_least_of_a_tiny_step_is_at_most_what_it_needs_anyway() -> None:
+    args = (jnp.ones((4, 4)), jnp.ones((4, 4)))
+    compiled = (
+        jax.jit(small, donate_argnums=0)
+        .lower(*args)
+        .compile(compiler_options=jaxremat.compiler_options("cpu"))
+    )
+    plan = jaxremat.plan(small, *args, budget="min", donate_argnums=0)
+    assert plan.peak_nbytes <= MemoryStats.of(compiled).peak_nbytes
+
+
+def test_checkpoints_that_are_kept_are_kept_as_written() -> None:
+    step = jaxremat.optimize(PEAK, donate_argnums=0, respect_checkpoint=True)(make_step(True))
+    assert step.plan(*make_args()).overhead == 0.0
+    assert flops(step.compile(*make_args())) == FLOPS
