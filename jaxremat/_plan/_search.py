@@ -289,6 +289,7 @@ class Search:
         """Compile the schedules of least predicted peak; with a budget, until one fits at a bearable overhead, and
         without one only those that promise to be bearable, if there are any.
         """
+        before = len(self.trials)
         # The model is least sure where memory is least: a mere price of memory, which leans on it less, is tried too.
         for solver in (self.solver, MinCut()):
             known = [(cut, self._solution(cut, None, solver)) for cut in self.cuttings.made]
@@ -301,9 +302,8 @@ class Search:
             for (cut, solution), peak in zip(known, peaks, strict=True):
                 if peak > likely:
                     continue
-                if self.trials and not self.deadline.allows(
-                    budget is not None and self.best(budget) is not None
-                ):
+                fits = budget is not None and self.best(budget) is not None
+                if len(self.trials) > before and not self.deadline.allows(fits):
                     return
                 for fence in ("ordered",) if self._mended(cut) else ("finished", "ordered"):
                     trial = self._tried(solution, fence) or self._attempt(cut, solution, fence)
