@@ -281,7 +281,7 @@ def test_the_parts_of_planning_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(record["parts"].values()) == pytest.approx(record["planning_seconds"])
     assert all(record["calls"][part] for part in planning.PARTS)
     assert min(record["parts"].values()) >= 0
-    assert record["peak_nbytes"] <= record["budget_nbytes"] < record["plain_peak_nbytes"]
+    assert record["budget_nbytes"] < record["plain_peak_nbytes"]
     assert f"{record['equations']:,} equations" in planning.line(record)
 
 
