@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 
 # Results that are no buffers of their own: they name their operands' buffers, leaf by leaf.
 NAMES = frozenset({"tuple", "get-tuple-element", "bitcast", "opt-barrier", "domain", "add-dependency"})
@@ -38,10 +39,15 @@ class Shape:
     @property
     def nbytes(self) -> int:
         """Size in bytes; tokens and opaque handles have none."""
-        if self.dtype == "pred":
-            return self.elements
-        bits = re.search(r"\d+", self.dtype)  # s4, bf16, f8e4m3fn, c64: the first number is the width
-        return -(-self.elements * int(bits[0]) // 8) if bits else 0
+        return -(-self.elements * _bits(self.dtype) // 8)
+
+
+@cache
+def _bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    bits = re.search(r"\d+", dtype)  # s4, bf16, f8e4m3fn, c64: the first number is the width
+    return int(bits[0]) if bits else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +84,22 @@ class Instruction:
         return tuple(name for names in found for name in re.findall(r"[^\s,%{}]+", names))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Computation:
     """A named sequence of instructions; in a scheduled module they run in this order."""
 
     name: str
     instructions: tuple[Instruction, ...]
 
-    @property
+    @cached_property
     def root(self) -> Instruction:
         return next((i for i in reversed(self.instructions) if i.is_root), self.instructions[-1])
 
-    def by_name(self) -> dict[str, Instruction]:
+    def by_name(self) -> Mapping[str, Instruction]:
+        return self._by_name
+
+    @cached_property
+    def _by_name(self) -> dict[str, Instruction]:
         return {instruction.name: instruction for instruction in self.instructions}
 
 
@@ -111,6 +121,7 @@ _TYPE = re.compile(r"[()]|\b([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _BRACKET = re.compile(r'[()]|"[^"\\]*(?:\\.[^"\\]*)*"')
 _OP_NAME = re.compile(r'\bop_name="([^"\\]*(?:\\.[^"\\]*)*)"')
+_OPERAND = re.compile(r"%([^\s,)]+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _Type = tuple[tuple[Shape, ...], tuple[int, ...]]  # leaves; where among them each element of the tuple starts
 _Starts = dict[str, tuple[int, ...]]
@@ -164,12 +175,17 @@ def _instruction(line: str, types: dict[str, _Type], starts: _Starts) -> Instruc
     if opcode[1] == "get-tuple-element" and (found := _INDEX.search(attributes)):
         index = starts[operands[0]][int(found[1])]
     op_name = _OP_NAME.search(attributes) if "op_name=" in attributes else None
-    label = re.sub(r"\\(.)", r"\1", op_name[1]) if op_name else ""
+    label = op_name[1] if op_name else ""
+    if "\\" in label:
+        label = re.sub(r"\\(.)", r"\1", label)
     return Instruction(head[2], opcode[1], shapes, operands, label, attributes, index, bool(head[1]))
 
 
 def _closing(line: str, start: int) -> int:
     """Where the parenthesis opened at `start` closes; the line's end if it does not."""
+    first = line.find(")", start)
+    if first > 0 and line.find("(", start + 1, first) < 0 and line.find('"', start, first) < 0:
+        return first
     depth = 0
     for bracket in _BRACKET.finditer(line, start):
         depth += {"(": 1, ")": -1}.get(bracket[0], 0)
@@ -196,7 +212,7 @@ def _type(printed: str) -> _Type:
 def _operands(inside: str) -> tuple[str, ...]:
     """Names in an operand list, printed with or without types and percent signs."""
     if "%" in inside:
-        return tuple(re.findall(r"%([^\s,)]+)", inside))
+        return tuple(_OPERAND.findall(inside))
     plain = re.sub(r"/\*.*?\*/|\[[^\]]*\]|\{[^}]*\}", "", inside)
     while plain != (plain := re.sub(r"\([^()]*\)", "", plain)):
         pass

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from . import _unnamed_buffers
+from . import _tape, _unnamed_buffers
 from ._backend import Backend, backend
 from ._reuse import in_place
 
@@ -159,11 +160,10 @@ class Graph:
 
     def loops_of(self, node: int) -> tuple[int, ...]:
         """The loops in whose bodies a node stands, the innermost first."""
-        found, loop = [], self.nodes[node].loop
-        while loop >= 0:
-            found.append(loop)
-            loop = self.parents[loop]
-        return tuple(found)
+        found = [self.nodes[node].loop]
+        while found[-1] >= 0:
+            found.append(self.parents[found[-1]])
+        return tuple(found[:-1])
 
     @cached_property
     def pairs(self) -> tuple[int, ...]:
@@ -259,6 +259,16 @@ class Graph:
         return next((m for m in self.nodes[n].partners if self.stage_of[m] == stage), -1)
 
     @cached_property
+    def forward_tape(self) -> _tape.Tape:
+        """What all schedules begin with, played."""
+        return _tape.forward_tape(self)
+
+    @cached_property
+    def played(self) -> dict[Any, Any]:
+        """The profiles of the last few schedules that were simulated; see `simulate`."""
+        return {}
+
+    @cached_property
     def loop_stop(self) -> dict[int, int]:
         """For each loop the id of the node behind its last."""
         return {n.loop: n.id + 1 for n in self.nodes if n.loop >= 0}
@@ -275,7 +285,7 @@ class Graph:
     def residuals(self) -> tuple[int, ...]:
         """The materialised forward values that stages need, directly or to recompute others; ascending ids."""
         needed: set[int] = set()
-        stack = [v for k in range(len(self.stages)) for v in self.needs(k)]
+        stack = [v for needs in self._needs for v in needs]
         while stack:
             v = stack.pop()
             if v in needed:
@@ -313,13 +323,7 @@ class Graph:
     @cached_property
     def lingering(self) -> dict[int, int]:
         """The finished values that deferred nodes read, each with the last stage of whose fence one waits."""
-        lingering: dict[int, int] = {}
-        for stage in self.stages:
-            finished = set(stage.finished)
-            for n, k in stage.deferred:
-                for v in finished.intersection(self.nodes[n].inputs):
-                    lingering[v] = max(lingering.get(v, k), k)
-        return lingering
+        return _tape.lingering(self)
 
     def holdable(self, value: int, stage: int) -> bool:
         """Whether the stage before can recompute the value and hand it on into the stage: not in or out of a loop."""

@@ -17,13 +17,17 @@ kernels of a stage share (see `Graph.shared`) is there from the first to the las
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ._graph import Graph
 from ._schedule import Schedule
+from ._tape import Run
+
+REMEMBERED = 4  # profiles of a graph: those of very deep nets are large
 
 
 class Event(NamedTuple):
@@ -77,36 +81,24 @@ def joined(graph: Graph, stage: int, nodes: Sequence[int]) -> dict[int, int]:
     return {n: m for n, m in found if m >= 0 and read.isdisjoint(graph.nodes[n].outputs)}
 
 
-class Life(NamedTuple):
-    """A stretch in which an instance of a value is in memory: the value, the stage that made it (-1 in its own place),
-    the first and the last event, its bytes. What a loop stacks has two, before and behind the end of its loop.
-    """
-
-    value: int
-    stage: int
-    begin: int
-    end: int
-    nbytes: int
-
-
-class Run(NamedTuple):
-    """A schedule played: the nodes that ran, the stage that each is recomputed for (-1 in its own place), what was
-    in memory when, and what has no place in the graph: copies of rows, and what kernels share.
-    """
-
-    nodes: tuple[int, ...]
-    made_for: tuple[int, ...]
-    lives: tuple[Life, ...]
-    scratch: tuple[Life, ...]
-
-
 def simulate(graph: Graph, schedule: Schedule) -> Profile:
-    """Play the schedule; see the module's docstring for the law."""
+    """Play the schedule; see the module's docstring for the law. The last few answers are remembered: solvers compare
+    the same few schedules again and again.
+    """
+    known: dict[Any, Profile] = graph.played
+    profile = known.pop(schedule, None) or _simulated(graph, schedule)
+    known[schedule] = profile
+    if len(known) > REMEMBERED:
+        del known[next(iter(known))]
+    return profile
+
+
+def _simulated(graph: Graph, schedule: Schedule) -> Profile:
     ran, made_for, lives, scratch = play(graph, schedule)
     delta = [0] * (len(ran) + 2)
-    for life in (*lives, *scratch):
-        delta[life.begin] += life.nbytes
-        delta[life.end + 1] -= life.nbytes
+    for _, _, begin, end, nbytes in (*lives, *scratch):
+        delta[begin] += nbytes
+        delta[end + 1] -= nbytes
     live = list(accumulate(delta[: len(ran)]))
     for event, n in enumerate(ran):
         live[event] += graph.nodes[n].workspace_nbytes
@@ -116,7 +108,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
         live[:passed] = [0] * passed
     peak = max(live, default=0)
     at = live.index(peak) if live else 0
-    alive = [(life.value, life.stage) for life in lives if life.begin <= at <= life.end]
+    alive = [(v, stage) for v, stage, begin, end, _ in lives if begin <= at <= end]
     alive.sort(key=lambda i: (-graph.values[i[0]].saved_nbytes, i[1], i[0]))
     return Profile(
         peak_nbytes=graph.base_nbytes + max(peak, 0),
@@ -129,104 +121,31 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
 
 def play(graph: Graph, schedule: Schedule) -> Run:
     """What runs and lives when, by the law of the module's docstring."""
-    # An instance of value v is v itself, or v + size * (k + 1) where stage k recomputes it: ints, for very deep nets.
     size = len(graph.values)
-    ran: list[int] = []  # nodes, in order
-    made_for: list[int] = []  # the stage that each is recomputed for, -1 in its own place
-    last: dict[int, int] = {}  # instance -> the last run that reads it
-    where: dict[int, int] = {}  # value -> its present clone; absent: the original
-    keeping: list[tuple[int, int]] = []  # originals and the loops that read them from outside
-    ended: dict[int, int] = {}  # loop -> its last event
-    # stage, loop -> the first event of what of an iteration is in that stage
-    begun: dict[tuple[int, int], int] = {}
-    # stage, loop, value -> the last event there that reads a row of it
-    copied: dict[tuple[int, int, int], int] = {}
-    # stage, loop, fused node -> the events there that want it
-    shared: dict[tuple[int, int, int], list[int]] = {}
-
-    opened: dict[int, int] = {}  # loop -> its first event
-    early: list[Life] = []
-
-    def run(n: int, stage: int) -> None:
-        event = len(ran)
-        k = stage if stage >= 0 else graph.stage_of[n]
-        inside = graph.nodes[n].loop if stage < 0 else graph.nodes[graph.stages[k].start].loop
-        begun.setdefault((k, inside), event)
-        opened.setdefault(inside, event)
-        if inside >= 0 and (nbytes := graph.early[n] if stage < 0 else graph.nodes[n].constant_nbytes):
-            early.append(Life(graph.nodes[n].outputs[0], -1, opened[graph.since(inside)], event, nbytes))
-        copied.update(((k, inside, v), event) for v in graph.copies(n, inside) if v not in where)
-        for m in graph.shared[n]:
-            shared.setdefault((k, inside, m), []).append(event)
-        ran.append(n)
-        made_for.append(stage)
-        for v in graph.reads[n]:
-            last[where.get(v, v)] = event
-        if (loop := graph.nodes[n].loop) < 0:
-            return
-        if stage < 0:
-            ended[loop] = event
-            loop = graph.reader_loop(graph.nodes[n])
-        else:
-            loop = graph.nodes[graph.stages[stage].start].loop
-        kept = ((v, graph.kept_by(v, loop)) for v in graph.reads[n] if v not in where)
-        keeping.extend((v, loop) for v, loop in kept if loop >= 0)
-
-    for n in range(graph.forward_stop):
-        if graph.kernel[n]:
-            run(n, -1)
+    tape = graph.forward_tape.copy()
     held: list[list[int]] = [[] for _ in graph.stages]
     for v, k in schedule.kept:
         held[k].append(v)
     own: list[int] = []  # for each stage the last event before or at its first node
+    where: dict[int, int] = {}
     for k, stage in enumerate(graph.stages):
-        where = {v: where[v] for v in held[k] if v in where}
-        for n in schedule.recomputed[k]:
-            run(n, k)
+        tape.where = where = {v: where[v] for v in held[k] if v in where}
+        again = schedule.recomputed[k]
+        for n in again:
+            tape.run(n, k)
             for v in graph.nodes[n].outputs:
                 if v not in schedule.saved:
                     where[v] = v + size * (k + 1)
-        others = joined(graph, k, schedule.recomputed[k])
-        late = [(m, where[v]) for n, m in others.items() for v in graph.nodes[n].outputs if v in where]
-        own.append(len(ran) - (not graph.kernel[stage.start]))
-        for n in range(stage.start, stage.stop):
-            if graph.kernel[n]:
-                run(n, -1)
-                last.update((v, len(ran) - 1) for m, v in late if n <= m)
-
-    for v, loop in keeping:
-        last[v] = max(last[v], ended[loop])
-    for v, k in graph.lingering.items():
-        end = own[k] if k < len(own) else len(ran) - 1
-        last[v] = max(last.get(v, end), end)
-    behind: dict[int, int] = {}  # loop of the forward pass -> the first event behind it
-    for event, (n, stage) in enumerate(zip(ran, made_for, strict=True)):
-        if stage < 0 and graph.nodes[n].loop >= 0:
-            behind[graph.nodes[n].loop] = event + 1
-    lives: list[Life] = []
-    for event, (n, stage) in enumerate(zip(ran, made_for, strict=True)):
-        for v in graph.nodes[n].outputs:
-            value = graph.values[v]
-            if value.materialised and not (value.is_output and stage < 0):
-                begin = event + (stage < 0 and n in graph.in_place)
-                end = last.get(v + size * (stage + 1), event)
-                if end < begin:
-                    continue
-                if stage < 0 and value.length and end >= (stacked := behind[graph.nodes[n].loop]):
-                    lives.append(Life(v, stage, begin, stacked - 1, value.nbytes))
-                    lives.append(Life(v, stage, stacked, end, value.saved_nbytes))
-                else:
-                    lives.append(Life(v, stage, begin, end, value.nbytes))
-    scratch = [
-        Life(v, -1, begun[k, loop], end, graph.values[v].nbytes) for (k, loop, v), end in copied.items()
-    ]
-    scratch.extend(early)
-    scratch.extend(
-        Life(graph.nodes[n].outputs[0], -1, events[0], events[-1], graph.nodes[n].shared_nbytes)
-        for (_, _, n), events in shared.items()
-        if len(events) > 1
-    )
-    return Run(tuple(ran), tuple(made_for), tuple(lives), tuple(scratch))
+        own.append(len(tape.nodes) - (not graph.kernel[stage.start]))
+        kernels = [n for n in range(stage.start, stage.stop) if graph.kernel[n]]
+        first = len(tape.nodes)
+        tape.run_all(kernels)
+        for n, m in joined(graph, k, again).items():
+            if ran := bisect_right(kernels, m):  # those up to the kernel that it is part of
+                for v in graph.nodes[n].outputs:
+                    if v in where:
+                        tape.last[where[v]] = max(tape.last.get(where[v], -1), first + ran - 1)
+    return tape.over(own)
 
 
 def rank(graph: Graph, schedule: Schedule, budget_nbytes: int | None) -> tuple[float, ...]:

@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 
 from ._graph import Graph, Node
 from ._schedule import Schedule
-from ._simulate import Life, play, simulate
+from ._simulate import play, simulate
+from ._tape import Life
 
 MOMENTS = 240
 """A timeline has at most so many: about one per four pixels of a page."""

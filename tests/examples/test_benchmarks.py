@@ -14,7 +14,7 @@ from flax import linen as nn
 
 import jaxremat
 from examples.benchmarks import bench as bench_module
-from examples.benchmarks import chain, compare, emitters, records, steps, table
+from examples.benchmarks import chain, compare, emitters, planning, records, steps, table
 from examples.benchmarks.networks.data import Images
 from examples.benchmarks.networks.rematerialisation import Remat, rematted, save_dots
 from examples.benchmarks.networks.training import Program, make_program
@@ -273,6 +273,16 @@ def test_what_the_emitters_are_compared_on_is_the_same_function() -> None:
 
 def test_the_readme_shows_the_published_results() -> None:
     assert table.main(["--check"]) == 0
+
+
+def test_the_parts_of_planning_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "program", perceptron)
+    record = planning.measure("resnet50")
+    assert sum(record["parts"].values()) == pytest.approx(record["planning_seconds"])
+    assert all(record["calls"][part] for part in planning.PARTS)
+    assert min(record["parts"].values()) >= 0
+    assert record["budget_nbytes"] < record["plain_peak_nbytes"]
+    assert f"{record['equations']:,} equations" in planning.line(record)
 
 
 def test_a_chain_is_planned_without_compiling() -> None:
