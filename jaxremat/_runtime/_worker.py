@@ -74,7 +74,10 @@ class Worker:
             raise
 
     def ask(self, request: Any, seconds: float) -> tuple[str, Any]:
-        """("answered", its answer) or ("failed", why). **Raises:** `WorkerLostError`, the last time that it is asked."""
+        """("answered", its answer) or ("failed", why).
+
+        **Raises:** `WorkerLostError`; then nothing else may be asked.
+        """
         deadline = time.monotonic() + seconds
         data = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
         rest = memoryview(struct.pack("<Q", len(data)) + data)

@@ -216,8 +216,8 @@ def test_workers_end_with_their_parent(how: str, tmp_path: Path) -> None:
 def test_cbc_preprocesses_nothing(stand_in: Any) -> None:
     """Its preprocessing has ended processes where the time limit ended a search that was given a start."""
     stand_in(
-        "seen = []; optimize = _mip_worker.mip.Model.optimize\n"
-        "        _mip_worker.mip.Model.optimize = lambda model, **o: seen.append(model.preprocess) or optimize(model, **o)\n"
+        "seen, model = [], _mip_worker.mip.Model; optimize = model.optimize\n"
+        "        model.optimize = lambda self, **o: seen.append(self.preprocess) or optimize(self, **o)\n"
         "        _mip_worker.answer(request)\n"
         "        return str(seen), None, None",
         ATTEMPTS[:1],
