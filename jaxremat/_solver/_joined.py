@@ -11,21 +11,21 @@ for running node n again for stage k
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from .._model._graph import Graph
+from ._integer_program import IntegerProgram
 
 
 def run_again(
-    graph: Graph, model: Any, again: Mapping[tuple[int, int], Any]
-) -> tuple[list[tuple[float, Any]], dict[tuple[int, ...], Any]]:
-    """Pairs of seconds and a variable; and the variables that it adds to the model, for what runs apart.
+    graph: Graph, program: IntegerProgram, again: Mapping[tuple[int, int], int]
+) -> tuple[list[tuple[float, int]], dict[tuple[int, ...], int]]:
+    """Pairs of seconds and a variable; and the variables that it adds to the program, for what runs apart.
 
     **Arguments:** `again` the binary variables by node and stage.
     """
-    terms: list[tuple[float, Any]] = []
-    apart: dict[tuple[int, ...], Any] = {}
-    reading: dict[tuple[int, int], list[Any]] = {}  # value, stage -> the variables of what reads it there
+    terms: list[tuple[float, int]] = []
+    apart: dict[tuple[int, ...], int] = {}
+    reading: dict[tuple[int, int], list[int]] = {}  # value, stage -> the variables of what reads it there
     for (n, k), x in again.items():
         for v in graph.reads[n]:
             reading.setdefault((v, k), []).append(x)
@@ -36,10 +36,10 @@ def run_again(
             continue
         terms.append((node.joined_seconds, x))
         if readers := [y for v in node.outputs for y in reading.get((v, k), ())]:
-            apart[n, k] = a = model.add_var(lb=0.0, ub=1.0)
+            apart[n, k] = a = program.variable(1.0)
             for y in readers:
-                model.add_constr(a >= x + y - 1)
-            model.add_constr(a <= x)
-            model.add_constr(a <= sum(readers[1:], start=1 * readers[0]))
+                program.at_least([(a, 1.0), (x, -1.0), (y, -1.0)], -1.0)
+            program.at_most([(a, 1.0), (x, -1.0)], 0.0)
+            program.at_most([(a, 1.0), *((y, -1.0) for y in readers)], 0.0)
             terms.append((node.seconds - node.joined_seconds, a))
     return terms, apart

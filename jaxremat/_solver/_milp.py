@@ -1,4 +1,4 @@
-"""The cheapest schedule within a budget, as a mixed-integer linear program (python-mip, CBC).
+"""The cheapest schedule within a budget, as a mixed-integer linear program (`_integer_program`).
 
 Variables, all binary, over residuals `v`, their producers `n` and stages `k`:
 
@@ -21,19 +21,15 @@ problem, so its bound is a bound on every schedule within the window, and the la
 own measure.
 """
 
-import functools
 import time
+import warnings
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
-
-import mip as _mip
-import mip.cbc as _cbc
 
 from .._model._graph import Graph
 from .._model._schedule import Schedule, complete, must_save
 from .._model._simulate import extra_seconds, rank, simulate
-from .._runtime._errors import SolverError
+from .._runtime._errors import JaxrematWarning
 from .._runtime._garbage import uncollected
 from .._runtime._progress import incumbent, note
 from ._blocks import Blocks
@@ -41,13 +37,12 @@ from ._chen import Chen
 from ._frontiers import boundaries, hold, holdable, repeats
 from ._greedy import Greedy
 from ._hull import Lagrangian
+from ._integer_program import IntegerProgram, Term
 from ._interface import Solution, Solver
-from ._interrupt import interruptible
 from ._joined import run_again
 from ._mincut import MinCut
 from ._moments import Moments, Terms
 
-mip: Any = _mip  # its annotations do not cover its own operators
 MIB = float(2**20)
 MOST_RESIDUALS = 2500
 """Graphs with more residuals get the best of the other solvers: the integer program would not be written in time."""
@@ -76,10 +71,6 @@ LEAST_STEP = 0.01
 
 MOST_OVERHEAD = 1.0
 """Least memory that costs more of the step's time than this is given up for the next of `LEAST_SLACKS`."""
-
-FREE: Any = getattr(_cbc.cbclib, "Cbc_deleteModel")  # noqa: B009
-"""What python-mip calls when a model is collected. That may be at any moment, also while cffi parses a type and holds
-its lock, for which the first look-up of a function waits: so it is looked up here, once."""
 
 
 @dataclass(frozen=True)
@@ -247,146 +238,137 @@ class _Model:
         def order(schedule: Schedule) -> tuple[float, ...]:
             return lagrangian.order(schedule) if lagrangian else rank(graph, schedule, budget_nbytes)
 
-        model: Any = mip.Model(sense=mip.MINIMIZE, solver_name=mip.CBC)
-        model.verbose = 0
-        model.threads = self.options.threads
-        model.seed = 1
-        # CBC's integer preprocessing kills the process (in CglPreProcess::postProcess) where the time limit ends a
-        # search that was given a start. These programs are solved as fast, and as far, without it.
-        model.preprocess = 0
-        save = {v: model.add_var(var_type=mip.BINARY) for v in self.free}
-        again = {
-            (n, k): model.add_var(var_type=mip.BINARY)
-            for k, nodes in enumerate(self.window)
-            for n in sorted(nodes)
-        }
-        hold = {key: model.add_var(var_type=mip.BINARY) for key in sorted(self.holdable)}
-        longer = {
-            (v, k): model.add_var(var_type=mip.BINARY) for v in self.free for k in self.moments.extra[v]
-        }
-        peak: Any = model.add_var(lb=0.0) if budget_nbytes is None else None
-        variables: dict[str, dict[tuple[int, ...], Any]] = {"e": longer, "r": again, "h": hold}
+        program = IntegerProgram(self.options.threads)
+        save = {v: program.binary() for v in self.free}
+        again = {(n, k): program.binary() for k, nodes in enumerate(self.window) for n in sorted(nodes)}
+        hold = {key: program.binary() for key in sorted(self.holdable)}
+        longer = {(v, k): program.binary() for v in self.free for k in self.moments.extra[v]}
+        peak = program.variable() if budget_nbytes is None else None
+        variables: dict[str, dict[tuple[int, ...], int]] = {"e": longer, "r": again, "h": hold}
         variables["s"] = {(v,): x for v, x in save.items()}
 
         for v in graph.pinned["recompute"].intersection(save):
-            model.add_constr(save[v] <= 0)
+            program.at_most([(save[v], 1.0)], 0.0)
 
-        def ready(v: int, k: int) -> list[Any]:
+        def ready(v: int, k: int, factor: float) -> list[Term]:
             producer = graph.values[v].producer
             saved = longer.get((v, k)) if k > self.moments.cover[v] else save[v]
             options = (saved, again.get((producer, k)), hold.get((v, k)))
-            return [x for x in options if x is not None]
+            return [(x, factor) for x in options if x is not None]
 
         for k in range(len(graph.stages)):
             for v in graph.needs(k):
                 if v in save:
-                    model.add_constr(mip.xsum(ready(v, k)) >= 1)
+                    program.at_least(ready(v, k, 1.0), 1.0)
             for n in sorted(self.window[k]):
                 for u in graph.reads[n]:
                     if u in save and graph.stage_of[graph.values[u].producer] < k:
-                        model.add_constr(again[n, k] <= mip.xsum(ready(u, k)))
+                        program.at_most([(again[n, k], 1.0), *ready(u, k, -1.0)], 0.0)
         for v, k in sorted(self.holdable):
             before = [again.get((graph.values[v].producer, k - 1)), hold.get((v, k - 1))]
-            model.add_constr(hold[v, k] <= mip.xsum(x for x in before if x is not None))
+            program.at_most([(hold[v, k], 1.0), *((x, -1.0) for x in before if x is not None)], 0.0)
 
         for v in self.free:
             chain = [save[v], *(longer[v, k] for k in self.moments.extra[v])]
             for before, after in pairwise(chain):
-                model.add_constr(after <= before)
+                program.at_most([(after, 1.0), (before, -1.0)], 0.0)
 
         def limit(terms: Terms, margin_nbytes: int = 0) -> bool:
             """Add the bound; False where nothing that may change can meet it."""
-            parts = []
+            parts: list[Term] = []
             constant = (terms.constant_nbytes + margin_nbytes) / MIB
             for keys, nbytes in terms.parts:
-                found = [variables[kind].get(tuple(ids)) for kind, *ids in keys]
-                if any(x is None for x in found):
-                    continue
-                parts.append(
-                    (nbytes / MIB) * (mip.xsum(x for x in found if x is not None) - (len(found) - 1))
-                )
-            if budget_nbytes is None:
-                model.add_constr(mip.xsum(parts) + constant <= peak)
+                found = [x for kind, *ids in keys if (x := variables[kind].get(tuple(ids))) is not None]
+                if len(found) == len(keys):
+                    parts.extend((x, nbytes / MIB) for x in found)
+                    constant -= (len(found) - 1) * nbytes / MIB
+            if peak is not None:
+                program.at_most([*parts, (peak, -1.0)], -constant)
                 return True
-            allowed = (budget_nbytes - graph.base_nbytes) / MIB
+            allowed = ((budget_nbytes or 0) - graph.base_nbytes) / MIB
             if parts:
-                model.add_constr(mip.xsum(parts) <= allowed - constant)
+                program.at_most(parts, allowed - constant)
             return bool(parts) or constant <= allowed
 
         possible = all(limit(terms) for terms in self.moments.initial())
-        terms, variables["a"] = run_again(graph, model, again)
-        cost = mip.xsum(100 * seconds / step * x for seconds, x in terms)
+        terms, variables["a"] = run_again(graph, program, again)
+        cost = [(x, 100 * seconds / step) for seconds, x in terms]
         stacking = ((graph.values[v].saved_seconds, x) for v, x in save.items())
-        cost += mip.xsum(100 * seconds / step * x for seconds, x in stacking if seconds)
+        cost += [(x, 100 * seconds / step) for seconds, x in stacking if seconds]
         if peak is None or lagrangian:
-            if lagrangian:
-                cost += mip.xsum([(100 * lagrangian.price * MIB / step) * peak])  # type: ignore[operator]
-            model.objective = cost
-            model.max_mip_gap_abs = 100 * self.options.gap
-            model.max_mip_gap = 1e-9
+            if peak is not None and lagrangian:
+                cost.append((peak, 100 * lagrangian.price * MIB / step))
+            program.objective = cost
+            program.gap_abs, program.gap = 100 * self.options.gap, 1e-9
         else:
             ceiling = sum(graph.values[v].saved_nbytes for v in self.free) / MIB or 1.0
-            model.objective = peak + 1e-4 * ceiling / 100 * cost
-            model.max_mip_gap = 0.002
+            program.objective = [(peak, 1.0), *((x, 1e-4 * ceiling / 100 * c) for x, c in cost)]
+            program.gap = 0.002
         constant = graph.extra_seconds + (lagrangian.price * graph.base_nbytes if lagrangian else 0.0)
         best, best_rank, bound, proven = start, order(start), constant, False
         if peak is not None or best_rank[0] == 0:
-            model.start = self._start(start, variables)
+            program.start = self._start(start, variables)
         added: set[tuple[Terms, int]] = set()
         total = deadline - time.monotonic()
-        proven = not possible
+        proven, lost = not possible, False
         while possible and (left := deadline - time.monotonic()) > 0:
             if peak is None:
                 note(incumbent(best_rank, bound, step))
-            seconds = max(min(left, total / 3), 0.05)
-            status = interruptible(functools.partial(model.optimize, max_seconds=seconds))
-            if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
+            answer = program.optimize(max(min(left, total / 3), 0.05))
+            lost = answer.lost
+            if program.given_up:
+                break
+            if lost:
+                continue
+            if answer.infeasible:
                 proven = True
                 break
-            if status in (mip.OptimizationStatus.ERROR, mip.OptimizationStatus.UNBOUNDED):
-                raise SolverError(
-                    f"CBC ended with status {status.name} on a program of {model.num_cols} variables and "
-                    f"{model.num_rows} constraints. Try `solver=jaxremat.MinCut()`, which needs no integer program."
-                )
-            proved: Any = model.objective_bound
-            if (peak is None or lagrangian) and proved is not None and abs(proved) < 1e12:
-                bound = max(bound, constant + proved / 100 * step)
-            if not model.num_solutions:
+            if (peak is None or lagrangian) and answer.bound is not None and abs(answer.bound) < 1e12:
+                bound = max(bound, constant + answer.bound / 100 * step)
+            if answer.values is None:
                 break
-            schedule = self._schedule(save, hold)
+            schedule = self._schedule(save, hold, answer.values)
             found = order(schedule)
             if found < best_rank:
                 best, best_rank = schedule, found
             profile = simulate(graph, schedule)
             if peak is not None:
-                ceiling = int(float(peak.x) * MIB) + graph.base_nbytes + TOLERANCE_NBYTES
+                ceiling = int(answer.values[peak] * MIB) + graph.base_nbytes + TOLERANCE_NBYTES
             else:
                 ceiling = budget_nbytes or 0
             violated = self.moments.violated(schedule, profile, ceiling)
             close = budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes + TOLERANCE_NBYTES
             margin = TOLERANCE_NBYTES if close else 0
             if not violated:
-                proven = status == mip.OptimizationStatus.OPTIMAL
+                proven = answer.status == "OPTIMAL"
                 break
             new = [terms for terms in violated if (terms, margin) not in added]
-            if not new:  # CBC's arithmetic overlooks them
+            if not new:  # the solver's arithmetic overlooks them
                 break
             added.update((terms, margin) for terms in new)
             if not all(limit(terms, margin) for terms in new):
                 proven = True
                 break
+        if lost:
+            warnings.warn(
+                f"The integer program was left without an answer ({'; '.join(program.failures)}). The plan is the best "
+                "that was known before, by solvers without one: it may take longer than it must. "
+                "Try again, or with a longer `time_limit`.",
+                JaxrematWarning,
+                stacklevel=2,
+            )
         return _Found(
             best, best_rank[0] == 0, min(bound, best_rank[1]) if best_rank[0] == 0 else bound, proven
         )
 
-    def _schedule(self, save, hold) -> Schedule:  # type: ignore[no-untyped-def]
-        saved = [v for v, x in save.items() if float(x.x) >= 0.5]
-        kept = [key for key, x in hold.items() if float(x.x) >= 0.5]
+    def _schedule(
+        self, save: dict[int, int], hold: dict[tuple[int, int], int], values: list[float]
+    ) -> Schedule:
+        saved = [v for v, x in save.items() if values[x] >= 0.5]
+        kept = [key for key, x in hold.items() if values[x] >= 0.5]
         return complete(self.graph, saved, kept)
 
-    def _start(
-        self, schedule: Schedule, variables: dict[str, dict[tuple[int, ...], Any]]
-    ) -> list[tuple[Any, float]]:
+    def _start(self, schedule: Schedule, variables: dict[str, dict[tuple[int, ...], int]]) -> list[Term]:
         graph = self.graph
         last: dict[int, int] = {}
         for k, nodes in enumerate(schedule.recomputed):

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import mip
 import pytest
 from graphs import UNIT, Builder, blocks, chain, diamond, forward_only, unrepeatable
 from hypothesis import assume, given, settings
@@ -99,13 +98,6 @@ def test_a_budget_that_cannot_be_met_gives_a_peak_above_it(name: str, graph: Gra
     for budget in (least - 1, graph.base_nbytes, 1):
         peak = simulate(graph, solve(SOLVERS[name], graph, budget)).peak_nbytes
         assert peak > budget if name == "milp" else peak == least
-
-
-def test_freeing_a_model_looks_nothing_up() -> None:
-    """Collected while cffi parses a type, a model that is the first to be freed would wait for cffi forever."""
-    from mip.cbc import cbclib
-
-    assert "Cbc_deleteModel" in vars(cbclib)
 
 
 @given(graphs(most_nodes=8), st.sampled_from(["chen", "chen_3", "greedy", "mincut", "milp"]), st.floats(0, 1))
@@ -369,17 +361,3 @@ def test_a_solver_of_ones_own() -> None:
 def test_what_has_no_solve_is_no_solver() -> None:
     assert not isinstance(object(), Solver)
     assert not isinstance(Milp, type(None))
-
-
-def test_cbc_preprocesses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its preprocessing has killed processes where the time limit ended a search that was given a start."""
-    asked: list[Any] = []
-    optimize = mip.Model.optimize
-
-    def watched(model: Any, *args: Any, **options: Any) -> Any:
-        asked.append(model.preprocess)
-        return optimize(model, *args, **options)
-
-    monkeypatch.setattr(mip.Model, "optimize", watched)
-    Milp().solve(GRAPHS["chain"], None, time_limit=10.0)
-    assert asked and set(asked) == {0}

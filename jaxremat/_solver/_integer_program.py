@@ -1,0 +1,120 @@
+"""Variables, rows and an objective as plain data -> the answer of an integer programming solver that cannot hurt us.
+
+The solver runs in a worker (`_mip_worker`): here is nothing of its memory, and its crash or its hanging is the loss of
+an attempt. Law: `optimize` answers at most `GRACE_SECONDS` after its time limit.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .._runtime._worker import WorkerLostError, ask
+
+logger = logging.getLogger("jaxremat")
+
+WORKER = Path(__file__).with_name("_mip_worker.py")
+
+ATTEMPTS = (("CBC", True), ("CBC", False), ("HIGHS", True))
+"""Solver and whether with heuristics, one after the other. CBC was seen to crash in its diving heuristic, and in its
+preprocessing, which is off."""
+
+GRACE_SECONDS = 5.0
+"""What a solver may take beyond its time limit, for the reading of the program and for ending."""
+
+LEAST_SECONDS = 0.05
+
+Row = tuple[list[int], list[float], str, float]
+Term = tuple[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was found in a time limit.
+
+    **Attributes:** `status` as python-mip names it, or `LOST`; `bound` on the objective; `values` of the variables.
+    """
+
+    status: str
+    bound: float | None = None
+    values: list[float] | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the solver crashed or hung."""
+        return self.status == "LOST"
+
+    @property
+    def infeasible(self) -> bool:
+        """Whether it is proven that nothing meets the rows."""
+        return self.status in ("INFEASIBLE", "INT_INFEASIBLE")
+
+
+@dataclass
+class IntegerProgram:
+    """To be minimised; variables are 0 or more, and known by their numbers."""
+
+    threads: int = 1
+    columns: list[tuple[float, bool]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    objective: list[Term] = field(default_factory=list)
+    start: list[Term] = field(default_factory=list)
+    gap_abs: float = 1e-10
+    gap: float = 1e-4
+    failures: list[str] = field(default_factory=list)
+
+    def variable(self, upper: float = math.inf, *, integer: bool = False) -> int:
+        """A new variable's number."""
+        self.columns.append((upper, integer))
+        return len(self.columns) - 1
+
+    def binary(self) -> int:
+        """A new variable that is 0 or 1."""
+        return self.variable(1.0, integer=True)
+
+    def at_most(self, terms: Iterable[Term], bound: float) -> None:
+        """Add the row `sum factor x <= bound`."""
+        self.rows.append((*_sums(terms), "<", bound))
+
+    def at_least(self, terms: Iterable[Term], bound: float) -> None:
+        """Add the row `sum factor x >= bound`."""
+        self.rows.append((*_sums(terms), ">", bound))
+
+    @property
+    def given_up(self) -> bool:
+        """Whether no attempt is left."""
+        return len(self.failures) >= len(ATTEMPTS)
+
+    def optimize(self, seconds: float) -> Answer:
+        """The best within a time limit, by the first attempt that has not been lost yet."""
+        deadline = time.monotonic() + seconds
+        while not self.given_up:
+            engine, heuristics = ATTEMPTS[len(self.failures)]
+            left = deadline - time.monotonic()
+            if left < LEAST_SECONDS and seconds >= LEAST_SECONDS and self.failures:
+                break
+            request = {
+                "engine": engine, "heuristics": heuristics, "threads": self.threads, "seconds": left,
+                "columns": self.columns, "rows": self.rows, "objective": _sums(self.objective),
+                "start": self.start, "gap_abs": self.gap_abs, "gap": self.gap,
+            }  # fmt: skip
+            try:
+                answer = Answer(*ask(WORKER, request, left + GRACE_SECONDS))
+                if answer.status not in ("ERROR", "UNBOUNDED"):
+                    return answer
+                why = f"status {answer.status}"
+            except WorkerLostError as error:
+                why = str(error)
+            self.failures.append(f"{engine}{'' if heuristics else ' without heuristics'}: {why}")
+            logger.info("a solver's attempt is lost: %s", self.failures[-1])
+        return Answer("LOST")
+
+
+def _sums(terms: Iterable[Term]) -> tuple[list[int], list[float]]:
+    """Numbers of variables and their factors, each variable once."""
+    total: dict[int, float] = {}
+    for x, factor in terms:
+        total[x] = total.get(x, 0.0) + factor
+    return list(total), list(total.values())
