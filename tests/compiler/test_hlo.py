@@ -54,7 +54,7 @@ def _module(fn: Any, *args: Any, **jit: Any) -> Module:
     return parse(str(jax.jit(fn, **jit).lower(*args).compile(compiler_options=FENCES).as_text()))
 
 
-def _instructions(module: Module, computation: str) -> dict[str, Instruction]:
+def _instructions(module: Module, computation: str) -> Mapping[str, Instruction]:
     return module.computations[computation].by_name()
 
 
