@@ -2,11 +2,11 @@
 
     python -m examples.benchmarks.fuzz --examples 10000 --jobs 2 --save
 
-For each seed `random_steps` makes a step. It is traced with its checkpoints undone or not, takes forms as they come (its
-loops in levels or parts, with updates absorbed; its rows in chunks), its backward pass is cut into stages anywhere, any
-of its residuals are saved and kept, and it is emitted for either kind of compiler with every kind of fence. Each emitted
-program is one example: JAX's own checker looks at it, it runs, and gives what the step gives. A share of the steps is
-planned as a whole within random budgets besides, and what was compiled for that is held against the budget too.
+For each seed `random_steps` makes a step. It is traced with its checkpoints undone or not, takes forms as they come
+(its loops in levels or parts, with updates absorbed; its rows in chunks), its backward pass is cut into stages
+anywhere, any of its residuals are saved and kept, and it is emitted for either kind of compiler with every kind of
+fence. Each emitted program is one example: JAX's own checker looks at it, it runs, and gives what the step gives. A
+share of the steps is planned as a whole within random budgets besides, and held against them.
 
 What has run is written after each step, so that a run that was stopped goes on where it was. `--save` puts the sums
 among the published results.
@@ -183,6 +183,9 @@ def _applied(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         return run(params["branches"][place], operands[1:])
     if name in CALLS:
         return run(params.get("jaxpr") or params["call_jaxpr"], operands)
+    if name == "shard_map":
+        invars = [_compat.new_var(a.aval) for a in eqn.invars]
+        return jax.jit(jex.jaxpr_as_fun(_compat.single(eqn, invars)))(*operands)
     got = eqn.primitive.bind(*operands, **params)
     return got if eqn.primitive.multiple_results else [got]
 
@@ -254,8 +257,11 @@ def check_seed(seed: int) -> records.Record:
     warnings.simplefilter("ignore", jaxremat.JaxrematWarning)
     _row_regions.LEAST_NBYTES = 1  # these steps have no large values
     step = random_step(seed)
-    found = list(check_emitted(step, seed))
-    planned = [check_planned(step, seed)] if seed % PLANNED == 0 else []
+    try:
+        found = list(check_emitted(step, seed))
+        planned = [check_planned(step, seed)] if seed % PLANNED == 0 else []
+    except Exception:
+        found, planned = [("before any form", traceback.format_exc())], []
     wrong = [{"form": form, "what": what} for form, what in (*found, *planned) if what]
     return {
         "seed": seed,
@@ -316,7 +322,7 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     with (
-        context.Pool(options.jobs, maxtasksperchild=50) as pool,
+        context.Pool(options.jobs, maxtasksperchild=200) as pool,
         open(options.out, "a", encoding="utf-8") as out,
     ):
         for row in pool.imap_unordered(check_seed, left):

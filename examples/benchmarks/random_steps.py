@@ -1,8 +1,8 @@
 """Seed -> a small train step of its own: a random net in a random way to train it, with its arguments.
 
-Laws: the same seed gives the same step; every step is one that JAX runs as it is. `NETS` are what nets are made of, each
-a kind of structure that people differentiate, and `WAYS` what is done with the gradients; any net goes with any way.
-`step_of` makes a step of a chosen way and chosen parts, `random_step` one of any.
+Laws: the same seed gives the same step; every step is one that JAX runs as it is. `NETS` are what nets are made of,
+each a kind of structure that people differentiate, and `WAYS` what is done with the gradients; any net goes with any
+way. `step_of` makes a step of a chosen way and chosen parts, `random_step` one of any.
 """
 
 from __future__ import annotations
@@ -460,9 +460,7 @@ def in_shards(net: Chain, rng: random.Random) -> Any:
         return lax.pmean(value, "data"), lax.pmean(grads, "data")
 
     def step(params: Any, batch: Any) -> Any:
-        run = jax.shard_map(
-            gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
-        )
+        run = jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
         value, grads = run(params, batch)
         return descend(params, grads), value
 
@@ -667,7 +665,9 @@ def step_of(way: str, parts: Sequence[str], seed: int = 0) -> Step:
 
 def fitting(way: str) -> list[str]:
     """The parts that JAX differentiates in this way."""
-    wrong = (ONCE | {"converged"} if way in TWICE else frozenset()) | (APART if way in MAPPED else frozenset())
+    wrong = (ONCE | {"converged"} if way in TWICE else frozenset()) | (
+        APART if way in MAPPED else frozenset()
+    )
     return sorted(NETS.keys() - wrong)
 
 

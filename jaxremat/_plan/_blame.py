@@ -1,12 +1,15 @@
-"""A budget that pins make infeasible -> an error that names them, with the least peak with and without them."""
+"""A budget that nothing fits -> an error that says what needs the memory; pins that stand in the way by name, with the
+least peak with and without them.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 from .._model._graph import Graph
+from .._model._schedule import Schedule
 from .._model._simulate import simulate
 from .._model._stages import cut_stages
-from .._runtime._bytes import format_nbytes
+from .._runtime._bytes import Budget, format_nbytes
 from .._runtime._errors import InfeasibleBudgetError, InfeasibleHintError
 from .._solver import MinCut, RecomputeAll
 
@@ -77,3 +80,36 @@ def _least(graph: Graph) -> int:
 
 def _more(nbytes: int) -> str:
     return format_nbytes(nbytes) if nbytes > 0 else "nothing"
+
+
+def refusal(
+    asked: Budget,
+    graph: Graph,
+    schedule: Schedule,
+    peak_nbytes: int | None,
+    budget_nbytes: int,
+    margin_nbytes: int,
+) -> InfeasibleBudgetError:
+    """The error that names the least memory found, and what is alive at that schedule's peak.
+
+    **Arguments:** `peak_nbytes` compiled, None where nothing was; `budget_nbytes` what was left besides the margin.
+    """
+    profile = simulate(graph, schedule)
+    peak, how = (profile.peak_nbytes, "predicted") if peak_nbytes is None else (peak_nbytes, "compiled")
+    least = peak + margin_nbytes
+    event = profile.events[profile.peak_event]
+    node = graph.nodes[event.node]
+    largest = "; ".join(
+        f"{format_nbytes(graph.values[v].nbytes)} {graph.values[v].shape} "
+        f"from {graph.nodes[graph.values[v].producer].primitive}"
+        for v, _ in profile.alive[:3]
+    )
+    return InfeasibleBudgetError(
+        f"`optimize({asked!r})` cannot be met: with the least memory found, the step still needs "
+        f"{format_nbytes(peak)} ({how}), at {node.primitive} ({node.source or node.scope}): arguments and outputs "
+        f"{format_nbytes(graph.base_nbytes)}, live values {format_nbytes(event.live_nbytes)}, "
+        f"the largest {largest or 'none'}. "
+        f"Use a budget of at least {least} bytes ({format_nbytes(least)}), or a smaller batch.",
+        budget_nbytes=budget_nbytes + margin_nbytes,
+        min_peak_nbytes=peak,
+    )

@@ -39,12 +39,14 @@ def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
         return make_plan(baseline, request)
     if (plan := recall(path, Plan.from_json)) is not None:
         try:
-            planned = apply_plan(baseline, plan, request.options.verify)
+            follow = functools.partial(apply_plan, baseline, plan, request.options.verify)
+            planned = baseline.defects.attempted("emitting a plan that was kept", follow, plan.segments)
         except (InfeasibleBudgetError, PlanMismatchError) as error:
             logger.info("the plan in %s no longer holds: %s", path, error)
         else:
-            logger.info("followed the plan in %s", path)
-            return planned
+            if planned is not None:
+                logger.info("followed the plan in %s", path)
+                return planned
     planned = make_plan(baseline, request)
     keep(path, planned.plan.to_json())
     return planned

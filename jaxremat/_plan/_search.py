@@ -22,7 +22,7 @@ from .._runtime._errors import SolverError
 from .._runtime._progress import phase
 from .._solver import MinCut, Solution, Solver, Sublinear
 from ._loop_division import uneven
-from ._trial import Attempt, Line, Trial, first
+from ._trial import Attempt, Line, Trial, first, some
 from ._trial import allowance as next_allowance
 
 SLACK = 0.02
@@ -73,7 +73,7 @@ class Search:
     attempt: Attempt
     temporaries_nbytes: int
     pairs: Pairs | None = None
-    graph_of: Callable[[Segments], Graph] | None = None
+    graph_of: Callable[[Segments], Graph | None] | None = None
     trials: list[Trial] = field(default_factory=list)
     solve_seconds: float = 0.0
 
@@ -82,6 +82,7 @@ class Search:
         self.left = list(self.pairs.deeper()) if self.pairs else []  # forms that are not made yet
         self.divided: set[Segments] = set()  # forms that were looked at for what dividing a loop would gain
         self.plain_nbytes = 0  # the least that the plain form needs, once it does not fit
+        self.failed: set[int] = set()  # `id`s of cuttings of which no program came
         self.solved: list[tuple[Graph, Schedule, Profile]] = []  # by the solver, within other allowances too
 
     def within(self, budget: int, rounds: int) -> Trial | None:
@@ -94,7 +95,7 @@ class Search:
             self._least(budget)
             if self.best(budget) is not None:  # now between what fits and what is cheap
                 self._approach(lines, lambda: budget, 0, MORE_ROUNDS)
-        return self.best(budget)
+        return self.best(budget) if some(self.trials) else None
 
     def _approach(self, lines: list[Line], budget: Callable[[], int], rounds: int, more: int) -> None:
         """Compile what promises most within the budget, that many times, and so many more while nothing fits or there
@@ -113,14 +114,14 @@ class Search:
         return trial is not None and trial.seconds <= self._most_seconds()
 
     def lowest(self) -> Trial:
-        """The compiled schedule of least peak, however dear."""
+        """The compiled schedule of least peak, however dear. **Raises:** `NoProgramError`."""
         self._make_lowest()
         self._least(0)
-        return min(self.trials, key=lambda t: t.peak_nbytes)
+        return min(some(self.trials), key=lambda t: t.peak_nbytes)
 
     def least(self, rounds: int) -> Trial:
         """Of the compiled schedules of about the least peak at a bearable overhead the fastest, after that many rounds
-        near the least, or fewer where not much is to be gained.
+        near the least, or fewer where not much is to be gained. **Raises:** `NoProgramError`.
         """
         self._make_lowest()
         self._least(None)
@@ -131,7 +132,7 @@ class Search:
 
     def _about_least(self) -> int:
         """How much memory is about the least that was found."""
-        least = min(t.peak_nbytes for t in [t for t in self.trials if self._bearable(t)] or self.trials)
+        least = min(t.peak_nbytes for t in [t for t in self.trials if self._bearable(t)] or some(self.trials))
         more = min(LEAST_SLACK * self.temporaries_nbytes, LEAST_MORE * (least - self.graph.base_nbytes))
         return least + int(more)
 
@@ -145,10 +146,10 @@ class Search:
         self._attempt(trial.graph, trial.solution, fence)
 
     def follow(self, graph: Graph, solution: Solution) -> Trial:
-        """Compile a solution that was found elsewhere."""
+        """Compile a solution that was found elsewhere. **Raises:** `NoProgramError`."""
         check(graph, solution.schedule)
-        self.trials.append(self.attempt(graph, solution, "finished"))
-        return self.trials[-1]
+        self._attempt(graph, solution, "finished")
+        return some(self.trials)[-1]
 
     def predict(self, allowance: int | None) -> tuple[Graph, Solution]:
         """The solution that is best by the model alone, with the graph that it is of."""
@@ -183,11 +184,13 @@ class Search:
             return self.solver.most_seconds(self.graph) * (1 + 1e-9)
         return MOST_OVERHEAD * self.graph.step_seconds
 
-    def _make(self, form: Form) -> None:
-        """Add the cuttings of a form; the shallower ones are passed over."""
+    def _make(self, form: Form) -> list[Graph]:
+        """Add the cuttings of a form, if it can be made, and return them; the shallower ones are passed over."""
         assert self.graph_of is not None
-        self.left = self.left[self.left.index(form) + 1 :]
-        self.cuttings += cuttings(self.graph_of(form.segments))
+        if form in self.left:
+            self.left = self.left[self.left.index(form) + 1 :]
+        self.cuttings += (made := cuttings(graph) if (graph := self.graph_of(form.segments)) else [])
+        return made
 
     def _divide(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
         """Add the cuttings of a form with one of its loops in parts, and return them, if the best of these solutions of
@@ -206,10 +209,7 @@ class Search:
         if found is None or seconds - found.seconds < UNEVEN * self.graph.step_seconds:
             return []
         forms = self.pairs.divided(segments, found.pair, found.share)
-        assert self.graph_of is not None
-        made = [cut for form in forms for cut in cuttings(self.graph_of(form.segments))]
-        self.cuttings += made
-        return made
+        return [cut for form in forms for cut in self._make(form)]
 
     def _divide_best(self, known: Sequence[Line]) -> list[Graph]:
         """The same of the form of the best of these lines."""
@@ -242,8 +242,8 @@ class Search:
         for form in self.left:
             if seconds is not None and seconds <= self.graph.extra_seconds + form.more_seconds:
                 return False
-            if self.plain_nbytes - form.fewer_nbytes <= budget or form is self.left[-1]:
-                self._make(form)
+            last = bool(self.left) and form is self.left[-1]
+            if (self.plain_nbytes - form.fewer_nbytes <= budget or last) and self._make(form):
                 return True
         return False
 
@@ -282,7 +282,7 @@ class Search:
                     if line.order[1] <= cheap:
                         break
         if not ready and best is None:
-            for line in lines:
+            for line in (line for line in lines if id(line.graph) not in self.failed):
                 line.pending = self._solution(line.graph, None, self.solver)
                 if not self._tried(line.pending, line.fence):
                     line.order = rank(line.graph, line.pending.schedule, None)
@@ -298,6 +298,7 @@ class Search:
             line.fence = "ordered"
         line.trials = [t for t in own if t.fence == line.fence or not self._astray(t, budget)]
         line.closed = bool(line.trials) and self._enough(line.trials[-1], budget)
+        line.closed |= id(line.graph) in self.failed
         known = line.trials or [t for t in alike if not self._astray(t, budget)]
         allowance = next_allowance(known, budget) if known else budget
         if line.allowance != allowance:
@@ -357,12 +358,13 @@ class Search:
                     trial = self._tried(solution, fence) or self._attempt(cut, solution, fence)
                     if budget is not None and self._bearable(self.best(budget)):
                         return
-                    if not self._astray(trial, budget or 0):
+                    if trial is None or not self._astray(trial, budget or 0):
                         break
 
-    def _attempt(self, graph: Graph, solution: Solution, fence: str) -> Trial:
-        """Compile a solution, and note the seconds of solving since the trial before."""
-        trial = self.attempt(graph, solution, fence)
+    def _attempt(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
+        """Compile a solution, and note the seconds of solving since the trial before; None where no program came."""
+        if id(graph) in self.failed or (trial := self.attempt(graph, solution, fence)) is None:
+            return self.failed.add(id(graph))
         before = sum(t.solve_seconds for t in self.trials)
         self.trials.append(replace(trial, solve_seconds=self.solve_seconds - before))
         return self.trials[-1]

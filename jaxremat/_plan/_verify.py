@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from .._compiler._hlo import parse
@@ -16,9 +17,8 @@ from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
 from .._compiler._roofline import roofline
-from .._emit._emit import FENCES
 from .._lower._lower import as_stacked, lower
-from .._model._graph import Graph
+from .._model._graph import Graph, Segments
 from .._model._pins import Patterns
 from .._model._schedule import Schedule, check
 from .._model._simulate import simulate
@@ -30,10 +30,12 @@ from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, PlanMisma
 from .._runtime._progress import phase
 from .._solver import Solution, Solver
 from ._baseline import Baseline, everything, text_of
-from ._blame import blamed, without
+from ._blame import blamed, refusal, without
+from ._defects import run_as_written
+from ._overheads import dear, reformed
 from ._plan import Plan
-from ._search import MOST_OVERHEAD, Search
-from ._trial import Trial
+from ._search import Search
+from ._trial import NoProgramError, Trial, some
 
 logger = logging.getLogger("jaxremat")
 
@@ -165,16 +167,24 @@ class _Planner:
             return self._unverified(budget)
         if budget != "min" and not baseline.must_recompute and self._plain_fits(budget):
             return self._plain(budget)
-        search = self._search(rough=False)
+        try:
+            return self._found(budget)
+        except NoProgramError:
+            return self._as_written(budget)
+
+    def _found(self, budget: int | Literal["min"]) -> Planned:
+        options, baseline = self.request.options, self.baseline
+        search = some(baseline.defects.attempted("pricing", partial(self._search, rough=False)))
         if budget == "min":
             trial = search.least(_ROUNDS[options.effort])
             return self._planned(search, trial, trial.peak_nbytes)
         trial = search.within(budget, _ROUNDS[options.effort])
         if trial is None:
-            error = self._infeasible(budget, search.trials)
-            raise blamed(error, budget, baseline.graph, self._least_compiled)
+            raise blamed(
+                self._infeasible(budget, search.trials), budget, baseline.graph, self._least_compiled
+            )
         if options.effort == "thorough":
-            trial = _reformed(search, trial, budget)
+            trial = reformed(search, trial, budget)
         if said := dear(search, trial):
             warnings.warn(f"`optimize({self.request.budget!r})`: {said}", JaxrematWarning, stacklevel=2)
         return self._planned(search, trial, budget)
@@ -186,7 +196,10 @@ class _Planner:
             plan = self._as_plan(graph, peak, solution, search)
             return Planned(plan, self.baseline.jitted(graph, solution.schedule), None)
         search = self._search(rough=False)
-        trial = search.follow(graph, solution)
+        try:
+            trial = search.follow(graph, solution)
+        except NoProgramError:
+            return self._as_written("min")
         return self._planned(search, trial, trial.peak_nbytes)
 
     def _plain_fits(self, budget: int) -> bool:
@@ -195,6 +208,18 @@ class _Planner:
         if baseline.rough_peak_nbytes <= 1.2 * budget:
             return MemoryStats.of(baseline.plain).peak_nbytes <= budget
         return baseline.peak_nbytes <= budget and MemoryStats.of(baseline.plain).peak_nbytes <= budget
+
+    def _as_written(self, budget: int | Literal["min"]) -> Planned:
+        """The plain step, where no form could be made. **Raises:** `InfeasibleBudgetError` where that exceeds."""
+        verify, graph = self.request.options.verify, self.baseline.rough
+        peak = MemoryStats.of(self.baseline.plain).peak_nbytes if verify else self.baseline.rough_peak_nbytes
+        room = peak if budget == "min" else budget
+        run_as_written(self.request.budget, peak, room, self.margin_nbytes)
+        if verify:
+            return self._plain(room)
+        plan = self._as_plan(graph, room, Solution(everything(graph), solver="none"))
+        written = replace(plan, stages=(), account=account_of_plain(as_stacked(graph)))
+        return Planned(written, self.baseline.program.plain, None)
 
     def _plain(self, budget: int) -> Planned:
         compiled, graph = self.baseline.plain, self.baseline.rough
@@ -243,7 +268,9 @@ class _Planner:
         if solution.schedule.drops_nothing and (not graph.loop_stop or rough_peak <= (allowance or 0)):
             plan = replace(plan, stages=(), account=account_of_plain(as_stacked(baseline.rough)))
             return Planned(plan, baseline.program.plain, None)
-        return Planned(plan, baseline.jitted(graph, solution.schedule), None)
+        emitted = partial(baseline.jitted, graph, solution.schedule)
+        jitted = baseline.defects.attempted("emitting", emitted, graph.segments, graph, solution)
+        return self._as_written(budget) if jitted is None else Planned(plan, jitted, None)
 
     def _least_compiled(self) -> int:
         """The least compiled peak that is found without pins."""
@@ -261,18 +288,27 @@ class _Planner:
         def wanted(graph: Graph) -> Graph:
             return graph if pinned else without(graph, None)
 
+        def graph_of(segments: Segments) -> Graph | None:
+            make = partial(baseline.graph_of, segments, rough=rough)
+            found = baseline.defects.attempted("rewriting", make, segments)
+            return found and wanted(found)
+
         graph = wanted(baseline.plain_graph(rough=rough))
         return Search(
             graph=graph,
             pairs=baseline.pairs(graph),
-            graph_of=lambda segments: wanted(baseline.graph_of(segments, rough=rough)),
+            graph_of=graph_of,
             solver=options.solver,
             time_limit=options.time_limit,
             attempt=self._try,
             temporaries_nbytes=nbytes if rough else baseline.temporaries_nbytes,
         )
 
-    def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial:
+    def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
+        make = partial(self._compiled, graph, solution, fence)
+        return self.baseline.defects.attempted(f"fence {fence!r}", make, graph.segments, graph, solution)
+
+    def _compiled(self, graph: Graph, solution: Solution, fence: str) -> Trial:
         baseline = self.baseline
         profile = simulate(graph, solution.schedule)
         self.tried += 1
@@ -280,7 +316,6 @@ class _Planner:
         with phase(f"compiling plan {self.tried}"):
             jitted = baseline.jitted(graph, solution.schedule, fence)
             compiled = baseline.compile(jitted)
-        seconds = roofline(parse(text_of(compiled)), baseline.device).seconds
         trial = Trial(
             graph=graph,
             solution=solution,
@@ -289,7 +324,8 @@ class _Planner:
             jitted=jitted,
             compiled=compiled,
             peak_nbytes=MemoryStats.of(compiled).peak_nbytes,
-            compiled_overhead=seconds / baseline.seconds - 1,
+            compiled_overhead=roofline(parse(text_of(compiled)), baseline.device).seconds / baseline.seconds
+            - 1,
             compile_seconds=time.monotonic() - began,
         )
         logger.info(
@@ -344,53 +380,8 @@ class _Planner:
         trials: Sequence[Trial] = (),
         predicted: tuple[Graph, Schedule] | None = None,
     ) -> InfeasibleBudgetError:
-        if predicted is None:
-            trial = min(trials, key=lambda t: t.peak_nbytes)
-            graph, schedule, peak, how = trial.graph, trial.solution.schedule, trial.peak_nbytes, "compiled"
-        else:
-            graph, schedule = predicted
-            peak, how = simulate(graph, schedule).peak_nbytes, "predicted"
-        least = peak + self.margin_nbytes
-        profile = simulate(graph, schedule)
-        event = profile.events[profile.peak_event]
-        node = graph.nodes[event.node]
-        largest = "; ".join(
-            f"{format_nbytes(graph.values[v].nbytes)} {graph.values[v].shape} "
-            f"from {graph.nodes[graph.values[v].producer].primitive}"
-            for v, _ in profile.alive[:3]
-        )
-        return InfeasibleBudgetError(
-            f"`optimize({self.request.budget!r})` cannot be met: with the least memory found, the step still needs "
-            f"{format_nbytes(peak)} ({how}), at {node.primitive} ({node.source or node.scope}): arguments and outputs "
-            f"{format_nbytes(graph.base_nbytes)}, live values {format_nbytes(event.live_nbytes)}, "
-            f"the largest {largest or 'none'}. "
-            f"Use a budget of at least {least} bytes ({format_nbytes(least)}), or a smaller batch.",
-            budget_nbytes=budget + self.margin_nbytes,
-            min_peak_nbytes=peak,
-        )
-
-
-def dear(search: Search, trial: Trial) -> str:
-    """What to say of a plan that takes several times as long as the plain step; "" of others."""
-    step = search.graph.step_seconds or 1.0
-    if trial.seconds <= MOST_OVERHEAD * step:
-        return ""
-    times = 1 + trial.seconds / step
-    said = f"the cheapest plan found within this budget takes {times:.1f} times the plain step's time."
-    cheaper = [t for t in search.trials if t.seconds <= MOST_OVERHEAD * step]
-    if not cheaper:
-        return f"{said} Use a larger budget, or a smaller batch."
-    near = min(cheaper, key=lambda t: t.peak_nbytes)
-    return (
-        f"{said} It is {1 + near.seconds / step:.1f} times with {near.peak_nbytes} bytes "
-        f"({format_nbytes(near.peak_nbytes)}): use that budget, or a smaller batch."
-    )
-
-
-def _reformed(search: Search, trial: Trial, budget: int) -> Trial:
-    """The trial, or the same schedule with another form of fences, if its compiled program is faster and fits."""
-    for fence in FENCES:
-        if fence != trial.fence and trial.profile.extra_seconds > 0:
-            search.reform(trial, fence)
-    same = [t for t in search.trials if t.solution is trial.solution and t.peak_nbytes <= budget]
-    return min(same, key=lambda t: t.compiled_overhead)
+        if predicted is not None:
+            return refusal(self.request.budget, *predicted, None, budget, self.margin_nbytes)
+        least = min(trials, key=lambda t: t.peak_nbytes)
+        form = least.graph, least.solution.schedule, least.peak_nbytes
+        return refusal(self.request.budget, *form, budget, self.margin_nbytes)

@@ -9,9 +9,9 @@ from graphs import UNIT, chain
 
 from jaxremat import Graph, Milp, Solution, complete, simulate
 from jaxremat._model._stages import uncut
+from jaxremat._plan._overheads import dear
 from jaxremat._plan._search import MORE_ROUNDS, Search
 from jaxremat._plan._trial import Line, Trial, allowance, first
-from jaxremat._plan._verify import dear
 
 
 def a_trial(graph: Graph, saved: set[int], compiled_overhead: float) -> Trial:
