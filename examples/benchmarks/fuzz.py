@@ -193,19 +193,30 @@ def _applied(eqn: Any, operands: list[Any]) -> Sequence[Any]:
 def _scanned(eqn: Any, operands: list[Any]) -> list[Any]:
     consts, init, _ = _compat.scan_operands(eqn)
     start, behind = len(consts), len(consts) + len(init)
-    state, arrays = operands[start:behind], operands[behind:]
+    state, arrays = operands[start:behind], [_rows(a) for a in operands[behind:]]
     length = eqn.params["length"]
-    rows: list[list[Any]] = []
+    made: list[list[Any]] = []
     for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        made = run(eqn.params["jaxpr"], [*operands[:start], *state, *(a[i] for a in arrays)])
-        state = made[: len(init)]
-        rows.append(made[len(init) :])
+        results = run(eqn.params["jaxpr"], [*operands[:start], *state, *(a[i] for a in arrays)])
+        state = results[: len(init)]
+        made.append(results[len(init) :])
     if eqn.params["reverse"]:
-        rows.reverse()
-    made = eqn.outvars[len(init) :]
-    stacks = [jnp.stack([r[j] for r in rows]) if rows else jnp.zeros(v.aval.shape, v.aval.dtype)
-              for j, v in enumerate(made)]  # fmt: skip
+        made.reverse()
+    stacks = [_stacked([each[j] for each in made], v.aval) for j, v in enumerate(eqn.outvars[len(init) :])]
     return [*state, *stacks]
+
+
+def _rows(array: Any) -> Any:
+    """An array of which rows are taken in no time; keys stay what they are."""
+    return array if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else np.asarray(array)
+
+
+def _stacked(rows: list[Any], aval: Any) -> Any:
+    if not rows:
+        return jnp.zeros(aval.shape, aval.dtype)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jnp.stack(rows)
+    return jnp.asarray(np.stack([np.asarray(row) for row in rows]))
 
 
 def check_emitted(step: Step, seed: int, count: int = EMITTED) -> Iterator[tuple[str, str]]:

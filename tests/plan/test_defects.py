@@ -145,7 +145,7 @@ def test_other_forms_of_loops_are_left_out_where_they_cannot_be_made(
 
 def test_what_is_raised_on_purpose_goes_on_its_way() -> None:
     class Wrong:
-        def solve(self, graph: Any, budget: Any, *, time_limit: float) -> Any:
+        def solve(self, graph: Any, budget_nbytes: Any, *, time_limit: float) -> Any:
             raise KeyError("my own solver")
 
     with pytest.raises(KeyError, match="my own solver"):
