@@ -316,6 +316,7 @@ class _Planner:
         with phase(f"compiling plan {self.tried}"):
             jitted = baseline.jitted(graph, solution.schedule, fence)
             compiled = baseline.compile(jitted)
+        seconds = roofline(parse(text_of(compiled)), baseline.device).seconds
         trial = Trial(
             graph=graph,
             solution=solution,
@@ -324,14 +325,15 @@ class _Planner:
             jitted=jitted,
             compiled=compiled,
             peak_nbytes=MemoryStats.of(compiled).peak_nbytes,
-            compiled_overhead=roofline(parse(text_of(compiled)), baseline.device).seconds / baseline.seconds
-            - 1,
+            compiled_overhead=seconds / baseline.seconds - 1
+            if baseline.seconds
+            else 0.0,  # of a step of nothing
             compile_seconds=time.monotonic() - began,
         )
         logger.info(
             "predicted %s, compiled %s, overhead predicted %.2f %%, compiled %.2f %%",
             format_nbytes(profile.peak_nbytes), format_nbytes(trial.peak_nbytes),
-            100 * profile.extra_seconds / graph.step_seconds, 100 * trial.compiled_overhead,
+            100 * profile.extra_seconds / (graph.step_seconds or 1.0), 100 * trial.compiled_overhead,
         )  # fmt: skip
         return trial
 

@@ -20,7 +20,7 @@ from jaxremat._model._stages import uncut
 from jaxremat._rewrite import _row_regions
 from jaxremat._rewrite._trace import trace
 
-SEEDS = 24
+SEEDS = 16
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_many_random_steps(seed: int) -> None:
 def test_kinds_in_any_form(name: str) -> None:
     case = KINDS[name]
     step = fuzz.Step(name, case.step, case.make_args())
-    assert [each for each in fuzz.check_emitted(step, 7, 6) if each[1]] == []
+    assert [each for each in fuzz.check_emitted(step, 7, 4) if each[1]] == []
 
 
 def test_the_generator_makes_every_kind() -> None:
