@@ -294,6 +294,7 @@ def _difference(one: Solution, other: Solution) -> str:
 
 
 def _changed(graph: Graph, before: Graph) -> bool:
-    """Whether a graph, with what it remembers of itself, is other than it was."""
+    """Whether a graph, with what it remembers of itself, is other than it was; what was simulated last is no matter."""
     missing = object()
-    return any(value != getattr(before, name, missing) for name, value in vars(graph).items())
+    known = ((name, value) for name, value in vars(graph).items() if name != "played")
+    return any(value != getattr(before, name, missing) for name, value in known)

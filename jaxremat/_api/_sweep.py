@@ -18,7 +18,8 @@ from .._plan._baseline import Baseline
 from .._plan._frontier import Frontier, Point, Policy, monotone
 from .._plan._plan import Plan
 from .._plan._plan_cache import keep, key_of, recall
-from .._plan._verify import Request, make_plan, make_plan_of
+from .._plan._request import Request
+from .._plan._verify import make_plan, make_plan_of
 from .._runtime._bytes import parse_margin, with_margin
 from .._runtime._cache_folder import cache_dir
 from .._runtime._errors import ArgumentError, InfeasibleBudgetError

@@ -35,6 +35,7 @@ from .._model._stage_merging import merged
 from .._program import _compat
 from .._rewrite._kernel_choice import inline, replaced
 from .._rewrite._loop_closing import close_loops, without_unread
+from .._rewrite._loop_opening import CARRY, LAST, SLICE, STACK
 from .._rewrite._max_pool_gradient import expands, sliced_inline
 from .._rewrite._sinking import sink, sunk_values
 from .._rewrite._trace import Traced
@@ -100,6 +101,7 @@ class Emitter:
         self.source = traced.jaxpr.jaxpr.eqns
         self.eqns: list[Any] = []
         self.loop_of: list[int] = []  # of each of them
+        self.home: dict[Any, int] = {}  # variable -> the loop in whose iterations it is, -1 for none
         self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
         self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
         self.names_behind: dict[Any, Any] = {}  # saved value -> its fenced name, which later contractions use
@@ -138,6 +140,9 @@ class Emitter:
             placed = inline(eqn) if self.poor(eqn) else [eqn]
             self.eqns.extend(placed)
             self.loop_of.extend([loop] * len(placed))
+            leaves = eqn.primitive in (LAST, STACK)
+            around = self.traced.loops[loop].parent if leaves else loop
+            self.home.update((v, around) for made in placed for v in made.outvars)
 
     def finish(self, outvars: Sequence[Any]) -> list[Any]:
         """Append what still waits; returns the step's outputs by their final names."""
@@ -168,7 +173,7 @@ class Emitter:
         for n in wanted:
             eqn = self.source[n]
             invars = [
-                a if _compat.is_literal(a) else renamed.get(a) or self.clones.get(a) or self.passed.get(a, a)
+                a if _compat.is_literal(a) else self._name(n, a, renamed.get(a), self.clones.get(a))
                 for a in eqn.invars
             ]
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
@@ -201,17 +206,30 @@ class Emitter:
             invars = [
                 a
                 if _compat.is_literal(a)
-                else (self._waits(n, a) and renamed.get(a))
-                or (n in self.held and self.overwritten.get(a))
-                or self.clones.get(a)
-                or fenced_name(self, n, a)
-                or self.passed.get(a, a)
+                else self._name(
+                    n,
+                    a,
+                    self._waits(n, a) and renamed.get(a),
+                    n in self.held and self.overwritten.get(a),
+                    self.clones.get(a) or fenced_name(self, n, a),
+                )
                 for a in eqn.invars
             ]
             eqn = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
             placed = self._placed(eqn, renamed)
             self.append(placed, [self.graph.nodes[n].loop] * len(placed))
             hold(self, n)
+
+    def _name(self, n: int, var: Any, *names: Any) -> Any:
+        """What equation `n` reads in place of an operand: of these names, and that behind a trigger's fence, the first
+        that it sees; else the operand itself.
+
+        A loop begins with what is there before it: names made within its iterations mean nothing there.
+        """
+        around = self.graph.loops_of(n)
+        seen = {-1, *(around[1:] if self.source[n].primitive in (CARRY, SLICE) else around)}
+        known = (name for name in (*names, self.passed.get(var)) if name)
+        return next((name for name in known if self.home.get(name, -1) in seen), var)
 
     def maker(self, var: Any) -> int:
         """The equation that makes a variable."""

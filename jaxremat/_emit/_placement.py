@@ -9,6 +9,12 @@ def places(emitter: Any) -> list[int]:
     """For each equation the stage it runs in: of fused ones that of their first reader, whose kernel they are."""
     graph, source = emitter.graph, emitter.source
     place = list(graph.stage_of)
+    begins: dict[int, int] = {}  # loop -> its first stage, whose fence stands before it
+    for n in range(graph.forward_stop, len(source)):
+        begins.setdefault(graph.nodes[n].loop, place[n])
+    for n in range(graph.forward_stop, len(source)):
+        if entered(emitter, n):
+            place[n] = begins[graph.nodes[n].loop]
     settled = {n for stage in graph.stages for n, _ in stage.deferred}
     settled |= {graph.values[v].producer for stage in graph.stages for v in stage.finished}
     starts = (v for n in range(graph.forward_stop, len(source)) for v in entered(emitter, n))

@@ -31,6 +31,7 @@ from .._rewrite._kernel_choice import replaced
 from .._rewrite._trace import Traced, trace
 from .._runtime._bytes import format_nbytes
 from .._runtime._progress import phase
+from ._defects import Defects
 
 logger = logging.getLogger("jaxremat")
 
@@ -69,9 +70,16 @@ class Baseline:
     @cached_property
     def traced(self) -> Traced:
         """The step as it is."""
-        keep = self.respect_checkpoint
+        keep, what = self.respect_checkpoint, (self.program.plain, self.args, self.kwargs)
         with phase("tracing the step", kind="trace"):
-            return trace(self.program.plain, self.args, self.kwargs, respect_checkpoint=keep)
+            self.program.plain.trace(*self.args, **self.kwargs)  # what the user's code raises is the user's
+            found = self.defects.attempted("rewriting", lambda: trace(*what, respect_checkpoint=keep))
+            return trace(*what, respect_checkpoint=keep, inlined=True) if found is None else found
+
+    @cached_property
+    def defects(self) -> Defects:
+        """What goes wrong with it and should not."""
+        return Defects(self.program, self.args, self.kwargs, self.compiler)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -39,7 +39,7 @@ class Cuttings:
     time_limit: float
     temporaries_nbytes: int
     pairs: Pairs | None
-    graph_of: Callable[[Segments], Graph] | None
+    graph_of: Callable[[Segments], Graph | None] | None
     divided: set[Segments] = field(default_factory=set)
     plain_nbytes: int = 0
 
@@ -57,11 +57,13 @@ class Cuttings:
         """Plans of at most so many extra seconds are not worth another round."""
         return self.free_seconds + CHEAP * self.graph.step_seconds
 
-    def make(self, form: Form) -> None:
-        """Add the cuttings of a form; the shallower ones are passed over."""
+    def make(self, form: Form) -> list[Graph]:
+        """Add the cuttings of a form, if it can be made, and return them; the shallower ones are passed over."""
         assert self.graph_of is not None
-        self.left = self.left[self.left.index(form) + 1 :]
-        self.made += cuttings(self.graph_of(form.segments))
+        if form in self.left:
+            self.left = self.left[self.left.index(form) + 1 :]
+        self.made += (made := cuttings(graph) if (graph := self.graph_of(form.segments)) else [])
+        return made
 
     def divide(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
         """Add the cuttings of a form with one of its loops in parts, and return them, if the best of these solutions of
@@ -80,10 +82,7 @@ class Cuttings:
         if found is None or seconds - found.seconds < UNEVEN * self.graph.step_seconds:
             return []
         forms = self.pairs.divided(segments, found.pair, found.share)
-        assert self.graph_of is not None
-        made = [cut for form in forms for cut in cuttings(self.graph_of(form.segments))]
-        self.made += made
-        return made
+        return [cut for form in forms for cut in self.make(form)]
 
     def divide_best(self, known: Sequence[Line]) -> list[Graph]:
         """The same of the form of the best of these lines."""
@@ -115,7 +114,7 @@ class Cuttings:
         for form in self.left:
             if seconds is not None and seconds <= self.graph.extra_seconds + form.more_seconds:
                 return False
-            if self.plain_nbytes - form.fewer_nbytes <= budget or form is self.left[-1]:
-                self.make(form)
+            last = bool(self.left) and form is self.left[-1]
+            if (self.plain_nbytes - form.fewer_nbytes <= budget or last) and self.make(form):
                 return True
         return False

@@ -25,7 +25,8 @@ from .._solver import Solver
 from ._baseline import Baseline
 from ._known_plans import KnownPlans
 from ._plan import Plan
-from ._verify import Options, Planned, Request, apply_plan, make_plan
+from ._request import Options, Request
+from ._verify import Planned, apply_plan, make_plan
 
 T = TypeVar("T")
 logger = logging.getLogger("jaxremat")
@@ -44,12 +45,14 @@ def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
         return make_plan(baseline, request)
     if (plan := recall(path, Plan.from_json)) is not None:
         try:
-            planned = apply_plan(baseline, plan, request.options.verify)
+            follow = functools.partial(apply_plan, baseline, plan, request.options.verify)
+            planned = baseline.defects.attempted("emitting a plan that was kept", follow, plan.segments)
         except (InfeasibleBudgetError, PlanMismatchError) as error:
             logger.info("the plan in %s no longer holds: %s", path, error)
         else:
-            logger.info("followed the plan in %s", path)
-            return planned
+            if planned is not None:
+                logger.info("followed the plan in %s", path)
+                return planned
     key = key_of(baseline, request.options, {"known": True}, besides=_SEARCHING)
     assert key is not None  # there is none for what is not kept
     known = KnownPlans.of(key, baseline.backend.fuses)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from .._emit._emit import FENCES
 from .._model._graph import Graph, Segments
 from .._model._loop_levels import Pairs
 from .._model._schedule import Schedule, check
@@ -22,7 +23,7 @@ from .._runtime._progress import phase
 from .._solver import MinCut, Solution, Solver, Sublinear
 from ._cuttings import CHEAP, LEAST_SLACK, Cuttings
 from ._deadline import Deadline
-from ._trial import Attempt, Line, Trial, first
+from ._trial import Attempt, Line, Trial, first, some
 from ._trial import allowance as next_allowance
 
 SLACK = 0.02
@@ -67,7 +68,7 @@ class Search:
     attempt: Attempt
     temporaries_nbytes: int
     pairs: Pairs | None = None
-    graph_of: Callable[[Segments], Graph] | None = None
+    graph_of: Callable[[Segments], Graph | None] | None = None
     deadline: Deadline = field(default_factory=Deadline)
     written_nbytes: int | None = None
     known: Callable[[Graph], Schedule] | None = None
@@ -78,6 +79,7 @@ class Search:
         self.cuttings = Cuttings(
             self.graph, self.solver, self.time_limit, self.temporaries_nbytes, self.pairs, self.graph_of
         )
+        self.failed: set[int] = set()  # `id`s of cuttings of which no program came
         self.solved: list[tuple[Graph, Schedule, Profile]] = []  # by the solver, within other allowances too
         if self.known is not None:
             known = ((cut, self.known(cut)) for cut in self.cuttings.made)
@@ -93,7 +95,7 @@ class Search:
             self._least(budget)
             if self.best(budget) is not None:  # now between what fits and what is cheap
                 self._approach(lines, lambda: budget, 0, MORE_ROUNDS)
-        return self.best(budget)
+        return self.best(budget) if some(self.trials) else None
 
     def faster(self, budget: int, rounds: int) -> Trial | None:
         """A compiled schedule within the budget that is faster than the step as it is written, after that many rounds;
@@ -123,14 +125,16 @@ class Search:
         return trial is not None and trial.seconds <= self._most_seconds()
 
     def lowest(self) -> Trial:
-        """The compiled schedule of least peak, however dear."""
+        """The compiled schedule of least peak, however dear. **Raises:** `NoProgramError`."""
         self.cuttings.make_lowest(self._most_seconds())
         self._least(0)
-        return min(self.trials, key=lambda t: t.peak_nbytes)
+        return min(some(self.trials), key=lambda t: t.peak_nbytes)
 
     def least(self, rounds: int) -> Trial | None:
         """Of the compiled schedules of about the least peak at a bearable overhead the fastest, after that many rounds
         near the least, or fewer where not much is to be gained; None where the step as it is written is that.
+
+        **Raises:** `NoProgramError`.
         """
         self.cuttings.make_lowest(self._most_seconds())
         self._least(None)
@@ -144,7 +148,7 @@ class Search:
 
     def _about_least(self) -> int:
         """How much memory is about the least that was found."""
-        least = min(t.peak_nbytes for t in [t for t in self.trials if self._bearable(t)] or self.trials)
+        least = min(t.peak_nbytes for t in [t for t in self.trials if self._bearable(t)] or some(self.trials))
         if self.written_nbytes is not None:
             least = min(least, self.written_nbytes)
         more = min(LEAST_SLACK * self.temporaries_nbytes, LEAST_MORE * (least - self.graph.base_nbytes))
@@ -155,15 +159,19 @@ class Search:
         fitting = [t for t in self.trials if t.peak_nbytes <= budget]
         return min(fitting, key=lambda t: (t.seconds, t.peak_nbytes), default=None)
 
-    def reform(self, trial: Trial, fence: str) -> None:
-        """Compile a trial's schedule with another form of fences."""
-        self._attempt(trial.graph, trial.solution, fence)
+    def reformed(self, trial: Trial, budget: int) -> Trial:
+        """The trial, or the same schedule with another form of fences, if its compiled program is faster and fits."""
+        for fence in FENCES:
+            if fence != trial.fence and trial.profile.extra_seconds > 0:
+                self._attempt(trial.graph, trial.solution, fence)
+        same = [t for t in self.trials if t.solution is trial.solution and t.peak_nbytes <= budget]
+        return min(same, key=lambda t: t.compiled_overhead)
 
     def follow(self, graph: Graph, solution: Solution) -> Trial:
-        """Compile a solution that was found elsewhere."""
+        """Compile a solution that was found elsewhere. **Raises:** `NoProgramError`."""
         check(graph, solution.schedule)
-        self.trials.append(self.attempt(graph, solution, "finished"))
-        return self.trials[-1]
+        self._attempt(graph, solution, "finished")
+        return some(self.trials)[-1]
 
     def predict(self, allowance: int | None) -> tuple[Graph, Solution]:
         """The solution that is best by the model alone, with the graph that it is of."""
@@ -228,7 +236,7 @@ class Search:
                     if line.order[1] <= cheap:
                         break
         if not ready and best is None:
-            for line in lines:
+            for line in (line for line in lines if id(line.graph) not in self.failed):
                 line.pending = self._solution(line.graph, None, self.solver)
                 if not self._tried(line.pending, line.fence):
                     line.order = rank(line.graph, line.pending.schedule, None)
@@ -244,6 +252,7 @@ class Search:
             line.fence = "ordered"
         line.trials = [t for t in own if t.fence == line.fence or not self._astray(t, budget)]
         line.closed = bool(line.trials) and self._enough(line.trials[-1], budget)
+        line.closed |= id(line.graph) in self.failed
         known = line.trials or [t for t in alike if not self._astray(t, budget)]
         allowance = next_allowance(known, budget) if known else budget
         if line.allowance != allowance:
@@ -309,12 +318,13 @@ class Search:
                     trial = self._tried(solution, fence) or self._attempt(cut, solution, fence)
                     if budget is not None and self._bearable(self.best(budget)):
                         return
-                    if not self._astray(trial, budget or 0):
+                    if trial is None or not self._astray(trial, budget or 0):
                         break
 
-    def _attempt(self, graph: Graph, solution: Solution, fence: str) -> Trial:
-        """Compile a solution, and note the seconds of solving since the trial before."""
-        trial = self.attempt(graph, solution, fence)
+    def _attempt(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
+        """Compile a solution, and note the seconds of solving since the trial before; None where no program came."""
+        if id(graph) in self.failed or (trial := self.attempt(graph, solution, fence)) is None:
+            return self.failed.add(id(graph))
         self.deadline.trial_seconds = trial.compile_seconds
         before = sum(t.solve_seconds for t in self.trials)
         self.trials.append(replace(trial, solve_seconds=self.solve_seconds - before))

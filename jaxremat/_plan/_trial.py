@@ -3,13 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from .._compiler._program import Compiled
 from .._model._graph import Graph
 from .._model._simulate import Profile
 from .._report._outcome import Round
 from .._solver import Solution
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,17 @@ class Trial:
         )
 
 
+class NoProgramError(Exception):
+    """No form of a step could be emitted and compiled, which is a defect; not for the user to see."""
+
+
+def some(found: T | None) -> T:
+    """What was found. **Raises:** `NoProgramError` where that is nothing."""
+    if not found:
+        raise NoProgramError
+    return found
+
+
 @dataclass
 class Line:
     """One cutting into stages: what was compiled of it; the form of fences and the predicted peak to ask for next, and
@@ -84,8 +97,10 @@ def first(lines: Sequence[Line], alike_seconds: float) -> Line | None:
     return min(cheap, key=lambda line: (len(line.graph.stages), line.order))
 
 
-Attempt = Callable[[Graph, Solution, str], Trial]
-"""Emits a solution with a form of fences (see `_emit.FENCES`), compiles it and reads its peak."""
+Attempt = Callable[[Graph, Solution, str], Trial | None]
+"""Emits a solution with a form of fences (see `_emit.FENCES`), compiles it and reads its peak; None where no program
+came.
+"""
 
 
 def allowance(trials: Sequence[Trial], budget: int) -> int:

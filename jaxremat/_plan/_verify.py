@@ -4,13 +4,13 @@ The plain step is compiled first, which says what it needs and what it keeps in 
 plan that fits. Nothing that exceeds the budget is returned.
 """
 
-import functools
 import logging
 import math
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from .._compiler._hlo import parse
@@ -18,61 +18,32 @@ from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
 from .._compiler._roofline import roofline
-from .._emit._emit import FENCES
 from .._lower._lower import as_stacked, lower
-from .._model._graph import Graph
-from .._model._pins import Patterns
+from .._model._graph import Graph, Segments
 from .._model._schedule import check
 from .._model._simulate import simulate
 from .._report._account import account, account_of_plain
 from .._report._actions import actions
 from .._report._loop_forms import loop_forms
 from .._report._planning_time import PlanningTime
-from .._runtime._bytes import Budget, format_nbytes, parse_budget, parse_margin
+from .._runtime._bytes import format_nbytes, parse_budget, parse_margin
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, PlanMismatchError
 from .._runtime._progress import Stopwatch, phase, timed
-from .._solver import Solution, Solver
+from .._solver import Solution
 from ._baseline import Baseline, everything, text_of
 from ._blame import blamed, without
 from ._deadline import Deadline
+from ._defects import run_as_written
 from ._plan import Plan
 from ._refusal import Least, compiled, dear, infeasible, predicted
+from ._request import Request
 from ._search import Search
-from ._trial import Trial
+from ._trial import NoProgramError, Trial, some
 
 logger = logging.getLogger("jaxremat")
 
 _ROUNDS = {"normal": 3, "thorough": 7}
 """Schedules that are compiled in search of the best, at most."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to plan. **Fields** as the arguments of `jaxremat.optimize`."""
-
-    solver: Solver | None
-    time_limit: float
-    verify: bool
-    effort: str
-    profile: str
-    workspace_margin: int | float | str
-    cache: bool = True
-    respect_checkpoint: bool = False
-    progress: bool | None = None
-    pins: Patterns = ()
-    planning_seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to plan for.
-
-    **Fields:** `budget`; `options`, with a solver; `device_nbytes` the memory that the device reports.
-    """
-
-    budget: Budget
-    options: Options
-    device_nbytes: int | None
 
 
 @dataclass
@@ -148,7 +119,7 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
 
 def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:
     """The plan of a step that was compiled to be read."""
-    finish = functools.partial(baseline.finished, jitted) if baseline.drafts else None
+    finish = partial(baseline.finished, jitted) if baseline.drafts else None
     return Planned(plan, jitted, compiled, finish)
 
 
@@ -195,7 +166,15 @@ class _Planner:
         fits = budget != "min" and not baseline.must_recompute and self._plain_fits(budget)
         if budget != "min" and fits and not baseline.undoes:
             return self._plain(budget)
-        search = self._search(rough=False)
+        try:
+            return self._found(budget, fits=fits)
+        except NoProgramError:
+            return self._as_written(budget)
+
+    def _found(self, budget: int | Literal["min"], *, fits: bool) -> Planned:
+        """**Arguments:** `fits` whether the step does as it is written."""
+        options, baseline = self.request.options, self.baseline
+        search = some(baseline.defects.attempted("pricing", partial(self._search, rough=False)))
         if budget == "min":
             trial = search.least(_ROUNDS[options.effort])
             if trial is None:
@@ -209,7 +188,7 @@ class _Planner:
             error = self._refusal(budget, compiled(search.trials, baseline))
             raise blamed(error, budget, baseline.graph, self._least_compiled)
         if options.effort == "thorough":
-            trial = _reformed(search, trial, budget)
+            trial = search.reformed(trial, budget)
         if said := dear(search, trial):
             warnings.warn(f"`optimize({self.request.budget!r})`: {said}", JaxrematWarning, stacklevel=2)
         return self._planned(search, trial, budget)
@@ -221,7 +200,10 @@ class _Planner:
             plan = self._as_plan(graph, peak, solution, search)
             return Planned(plan, self.baseline.jitted(graph, solution.schedule), None)
         search = self._search(rough=False)
-        trial = search.follow(graph, solution)
+        try:
+            trial = search.follow(graph, solution)
+        except NoProgramError:
+            return self._as_written("min")
         return self._planned(search, trial, trial.peak_nbytes)
 
     def _plain_fits(self, budget: int) -> bool:
@@ -230,6 +212,18 @@ class _Planner:
         if baseline.rough_peak_nbytes <= 1.2 * budget:
             return MemoryStats.of(baseline.plain).peak_nbytes <= budget
         return baseline.peak_nbytes <= budget and MemoryStats.of(baseline.plain).peak_nbytes <= budget
+
+    def _as_written(self, budget: int | Literal["min"]) -> Planned:
+        """The plain step, where no form could be made. **Raises:** `InfeasibleBudgetError` where that exceeds."""
+        verify, graph = self.request.options.verify, self.baseline.rough
+        peak = MemoryStats.of(self.baseline.plain).peak_nbytes if verify else self.baseline.rough_peak_nbytes
+        room = peak if budget == "min" else budget
+        run_as_written(self.request.budget, peak, room, self.margin_nbytes)
+        if verify:
+            return self._plain(room)
+        plan = self._as_plan(graph, room, Solution(everything(graph), solver="none"))
+        written = replace(plan, stages=(), account=account_of_plain(as_stacked(graph)))
+        return Planned(written, self.baseline.program.plain, None)
 
     def _plain(self, budget: int) -> Planned:
         compiled, graph = self.baseline.plain, self.baseline.rough
@@ -278,7 +272,9 @@ class _Planner:
         if solution.schedule.drops_nothing and (not graph.loop_stop or rough_peak <= (allowance or 0)):
             plan = replace(plan, stages=(), account=account_of_plain(as_stacked(baseline.rough)))
             return Planned(plan, baseline.program.plain, None)
-        return Planned(plan, baseline.jitted(graph, solution.schedule), None)
+        emitted = partial(baseline.jitted, graph, solution.schedule)
+        jitted = baseline.defects.attempted("emitting", emitted, graph.segments, graph, solution)
+        return self._as_written(budget) if jitted is None else Planned(plan, jitted, None)
 
     def _least_compiled(self) -> int:
         """The least compiled peak that is found without pins."""
@@ -296,12 +292,17 @@ class _Planner:
         def wanted(graph: Graph) -> Graph:
             return graph if pinned else without(graph, None)
 
+        def graph_of(segments: Segments) -> Graph | None:
+            make = partial(baseline.graph_of, segments, rough=rough)
+            found = baseline.defects.attempted("rewriting", make, segments)
+            return found and wanted(found)
+
         graph = wanted(baseline.plain_graph(rough=rough))
         self.deadline.plain_seconds = baseline.plain_seconds
         return Search(
             graph=graph,
             pairs=baseline.pairs(graph),
-            graph_of=lambda segments: wanted(baseline.graph_of(segments, rough=rough)),
+            graph_of=graph_of,
             solver=options.solver,
             time_limit=options.time_limit,
             attempt=self._try,
@@ -311,7 +312,11 @@ class _Planner:
             written_nbytes=None if rough or baseline.must_recompute else baseline.peak_nbytes,
         )
 
-    def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial:
+    def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
+        make = partial(self._compiled, graph, solution, fence)
+        return self.baseline.defects.attempted(f"fence {fence!r}", make, graph.segments, graph, solution)
+
+    def _compiled(self, graph: Graph, solution: Solution, fence: str) -> Trial:
         baseline = self.baseline
         profile = simulate(graph, solution.schedule)
         self.tried += 1
@@ -328,13 +333,15 @@ class _Planner:
             jitted=jitted,
             compiled=compiled,
             peak_nbytes=MemoryStats.of(compiled).peak_nbytes,
-            compiled_overhead=seconds / baseline.seconds - 1,
+            compiled_overhead=seconds / baseline.seconds - 1
+            if baseline.seconds
+            else 0.0,  # of a step of nothing
             compile_seconds=time.monotonic() - began,
         )
         logger.info(
             "predicted %s, compiled %s, overhead predicted %.2f %%, compiled %.2f %%",
             format_nbytes(profile.peak_nbytes), format_nbytes(trial.peak_nbytes),
-            100 * profile.extra_seconds / graph.step_seconds, 100 * trial.compiled_overhead,
+            100 * profile.extra_seconds / (graph.step_seconds or 1.0), 100 * trial.compiled_overhead,
         )  # fmt: skip
         return trial
 
@@ -381,12 +388,3 @@ class _Planner:
     def _refusal(self, budget: int, least: Least) -> InfeasibleBudgetError:
         asked, cut_short = self.request.budget, self.deadline.cut_short
         return infeasible(asked, budget, self.margin_nbytes, least, cut_short=cut_short)
-
-
-def _reformed(search: Search, trial: Trial, budget: int) -> Trial:
-    """The trial, or the same schedule with another form of fences, if its compiled program is faster and fits."""
-    for fence in FENCES:
-        if fence != trial.fence and trial.profile.extra_seconds > 0:
-            search.reform(trial, fence)
-    same = [t for t in search.trials if t.solution is trial.solution and t.peak_nbytes <= budget]
-    return min(same, key=lambda t: t.compiled_overhead)

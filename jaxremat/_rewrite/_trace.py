@@ -101,13 +101,18 @@ def trace(
     kwargs: dict[str, Any],
     *,
     respect_checkpoint: bool = False,
+    inlined: bool = False,
 ) -> Traced:
-    """Trace a jitted step for these arguments (arrays or `jax.ShapeDtypeStruct`s) and normalise the result."""
+    """Trace a jitted step for these arguments (arrays or `jax.ShapeDtypeStruct`s) and normalise the result.
+
+    **Arguments:** `inlined` leaves the program as it is but for that.
+    """
     staged = jitted.trace(*args, **kwargs)  # type: ignore[attr-defined]
     infos, in_tree = jax.tree.flatten(staged.args_info)
     donated = tuple(bool(info.donated) for info in infos)
     out_tree = jax.tree.structure(staged.out_info)
-    traced = normalise(staged.jaxpr, in_tree, out_tree, donated, respect_checkpoint=respect_checkpoint)
+    make = _inlined if inlined else normalise
+    traced = make(staged.jaxpr, in_tree, out_tree, donated, respect_checkpoint=respect_checkpoint)
     found = {hint.origin for hint in traced.hints}
     for origin, primitive in hidden(traced.jaxpr.jaxpr.eqns).items():
         if origin in found:
@@ -196,6 +201,38 @@ def normalise(
         regions=tuple(known),
         respect_checkpoint=respect_checkpoint,
         again=frozenset(j for i in rematted if (j := found.get(once_of[i], -1)) >= 0),
+    )
+
+
+def _inlined(
+    closed: jex.ClosedJaxpr, in_tree: Any, out_tree: Any, donated: Sequence[bool], *, respect_checkpoint: bool
+) -> Traced:
+    """A jaxpr merely inlined, which may take no other form."""
+    inliner = Inliner(respect_checkpoint=respect_checkpoint)
+    flat = inliner.program(closed)
+    count = len(flat.jaxpr.eqns)
+    return Traced(
+        jaxpr=flat,
+        loop_of=(-1,) * count,
+        loops=(),
+        flat=flat,
+        origin=tuple(range(count)),
+        labels=dict(inliner.labels),
+        hints=tuple(inliner.hints),
+        in_tree=in_tree,
+        out_tree=out_tree,
+        donated=tuple(donated),
+        rematted=inliner.rematted,
+        closed=closed,
+        lengths=(),
+        sources=(),
+        cuttable=(),
+        segments=(),
+        gains=(),
+        over=frozenset(),
+        regions=(),
+        respect_checkpoint=respect_checkpoint,
+        again=frozenset(),
     )
 
 

@@ -1,6 +1,7 @@
 """Reading compiled modules: the text itself, who is alive at the peak, whose values kernels write."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax

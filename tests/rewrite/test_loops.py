@@ -23,7 +23,8 @@ from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._loop_levels import carries, choices
 from jaxremat._plan._baseline import Baseline
-from jaxremat._plan._verify import Options, Request, make_plan
+from jaxremat._plan._request import Options, Request
+from jaxremat._plan._verify import make_plan
 from jaxremat._program import _compat
 from jaxremat._rewrite._loop_opening import ALONE, BACKWARD, FORWARD
 from jaxremat._rewrite._trace import Traced, trace

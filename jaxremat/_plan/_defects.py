@@ -1,0 +1,137 @@
+"""Exception in one form of a step -> a file that tells how it came about, and one line in the log; another is tried.
+
+What a form is rewritten to is checked before it is compiled. Law: a defect of this library costs the form that it
+shows in, and not the user's process. What is raised on purpose, what the user's own code raises and what the user
+interrupts go on their way: only rewriting, emitting and compiling run within `attempted`.
+"""
+
+import hashlib
+import logging
+import platform
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+from jaxlib import version as jaxlib
+
+from .._compiler._program import Program
+from .._model._graph import Graph, Segments
+from .._runtime._bytes import Budget, format_nbytes
+from .._runtime._cache_folder import cache_dir, store, trim
+from .._runtime._errors import InfeasibleBudgetError, JaxrematError, JaxrematWarning
+from .._solver import Solution
+
+T = TypeVar("T")
+logger = logging.getLogger("jaxremat")
+
+MOST_NBYTES = 64 * 2**20
+"""Files kept, all together."""
+
+MOST_EQUATIONS = 20_000
+"""A program of more is not written out: that takes minutes."""
+
+_PASSED_ON = (JaxrematError, Warning, MemoryError)
+"""What is meant for the user."""
+
+_reported: set[Path] = set()
+
+
+def reproducers() -> Path:
+    """The folder of the files."""
+    return cache_dir() / "defects"
+
+
+@dataclass(frozen=True)
+class Defects:
+    """Those of one step. **Fields:** `program` with `args` and `kwargs`; `compiler` what compiles it, in words."""
+
+    program: Program
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    compiler: str
+
+    def attempted(
+        self,
+        what: str,
+        make: Callable[[], T],
+        segments: Segments = (),
+        graph: Graph | None = None,
+        solution: Solution | None = None,
+    ) -> T | None:
+        """What `make` gives; None where it fails as it should never, which is reported.
+
+        **Arguments:** `what` is done, in words; `segments` the form; `graph` and `solution` what is emitted, if
+        anything is.
+        """
+        try:
+            return make()
+        except _PASSED_ON:
+            raise
+        except Exception as error:
+            form = f"{what}, loops and rows in the form {segments}"
+            self._report(error, what, [form, *_emitted(graph, solution)])
+            return None
+
+    def _report(self, error: Exception, what: str, lines: Sequence[str]) -> None:
+        """Write the file of a defect and say so, once in a process."""
+        closed = self.program.plain.trace(*self.args, **self.kwargs).jaxpr  # JAX has it still
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+        key = "\n".join([type(error).__name__, *places, *map(str, closed.in_avals)])
+        path = reproducers() / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.txt"
+        if path in _reported:
+            return
+        _reported.add(path)
+        count = len(closed.jaxpr.eqns)
+        versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, Python {platform.python_version()}"
+        sections = {
+            "versions": f"{versions}, {self.compiler}",
+            "attempt": "\n".join(lines),
+            "traceback": "".join(traceback.format_exception(error)),
+            "program": str(closed) if count <= MOST_EQUATIONS else f"{count} equations",
+        }
+        store(path, "\n".join(f"# {name}\n{text.rstrip()}\n" for name, text in sections.items()))
+        trim(path.parent, MOST_NBYTES)
+        said = (str(error).strip().splitlines() or [""])[0]
+        logger.error(
+            "a defect of jaxremat: %s failed (%s: %s); another form of the step is tried. "
+            "Please report it with the file %s, which holds the step's equations and none of its numbers.",
+            what, type(error).__name__, said[:200], path,
+        )  # fmt: skip
+
+
+def run_as_written(asked: Budget, peak_nbytes: int, budget_nbytes: int, margin_nbytes: int) -> None:
+    """Warn that a step runs as written, because no form of it could be made.
+
+    **Raises:** `InfeasibleBudgetError` where that exceeds what the budget leaves besides its margin.
+    """
+    said = f"`optimize({asked!r})`: no form of the step could be made, by a defect of jaxremat (see {reproducers()});"
+    if peak_nbytes > budget_nbytes:
+        least = peak_nbytes + margin_nbytes
+        raise InfeasibleBudgetError(
+            f"{said} as written it needs {format_nbytes(peak_nbytes)}. Use a budget of at least {least} bytes "
+            f"({format_nbytes(least)}), or a smaller batch.",
+            budget_nbytes=budget_nbytes + margin_nbytes,
+            min_peak_nbytes=peak_nbytes,
+        )
+    warnings.warn(
+        f"{said} it runs as written. Please report the file.",
+        JaxrematWarning,
+        stacklevel=2,
+    )
+
+
+def _emitted(graph: Graph | None, solution: Solution | None) -> list[str]:
+    lines: list[Any] = []
+    if graph is not None:
+        lines += [f"platform = {graph.platform!r}", f"stages = {[(s.start, s.stop) for s in graph.stages]}"]
+        lines += [f"materialised = {[v.id for v in graph.values if v.materialised]}"]
+    if solution is not None:
+        schedule = solution.schedule
+        lines += [f"saved = {sorted(schedule.saved)}", f"kept = {sorted(schedule.kept)}"]
+        lines += [f"recomputed = {schedule.recomputed}"]
+    return lines

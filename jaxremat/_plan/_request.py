@@ -1,0 +1,36 @@
+"""What the user asks for -> `Request`: a budget, and how to plan for it."""
+
+from dataclasses import dataclass
+
+from .._model._pins import Patterns
+from .._runtime._bytes import Budget
+from .._solver import Solver
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to plan. **Fields** as the arguments of `jaxremat.optimize`."""
+
+    solver: Solver | None
+    time_limit: float
+    verify: bool
+    effort: str
+    profile: str
+    workspace_margin: int | float | str
+    cache: bool = True
+    respect_checkpoint: bool = False
+    progress: bool | None = None
+    pins: Patterns = ()
+    planning_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan for.
+
+    **Fields:** `budget`; `options`, with a solver; `device_nbytes` the memory that the device reports.
+    """
+
+    budget: Budget
+    options: Options
+    device_nbytes: int | None
