@@ -62,9 +62,9 @@ class Program:
         """`jax.jit` of the function itself."""
         return self.jit(self.fn)
 
-    def jit(self, fn: Callable[..., Any]) -> Any:
+    def jit(self, fn: Callable[..., Any], *, keep_unused: bool = False) -> Any:
         """`jax.jit` of a function with this program's signature, with this program's options."""
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"keep_unused": keep_unused}
         for name in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"):
             if getattr(self, name):
                 options[name] = getattr(self, name)
@@ -121,7 +121,7 @@ class Program:
             *sorted((k, v) for k, v in kwargs.items() if k in names),
         )
 
-    def evaluating(self, closed: jex.ClosedJaxpr, traced: Traced) -> Any:
+    def evaluating(self, closed: jex.ClosedJaxpr, traced: Traced, *, keep_unused: bool = False) -> Any:
         """`jit` of a function with the program's signature that evaluates a flat jaxpr of it."""
         evaluate = jex.jaxpr_as_fun(closed)
         name = getattr(self.fn, "__name__", "step")
@@ -132,7 +132,7 @@ class Program:
 
         step.__name__ = step.__qualname__ = name
         step.__wrapped__ = self.fn  # type: ignore[attr-defined]  # its signature, for donation and static arguments by name
-        return self.jit(step)
+        return self.jit(step, keep_unused=keep_unused)
 
 
 def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
@@ -151,8 +151,8 @@ def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return jax.devices()[0]
 
 
-def spread(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an argument, or a result, is on several devices."""
+def device_count(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many devices the step is on, by its arguments and results."""
     given = jax.tree.leaves((program.in_shardings, program.out_shardings))
     given += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((args, kwargs))]
-    return any(len(getattr(sharding, "device_set", ())) > 1 for sharding in given)
+    return max((sharding.num_devices for sharding in given if hasattr(sharding, "num_devices")), default=1)

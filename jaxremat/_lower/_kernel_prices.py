@@ -91,7 +91,7 @@ def priced(
             read = made = aval_nbytes(eqn.invars[1].aval)
         if in_rounds(device, eqn):
             made = int(THREEFRY_PASSES * aval_nbytes(eqn.outvars[0].aval))
-        slower = measured[node.id] / alone_seconds(device, eqn) if node.id in measured else 1.0
+        slower = measured[node.id] / alone_seconds(device, eqn, node.flops) if node.id in measured else 1.0
         once = slower * kernel_seconds(device, flops_dtype(eqn), flops, read + made)
         times = trips[node.loop] if node.loop >= 0 else 1
         step_seconds += once * times

@@ -55,6 +55,7 @@ def lower(
     workspace: Mapping[int, Scratch] | None = None,
     beside: Beside | None = None,
     seconds: Mapping[int, float] | None = None,
+    flops: Sequence[float] | None = None,
     patterns: Patterns = (),
 ) -> Graph:
     """The planner's view of a traced step.
@@ -62,11 +63,11 @@ def lower(
     **Arguments:**
 
     - `base_nbytes`: arguments + outputs - aliased bytes, per device.
-    - `written`: what the plain step's compiled program writes and reads; None where there is none, and fusion rules
-      decide.
+    - `written`: what the plain step's program writes and reads; None where there is none, and fusion rules decide.
     - `workspace`: scratch memory by equation index.
     - `beside`: what iterations of loops write that is no value.
-    - `seconds`: measured times of equations that ran alone, by index; the others' are the roofline's.
+    - `seconds`: measured times by index of equations that ran alone; the others' are the roofline's.
+    - `flops`: of each equation, where a device does only a part (see `_shardings.local`).
     - `patterns`: what `pins` the user gave besides the hints in the program.
 
     **Raises:** `HintError` where hints or pins contradict each other or the program.
@@ -120,7 +121,7 @@ def lower(
                 inputs=inputs,
                 outputs=outs,
                 seconds=0.0,
-                flops=eqn_flops(eqn),
+                flops=eqn_flops(eqn) if flops is None else flops[i],
                 workspace_nbytes=workspace[i].nbytes if workspace and i in workspace else 0,
                 shared_nbytes=beside.shared.get(i, 0),
                 borrows=beside.borrowed.get(i, ()),

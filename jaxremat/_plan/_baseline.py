@@ -16,9 +16,10 @@ from .._compiler._hlo import Module, parse
 from .._compiler._library_kernels import library_seconds
 from .._compiler._measured_times import measure
 from .._compiler._memory_stats import MemoryStats
-from .._compiler._program import Compiled, Program, spread
+from .._compiler._program import Compiled, Program
 from .._compiler._roofline import roofline
 from .._compiler._scratch import Scratch, scratch
+from .._compiler._shardings import Division
 from .._compiler._tags import Beside, Written, borrowed, constants, tagged, written
 from .._compiler._workspace import alone_seconds, workspaces
 from .._emit._emit import FENCES, emit
@@ -112,12 +113,18 @@ class Baseline:
         return self.forms[segments]
 
     @cached_property
+    def division(self) -> Division:
+        """Where the step's values are."""
+        return Division(self.program, self.args, self.kwargs)
+
+    @cached_property
     def rough(self) -> Graph:
         """The graph by rules alone, without a compilation."""
-        return self._roughly(self.traced, estimate_base(self.traced))
+        return self._roughly(self.traced, estimate_base(self.division.local(self.traced)[0]))
 
     def _roughly(self, traced: Traced, base_nbytes: int) -> Graph:
-        return lower(traced, self.device, base_nbytes=base_nbytes, patterns=self.pins)
+        there, flops = self.division.local(traced)
+        return lower(there, self.device, base_nbytes=base_nbytes, flops=flops, patterns=self.pins)
 
     @property
     def must_recompute(self) -> bool:
@@ -190,19 +197,21 @@ class Baseline:
 
     def _lowered(self, traced: Traced) -> Graph:
         base = MemoryStats.of(self.witness).base_nbytes
+        there, flops = self.division.local(traced)
         workspace = self._workspace(traced, int(self.temporaries_nbytes * _WORKSPACE_SHARE))
         seconds = self._measured(traced, self.temporaries_nbytes)
         again = {i: self._written_alone(each) for i, each in repeated(traced, self.backend).items()}
 
         def lowered(iterations: Mapping[int, Iteration], beside: Beside | None = None) -> Graph:
             return lower(
-                traced,
+                there,
                 self.device,
                 base_nbytes=base,
                 written=self._written(traced, iterations, again),
                 workspace=workspace,
                 beside=beside,
                 seconds=seconds,
+                flops=flops,
                 patterns=self.pins,
             )
 
@@ -267,7 +276,7 @@ class Baseline:
         """An iteration of a loop, compiled by itself."""
         if iteration.key not in self._iterations:
             with phase("compiling an iteration"):
-                self._iterations[iteration.key] = iteration.compiled(self.program)
+                self._iterations[iteration.key] = iteration.compiled(self.program, self.division.named)
         return self._iterations[iteration.key]
 
     def _looped_seconds(self, graph: Graph) -> float | None:
@@ -318,7 +327,7 @@ class Baseline:
         several devices where they are.
         """
         decided = self.pins or self.traced.hints
-        return not decided and not spread(self.program, self.args, self.kwargs)
+        return not decided and self.division.devices == 1
 
     def graph_of(self, segments: Segments, *, rough: bool = False) -> Graph:
         """The graph of such a form, its time counted from the plain step's."""
@@ -335,7 +344,7 @@ class Baseline:
     @cached_property
     def _shown(self) -> dict[int, Scratch]:
         """Scratch memory of the plain form's equations, as its program shows it."""
-        return scratch(self._module, self.traced.jaxpr.jaxpr.eqns)
+        return scratch(self._module, self.division.local(self.traced)[0].jaxpr.jaxpr.eqns)
 
     @cached_property
     def _called(self) -> dict[int, float]:
@@ -345,11 +354,12 @@ class Baseline:
     def _workspace(self, traced: Traced, least: int) -> dict[int, Scratch]:
         """Scratch memory by equation: what the program shows, and of the bodies of loops what they need alone."""
         platform, among = self.device.platform, None
+        there, _ = self.division.local(traced)
         if self.backend.fuses:
             own = (i for i, loop in enumerate(traced.loop_of) if loop >= 0)
             among = {i for i in own if traced.loops[traced.loop_of[i]].role == ALONE}
             among.update(i for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns) if is_in_chunks(eqn))
-        alone = workspaces(traced, self.program, platform, least, among)
+        alone = workspaces(there, self.program, platform, least, among)
         found = {i: Scratch(nbytes) for i, nbytes in alone.items()}
         if among is not None:
             places = self.traced.places(traced)
@@ -365,7 +375,7 @@ class Baseline:
                 return None
             return {j: self._called[i] for i, j in self.traced.places(traced).items() if i in self._called}
         least = int(temporaries_nbytes * _MEASURED_SHARE)
-        return measure(traced, self.here, self.program.compiler_options, least)
+        return measure(self.division.local(traced)[0], self.here, self.program.compiler_options, least)
 
     def jitted(self, graph: Graph, schedule: Schedule, fence: str = FENCES[0]) -> Any:
         """The step that follows a schedule of one of its graphs."""
