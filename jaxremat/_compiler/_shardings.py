@@ -108,7 +108,7 @@ def shardings(traced: Traced, program: Program, args: tuple[Any, ...], kwargs: d
     lowered = program.lower(program.evaluating(_numbered(traced), traced, keep_unused=True), args, kwargs)
     found, arguments = _compat.propagated(lowered)
     results: dict[int, list[list[tuple[tuple[int, ...], Layout]]]] = {}
-    for stack, made in found:
+    for stack, _, made in found:
         if tags := TAG.findall(stack.partition('"(')[0] + "/"):
             results.setdefault(int(tags[-1]), []).append(made)
     jaxpr = traced.jaxpr.jaxpr
@@ -119,9 +119,9 @@ def shardings(traced: Traced, program: Program, args: tuple[Any, ...], kwargs: d
         for k, var in enumerate(eqn.outvars):
             if hasattr(var.aval, "shape"):
                 layouts[var] = _result(eqn, k, results.get(i, []), layouts)
-    meshes = dict.fromkeys(_meshes(jaxpr.eqns, jax.tree.leaves((args, kwargs, program.in_shardings))))
+    named = dict.fromkeys(meshes(jaxpr.eqns, jax.tree.leaves((args, kwargs, program.in_shardings))))
     return Shardings(
-        device_count(program, args, kwargs), next(iter(meshes)) if len(meshes) == 1 else None, layouts
+        device_count(program, args, kwargs), next(iter(named)) if len(named) == 1 else None, layouts
     )
 
 
@@ -202,7 +202,7 @@ def _layout_of(sharding: Any, rank: int) -> Layout:
     return tuple(tuple((name, 1, sharding.mesh.shape[name]) for name in each) for each in named)
 
 
-def _meshes(eqns: Sequence[Any], leaves: Sequence[Any]) -> Iterable[Mesh | AbstractMesh]:
+def meshes(eqns: Sequence[Any], leaves: Sequence[Any]) -> Iterable[Mesh | AbstractMesh]:
     """The meshes that arguments or the program's constraints name."""
     given = [leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None) for leaf in leaves]
     given += [eqn.params["sharding"] for eqn in eqns if eqn.primitive.name == "sharding_constraint"]

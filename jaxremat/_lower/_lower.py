@@ -29,6 +29,7 @@ from .._program._primitives import (
     is_repeatable,
     reads_memory,
 )
+from .._rewrite._gathered_operands import is_gather
 from .._rewrite._loop_opening import ALONE, BACKWARD, FORWARD, Loop
 from .._rewrite._max_pool_gradient import is_pooling_gradient
 from .._rewrite._row_chunks import is_in_chunks
@@ -58,17 +59,13 @@ def lower(
     flops: Sequence[float] | None = None,
     patterns: Patterns = (),
 ) -> Graph:
-    """The planner's view of a traced step.
+    """The planner's view of a traced step, as one device has it.
 
-    **Arguments:**
-
-    - `base_nbytes`: arguments + outputs - aliased bytes, per device.
+    - `base_nbytes`: arguments + outputs - aliased bytes.
     - `written`: what the plain step's program writes and reads; None where there is none, and fusion rules decide.
-    - `workspace`: scratch memory by equation index.
-    - `beside`: what iterations of loops write that is no value.
+    - `workspace`: scratch memory by equation index; `beside`: what iterations of loops write that is no value.
     - `seconds`: measured times by index of equations that ran alone; the others' are the roofline's.
-    - `flops`: of each equation, where a device does only a part (see `_shardings.local`).
-    - `patterns`: what `pins` the user gave besides the hints in the program.
+    - `flops` of each equation, where a device does only a part; `patterns`: what `pins` the user gave besides hints.
 
     **Raises:** `HintError` where hints or pins contradict each other or the program.
     """
@@ -98,6 +95,7 @@ def lower(
         add(var, -1)
     beside = beside or Beside()
     nodes: list[Node] = []
+    sent = written.sent if written is not None else frozenset[int]()
     fuses = backend(device.platform).fuses  # the kernels of a pooling's gradient make its operand themselves
     backward: set[int] = set()  # values downstream of the backward pass
     behind: set[int] = set()  # and those of what makes gradients along with the loss
@@ -127,10 +125,11 @@ def lower(
                 borrows=beside.borrowed.get(i, ()),
                 constant_nbytes=beside.constants.get(i, 0),
                 flattened=not fuses and is_flattened(eqn),
-                heavy=is_heavy(eqn) or in_rounds(device, eqn),
-                contraction=reads_memory(eqn) and not (fuses and is_pooling_gradient(eqn)),
+                heavy=is_heavy(eqn) or is_gather(eqn) or in_rounds(device, eqn),
+                contraction=is_gather(eqn)
+                or (reads_memory(eqn) and not (fuses and is_pooling_gradient(eqn))),
                 forward=not late,
-                repeatable=is_repeatable(eqn),
+                repeatable=is_repeatable(eqn) and (i not in sent or is_gather(eqn)),
                 scope=stack,
                 source=_compat.user_line(eqn),
                 loop=traced.loop_of[i],

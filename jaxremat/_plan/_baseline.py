@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from .._compiler._devices import DeviceSpec
+from .._compiler._gathers import gathers
 from .._compiler._hlo import Module, parse
 from .._compiler._library_kernels import library_seconds
 from .._compiler._measured_times import measure
@@ -89,7 +90,10 @@ class Baseline:
         """The step as it is."""
         keep = self.respect_checkpoint
         with phase("tracing the step"):
-            return trace(self.program.plain, self.args, self.kwargs, respect_checkpoint=keep)
+            traced = trace(self.program.plain, self.args, self.kwargs, respect_checkpoint=keep)
+        if self.division.devices == 1:
+            return traced
+        return traced.gathered(gathers(traced, self.program, self.args, self.kwargs))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -267,11 +267,13 @@ Layout = tuple[tuple[Axis, ...], ...]
 """For each dimension of an array the axes over which it is divided."""
 
 
-def propagated(lowered: Any) -> tuple[list[tuple[str, list[tuple[tuple[int, ...], Layout]]]], list[Layout]]:
-    """What the compiler's propagation of shardings says of a lowered program, without compiling it.
+Operation = tuple[str, list[Layout], list[tuple[tuple[int, ...], Layout]]]
+"""Of an operation its name stack, the layouts of its operands, and shape and layout of each of its results."""
 
-    **Returns:** for each operation its name stack, and the shape and layout of each of its results; the layouts of the
-    program's arguments.
+
+def propagated(lowered: Any) -> tuple[list[Operation], list[Layout]]:
+    """What the compiler's propagation of shardings says of a lowered program's operations and of its arguments, without
+    compiling it.
     """
     # What JAX lowers a loop's body to is a call, into which shardings are not propagated: calls are inlined first, by
     # an extension that comes with the dialect of kernels for GPUs.
@@ -284,10 +286,11 @@ def propagated(lowered: Any) -> tuple[list[tuple[str, list[tuple[tuple[int, ...]
         return _layouts_of(module)
 
 
-def _layouts_of(module: Any) -> tuple[list[tuple[str, list[tuple[tuple[int, ...], Layout]]]], list[Layout]]:
+def _layouts_of(module: Any) -> tuple[list[Operation], list[Layout]]:
     sizes: dict[str, dict[str, int]] = {}
-    found: list[tuple[str, list[tuple[tuple[int, ...], Layout]]]] = []
+    found: list[Operation] = []
     arguments: list[Layout] = []
+    known: dict[Any, Layout] = {}
 
     def shape_of(kind: Any) -> tuple[int, ...]:
         return tuple(kind.shape) if isinstance(kind, _ir.RankedTensorType) else ()
@@ -315,10 +318,12 @@ def _layouts_of(module: Any) -> tuple[list[tuple[str, list[tuple[tuple[int, ...]
             sizes[_ir.StringAttr(attributes["sym_name"]).value] = {axis.name: axis.size for axis in mesh}
         if op.name == "func.func" and _ir.StringAttr(attributes["sym_name"]).value == "main":
             types = _ir.FunctionType(_ir.TypeAttr(attributes["function_type"]).value).inputs
-            own = _ir.ArrayAttr(attributes["arg_attrs"]) if "arg_attrs" in attributes else ()
+            bare = [_ir.DictAttr.get({})] * len(types)
+            own = _ir.ArrayAttr(attributes["arg_attrs"]) if "arg_attrs" in attributes else bare
             for kind, each in zip(types, own, strict=True):
                 given = [a.attr for a in _ir.DictAttr(each) if a.name == "sdy.sharding"]
                 arguments.append(layout(given[0] if given else None, len(shape_of(kind))))
+            known.update(zip(op.regions[0].blocks[0].arguments, arguments, strict=True))
         shapes = [shape_of(result.type) for result in op.results]
         several = next((attributes[a] for a in ("sdy.sharding", "out_shardings") if a in attributes), None)
         given = [None] * len(shapes)
@@ -328,7 +333,9 @@ def _layouts_of(module: Any) -> tuple[list[tuple[str, list[tuple[tuple[int, ...]
             given = [attributes["sharding"]]
         if shapes:
             layouts = [layout(each, len(shape)) for each, shape in zip(given, shapes, strict=True)]
-            found.append((str(op.location), list(zip(shapes, layouts, strict=True))))
+            known.update(zip(op.results, layouts, strict=True))
+            read = [known.get(a, ((),) * len(shape_of(a.type))) for a in op.operands]
+            found.append((str(op.location), read, list(zip(shapes, layouts, strict=True))))
         return _ir.WalkResult.ADVANCE
 
     module.walk(visit, _ir.WalkOrder.PRE_ORDER)

@@ -23,6 +23,7 @@ from .._program._inline import Inliner
 from .._program._primitives import is_late
 from .._runtime._errors import JaxrematWarning
 from .._runtime._garbage import uncollected
+from ._gathered_operands import Gather, gathered
 from ._loop_opening import ALONE, BACKWARD, Loop, Opened, open_loops
 from ._loop_segments import backward_of, cuttable, segmented
 from ._memory_order import memory_order
@@ -45,7 +46,8 @@ class Traced:
     other loops, and which of them are `cuttable`, `segments` the levels that each has here, empty where it is as it
     was, `gains` what absorbing updates saves in each, and `over` the arguments that loops write over here;
     `regions` what may be done in chunks of rows, whose numbers stand in `segments` behind the pairs';
-    `respect_checkpoint` whether what the user's checkpoints compute again is left as it is.
+    `respect_checkpoint` whether what the user's checkpoints compute again is left as it is; `gathers` the operands that
+    equations of their own gather.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -68,16 +70,27 @@ class Traced:
     over: frozenset[Any]
     regions: tuple[Region, ...]
     respect_checkpoint: bool
+    gathers: tuple[Gather, ...] = ()
 
     def in_segments(self, segments: Segments) -> "Traced":
         """The same step with its pairs of scans in levels, see `_loop_segments`, or one of its regions in chunks."""
+        return self._again(segments, self.regions, self.gathers)
+
+    def gathered(self, gathers: tuple[Gather, ...]) -> "Traced":
+        """The same step with the gathering of operands in equations of its own, by index in `flat`."""
+        return self._again((), None, gathers) if gathers else self
+
+    def _again(
+        self, segments: Segments, known: Sequence[Region] | None, gathers: tuple[Gather, ...]
+    ) -> "Traced":
         return normalise(
             self.closed,
             self.in_tree,
             self.out_tree,
             self.donated,
             segments,
-            self.regions,
+            known,
+            gathers,
             respect_checkpoint=self.respect_checkpoint,
         )
 
@@ -125,6 +138,7 @@ def normalise(
     donated: Sequence[bool] = (),
     segments: Segments = (),
     known: Sequence[Region] | None = None,
+    gathers: tuple[Gather, ...] = (),
     *,
     respect_checkpoint: bool = False,
     apart: bool = False,
@@ -132,11 +146,12 @@ def normalise(
     """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in levels and one of its
     regions in chunks.
 
-    **Arguments:** `known` the regions, if they have been looked for; `apart`: the forward pass is a program of its own,
-    so that all of it stands before the backward pass, and nothing is of both.
+    **Arguments:** `known` the regions, if they have been looked for; `gathers` operands that are gathered by equations
+    of their own; `apart`: the forward pass is a program of its own, so that all of it stands before the backward pass,
+    and nothing is of both.
     """
     inliner = Inliner(respect_checkpoint=respect_checkpoint)
-    flat = inliner.program(closed)
+    flat = gathered(inliner.program(closed), gathers)
     once, once_of, _, first = _merged(flat, inliner)
     scans = [once.jaxpr.eqns[i] for i in backward_of(once.jaxpr.eqns)]
     lengths = tuple(scan.params["length"] for scan in scans)
@@ -189,6 +204,7 @@ def normalise(
         over=frozenset(inside.over.values()),
         regions=tuple(known),
         respect_checkpoint=respect_checkpoint,
+        gathers=gathers,
     )
 
 

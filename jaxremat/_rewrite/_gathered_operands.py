@@ -1,0 +1,65 @@
+"""Equations, where operands have to be gathered -> the same with each gather an equation of its own.
+
+A product of an operand that is divided over devices along an axis over which the result is not divided likewise needs
+it whole: the compiler gathers it, once for all products that read it, and keeps what it has gathered until the last of
+them has run. As a value of the program that is something a plan can know of: keep it, or gather it again. Law: the
+same results, by the same collectives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.sharding import NamedSharding
+
+from .._program import _compat
+
+GATHER = "#gather"
+"""In the name stack of the equations that gather."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """**Fields:** `eqn` the index of the equation that wants an operand gathered; `operand` which one; `sharding` where
+    it wants it.
+    """
+
+    eqn: int
+    operand: int
+    sharding: NamedSharding
+
+
+def gathered(flat: jex.ClosedJaxpr, gathers: Sequence[Gather]) -> jex.ClosedJaxpr:
+    """Flat equations that read what others have gathered for them."""
+    wanted: dict[int, list[Gather]] = {}
+    for gather in gathers:
+        wanted.setdefault(gather.eqn, []).append(gather)
+    known: dict[Any, Any] = {}
+    eqns: list[Any] = []
+    for i, eqn in enumerate(flat.jaxpr.eqns):
+        invars = list(eqn.invars)
+        for gather in wanted.get(i, ()):
+            var = invars[gather.operand]
+            if (var, gather.sharding) not in known:
+                made = _made(var, gather.sharding, eqn)
+                eqns.append(made)
+                known[var, gather.sharding] = made.outvars[0]
+            invars[gather.operand] = known[var, gather.sharding]
+        eqns.append(eqn.replace(invars=invars) if i in wanted else eqn)
+    return _compat.new_jaxpr(flat.jaxpr.constvars, flat.consts, flat.jaxpr.invars, flat.jaxpr.outvars, eqns)
+
+
+def _made(var: Any, sharding: NamedSharding, reader: Any) -> Any:
+    """The equation that gathers a variable."""
+    of = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+    (eqn,) = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(of).jaxpr.eqns
+    info = _compat.under(_compat.root_source(reader), reader)
+    placed = eqn.replace(invars=[var], outvars=[_compat.new_var(var.aval)], source_info=info)
+    return _compat.in_scope(placed, GATHER)
+
+
+def is_gather(eqn: Any) -> bool:
+    """Whether the equation is one of these."""
+    return eqn.primitive.name == "sharding_constraint" and GATHER in _compat.name_stack_text(eqn)
