@@ -288,7 +288,7 @@ class Step:
         **Raises:** `InfeasibleBudgetError` where that compiler needs more than the budget.
         """
         target = self._program.target
-        if target is not None and find(str(device_of(args, kwargs).device_kind)) == target.name:
+        if target is not None and find(str(device_of(args, kwargs).device_kind)) == target.device:
             compiled = planned.jitted.lower(*args, **kwargs).compile()
             if self._options.verify:
                 confirm(planned.plan, compiled)

@@ -10,7 +10,8 @@ import jax
 import jax.extend.core as jex
 
 from .._rewrite._trace import Traced
-from ._target import Target, TargetCompiled, TargetLowered
+from .._runtime._errors import TargetError
+from ._target import Target, TargetCompiled, TargetLowered, mismatch
 
 _KEEP_FENCES = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 """XLA:CPU removes optimization barriers before its last common-subexpression pass, which then undoes every plan."""
@@ -136,7 +137,18 @@ class Program:
 
 
 def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    """The program with the compiler options of the device that it is for."""
+    """The program with the compiler options of the device that it is for.
+
+    **Raises:** `TargetError` where it is on another number of devices than its target has, or on none.
+    """
+    count = device_count(program, args, kwargs)
+    if program.target is not None and program.target.devices != count:
+        raise mismatch(program.target, count)
+    if program.target is None and any(map(_is_abstract, _shardings(program, args, kwargs))):
+        raise TargetError(
+            "The arguments are on an `AbstractMesh`, which has no devices to compile for. Name them: "
+            f'`target="h100x{count}"`; or pass arguments on a mesh of the devices at hand, `jax.make_mesh`.'
+        )
     platform = "gpu" if program.target is not None else device_of(args, kwargs).platform
     options = compiler_options(platform, dict(program.compiler_options))
     return replace(program, compiler_options=tuple(sorted(options.items())))
@@ -146,13 +158,24 @@ def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The device that the step will run on: that of its first array or struct with a sharding, else the default."""
     for leaf in jax.tree.leaves((args, kwargs)):
         sharding = getattr(leaf, "sharding", None)
-        if sharding is not None:
+        if sharding is not None and not _is_abstract(sharding):
             return min(sharding.device_set, key=lambda d: d.id)
     return jax.devices()[0]
 
 
 def device_count(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How many devices the step is on, by its arguments and results."""
+    return max((sharding.num_devices for sharding in _shardings(program, args, kwargs)), default=1)
+
+
+def _shardings(
+    program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[jax.sharding.Sharding]:
     given = jax.tree.leaves((program.in_shardings, program.out_shardings))
     given += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((args, kwargs))]
-    return max((sharding.num_devices for sharding in given if hasattr(sharding, "num_devices")), default=1)
+    return [sharding for sharding in given if isinstance(sharding, jax.sharding.Sharding)]
+
+
+def _is_abstract(sharding: jax.sharding.Sharding) -> bool:
+    """Whether it is on a mesh that has no devices."""
+    return isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)

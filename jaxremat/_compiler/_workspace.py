@@ -39,7 +39,7 @@ def workspaces(
     """
     program = Program(_nothing, compiler_options=program.compiler_options, target=program.target)
     slicing = backend(platform).hoists  # as the emitter does
-    device = jax.default_backend() if program.target is None else program.target.name
+    device = jax.default_backend() if program.target is None else program.target.device
     where = (sorted(program.compiler_options), jax.__version__, device)
     cache = Figures("workspace.json", int)
     large = [
