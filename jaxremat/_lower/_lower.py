@@ -16,7 +16,7 @@ from .._emit._layouts import axes_in_memory
 from .._model._backend import backend
 from .._model._graph import Graph, Node, Pin, Stage, Value
 from .._model._pins import Patterns, matching, with_pins
-from .._model._primitive_names import OVERWRITING
+from .._model._primitive_names import GATHER, OVERWRITING
 from .._model._stages import cut_stages
 from .._program import _compat
 from .._program._flops import aval_nbytes, eqn_flops, in_rounds
@@ -115,7 +115,7 @@ def lower(
         nodes.append(
             Node(
                 id=i,
-                primitive=eqn.primitive.name,
+                primitive=GATHER if is_gather(eqn) else eqn.primitive.name,
                 inputs=inputs,
                 outputs=outs,
                 seconds=0.0,

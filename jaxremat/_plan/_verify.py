@@ -335,6 +335,7 @@ class _Planner:
             segments=graph.segments,
             loops=loop_forms(traced.lengths, graph.segments, traced.sources, traced.rows),
             margin_nbytes=self.margin_nbytes,
+            devices=self.baseline.division.devices,
             respect_checkpoint=self.baseline.respect_checkpoint,
         )
 
