@@ -91,9 +91,8 @@ class Baseline:
         keep = self.respect_checkpoint
         with phase("tracing the step"):
             traced = trace(self.program.plain, self.args, self.kwargs, respect_checkpoint=keep)
-        if self.division.devices == 1:
-            return traced
-        return traced.gathered(gathers(traced, self.program, self.args, self.kwargs))
+        several = self.division.devices > 1
+        return traced.gathered(gathers(traced, self.program, self.args, self.kwargs)) if several else traced
 
     @cached_property
     def fingerprint(self) -> str:
@@ -327,9 +326,7 @@ class Baseline:
 
     @cached_property
     def _may_chunk(self) -> bool:
-        """Whether rows may be done in chunks: values that the user decides about stay what they are, and arrays on
-        several devices where they are.
-        """
+        """Whether rows may be done in chunks: not where the user decides about values, nor on several devices."""
         decided = self.pins or self.traced.hints
         return not decided and self.division.devices == 1
 

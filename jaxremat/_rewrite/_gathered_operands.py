@@ -6,6 +6,7 @@ them has run. As a value of the program that is something a plan can know of: ke
 same results, by the same collectives.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,7 @@ from jax.sharding import NamedSharding
 
 from .._program import _compat
 
-GATHER = "#gather"
-"""In the name stack of the equations that gather."""
+_PLACING = ("sharding_constraint", "reshard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,11 @@ def _made(var: Any, sharding: NamedSharding, reader: Any) -> Any:
     of = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
     (eqn,) = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(of).jaxpr.eqns
     info = _compat.under(_compat.root_source(reader), reader)
-    placed = eqn.replace(invars=[var], outvars=[_compat.new_var(var.aval)], source_info=info)
-    return _compat.in_scope(placed, GATHER)
+    return eqn.replace(invars=[var], outvars=[_compat.new_var(var.aval)], source_info=info)
 
 
 def is_gather(eqn: Any) -> bool:
-    """Whether the equation is one of these."""
-    return eqn.primitive.name == "sharding_constraint" and GATHER in _compat.name_stack_text(eqn)
+    """Whether an equation gathers its operand, by the types that one device has of both."""
+    if eqn.primitive.name not in _PLACING:
+        return False
+    return math.prod(eqn.outvars[0].aval.shape) > math.prod(eqn.invars[0].aval.shape)
