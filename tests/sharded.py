@@ -96,7 +96,7 @@ def main(case: str) -> None:
     args = (pairs[0] if case == "scan" else pairs, array(99, (rows, width), "data"))
     program = placed(Program(step), args, {})
     found = trace(program.plain, args, {})
-    found = found.gathered(gathers(found, program, args, {}))
+    found = found.gathered(gathers(found, program, args, {}), 8)
     division = Division(program, args, {})
     local, flops = division.local(found)
     assert flops is not None

@@ -91,8 +91,9 @@ class Baseline:
         keep = self.respect_checkpoint
         with phase("tracing the step"):
             traced = trace(self.program.plain, self.args, self.kwargs, respect_checkpoint=keep)
-        several = self.division.devices > 1
-        return traced.gathered(gathers(traced, self.program, self.args, self.kwargs)) if several else traced
+        if (count := self.division.devices) == 1:
+            return traced
+        return traced.gathered(gathers(traced, self.program, self.args, self.kwargs), count)
 
     @cached_property
     def fingerprint(self) -> str:

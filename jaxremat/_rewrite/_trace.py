@@ -47,7 +47,7 @@ class Traced:
     was, `gains` what absorbing updates saves in each, and `over` the arguments that loops write over here;
     `regions` what may be done in chunks of rows, whose numbers stand in `segments` behind the pairs';
     `respect_checkpoint` whether what the user's checkpoints compute again is left as it is; `gathers` the operands that
-    equations of their own gather.
+    equations of their own gather, `devices` how many it is on.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -71,19 +71,22 @@ class Traced:
     regions: tuple[Region, ...]
     respect_checkpoint: bool
     gathers: tuple[Gather, ...] = ()
+    devices: int = 1
 
     def in_segments(self, segments: Segments) -> "Traced":
         """The same step with its pairs of scans in levels, see `_loop_segments`, or one of its regions in chunks."""
         return self._again(segments, self.regions, self.gathers)
 
-    def gathered(self, gathers: tuple[Gather, ...]) -> "Traced":
-        """The same step with the gathering of operands in equations of its own, by index in `flat`."""
-        return self._again((), None, gathers) if gathers else self
+    def gathered(self, gathers: tuple[Gather, ...], devices: int) -> "Traced":
+        """The same step on several devices, with the gathering of operands in equations of its own, by index in
+        `flat`.
+        """
+        return replace(self._again((), None, gathers) if gathers else self, devices=devices)
 
     def _again(
         self, segments: Segments, known: Sequence[Region] | None, gathers: tuple[Gather, ...]
     ) -> "Traced":
-        return normalise(
+        again = normalise(
             self.closed,
             self.in_tree,
             self.out_tree,
@@ -93,6 +96,7 @@ class Traced:
             gathers,
             respect_checkpoint=self.respect_checkpoint,
         )
+        return replace(again, devices=self.devices)
 
     @property
     def rows(self) -> list[tuple[int, str]]:
