@@ -73,9 +73,10 @@ def optimize(
       at once, also within a solve.
     - `verify`: compile, compare with the budget, correct and plan again at most twice. False trusts the model.
     - `effort`: `"thorough"` allows more rounds, and tries other forms of fences.
-    - `target`: plan for this device, one of `jaxremat.targets()`, on a machine that need not have it: the peak is that
-      of XLA's compiler for it (`pip install "jaxremat[targets]"`). Such a step can be planned, lowered and compiled
-      anywhere, and called where the device is.
+    - `target`: plan for this device, one of `jaxremat.targets()`, or several, `"h100x8"`, `"h100:16x8"` on 16 hosts,
+      on a machine that need not have them: the peak is that of XLA's compiler for it, on one device
+      (`pip install "jaxremat[targets]"`). Such a step can be planned, lowered and compiled anywhere, and called where
+      the device is.
     - `profile`: where the planner's times come from: `"roofline"` from the device's figures, `"measure"` from running
       each distinct operation alone on the device at hand, once (kept in the cache folder).
     - `workspace_margin`: what the compiled peak leaves free below the budget, for memory that the compiler does not
@@ -297,7 +298,7 @@ class Step:
         **Raises:** `InfeasibleBudgetError` where that compiler needs more than the budget.
         """
         target = self._program.target
-        if target is not None and find(str(device_of(args, kwargs).device_kind)) == target.name:
+        if target is not None and find(str(device_of(args, kwargs).device_kind)) == target.device:
             compiled = planned.jitted.lower(*args, **kwargs).compile()
             if self._options.verify:
                 confirm(planned.plan, compiled)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from .._api._optimize import Step
 from .._compiler._program import placed
+from .._compiler._target import Target
 from .._model._device_specs import find
 from .._plan._plan import Plan
 from .._runtime._bytes import format_nbytes
@@ -94,7 +95,9 @@ def _both(
 
 def _here(target: str | None) -> None:
     """**Raises:** `TargetError` where the steps could not be run."""
-    if target is not None and target not in {find(str(d.device_kind)) for d in jax.local_devices()}:
+    if target is not None and Target(target).device not in {
+        find(str(d.device_kind)) for d in jax.local_devices()
+    }:
         raise TargetError(
             f"`--target {target}` is not in this machine, and both steps are to be run. Leave it out to run them here, "
             f"or use `jaxremat plan --target {target}`, which only compiles."

@@ -15,9 +15,9 @@ import typer
 
 from .._api._optimize import Step, optimize
 from .._compiler._program import Program
-from .._compiler._target import targets
+from .._compiler._target import Target, targets
 from .._runtime._bytes import Budget
-from .._runtime._errors import ArgumentError
+from .._runtime._errors import ArgumentError, TargetError
 from .._solver import Chen, Greedy, MinCut, RecomputeAll
 
 SOLVERS = {"mincut": MinCut, "greedy": Greedy, "chen": Chen, "recompute-all": RecomputeAll}
@@ -26,8 +26,11 @@ SOLVERS = {"mincut": MinCut, "greedy": Greedy, "chen": Chen, "recompute-all": Re
 
 def known_target(name: str | None) -> str | None:
     """A target's name as it is. **Raises:** an error of usage for others."""
-    if name is not None and name not in targets():
-        raise typer.BadParameter(f"{name!r} is none of {', '.join(targets())}")
+    if name is not None:
+        try:
+            Target(name)
+        except TargetError as error:
+            raise typer.BadParameter(str(error)) from None
     return name
 
 
@@ -44,7 +47,7 @@ TargetName = Annotated[
         "--target",
         callback=known_target,
         autocompletion=lambda: list(targets()),
-        help="Compile for this device, here or not (`jaxremat devices`).",
+        help="Compile for this device, here or not (`jaxremat devices`), or several: h100x8, h100:16x8.",
     ),
 ]
 

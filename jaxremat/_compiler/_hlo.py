@@ -20,6 +20,13 @@ CONTROL = frozenset({"while", "conditional", "call", "async-start"})
 UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 # These keep a value: XLA inserts them, untagged, to change its layout, round it, or pad it for a library.
 _KEEPS = frozenset({"bitcast", "copy", "transpose", "reshape", "convert", "pad", "opt-barrier", "copy-start"})
+# Devices send each other something.
+COLLECTIVES = frozenset(
+    {
+        "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+        "collective-broadcast",
+    }
+)  # fmt: skip
 HOST_SPACE = 5  # memory space of pinned host memory in a layout, S(5)
 
 

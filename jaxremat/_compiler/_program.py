@@ -10,7 +10,8 @@ import jax
 import jax.extend.core as jex
 
 from .._rewrite._trace import Traced
-from ._target import Target, TargetCompiled, TargetLowered
+from .._runtime._errors import TargetError
+from ._target import Target, TargetCompiled, TargetLowered, mismatch
 
 _DRAFT = {"xla_backend_optimization_level": 0}
 """Machine code that nobody optimises, of the same kernels in the same order and memory: half of a compilation."""
@@ -80,9 +81,9 @@ class Program:
         """`jax.jit` of the function itself."""
         return self.jit(self.fn)
 
-    def jit(self, fn: Callable[..., Any]) -> Any:
+    def jit(self, fn: Callable[..., Any], *, keep_unused: bool = False) -> Any:
         """`jax.jit` of a function with this program's signature, with this program's options."""
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"keep_unused": keep_unused}
         for name in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"):
             if getattr(self, name):
                 options[name] = getattr(self, name)
@@ -139,7 +140,7 @@ class Program:
             *sorted((k, v) for k, v in kwargs.items() if k in names),
         )
 
-    def evaluating(self, closed: jex.ClosedJaxpr, traced: Traced) -> Any:
+    def evaluating(self, closed: jex.ClosedJaxpr, traced: Traced, *, keep_unused: bool = False) -> Any:
         """`jit` of a function with the program's signature that evaluates a flat jaxpr of it."""
         evaluate = jex.jaxpr_as_fun(closed)
         name = getattr(self.fn, "__name__", "step")
@@ -150,11 +151,22 @@ class Program:
 
         step.__name__ = step.__qualname__ = name
         step.__wrapped__ = self.fn  # type: ignore[attr-defined]  # its signature, for donation and static arguments by name
-        return self.jit(step)
+        return self.jit(step, keep_unused=keep_unused)
 
 
 def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    """The program with the compiler options of the device that it is for."""
+    """The program with the compiler options of the device that it is for.
+
+    **Raises:** `TargetError` where it is on another number of devices than its target has, or on none.
+    """
+    count = device_count(program, args, kwargs)
+    if program.target is not None and program.target.devices != count:
+        raise mismatch(program.target, count)
+    if program.target is None and any(map(_is_abstract, _shardings(program, args, kwargs))):
+        raise TargetError(
+            "The arguments are on an `AbstractMesh`, which has no devices to compile for. Name them: "
+            f'`target="h100x{count}"`; or pass arguments on a mesh of the devices at hand, `jax.make_mesh`.'
+        )
     platform = "gpu" if program.target is not None else device_of(args, kwargs).platform
     options = compiler_options(platform, dict(program.compiler_options))
     return replace(program, compiler_options=tuple(sorted(options.items())))
@@ -164,13 +176,24 @@ def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The device that the step will run on: that of its first array or struct with a sharding, else the default."""
     for leaf in jax.tree.leaves((args, kwargs)):
         sharding = getattr(leaf, "sharding", None)
-        if sharding is not None:
+        if sharding is not None and not _is_abstract(sharding):
             return min(sharding.device_set, key=lambda d: d.id)
     return jax.devices()[0]
 
 
-def spread(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an argument, or a result, is on several devices."""
+def device_count(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many devices the step is on, by its arguments and results."""
+    return max((sharding.num_devices for sharding in _shardings(program, args, kwargs)), default=1)
+
+
+def _shardings(
+    program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[jax.sharding.Sharding]:
     given = jax.tree.leaves((program.in_shardings, program.out_shardings))
     given += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((args, kwargs))]
-    return any(len(getattr(sharding, "device_set", ())) > 1 for sharding in given)
+    return [sharding for sharding in given if isinstance(sharding, jax.sharding.Sharding)]
+
+
+def _is_abstract(sharding: jax.sharding.Sharding) -> bool:
+    """Whether it is on a mesh that has no devices."""
+    return isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)

@@ -1,8 +1,9 @@
 """Module, DeviceSpec -> Roofline: seconds of the compiled program, from its kernels, without running it.
 
-Law: time(kernel) = max(flops / peak, bytes / bandwidth) + launch; a loop's kernels count once per trip, of a
-branch the dearer side. The bytes are those of the kernel's operands and results that it must touch: a slice
-reads its window, an update in place writes its window, what stays inside a fusion costs none.
+Law: time(kernel) = max(flops / peak, bytes / bandwidth, bytes sent to other devices / link) + launch, one kernel after
+the other; a loop's kernels count once per trip, of a branch the dearer side. The bytes are those of the kernel's
+operands and results that it must touch: a slice reads its window, an update in place writes its window, what stays
+inside a fusion costs none.
 """
 
 import functools
@@ -13,7 +14,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ._devices import DeviceSpec
-from ._hlo import CONTROL, FREE, UPDATES, Computation, Instruction, Module, Shape, updated_in_place
+from ._hlo import (
+    COLLECTIVES,
+    CONTROL,
+    FREE,
+    UPDATES,
+    Computation,
+    Instruction,
+    Module,
+    Shape,
+    updated_in_place,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,16 @@ class Kernel:
     @property
     def nbytes(self) -> int:
         return self.read_nbytes + self.written_nbytes
+
+    @property
+    def sent_nbytes(self) -> int:
+        """What a device sends to others: in a ring, each part of a result once, or twice where it is added up first."""
+        opcode = self.instruction.opcode.removesuffix("-start")
+        if opcode not in COLLECTIVES:
+            return 0
+        if opcode in ("all-gather", "reduce-scatter"):
+            return abs(self.written_nbytes - self.read_nbytes)
+        return self.written_nbytes * (2 if opcode == "all-reduce" else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +88,8 @@ def roofline(module: Module, device: DeviceSpec) -> Roofline:
 def seconds_of(kernel: Kernel, device: DeviceSpec) -> float:
     """Seconds of one trip."""
     arithmetic = sum(operations / device.peak(dtype) for dtype, operations in kernel.flops)
-    return max(arithmetic, kernel.nbytes / device.bandwidth) + device.launch_seconds
+    moving = max(kernel.nbytes / device.bandwidth, kernel.sent_nbytes / device.link)
+    return max(arithmetic, moving) + device.launch_seconds
 
 
 def kernels(module: Module) -> Iterator[Kernel]:

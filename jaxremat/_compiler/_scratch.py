@@ -15,7 +15,7 @@ from typing import Any
 
 from .._model._graph import Graph
 from ._attribution import Values, purposes, values_of
-from ._hlo import CONTROL, Computation, Instruction, Module, executed
+from ._hlo import COLLECTIVES, CONTROL, Computation, Instruction, Module, executed
 from ._liveness import peak_of
 
 Span = tuple[int, int, int]
@@ -59,9 +59,16 @@ def _of(module: Module, computation: Computation, values: Values) -> dict[int, S
         results[tag] += life.buffer.nbytes
     kernel_for = [set(tags) for tags in known.wanted]
     scope = computation.by_name()
-    extras = [each for each in known.extras if not _is_spare(each[0].buffer.instruction, scope)]
+    # What devices send each other is values, of several equations where the compiler makes one of them.
+    sending = [each.opcode.removesuffix("-start") in COLLECTIVES for each in computation.instructions]
+    extras = [
+        (life, copied)
+        for life, copied in known.extras
+        if not sending[life.born] and not _is_spare(life.buffer.instruction, scope)
+    ]
     for life, copied in extras:
-        users = set().union(*(known.wanted[p] for p in life.readers)) or known.wanted[life.born]
+        users = set().union(*(known.wanted[life.born if sending[p] else p] for p in life.readers))
+        users = users or known.wanted[life.born]
         kernel_for[life.born] |= users
         if copied:
             users = users.union(*own[life.born : life.dies + 1])

@@ -14,7 +14,7 @@ from .._model._backend import Backend
 from .._program import _compat
 from .._rewrite._kernel_choice import inline, replaced
 from .._rewrite._trace import Traced
-from ._hlo import CONTROL, FREE, Instruction, Module, executed, maker, materialised
+from ._hlo import COLLECTIVES, CONTROL, FREE, Instruction, Module, executed, maker, materialised
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,13 @@ class Written:
 
     **Fields:** `sizes` in bytes of the buffers that kernels write for each equation; `kernels` the kernels that read
     any such buffer, each as the equations whose buffers it writes and those whose buffers it reads; `loops` those of
-    whose iterations it says as much.
+    whose iterations it says as much; `sent` the equations for which devices send each other something.
     """
 
     sizes: Mapping[int, tuple[int, ...]]
     kernels: tuple[tuple[frozenset[int], frozenset[int]], ...]
     loops: frozenset[int] = frozenset()
+    sent: frozenset[int] = frozenset()
 
     def renumbered(self, place: Mapping[int, int]) -> "Written":
         """The same by other indices; equations without one are left out."""
@@ -40,7 +41,8 @@ class Written:
             )
             for writes, reads in self.kernels
         )
-        return Written(sizes, tuple((writes, reads) for writes, reads in kernels if reads), self.loops)
+        kernels = tuple((writes, reads) for writes, reads in kernels if reads)
+        return Written(sizes, kernels, self.loops, frozenset(place[i] for i in self.sent if i in place))
 
     def also(self, loop: int, iteration: "Written") -> "Written":
         """The same with all that the iterations of a loop write and read, by the same indices."""
@@ -49,7 +51,7 @@ class Written:
     def with_(self, iteration: "Written") -> "Written":
         """The same with some of what the iterations of a loop write and read, by the same indices."""
         sizes, kernels = {**self.sizes, **iteration.sizes}, (*self.kernels, *iteration.kernels)
-        return Written(sizes, kernels, self.loops)
+        return Written(sizes, kernels, self.loops, self.sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,9 @@ class Beside:
 
 
 TAG = re.compile(r"#(\d+)(?:[/)]|$)")
+SEVERAL = re.compile(
+    r"#(\d+)(?=[/):]|$)"
+)  # where the compiler makes one of several, it says whose all of them were
 
 
 def tagged(traced: Traced, backend: Backend) -> jex.ClosedJaxpr:
@@ -84,16 +89,19 @@ def tagged(traced: Traced, backend: Backend) -> jex.ClosedJaxpr:
 def written(module: Module) -> Written:
     """What kernels write for the tagged equations, and what they read of that."""
     kernels = []
+    sent: set[int] = set()
     for computation in executed(module):
         scope = computation.by_name()
         for instruction in computation.instructions:
+            if instruction.opcode.removesuffix("-start") in COLLECTIVES:
+                sent.update(int(tag) for tag in SEVERAL.findall(instruction.op_name))
             if instruction.opcode in FREE | CONTROL or instruction.opcode.endswith("-done"):
                 continue
             reads = _makers(module, scope, (scope[operand] for operand in instruction.operands))
             if reads:
                 kernels.append((_makers(module, scope, [instruction]), reads))
     sizes = {int(tag): sizes for tag, sizes in materialised(module, TAG).items()}
-    return Written(sizes, tuple(kernels))
+    return Written(sizes, tuple(kernels), sent=frozenset(sent))
 
 
 def borrowed(module: Module) -> set[tuple[int, int]]:

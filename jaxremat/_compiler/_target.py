@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,20 +36,59 @@ def targets() -> tuple[str, ...]:
     return tuple(name for name, spec in DEVICES.items() if spec.chip is not None)
 
 
+_SEVERAL = re.compile(r"(?P<device>[^:]+?)(?::(?P<hosts>[1-9]\d*))?x(?P<each>[1-9]\d*)")
+
+
 @dataclass(frozen=True)
 class Target:
-    """A device by its name in `targets()`. **Raises:** `TargetError` for other names."""
+    """A device by its name in `targets()`, or several: `h100x8`, or `h100:16x8` on 16 hosts with 8 each.
+
+    **Raises:** `TargetError` for other names.
+    """
 
     name: str
 
     def __post_init__(self) -> None:
-        if self.name not in targets():
-            raise TargetError(f"`target={self.name!r}` is unknown. Write one of {', '.join(targets())}.")
+        if self.device not in targets():
+            raise TargetError(
+                f"`target={self.name!r}` is unknown. Write one of {', '.join(targets())}; of several devices their "
+                'number behind it, "h100x8", or hosts and devices of each, "h100:16x8".'
+            )
+
+    @property
+    def _parts(self) -> tuple[str, int, int]:
+        several = None if self.name in targets() else _SEVERAL.fullmatch(self.name)
+        if several is None:
+            return self.name, 1, 1
+        return several["device"], int(several["hosts"] or 1), int(several["each"])
+
+    @property
+    def device(self) -> str:
+        """The name of one device."""
+        return self._parts[0]
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        _, hosts, each = self._parts
+        return hosts * each
 
     @property
     def spec(self) -> DeviceSpec:
-        """The device's figures."""
-        return DEVICES[self.name]
+        """One device's figures."""
+        return DEVICES[self.device]
+
+    def topology(self, partitions: int) -> str:
+        """The devices for a program of so many partitions, as XLA's compiler asks: slices x hosts x devices of each.
+
+        **Raises:** `TargetError` where it has not as many.
+        """
+        if partitions == 1:
+            return "1x1x1"
+        if partitions != self.devices:
+            raise mismatch(self, partitions)
+        _, hosts, each = self._parts
+        return f"1x{hosts}x{each}"
 
     def lower(
         self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
@@ -65,6 +105,23 @@ class Target:
                 "`jax.pure_callback`, ...) need the device itself: plan without them, or on the device."
             ) from error
         return TargetLowered(self, lowered, options)
+
+
+def mismatch(target: Target, devices: int) -> TargetError:
+    """What to say of a step that is on another number of devices than the target has."""
+    if devices == 1:
+        return TargetError(
+            f"`target={target.name!r}` has {target.devices} devices, and no argument of the step is on several. Pass "
+            "arguments with shardings, such as `jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, "
+            f'P("data")))` with `mesh = jax.sharding.AbstractMesh(({target.devices},), ("data",))`, or write '
+            f"`target={target.device!r}`."
+        )
+    has = "one device" if target.devices == 1 else f"{target.devices} devices"
+    return TargetError(
+        f"`target={target.name!r}` has {has}, and the step's mesh has {devices}. Write "
+        f'`target="{target.device}x{devices}"` (of several hosts `"{target.device}:HOSTSxDEVICES"`), or pass arguments '
+        f"on a mesh of {target.devices}."
+    )
 
 
 class TargetLowered:
@@ -84,17 +141,19 @@ class TargetLowered:
         module: Any = self._lowered.compiler_ir("stablehlo")
         buffer = io.BytesIO()
         module.operation.write_bytecode(buffer)
-        figures, text = _compile(self.target, buffer.getvalue(), tuple(sorted(self._options.items())))
+        topology = self.target.topology(int(module.operation.attributes["mhlo.num_partitions"].value))
+        options = tuple(sorted(self._options.items()))
+        figures, text = _compile(self.target, topology, buffer.getvalue(), options)
         return TargetCompiled(self.target, figures, text)
 
 
 @functools.lru_cache(maxsize=16)  # planning one step for several budgets compiles the plain step once
 def _compile(
-    target: Target, module: bytes, options: tuple[tuple[str, Any], ...]
+    target: Target, topology: str, module: bytes, options: tuple[tuple[str, Any], ...]
 ) -> tuple[dict[str, int], str]:
     chip = target.spec.chip
     assert chip is not None
-    asked = chip.config(target.spec.name), module
+    asked = chip.config(target.spec.name), topology, module
     try:
         return _worker().compile(*asked, dict(options), target.name)
     except TargetError as error:
@@ -158,13 +217,13 @@ class _Worker:
         return self.process.poll() is None
 
     def compile(
-        self, config: str, module: bytes, options: dict[str, Any], name: str
+        self, config: str, topology: str, module: bytes, options: dict[str, Any], name: str
     ) -> tuple[dict[str, int], str]:
         """Memory figures and HLO text of a module. **Raises:** `TargetError`."""
         with self.lock:
             assert self.process.stdin is not None
             try:
-                pickle.dump((config, module, options), self.process.stdin)
+                pickle.dump((config, topology, module, options), self.process.stdin)
                 self.process.stdin.flush()
                 answer = self._receive()
             except BrokenPipeError:

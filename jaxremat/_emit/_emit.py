@@ -242,7 +242,9 @@ class Emitter:
             return [eqn.replace(invars=[zero])]
         if eqn.primitive.name == "scan_stack" and len(eqn.invars) == 1:
             eqn = eqn.replace(invars=[*eqn.invars, *self.zeros.get(eqn.params["loop"], ())])
-        return sliced_inline(eqn, zero) if expands(eqn) and zero is not None else [eqn]
+        # The slices are of the batch, which would be gathered for them where it is on several devices.
+        slicing = zero is not None and self.traced.devices == 1
+        return sliced_inline(eqn, zero) if slicing and expands(eqn) else [eqn]
 
     def _wanted(self, k: int) -> list[int]:
         """The equations to clone: the schedule's nodes, and the fused ones between them and the stage's readers."""

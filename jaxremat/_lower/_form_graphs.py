@@ -14,6 +14,7 @@ from .._compiler._library_kernels import library_seconds
 from .._compiler._measured_times import measure
 from .._compiler._program import Program
 from .._compiler._scratch import Scratch, scratch
+from .._compiler._shardings import Division
 from .._compiler._tags import Beside, Written, borrowed, constants, written
 from .._compiler._workspace import alone_seconds, workspaces
 from .._model._backend import Backend, backend
@@ -45,7 +46,8 @@ class FormGraphs:
 
     **Fields:** `plain` the step as it is; `module` what its tagged program was compiled to; `base_nbytes` and
     `temporaries_nbytes` of that; `program` to compile parts of the step as, to be read; `device`; `profile` as in
-    `jaxremat.optimize`; `here` the device to measure on and compiler `options` to do that with; `pins`.
+    `jaxremat.optimize`; `here` the device to measure on and compiler `options` to do that with; `pins`; its
+    `division` over devices.
     """
 
     plain: Traced
@@ -58,6 +60,7 @@ class FormGraphs:
     here: Any
     options: tuple[tuple[str, Any], ...]
     pins: Patterns
+    division: Division
     _iterations: dict[str, Module] = field(default_factory=dict)
     _looped: dict[Segments, Alone] = field(default_factory=dict)
 
@@ -68,19 +71,21 @@ class FormGraphs:
 
     def graph(self, traced: Traced) -> Graph:
         """The graph of a form, in seconds of the tagged plain step."""
+        there, flops = self.division.local(traced)
         workspace = self._workspace(traced, int(self.temporaries_nbytes * _WORKSPACE_SHARE))
         seconds = self._measured(traced, self.temporaries_nbytes)
         again = {i: self._written_alone(each) for i, each in repeated(traced, self.backend).items()}
 
         def lowered(iterations: Mapping[int, Iteration], beside: Beside | None = None) -> Graph:
             return lower(
-                traced,
+                there,
                 self.device,
                 base_nbytes=self.base_nbytes,
                 written=self._written(traced, iterations, again),
                 workspace=workspace,
                 beside=beside,
                 seconds=seconds,
+                flops=flops,
                 patterns=self.pins,
             )
 
@@ -145,7 +150,7 @@ class FormGraphs:
         """An iteration of a loop, compiled by itself."""
         if iteration.key not in self._iterations:
             with phase("compiling an iteration", kind="compile"):
-                self._iterations[iteration.key] = iteration.compiled(self.program)
+                self._iterations[iteration.key] = iteration.compiled(self.program, self.division.named)
         return self._iterations[iteration.key]
 
     def looped_seconds(self, graph: Graph, traced: Traced) -> float | None:
@@ -166,7 +171,7 @@ class FormGraphs:
     @cached_property
     def _shown(self) -> dict[int, Scratch]:
         """Scratch memory of the plain form's equations, as its program shows it."""
-        return scratch(self.module, self.plain.jaxpr.jaxpr.eqns)
+        return scratch(self.module, self.division.local(self.plain)[0].jaxpr.jaxpr.eqns)
 
     @cached_property
     def _called(self) -> dict[int, float]:
@@ -176,11 +181,12 @@ class FormGraphs:
     def _workspace(self, traced: Traced, least: int) -> dict[int, Scratch]:
         """Scratch memory by equation: what the program shows, and of the bodies of loops what they need alone."""
         platform, among = self.device.platform, None
+        there, _ = self.division.local(traced)
         if self.backend.fuses:
             own = (i for i, loop in enumerate(traced.loop_of) if loop >= 0)
             among = {i for i in own if traced.loops[traced.loop_of[i]].role == ALONE}
             among.update(i for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns) if is_in_chunks(eqn))
-        alone = workspaces(traced, self.program, platform, least, among)
+        alone = workspaces(there, self.program, platform, least, among)
         found = {i: Scratch(nbytes) for i, nbytes in alone.items()}
         if among is not None:
             places = self.plain.places(traced)
@@ -196,4 +202,4 @@ class FormGraphs:
                 return None
             return {j: self._called[i] for i, j in self.plain.places(traced).items() if i in self._called}
         least = int(temporaries_nbytes * _MEASURED_SHARE)
-        return measure(traced, self.here, self.options, least)
+        return measure(self.division.local(traced)[0], self.here, self.options, least)

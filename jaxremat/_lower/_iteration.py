@@ -41,22 +41,29 @@ class Iteration:
 
     **Fields:** `closed`, where the equation of index `places[j]` of the whole step has `#j` in its name stack;
     `written` how many of its first arguments are such arrays, whose memory its first results take; `arguments` what
-    the others are called in the whole step, None for the index.
+    the others are called in the whole step, None for the index, and `arrays` what those are called.
     """
 
     closed: jex.ClosedJaxpr
     places: tuple[int, ...]
     written: int
     arguments: tuple[Any, ...]
+    arrays: tuple[Any, ...]
 
     @property
     def key(self) -> str:
         """What iterations that compile to the same program have in common."""
         return str(self.closed.jaxpr)
 
-    def compiled(self, program: Program) -> Module:
-        """What becomes of it, compiled as a whole program would be."""
-        types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.closed.jaxpr.invars]
+    def compiled(self, program: Program, named: Callable[[Any], Any]) -> Module:
+        """What becomes of it, compiled as a whole program would be.
+
+        **Arguments:** `named` gives the sharding of a variable of the whole step, None where that is not known.
+        """
+        types = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=named(name))
+            for v, name in zip(self.closed.jaxpr.invars, (*self.arrays, *self.arguments), strict=True)
+        ]
         alone = Program(
             program.fn,
             donate_argnums=tuple(range(self.written)),
@@ -200,8 +207,13 @@ def _once(
     others = {a: name for a, name in named if a in read and a not in kept}
     invars, outvars = [*(a for a, _ in over), *others], [*(v for _, v in over), *fresh]
     closed = _compat.new_jaxpr((), (), invars, outvars, eqns)
+    first = dict(zip((*(a for a, _ in carried), *stacks), (*init, *scan.outvars[len(init) :]), strict=True))
     return Iteration(
-        closed, places, len(over), tuple(None if a is None else same(a) for a in others.values())
+        closed,
+        places,
+        len(over),
+        tuple(None if a is None else same(a) for a in others.values()),
+        tuple(same(first[a]) for a, _ in over),
     )
 
 

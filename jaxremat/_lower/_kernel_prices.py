@@ -16,6 +16,7 @@ from typing import Any
 from .._compiler._devices import DeviceSpec
 from .._compiler._tags import Written
 from .._model._graph import Graph, Node, Value
+from .._model._primitive_names import GATHER
 from .._program._flops import (
     THREEFRY_PASSES,
     alone_seconds,
@@ -91,8 +92,10 @@ def priced(
             read = made = aval_nbytes(eqn.invars[1].aval)
         if in_rounds(device, eqn):
             made = int(THREEFRY_PASSES * aval_nbytes(eqn.outvars[0].aval))
-        slower = measured[node.id] / alone_seconds(device, eqn) if node.id in measured else 1.0
+        slower = measured[node.id] / alone_seconds(device, eqn, node.flops) if node.id in measured else 1.0
         once = slower * kernel_seconds(device, flops_dtype(eqn), flops, read + made)
+        if node.primitive == GATHER:
+            once = max(once, (made - read) / device.link + device.launch_seconds)
         times = trips[node.loop] if node.loop >= 0 else 1
         step_seconds += once * times
         if not node.heavy and not inner and not any(v in loaded for v in node.outputs):

@@ -16,7 +16,7 @@ from .._emit._layouts import axes_in_memory
 from .._model._backend import backend
 from .._model._graph import Graph, Node, Pin, Stage, Value
 from .._model._pins import Patterns, matching, with_pins
-from .._model._primitive_names import OVERWRITING
+from .._model._primitive_names import GATHER, OVERWRITING
 from .._model._stages import cut_stages
 from .._program import _compat
 from .._program._flops import aval_nbytes, eqn_flops, in_rounds
@@ -29,6 +29,7 @@ from .._program._primitives import (
     is_repeatable,
     reads_memory,
 )
+from .._rewrite._gathered_operands import is_gather
 from .._rewrite._loop_opening import ALONE, BACKWARD, FORWARD, Loop
 from .._rewrite._max_pool_gradient import is_pooling_gradient
 from .._rewrite._row_chunks import is_in_chunks
@@ -55,19 +56,16 @@ def lower(
     workspace: Mapping[int, Scratch] | None = None,
     beside: Beside | None = None,
     seconds: Mapping[int, float] | None = None,
+    flops: Sequence[float] | None = None,
     patterns: Patterns = (),
 ) -> Graph:
-    """The planner's view of a traced step.
+    """The planner's view of a traced step, as one device has it.
 
-    **Arguments:**
-
-    - `base_nbytes`: arguments + outputs - aliased bytes, per device.
-    - `written`: what the plain step's compiled program writes and reads; None where there is none, and fusion rules
-      decide.
-    - `workspace`: scratch memory by equation index.
-    - `beside`: what iterations of loops write that is no value.
-    - `seconds`: measured times of equations that ran alone, by index; the others' are the roofline's.
-    - `patterns`: what `pins` the user gave besides the hints in the program.
+    - `base_nbytes`: arguments + outputs - aliased bytes.
+    - `written`: what the plain step's program writes and reads; None where there is none, and fusion rules decide.
+    - `workspace`: scratch memory by equation index; `beside`: what iterations of loops write that is no value.
+    - `seconds`: measured times by index of equations that ran alone; the others' are the roofline's.
+    - `flops` of each equation, where a device does only a part; `patterns`: what `pins` the user gave besides hints.
 
     **Raises:** `HintError` where hints or pins contradict each other or the program.
     """
@@ -97,6 +95,7 @@ def lower(
         add(var, -1)
     beside = beside or Beside()
     nodes: list[Node] = []
+    sent = written.sent if written is not None else frozenset[int]()
     fuses = backend(device.platform).fuses  # the kernels of a pooling's gradient make its operand themselves
     backward: set[int] = set()  # values downstream of the backward pass
     behind: set[int] = set()  # and those of what makes gradients along with the loss
@@ -116,20 +115,21 @@ def lower(
         nodes.append(
             Node(
                 id=i,
-                primitive=eqn.primitive.name,
+                primitive=GATHER if is_gather(eqn) else eqn.primitive.name,
                 inputs=inputs,
                 outputs=outs,
                 seconds=0.0,
-                flops=eqn_flops(eqn),
+                flops=eqn_flops(eqn) if flops is None else flops[i],
                 workspace_nbytes=workspace[i].nbytes if workspace and i in workspace else 0,
                 shared_nbytes=beside.shared.get(i, 0),
                 borrows=beside.borrowed.get(i, ()),
                 constant_nbytes=beside.constants.get(i, 0),
                 flattened=not fuses and is_flattened(eqn),
-                heavy=is_heavy(eqn) or in_rounds(device, eqn),
-                contraction=reads_memory(eqn) and not (fuses and is_pooling_gradient(eqn)),
+                heavy=is_heavy(eqn) or is_gather(eqn) or in_rounds(device, eqn),
+                contraction=is_gather(eqn)
+                or (reads_memory(eqn) and not (fuses and is_pooling_gradient(eqn))),
                 forward=not late,
-                repeatable=is_repeatable(eqn),
+                repeatable=is_repeatable(eqn) and (i not in sent or is_gather(eqn)),
                 scope=stack,
                 source=_compat.user_line(eqn),
                 loop=traced.loop_of[i],

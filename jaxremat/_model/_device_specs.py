@@ -1,7 +1,8 @@
 """What devices can do: their memory and arithmetic for the model of time, their build for the compiler.
 
 Sources: NVIDIA's datasheets, architecture white papers and tuning guides of each part (rates without sparsity; f64 on
-tensor cores where there are any; the host link is the PCIe generation's x16 rate).
+tensor cores where there are any; the host link is the PCIe generation's x16 rate, links between GPUs are NVLink's
+where the part has it).
 """
 
 import re
@@ -22,7 +23,8 @@ class Chip:
     **Arguments:** `capability` CUDA's compute capability (major, minor); `cores` streaming multiprocessors, each with
     `lanes` f32 units, `threads` resident threads and `shared_nbytes` of shared memory, of which one block may ask for
     `block_shared_nbytes`; `l2_nbytes` of cache; `clock_ghz` at boost; `bandwidth` of the memory in bytes/s, by
-    datasheet; `accelerated` whether the compiler may use architecture-specific instructions (Hopper and later).
+    datasheet; `accelerated` whether the compiler may use architecture-specific instructions (Hopper and later); `link`
+    to other GPUs of the host in bytes/s of one direction (NVLink, half of the datasheet's rate), 0 where it is PCIe.
     """
 
     capability: tuple[int, int]
@@ -35,6 +37,7 @@ class Chip:
     clock_ghz: float
     bandwidth: int
     accelerated: bool = False
+    link: float = 0.0
 
     def channels_last(self, dtype: str) -> bool:
         """Whether XLA convolves images of such numbers (`"float32"`) with the channels innermost, else before pixels:
@@ -109,6 +112,11 @@ class DeviceSpec:
     launch_seconds: float
     host_link: float
     chip: Chip | None = None
+
+    @property
+    def link(self) -> float:
+        """Bytes/s to other devices of the host, one direction."""
+        return self.chip.link if self.chip is not None and self.chip.link else self.host_link
 
     def peak(self, dtype: str) -> float:
         """flop/s for a type, spelled as HLO (`"bf16"`) or as NumPy (`"bfloat16"`).
@@ -230,7 +238,7 @@ def _chip(
 DEVICES: Mapping[str, DeviceSpec] = {
     "h100": _gpu(
         "NVIDIA H100 SXM", 80, 3.35, 67, 67, host=64, f16=989, bf16=989, tf32=494, f8=1979,
-        chip=_chip((9, 0), 132, 50, 1.98, 3352.32, **_HOPPER),
+        chip=_chip((9, 0), 132, 50, 1.98, 3352.32, link=450e9, **_HOPPER),
     ),
     "h100-pcie": _gpu(
         "NVIDIA H100 PCIe", 80, 2.0, 51, 51, host=64, f16=756, bf16=756, tf32=378, f8=1513,
@@ -238,19 +246,19 @@ DEVICES: Mapping[str, DeviceSpec] = {
     ),
     "h200": _gpu(
         "NVIDIA H200", 141, 4.8, 67, 67, host=64, f16=989, bf16=989, tf32=494, f8=1979,
-        chip=_chip((9, 0), 132, 50, 1.98, 4800, **_HOPPER),
+        chip=_chip((9, 0), 132, 50, 1.98, 4800, link=450e9, **_HOPPER),
     ),
     "b200": _gpu(
         "NVIDIA B200", 180, 8.0, 80, 40, host=64, f16=2250, bf16=2250, tf32=1100, f8=4500,
-        chip=_chip((10, 0), 148, 126, 1.965, 7672.32, **_HOPPER),
+        chip=_chip((10, 0), 148, 126, 1.965, 7672.32, link=900e9, **_HOPPER),
     ),
     "a100-40": _gpu(
         "NVIDIA A100 40GB", 40, 1.555, 19.5, 19.5, host=32, f16=312, bf16=312, tf32=156,
-        chip=_chip((8, 0), 108, 40, 1.41, 1555.2, **_AMPERE),
+        chip=_chip((8, 0), 108, 40, 1.41, 1555.2, link=300e9, **_AMPERE),
     ),
     "a100-80": _gpu(
         "NVIDIA A100 80GB", 80, 2.039, 19.5, 19.5, host=32, f16=312, bf16=312, tf32=156,
-        chip=_chip((8, 0), 108, 40, 1.41, 2039.04, **_AMPERE),
+        chip=_chip((8, 0), 108, 40, 1.41, 2039.04, link=300e9, **_AMPERE),
     ),
     "l4": _gpu(
         "NVIDIA L4", 24, 0.30, 30.3, 0.47, host=32, f16=121, bf16=121, tf32=60, f8=242,
@@ -269,13 +277,15 @@ DEVICES: Mapping[str, DeviceSpec] = {
     "v100": _gpu(
         "NVIDIA V100", 16, 0.9, 15.7, 7.8, host=16, f16=125, launch=4e-6,
         chip=_chip(
-            (7, 0), 80, 6, 1.53, 898.048, lanes=64, threads=2048, shared_nbytes=98304, block_shared_nbytes=98304
+            (7, 0), 80, 6, 1.53, 898.048, lanes=64, threads=2048, shared_nbytes=98304, block_shared_nbytes=98304,
+            link=150e9,
         ),
     ),
     "p100": _gpu(
         "NVIDIA P100", 16, 0.732, 10.6, 5.3, host=16, f16=21.2, f16_share=_VECTOR, stream=0.82, launch=4e-6,
         chip=_chip(
-            (6, 0), 56, 4, 1.4805, 732.16, lanes=64, threads=2048, shared_nbytes=65536, block_shared_nbytes=49152
+            (6, 0), 56, 4, 1.4805, 732.16, lanes=64, threads=2048, shared_nbytes=65536, block_shared_nbytes=49152,
+            link=80e9,
         ),
     ),
 }  # fmt: skip

@@ -8,3 +8,6 @@ LOOP_EDGES = frozenset({*LOOP_SLICES, "scan_carry", "scan_last", "scan_stack"})
 
 OVERWRITING = frozenset({"dynamic_update_slice", "scan_last", "scatter", "scatter-add"})
 """Heavy work that writes over its operand: into a part of it, or as the next iteration's carry."""
+
+GATHER = "all_gather"
+"""What gathers an operand over devices, see `_gathered_operands`."""

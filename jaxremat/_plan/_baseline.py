@@ -12,10 +12,12 @@ from typing import Any
 import jax
 
 from .._compiler._devices import DeviceSpec
+from .._compiler._gathers import gathers
 from .._compiler._hlo import Module, parse
 from .._compiler._memory_stats import MemoryStats
-from .._compiler._program import Compiled, Program, spread
+from .._compiler._program import Compiled, Program
 from .._compiler._roofline import roofline
+from .._compiler._shardings import Division
 from .._compiler._tags import tagged
 from .._emit._emit import FENCES, emit
 from .._lower._form_graphs import FormGraphs
@@ -74,7 +76,10 @@ class Baseline:
         with phase("tracing the step", kind="trace"):
             self.program.plain.trace(*self.args, **self.kwargs)  # what the user's code raises is the user's
             found = self.defects.attempted("rewriting", lambda: trace(*what, respect_checkpoint=keep))
-            return trace(*what, respect_checkpoint=keep, inlined=True) if found is None else found
+            traced = trace(*what, respect_checkpoint=keep, inlined=True) if found is None else found
+        if (count := self.division.devices) == 1:
+            return traced
+        return traced.gathered(gathers(traced, self.program, self.args, self.kwargs), count)
 
     @cached_property
     def defects(self) -> Defects:
@@ -103,12 +108,18 @@ class Baseline:
         return self.forms[segments]
 
     @cached_property
+    def division(self) -> Division:
+        """Where the step's values are."""
+        return Division(self.program, self.args, self.kwargs)
+
+    @cached_property
     def rough(self) -> Graph:
         """The graph by rules alone, without a compilation."""
-        return self._roughly(self.traced, estimate_base(self.traced))
+        return self._roughly(self.traced, estimate_base(self.division.local(self.traced)[0]))
 
     def _roughly(self, traced: Traced, base_nbytes: int) -> Graph:
-        return lower(traced, self.device, base_nbytes=base_nbytes, patterns=self.pins)
+        there, flops = self.division.local(traced)
+        return lower(there, self.device, base_nbytes=base_nbytes, flops=flops, patterns=self.pins)
 
     @property
     def must_recompute(self) -> bool:
@@ -182,6 +193,7 @@ class Baseline:
             here=self.here,
             options=self.program.compiler_options,
             pins=self.pins,
+            division=self.division,
         )
 
     @cached_property
@@ -195,9 +207,7 @@ class Baseline:
         if graph.backend.fuses and self.profile == "roofline":
             more = self._more_seconds(graph, graph.extra_seconds)
             return replace(graph, step_seconds=self.seconds, extra_seconds=more)
-        if (
-            self.traced.rematted
-        ):  # counted from the user's own step, which computes again what its checkpoints say
+        if self.undoes:  # counted from the user's own step, which computes again what its checkpoints say
             own = graph.step_seconds * self.seconds / self.witness_seconds
             return replace(
                 graph, step_seconds=own, extra_seconds=graph.extra_seconds + graph.step_seconds - own
@@ -242,11 +252,9 @@ class Baseline:
 
     @cached_property
     def _may_chunk(self) -> bool:
-        """Whether rows may be done in chunks: values that the user decides about stay what they are, and arrays on
-        several devices where they are.
-        """
+        """Whether rows may be done in chunks: not where the user decides about values, nor on several devices."""
         decided = self.pins or self.traced.hints
-        return not decided and not spread(self.program, self.args, self.kwargs)
+        return not decided and self.division.devices == 1
 
     def graph_of(self, segments: Segments, *, rough: bool = False) -> Graph:
         """The graph of such a form, its time counted from the plain step's."""

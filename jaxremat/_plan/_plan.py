@@ -38,6 +38,7 @@ class Plan(Outcome, Written):
       plan, the rest another; negative numbers behind it are the lengths of more parts. Behind the pairs, for what may
       be done in chunks of rows (see `_row_regions`) how many chunks, none where it is as it was.
     - `loops` the same in words, of those that are not as they were.
+    - `devices` how many the step is on: all bytes are of one of them.
     - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes`, `fence` what the emitter
       needs.

@@ -170,7 +170,7 @@ def _shardings(args: Any, kwargs: Any) -> list[str]:
     found = []
     for leaf in jax.tree.leaves((args, kwargs)):
         sharding = getattr(leaf, "sharding", None)
-        found.append(repr(sharding) if sharding is not None and len(sharding.device_set) > 1 else "")
+        found.append(repr(sharding) if sharding is not None and sharding.num_devices > 1 else "")
     return found if any(found) else []
 
 

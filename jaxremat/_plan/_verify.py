@@ -381,6 +381,7 @@ class _Planner:
             segments=graph.segments,
             loops=loop_forms(traced.lengths, graph.segments, traced.sources, traced.rows),
             margin_nbytes=self.margin_nbytes,
+            devices=self.baseline.division.devices,
             respect_checkpoint=self.baseline.respect_checkpoint,
             planning=PlanningTime.of(self.stopwatch.seconds, self.stopwatch.spent, self.deadline.cut_short),
         )

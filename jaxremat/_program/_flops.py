@@ -93,13 +93,16 @@ def kernel_seconds(device: DeviceSpec, dtype: str, flops: float, nbytes: float) 
     return max(flops / device.peak(dtype), nbytes / device.bandwidth) + device.launch_seconds
 
 
-def alone_seconds(device: DeviceSpec, eqn: Any) -> float:
-    """Roofline time of an equation that is a kernel with nothing fused into it."""
+def alone_seconds(device: DeviceSpec, eqn: Any, flops: float | None = None) -> float:
+    """Roofline time of an equation that is a kernel with nothing fused into it.
+
+    **Arguments:** `flops` what it does there, where that is not all.
+    """
     atoms = [eqn.invars[1]] * 2 if is_write(eqn) else [*eqn.invars, *eqn.outvars]
     nbytes = sum(aval_nbytes(a.aval) for a in atoms)
     if in_rounds(device, eqn):
         nbytes = THREEFRY_PASSES * aval_nbytes(eqn.outvars[0].aval)
-    return kernel_seconds(device, flops_dtype(eqn), eqn_flops(eqn), nbytes)
+    return kernel_seconds(device, flops_dtype(eqn), eqn_flops(eqn) if flops is None else flops, nbytes)
 
 
 def flops_dtype(eqn: Any) -> str:

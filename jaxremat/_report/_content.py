@@ -69,7 +69,10 @@ def remarks(outcome: Outcome) -> str:
     kept = "The step's own checkpoints are kept; what they recompute is not counted here. "
     free = f"{format_nbytes(outcome.margin_nbytes)} of the budget stay free. "
     loops = "".join(f"The {form}. " for form in outcome.loops)
-    said = (kept if outcome.respect_checkpoint else ""), (free if outcome.margin_nbytes else ""), loops
+    spread = f"All bytes are per device (of {outcome.devices}). "
+    again = f"Devices gather {outcome.gathered_again} arrays again instead of keeping them. "
+    there = (spread if outcome.devices > 1 else "") + (again if outcome.gathered_again else "")
+    said = there, (kept if outcome.respect_checkpoint else ""), (free if outcome.margin_nbytes else ""), loops
     return "".join(said).strip()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import Alive
 from .._model._graph import Segments
+from .._model._primitive_names import GATHER
 from .._runtime._bytes import format_nbytes
 from ._account import Account
 from ._actions import Action, Actions
@@ -62,6 +63,12 @@ class Outcome(Actions):
     account: Account
     loops: tuple[LoopForm, ...] = ()
     planning: PlanningTime = UNTIMED
+    devices: int = 1
+
+    @property
+    def gathered_again(self) -> int:
+        """How many arrays devices gather again for the backward pass instead of keeping what they have gathered."""
+        return sum(len(a.stages) for a in self.actions if a.name == GATHER)
 
     @property
     def peak_nbytes(self) -> int:
@@ -120,7 +127,8 @@ def describe(plan: Outcome, rows: int = 12) -> str:
         f"Plan: peak {format_nbytes(plan.peak_nbytes)} "
         f"({'compiled' if compiled else 'predicted, not compiled'}) within {format_nbytes(plan.budget_nbytes)}"
         + (f", of which {format_nbytes(plan.margin_nbytes)} stay free" if plan.margin_nbytes else "")
-        + f"; the plain step needs {format_nbytes(plan.baseline_peak_nbytes)}",
+        + f"; the plain step needs {format_nbytes(plan.baseline_peak_nbytes)}"
+        + (f", per device (of {plan.devices})" if plan.devices > 1 else ""),
         f"  predicted peak {format_nbytes(plan.predicted_peak_nbytes)}, overhead {plan.overhead:.2%}"
         + (f" (compiled program {plan.compiled_overhead:.2%})" if plan.compiled_overhead is not None else "")
         + f", at most {plan.gap:.2%} from the best",
@@ -131,6 +139,8 @@ def describe(plan: Outcome, rows: int = 12) -> str:
     if plan.planning.seconds:
         lines.append(f"  {plan.planning}")
     lines += [f"  {form}" for form in plan.loops]
+    if plan.gathered_again:
+        lines.append(f"  devices gather {plan.gathered_again} arrays again instead of keeping them")
     if plan.respect_checkpoint:
         lines.append("  the step's own checkpoints are kept, and what they recompute is not counted above")
     if not plan.drops_nothing:

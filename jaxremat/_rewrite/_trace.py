@@ -23,6 +23,7 @@ from .._program._inline import Inliner
 from .._program._primitives import is_late
 from .._runtime._errors import JaxrematWarning
 from .._runtime._garbage import uncollected
+from ._gathered_operands import Gather, gathered
 from ._loop_opening import ALONE, BACKWARD, Loop, Opened, open_loops
 from ._loop_segments import backward_of, cuttable, segmented
 from ._memory_order import memory_order
@@ -47,7 +48,8 @@ class Traced:
     was, `gains` what absorbing updates saves in each, and `over` the arguments that loops write over here;
     `regions` what may be done in chunks of rows, whose numbers stand in `segments` behind the pairs';
     `respect_checkpoint` whether what the user's checkpoints compute again is left as it is; `again` the equations of
-    `jaxpr` that checkpoints outside of loops, which are undone here, compute once more in the user's program.
+    `jaxpr` that checkpoints outside of loops, which are undone here, compute once more in the user's program; `gathers`
+    the operands that equations of their own gather, `devices` how many it is on.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -71,18 +73,33 @@ class Traced:
     regions: tuple[Region, ...]
     respect_checkpoint: bool
     again: frozenset[int]
+    gathers: tuple[Gather, ...] = ()
+    devices: int = 1
 
     def in_segments(self, segments: Segments) -> "Traced":
         """The same step with its pairs of scans in levels, see `_loop_segments`, or one of its regions in chunks."""
-        return normalise(
+        return self._again(segments, self.regions, self.gathers)
+
+    def gathered(self, gathers: tuple[Gather, ...], devices: int) -> "Traced":
+        """The same step on several devices, with the gathering of operands in equations of its own, by index in
+        `flat`.
+        """
+        return replace(self._again((), None, gathers) if gathers else self, devices=devices)
+
+    def _again(
+        self, segments: Segments, known: Sequence[Region] | None, gathers: tuple[Gather, ...]
+    ) -> "Traced":
+        again = normalise(
             self.closed,
             self.in_tree,
             self.out_tree,
             self.donated,
             segments,
-            self.regions,
+            known,
+            gathers,
             respect_checkpoint=self.respect_checkpoint,
         )
+        return replace(again, devices=self.devices)
 
     @property
     def rows(self) -> list[tuple[int, str]]:
@@ -133,6 +150,7 @@ def normalise(
     donated: Sequence[bool] = (),
     segments: Segments = (),
     known: Sequence[Region] | None = None,
+    gathers: tuple[Gather, ...] = (),
     *,
     respect_checkpoint: bool = False,
     apart: bool = False,
@@ -140,11 +158,12 @@ def normalise(
     """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in levels and one of its
     regions in chunks.
 
-    **Arguments:** `known` the regions, if they have been looked for; `apart`: the forward pass is a program of its own,
-    so that all of it stands before the backward pass, and nothing is of both.
+    **Arguments:** `known` the regions, if they have been looked for; `gathers` operands that are gathered by equations
+    of their own; `apart`: the forward pass is a program of its own, so that all of it stands before the backward pass,
+    and nothing is of both.
     """
     inliner = Inliner(respect_checkpoint=respect_checkpoint)
-    flat = inliner.program(closed)
+    flat = gathered(inliner.program(closed), gathers)
     once, once_of, _, first = _merged(flat, inliner)
     if inliner.rematted:
         once, once_of = _undone(once, once_of)
@@ -201,6 +220,7 @@ def normalise(
         regions=tuple(known),
         respect_checkpoint=respect_checkpoint,
         again=frozenset(j for i in rematted if (j := found.get(once_of[i], -1)) >= 0),
+        gathers=gathers,
     )
 
 

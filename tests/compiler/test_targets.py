@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from zoo import BY_NAME
 
 import jaxremat
@@ -324,9 +325,9 @@ def test_the_plain_step_is_compiled_once_for_several_budgets(monkeypatch: pytest
     asked: list[bytes] = []
     compile_there = _target._Worker.compile
 
-    def counting(self: Any, config: str, module: bytes, *rest: Any) -> Any:
+    def counting(self: Any, config: str, topology: str, module: bytes, *rest: Any) -> Any:
         asked.append(module)
-        return compile_there(self, config, module, *rest)
+        return compile_there(self, config, topology, module, *rest)
 
     monkeypatch.setattr(_target._Worker, "compile", counting)
     _target._compile.cache_clear()
@@ -369,3 +370,59 @@ def test_the_roofline_reads_gpu_programs() -> None:
     work = roofline(parse(lowered.compile().as_text()), DEVICES["h100"])
     assert work.flops >= 2 * 1024**3
     assert work.seconds > 2 * 1024**3 / DEVICES["h100"].peak("f32")
+
+
+def on_a_mesh(devices: int) -> tuple[Any, tuple[Any, ...]]:
+    """A step whose weights and rows are divided over devices that are not here."""
+    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    divided = NamedSharding(mesh, PartitionSpec("data"))
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return jnp.mean(y * y)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients), value
+
+    matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=divided)
+    return step, ([matrix] * 4, jax.ShapeDtypeStruct((65536, 1024), jnp.float32, sharding=divided))
+
+
+@pytest.mark.parametrize(("target", "devices"), [("h100x8", 8), ("h100:2x8", 16)])
+def test_a_step_is_compiled_for_several_devices(target: str, devices: int) -> None:
+    step, args = on_a_mesh(devices)
+    stats = jaxremat.memory(step, *args, target=target)
+    assert stats.arguments_nbytes == (4 * 1024 * 1024 + 65536 * 1024) * 4 // devices
+
+
+def test_a_step_for_several_devices_is_planned_by_one_of_them() -> None:
+    step, args = on_a_mesh(8)
+    stats = jaxremat.memory(step, *args, target="h100x8")
+    budget = stats.base_nbytes + int(0.8 * stats.temporaries_nbytes)
+    planned = jaxremat.optimize(budget, target="h100x8")(step)
+    plan = planned.plan(*args)
+    assert plan.devices == 8 and plan.peak_nbytes <= budget
+    assert "per device (of 8)" in str(plan) and "per device (of 8)" in str(plan.report())
+    assert "all-gather" in planned.compile(*args).as_text()
+
+
+@pytest.mark.parametrize(
+    ("target", "devices", "said"),
+    [
+        ("h100x4", 8, 'has 4 devices, and the step\'s mesh has 8. Write `target="h100x8"`'),
+        ("h100", 8, "has one device, and the step's mesh has 8"),
+        ("h100x8", 1, "no argument of the step is on several"),
+        ("h100x0", 8, "is unknown"),
+        ("x8", 8, "is unknown"),
+        (None, 8, "`AbstractMesh`, which has no devices"),
+    ],
+)
+def test_meshes_that_are_not_the_targets_are_refused(target: str | None, devices: int, said: str) -> None:
+    step, args = on_a_mesh(devices)
+    if devices == 1:
+        args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
+    with pytest.raises(TargetError, match=re.escape(said)):
+        jaxremat.memory(step, *args, target=target)

@@ -1,7 +1,6 @@
 """Rows in chunks: which work falls apart into them, that the results are the same, that planned steps need less."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,10 +10,11 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import HealthCheck, given, settings
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from test_random_programs import Net, nets
 
 import jaxremat
-from jaxremat._compiler._program import Program, spread
+from jaxremat._compiler._program import Program, device_count
 from jaxremat._rewrite._row_chunks import chunked, is_in_chunks
 from jaxremat._rewrite._row_regions import Readers, Region, regions
 from jaxremat._rewrite._trace import trace
@@ -211,11 +211,12 @@ def test_what_the_user_decides_about_is_not_in_chunks() -> None:
         )
 
 
-def test_arrays_on_several_devices_stay_where_they_are() -> None:
+def test_arrays_on_several_devices_are_known() -> None:
     args = arguments()
-    assert not spread(Program(step_of(cross_entropy)), args, {})
-    several = SimpleNamespace(device_set={0, 1})
-    assert spread(Program(step_of(cross_entropy), in_shardings=(None, several, several)), args, {})
+    assert device_count(Program(step_of(cross_entropy)), args, {}) == 1
+    several = NamedSharding(AbstractMesh((2,), ("data",)), PartitionSpec("data"))
+    program = Program(step_of(cross_entropy), in_shardings=(None, several, several))
+    assert device_count(program, args, {}) == 2
 
 
 @given(nets())

@@ -1,0 +1,69 @@
+"""Traced step on several devices -> the operands of its products that the compiler has to gather.
+
+Law: along an axis of the mesh over which a product's result, or its other operand, is not divided as it is, an operand
+is gathered. What is divided alike in both operands is added up over the devices instead.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._program import _compat
+from .._program._compat import Layout
+from .._rewrite._gathered_operands import Gather
+from .._rewrite._trace import Traced
+from ._program import Program
+from ._shardings import meshes
+from ._tags import TAG
+
+
+def gathers(
+    traced: Traced, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Gather, ...]:
+    """Those of the products outside of loops. Where the axes of the mesh are in types, none: there the program says
+    itself what it gathers.
+    """
+    flat = traced.flat.jaxpr
+    known = list(dict.fromkeys(meshes(flat.eqns, jax.tree.leaves((args, kwargs, program.in_shardings)))))
+    if len(known) != 1 or any(kind != jax.sharding.AxisType.Auto for kind in known[0].axis_types):
+        return ()
+    (mesh,) = known
+    named = [_compat.in_scope(eqn, f"#{i}") for i, eqn in enumerate(flat.eqns)]
+    closed = _compat.new_jaxpr(flat.constvars, traced.flat.consts, flat.invars, flat.outvars, named)
+    operations, _ = _compat.propagated(program.lower(program.evaluating(closed, traced), args, kwargs))
+    found = []
+    for stack, read, made in operations:
+        tags = TAG.findall(stack.partition('"(')[0] + "/")
+        eqn = flat.eqns[int(tags[-1])] if tags else None
+        if eqn is None or eqn.primitive.name != "dot_general" or len(read) != 2:
+            continue
+        for operand, wanted in _wanted(eqn, read, made[0][1]):
+            spec = PartitionSpec(*(tuple(name for name, _, _ in axes) for axes in wanted))
+            found.append(Gather(int(tags[-1]), operand, NamedSharding(mesh, spec)))
+    return tuple(found)
+
+
+def _wanted(eqn: jex.JaxprEqn, read: Sequence[Layout], made: Layout) -> Iterator[tuple[int, Layout]]:
+    """The operands of a product that have to be gathered, and the layout that they are wanted in."""
+    contracted, batched = eqn.params["dimension_numbers"]
+    behind = len(batched[0])
+    for operand, layout in enumerate(read):
+        if any(outer != 1 for axes in layout for _, outer, _ in axes):
+            continue  # a part of an axis: no program can say that
+        other = read[1 - operand]
+        wanted = []
+        for d, axes in enumerate(layout):
+            if d in contracted[operand]:
+                partner = other[contracted[1 - operand][contracted[operand].index(d)]]
+            elif d in batched[operand]:
+                partner = made[batched[operand].index(d)]
+            else:
+                free = [k for k in range(len(layout)) if k not in (*contracted[operand], *batched[operand])]
+                first = behind if operand == 0 else len(made) - len(free)
+                partner = made[first + free.index(d)]
+            wanted.append(tuple(axis for axis in axes if axis in partner))
+        if tuple(wanted) != tuple(layout):
+            yield operand, tuple(wanted)

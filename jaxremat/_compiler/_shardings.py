@@ -1,0 +1,211 @@
+"""Traced step on several devices -> where each of its values is, and what a device has of it.
+
+The step is lowered with each equation's index in its name stack, its loops closed, and XLA's own propagation of
+shardings (Shardy) says how each result is laid out; nothing is compiled for that. It knows shardings of arguments,
+constraints within the program, types of meshes with explicit axes, and what `shard_map`s give.
+
+Laws: what is replicated counts whole, what is divided its part, and of uneven parts the largest; an equation's
+arithmetic is divided among the devices over which one of its operands or its result is divided.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.core import ShapedArray
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .._model._graph import Segments
+from .._program import _compat
+from .._program._compat import Layout
+from .._program._flops import eqn_flops
+from .._rewrite._loop_closing import close_loops
+from .._rewrite._sinking import sink
+from .._rewrite._trace import Traced
+from .._runtime._progress import phase
+from ._program import Program, device_count
+from ._tags import TAG
+
+
+@dataclass(frozen=True)
+class Shardings:
+    """Where the values of a traced step are.
+
+    **Fields:** `devices` how many there are; `mesh` that of the step, None where its arguments and constraints name
+    none or several; `layouts` by variable, of those that are known.
+    """
+
+    devices: int
+    mesh: Mesh | AbstractMesh | None
+    layouts: Mapping[Any, Layout]
+
+    def part(self, var: Any) -> tuple[int, ...]:
+        """The shape of the largest part that a device has of a variable."""
+        shape = tuple(var.aval.shape)
+        layout = self.layouts.get(var, ())
+        return tuple(
+            -(-size // math.prod(axis[2] for axis in axes))
+            for size, axes in zip(shape, layout or ((),) * len(shape), strict=True)
+        )
+
+    def ways(self, eqn: Any) -> int:
+        """Among how many devices an equation's arithmetic is divided."""
+        atoms = _compat.variables((*eqn.invars, *eqn.outvars))
+        axes = {axis for a in atoms for each in self.layouts.get(a, ()) for axis in each}
+        return math.prod(size for _, _, size in axes)
+
+    def named(self, var: Any) -> NamedSharding | None:
+        """The layout as the program would say it, None where it cannot."""
+        layout = self.layouts.get(var)
+        if self.mesh is None or layout is None:
+            return None
+        names = dict(self.mesh.shape)
+        if any(names.get(name) != size for axes in layout for name, _, size in axes):
+            return None
+        return NamedSharding(self.mesh, PartitionSpec(*(tuple(axis[0] for axis in axes) for axes in layout)))
+
+
+@dataclass
+class Division:
+    """Where the values of a step are, in each of its forms: found when first asked for."""
+
+    program: Program
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    _known: dict[Segments, tuple[Shardings, Traced, tuple[float, ...]]] = field(default_factory=dict)
+
+    @cached_property
+    def devices(self) -> int:
+        """How many devices the step is on."""
+        return device_count(self.program, self.args, self.kwargs)
+
+    def shardings(self, traced: Traced) -> Shardings | None:
+        """Where the values of a form are; None where the step is on one device."""
+        return self._found(traced)[0] if self.devices > 1 else None
+
+    def local(self, traced: Traced) -> tuple[Traced, tuple[float, ...] | None]:
+        """A form as one device has it, and the arithmetic of its equations there, None where that is all of it."""
+        return self._found(traced)[1:] if self.devices > 1 else (traced, None)
+
+    def named(self, var: Any) -> NamedSharding | None:
+        """The sharding of a variable of any form, None where it is not known."""
+        return next((s.named(var) for s, _, _ in self._known.values() if var in s.layouts), None)
+
+    def _found(self, traced: Traced) -> tuple[Shardings, Traced, tuple[float, ...]]:
+        if traced.segments not in self._known:
+            with phase("propagating shardings"):
+                found = shardings(traced, self.program, self.args, self.kwargs)
+            self._known[traced.segments] = found, *local(traced, found)
+        return self._known[traced.segments]
+
+
+def shardings(traced: Traced, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shardings:
+    """Where the compiler puts the values of a step that is on several devices."""
+    lowered = program.lower(program.evaluating(_numbered(traced), traced, keep_unused=True), args, kwargs)
+    found, arguments = _compat.propagated(lowered)
+    results: dict[int, list[list[tuple[tuple[int, ...], Layout]]]] = {}
+    for stack, _, made in found:
+        if tags := TAG.findall(stack.partition('"(')[0] + "/"):
+            results.setdefault(int(tags[-1]), []).append(made)
+    jaxpr = traced.jaxpr.jaxpr
+    layouts: dict[Any, Layout] = dict(zip(jaxpr.invars, arguments[-len(jaxpr.invars) :], strict=True))
+    for var, const in zip(jaxpr.constvars, traced.jaxpr.consts, strict=True):
+        layouts[var] = _layout_of(getattr(const, "sharding", None), len(getattr(const, "shape", ())))
+    for i, eqn in enumerate(jaxpr.eqns):
+        for k, var in enumerate(eqn.outvars):
+            if hasattr(var.aval, "shape"):
+                layouts[var] = _result(eqn, k, results.get(i, []), layouts)
+    named = dict.fromkeys(meshes(jaxpr.eqns, jax.tree.leaves((args, kwargs, program.in_shardings))))
+    return Shardings(
+        device_count(program, args, kwargs), next(iter(named)) if len(named) == 1 else None, layouts
+    )
+
+
+def local(traced: Traced, places: Shardings) -> tuple[Traced, tuple[float, ...]]:
+    """The step with the types of what one device has, and the arithmetic of its equations there; no program that could
+    run.
+    """
+    renamed: dict[Any, Any] = {}
+
+    def of(var: Any) -> Any:
+        if _compat.is_literal(var) or not hasattr(var.aval, "dtype"):
+            return var
+        if var not in renamed:
+            weak = getattr(var.aval, "weak_type", False)
+            renamed[var] = _compat.new_var(ShapedArray(places.part(var), var.aval.dtype, weak_type=weak))
+        return renamed[var]
+
+    def each(variables: Iterable[Any]) -> list[Any]:
+        return [of(v) for v in variables]
+
+    jaxpr = traced.jaxpr.jaxpr
+    flops = tuple(eqn_flops(eqn) / places.ways(eqn) for eqn in jaxpr.eqns)
+    eqns = [eqn.replace(invars=each(eqn.invars), outvars=each(eqn.outvars)) for eqn in jaxpr.eqns]
+    closed = _compat.new_jaxpr(
+        each(jaxpr.constvars), traced.jaxpr.consts, each(jaxpr.invars), each(jaxpr.outvars), eqns
+    )
+    there = replace(
+        traced,
+        jaxpr=closed,
+        labels={of(v): name for v, name in traced.labels.items()},
+        hints=tuple(replace(hint, variable=of(hint.variable)) for hint in traced.hints),
+        over=frozenset(each(traced.over)),
+    )
+    return there, flops
+
+
+def _numbered(traced: Traced) -> jex.ClosedJaxpr:
+    """The step with its loops closed, and each equation's index in its name stack."""
+    jaxpr = traced.jaxpr.jaxpr
+    named = [_compat.in_scope(eqn, f"#{i}") for i, eqn in enumerate(jaxpr.eqns)]
+    eqns = close_loops(*sink(named, traced.loop_of, traced.loops), traced.loops)
+    return _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, jaxpr.outvars, eqns)
+
+
+def _result(
+    eqn: Any,
+    k: int,
+    made: Sequence[Sequence[tuple[tuple[int, ...], Layout]]],
+    layouts: Mapping[Any, Layout],
+) -> Layout:
+    """The layout of an equation's result, by what its operations make, or as that of what it is made of."""
+    shape, name = tuple(eqn.outvars[k].aval.shape), eqn.primitive.name
+    operand = next((layouts[a] for a in _compat.variables(eqn.invars) if a in layouts), ())
+    if name == "scan_slice":
+        return operand[1:]
+    if name == "scan_stack":
+        row = eqn.invars[-1] if len(eqn.invars) == 2 else eqn.invars[0]
+        inner = layouts.get(row, ()) if len(eqn.invars) == 1 else operand
+        return ((), *inner) if len(inner) + 1 == len(shape) else ((),) * len(shape)
+    alike = [each for each in made if len(each) == len(eqn.outvars)]
+    for results in reversed(alike):
+        if results[k][0] == shape:
+            return results[k][1]
+    for results in reversed(made):
+        for size, layout in results:
+            if size == shape:
+                return layout
+    same = (a for a in _compat.variables(eqn.invars) if getattr(a.aval, "shape", None) == shape)
+    return next((layouts[a] for a in same if a in layouts), ((),) * len(shape))
+
+
+def _layout_of(sharding: Any, rank: int) -> Layout:
+    """The layout that a sharding asks for, whole where it names no axes."""
+    if not isinstance(sharding, NamedSharding):
+        return ((),) * rank
+    spec = [*sharding.spec, *(None,) * (rank - len(sharding.spec))]
+    named = [(each,) if isinstance(each, str) else each or () for each in spec]
+    return tuple(tuple((name, 1, sharding.mesh.shape[name]) for name in each) for each in named)
+
+
+def meshes(eqns: Sequence[Any], leaves: Sequence[Any]) -> Iterable[Mesh | AbstractMesh]:
+    """The meshes that arguments or the program's constraints name."""
+    given = [leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None) for leaf in leaves]
+    given += [eqn.params["sharding"] for eqn in eqns if eqn.primitive.name == "sharding_constraint"]
+    for sharding in given:
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+            yield sharding.mesh

@@ -1,0 +1,66 @@
+"""Equations, where operands have to be gathered -> the same with each gather an equation of its own.
+
+A product of an operand that is divided over devices along an axis over which the result is not divided likewise needs
+it whole: the compiler gathers it, once for all products that read it, and keeps what it has gathered until the last of
+them has run. As a value of the program that is something a plan can know of: keep it, or gather it again. Law: the
+same results, by the same collectives.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.sharding import NamedSharding
+
+from .._program import _compat
+
+_PLACING = ("sharding_constraint", "reshard")
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """**Fields:** `eqn` the index of the equation that wants an operand gathered; `operand` which one; `sharding` where
+    it wants it.
+    """
+
+    eqn: int
+    operand: int
+    sharding: NamedSharding
+
+
+def gathered(flat: jex.ClosedJaxpr, gathers: Sequence[Gather]) -> jex.ClosedJaxpr:
+    """Flat equations that read what others have gathered for them."""
+    wanted: dict[int, list[Gather]] = {}
+    for gather in gathers:
+        wanted.setdefault(gather.eqn, []).append(gather)
+    known: dict[Any, Any] = {}
+    eqns: list[Any] = []
+    for i, eqn in enumerate(flat.jaxpr.eqns):
+        invars = list(eqn.invars)
+        for gather in wanted.get(i, ()):
+            var = invars[gather.operand]
+            if (var, gather.sharding) not in known:
+                made = _made(var, gather.sharding, eqn)
+                eqns.append(made)
+                known[var, gather.sharding] = made.outvars[0]
+            invars[gather.operand] = known[var, gather.sharding]
+        eqns.append(eqn.replace(invars=invars) if i in wanted else eqn)
+    return _compat.new_jaxpr(flat.jaxpr.constvars, flat.consts, flat.jaxpr.invars, flat.jaxpr.outvars, eqns)
+
+
+def _made(var: Any, sharding: NamedSharding, reader: Any) -> Any:
+    """The equation that gathers a variable."""
+    of = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+    (eqn,) = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(of).jaxpr.eqns
+    info = _compat.under(_compat.root_source(reader), reader)
+    return eqn.replace(invars=[var], outvars=[_compat.new_var(var.aval)], source_info=info)
+
+
+def is_gather(eqn: Any) -> bool:
+    """Whether an equation gathers its operand, by the types that one device has of both."""
+    if eqn.primitive.name not in _PLACING:
+        return False
+    return math.prod(eqn.outvars[0].aval.shape) > math.prod(eqn.invars[0].aval.shape)

@@ -1,0 +1,62 @@
+"""Steps on several devices are planned by what one device has, and send each other no more than the plan says."""
+
+import pytest
+from sharded import ask
+
+CASES = ("fsdp", "uneven", "scan", "explicit", "shard_map")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[str, dict]:
+    return request.param, ask(request.param)
+
+
+def test_values_have_the_size_of_one_device_s_part(case: tuple[str, dict]) -> None:
+    name, found = case
+    rows = {"uneven": 1001}.get(name, 1024)
+    products = [p for p in found["parts"] if p[0] == "dot_general" and p[1] == [rows, 512]]
+    assert products
+    for _, _, part, flops in products:
+        assert part == [-(-rows // 8), 512]
+        assert flops == pytest.approx(2 * rows * 128 * 512 / 8)
+    gradients = [p for p in found["parts"] if p[0] == "dot_general" and rows not in p[1]]
+    assert all(p[3] == pytest.approx(2 * rows * 128 * 512 / 8) for p in gradients)
+
+
+def test_what_is_gathered_counts_whole(case: tuple[str, dict]) -> None:
+    name, found = case
+    gathers = ("sharding_constraint", "reshard")
+    gathered = [p for p in found["parts"] if p[0] in gathers and p[1] == p[2] == [128, 512]]
+    assert len(gathered) == {"fsdp": 3, "uneven": 3, "scan": 0, "explicit": 3, "shard_map": 1}[name]
+
+
+def test_a_shard_map_s_result_is_divided(case: tuple[str, dict]) -> None:
+    name, found = case
+    mapped = [p for p in found["parts"] if p[0] == "shard_map"]
+    assert bool(mapped) == (name == "shard_map")
+    assert all(part == [128, 128] for _, _, part, _ in mapped)
+
+
+def test_a_plan_that_drops_nothing_sends_what_the_plain_step_does(case: tuple[str, dict]) -> None:
+    _, found = case
+    assert found["plans"]["all"]["sent"] == found["sent"]
+    assert found["sent"]
+
+
+def test_budgets_are_of_one_device(case: tuple[str, dict]) -> None:
+    _, found = case
+    plan = found["plans"]["some"]
+    assert plan["peak"] <= plan["budget"]
+    assert abs(plan["predicted"] / plan["compiled"] - 1) < 0.15
+    assert "per device (of 8)" in plan["text"]
+    assert plan["same"]
+
+
+def test_only_what_is_planned_is_sent_again(case: tuple[str, dict]) -> None:
+    _, found = case
+    plan = found["plans"]["some"]
+    again = {kind: plan["sent"].get(kind, 0) - count for kind, count in found["sent"].items()}
+    assert again.pop("all-gather", 0) <= plan["again"]
+    assert max(again.values(), default=0) <= 0
+    assert plan["sent"].keys() <= found["sent"].keys()
+    assert ("gather" in plan["text"]) >= bool(plan["again"])
