@@ -17,7 +17,6 @@ from jax._src.lax import lax as _lax
 from jax._src.lax import windowed_reductions as _windows
 from jaxlib.mlir import ir as _ir
 from jaxlib.mlir import passmanager as _passes
-from jaxlib.mlir._mlir_libs import _mosaic_gpu_ext as _mosaic
 from jaxlib.mlir.dialects import sdy as _sdy
 
 try:  # from jax 0.11 on, where scans say with it how their operands are grouped
@@ -296,7 +295,8 @@ def propagated(lowered: Any) -> tuple[list[Operation], list[Layout]]:
     lowered = getattr(lowered, "_lowered", lowered)
     module = lowered.compiler_ir("stablehlo").operation.clone()
     with module.context:
-        _mosaic.register_inliner_extensions(module.context)
+        gpu_kernels: Any = importlib.import_module("jaxlib.mlir._mlir_libs._mosaic_gpu_ext")
+        gpu_kernels.register_inliner_extensions(module.context)
         passes = "inline,symbol-dce,sdy-propagation-pipeline"
         _passes.PassManager.parse(f"builtin.module({passes})").run(module)
         return _layouts_of(module)
