@@ -173,7 +173,7 @@ class Emitter:
         for n in wanted:
             eqn = self.source[n]
             invars = [
-                a if _compat.is_literal(a) else self._name(n, a, renamed.get(a), self.clones.get(a))
+                a if _compat.is_literal(a) else self._name(eqn, loop, a, renamed.get(a), self.clones.get(a))
                 for a in eqn.invars
             ]
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
@@ -207,7 +207,8 @@ class Emitter:
                 a
                 if _compat.is_literal(a)
                 else self._name(
-                    n,
+                    eqn,
+                    self.graph.nodes[n].loop,
                     a,
                     self._waits(n, a) and renamed.get(a),
                     n in self.held and self.overwritten.get(a),
@@ -220,14 +221,18 @@ class Emitter:
             self.append(placed, [self.graph.nodes[n].loop] * len(placed))
             hold(self, n)
 
-    def _name(self, n: int, var: Any, *names: Any) -> Any:
-        """What equation `n` reads in place of an operand: of these names, and that behind a trigger's fence, the first
-        that it sees; else the operand itself.
+    def _name(self, eqn: Any, loop: int, var: Any, *names: Any) -> Any:
+        """What an equation, in the iterations of a loop, reads in place of an operand: of these names, and that behind a
+        trigger's fence, the first that it sees; else the operand itself.
 
         A loop begins with what is there before it: names made within its iterations mean nothing there.
         """
-        around = self.graph.loops_of(n)
-        seen = {-1, *(around[1:] if self.source[n].primitive in (CARRY, SLICE) else around)}
+        if eqn.primitive in (CARRY, SLICE) and loop >= 0:
+            loop = self.graph.parents[loop]
+        seen = {-1}
+        while loop >= 0:
+            seen.add(loop)
+            loop = self.graph.parents[loop]
         known = (name for name in (*names, self.passed.get(var)) if name)
         return next((name for name in known if self.home.get(name, -1) in seen), var)
 
