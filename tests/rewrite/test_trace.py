@@ -231,7 +231,8 @@ def test_name_stacks_are_kept_through_calls() -> None:
     found = assert_same(jax.grad(loss), normal(3))
     stacks = [(eqn.primitive.name, _compat.name_stack_text(eqn)) for eqn in found.jaxpr.jaxpr.eqns]
     assert ("sin", "jvp(block)/inside") in stacks
-    assert any(name == "cos" and stack.startswith("transpose(jvp(block))/") for name, stack in stacks)
+    # What the checkpoint makes for the derivative stands in the forward pass, where it does without a checkpoint.
+    assert any(name == "cos" and stack.startswith("jvp(block)") for name, stack in stacks)
     assert any(name == "mul" and stack == "transpose(jvp(head))" for name, stack in stacks)
     for eqn in (*found.jaxpr.jaxpr.eqns, *found.flat.jaxpr.eqns):
         assert "test_trace.py" in _compat.user_line(eqn)
