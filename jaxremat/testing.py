@@ -293,8 +293,12 @@ def _difference(one: Solution, other: Solution) -> str:
     return f"{one.lower_bound=}, {one.proven=}, then {other.lower_bound=}, {other.proven=}"
 
 
+_PLAYED = ("forward_tape", "played")
+"""What a graph remembers of schedules that were simulated."""
+
+
 def _changed(graph: Graph, before: Graph) -> bool:
     """Whether a graph, with what it remembers of itself, is other than it was; what was simulated last is no matter."""
     missing = object()
-    known = ((name, value) for name, value in vars(graph).items() if name != "played")
+    known = ((name, value) for name, value in vars(graph).items() if name not in _PLAYED)
     return any(value != getattr(before, name, missing) for name, value in known)

@@ -222,8 +222,8 @@ class Emitter:
             hold(self, n)
 
     def _name(self, eqn: Any, loop: int, var: Any, *names: Any) -> Any:
-        """What an equation, in the iterations of a loop, reads in place of an operand: of these names, and that behind a
-        trigger's fence, the first that it sees; else the operand itself.
+        """What an equation, in the iterations of a loop, reads in place of an operand: of these names, and that
+        behind a trigger's fence, the first that it sees; else the operand itself.
 
         A loop begins with what is there before it: names made within its iterations mean nothing there.
         """
