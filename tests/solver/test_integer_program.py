@@ -123,6 +123,15 @@ def test_a_worker_that_hangs_is_ended(stand_in: Any, monkeypatch: pytest.MonkeyP
     assert program.optimize(TIME_LIMIT).status == "OPTIMAL"
 
 
+@pytest.fixture
+def ctrl_c() -> Any:
+    """Ctrl-C is heard, also where the tests were started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_waiting_and_the_worker(stand_in: Any) -> None:
     stand_in(HANG, ATTEMPTS)
     alive = set(_worker._alive)
@@ -134,6 +143,7 @@ def test_ctrl_c_ends_the_waiting_and_the_worker(stand_in: Any) -> None:
     assert _worker._alive == alive
 
 
+@pytest.mark.slow
 def test_workers_killed_at_any_moment_leave_plans() -> None:
     graph, draw = blocks(5), random.Random(0)
     known = [s.solve(graph, budget(graph), time_limit=TIME_LIMIT) for s in (Chen(), MinCut(), Greedy())]
