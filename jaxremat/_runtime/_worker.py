@@ -21,6 +21,9 @@ from typing import Any
 _START_SECONDS = 120.0
 """A machine may be busy; a worker that is not there by then never will be."""
 
+_POLL_SECONDS = 0.5
+"""Where another thread is given the signal, waiting for a worker is interrupted after so long."""
+
 _MOST_IDLE = 2
 """Workers of one kind that wait for the next request; others end with their answer."""
 
@@ -126,9 +129,10 @@ class Worker:
         """Until the pipe is ready. A signal handler that raises ends the waiting at once."""
         poll = select.poll()
         poll.register(pipe, event)
-        left = deadline - time.monotonic()
-        if left <= 0 or not poll.poll(1000 * left):
-            raise WorkerLostError("no answer in time")
+        while (left := deadline - time.monotonic()) > 0:
+            if poll.poll(1000 * min(left, _POLL_SECONDS)):
+                return
+        raise WorkerLostError("no answer in time")
 
     def _lost(self) -> WorkerLostError:
         try:
