@@ -555,7 +555,7 @@ def by_example(net: Chain, rng: random.Random) -> Any:
 
     def step(params: Any, batches: Any) -> Any:
         values, grads = jax.vmap(jax.value_and_grad(net.loss), (None, 0))(params, batches)
-        norms = jax.vmap(optax.global_norm)(grads)
+        norms = jax.vmap(optax.tree.norm)(grads)
         clip = jnp.minimum(1, 1 / norms)
         return descend(params, jax.tree.map(lambda g: jnp.tensordot(clip, g, 1), grads)), values
 

@@ -1,21 +1,14 @@
 """Programs compiled for a GPU that is not in this machine: `Target("h100").lower(jitted, ...).compile()`.
 
-XLA's GPU compiler runs in a process of its own (`_target_worker`), one per session, started when first asked for.
+XLA's GPU compiler runs in a worker (`_target_worker`), started when first asked for.
 """
 
-import atexit
 import functools
 import importlib.metadata
 import importlib.util
 import io
 import logging
-import os
-import pickle
 import re
-import subprocess
-import sys
-import tempfile
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +18,11 @@ import jax
 
 from .._model._device_specs import DEVICES, DeviceSpec
 from .._runtime._errors import TargetError
+from .._runtime._worker import WorkerLostError, WorkerRefusedError, ask
 
 logger = logging.getLogger("jaxremat")
 
+WORKER = Path(__file__).with_name("_target_worker.py")
 _PLUGINS = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 
@@ -143,6 +138,7 @@ class TargetLowered:
         module.operation.write_bytecode(buffer)
         topology = self.target.topology(int(module.operation.attributes["mhlo.num_partitions"].value))
         options = tuple(sorted(self._options.items()))
+        _check_installed()
         figures, text = _compile(self.target, topology, buffer.getvalue(), options)
         return TargetCompiled(self.target, figures, text)
 
@@ -155,12 +151,19 @@ def _compile(
     assert chip is not None
     asked = chip.config(target.spec.name), topology, module
     try:
-        return _worker().compile(*asked, dict(options), target.name)
-    except TargetError as error:
-        if _NO_TILING not in str(error):
-            raise
-        logger.info("compiling again without Triton's matrix products, for one of which XLA finds no tiling")
-        return _worker().compile(*asked, {**_WITHOUT_TRITON, **dict(options)}, target.name)
+        try:
+            return ask(WORKER, (*asked, dict(options)))
+        except WorkerRefusedError as error:
+            if _NO_TILING not in str(error):
+                raise
+            logger.info(
+                "compiling again without Triton's matrix products, for one of which XLA finds no tiling"
+            )
+            return ask(WORKER, (*asked, {**_WITHOUT_TRITON, **dict(options)}))
+    except WorkerRefusedError as error:
+        raise TargetError(f"XLA's compiler for `target={target.name!r}` refuses the step: {error}") from None
+    except WorkerLostError as error:
+        raise TargetError(f"The process that compiles for GPUs is lost: {error}") from None
 
 
 _NO_TILING = "find output tile sizes"
@@ -192,83 +195,6 @@ class TargetCompiled:
             f'The step was planned for `target="{self.target.name}"` and cannot run on this machine. Save its plan '
             'with `step.plan(...).save("plan.json")`, and there write `optimize(plan=Plan.load("plan.json"))`.'
         )
-
-
-class _Worker:
-    """The process that compiles, and what it printed."""
-
-    def __init__(self) -> None:
-        _check_installed()
-        self.lock = threading.Lock()
-        self.printed = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("_target_worker.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.printed,
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        )
-        atexit.register(self.stop)
-        self._receive()
-
-    @property
-    def runs(self) -> bool:
-        """Whether the process can be asked."""
-        return self.process.poll() is None
-
-    def compile(
-        self, config: str, topology: str, module: bytes, options: dict[str, Any], name: str
-    ) -> tuple[dict[str, int], str]:
-        """Memory figures and HLO text of a module. **Raises:** `TargetError`."""
-        with self.lock:
-            assert self.process.stdin is not None
-            try:
-                pickle.dump((config, topology, module, options), self.process.stdin)
-                self.process.stdin.flush()
-                answer = self._receive()
-            except BrokenPipeError:
-                self._died()
-            except KeyboardInterrupt:
-                self.stop()  # else its answer would be taken for that to the next question
-                raise
-        if answer[0] == "failed":
-            raise TargetError(f"XLA's compiler for `target={name!r}` refuses the step: {answer[1]}")
-        return answer[1], answer[2]
-
-    def stop(self) -> None:
-        """End the process."""
-        atexit.unregister(self.stop)
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout, self.printed):
-            if pipe is not None:
-                pipe.close()
-
-    def _receive(self) -> Any:
-        assert self.process.stdout is not None
-        try:
-            return pickle.load(self.process.stdout)
-        except (EOFError, pickle.UnpicklingError):
-            self._died()
-
-    def _died(self) -> NoReturn:
-        self.process.wait()
-        self.printed.seek(0)
-        last = self.printed.read().decode(errors="replace").strip()[-2000:]
-        raise TargetError(f"The process that compiles for GPUs ended ({self.process.returncode}): {last}")
-
-
-_running: list[_Worker] = []
-_starting = threading.Lock()
-
-
-def _worker() -> _Worker:
-    with _starting:
-        if _running and not _running[0].runs:
-            _running.pop().stop()
-        if not _running:
-            _running.append(_Worker())
-        return _running[0]
 
 
 def _check_installed() -> None:

@@ -1,17 +1,15 @@
 """A process of its own that compiles for GPUs that are not there: StableHLO in, memory figures and HLO text out.
 
-Run as a script by `_target`, which sets `JAX_PLATFORMS=cpu`: with the CUDA plugin on a machine without a GPU nothing
-else works, and the user's own process must not be told so. Imports nothing of this library, so that it starts quickly.
-Messages are pickles on what was standard input and output; what libraries print goes to standard error.
+Run by `_runtime._worker`; imports nothing of this library. JAX's own platform is the CPU here: with the CUDA plugin on
+a machine without a GPU nothing else works, and the user's own process must not be told so.
 """
 
+import functools
 import os
-import pickle
-import signal
-import sys
 from typing import Any
 
-import jax
+os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")
+
 import numpy as np
 from jax._src import compiler
 from jax._src.interpreters import mlir
@@ -22,28 +20,18 @@ from jaxlib.mlir import ir
 _FIGURES = ("argument", "output", "alias", "temp")
 
 
-def serve() -> None:
-    """Answer requests until the input ends. The first message out says that the worker is there."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the asking process's affair
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    devices: dict[tuple[str, str], Any] = {}
-    reply: Any = ("ready", jax.__version__)
-    while True:
-        pickle.dump(reply, replies)
-        replies.flush()
-        try:
-            config, topology, module, options = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            if (config, topology) not in devices:
-                devices[config, topology] = topologies.get_topology_desc(
-                    platform="cuda", topology_name="", target_config=config, topology=topology
-                ).devices
-            reply = ("compiled", *_compile(devices[config, topology], module, options))
-        except Exception as error:  # whatever it is, it is the caller's to report
-            reply = ("failed", f"{type(error).__name__}: {error}")
+def answer(request: tuple[str, str, bytes, dict[str, Any]]) -> tuple[dict[str, int], str]:
+    """Of a chip's description, a topology, a module's bytecode and compiler options: figures and HLO."""
+    config, topology, module, options = request
+    return _compile(_devices(config, topology), module, options)
+
+
+@functools.cache
+def _devices(config: str, topology: str) -> Any:
+    found = topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=config, topology=topology
+    )
+    return found.devices
 
 
 def _compile(devices: Any, module: bytes, options: dict[str, Any]) -> tuple[dict[str, int], str]:
@@ -62,7 +50,3 @@ def _compile(devices: Any, module: bytes, options: dict[str, Any]) -> tuple[dict
     stats = executable.get_compiled_memory_stats()
     figures = {f"{name}_size_in_bytes": getattr(stats, f"{name}_size_in_bytes") for name in _FIGURES}
     return figures, executable.hlo_modules()[0].to_string()
-
-
-if __name__ == "__main__":
-    serve()

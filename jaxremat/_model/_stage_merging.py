@@ -18,7 +18,7 @@ def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
     All that a merged stage finishes waits for the fence behind it: else the compiler puts weight gradients off, and
     keeps what they are made of.
     """
-    if schedule.drops_nothing and not graph.loop_stop:
+    if not graph.stages or (schedule.drops_nothing and not graph.loop_stop):
         return replace(graph, stages=()), Schedule(schedule.saved, ())
     loop_of = [graph.nodes[stage.start].loop for stage in graph.stages]
     first = [

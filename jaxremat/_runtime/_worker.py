@@ -6,6 +6,7 @@ and with this process. Processes forked from this one start workers of their own
 """
 
 import atexit
+import math
 import os
 import pickle
 import select
@@ -28,11 +29,19 @@ _MOST_IDLE = 2
 """Workers of one kind that wait for the next request; others end with their answer."""
 
 
+_LINES_SHOWN = 10
+"""Of what a worker printed last before it ended."""
+
+
 class WorkerLostError(Exception):
     """A worker that crashed, was late or could not answer; the message says which."""
 
 
-def ask(script: Path, request: Any, seconds: float) -> Any:
+class WorkerRefusedError(WorkerLostError):
+    """What `answer` of a worker's script raised."""
+
+
+def ask(script: Path, request: Any, seconds: float = math.inf) -> Any:
     """What `answer(request)` of the script returns, within so many seconds. Both are plain data.
 
     **Raises:** `WorkerLostError`.
@@ -49,7 +58,7 @@ def ask(script: Path, request: Any, seconds: float) -> Any:
     else:
         worker.stop()
     if kind == "failed":
-        raise WorkerLostError(answer)
+        raise WorkerRefusedError(answer)
     return answer
 
 
@@ -140,9 +149,9 @@ class Worker:
         except subprocess.TimeoutExpired:
             return WorkerLostError("closed its output")
         self.printed.seek(0)
-        last = self.printed.read().decode(errors="replace").strip().splitlines()[-1:]
+        last = self.printed.read().decode(errors="replace").strip().splitlines()[-_LINES_SHOWN:]
         how = signal.Signals(-code).name if code < 0 else f"ended with exit status {code}"
-        return WorkerLostError(": ".join([how, *last]))
+        return WorkerLostError("\n".join([f"{how}: {last[0]}", *last[1:]]) if last else how)
 
 
 _idle: dict[Path, list[Worker]] = {}

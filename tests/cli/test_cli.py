@@ -260,7 +260,7 @@ MISTAKES: dict[str, tuple[int, str]] = {
     "plan cli_steps:step --args shapes --donate 9 --budget 1GiB": (2, "--donate 9: the function takes weights, x"),
     "memory cli_steps:step --args shapes --static w": (2, "--static w: the function takes weights, x, scale"),
     "plan cli_steps:step --args shapes --budget much": (2, "The budget 'much' is no number of bytes"),
-    "plan cli_steps:step --args shapes --target h1000": (2, "'h1000' is none of h100, "),
+    "plan cli_steps:step --args shapes --target h1000": (2, "`target='h1000'` is unknown. Write one of h100, "),
     "plan cli_steps:step --args shapes --solver best": (2, "'best' is not one of 'milp', 'mincut'"),
     "plan cli_steps:step --args shapes --save nowhere/plan.json": (2, "there is no folder 'nowhere'"),
     "plan cli_steps:step --args shapes --budget min --margin 1MiB": (2, '`workspace_margin` is kept free'),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._device_specs import DEVICES
 from jaxremat._rewrite._trace import trace
+from jaxremat._runtime import _worker
 from jaxremat._solver import SaveAll
 
 MATRIX = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
@@ -290,32 +292,49 @@ def test_what_cannot_be_compiled_is_said() -> None:
     assert jaxremat.memory(square, MATRIX, target="h100").peak_nbytes > 0
 
 
+def worker() -> _worker.Worker:
+    """The process that compiled last."""
+    return _worker._idle[_target.WORKER][-1]
+
+
 def test_a_dead_worker_is_replaced() -> None:
+    _target._compile.cache_clear()
     jaxremat.memory(square, MATRIX, target="h100")
-    worker = _target._worker()
-    os.kill(worker.process.pid, signal.SIGKILL)
-    worker.process.wait()
+    dead = worker()
+    os.kill(dead.process.pid, signal.SIGKILL)
+    dead.process.wait()
     _target._compile.cache_clear()
     assert jaxremat.memory(square, MATRIX, target="h100").peak_nbytes > 0
-    assert _target._worker() is not worker
+    assert worker() is not dead
+
+
+def test_a_worker_that_dies_while_it_compiles_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "crash.py"
+    script.write_text("import os\ndef answer(request):\n    os.abort()\n")
+    monkeypatch.setattr(_target, "WORKER", script)
+    with pytest.raises(TargetError, match="The process that compiles for GPUs is lost: SIGABRT"):
+        jaxremat.memory(lambda x: jnp.cos(x).sum(), MATRIX, target="h100")
 
 
 def test_a_worker_that_is_asked_no_further_answers_nothing_to_the_next_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ctrl-C in a terminal reaches the worker too, which goes on; who asked it hears no answer."""
+    _target._compile.cache_clear()
     want = jaxremat.memory(square, MATRIX, target="h100")
-    worker = _target._worker()
-    os.kill(worker.process.pid, signal.SIGINT)
+    first = worker()
+    os.kill(first.process.pid, signal.SIGINT)
     _target._compile.cache_clear()
     assert jaxremat.memory(square, MATRIX, target="h100") == want
-    assert _target._worker() is worker
+    assert worker() is first
     _target._compile.cache_clear()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(worker, "_receive", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(first, "_receive", lambda deadline: (_ for _ in ()).throw(KeyboardInterrupt))
         jaxremat.memory(lambda x: jnp.sin(x), MATRIX, target="h100")
     assert jaxremat.memory(square, MATRIX, target="h100") == want
-    assert _target._worker() is not worker
+    assert worker() is not first
 
 
 def test_the_plain_step_is_compiled_once_for_several_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,13 +342,12 @@ def test_the_plain_step_is_compiled_once_for_several_budgets(monkeypatch: pytest
     args = jax.eval_shape(case.make_args)
     plain = jaxremat.memory(case.step, *args, donate_argnums=0, target="h100")
     asked: list[bytes] = []
-    compile_there = _target._Worker.compile
 
-    def counting(self: Any, config: str, topology: str, module: bytes, *rest: Any) -> Any:
-        asked.append(module)
-        return compile_there(self, config, topology, module, *rest)
+    def counting(script: Path, request: Any) -> Any:
+        asked.append(request[2])
+        return _worker.ask(script, request)
 
-    monkeypatch.setattr(_target._Worker, "compile", counting)
+    monkeypatch.setattr(_target, "ask", counting)
     _target._compile.cache_clear()
     for share in (0.8, 0.7):
         budget = plain.base_nbytes + int(share * plain.temporaries_nbytes)
@@ -340,7 +358,6 @@ def test_the_plain_step_is_compiled_once_for_several_budgets(monkeypatch: pytest
 
 
 def test_without_the_compiler_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_target, "_running", [])
     monkeypatch.setattr(_target, "_version", lambda name: None)
     with pytest.raises(TargetError, match=r'pip install "jaxremat\[targets\]"'):
         jaxremat.memory(square, MATRIX, target="h100")
@@ -349,15 +366,19 @@ def test_without_the_compiler_the_error_names_the_command(monkeypatch: pytest.Mo
         jaxremat.memory(square, MATRIX, target="h100")
 
 
+LEFT_ALONE = """
+import jax, jaxremat
+from jaxremat._compiler._target import WORKER
+from jaxremat._runtime import _worker
+found = jaxremat.memory(lambda x: (x @ x).sum(), jax.ShapeDtypeStruct((64, 64), "float32"), target="h100")
+print(found.peak_nbytes > 0, jax.default_backend(), _worker._idle[WORKER][0].process.pid)
+"""
+
+
 def test_the_users_own_process_is_left_alone() -> None:
     """The default back end is what it was, and the worker ends with the process."""
-    code = (
-        "import jax, jaxremat; from jaxremat import _target;"
-        "print(jaxremat.memory(lambda x: (x @ x).sum(), jax.ShapeDtypeStruct((64, 64), 'float32'), target='h100')"
-        ".peak_nbytes > 0, jax.default_backend(), _target._worker().process.pid)"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", LEFT_ALONE], capture_output=True, text=True, check=True, timeout=300
     )
     worked, backend, pid = done.stdout.split()
     assert (worked, backend) == ("True", "cpu")
