@@ -50,6 +50,7 @@ from ._last_reads import hold, last_reads
 from ._layouts import append_fence
 from ._placement import entered, places
 from ._triggers import finished, parts, trigger
+from ._weight_copies import behind_operand
 from ._weight_gradients import put_in_order
 
 FENCES = ("finished", "cotangents", "ordered")
@@ -129,8 +130,8 @@ class Emitter:
 
     def run(self) -> list[Any]:
         """Append everything; returns the step's outputs by their final names."""
-        stop = self.graph.forward_stop
-        self.append(self.source[:stop], self.traced.loop_of[:stop])
+        for n in range(self.graph.forward_stop):
+            self.append([behind_operand(self, n, self.source[n], lambda a: a)], [self.traced.loop_of[n]])
         for k in range(len(self.graph.stages)):
             self.stage(k)
         return self.finish(self.traced.jaxpr.jaxpr.outvars)
@@ -178,7 +179,7 @@ class Emitter:
             ]
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
             clone = _compat.in_scope(eqn.replace(invars=invars, outvars=outvars), f"recompute_{k}")
-            placed = self._placed(clone, renamed)
+            placed = self._placed(n, clone, renamed)
             self.append(placed, [loop] * len(placed))
             self.clones.update(
                 (var, clone)
@@ -217,7 +218,7 @@ class Emitter:
                 for a in eqn.invars
             ]
             eqn = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
-            placed = self._placed(eqn, renamed)
+            placed = self._placed(n, eqn, renamed)
             self.append(placed, [self.graph.nodes[n].loop] * len(placed))
             hold(self, n)
 
@@ -240,8 +241,10 @@ class Emitter:
         """The equation that makes a variable."""
         return self.graph.values[self.value_of[var]].producer
 
-    def _placed(self, eqn: Any, renamed: dict[Any, Any]) -> list[Any]:
-        """The equation, held back by the fence where nothing else would hold it, and in slices where it expands."""
+    def _placed(self, n: int, eqn: Any, renamed: dict[Any, Any]) -> list[Any]:
+        """The equation, which is `n` or a clone of it, held back where nothing else would hold it, and in slices where
+        it expands.
+        """
         zero = renamed.get(PASSING_ZERO) if self.graph.backend.hoists else None
         if is_zero(eqn) and zero is not None:
             return [eqn.replace(invars=[zero])]
@@ -249,6 +252,8 @@ class Emitter:
             eqn = eqn.replace(invars=[*eqn.invars, *self.zeros.get(eqn.params["loop"], ())])
         # The slices are of the batch, which would be gathered for them where it is on several devices.
         slicing = zero is not None and self.traced.devices == 1
+        loop = self.graph.nodes[n].loop
+        eqn = behind_operand(self, n, eqn, lambda a: self._name(eqn, loop, a, renamed.get(a)))
         return sliced_inline(eqn, zero) if slicing and expands(eqn) else [eqn]
 
     def _wanted(self, k: int) -> list[int]:
@@ -318,10 +323,18 @@ class Emitter:
         if not operands:
             return {}
         source = self.source[self.graph.forward_stop].source_info
-        form = fence if self.cotangents else _compat.barrier
-        outvars = append_fence(self, (*through, *trigger), operands, name, loop, source, form)
+        outvars = append_fence(self, (*through, *trigger), operands, name, loop, source, self.barrier)
         self.passed.update(zip(trigger, outvars[len(through) :], strict=True))
         return dict(zip(through, outvars, strict=False))
+
+    @property
+    def barrier(self) -> Any:
+        """What makes a fence's equation."""
+        return fence if self.cotangents else _compat.barrier
+
+    def beside(self, operands: Sequence[Any], source: Any) -> list[Any]:
+        """Append a fence for one equation outside of loops; returns the names of what passes."""
+        return append_fence(self, operands, operands, "fence_operand", -1, source, self.barrier)
 
     def _waits(self, n: int, var: Any) -> bool:
         """Whether the equation reads the operand behind the fence, though that is not recomputed."""

@@ -31,13 +31,14 @@ class Deadline:
 
     **Fields:** `stopwatch` since planning began; `limit` in seconds that the user gave, None for what the compiler's
     own time makes of it, infinity for none; `drafts` whether what is compiled in search is compiled once more to run;
-    `plain_seconds` and `trial_seconds` that compiling the plain step and the last trial took, as drafts; `cut_short`
-    whether it has ended the search.
+    `fits` whether there is a program that does anyway; `plain_seconds` and `trial_seconds` that compiling the plain
+    step and the last trial took, as drafts; `cut_short` whether it has ended the search.
     """
 
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     limit: float | None = math.inf
     drafts: bool = False
+    fits: bool = False
     plain_seconds: float = 0.0
     trial_seconds: float = 0.0
     cut_short: bool = False
@@ -49,7 +50,7 @@ class Deadline:
 
     def left(self, fits: bool) -> float:
         """Seconds left for looking, once something fits or while nothing does."""
-        compilations, seconds = BETTER if fits else ANY
+        compilations, seconds = BETTER if fits or self.fits else ANY
         compiling = self._finishing or self.plain_seconds
         limit = compilations * compiling + seconds if self.limit is None else self.limit
         return limit - self.stopwatch.seconds - self._finishing

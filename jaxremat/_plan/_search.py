@@ -101,6 +101,7 @@ class Search:
         """A compiled schedule within the budget that is faster than the step as it is written, after that many rounds;
         None if there is none.
         """
+        self.deadline.fits = True  # as it is written
         self._approach([], lambda: budget, rounds, 0)
         trial = self.best(budget)
         return trial if trial is not None and trial.seconds < 0 else None

@@ -1,9 +1,11 @@
 """Equation -> equations of which the compiler makes better kernels, where it is known to make poor ones.
 
-Law: the same result, up to rounding. They stand in every planned step, whatever its plan, forward and backward. XLA:GPU
-fills the zeros of a max-pooling gradient in the forward pass and keeps them, see `_max_pool_gradient.held`. A
-transposed convolution it recognises by its reversed kernel, as automatic differentiation writes it; without that it
-spreads the operand out between zeros, in memory, and convolves those too.
+Law: the same result, up to rounding. They stand in every planned step, whatever its plan, forward and backward.
+
+- XLA:CPU computes the gradient of a depthwise convolution as one of all channels with all, see `_depthwise_gradient`.
+- XLA:GPU fills the zeros of a max-pooling gradient in the forward pass and keeps them, see `_max_pool_gradient.held`.
+- XLA:GPU recognises a transposed convolution by its reversed kernel, as automatic differentiation writes it; without
+  that it spreads the operand out between zeros, in memory, and convolves those too.
 """
 
 from collections.abc import Callable
@@ -15,17 +17,23 @@ import jax.extend.core as jex
 from .._model._backend import Backend
 from .._program import _compat
 from .._program._primitives import is_late
+from ._depthwise_gradient import is_depthwise_gradient, summed
 from ._max_pool_gradient import held, is_pooling_gradient
 
 
 def replaced(backend: Backend) -> Callable[[Any], bool]:
     """Which equations have such an implementation for this compiler."""
-    return lambda eqn: backend.fuses and (is_pooling_gradient(eqn) or is_transposed(eqn))
+    if backend.fuses:
+        return lambda eqn: is_pooling_gradient(eqn) or is_transposed(eqn)
+    return is_depthwise_gradient
 
 
 def inline(eqn: Any) -> list[Any]:
     """The equations in place of one that is to be replaced."""
-    better = held(eqn) if is_pooling_gradient(eqn) else reversed_twice(eqn)
+    if is_pooling_gradient(eqn):
+        better = held(eqn)
+    else:
+        better = summed(eqn) if is_depthwise_gradient(eqn) else reversed_twice(eqn)
     return _compat.inlined(better, eqn.invars, eqn.source_info, eqn.outvars)[0]
 
 
