@@ -57,7 +57,7 @@ def summed(eqn: Any) -> jex.ClosedJaxpr:
             window = jnp.expand_dims(jax.lax.slice(padded, start, stop, step), groups_axis + 1)
             sums.append(jnp.sum(window.astype(wide) * aligned.astype(wide), axis=others))
         found = jnp.stack(sums, axis=-1).reshape(1, -1, *places).astype(out.dtype)
-        return jnp.transpose(found, np.argsort(out_spec))
+        return jnp.transpose(found, np.argsort(out_spec).tolist())
 
     types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
     return jax.make_jaxpr(run)(*types)
