@@ -4,8 +4,6 @@
 def train_step(state, batch): ...
 """
 
-from typing import TYPE_CHECKING, Any
-
 from . import testing as testing
 from . import zoo as zoo
 from ._api._checkpoint import Checkpointed as Checkpointed
@@ -56,20 +54,10 @@ from ._runtime._errors import SolverRuleError as SolverRuleError
 from ._runtime._errors import TargetError as TargetError
 from ._solver import Chen as Chen
 from ._solver import Greedy as Greedy
+from ._solver import Milp as Milp
 from ._solver import MinCut as MinCut
 from ._solver import RecomputeAll as RecomputeAll
 from ._solver import SaveAll as SaveAll
 from ._solver import SaveDots as SaveDots
 from ._solver import Solution as Solution
 from ._solver import Solver as Solver
-
-if TYPE_CHECKING:
-    from ._solver._milp import Milp as Milp
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Milp":  # imported when asked for: loading a saved plan needs no python-mip
-        from ._solver._milp import Milp
-
-        return Milp
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,13 +23,13 @@ from .._emit._policy import checkpointed
 from .._emit._segmentation import names_to_save, restricted, segmentation
 from .._lower._lower import lower
 from .._model._graph import Graph
-from .._plan._arguments import as_tuple, check_planning, or_milp
+from .._plan._arguments import as_tuple, check_planning
 from .._plan._held_plan import HeldPlan
 from .._plan._residuals import Found, Held, as_plan, parse_held, plan_held
 from .._program import _compat
 from .._rewrite._fingerprint import fingerprint
 from .._runtime._errors import ArgumentError, JaxrematWarning
-from .._solver import Solver
+from .._solver import Milp, Solver
 
 _UNSET: Any = object()
 
@@ -113,7 +113,7 @@ def checkpoint(
     parse_held(budget, 1 << 40)  # a budget that can never be read is refused where it is written
     check_planning(solver, time_limit)
     program = Program(fn, as_tuple(static_argnums), as_tuple(static_argnames))
-    return Checkpointed(program, _Options(budget, emit, prevent_cse, or_milp(solver), time_limit))
+    return Checkpointed(program, _Options(budget, emit, prevent_cse, solver or Milp(), time_limit))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from .._compiler._program import Program, device_of, placed
 from .._compiler._target import Target
 from .._model._device_specs import find
 from .._model._pins import parse_pins
-from .._plan._arguments import as_tuple, check_planning, or_milp
+from .._plan._arguments import as_tuple, check_planning
 from .._plan._baseline import Baseline
 from .._plan._plan import Plan
 from .._plan._plan_cache import recall_or_plan
@@ -26,7 +25,7 @@ from .._runtime._bytes import Budget, parse_budget, parse_margin
 from .._runtime._errors import ArgumentError, JaxrematWarning
 from .._runtime._progress import timed
 from .._runtime._progress_bars import shown
-from .._solver import Solver
+from .._solver import Milp, Solver
 from ._bound_step import Bound
 from ._nnx_objects import OfObjects, has_objects
 
@@ -166,7 +165,7 @@ def optimize(
             target=device,
         )
         options = Options(
-            solver,
+            solver or Milp(),
             time_limit,
             verify,
             effort,
@@ -339,8 +338,6 @@ class Step:
         else:
             here = device_of(args, kwargs)
             spec, reported = detect(here), (here.memory_stats() or {}).get("bytes_limit")
-        if self._given is None:
-            self._options = replace(self._options, solver=or_milp(self._options.solver))
         options = self._options
         kept = (self._given or options).respect_checkpoint
         baseline = Baseline(program, args, kwargs, spec, options.profile, here, kept, options.pins)

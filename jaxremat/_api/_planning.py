@@ -9,7 +9,7 @@ from .._compiler._target import Target
 from .._plan._arguments import as_tuple
 from .._plan._plan import Plan
 from .._runtime._bytes import Budget
-from .._solver import Solver, Sublinear
+from .._solver import Milp, Solver, Sublinear
 from ._nnx_objects import OfObjects, has_objects
 from ._optimize import Step, optimize
 
@@ -75,11 +75,7 @@ def search_plan(fn: Callable[..., Any], *args: Any, solver: Solver | None = None
     step = jaxremat.optimize(plan=jaxremat.search_plan(train_step, *args))(train_step)
     ```
     """
-    if solver is None:
-        from .._solver._milp import Milp
-
-        solver = Milp()
-    return plan(fn, *args, budget="min", solver=Sublinear(solver), **options)
+    return plan(fn, *args, budget="min", solver=Sublinear(solver or Milp()), **options)
 
 
 def cost(fn: Callable[..., Any], *args: Any, **options: Any) -> int:

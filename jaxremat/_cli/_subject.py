@@ -18,10 +18,10 @@ from .._compiler._program import Program
 from .._compiler._target import Target, targets
 from .._runtime._bytes import Budget
 from .._runtime._errors import ArgumentError, TargetError
-from .._solver import Chen, Greedy, MinCut, RecomputeAll
+from .._solver import Chen, Greedy, Milp, MinCut, RecomputeAll
 
-SOLVERS = {"mincut": MinCut, "greedy": Greedy, "chen": Chen, "recompute-all": RecomputeAll}
-"""By name, but for the default, which imports python-mip."""
+SOLVERS = {"milp": Milp, "mincut": MinCut, "greedy": Greedy, "chen": Chen, "recompute-all": RecomputeAll}
+"""By name."""
 
 
 def known_target(name: str | None) -> str | None:
@@ -145,6 +145,9 @@ class Planning:
         Literal["milp", "mincut", "greedy", "chen", "recompute-all"] | None, typer.Option(help="The planner.")
     ] = None
     time_limit: Annotated[float | None, typer.Option(metavar="S", help="Seconds for each solve.")] = None
+    planning_seconds: Annotated[
+        float | None, typer.Option(metavar="S", help="When to stop looking for a better plan.")
+    ] = None
     effort: Annotated[
         Literal["normal", "thorough"] | None, typer.Option(help="How many plans to compile.")
     ] = None
@@ -160,8 +163,9 @@ class Planning:
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `optimize`, without those that were not given."""
         found = {
-            "solver": SOLVERS[self.solver]() if self.solver in SOLVERS else None,
+            "solver": SOLVERS[self.solver]() if self.solver else None,
             "time_limit": self.time_limit,
+            "planning_seconds": self.planning_seconds,
             "effort": self.effort,
             "profile": self.profile,
             "workspace_margin": _share(self.margin),

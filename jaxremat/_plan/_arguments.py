@@ -21,15 +21,6 @@ def check_planning(solver: Solver | None, time_limit: float, planning_seconds: f
         )
 
 
-def or_milp(solver: Solver | None) -> Solver:
-    """The solver, or the default one, whose packages are only imported here."""
-    if solver is not None:
-        return solver
-    from .._solver._milp import Milp
-
-    return Milp()
-
-
 def as_tuple(value: Any) -> tuple[Any, ...]:
     """One number or name, or several, as `jax.jit` takes them."""
     return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)

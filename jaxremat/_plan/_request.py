@@ -11,7 +11,7 @@ from .._solver import Solver
 class Options:
     """How to plan. **Fields** as the arguments of `jaxremat.optimize`."""
 
-    solver: Solver | None
+    solver: Solver
     time_limit: float
     verify: bool
     effort: str
@@ -28,7 +28,7 @@ class Options:
 class Request:
     """What to plan for.
 
-    **Fields:** `budget`; `options`, with a solver; `device_nbytes` the memory that the device reports.
+    **Fields:** `budget`; `options`; `device_nbytes` the memory that the device reports.
     """
 
     budget: Budget

@@ -286,7 +286,6 @@ class _Planner:
 
     def _search(self, *, rough: bool, pinned: bool = True) -> Search:
         options, baseline = self.request.options, self.baseline
-        assert options.solver is not None
         nbytes = baseline.rough_peak_nbytes - baseline.rough.base_nbytes
 
         def wanted(graph: Graph) -> Graph:

@@ -4,6 +4,7 @@ from ._chen import Chen as Chen
 from ._greedy import Greedy as Greedy
 from ._interface import Solution as Solution
 from ._interface import Solver as Solver
+from ._milp import Milp as Milp
 from ._mincut import MinCut as MinCut
 from ._sublinear import Sublinear as Sublinear
 from ._trivial import RecomputeAll as RecomputeAll
