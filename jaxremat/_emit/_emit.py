@@ -102,6 +102,7 @@ class Emitter:
         self.source = traced.jaxpr.jaxpr.eqns
         self.eqns: list[Any] = []
         self.loop_of: list[int] = []  # of each of them
+        self.forward_count = 0  # how many of them are the forward pass's
         self.home: dict[Any, int] = {}  # variable -> the loop in whose iterations it is, -1 for none
         self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
         self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
@@ -132,6 +133,7 @@ class Emitter:
         """Append everything; returns the step's outputs by their final names."""
         for n in range(self.graph.forward_stop):
             self.append([behind_operand(self, n, self.source[n], lambda a: a)], [self.traced.loop_of[n]])
+        self.forward_count = len(self.eqns)
         for k in range(len(self.graph.stages)):
             self.stage(k)
         return self.finish(self.traced.jaxpr.jaxpr.outvars)

@@ -47,8 +47,9 @@ def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     outvars = emitter.run()
     results, gradients = outvars[: joint.results], outvars[joint.results :]
     eqns = close_loops(*sink(emitter.eqns, emitter.loop_of, traced.loops), traced.loops)
-    outermost = {_outermost(loop, traced.loops) for loop in traced.loop_of[: graph.forward_stop]}
-    single = sum(loop < 0 for loop in traced.loop_of[: graph.forward_stop])
+    forward_loops = emitter.loop_of[: emitter.forward_count]
+    outermost = {_outermost(loop, traced.loops) for loop in forward_loops}
+    single = sum(loop < 0 for loop in forward_loops)
     stop = single + len(outermost - {-1})
     early, late = eqns[:stop], without_unread(eqns[stop:], gradients)
     made = {v for eqn in early for v in eqn.outvars}
