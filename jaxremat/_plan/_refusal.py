@@ -12,6 +12,9 @@ from ._baseline import Baseline
 from ._search import MOST_OVERHEAD, Search
 from ._trial import Trial
 
+SMALL_NBYTES = 2**20
+"""Of steps with smaller temporaries, what the compiler adds for itself is a large part."""
+
 
 class Least(NamedTuple):
     """The least memory that was found.
@@ -43,12 +46,12 @@ def predicted(graph: Graph, schedule: Schedule) -> Least:
 
 
 def infeasible(
-    asked: Budget, budget: int, margin_nbytes: int, least: Least, *, cut_short: bool
+    asked: Budget, budget: int, margin_nbytes: int, least: Least, *, temporaries_nbytes: int, cut_short: bool
 ) -> InfeasibleBudgetError:
     """That nothing fits.
 
-    **Arguments:** the budget as it was `asked` for, and without the margin; `cut_short` whether a deadline ended the
-    search.
+    **Arguments:** the budget as it was `asked` for, and without the margin; `temporaries_nbytes` of the step as it is
+    written; `cut_short` whether a deadline ended the search.
     """
     graph = least.graph
     profile = simulate(graph, least.schedule)
@@ -66,7 +69,13 @@ def infeasible(
         f"arguments and outputs {format_nbytes(graph.base_nbytes)}, live values {format_nbytes(event.live_nbytes)}, "
         f"the largest {largest or 'none'}. "
         f"Use a budget of at least {enough} bytes ({format_nbytes(enough)}), or a smaller batch."
-        + (" A deadline cut planning short: a larger `planning_seconds` may find less." if cut_short else ""),
+        + (" A deadline cut planning short: a larger `planning_seconds` may find less." if cut_short else "")
+        + (
+            f" With {format_nbytes(temporaries_nbytes)} of temporaries the step is too small to plan well: at this "
+            "size it matters most what the compiler adds for itself."
+            if temporaries_nbytes < SMALL_NBYTES
+            else ""
+        ),
         budget_nbytes=budget + margin_nbytes,
         min_peak_nbytes=least.peak_nbytes,
     )

@@ -286,7 +286,6 @@ class _Planner:
 
     def _search(self, *, rough: bool, pinned: bool = True) -> Search:
         options, baseline = self.request.options, self.baseline
-        nbytes = baseline.rough_peak_nbytes - baseline.rough.base_nbytes
 
         def wanted(graph: Graph) -> Graph:
             return graph if pinned else without(graph, None)
@@ -305,7 +304,7 @@ class _Planner:
             solver=options.solver,
             time_limit=options.time_limit,
             attempt=self._try,
-            temporaries_nbytes=nbytes if rough else baseline.temporaries_nbytes,
+            temporaries_nbytes=self._temporaries(rough=rough),
             deadline=self.deadline,
             known=baseline.as_checkpointed if baseline.undoes and pinned else None,
             written_nbytes=None if rough or baseline.must_recompute else baseline.peak_nbytes,
@@ -386,5 +385,18 @@ class _Planner:
         )
 
     def _refusal(self, budget: int, least: Least) -> InfeasibleBudgetError:
-        asked, cut_short = self.request.budget, self.deadline.cut_short
-        return infeasible(asked, budget, self.margin_nbytes, least, cut_short=cut_short)
+        return infeasible(
+            self.request.budget,
+            budget,
+            self.margin_nbytes,
+            least,
+            temporaries_nbytes=self._temporaries(rough=not self.request.options.verify),
+            cut_short=self.deadline.cut_short,
+        )
+
+    def _temporaries(self, *, rough: bool) -> int:
+        """What of the step as it is written is not there all the time."""
+        baseline = self.baseline
+        return (
+            baseline.rough_peak_nbytes - baseline.rough.base_nbytes if rough else baseline.temporaries_nbytes
+        )

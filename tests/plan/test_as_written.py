@@ -97,6 +97,17 @@ def test_the_least_of_a_tiny_step_is_at_most_what_it_needs_anyway() -> None:
     assert plan.peak_nbytes <= MemoryStats.of(compiled).peak_nbytes
 
 
+def test_a_refusal_says_that_a_step_is_tiny() -> None:
+    args = (jnp.ones((4, 4)), jnp.ones((4, 4)))
+    with pytest.raises(
+        InfeasibleBudgetError, match=r"With \d+ B of temporaries the step is too small to plan well"
+    ):
+        jaxremat.plan(small, *args, budget=100, donate_argnums=0)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        jaxremat.plan(make_step(False), *make_args(), budget=1000, donate_argnums=0, verify=False)
+    assert "too small" not in str(caught.value)
+
+
 def test_checkpoints_that_are_kept_are_kept_as_written() -> None:
     step = jaxremat.optimize(PEAK, donate_argnums=0, respect_checkpoint=True)(make_step(True))
     assert step.plan(*make_args()).overhead == 0.0
