@@ -1,5 +1,6 @@
-"""The graphs of `jaxremat.testing` and their builder, under the names that the tests use."""
+"""The graphs of `jaxremat.testing` and their builder, under the names that the tests use; and the solvers for them."""
 
+from jaxremat import Chen, Greedy, Milp, MinCut, RecomputeAll, SaveAll, Solver
 from jaxremat._model._example_graphs import UNIT as UNIT
 from jaxremat._model._example_graphs import Builder as Builder
 from jaxremat._model._example_graphs import blocks as blocks
@@ -8,3 +9,13 @@ from jaxremat._model._example_graphs import diamond as diamond
 from jaxremat._model._example_graphs import forward_only as forward_only
 from jaxremat._model._example_graphs import in_loops as in_loops
 from jaxremat._model._example_graphs import unrepeatable as unrepeatable
+
+SOLVERS: dict[str, Solver] = {
+    "save all": SaveAll(),
+    "recompute all": RecomputeAll(),
+    "chen": Chen(),
+    "greedy": Greedy(),
+    "mincut": MinCut(),
+    "milp": Milp(gap=0.0),
+}
+"""Those that every graph is given to, the exact one exactly."""

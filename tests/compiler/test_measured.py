@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from chains import train
 from jax.experimental import io_callback
 
 import jaxremat
@@ -21,16 +22,6 @@ from jaxremat._rewrite._trace import Traced, trace
 
 H100 = DEVICES["h100"]
 WIDTH, LAYERS = 32, 6
-
-
-def train(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
-    def loss(weights: list[jax.Array]) -> jax.Array:
-        y = x
-        for w in weights:
-            y = jnp.tanh(y @ w)
-        return jnp.mean(y**2)
-
-    return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
 
 
 ARGS = (

@@ -5,20 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from graphs import UNIT, Builder, blocks, chain, unrepeatable
+from graphs import SOLVERS, UNIT, Builder, blocks, chain, unrepeatable
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import graphs
 
 from jaxremat import (
-    Chen,
     Graph,
-    Greedy,
     HintError,
-    MinCut,
     Pin,
-    RecomputeAll,
-    SaveAll,
     SolverError,
     complete,
     simulate,
@@ -28,15 +23,6 @@ from jaxremat._model._schedule import check, must_save
 from jaxremat._model._stages import cut_stages
 from jaxremat._solver._milp import Milp
 from jaxremat.testing import frontier, least_seconds
-
-SOLVERS: dict[str, Any] = {
-    "save all": SaveAll(),
-    "recompute all": RecomputeAll(),
-    "chen": Chen(),
-    "greedy": Greedy(),
-    "mincut": MinCut(),
-    "milp": Milp(gap=0.0),
-}
 
 
 def pinned(graph: Graph, **at: list[int]) -> Graph:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chains import make_step
 from test_optimize import stripped
 
 import jaxremat
@@ -26,21 +27,6 @@ from jaxremat._plan import _plan_cache as _cache
 from jaxremat._runtime import _cache_folder as _disk
 
 WIDTH, LAYERS, BATCH = 32, 6, 512
-
-
-def make_step() -> Any:
-    """A train step, a new function on each call as in a new process."""
-
-    def train(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
-        def loss(weights: list[jax.Array]) -> jax.Array:
-            y = x
-            for w in weights:
-                y = jnp.tanh(y @ w)
-            return jnp.mean(y**2)
-
-        return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
-
-    return train
 
 
 def make_args(batch: int = BATCH) -> tuple[list[jax.Array], jax.Array]:

@@ -16,8 +16,6 @@ from test_optimize import assert_same, stripped
 
 import jaxremat
 from jaxremat import (
-    Chen,
-    Greedy,
     HintError,
     InfeasibleHintError,
     JaxrematWarning,
@@ -27,16 +25,7 @@ from jaxremat import (
     SaveAll,
     hint,
 )
-from jaxremat._solver._milp import Milp
 
-SOLVERS: dict[str, Any] = {
-    "save all": SaveAll(),
-    "recompute all": RecomputeAll(),
-    "chen": Chen(),
-    "greedy": Greedy(),
-    "mincut": MinCut(),
-    "milp": Milp(gap=0.0),
-}
 ROWS, WIDTH, LAYERS = 1024, 64, 4
 AMPLE = "1GiB"
 
