@@ -122,7 +122,7 @@ def measure(name: str, *, scale: str = "tiny", share: float = SHARE) -> records.
     budget = memory.peak_nbytes - int((1 - share) * memory.temporaries_nbytes)
     jax.clear_caches()
     planned = jaxremat.optimize(budget, donate_argnums=0)(step)
-    peak = None
+    peak, first = None, None
     with (
         tempfile.TemporaryDirectory() as folder,
         patch.dict(os.environ, JAXREMAT_CACHE=folder),
@@ -130,7 +130,8 @@ def measure(name: str, *, scale: str = "tiny", share: float = SHARE) -> records.
     ):
         began = time.perf_counter()
         with suppress(InfeasibleBudgetError):
-            peak = planned.plan(*args).compiled_peak_nbytes
+            plan = planned.plan(*args)
+            peak, first = plan.compiled_peak_nbytes, plan.planning.first_seconds
         seconds = time.perf_counter() - began
     return {
         "kind": "planning",
@@ -143,6 +144,7 @@ def measure(name: str, *, scale: str = "tiny", share: float = SHARE) -> records.
         "equations": equations,
         "plain_compile_seconds": plain_seconds,
         "planning_seconds": seconds,
+        "first_seconds": first,
         "parts": {**found.seconds, "rest": seconds - sum(found.seconds.values())},
         "calls": found.calls,
         "ratio": seconds / plain_seconds,
@@ -159,11 +161,13 @@ def line(record: records.Record) -> str:
         + (f" ({count}x)" if (count := record["calls"].get(part)) else "")
         for part in (*PARTS, "rest")
     )
+    first = record["first_seconds"]
+    fits = "" if first is None else f", the first that fits after {first:.1f} s"
     budget, peak = format_nbytes(record["budget_nbytes"]), record["peak_nbytes"]
     return (
         f"{record['program']} {record['scale']}: {record['equations']:,} equations, compiled in "
         f"{record['plain_compile_seconds']:.1f} s, planned in {record['planning_seconds']:.1f} s "
-        f"({record['ratio']:.1f}x): {seconds}; "
+        f"({record['ratio']:.1f}x){fits}: {seconds}; "
         + (f"infeasible at {budget}" if peak is None else f"peak {format_nbytes(peak)} of {budget}")
     )
 

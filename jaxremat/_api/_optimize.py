@@ -18,8 +18,8 @@ from .._plan._arguments import as_tuple, check_planning
 from .._plan._baseline import Baseline
 from .._plan._plan import Plan
 from .._plan._plan_cache import recall_or_plan
+from .._plan._planned import Planned, apply_plan, confirm
 from .._plan._request import Options, Request
-from .._plan._verify import Planned, apply_plan, confirm
 from .._report import Report
 from .._runtime._bytes import Budget, parse_budget, parse_margin
 from .._runtime._errors import ArgumentError, JaxrematWarning

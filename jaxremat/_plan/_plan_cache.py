@@ -25,8 +25,9 @@ from .._solver import Solver
 from ._baseline import Baseline
 from ._known_plans import KnownPlans
 from ._plan import Plan
+from ._planned import Planned, apply_plan
 from ._request import Options, Request
-from ._verify import Planned, apply_plan, make_plan
+from ._verify import make_plan
 
 T = TypeVar("T")
 logger = logging.getLogger("jaxremat")

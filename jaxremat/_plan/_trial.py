@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trial:
-    """One emitted and compiled schedule, of a graph with some cutting into stages."""
+    """One emitted and compiled schedule, of a graph with some cutting into stages.
+
+    **Fields:** `ended_seconds` since planning began when it was there.
+    """
 
     graph: Graph
     solution: Solution
@@ -28,6 +31,7 @@ class Trial:
     compiled_overhead: float
     compile_seconds: float
     solve_seconds: float = 0.0
+    ended_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:

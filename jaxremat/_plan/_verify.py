@@ -8,26 +8,24 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from .._compiler._hlo import parse
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
 from .._compiler._roofline import roofline
-from .._lower._lower import as_stacked, lower
+from .._lower._lower import as_stacked
 from .._model._graph import Graph, Segments
-from .._model._schedule import check
 from .._model._simulate import simulate
 from .._report._account import account, account_of_plain
 from .._report._actions import actions
 from .._report._loop_forms import loop_forms
 from .._report._planning_time import PlanningTime
 from .._runtime._bytes import format_nbytes, parse_budget, parse_margin
-from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, PlanMismatchError
+from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
 from .._runtime._progress import Stopwatch, phase, timed
 from .._solver import Solution
 from ._baseline import Baseline, everything, text_of
@@ -35,6 +33,7 @@ from ._blame import blamed, without
 from ._deadline import Deadline
 from ._defects import run_as_written
 from ._plan import Plan
+from ._planned import Planned, planned
 from ._refusal import Least, compiled, dear, infeasible, predicted
 from ._request import Request
 from ._search import Search
@@ -44,26 +43,6 @@ logger = logging.getLogger("jaxremat")
 
 _ROUNDS = {"normal": 3, "thorough": 7}
 """Schedules that are compiled in search of the best, at most."""
-
-
-@dataclass
-class Planned:
-    """A plan, the jitted step that follows it, and that step compiled (None where nothing was compiled), perhaps only
-    to be read; then `finish` compiles it to be run.
-    """
-
-    plan: Plan
-    jitted: Any
-    compiled: Compiled | None
-    finish: Callable[[], Compiled] | None = None
-
-    def executable(self) -> Compiled | None:
-        """The compiled step, to be run. **Raises:** `InfeasibleBudgetError` where that is another than was read."""
-        if self.finish is not None:
-            compiled = self.finish()
-            confirm(self.plan, compiled)
-            self.compiled, self.finish = compiled, None
-        return self.compiled
 
 
 def make_plan(baseline: Baseline, request: Request) -> Planned:
@@ -79,64 +58,6 @@ def make_plan_of(baseline: Baseline, request: Request, graph: Graph, solution: S
     """The plan of a schedule that is known already, whose budget is what it needs; the request's is not looked at."""
     with timed() as stopwatch:
         return _Planner(baseline, request, stopwatch).follow(graph, solution)
-
-
-def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
-    """The step that follows a plan made before; needs no solver.
-
-    **Raises:** `PlanMismatchError` where the plan is of another program; `InfeasibleBudgetError` where this machine's
-    compiler needs more than the plan's budget for it.
-    """
-    found = baseline.fingerprint
-    if found != plan.fingerprint:
-        raise PlanMismatchError(
-            f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: its code, the "
-            "shapes or types of its arguments, its static arguments, its donated arguments or the version of jax "
-            "differ. "
-            "Plan this step afresh, with `optimize(budget)`."
-        )
-    if not plan.stages:
-        jitted = baseline.program.plain
-    else:
-        graph = plan.layout(lower(baseline.form(plan.segments), baseline.device, base_nbytes=0))
-        schedule = check(graph, plan.schedule(graph))
-        plan = replace(plan, actions=actions(graph, schedule))  # with lines of the code as it is today
-        jitted = baseline.jitted(graph, schedule, plan.fence)
-    if not verify:
-        return Planned(plan, jitted, None)
-    with phase("compiling the plan", kind="compile"):
-        compiled = baseline.compile(jitted)
-    memory = confirm(plan, compiled)
-    plan = replace(
-        plan,
-        compiled_peak_nbytes=memory.peak_nbytes,
-        memory=memory,
-        compiler=baseline.compiler,
-        alive=alive_at_peak(text_of(compiled)),
-    )
-    return planned(baseline, plan, jitted, compiled)
-
-
-def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:
-    """The plan of a step that was compiled to be read."""
-    finish = partial(baseline.finished, jitted) if baseline.drafts else None
-    return Planned(plan, jitted, compiled, finish)
-
-
-def confirm(plan: Plan, compiled: Compiled) -> MemoryStats:
-    """What the compiled step of a plan that was made elsewhere needs.
-
-    **Raises:** `InfeasibleBudgetError` where that is more than the plan's budget.
-    """
-    memory = MemoryStats.of(compiled)
-    if memory.peak_nbytes > (room := plan.budget_nbytes - plan.margin_nbytes):
-        raise InfeasibleBudgetError(
-            f"The plan was made for {format_nbytes(room)}, but this machine's compiler needs "
-            f"{format_nbytes(memory.peak_nbytes)} for it. Plan again on this machine, without `target`.",
-            budget_nbytes=plan.budget_nbytes,
-            min_peak_nbytes=memory.peak_nbytes,
-        )
-    return memory
 
 
 @dataclass
@@ -335,6 +256,7 @@ class _Planner:
             if baseline.seconds
             else 0.0,  # of a step of nothing
             compile_seconds=time.monotonic() - began,
+            ended_seconds=self.stopwatch.seconds,
         )
         logger.info(
             "predicted %s, compiled %s, overhead predicted %.2f %%, compiled %.2f %%",
@@ -381,7 +303,12 @@ class _Planner:
             margin_nbytes=self.margin_nbytes,
             devices=self.baseline.division.devices,
             respect_checkpoint=self.baseline.respect_checkpoint,
-            planning=PlanningTime.of(self.stopwatch.seconds, self.stopwatch.spent, self.deadline.cut_short),
+            planning=PlanningTime.of(
+                self.stopwatch.seconds,
+                self.stopwatch.spent,
+                min((t.ended_seconds for t in trials if t.peak_nbytes <= budget), default=0.0),
+                self.deadline.cut_short,
+            ),
         )
 
     def _refusal(self, budget: int, least: Least) -> InfeasibleBudgetError:

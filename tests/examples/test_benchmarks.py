@@ -277,11 +277,12 @@ def test_the_readme_shows_the_published_results() -> None:
 
 def test_the_parts_of_planning_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "program", perceptron)
-    record = planning.measure("resnet50")
+    record = planning.measure("resnet50", share=0.7)
     assert sum(record["parts"].values()) == pytest.approx(record["planning_seconds"])
     assert all(record["calls"][part] for part in planning.PARTS)
     assert min(record["parts"].values()) >= 0
-    assert record["budget_nbytes"] < record["plain_peak_nbytes"]
+    assert record["peak_nbytes"] <= record["budget_nbytes"] < record["plain_peak_nbytes"]
+    assert 0 < record["first_seconds"] <= record["planning_seconds"]
     assert f"{record['equations']:,} equations" in planning.line(record)
 
 

@@ -1,0 +1,99 @@
+"""Plan made before, step -> the step that follows it, compiled where that is asked for; needs no solver.
+
+Law: what the compiler needs for it is within the plan's budget on this machine too, or an error says so.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from .._compiler._memory_stats import MemoryStats
+from .._compiler._peak_contents import alive_at_peak
+from .._compiler._program import Compiled
+from .._lower._lower import lower
+from .._model._schedule import check
+from .._report._actions import actions
+from .._runtime._bytes import format_nbytes
+from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
+from .._runtime._progress import phase
+from ._baseline import Baseline, text_of
+from ._plan import Plan
+
+
+@dataclass
+class Planned:
+    """A plan, the jitted step that follows it, and that step compiled (None where nothing was compiled), perhaps only
+    to be read; then `finish` compiles it to be run.
+    """
+
+    plan: Plan
+    jitted: Any
+    compiled: Compiled | None
+    finish: Callable[[], Compiled] | None = None
+
+    def executable(self) -> Compiled | None:
+        """The compiled step, to be run. **Raises:** `InfeasibleBudgetError` where that is another than was read."""
+        if self.finish is not None:
+            compiled = self.finish()
+            confirm(self.plan, compiled)
+            self.compiled, self.finish = compiled, None
+        return self.compiled
+
+
+def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
+    """The step that follows a plan made before; needs no solver.
+
+    **Raises:** `PlanMismatchError` where the plan is of another program; `InfeasibleBudgetError` where this machine's
+    compiler needs more than the plan's budget for it.
+    """
+    found = baseline.fingerprint
+    if found != plan.fingerprint:
+        raise PlanMismatchError(
+            f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: its code, the "
+            "shapes or types of its arguments, its static arguments, its donated arguments or the version of jax "
+            "differ. "
+            "Plan this step afresh, with `optimize(budget)`."
+        )
+    if not plan.stages:
+        jitted = baseline.program.plain
+    else:
+        graph = plan.layout(lower(baseline.form(plan.segments), baseline.device, base_nbytes=0))
+        schedule = check(graph, plan.schedule(graph))
+        plan = replace(plan, actions=actions(graph, schedule))  # with lines of the code as it is today
+        jitted = baseline.jitted(graph, schedule, plan.fence)
+    if not verify:
+        return Planned(plan, jitted, None)
+    with phase("compiling the plan", kind="compile"):
+        compiled = baseline.compile(jitted)
+    memory = confirm(plan, compiled)
+    plan = replace(
+        plan,
+        compiled_peak_nbytes=memory.peak_nbytes,
+        memory=memory,
+        compiler=baseline.compiler,
+        alive=alive_at_peak(text_of(compiled)),
+    )
+    return planned(baseline, plan, jitted, compiled)
+
+
+def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:
+    """The plan of a step that was compiled to be read."""
+    finish = partial(baseline.finished, jitted) if baseline.drafts else None
+    return Planned(plan, jitted, compiled, finish)
+
+
+def confirm(plan: Plan, compiled: Compiled) -> MemoryStats:
+    """What the compiled step of a plan that was made elsewhere needs.
+
+    **Raises:** `InfeasibleBudgetError` where that is more than the plan's budget.
+    """
+    memory = MemoryStats.of(compiled)
+    if memory.peak_nbytes > (room := plan.budget_nbytes - plan.margin_nbytes):
+        raise InfeasibleBudgetError(
+            f"The plan was made for {format_nbytes(room)}, but this machine's compiler needs "
+            f"{format_nbytes(memory.peak_nbytes)} for it. Plan again on this machine, without `target`.",
+            budget_nbytes=plan.budget_nbytes,
+            min_peak_nbytes=memory.peak_nbytes,
+        )
+    return memory
