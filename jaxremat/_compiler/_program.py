@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -63,9 +64,27 @@ class Program:
 
     def compile(self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Compiled":
         """A jitted variant of the function, compiled with the options of this program, whatever its own are."""
+        return self._compiled(self.lower(jitted, args, kwargs))
+
+    def begin(
+        self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, apart: bool
+    ) -> "Future[Compiled]":
+        """The same begun: `apart` in another thread, while this one goes on; else it is done then."""
+        lowered = self.lower(jitted, args, kwargs)
+        if apart:
+            compiling = ThreadPoolExecutor(1)
+            begun = compiling.submit(self._compiled, lowered)
+            compiling.shutdown(wait=False)
+            return begun
+        done = Future[Compiled]()
+        done.set_result(self._compiled(lowered))
+        return done
+
+    def _compiled(self, lowered: Lowered) -> "Compiled":
         if self.target is not None:
-            return self.lower(jitted, args, kwargs).compile()
-        return jitted.lower(*args, **kwargs).compile(compiler_options=dict(self.compiler_options) or None)
+            return lowered.compile()
+        assert isinstance(lowered, jax.stages.Lowered)
+        return lowered.compile(compiler_options=dict(self.compiler_options) or None)
 
     def draft(self, platform: str) -> "Program":
         """The program as it is compiled to be read, not to be run. On a device at hand that is no CPU it is as it is:

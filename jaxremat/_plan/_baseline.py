@@ -5,6 +5,7 @@ Law: each part is made when it is first asked for, and once, however many budget
 
 import logging
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -135,12 +136,24 @@ class Baseline:
     @cached_property
     def plain(self) -> Compiled:
         """The user's own step, as a draft."""
+        begun = self._plain_begun
+        if self.undoes:
+            _ = self.witness  # which is wanted too, meanwhile
         with phase("compiling the plain step", kind="compile"):
-            return self.compile(self.program.plain)
+            return begun.result()
+
+    @cached_property
+    def _plain_begun(self) -> Future[Compiled]:
+        self.compile_count += 1
+        with phase("compiling the plain step", kind="compile"):
+            apart = self.drafts or self.program.target is not None  # else the device is tried out meanwhile
+            return self.draft.begin(self.program.plain, self.args, self.kwargs, apart=apart)
 
     @cached_property
     def witness(self) -> Compiled:
         """The plain step with every equation tagged, and replaced what every plan replaces."""
+        if self._own_seconds:
+            _ = self._plain_begun
         began = time.monotonic()
         with phase("compiling the plain step, tagged", kind="compile"):
             compiled = self.compile(self.program.evaluating(tagged(self.traced, self.backend), self.traced))
@@ -168,6 +181,11 @@ class Baseline:
     def _replaces(self) -> bool:
         return any(map(replaced(self.backend), self.traced.flat.jaxpr.eqns))
 
+    @property
+    def _own_seconds(self) -> bool:
+        """Whether the plain step's time is another than the tagged one's."""
+        return bool(self._replaces or self.traced.rematted or self.traced.loops)
+
     @cached_property
     def witness_seconds(self) -> float:
         """The tagged step's time by a roofline of its kernels."""
@@ -176,7 +194,7 @@ class Baseline:
     @cached_property
     def seconds(self) -> float:
         """The plain step's."""
-        if not (self._replaces or self.traced.rematted or self.traced.loops):
+        if not self._own_seconds:
             return self.witness_seconds
         return roofline(parse(text_of(self.plain)), self.device).seconds
 

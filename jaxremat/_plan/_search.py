@@ -98,13 +98,15 @@ class Search:
         return self.best(budget) if some(self.trials) else None
 
     def faster(self, budget: int, rounds: int) -> Trial | None:
-        """A compiled schedule within the budget that is faster than the step as it is written, after that many rounds;
-        None if there is none.
+        """A compiled schedule within the budget that is faster than the step as it is written, by the model and by its
+        kernels, after that many rounds; None if there is none.
         """
         self.deadline.fits = True  # as it is written
         self._approach([], lambda: budget, rounds, 0)
-        trial = self.best(budget)
-        return trial if trial is not None and trial.seconds < 0 else None
+        faster = [
+            t for t in self.trials if t.peak_nbytes <= budget and t.seconds < 0 and t.compiled_overhead <= 0
+        ]
+        return min(faster, key=lambda t: (t.seconds, t.peak_nbytes), default=None)
 
     def _approach(self, lines: list[Line], budget: Callable[[], int], rounds: int, more: int) -> None:
         """Compile what promises most within the budget, that many times, and so many more while nothing fits or there
