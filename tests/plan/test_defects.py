@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import pytest
 from test_optimize import assert_same, compile_plain
+from zoo import BY_NAME
 from zoo_loops import LOOPS
 
 import jaxremat
@@ -102,6 +103,19 @@ def test_where_no_form_works_the_step_runs_as_written(monkeypatch: pytest.Monkey
         plan = step.plan(*args)
     assert plan.compiled_peak_nbytes == MemoryStats.of(compile_plain(CASE, args)).peak_nbytes
     assert_same(jax.jit(CASE.step)(*args), step(*args))
+
+
+def test_a_step_with_checkpoints_that_cannot_be_priced_runs_as_written(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """What is compiled beside it does not take it along."""
+    case = BY_NAME["own_checkpoint"]
+    asked = failing(monkeypatch, "tagged", lambda *_: True)
+    step, args = jaxremat.optimize("1GiB", donate_argnums=0)(case.step), case.make_args()
+    with pytest.warns(JaxrematWarning, match="runs as written"):
+        assert step.plan(*args).drops_nothing
+    assert asked and len(list(folder.iterdir())) == 1
+    assert_same(compile_plain(case, case.make_args())(*case.make_args()), step(*args))
 
 
 def test_without_verification_too(monkeypatch: pytest.MonkeyPatch) -> None:
