@@ -46,7 +46,8 @@ def _from_argument(emitter: Any, var: Any) -> tuple[Any, Sequence[Any]] | None:
         eqn = emitter.source[emitter.maker(var)]
         operands = _compat.variables(eqn.invars)
         shared = emitter.graph.values[v].materialised and len(emitter.readers.get(var, ())) > 1
-        if shared or var in emitter.returned or not is_light(eqn) or len(operands) != 1:
+        single = len(operands) == len(eqn.outvars) == 1
+        if shared or var in emitter.returned or not is_light(eqn) or not single:
             return None
         views.append(eqn)
         (var,) = operands

@@ -45,6 +45,43 @@ def test_they_are_not_all_there_at_once() -> None:
     assert_same(plain(*args()), planned(*args()))
 
 
+def test_kernels_of_all_kinds() -> None:
+    """Turned, cast, parts of one array, shared, convolved with each other, of a single channel."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    weights = {
+        "parts": 0.1 * jax.random.normal(keys[0], (2 * WIDTH, WIDTH, 3, 3)),
+        "turned": 0.1 * jax.random.normal(keys[1], (3, 3, WIDTH, WIDTH)),
+        "deep": 0.1 * jax.random.normal(keys[2], (WIDTH, 1, 3, 3)),
+    }
+    x = jax.random.normal(keys[3], (2, WIDTH, 4, 4))
+
+    def train(weights: Any, x: jax.Array) -> Any:
+        def loss(weights: Any) -> jax.Array:
+            y = x
+            first, second = jnp.split(weights["parts"], 2)
+            turned = weights["turned"].transpose(3, 2, 0, 1)
+            for kernel in (
+                first,
+                turned,
+                second.astype(jnp.bfloat16).astype(jnp.float32),
+                turned,
+                first[:, ::-1],
+            ):
+                y = y + jnp.tanh(lax.conv_general_dilated(y, kernel, (1, 1), "SAME"))
+                y = y + lax.conv_general_dilated(
+                    y, weights["deep"], (1, 1), "SAME", feature_group_count=WIDTH
+                )
+            mixed = lax.conv_general_dilated(first, second, (1, 1), "SAME")
+            return jnp.mean(y**2) + jnp.mean(mixed**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    planned = jaxremat.optimize("min", donate_argnums=0)(train)
+    want = jax.jit(train)(weights, x)
+    assert_same(want, planned(jax.tree.map(jnp.copy, weights), x))
+    assert not planned.plan(weights, x).drops_nothing
+
+
 @pytest.mark.parametrize("share", [0.75, 0.5])
 def test_the_first_prediction_counts_on_it(share: float) -> None:
     stats = jaxremat.memory(step, *args(), donate_argnums=0)
