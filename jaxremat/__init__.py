@@ -49,6 +49,7 @@ from ._runtime._errors import InstallError as InstallError
 from ._runtime._errors import JaxrematError as JaxrematError
 from ._runtime._errors import JaxrematWarning as JaxrematWarning
 from ._runtime._errors import PlanMismatchError as PlanMismatchError
+from ._runtime._errors import ProcessError as ProcessError
 from ._runtime._errors import SolverError as SolverError
 from ._runtime._errors import SolverRuleError as SolverRuleError
 from ._runtime._errors import TargetError as TargetError

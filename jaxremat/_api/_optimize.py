@@ -14,11 +14,11 @@ from .._compiler._program import Program, device_of, placed
 from .._compiler._target import Target
 from .._model._device_specs import find
 from .._model._pins import parse_pins
+from .._plan._agreement import agreed
 from .._plan._arguments import as_tuple, check_planning
 from .._plan._baseline import Baseline
 from .._plan._plan import Plan
-from .._plan._plan_cache import recall_or_plan
-from .._plan._planned import Planned, apply_plan, confirm
+from .._plan._planned import Planned, confirm
 from .._plan._request import Options, Request
 from .._report import Report
 from .._runtime._bytes import Budget, parse_budget, parse_margin
@@ -323,10 +323,7 @@ class Step:
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         with shown(self._options.progress), timed():
-            baseline, request = self._prepare(args, kwargs)
-            if self._given is not None:
-                return apply_plan(baseline, self._given, self._options.verify)
-            return recall_or_plan(baseline, request)
+            return agreed(*self._prepare(args, kwargs), self._given)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Baseline, Request]:
         """What to plan for these arguments."""

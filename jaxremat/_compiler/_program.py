@@ -17,6 +17,9 @@ from ._target import Target, TargetCompiled, TargetLowered, mismatch
 _DRAFT = {"xla_backend_optimization_level": 0}
 """Machine code that nobody optimises, of the same kernels in the same order and memory: half of a compilation."""
 
+_ALONE = {"xla_gpu_shard_autotuning": False}
+"""One process tries out all kernels. Else each tries its share, and waits for the others, which compile nothing."""
+
 _KEEP_FENCES = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 """XLA:CPU removes optimization barriers before its last common-subexpression pass, which then undoes every plan."""
 
@@ -86,14 +89,18 @@ class Program:
         assert isinstance(lowered, jax.stages.Lowered)
         return lowered.compile(compiler_options=dict(self.compiler_options) or None)
 
-    def draft(self, platform: str) -> "Program":
+    def draft(self, platform: str, *, shared: bool = False) -> "Program":
         """The program as it is compiled to be read, not to be run. On a device at hand that is no CPU it is as it is:
         what the compiler chooses there by running it must run as fast as it will.
+
+        **Arguments:** `shared` whether it is on devices of several processes, of which one compiles it.
         """
         given = dict(self.compiler_options)
-        if platform != "cpu" and self.target is None:
-            return self
-        return replace(self, compiler_options=tuple(sorted((_DRAFT | given).items())))
+        if platform == "cpu" or self.target is not None:
+            options = _DRAFT
+        else:
+            options = _ALONE if shared and platform == "gpu" else {}
+        return replace(self, compiler_options=tuple(sorted((options | given).items()))) if options else self
 
     @cached_property
     def plain(self) -> Any:
@@ -192,12 +199,23 @@ def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The device that the step will run on: that of its first array or struct with a sharding, else the default."""
+    """The device that the step will run on: that of its first array or struct with a sharding, else the default. Of
+    several it is the first, of this process if it has one.
+    """
     for leaf in jax.tree.leaves((args, kwargs)):
         sharding = getattr(leaf, "sharding", None)
         if sharding is not None and not _is_abstract(sharding):
-            return min(sharding.device_set, key=lambda d: d.id)
-    return jax.devices()[0]
+            return min(sharding.device_set, key=lambda d: (d.process_index != jax.process_index(), d.id))
+    return jax.local_devices()[0]
+
+
+def processes_of(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """The processes of this job on whose devices the step runs."""
+    if jax.process_count() == 1:
+        return (jax.process_index(),)
+    shardings = {s for s in _shardings(program, args, kwargs) if not _is_abstract(s)}
+    found = {device.process_index for sharding in shardings for device in sharding.device_set}
+    return tuple(sorted(found)) or (jax.process_index(),)
 
 
 def device_count(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -17,7 +17,7 @@ from .._compiler._devices import DeviceSpec
 from .._compiler._gathers import gathers
 from .._compiler._hlo import Module, parse
 from .._compiler._memory_stats import MemoryStats
-from .._compiler._program import Compiled, Program
+from .._compiler._program import Compiled, Program, processes_of
 from .._compiler._roofline import roofline
 from .._compiler._shardings import Division
 from .._compiler._tags import tagged
@@ -296,7 +296,12 @@ class Baseline:
     @cached_property
     def draft(self) -> Program:
         """The program as it is compiled to be read."""
-        return self.program.draft(self.device.platform)
+        return self.program.draft(self.device.platform, shared=len(self.processes) > 1)
+
+    @cached_property
+    def processes(self) -> tuple[int, ...]:
+        """Those of this job on whose devices the step runs."""
+        return processes_of(self.program, self.args, self.kwargs)
 
     @property
     def drafts(self) -> bool:
@@ -308,10 +313,8 @@ class Baseline:
         self.compile_count += 1
         return self.draft.compile(jitted, self.args, self.kwargs)
 
-    def finished(self, jitted: Any, read: Compiled | None = None) -> Compiled:
-        """The variant as it will run, which may be what was compiled to be read."""
-        if read is not None and not self.drafts:
-            return read
+    def finished(self, jitted: Any) -> Compiled:
+        """The variant as it will run."""
         self.compile_count += 1
         with phase("compiling what will run", kind="compile"):
             return self.program.compile(jitted, self.args, self.kwargs)

@@ -155,7 +155,7 @@ def key_of(
         "runtime": here and [str(here.device_kind), str(here.client.platform_version)],
         "shardings": [repr(program.in_shardings), repr(program.out_shardings), shardings],
         "compiler": [repr(program.compiler_options), os.environ.get("XLA_FLAGS", "")],
-        "versions": [jax.__version__, jaxlib.__version__, _sources()],
+        "versions": [jax.__version__, jaxlib.__version__, sources()],
     }
     return _digest(json.dumps(key, sort_keys=True))
 
@@ -180,7 +180,7 @@ def _digest(text: str) -> str:
 
 
 @functools.cache
-def _sources() -> str:
+def sources() -> str:
     """A hash of this library's code: another planner plans anew."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]

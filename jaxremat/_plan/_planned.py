@@ -41,8 +41,10 @@ class Planned:
         return self.compiled
 
 
-def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
+def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = False) -> Planned:
     """The step that follows a plan made before; needs no solver.
+
+    **Arguments:** `verify` whether it is compiled, to be read; `to_run` in any case, and then to be run, too.
 
     **Raises:** `PlanMismatchError` where the plan is of another program; `InfeasibleBudgetError` where this machine's
     compiler needs more than the plan's budget for it.
@@ -62,10 +64,12 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
         schedule = check(graph, plan.schedule(graph))
         plan = replace(plan, actions=actions(graph, schedule))  # with lines of the code as it is today
         jitted = baseline.jitted(graph, schedule, plan.fence)
-    if not verify:
+    if not verify and not to_run:
         return Planned(plan, jitted, None)
     with phase("compiling the plan", kind="compile"):
-        compiled = baseline.compile(jitted)
+        compiled = baseline.finished(jitted) if to_run else baseline.compile(jitted)
+    if not verify:
+        return Planned(plan, jitted, compiled)
     memory = confirm(plan, compiled)
     plan = replace(
         plan,
@@ -74,7 +78,7 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool) -> Planned:
         compiler=baseline.compiler,
         alive=alive_at_peak(text_of(compiled)),
     )
-    return planned(baseline, plan, jitted, compiled)
+    return Planned(plan, jitted, compiled) if to_run else planned(baseline, plan, jitted, compiled)
 
 
 def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:

@@ -10,6 +10,7 @@ import jax.extend.core as jex
 from jax._src import ad_checkpoint as _checkpoint
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import sharding_impls as _shardings
 from jax._src import source_info_util as _source
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -46,6 +47,11 @@ def new_jaxpr(
     debug_info = _core.DebugInfo("planned", "jaxremat", tuple(f"x{i}" for i in range(len(invars))), None)
     jaxpr = jex.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info)
     return jex.ClosedJaxpr(jaxpr, list(consts))
+
+
+def process_store() -> Any:
+    """Texts by key that all processes of this job see; None where `jax.distributed` was not initialised."""
+    return _distributed.global_state.client
 
 
 def check_jaxpr(closed: jex.ClosedJaxpr) -> None:

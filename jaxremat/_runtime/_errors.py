@@ -39,6 +39,17 @@ class TargetError(JaxrematError, RuntimeError):
     """A device that is unknown, cannot be compiled for here, or is not the one at hand."""
 
 
+class ProcessError(JaxrematError, RuntimeError):
+    """Another process of a job with which this one has to agree on a plan has failed, stopped, or runs other code.
+
+    **Attributes:** `process` its index, as `jax.process_index()` gives it there.
+    """
+
+    def __init__(self, message: str, *, process: int):
+        super().__init__(message)
+        self.process = process
+
+
 class InstallError(JaxrematError, ImportError):
     """An optional package that is needed here and not installed."""
 

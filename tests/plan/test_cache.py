@@ -159,7 +159,7 @@ def test_whatever_planning_depends_on_is_in_the_key(folder: Path, monkeypatch: p
     paths["shapes"] = path(*structs(2 * BATCH))
     with jax.default_matmul_precision("highest"):
         paths["precision"] = path()
-    monkeypatch.setattr(_cache, "_sources", lambda: "another planner")
+    monkeypatch.setattr(_cache, "sources", lambda: "another planner")
     paths["code"] = path()
     assert len({known, *paths.values()}) == 1 + len(paths)
 

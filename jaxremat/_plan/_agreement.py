@@ -1,0 +1,139 @@
+"""Program, request, in each process of a job -> the same plan in all of them, compiled and confirmed in each.
+
+The first of the processes on whose devices the step runs plans; the others receive its plan. What is compiled in search
+of it is compiled by that one alone.
+
+Laws: every process has the plan, or every one raises; what differs between them (their code, the step, what they ask
+for) is an error that names the process, and of what their devices have the least counts; one alone reads and writes
+the cache of plans.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jaxlib import version as jaxlib
+
+from .._program import _compat
+from .._runtime._errors import ProcessError
+from .._runtime._meeting import Meeting
+from .._runtime._progress import phase
+from ._baseline import Baseline
+from ._plan import Plan
+from ._plan_cache import recall_or_plan, sources
+from ._planned import Planned, apply_plan
+from ._request import Request
+
+_meetings = Counter[tuple[int, ...]]()
+"""How many each group of processes has held. They call their steps in the same order."""
+
+
+def agreed(baseline: Baseline, request: Request, given: Plan | None) -> Planned:
+    """The plan of a step that runs on devices of this process alone, or of several.
+
+    **Arguments:** `given` the plan to follow, None where it is to be made.
+
+    **Raises:** as `make_plan`; `PlanMismatchError`; `ProcessError`.
+    """
+    members = baseline.processes
+    if len(members) == 1:
+        return _alone(baseline, request, given)
+    store = _compat.process_store()
+    if store is None or jax.process_index() not in members:
+        raise ProcessError(
+            f"The step runs on devices of the processes {members}, and this one (process {jax.process_index()}) "
+            "cannot take part in planning it. Call `jax.distributed.initialize` in all of them, and the step in those "
+            "that have some of its devices.",
+            process=jax.process_index(),
+        )
+    number = _meetings[members]
+    _meetings[members] += 1
+    name = "jaxremat/" + "-".join(map(str, members))
+    meeting = Meeting(store, f"{name}/{number}", members, jax.process_index())
+    with meeting.attended():
+        if meeting.me != meeting.leader:
+            return _followed(meeting, baseline, request, given)
+        planned = _led(meeting, baseline, request, given)
+    if number:
+        meeting.forget(f"{name}/{number - 1}")  # which all have left that are at this one
+    return planned
+
+
+def _alone(baseline: Baseline, request: Request, given: Plan | None) -> Planned:
+    if given is not None:
+        return apply_plan(baseline, given, request.options.verify)
+    return recall_or_plan(baseline, request)
+
+
+def _led(meeting: Meeting, baseline: Baseline, request: Request, given: Plan | None) -> Planned:
+    """The plan of the process that makes it."""
+    with meeting.saying("plan") as say:
+        own = _asked(baseline, request, given)
+        asked = {process: meeting.hear("asked", process) for process in meeting.others}
+        for process, theirs in asked.items():
+            _compare(process, theirs, own)
+        reported = [each["device_nbytes"] for each in (own, *asked.values()) if each["device_nbytes"]]
+        least = replace(request, device_nbytes=min(reported, default=None))
+        planned = _alone(baseline, least, given)
+        say(planned.plan.to_json())
+    with meeting.saying("verdict") as say:
+        _ = planned.executable()
+        for process in meeting.others:
+            meeting.hear("done", process)
+        say("agreed")
+    return planned
+
+
+def _followed(meeting: Meeting, baseline: Baseline, request: Request, given: Plan | None) -> Planned:
+    """The plan of the process that receives it."""
+    with meeting.saying("asked") as say:
+        say(_asked(baseline, request, given))
+    with phase(f"waiting for the plan of process {meeting.leader}"):
+        text = meeting.hear("plan", meeting.leader)
+    with meeting.saying("done") as say:
+        planned = apply_plan(baseline, Plan.from_json(text), request.options.verify, to_run=True)
+        say("agreed")
+    with phase("waiting for the other processes"):
+        meeting.hear("verdict", meeting.leader)
+    return planned
+
+
+def _asked(baseline: Baseline, request: Request, given: Plan | None) -> dict[str, Any]:
+    """What a process wants planned."""
+    options = replace(request.options, progress=None, cache=True)
+    return {
+        "versions": [jax.__version__, jaxlib.__version__, sources()],
+        "program": baseline.fingerprint,
+        "plan": given and given.fingerprint,
+        "budget": repr(request.budget),
+        "options": re.sub(r" at 0x[0-9a-f]+", "", repr(options)),
+        "device_nbytes": request.device_nbytes,
+    }
+
+
+_DIFFERENCES: dict[str, Callable[[Any, Any], str]] = {
+    "versions": lambda theirs, own: (
+        f"runs other code: jax {theirs[0]} and jaxlib {theirs[1]}, here {own[0]} and {own[1]}"
+        if theirs[:2] != own[:2]
+        else "runs another version of jaxremat"
+    ),
+    "program": lambda theirs, own: f"has another version of the step ({theirs[:12]}, here {own[:12]})",
+    "plan": lambda theirs, own: "follows another plan" if theirs and own else "is given a plan, or is not",
+    "budget": lambda theirs, own: f"asks for the budget {theirs}, here {own}",
+    "options": lambda theirs, own: f"plans with other options ({theirs}, here {own})",
+}
+"""What must be alike, and how it is said that it is not."""
+
+
+def _compare(process: int, theirs: dict[str, Any], own: dict[str, Any]) -> None:
+    """**Raises:** `ProcessError` where a process wants something else."""
+    for name, say in _DIFFERENCES.items():
+        if theirs[name] != own[name]:
+            raise ProcessError(
+                f"Process {process} {say(theirs[name], own[name])}. All processes of a job must call the same step "
+                "in the same order; compare their code, their arguments' shapes and their options.",
+                process=process,
+            )
