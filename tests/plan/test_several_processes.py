@@ -57,7 +57,10 @@ def test_a_refusal_is_the_same_everywhere(said: list[dict[str, dict[str, Any]]])
 
 @pytest.mark.parametrize(
     "case, words",
-    [("other program", "another version of the step"), ("other budget", f"budget {BUDGET + 1}, here {BUDGET}")],
+    [
+        ("other program", "another version of the step"),
+        ("other budget", f"budget {BUDGET + 1}, here {BUDGET}"),
+    ],
 )
 def test_what_differs_is_said_in_all(said: list[dict[str, dict[str, Any]]], case: str, words: str) -> None:
     for each in said:
