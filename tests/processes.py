@@ -147,6 +147,25 @@ def main(cases: str, index: int, count: int, port: int) -> None:
                 return {}
             weights, x = make(jax.local_devices(), rows)
             return {"peak": jaxremat.plan(step, weights, x, budget=2 * BUDGET).peak_nbytes}
+        if case == "checkpoint":  # each has a solver that would do something else
+            chosen = type(
+                "Chosen", (), {"solve": (jaxremat.SaveAll, jaxremat.RecomputeAll)[index == 1].solve}
+            )
+            weights, x = everywhere
+
+            @jax.jit
+            def run(weights: Any, x: Any) -> Any:
+                def layers(weights: Any, x: Any) -> Any:
+                    for weight in weights:
+                        x = jnp.tanh(x @ weight)
+                    return jnp.mean(x**2)
+
+                return jax.value_and_grad(jaxremat.checkpoint(layers, 2**30, solver=chosen()))(weights, x)
+
+            return {
+                "loss": float(run(weights, x)[0]),
+                "dots": run.lower(weights, x).as_text().count("dot_general"),
+            }
         if case == "infeasible":
             return trained(jaxremat.optimize(2**19)(step), rows)
         if case == "other program":

@@ -23,6 +23,7 @@ from .._emit._policy import checkpointed
 from .._emit._segmentation import names_to_save, restricted, segmentation
 from .._lower._lower import lower
 from .._model._graph import Graph
+from .._plan._agreement import found_first
 from .._plan._arguments import as_tuple, check_planning
 from .._plan._held_plan import HeldPlan
 from .._plan._residuals import Found, Held, as_plan, parse_held, plan_held
@@ -242,10 +243,12 @@ class Checkpointed:
     def _found(self, joint: Joint, restrict: Callable[[Graph], Graph] | None = None) -> Found:
         """The schedule for a joint program: that of an equal one, such as another layer's, if there was one."""
         options, device = self._options, detect(jax.devices()[0])
-        key = (fingerprint(joint.traced), device, options.budget, options.emit, repr(options.solver))
+        wanted = (fingerprint(joint.traced), options.budget, options.emit, repr(options.solver))
+        key = (*wanted, device)
         if key not in _FOUND:
             graph = lower(joint.traced, device, base_nbytes=0)
             found = plan_held(joint, graph, options.budget, options.solver, options.time_limit, restrict)
+            found = found_first(repr(wanted), graph, found, restrict)
             while len(_FOUND) >= _MOST_FOUND:
                 _FOUND.pop(next(iter(_FOUND)))
             _FOUND[key] = found

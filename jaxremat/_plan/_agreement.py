@@ -8,6 +8,7 @@ for) is an error that names the process, and of what their devices have the leas
 the cache of plans.
 """
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -17,15 +18,21 @@ from typing import Any
 import jax
 from jaxlib import version as jaxlib
 
+from .._model._graph import Graph
+from .._model._optimizer_updates import with_updates
+from .._model._schedule import complete
+from .._model._simulate import simulate
 from .._program import _compat
 from .._runtime._errors import ProcessError
-from .._runtime._meeting import Meeting
+from .._runtime._meeting import Meeting, first_said
 from .._runtime._progress import phase
+from .._solver import Solution
 from ._baseline import Baseline
 from ._plan import Plan
 from ._plan_cache import recall_or_plan, sources
 from ._planned import Planned, apply_plan
 from ._request import Request
+from ._residuals import Found, counted
 
 _meetings = Counter[tuple[int, ...]]()
 """How many each group of processes has held. They call their steps in the same order."""
@@ -60,6 +67,36 @@ def agreed(baseline: Baseline, request: Request, given: Plan | None) -> Planned:
     if number:
         meeting.forget(f"{name}/{number - 1}")  # which all have left that are at this one
     return planned
+
+
+def found_first(key: str, graph: Graph, found: Found, restrict: Callable[[Graph], Graph] | None) -> Found:
+    """What the first process found for a function that every process plans for itself, when it traces it: solvers whose
+    time ends find one thing here and another there.
+
+    **Arguments:** `key` what tells the function from others; `graph` of it, and `restrict` as in `plan_held`.
+    """
+    store = _compat.process_store()
+    if jax.process_count() == 1 or store is None:
+        return found
+    schedule = found.solution.schedule
+    own = {
+        "starts": [stage.start for stage in found.graph.stages],
+        "saved": sorted(schedule.saved),
+        "kept": sorted(map(list, schedule.kept)),
+    }
+    first = first_said(store, "jaxremat/held/" + hashlib.sha256(_placeless(key).encode()).hexdigest(), own)
+    if first == own:
+        return found
+    cut = replace(graph, stages=with_updates(graph, [*first["starts"], len(graph.nodes)]))
+    cut = restrict(cut) if restrict else cut
+    schedule = complete(cut, first["saved"], map(tuple, first["kept"]))
+    solution = Solution(schedule, solver=found.solution.solver)
+    return replace(found, graph=cut, solution=solution, profile=simulate(counted(cut), schedule))
+
+
+def _placeless(text: str) -> str:
+    """A text without the places of objects in memory, which are others in each process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _alone(baseline: Baseline, request: Request, given: Plan | None) -> Planned:
@@ -109,7 +146,7 @@ def _asked(baseline: Baseline, request: Request, given: Plan | None) -> dict[str
         "program": baseline.fingerprint,
         "plan": given and given.fingerprint,
         "budget": repr(request.budget),
-        "options": re.sub(r" at 0x[0-9a-f]+", "", repr(options)),
+        "options": _placeless(repr(options)),
         "device_nbytes": request.device_nbytes,
     }
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from processes import BUDGET, SMALLEST, ask
 
-LAW = "alone,plan,shapes,given,memories,infeasible,other program,other budget,failing,compiler,absent"
+LAW = "alone,checkpoint,plan,shapes,given,memories,infeasible,other program,other budget,failing,compiler,absent"
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,12 @@ def test_the_smallest_memory_rules(said: list[dict[str, dict[str, Any]]]) -> Non
 
 def test_a_step_of_one_process_is_its_own_affair(said: list[dict[str, dict[str, Any]]]) -> None:
     assert said[0]["alone"]["peak"] <= 2 * BUDGET
+
+
+def test_functions_follow_what_was_found_first(said: list[dict[str, dict[str, Any]]]) -> None:
+    first, second = (each["checkpoint"] for each in said)
+    assert first == second
+    assert first["dots"]
 
 
 def test_a_refusal_is_the_same_everywhere(said: list[dict[str, dict[str, Any]]]) -> None:
