@@ -148,9 +148,8 @@ def main(cases: str, index: int, count: int, port: int) -> None:
             weights, x = make(jax.local_devices(), rows)
             return {"peak": jaxremat.plan(step, weights, x, budget=2 * BUDGET).peak_nbytes}
         if case == "checkpoint":  # each has a solver that would do something else
-            chosen = type(
-                "Chosen", (), {"solve": (jaxremat.SaveAll, jaxremat.RecomputeAll)[index == 1].solve}
-            )
+            solve = (jaxremat.SaveAll, jaxremat.RecomputeAll)[index == 1].solve
+            chosen: Any = type("Chosen", (), {"solve": solve})()
             weights, x = everywhere
 
             @jax.jit
@@ -160,7 +159,7 @@ def main(cases: str, index: int, count: int, port: int) -> None:
                         x = jnp.tanh(x @ weight)
                     return jnp.mean(x**2)
 
-                return jax.value_and_grad(jaxremat.checkpoint(layers, 2**30, solver=chosen()))(weights, x)
+                return jax.value_and_grad(jaxremat.checkpoint(layers, 2**30, solver=chosen))(weights, x)
 
             return {
                 "loss": float(run(weights, x)[0]),
