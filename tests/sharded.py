@@ -55,6 +55,9 @@ def main(case: str) -> None:
     from jaxremat._compiler._shardings import Division
     from jaxremat._rewrite._trace import trace
 
+    if case.startswith("nnx"):
+        print(json.dumps(of_objects(case)))
+        return
     kind = AxisType.Explicit if case == "explicit" else AxisType.Auto
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(kind,))
     width, rows, layers = 128, 1000 if case == "uneven" else 1024, 3
@@ -126,6 +129,79 @@ def main(case: str) -> None:
             "sent": collectives(planned.compile(*args).as_text()),
         }
     print(json.dumps({"parts": parts, "sent": collectives(plain.as_text()), "plans": plans}))
+
+
+def of_objects(case: str) -> dict[str, Any]:
+    """An NNX model with its optimizer, its weights divided by what the step says of its arguments, or by the model."""
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jaxremat
+
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    rows, width = 1024, 128
+    whole, spread = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    own = case == "nnx with_partitioning"
+
+    def init(*axes: Any) -> Any:
+        drawn = nnx.initializers.lecun_normal()
+        return nnx.with_partitioning(drawn, axes, mesh=mesh) if own else drawn
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.up = nnx.List(
+                [nnx.Linear(width, 4 * width, kernel_init=init("data"), rngs=rngs) for _ in range(3)]
+            )
+            self.down = nnx.List(
+                [nnx.Linear(4 * width, width, kernel_init=init("data"), rngs=rngs) for _ in range(3)]
+            )
+
+        def __call__(self, x: Any) -> Any:
+            for up, down in zip(self.up, self.down, strict=True):
+                x = x + down(jax.nn.gelu(up(x)))
+            return x
+
+    def made() -> Any:
+        net = Net(nnx.Rngs(0))
+        return net, nnx.Optimizer(net, optax.adam(1e-2), wrt=nnx.Param)
+
+    def step(net: Any, optimizer: Any, x: Any, power: int) -> Any:
+        loss, gradients = nnx.value_and_grad(lambda net: (net(x) ** power).mean())(net)
+        optimizer.update(net, gradients)
+        return loss
+
+    options: dict[str, Any] = {"static_argnums": 3}
+    if not own:
+        kernels = nnx.StateSharding({nnx.PathContains("kernel"): spread, ...: whole})
+        options |= {"in_shardings": (kernels, kernels, spread), "out_shardings": whole}
+    x = jax.device_put(np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32), spread)
+    plain = nnx.jit(step, graph=True, graph_updates=True, **options)
+    with mesh:
+        planned = jaxremat.optimize("1GiB", cache=False, **options)(step)
+        most = planned.plan(*made(), x, 2)
+        budget = most.peak_nbytes - int(0.3 * (most.peak_nbytes - most.memory.base_nbytes))
+        planned = jaxremat.optimize(budget, cache=False, **options)(step)
+        one, other = made(), made()
+        losses = [
+            [float(run(*objects, x, 2)) for _ in range(3)]
+            for run, objects in ((plain, one), (planned, other))
+        ]
+    plan = planned.plan(*other, x, 2)
+    weights = [jax.tree.leaves(nnx.state(objects)) for objects in (one, other)]
+    return {
+        "losses": losses,
+        "same": all(np.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(*weights, strict=True)),
+        "placed_alike": [str(a.sharding) for a in weights[0]] == [str(b.sharding) for b in weights[1]],
+        "divided": sum(not a.is_fully_replicated for a in weights[1]),
+        "text": str(plan),
+        "peak": plan.peak_nbytes,
+        "budget": budget,
+        "drops_nothing": plan.drops_nothing,
+    }
 
 
 if __name__ == "__main__":

@@ -13,20 +13,23 @@ from typing import Any
 import jax
 
 from .._compiler._program import Program
-from .._runtime._errors import ArgumentError
 
 
 def has_objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether NNX objects are among the arguments. A `State` is none: it is a tree already."""
+    """Whether NNX objects are among the arguments. A `State` is none, nor is what `nnx.jit` makes of an object: those
+    are trees already.
+    """
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         return False
 
+    trees = nnx.State | nnx.extract.NodeStates
+
     def whole(x: Any) -> bool:
-        return isinstance(x, nnx.State | nnx.Variable) or nnx.graph.is_graph_node(x)
+        return isinstance(x, trees | nnx.Variable) or nnx.graph.is_graph_node(x)
 
     leaves = jax.tree.leaves((args, kwargs), is_leaf=whole)
-    return any(whole(leaf) and not isinstance(leaf, nnx.State) for leaf in leaves)
+    return any(whole(leaf) and not isinstance(leaf, trees) for leaf in leaves)
 
 
 class OfObjects:
@@ -39,19 +42,26 @@ class OfObjects:
     def __init__(self, program: Program, make: Callable[[Program], Any]):
         from flax import nnx
 
-        if program.in_shardings is not None or program.out_shardings is not None:
-            raise ArgumentError(
-                "`in_shardings` and `out_shardings` are not understood for NNX objects. Leave them out: the step "
-                "follows the shardings of its arguments. Or take the objects apart with `nnx.split`."
-            )
-        options = {
-            name: getattr(program, name)
-            for name in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
-            if getattr(program, name)
-        }
-        self._outside: Any = nnx.jit(program.fn, graph=True, graph_updates=True, **options)
-        self.of_trees = make(replace(program, fn=self._outside.jitted_fn.__wrapped__))
+        names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+        options = {name: getattr(program, name) for name in names if getattr(program, name)}
+        placed = {"in_shardings": program.in_shardings, "out_shardings": program.out_shardings}
+        self._outside: Any = nnx.jit(program.fn, graph=True, graph_updates=True, **options, **placed)
+        of_trees = replace(program, fn=self._outside.jitted_fn.__wrapped__)
+        if any(given is not None for given in placed.values()):
+            came, made = self._outside.jax_in_shardings, self._outside.jax_out_shardings
+            with_static = self._beside_static(came, program)
+            of_trees = replace(of_trees, in_shardings=came, out_shardings=(with_static, None, made))
+        self.of_trees = make(of_trees)
         self._outside.jitted_fn = self
+
+    def _beside_static(self, shardings: Any, program: Program) -> Any:
+        """The arguments' shardings with a place for each static argument, as the function of trees gives them back."""
+        if not isinstance(shardings, tuple | list):
+            return shardings
+        every = list(shardings)
+        for place in program.static_places:
+            every.insert(place, None)
+        return tuple(every)
 
     def __call__(self, *trees: Any, **named: Any) -> Any:
         return self.of_trees(*trees, **named)

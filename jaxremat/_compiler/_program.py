@@ -137,6 +137,11 @@ class Program:
         return frozenset(numbers), frozenset(names)
 
     @property
+    def static_places(self) -> list[int]:
+        """The positions of static arguments."""
+        return sorted(self._static[0])
+
+    @property
     def has_static(self) -> bool:
         """Whether some argument is static."""
         return bool(self.static_argnums or self.static_argnames)

@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 from test_optimize import assert_same
 
 import jaxremat
-from jaxremat import ArgumentError, JaxrematWarning, MinCut
+from jaxremat import JaxrematWarning, MinCut
 
 ROWS, WIDTH, LAYERS = 512, 64, 3
 
@@ -174,12 +174,13 @@ def test_static_and_keyword_arguments() -> None:
     np.testing.assert_array_equal(nnx.state(model)["bias"][...], jnp.full(2, 6.0))
 
 
-def test_shardings_of_objects_are_refused() -> None:
-    step = jaxremat.optimize("1GiB", in_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[0]))(
-        train_step
-    )
-    with pytest.raises(ArgumentError, match=r"not understood for NNX objects. Leave them out"):
-        step(*make(), batch())
+def test_shardings_of_objects_are_those_of_nnx_jit() -> None:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    options = {"in_shardings": here, "out_shardings": here}
+    one, other = make(), make()
+    want = nnx.jit(train_step, graph=True, graph_updates=True, **options)(*one, batch())
+    assert_same(want, jaxremat.optimize("1GiB", **options)(train_step)(*other, batch()))
+    assert_same(nnx.state(one), nnx.state(other))
 
 
 def test_a_state_is_a_tree_like_any_other() -> None:

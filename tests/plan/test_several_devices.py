@@ -60,3 +60,15 @@ def test_only_what_is_planned_is_sent_again(case: tuple[str, dict]) -> None:
     assert max(again.values(), default=0) <= 0
     assert plan["sent"].keys() <= found["sent"].keys()
     assert ("gather" in plan["text"]) >= bool(plan["again"])
+
+
+@pytest.mark.parametrize("case", ["nnx shardings", "nnx with_partitioning"])
+def test_objects_are_where_the_step_or_their_model_says(case: str) -> None:
+    found = ask(case)
+    plain, planned = found["losses"]
+    assert planned == pytest.approx(plain, rel=1e-4)
+    assert found["same"] and found["placed_alike"]
+    assert found["divided"] == 3 * 6  # of each kernel itself, and two moments
+    assert found["peak"] <= found["budget"]
+    assert not found["drops_nothing"]
+    assert "per device (of 8)" in found["text"]
