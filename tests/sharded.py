@@ -55,9 +55,10 @@ def main(case: str) -> None:
     from jaxremat._compiler._shardings import Division
     from jaxremat._rewrite._trace import trace
 
-    if case.startswith("nnx"):
-        print(json.dumps(of_objects(case)))
-        return
+    for name, found in (("nnx", of_objects), ("in shards", in_shards)):
+        if case.startswith(name):
+            print(json.dumps(found(case)))
+            return
     kind = AxisType.Explicit if case == "explicit" else AxisType.Auto
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(kind,))
     width, rows, layers = 128, 1000 if case == "uneven" else 1024, 3
@@ -179,11 +180,12 @@ def of_objects(case: str) -> dict[str, Any]:
         kernels = nnx.StateSharding({nnx.PathContains("kernel"): spread, ...: whole})
         options |= {"in_shardings": (kernels, kernels, spread), "out_shardings": whole}
     x = jax.device_put(np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32), spread)
-    plain = nnx.jit(step, graph=True, graph_updates=True, **options)
+    plain: Any = nnx.jit(step, graph=True, graph_updates=True, **options)
     with mesh:
         planned = jaxremat.optimize("1GiB", cache=False, **options)(step)
         most = planned.plan(*made(), x, 2)
-        budget = most.peak_nbytes - int(0.3 * (most.peak_nbytes - most.memory.base_nbytes))
+        assert most.memory is not None
+        budget = most.peak_nbytes - int(0.3 * most.memory.temporaries_nbytes)
         planned = jaxremat.optimize(budget, cache=False, **options)(step)
         one, other = made(), made()
         losses = [
@@ -201,6 +203,98 @@ def of_objects(case: str) -> dict[str, Any]:
         "peak": plan.peak_nbytes,
         "budget": budget,
         "drops_nothing": plan.drops_nothing,
+    }
+
+
+def in_shards(case: str) -> dict[str, Any]:
+    """A step in a `shard_map`, as data-parallel training is written by hand: *checked* for what differs between devices
+    or not, its layers in a *scan*, and its *update* outside.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jaxremat
+
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    rows, width, layers = 4096, 128, 6
+    checked, scanned, outside = ("checked" in case, "scan" in case, "update" in case)
+    tx = optax.adam(1e-2)
+    table = np.linspace(0.9, 1.1, width, dtype=np.float32)  # a constant of the body
+
+    def loss_of(weights: Any, x: Any) -> jax.Array:
+        def layer(x: Any, w: Any) -> tuple[Any, None]:
+            return jax.nn.gelu(x @ w["up"]) @ w["down"] * table + x, None
+
+        if scanned:
+            x, _ = jax.lax.scan(layer, x, weights)
+        else:
+            for i in range(layers):
+                x, _ = layer(x, jax.tree.map(lambda w, i=i: w[i], weights))
+        return (x**2).mean()
+
+    def gradient(weights: Any, x: Any) -> Any:
+        varying = (
+            jax.tree.map(lambda w: jax.lax.pcast(w, "data", to="varying"), weights) if checked else weights
+        )
+        loss, gradients = jax.value_and_grad(loss_of)(varying, x)
+        return jax.lax.pmean(loss, "data"), jax.lax.pmean(gradients, "data")
+
+    def updated(weights: Any, moments: Any, gradients: Any) -> Any:
+        updates, moments = tx.update(gradients, moments, weights)
+        return optax.apply_updates(weights, updates), moments
+
+    def local(weights: Any, moments: Any, x: Any) -> Any:
+        loss, gradients = gradient(weights, x)
+        return *updated(weights, moments, gradients), loss
+
+    def step(weights: Any, moments: Any, x: Any) -> Any:
+        if not outside:
+            ins, outs = (P(), P(), P("data")), (P(), P(), P())
+            mapped = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=checked)
+            return mapped(weights, moments, x)
+        mapped = jax.shard_map(
+            gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P()), check_vma=checked
+        )
+        loss, gradients = mapped(weights, 2.0 * x)
+        return *updated(weights, moments, gradients), loss
+
+    rng = np.random.default_rng(0)
+
+    def array(shape: tuple[int, ...], *axes: Any) -> Any:
+        return jax.device_put(rng.normal(0, 0.05, shape).astype(np.float32), NamedSharding(mesh, P(*axes)))
+
+    weights = {"up": array((layers, width, 2 * width)), "down": array((layers, 2 * width, width))}
+    moments = jax.device_put(tx.init(weights), NamedSharding(mesh, P()))
+    args = (weights, moments, array((rows, width), "data"))
+    stats = jaxremat.memory(step, *args, donate_argnums=(0, 1))
+    budget = stats.base_nbytes + stats.temporaries_nbytes * 7 // 10
+    planned: Any = jaxremat.optimize(budget, donate_argnums=(0, 1), cache=False)(step)
+    plain: Any = jax.jit(step)
+    plan = planned.plan(*args)
+    want, got = args, jax.tree.map(jnp.copy, args)
+    losses = []
+    for _ in range(3):
+        *state, loss = plain(*want)
+        *other, again = planned(*got)
+        want, got = (*state, args[2]), (*other, args[2])
+        losses.append((float(loss), float(again)))
+    pairs = list(zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True))
+    return {
+        "plain": stats.peak_nbytes,
+        "budget": budget,
+        "peak": plan.peak_nbytes,
+        "predicted": plan.rounds[0].predicted_peak_nbytes,
+        "compiled": plan.rounds[0].compiled_peak_nbytes,
+        "losses": losses,
+        "same": all(np.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs),
+        "placed_alike": all(a.sharding == b.sharding for a, b in pairs),
+        "sent": [collectives(f.as_text()) for f in (plain.lower(*args).compile(), planned.compile(*args))],
+        "drops_nothing": plan.drops_nothing,
+        "text": str(plan),
     }
 
 

@@ -81,7 +81,8 @@ class Drawn:
 
     def emit(self) -> jex.ClosedJaxpr:
         """The program, which JAX's checker has seen."""
-        return emit(self.traced, self.graph, complete(self.graph, self.saved, self.kept), self.fence)
+        schedule = complete(self.graph, self.saved, self.kept)
+        return self.traced.step(emit(self.traced, self.graph, schedule, self.fence))
 
 
 def draw_segments(rng: random.Random, traced: Traced) -> Segments:
@@ -225,7 +226,7 @@ def check_emitted(step: Step, seed: int, count: int = EMITTED) -> Iterator[tuple
     jitted = jax.jit(step.fn, donate_argnums=0)
     traced = trace(jitted, step.args, {}, respect_checkpoint=rng.random() < 0.1)
     args = jax.tree.leaves(step.args)
-    want = run(traced.closed, args)
+    want = run(traced.step(traced.closed), args)
     form = traced
     for i in range(count):
         said = f"{traced.lengths} loops"

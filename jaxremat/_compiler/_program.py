@@ -173,7 +173,7 @@ class Program:
 
     def evaluating(self, closed: jex.ClosedJaxpr, traced: Traced, *, keep_unused: bool = False) -> Any:
         """`jit` of a function with the program's signature that evaluates a flat jaxpr of it."""
-        evaluate = jex.jaxpr_as_fun(closed)
+        evaluate = jex.jaxpr_as_fun(traced.step(closed))
         name = getattr(self.fn, "__name__", "step")
 
         def step(*args: Any, **kwargs: Any) -> Any:

@@ -84,12 +84,16 @@ class Division:
         return device_count(self.program, self.args, self.kwargs)
 
     def shardings(self, traced: Traced) -> Shardings | None:
-        """Where the values of a form are; None where the step is on one device."""
-        return self._found(traced)[0] if self.devices > 1 else None
+        """Where the values of a form are; None where its program is that of one device."""
+        return self._found(traced)[0] if self._divided(traced) else None
 
     def local(self, traced: Traced) -> tuple[Traced, tuple[float, ...] | None]:
         """A form as one device has it, and the arithmetic of its equations there, None where that is all of it."""
-        return self._found(traced)[1:] if self.devices > 1 else (traced, None)
+        return self._found(traced)[1:] if self._divided(traced) else (traced, None)
+
+    def _divided(self, traced: Traced) -> bool:
+        """Whether the compiler divides the program among devices."""
+        return self.devices > 1 and traced.around is None
 
     def named(self, var: Any) -> NamedSharding | None:
         """The sharding of a variable of any form, None where it is not known."""

@@ -64,7 +64,8 @@ the next gradients that read the same operand, which puts the weight gradient of
 
 @uncollected
 def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finished") -> jex.ClosedJaxpr:
-    """The planned step as a type-checked jaxpr; node ids of `graph` are equation indices of `traced.jaxpr`.
+    """The planned step as a jaxpr whose types are checked, those of its loops too; node ids of `graph` are equation
+    indices of `traced.jaxpr`. Where that is a body, so is this.
 
     **Arguments:** `fence` is one of `FENCES`.
     """
@@ -79,7 +80,7 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
         eqns = close_loops(*sections, traced.loops, hoists=graph.backend.hoists)
         eqns = without_unread(eqns, outvars)
         planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
-    _compat.check_jaxpr(planned)
+    _compat.check_jaxpr(traced.step(planned))
     return planned
 
 

@@ -150,7 +150,9 @@ class FormGraphs:
         """An iteration of a loop, compiled by itself."""
         if iteration.key not in self._iterations:
             with phase("compiling an iteration", kind="compile"):
-                self._iterations[iteration.key] = iteration.compiled(self.program, self.division.named)
+                self._iterations[iteration.key] = iteration.compiled(
+                    self.program, self.division.named, self.plain
+                )
         return self._iterations[iteration.key]
 
     def looped_seconds(self, graph: Graph, traced: Traced) -> float | None:

@@ -55,10 +55,11 @@ class Iteration:
         """What iterations that compile to the same program have in common."""
         return str(self.closed.jaxpr)
 
-    def compiled(self, program: Program, named: Callable[[Any], Any]) -> Module:
+    def compiled(self, program: Program, named: Callable[[Any], Any], traced: Traced) -> Module:
         """What becomes of it, compiled as a whole program would be.
 
-        **Arguments:** `named` gives the sharding of a variable of the whole step, None where that is not known.
+        **Arguments:** `named` gives the sharding of a variable of the whole step `traced`, None where that is not
+        known.
         """
         types = [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=named(name))
@@ -70,7 +71,7 @@ class Iteration:
             compiler_options=program.compiler_options,
             target=program.target,
         )
-        jitted = alone.jit(jex.jaxpr_as_fun(self.closed))
+        jitted = alone.jit(jex.jaxpr_as_fun(traced.alone(self.closed)))
         return parse(alone.lower(jitted, tuple(types), {}).compile().as_text() or "")
 
 

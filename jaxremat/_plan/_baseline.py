@@ -79,7 +79,7 @@ class Baseline:
             self.program.plain.trace(*self.args, **self.kwargs)  # what the user's code raises is the user's
             found = self.defects.attempted("rewriting", lambda: trace(*what, respect_checkpoint=keep))
             traced = trace(*what, respect_checkpoint=keep, inlined=True) if found is None else found
-        if (count := self.division.devices) == 1:
+        if (count := self.division.devices) == 1 or traced.around:
             return traced
         return traced.gathered(gathers(traced, self.program, self.args, self.kwargs), count)
 
@@ -274,7 +274,7 @@ class Baseline:
     def _may_chunk(self) -> bool:
         """Whether rows may be done in chunks: not where the user decides about values, nor on several devices."""
         decided = self.pins or self.traced.hints
-        return not decided and self.division.devices == 1
+        return not decided and self.traced.devices == 1
 
     def graph_of(self, segments: Segments, *, rough: bool = False) -> Graph:
         """The graph of such a form, its time counted from the plain step's."""

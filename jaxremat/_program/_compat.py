@@ -128,6 +128,13 @@ def varying_axes(var: Any) -> frozenset[Any]:
     return frozenset(getattr(kind or var.aval, "varying", getattr(var.aval, "vma", ())))
 
 
+def unvaried(aval: Any) -> Any:
+    """The type of a value that is the same on all devices."""
+    if not varying_axes(new_var(aval)):
+        return aval
+    return _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr's operand is an inline constant."""
     return isinstance(atom, jex.Literal)

@@ -31,6 +31,8 @@ def fingerprint(traced: Traced) -> str:
         ins = " ".join(map(atom, eqn.invars))
         digest.update(f"{define(eqn.outvars)}={eqn.primitive.name} {ins} {params} {loop_of}\n".encode())
     digest.update(" ".join(map(atom, jaxpr.outvars)).encode())
+    if traced.around is not None:
+        digest.update(traced.around.words.encode())
     hints = sorted((index[hint.variable], hint.action) for hint in traced.hints if hint.variable in index)
     digest.update(repr(hints).encode() if hints else b"")
     return digest.hexdigest()

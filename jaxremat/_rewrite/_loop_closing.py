@@ -186,7 +186,6 @@ def _scan(section: _Section, loop: Loop) -> Any:
     read = [a for eqn in section.eqns for a in eqn.invars] + results
     consts = list(dict.fromkeys(a for a in read if not _compat.is_literal(a) and a not in known))
     body = _compat.new_jaxpr((), (), [*consts, *carried, *section.scanned], results, section.eqns)
-    _compat.check_jaxpr(body)
     init = [section.carries[i][0] for i in indices]
     lasts = [section.lasts[i][1] for i in indices]
     operands = consts, init, list(section.scanned.values())

@@ -113,7 +113,6 @@ def _grown_within(scan: Any, made: Mapping[Any, "_Made"]) -> Any:
     body = _compat.new_jaxpr(
         jaxpr.constvars, getattr(closed, "consts", ()), [*own, *rest], jaxpr.outvars, eqns
     )
-    _compat.check_jaxpr(body)
     lasts, stacks = scan.outvars[: len(init)], scan.outvars[len(init) :]
     operands = list(own.values()), init, arrays
     return _compat.scan_like(scan, body, scan.params["length"], operands, (lasts, stacks))

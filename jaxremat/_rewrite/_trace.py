@@ -29,6 +29,7 @@ from ._loop_segments import backward_of, cuttable, segmented
 from ._memory_order import memory_order
 from ._row_chunks import chunked
 from ._row_regions import Region, regions
+from ._shard_map_body import Around
 from ._undone_checkpoints import forward_again
 from ._update_absorption import Gain, absorbed
 
@@ -49,7 +50,8 @@ class Traced:
     `regions` what may be done in chunks of rows, whose numbers stand in `segments` behind the pairs';
     `respect_checkpoint` whether what the user's checkpoints compute again is left as it is; `again` the equations of
     `jaxpr` that checkpoints outside of loops, which are undone here, compute once more in the user's program; `gathers`
-    the operands that equations of their own gather, `devices` how many it is on.
+    the operands that equations of their own gather, `devices` how many it is on; `around` what is around the program
+    of one device where all of this is in a `shard_map`, whose flat arguments and types these are then.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -75,6 +77,15 @@ class Traced:
     again: frozenset[int]
     gathers: tuple[Gather, ...] = ()
     devices: int = 1
+    around: Around | None = None
+
+    def step(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        """The whole program that a flat one of this step is, or is the body of."""
+        return self.around.step(closed) if self.around else closed
+
+    def alone(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        """Some part of this step as a program by itself."""
+        return self.around.alone(closed) if self.around else closed
 
     def in_segments(self, segments: Segments) -> "Traced":
         """The same step with its pairs of scans in levels, see `_loop_segments`, or one of its regions in chunks."""
@@ -99,7 +110,7 @@ class Traced:
             gathers,
             respect_checkpoint=self.respect_checkpoint,
         )
-        return replace(again, devices=self.devices)
+        return replace(again, devices=self.devices, around=self.around)
 
     @property
     def rows(self) -> list[tuple[int, str]]:
@@ -128,8 +139,12 @@ def trace(
     infos, in_tree = jax.tree.flatten(staged.args_info)
     donated = tuple(bool(info.donated) for info in infos)
     out_tree = jax.tree.structure(staged.out_info)
+    closed, around = staged.jaxpr, None
+    if not inlined and (around := Around.of(Inliner(respect_checkpoint=respect_checkpoint).program(closed))):
+        closed, donated = around.body, around.donated(donated)
     make = _inlined if inlined else normalise
-    traced = make(staged.jaxpr, in_tree, out_tree, donated, respect_checkpoint=respect_checkpoint)
+    traced = make(closed, in_tree, out_tree, donated, respect_checkpoint=respect_checkpoint)
+    traced = replace(traced, around=around)
     found = {hint.origin for hint in traced.hints}
     for origin, primitive in hidden(traced.jaxpr.jaxpr.eqns).items():
         if origin in found:

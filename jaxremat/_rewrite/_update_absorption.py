@@ -313,7 +313,6 @@ class _Body:
         ]
         results = [*self.jaxpr.outvars[: loop.carries], *(self.rows[v] for v in (*kept, *made))]
         body = _compat.new_jaxpr(self.jaxpr.constvars, self.own, arguments, results, self.eqns)
-        _compat.check_jaxpr(body)
         arrays = [*_compat.scan_operands(loop.scan)[2], *self.scanned]
         operands = [*self.consts, *self.known], self.init, arrays
         lasts = loop.scan.outvars[: loop.carries]

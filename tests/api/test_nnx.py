@@ -176,7 +176,7 @@ def test_static_and_keyword_arguments() -> None:
 
 def test_shardings_of_objects_are_those_of_nnx_jit() -> None:
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    options = {"in_shardings": here, "out_shardings": here}
+    options: Any = {"in_shardings": here, "out_shardings": here}
     one, other = make(), make()
     want = nnx.jit(train_step, graph=True, graph_updates=True, **options)(*one, batch())
     assert_same(want, jaxremat.optimize("1GiB", **options)(train_step)(*other, batch()))

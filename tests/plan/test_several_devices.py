@@ -72,3 +72,22 @@ def test_objects_are_where_the_step_or_their_model_says(case: str) -> None:
     assert found["peak"] <= found["budget"]
     assert not found["drops_nothing"]
     assert "per device (of 8)" in found["text"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["in shards, update outside", "in shards, checked, scan"]
+    + [
+        pytest.param(f"in shards{more}", marks=pytest.mark.slow)
+        for more in ("", ", scan", ", checked", ", checked, scan, update outside")
+    ],
+)
+def test_a_step_in_a_shard_map_is_planned_inside(case: str) -> None:
+    found = ask(case)
+    assert found["peak"] <= found["budget"]
+    assert not found["drops_nothing"]
+    assert abs(found["predicted"] / found["compiled"] - 1) < 0.15
+    assert found["same"] and found["placed_alike"]
+    assert all(again == pytest.approx(plain, rel=1e-5) for plain, again in found["losses"])
+    assert found["sent"][0] == found["sent"][1]
+    assert "per device (of 8)" in found["text"]

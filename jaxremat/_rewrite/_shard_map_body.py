@@ -1,0 +1,103 @@
+"""Flat step whose passes are both within one `shard_map` -> the program of one device, and what stands around it.
+
+That program is planned as a step on one device is: its types are those of what one device has. What stands around it,
+such as an optimizer's update, stays as it is.
+
+Law: with a body that gives what the old one gave, `Around.step` gives what the step gave.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.extend.core as jex
+from jax.sharding import PartitionSpec
+
+from .._program import _compat
+from .._program._flops import eqn_flops
+from .._program._inline import Inliner
+from .._program._primitives import is_late
+
+
+@dataclass(frozen=True)
+class Around:
+    """A program with one of its equations, a `shard_map`.
+
+    **Fields:** `flat` the program; `at` the index of the equation.
+    """
+
+    flat: jex.ClosedJaxpr
+    at: int
+
+    @classmethod
+    def of(cls, flat: jex.ClosedJaxpr) -> "Around | None":
+        """The equation that does most of the work, if both passes are in it and the backward pass nowhere else."""
+        eqns = flat.jaxpr.eqns
+        at = max(range(len(eqns)), key=lambda i: eqn_flops(eqns[i]), default=0)
+        if (
+            not eqns
+            or eqns[at].primitive.name != "shard_map"
+            or any(is_late(e) for e in eqns if e is not eqns[at])
+        ):
+            return None
+        found = cls(flat, at)
+        inside = Inliner().program(found.body).jaxpr.eqns
+        return found if any(map(is_late, inside)) else None
+
+    @property
+    def body(self) -> jex.ClosedJaxpr:
+        """The program of one device."""
+        return jex.ClosedJaxpr(self._eqn.params["jaxpr"], ())
+
+    def donated(self, donated: Sequence[bool]) -> tuple[bool, ...]:
+        """Which arguments of the body may be written over, by those of the program: what nothing else reads."""
+        jaxpr = self.flat.jaxpr
+        readers = Counter(a for eqn in jaxpr.eqns for a in _compat.variables(eqn.invars))
+        readers.update(_compat.variables(jaxpr.outvars))
+        kept = {v for v, given in zip(jaxpr.invars, donated, strict=True) if not given} | {*jaxpr.constvars}
+        return tuple(
+            not _compat.is_literal(a) and readers[a] == 1 and a not in kept for a in self._eqn.invars
+        )
+
+    def step(self, body: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        """The program with another body."""
+        own = self.flat.jaxpr
+        consts = [_compat.new_var(v.aval) for v in body.jaxpr.constvars]
+        eqn = self._mapped(body, [*consts, *self._eqn.invars], self._eqn.params["in_specs"])
+        eqns = [*own.eqns[: self.at], eqn.replace(outvars=self._eqn.outvars), *own.eqns[self.at + 1 :]]
+        return _compat.new_jaxpr(
+            [*own.constvars, *consts], [*self.flat.consts, *body.consts], own.invars, own.outvars, eqns
+        )
+
+    def alone(self, part: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        """Some part of the body as a program by itself, which every device runs on arrays of its own."""
+        invars = [_compat.new_var(_compat.unvaried(v.aval)) for v in part.jaxpr.invars]
+        consts = [_compat.new_var(v.aval) for v in part.jaxpr.constvars]
+        outvars = [_compat.new_var(_compat.unvaried(v.aval)) for v in part.jaxpr.outvars]
+        everywhere = (PartitionSpec(),)
+        eqn = self._mapped(part, [*consts, *invars], everywhere * len(invars))
+        params = {**eqn.params, "out_specs": everywhere * len(outvars), "check_vma": False}
+        return _compat.new_jaxpr(
+            consts, part.consts, invars, outvars, [eqn.replace(outvars=outvars, params=params)]
+        )
+
+    @property
+    def words(self) -> str:
+        """What tells it from others."""
+        own, empty = self.flat.jaxpr, _compat.new_jaxpr((), (), (), (), ()).jaxpr
+        eqns = [*own.eqns]
+        eqns[self.at] = self._eqn.replace(params={**self._eqn.params, "jaxpr": empty})
+        return str(_compat.new_jaxpr(own.constvars, self.flat.consts, own.invars, own.outvars, eqns).jaxpr)
+
+    @property
+    def _eqn(self) -> Any:
+        return self.flat.jaxpr.eqns[self.at]
+
+    def _mapped(self, body: jex.ClosedJaxpr, operands: Sequence[Any], specs: Sequence[Any]) -> Any:
+        """The equation with another body, whose constants come first among the operands."""
+        jaxpr = body.jaxpr
+        opened = _compat.new_jaxpr((), (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns).jaxpr
+        whole = (PartitionSpec(),) * len(jaxpr.constvars)
+        params = {**self._eqn.params, "jaxpr": opened, "in_specs": (*whole, *specs)}
+        return self._eqn.replace(invars=[*operands], params=params)
