@@ -5,8 +5,7 @@
 The data is a folder per class. Needs `pip install grain orbax-checkpoint pillow`. On several machines, which all see
 `--data` and `--run`, start the same line on each, numbered, with the first one's address and a free port there:
 
-    python examples/imagenet.py ... --coordinator host0:1234 --processes 2 --process 0     # on host0
-    python examples/imagenet.py ... --coordinator host0:1234 --processes 2 --process 1     # on the other
+    python examples/imagenet.py ... --coordinator host0:1234 --processes 2 --process 0     # on the other --process 1
 
 Without `--budget` the step is a plain `jax.jit`. In `--run` are the training state, the place in the data and the plan:
 the same line goes on from there, and plans nothing again.
@@ -81,8 +80,7 @@ class ViT(nn.Module):
         x = x.reshape(x.shape[0], -1, self.width)
         x += self.param("positions", nn.initializers.normal(0.02), (x.shape[1], self.width)).astype(x.dtype)
         for _ in range(self.layers):
-            y = nn.LayerNorm(**HALF)(x)
-            x += nn.MultiHeadDotProductAttention(max(1, self.width // 64), **HALF)(y)
+            x += nn.MultiHeadDotProductAttention(self.width // 64, **HALF)(nn.LayerNorm(**HALF)(x))
             y = nn.Dense(4 * self.width, **HALF)(nn.LayerNorm(**HALF)(x))
             x += nn.Dense(self.width, **HALF)(nn.gelu(y))
         return nn.Dense(self.classes)(nn.LayerNorm(**HALF)(x).mean(1))
@@ -92,7 +90,6 @@ NETS: dict[str, Any] = {
     "resnet10": partial(ResNet, blocks=(1, 1, 1, 1)),
     "resnet18": partial(ResNet, blocks=(2, 2, 2, 2)),
     "resnet50": partial(ResNet, blocks=(3, 4, 6, 3), bottleneck=True),
-    "vit-ti": partial(ViT, width=192),
     "vit-s": partial(ViT, width=384),
     "vit-b": partial(ViT, width=768),
 }
@@ -143,7 +140,6 @@ def planned(train_step: Any, args: argparse.Namespace, like: tuple[Any, ...], op
     sync_global_devices("planned")  # all have looked for the file
     if jax.process_index() == 0:
         print(plan)
-        args.run.mkdir(parents=True, exist_ok=True)
         plan.save(saved)
     return step
 
@@ -172,7 +168,6 @@ def main() -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(args.coordinator, args.processes, args.process)
     say = partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
-
     labels = {path.name: label for label, path in enumerate(sorted(args.data.glob("*/")))}
     images, others = listed(args.data, labels), listed(args.val, labels) if args.val else []
     epoch = len(images) // args.batch
@@ -181,9 +176,8 @@ def main() -> None:
     vit = args.model.startswith("vit")
     rate = args.rate or args.batch * (0.001 / 1024 if vit else 0.1 / 256)
     schedule = optax.warmup_cosine_decay_schedule(0, rate, total // 20, total)
-    tx = optax.adamw(schedule, weight_decay=0.05)
-    if not vit:
-        tx = optax.chain(optax.add_decayed_weights(5e-5), optax.sgd(schedule, 0.9, nesterov=True))
+    sgd = optax.chain(optax.add_decayed_weights(5e-5), optax.sgd(schedule, 0.9, nesterov=True))
+    tx = optax.adamw(schedule, weight_decay=0.05) if vit else sgd
 
     def logits_of(state: Any, images: jax.Array, train: bool) -> Any:
         variables = {"params": state["params"], "batch_stats": state["batch_stats"]}
@@ -218,6 +212,7 @@ def main() -> None:
     shardings = jax.tree.map(sharding_of, jax.eval_shape(new_state))
     create = jax.jit(new_state, out_shardings=shardings)
     like = create.eval_shape()  # of the state, with shardings
+    keeper = ocp.CheckpointManager(args.run.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2))
     options = {"donate_argnums": 0, "out_shardings": (shardings, copied)}
     step = jax.jit(train_step, **options)
     if args.budget:
@@ -225,7 +220,6 @@ def main() -> None:
         numbers = jax.ShapeDtypeStruct((args.batch,), jnp.int32, sharding=rows)
         step = planned(train_step, args, (like, pixels, numbers), options)
 
-    keeper = ocp.CheckpointManager(args.run.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2))
     batches, done = reader(images, args, args.epochs), keeper.latest_step() or 0
     if done:
         parts = {"state": ocp.args.StandardRestore(like), "batches": CheckpointRestore(batches)}
