@@ -3,9 +3,9 @@
     python examples/llm.py --data corpus.txt --run runs/small --budget 24GiB
     python examples/llm.py --data corpus.txt --run runs/large --budget 60GiB --layers 48 --width 4096 --heads 32 --tp 8
 
-Needs `pip install grain orbax-checkpoint`. Of N devices groups of `--tp` share each layer's heads and hidden units, and
-the N / tp groups the batch and the parameters (FSDP). On several machines, which all see `--data` and `--run`, start
-the same line on each, numbered, with the first one's address and a free port there:
+Needs `pip install grain orbax-checkpoint`. Groups of `--tp` devices share each layer's heads and hidden units, `--fsdp`
+such groups (all, by default) the parameters, and all groups the batch. On several machines, which all see `--data` and
+`--run`, start the same line on each, numbered, with the first one's address and a free port there:
 
     python examples/llm.py ... --coordinator host0:1234 --processes 2 --process 0     # on the other --process 1
 
@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from grain.checkpoint import CheckpointRestore, CheckpointSave
 from jax.experimental.multihost_utils import sync_global_devices
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxremat
 
@@ -46,6 +46,8 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "down": (None, "tp", "fsdp"),
 }
 """Over which axes of the mesh each weight is divided, and what the optimizer has of it. Norms are everywhere."""
+ROWS = PartitionSpec(("data", "fsdp"))
+"""Over which ones batches are."""
 
 
 def rotated(x: jax.Array) -> jax.Array:
@@ -80,7 +82,7 @@ class Layer(nnx.Module):
         x += self.project(jax.nn.dot_product_attention(query, key, self.value(y), is_causal=True))
         y = self.norms[1](x)
         x += self.down(nnx.silu(self.gate(y)) * self.up(y))
-        return jax.lax.with_sharding_constraint(x, PartitionSpec("fsdp"))
+        return jax.lax.with_sharding_constraint(x, ROWS)
 
 
 class Decoder(nnx.Module):
@@ -140,7 +142,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences per step, on all devices together")
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--rate", type=float, default=6e-4, help="learning rate")
-    parser.add_argument("--tp", type=int, default=1, help="devices that share a layer; the others are FSDP's")
+    parser.add_argument("--tp", type=int, default=1, help="devices that share a layer")
+    parser.add_argument("--fsdp", type=int, help="groups of these that share the parameters")
     parser.add_argument("--log-every", type=int, default=50, help="steps")
     parser.add_argument("--save-every", type=int, default=1000, help="steps")
     parser.add_argument("--coordinator", help="host:port of the first of several processes")
@@ -151,12 +154,12 @@ def main() -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(args.coordinator, args.processes, args.process)
     say = partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
-    shape = jax.device_count() // args.tp, args.tp
-    mesh = jax.make_mesh(shape, ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    devices = np.array(jax.devices()).reshape(-1, args.fsdp or jax.device_count() // args.tp, args.tp)
+    mesh = Mesh(devices, ("data", "fsdp", "tp"))
     jax.set_mesh(mesh)
 
     # This process reads the rows of a batch that are on its devices.
-    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+    rows = NamedSharding(mesh, ROWS)
     parts = rows.addressable_devices_indices_map((args.batch,)).values()
     held = sorted({part[0].indices(args.batch)[:2] for part in parts if part})
     count = sum(stop - start for start, stop in held)
