@@ -60,3 +60,12 @@ def test_only_what_is_planned_is_sent_again(case: tuple[str, dict]) -> None:
     assert max(again.values(), default=0) <= 0
     assert plan["sent"].keys() <= found["sent"].keys()
     assert ("gather" in plan["text"]) >= bool(plan["again"])
+
+
+def test_a_plan_that_is_read_gives_the_program_that_was_planned(case: tuple[str, dict]) -> None:
+    """In each process of a job: devices that send in another order wait for each other for ever."""
+    name, found = case
+    plan = found["plans"]["some"]
+    assert plan["followed"] and found["plans"]["all"]["followed"]
+    if name != "scan":  # where loops may have another form
+        assert plan["unrepeated"] and plan["once"] == plan["unrepeated"]
