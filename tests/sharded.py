@@ -50,9 +50,11 @@ def main(case: str) -> None:
     from jax.sharding import PartitionSpec as P
 
     import jaxremat
+    from jaxremat._compiler._devices import detect
     from jaxremat._compiler._gathers import gathers
     from jaxremat._compiler._program import Program, placed
     from jaxremat._compiler._shardings import Division
+    from jaxremat._plan._baseline import Baseline
     from jaxremat._rewrite._trace import trace
 
     for name, found in (("nnx", of_objects), ("in shards", in_shards)):
@@ -113,9 +115,13 @@ def main(case: str) -> None:
     stats = jaxremat.memory(step, *args)
     budgets = {"all": 2 * stats.peak_nbytes, "some": stats.base_nbytes + stats.temporaries_nbytes * 7 // 10}
     plans = {}
+    bare = Baseline(program, args, {}, detect(jax.devices()[0]), "roofline").bare(())
     for name, budget in budgets.items():
         planned = jaxremat.optimize(budget, cache=False, solver=jaxremat.Greedy())(step)
         plan = planned.plan(*args)
+        read = jaxremat.Plan.from_json(plan.to_json())
+        followed = jaxremat.optimize(plan=read)(step)
+        laid = read.layout(bare)
         expected, got = jax.tree.leaves(program.plain(*args)), jax.tree.leaves(planned(*args))
         same = all(np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(expected, got, strict=True))
         placed_alike = all(a.sharding == b.sharding for a, b in zip(expected, got, strict=True))
@@ -128,6 +134,9 @@ def main(case: str) -> None:
             "again": plan.gathered_again,
             "same": same and placed_alike,
             "sent": collectives(planned.compile(*args).as_text()),
+            "once": [n.id for n in laid.nodes if not n.repeatable],
+            "unrepeated": plan.unrepeated,
+            "followed": followed.lower(*args).as_text() == planned.lower(*args).as_text(),
         }
     print(json.dumps({"parts": parts, "sent": collectives(plain.as_text()), "plans": plans}))
 

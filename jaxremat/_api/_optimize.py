@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.core import ShapedArray, Tracer
+from jax.core import Tracer
 
 from .._compiler._devices import detect
 from .._compiler._program import Program, device_of, placed
@@ -367,6 +367,4 @@ def _type_of(leaf: Any) -> Any:
     """The array type of an argument leaf. **Raises:** TypeError where it is no array."""
     if isinstance(leaf, jax.Array):
         return leaf.aval
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return ShapedArray(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
-    return jax.typeof(leaf)
+    return jax.typeof(leaf)  # of a struct too, with the mesh of its sharding, as in an array's

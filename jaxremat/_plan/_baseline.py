@@ -123,6 +123,13 @@ class Baseline:
         there, flops = self.division.local(traced)
         return lower(there, self.device, base_nbytes=base_nbytes, flops=flops, patterns=self.pins)
 
+    def bare(self, segments: Segments) -> Graph:
+        """The graph of such a form that plans made before are laid out on: of what one device has, as when they were
+        made, for what is small by a plan is saved by it.
+        """
+        there, flops = self.division.local(self.form(segments))
+        return lower(there, self.device, base_nbytes=0, flops=flops)
+
     @property
     def must_recompute(self) -> bool:
         """Whether the user wants something recomputed that the plain step saves."""

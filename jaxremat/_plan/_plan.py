@@ -40,8 +40,9 @@ class Plan(Outcome, Written):
     - `loops` the same in words, of those that are not as they were.
     - `devices` how many the step is on: all bytes are of one of them.
     - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
-    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `small_nbytes`, `fence` what the emitter
-      needs.
+    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `fence`
+      what the emitter needs. Of these `unrepeated` are the operations that may not run twice, some of which only the
+      compiled plain step tells: those with which devices send each other something.
     """
 
     FORMAT: ClassVar = ("format", 2)
@@ -54,6 +55,7 @@ class Plan(Outcome, Written):
     small_nbytes: int
     fence: str
     segments: Segments
+    unrepeated: tuple[int, ...] = ()
 
     def layout(self, graph: Graph) -> Graph:
         """The graph with this plan's stages and materialised values in place of its own.
@@ -66,7 +68,9 @@ class Plan(Outcome, Written):
             )
         chosen = frozenset(self.materialised)
         values = tuple(replace(v, materialised=v.producer < 0 or v.id in chosen) for v in graph.values)
-        graph = replace(graph, values=values, small_nbytes=self.small_nbytes)
+        once = frozenset(self.unrepeated)
+        nodes = tuple(replace(n, repeatable=n.repeatable and n.id not in once) for n in graph.nodes)
+        graph = replace(graph, nodes=nodes, values=values, small_nbytes=self.small_nbytes)
         cuts = [*(start for start, _ in self.stages), len(graph.nodes)]
         return replace(graph, stages=with_updates(graph, cuts))
 

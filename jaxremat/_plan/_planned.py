@@ -11,7 +11,6 @@ from typing import Any
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
-from .._lower._lower import lower
 from .._model._schedule import check
 from .._report._actions import actions
 from .._runtime._bytes import format_nbytes
@@ -60,7 +59,7 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
     if not plan.stages:
         jitted = baseline.program.plain
     else:
-        graph = plan.layout(lower(baseline.form(plan.segments), baseline.device, base_nbytes=0))
+        graph = plan.layout(baseline.bare(plan.segments))
         schedule = check(graph, plan.schedule(graph))
         plan = replace(plan, actions=actions(graph, schedule))  # with lines of the code as it is today
         jitted = baseline.jitted(graph, schedule, plan.fence)

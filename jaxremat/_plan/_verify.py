@@ -296,6 +296,7 @@ class _Planner:
             kept=tuple(sorted(schedule.kept)),
             stages=tuple((s.start, s.stop) for s in graph.stages),
             materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
+            unrepeated=tuple(n.id for n in graph.nodes if not n.repeatable),
             small_nbytes=graph.small_nbytes,
             fence="finished",
             segments=graph.segments,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_optimize import assert_same, stripped
 
 import jaxremat
@@ -115,6 +116,14 @@ def test_keyword_arguments(budget: int) -> None:
     assert_same(jax.jit(train)(x=x, params=params), step(x=x, params=params))
     assert step.plan(x=x, params=params) is step.plan(params=params, x=x)
     assert MemoryStats.of(step.compile(params, x=x)).peak_nbytes <= budget
+
+
+def test_structs_on_a_mesh_are_planned_once_with_the_arrays_of_their_kind() -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    args = jax.device_put((make_params(), make_batch()), NamedSharding(mesh, PartitionSpec()))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), args)
+    step = jaxremat.optimize(AMPLE)(train)
+    assert step.plan(*like) is step.plan(*args)
 
 
 def test_static_arguments() -> None:

@@ -23,11 +23,13 @@ TINY = {
     "haiku_mlp.py": "--layers 2 --width 16 --batch 512 --steps 2",
     "own_solver.py": "--layers 3 --batch 4 --share 0.75 --steps 1",
 }
+TRAINERS = {"imagenet.py": 250, "llm.py": 250}
+"""The lines that scripts for real data may have; what they do is tested in `test_trainers`."""
 
 
 def test_every_example_is_listed_here() -> None:
     scripts = {path.name for path in (ROOT / "examples").glob("*.py")} - {"__init__.py"}
-    assert scripts == set(TINY)
+    assert scripts == TINY.keys() | TRAINERS.keys()
 
 
 @pytest.mark.slow
@@ -47,6 +49,17 @@ def test_an_example_is_short_and_can_be_sized(script: str) -> None:
     text = (ROOT / "examples" / script).read_text()
     assert len(text.splitlines()) <= 120
     assert '"--steps"' in text
+
+
+@pytest.mark.parametrize("script", TRAINERS)
+def test_a_trainer_is_one_file_that_says_how_to_start_it(script: str) -> None:
+    text = (ROOT / "examples" / script).read_text()
+    assert len(text.splitlines()) <= TRAINERS[script]
+    assert "import examples" not in text and "from ." not in text and "from examples" not in text
+    stated = text.split('"""')[1]
+    flags = set(re.findall(r"--[a-z]+", stated))
+    assert {"--data", "--run", "--budget", "--coordinator", "--processes", "--process"} <= flags
+    assert all(f'add_argument("{flag}"' in text for flag in flags)
 
 
 def test_a_planner_of_your_own_is_as_short_as_promised() -> None:

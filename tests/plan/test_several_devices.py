@@ -91,3 +91,12 @@ def test_a_step_in_a_shard_map_is_planned_inside(case: str) -> None:
     assert all(again == pytest.approx(plain, rel=1e-5) for plain, again in found["losses"])
     assert found["sent"][0] == found["sent"][1]
     assert "per device (of 8)" in found["text"]
+
+
+def test_a_plan_that_is_read_gives_the_program_that_was_planned(case: tuple[str, dict]) -> None:
+    """In each process of a job: devices that send in another order wait for each other for ever."""
+    name, found = case
+    plan = found["plans"]["some"]
+    assert plan["followed"] and found["plans"]["all"]["followed"]
+    if name != "scan":  # where loops may have another form
+        assert plan["unrepeated"] and plan["once"] == plan["unrepeated"]
