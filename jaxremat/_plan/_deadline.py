@@ -16,8 +16,8 @@ BETTER = (3.0, 15.0)
 ANY = (6.0, 30.0)
 """and one that fits at all until these have."""
 
-DRAFT_SHARE = 0.5
-"""What compiling a draft takes of the seconds of compiling what will run."""
+DRAFT_SHARE = 0.7
+"""What compiling a draft takes of the seconds of compiling what will run: 0.5 to 1, more the more kernels."""
 
 SOLVES = 4
 """A solver gets at most this part of what is left."""

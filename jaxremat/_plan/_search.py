@@ -79,8 +79,10 @@ class Search:
         self.cuttings = Cuttings(
             self.graph, self.solver, self.time_limit, self.temporaries_nbytes, self.pairs, self.graph_of
         )
+        self.min_cut = MinCut()
         self.failed: set[int] = set()  # `id`s of cuttings of which no program came
         self.solved: list[tuple[Graph, Schedule, Profile]] = []  # by the solver, within other allowances too
+        self.lowest_of: dict[tuple[int, int], Solution] = {}  # by `id`s of a cutting and a solver
         if self.known is not None:
             known = ((cut, self.known(cut)) for cut in self.cuttings.made)
             self.solved += ((cut, schedule, simulate(cut, schedule)) for cut, schedule in known)
@@ -240,8 +242,8 @@ class Search:
                         break
         if not ready and best is None:
             for line in (line for line in lines if id(line.graph) not in self.failed):
-                line.pending = self._solution(line.graph, None, self.solver)
-                if not self._tried(line.pending, line.fence):
+                line.pending = self._lowest(line.graph, self.solver)
+                if self._hopeful(line, budget) and not self._tried(line.pending, line.fence):
                     line.order = rank(line.graph, line.pending.schedule, None)
                     ready.append(line)
         return first(ready, CHEAP / 2 * self.graph.step_seconds)
@@ -283,6 +285,13 @@ class Search:
         seconds = extra_seconds(line.graph, line.pending.schedule)
         return line.gain(seconds, best) >= MORE_GAIN * self.graph.step_seconds
 
+    def _hopeful(self, line: Line, budget: int) -> bool:
+        """Whether a line's pending solution may fit, for all that is known of how the model errs."""
+        assert line.pending is not None
+        predicted = simulate(line.graph, line.pending.schedule).peak_nbytes
+        more = min((t.peak_nbytes - t.profile.peak_nbytes for t in self.trials), default=0)
+        return predicted + more <= budget
+
     def _astray(self, trial: Trial, budget: int) -> bool:
         """Whether a plan misses the budget because the compiler keeps what the model takes to be done with."""
         more = trial.peak_nbytes - trial.profile.peak_nbytes
@@ -301,10 +310,9 @@ class Search:
         """Compile the schedules of least predicted peak; with a budget, until one fits at a bearable overhead, and
         without one only those that promise to be bearable, if there are any.
         """
-        before = len(self.trials)
         # The model is least sure where memory is least: a mere price of memory, which leans on it less, is tried too.
-        for solver in (self.solver, MinCut()):
-            known = [(cut, self._solution(cut, None, solver)) for cut in self.cuttings.made]
+        for solver in (self.solver, self.min_cut):
+            known = [(cut, self._lowest(cut, solver)) for cut in self.cuttings.made]
             if budget is None:
                 most = self._most_seconds()
                 cheap = [each for each in known if extra_seconds(each[0], each[1].schedule) <= most]
@@ -315,7 +323,9 @@ class Search:
                 if peak > likely:
                     continue
                 fits = budget is not None and self.best(budget) is not None
-                if len(self.trials) > before and not self.deadline.allows(fits):
+                lowest = {id(found) for found in self.lowest_of.values()}
+                tried = any(id(trial.solution) in lowest for trial in self.trials)
+                if tried and not self.deadline.allows(fits):
                     return
                 for fence in ("ordered",) if self._mended(cut) else ("finished", "ordered"):
                     trial = self._tried(solution, fence) or self._attempt(cut, solution, fence)
@@ -336,6 +346,13 @@ class Search:
     def _tried(self, solution: Solution, fence: str) -> Trial | None:
         alike = (t for t in self.trials if t.solution.schedule == solution.schedule and t.fence == fence)
         return next(alike, None)
+
+    def _lowest(self, graph: Graph, solver: Solver) -> Solution:
+        """The solution of least predicted peak."""
+        key = id(graph), id(solver)
+        if key not in self.lowest_of:
+            self.lowest_of[key] = self._solution(graph, None, solver)
+        return self.lowest_of[key]
 
     def _solution(self, graph: Graph, allowance: int | None, solver: Solver) -> Solution:
         began = time.monotonic()

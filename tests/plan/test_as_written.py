@@ -70,7 +70,12 @@ def test_what_fits_as_written_is_a_good_deal_cheaper_when_planned(budget: int) -
 def test_the_least_is_the_same_with_and_without_checkpoints() -> None:
     own, plain = (
         jaxremat.plan(
-            make_step(remat), *make_args(), budget="min", donate_argnums=0, planning_seconds=600
+            make_step(remat),
+            *make_args(),
+            budget="min",
+            donate_argnums=0,
+            planning_seconds=600,
+            time_limit=30,
         ).peak_nbytes
         for remat in (True, False)
     )
