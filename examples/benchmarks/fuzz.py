@@ -22,7 +22,7 @@ import random
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ import numpy as np
 
 import jaxremat
 from examples.benchmarks import records
+from examples.benchmarks.evaluation import evaluate
 from examples.benchmarks.random_steps import WAYS, Step, random_step
 from jaxremat import Graph, InfeasibleBudgetError, MemoryStats, MinCut, complete
 from jaxremat._compiler._devices import DeviceSpec
@@ -43,9 +44,7 @@ from jaxremat._lower._lower import lower
 from jaxremat._model._graph import Pin, Segments
 from jaxremat._model._loop_levels import choices
 from jaxremat._model._stages import cuttings, uncut
-from jaxremat._program import _compat
 from jaxremat._program._flops import aval_nbytes
-from jaxremat._program._inline import CALLS
 from jaxremat._rewrite import _row_regions
 from jaxremat._rewrite._trace import Traced, trace
 
@@ -152,81 +151,13 @@ def difference(want: Any, got: Any) -> str:
     return ""
 
 
-def run(closed: Any, args: Sequence[Any]) -> list[Any]:
-    """What a program gives, one operation after the other: compiling those once takes far less time than compiling each
-    program, and what two programs do alike gives the same numbers.
-    """
-    jaxpr = getattr(closed, "jaxpr", closed)
-    known = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
-    known.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jex.Literal) else known[atom]
-
-    for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _applied(eqn, [read(a) for a in eqn.invars]), strict=True))
-    return [jnp.asarray(read(a)) for a in jaxpr.outvars]
-
-
-def _applied(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    """What an equation gives for these operands."""
-    params, name = eqn.params, eqn.primitive.name
-    if name == "scan":
-        return _scanned(eqn, operands)
-    if name == "while":
-        stop, count = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        state = operands[count:]
-        while run(params["cond_jaxpr"], [*operands[:stop], *state])[0]:
-            state = run(params["body_jaxpr"], [*operands[stop:count], *state])
-        return state
-    if name == "cond":
-        place = min(max(int(operands[0]), 0), len(params["branches"]) - 1)
-        return run(params["branches"][place], operands[1:])
-    if name in CALLS:
-        return run(params.get("jaxpr") or params["call_jaxpr"], operands)
-    if name == "shard_map":
-        invars = [_compat.new_var(a.aval) for a in eqn.invars]
-        return jax.jit(jex.jaxpr_as_fun(_compat.single(eqn, invars)))(*operands)
-    got = eqn.primitive.bind(*operands, **params)
-    return got if eqn.primitive.multiple_results else [got]
-
-
-def _scanned(eqn: Any, operands: list[Any]) -> list[Any]:
-    consts, init, _ = _compat.scan_operands(eqn)
-    start, behind = len(consts), len(consts) + len(init)
-    state, arrays = operands[start:behind], [_rows(a) for a in operands[behind:]]
-    length = eqn.params["length"]
-    made: list[list[Any]] = []
-    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        results = run(eqn.params["jaxpr"], [*operands[:start], *state, *(a[i] for a in arrays)])
-        state = results[: len(init)]
-        made.append(results[len(init) :])
-    if eqn.params["reverse"]:
-        made.reverse()
-    stacks = [_stacked([each[j] for each in made], v.aval) for j, v in enumerate(eqn.outvars[len(init) :])]
-    return [*state, *stacks]
-
-
-def _rows(array: Any) -> Any:
-    """An array of which rows are taken in no time; keys stay what they are."""
-    return array if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else np.asarray(array)
-
-
-def _stacked(rows: list[Any], aval: Any) -> Any:
-    if not rows:
-        return jnp.zeros(aval.shape, aval.dtype)
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return jnp.stack(rows)
-    return jnp.asarray(np.stack([np.asarray(row) for row in rows]))
-
-
 def check_emitted(step: Step, seed: int, count: int = EMITTED) -> Iterator[tuple[str, str]]:
     """For so many programs that are emitted for a step: in which form, and what is wrong with it, "" for nothing."""
     rng = random.Random(f"forms of {seed}")
     jitted = jax.jit(step.fn, donate_argnums=0)
     traced = trace(jitted, step.args, {}, respect_checkpoint=rng.random() < 0.1)
     args = jax.tree.leaves(step.args)
-    want = run(traced.step(traced.closed), args)
+    want = evaluate(traced.step(traced.closed), args)
     form = traced
     for i in range(count):
         said = f"{traced.lengths} loops"
@@ -236,7 +167,7 @@ def check_emitted(step: Step, seed: int, count: int = EMITTED) -> Iterator[tuple
                 form = traced.in_segments(segments)
             drawn = draw(rng, form)
             said = drawn.form
-            yield said, difference(want, run(drawn.emit(), args))
+            yield said, difference(want, evaluate(drawn.emit(), args))
         except Exception:
             yield said, traceback.format_exc()
 

@@ -11,6 +11,7 @@ from zoo_kinds import KINDS
 
 import jaxremat
 from examples.benchmarks import fuzz
+from examples.benchmarks.evaluation import evaluate
 from examples.benchmarks.random_steps import MAPPED, NETS, TWICE, WAYS, fitting, random_step
 from jaxremat import InfeasibleBudgetError, MemoryStats, MinCut, complete
 from jaxremat._emit._emit import FENCES, emit
@@ -79,7 +80,7 @@ def test_what_a_loop_begins_with_is_read_before_it() -> None:
 
     args = fuzz.jnp.linspace(-1, 1, 48).reshape(3, 4, 4), fuzz.jnp.linspace(-1, 2, 16).reshape(4, 4)
     found = trace(jax.jit(step, donate_argnums=0), args, {})
-    want = fuzz.run(found.closed, jax.tree.leaves(args))
+    want = evaluate(found.closed, jax.tree.leaves(args))
     for platform in ("cpu", "gpu"):
         graph = lower(found, replace(fuzz.DEVICE, platform=platform), base_nbytes=0)
         for n in range(graph.forward_stop + 1, len(graph.nodes)):
@@ -87,7 +88,7 @@ def test_what_a_loop_begins_with_is_read_before_it() -> None:
             cut = replace(cut, stages=uncut(cut))
             for fence in FENCES:
                 planned = emit(found, cut, complete(cut, ()), fence)
-                assert fuzz.difference(want, fuzz.run(planned, jax.tree.leaves(args))) == ""
+                assert fuzz.difference(want, evaluate(planned, jax.tree.leaves(args))) == ""
 
 
 def test_the_evaluator_gives_what_jax_gives() -> None:
@@ -97,7 +98,7 @@ def test_the_evaluator_gives_what_jax_gives() -> None:
         args = case.make_args()
         closed = jax.jit(case.step).trace(*args).jaxpr
         want = jax.tree.leaves(jax.jit(case.step)(*args))
-        assert fuzz.difference(want, fuzz.run(closed, jax.tree.leaves(args))) == ""
+        assert fuzz.difference(want, evaluate(closed, jax.tree.leaves(args))) == ""
 
 
 def test_differences_are_seen() -> None:
@@ -160,3 +161,12 @@ def test_a_run_goes_on_where_it_was(tmp_path: Any) -> None:
     found = fuzz.summary([row, {**row, "wrong": [{"form": "f", "what": "w"}]}])
     assert (found["steps"], found["emitted"], found["mismatches"]) == (2, 32, 1)
     assert found["ways"]["plain"] == found["parts"]["dense"] == 32
+
+
+@pytest.mark.parametrize("seed", [43, 48, 50, 56])
+def test_programs_are_evaluated_as_jax_does(seed: int) -> None:
+    step = random_step(seed)
+    jitted = jax.jit(step.fn)
+    found = trace(jitted, step.args, {})
+    given = evaluate(found.step(found.closed), jax.tree.leaves(step.args))
+    assert fuzz.difference(jax.tree.leaves(jitted(*step.args)), given) == ""

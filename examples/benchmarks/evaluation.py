@@ -1,0 +1,229 @@
+"""A program and arrays -> what it gives, one operation after the other, by NumPy where it has the operation.
+
+Compiling a program takes longer than all else that is done with a small one, and compiling its operations one by one
+takes long enough. Law: what two programs do alike gives the same numbers in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+from jaxremat._program import _compat
+from jaxremat._program._inline import CALLS
+
+Params = dict[str, Any]
+
+PLAIN: dict[str, Callable[..., Any]] = {
+    "neg": np.negative,
+    "sign": np.sign,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "abs": np.abs,
+    "exp": np.exp,
+    "log": np.log,
+    "log1p": np.log1p,
+    "expm1": np.expm1,
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "square": np.square,
+    "is_finite": np.isfinite,
+    "not": np.invert,
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "copy": np.copy,
+    "copy_p": np.copy,
+}
+"""Of operands alone; their results have the operands' common type, or are truths."""
+
+
+def _select(_: Params, which: Any, *cases: Any) -> Any:
+    return np.where(which, *reversed(cases)) if len(cases) == 2 else np.choose(which, cases)
+
+
+def _broadcast(params: Params, x: Any) -> Any:
+    shape, places = params["shape"], params["broadcast_dimensions"]
+    spread = [1] * len(shape)
+    for place, n in zip(places, x.shape, strict=True):
+        spread[place] = n
+    return np.broadcast_to(x.reshape(spread), shape)
+
+
+def _dot(params: Params, x: Any, y: Any) -> Any:
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    names = iter(range(x.ndim + y.ndim))
+    of_y = dict.fromkeys(range(y.ndim), -1)
+    of_x = [next(names) for _ in range(x.ndim)]
+    for a, b in (*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)):
+        of_y[b] = of_x[a]
+    for b, name in of_y.items():
+        of_y[b] = next(names) if name < 0 else name
+    batch = [of_x[a] for a in left_batch]
+    own = [of_x[a] for a in range(x.ndim) if a not in left and a not in left_batch]
+    others = [of_y[b] for b in range(y.ndim) if b not in right and b not in right_batch]
+    return np.einsum(_wide(x), of_x, _wide(y), list(of_y.values()), [*batch, *own, *others])
+
+
+def _wide(x: Any) -> Any:
+    """An array in a type that is added up without loss."""
+    return x.astype(np.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.itemsize < 4 else x
+
+
+def _clipped(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """The part of an array that a dynamic slice is, moved into it."""
+    within = (min(max(int(s), 0), n - m) for s, n, m in zip(starts, shape, sizes, strict=True))
+    return tuple(slice(s, s + m) for s, m in zip(within, sizes, strict=True))
+
+
+def _written(_: Params, x: Any, part: Any, *starts: Any) -> Any:
+    x = x.copy()
+    x[_clipped(starts, x.shape, part.shape)] = part
+    return x
+
+
+def _slice(params: Params, x: Any) -> Any:
+    steps = params["strides"] or (1,) * x.ndim
+    bounds = zip(params["start_indices"], params["limit_indices"], steps, strict=True)
+    return x[tuple(slice(*each) for each in bounds)]
+
+
+def _divided(_: Params, x: Any, y: Any) -> Any:
+    return x / y if jnp.issubdtype(x.dtype, jnp.floating) else NotImplemented
+
+
+WITH_PARAMS: dict[str, Callable[..., Any]] = {
+    "convert_element_type": lambda p, x: x,  # results are given their type anyway
+    "optimization_barrier": lambda p, *xs: xs,
+    "integer_pow": lambda p, x: x ** p["y"] if p["y"] > 0 else 1 / x ** -p["y"],
+    "div": _divided,
+    "select_n": _select,
+    "broadcast_in_dim": lambda p, x, *sizes: NotImplemented if sizes else _broadcast(p, x),
+    "reshape": lambda p, x, *sizes: NotImplemented if sizes or p["dimensions"] else x.reshape(p["new_sizes"]),
+    "squeeze": lambda p, x: np.squeeze(x, p["dimensions"]),
+    "transpose": lambda p, x: np.transpose(x, p["permutation"]),
+    "rev": lambda p, x: np.flip(x, p["dimensions"]),
+    "slice": _slice,
+    "concatenate": lambda p, *xs: np.concatenate(xs, p["dimension"]),
+    "dynamic_slice": lambda p, x, *starts: x[_clipped(starts, x.shape, p["slice_sizes"])],
+    "dynamic_update_slice": _written,
+    "reduce_sum": lambda p, x: np.sum(_wide(x), p["axes"]),
+    "reduce_max": lambda p, x: np.max(x, p["axes"]) if x.size else NotImplemented,
+    "reduce_min": lambda p, x: np.min(x, p["axes"]) if x.size else NotImplemented,
+    "reduce_and": lambda p, x: np.all(x, p["axes"]),
+    "reduce_or": lambda p, x: np.any(x, p["axes"]),
+    "dot_general": _dot,
+}
+"""Of parameters too; several results are a tuple. Where NumPy does another thing, NotImplemented."""
+
+
+def evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """What a program gives for these arrays."""
+    with np.errstate(all="ignore"):
+        return _run(closed, [_here(a) for a in args])
+
+
+def _here(x: Any) -> Any:
+    """An array of NumPy's; keys stay what they are."""
+    return x if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+
+
+def _run(closed: Any, args: Sequence[Any]) -> list[Any]:
+    jaxpr = getattr(closed, "jaxpr", closed)
+    known = {v: _here(c) for v, c in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True)}
+    known.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        aval: Any = atom.aval
+        return np.asarray(atom.val, aval.dtype) if isinstance(atom, jex.Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, _applied(eqn, [read(a) for a in eqn.invars]), strict=True))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _applied(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    """What an equation gives for these operands."""
+    params, name = eqn.params, eqn.primitive.name
+    if name == "scan":
+        return _scanned(eqn, operands)
+    if name == "while":
+        stop, count = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        state = operands[count:]
+        while _run(params["cond_jaxpr"], [*operands[:stop], *state])[0]:
+            state = _run(params["body_jaxpr"], [*operands[stop:count], *state])
+        return state
+    if name == "cond":
+        place = min(max(int(operands[0]), 0), len(params["branches"]) - 1)
+        return _run(params["branches"][place], operands[1:])
+    if name in CALLS:
+        return _run(params.get("jaxpr") or params["call_jaxpr"], operands)
+    if name == "shard_map":
+        invars = [_compat.new_var(a.aval) for a in eqn.invars]
+        return [_here(x) for x in jax.jit(jex.jaxpr_as_fun(_compat.single(eqn, invars)))(*operands)]
+    if all(isinstance(x, np.ndarray) for x in operands) and (given := _by_numpy(eqn, operands)) is not None:
+        return given
+    got = eqn.primitive.bind(*operands, **params)
+    return [_here(x) for x in (got if eqn.primitive.multiple_results else [got])]
+
+
+def _by_numpy(eqn: Any, operands: list[Any]) -> list[Any] | None:
+    """The same, None where NumPy has no such operation."""
+    name = eqn.primitive.name
+    if name in PLAIN:
+        given = PLAIN[name](*operands)
+    elif name in WITH_PARAMS:
+        given = WITH_PARAMS[name](eqn.params, *operands)
+    else:
+        return None
+    if given is NotImplemented:
+        return None
+    results = given if isinstance(given, tuple) else (given,)
+    typed = [np.asarray(x, v.aval.dtype) for x, v in zip(results, eqn.outvars, strict=True)]
+    assert [x.shape for x in typed] == [v.aval.shape for v in eqn.outvars], eqn
+    return typed
+
+
+def _scanned(eqn: Any, operands: list[Any]) -> list[Any]:
+    consts, init, _ = _compat.scan_operands(eqn)
+    start, behind = len(consts), len(consts) + len(init)
+    state, arrays = operands[start:behind], operands[behind:]
+    length = eqn.params["length"]
+    made: list[list[Any]] = []
+    for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+        rows = [a[i] if isinstance(a, jax.Array) else np.asarray(a[i]) for a in arrays]
+        results = _run(eqn.params["jaxpr"], [*operands[:start], *state, *rows])
+        state = results[: len(init)]
+        made.append(results[len(init) :])
+    if eqn.params["reverse"]:
+        made.reverse()
+    stacks = [_stacked([each[j] for each in made], v.aval) for j, v in enumerate(eqn.outvars[len(init) :])]
+    return [*state, *stacks]
+
+
+def _stacked(rows: list[Any], aval: Any) -> Any:
+    if rows and isinstance(rows[0], jax.Array):
+        return jnp.stack(rows)
+    return np.stack(rows) if rows else np.zeros(aval.shape, aval.dtype)
