@@ -165,9 +165,33 @@ def main() -> None:
         rows.append(row)
         print(said(row), flush=True)
     if options.save:
-        options.save.write_text(
-            json.dumps({"target": target, "budget": options.budget, "rows": rows}, indent=1) + "\n"
+        asked = {"kind": "llama", "target": target, "budget": options.budget, "weights": count}
+        options.save.write_text(json.dumps({**asked, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """What was saved, as a table with its title."""
+    size = jaxremat.format_nbytes
+    weights, each = (
+        f"{record['weights'] / 1e9:.0f} billion weights",
+        f"within {record['budget']} of each device",
+    )
+    lines = [
+        f"### {weights} on {record['target']}, {each}",
+        "What one device needs of a step on so many sequences: as it is written, with `jax.checkpoint` around each\n"
+        "layer, and planned; and the planned step's time by the roofline, against the step as it is written\n"
+        "(`examples/llama_70b.py`).",
+        "| sequences | as written | by hand | planned | time | planned in |\n|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in record["rows"]:
+        planned = (
+            (f"at least {size(row['least'])}", "")
+            if "least" in row
+            else (size(row["planned"]), f"{row['overhead']:+.1%}")
         )
+        cells = (str(row["batch"]), size(row["plain"]), size(row["by hand"]), *planned, f"{row['seconds']} s")
+        lines[-1] += f"\n| {' | '.join(cells)} |"
+    return "\n\n".join(lines)
 
 
 def said(row: dict[str, Any]) -> str:

@@ -29,7 +29,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxremat
+from examples.benchmarks import records
 from examples.benchmarks.networks.resnet import ResNet
+from jaxremat import format_nbytes
 
 RESULTS = Path(__file__).parent / "results" / "sharded"
 MESHES = {"fsdp": {"data": 8}, "tp": {"model": 8}, "both": {"data": 4, "model": 2}}
@@ -198,10 +200,45 @@ def main() -> None:
             rows.append(measured(name, share, asked.target, asked.scale))
             print(json.dumps(rows[-1]), flush=True)
     if asked.save:
-        known = {"jax": jax.__version__, "target": asked.target or "cpu", "scale": asked.scale, "rows": rows}
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        path = RESULTS / f"{asked.target or 'cpu'}.json"
-        path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        known = {"kind": "sharded", "date": records.today(), "jaxremat": records.library_version()}
+        known |= {"jax": jax.__version__, "target": asked.target or "cpu", "scale": asked.scale}
+        records.write(RESULTS / f"{asked.target or 'cpu'}.json", {**known, "rows": rows})
+
+
+def markdown(record: records.Record) -> str:
+    """What was saved, as a table with its title."""
+    where = "of this host" if record["target"] == "cpu" else f"by the compiler for {record['target']}"
+    lines = [
+        f"### On eight devices {where}",
+        "Bytes of one device. *First prediction* is of the peak, before anything but the plain step was compiled;\n"
+        "overheads are rooflines of the compiled programs, collectives among their kernels; *sent* counts\n"
+        "collectives, of the plain step and of the planned one.",
+        "| step | share | plain | budget | used | first prediction | overhead, predicted | compiled | sent |",
+    ]
+    lines[-1] += f"\n|---|{'---:|' * 8}"
+    for row in record["rows"]:
+        if "least_nbytes" in row:
+            found = [
+                f"at least {format_nbytes(row['least_nbytes'])}",
+                "",
+                "",
+                "",
+                str(sum(row["plain_sent"].values())),
+            ]
+        else:
+            counts = (sum(row[each].values()) for each in ("plain_sent", "sent"))
+            first = row["first_prediction"]
+            found = [
+                f"{row['used']:.1%}",
+                "" if first is None else f"{first:+.1%}",
+                f"{row['overhead']:.1%}",
+                f"{row['compiled_overhead']:.1%}",
+                " → ".join(map(str, counts)),
+            ]
+        sizes = [format_nbytes(row[each]) for each in ("plain_nbytes", "budget_nbytes")]
+        cells = [row["case"], f"{row['share']:.0%}", *sizes, *found]
+        lines[-1] += f"\n| {' | '.join(cells)} |"
+    return "\n\n".join(lines)
 
 
 if __name__ == "__main__":

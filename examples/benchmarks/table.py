@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.benchmarks import depth, emitters, jax_remat_tests, monet_table, records, unrolled
+from examples import llama_70b
+from examples.benchmarks import depth, emitters, jax_remat_tests, monet_table, records, sharded, unrolled
 from examples.benchmarks.bench import AT
 from examples.benchmarks.overview import NAMES, overview
 from jaxremat import format_nbytes
@@ -95,6 +96,8 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
         *([UNROLLED] if pairs else []),
         *pairs,
         *deep,
+        *map(sharded.markdown, records.read_all(results, "sharded")),
+        *map(llama_70b.markdown, records.read_all(results, "llama")),
         emitters.markdown(emitted),
         *map(jax_remat_tests.markdown, jax_tests(results)),
     ]
