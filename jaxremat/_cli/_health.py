@@ -33,6 +33,8 @@ _SOLVERS = {"CBC": "mip", "HIGHS": "highsbox"}
 
 _SOLVER_SECONDS = 30.0
 
+_JAX_PAGE = "see https://docs.jax.dev/en/latest/installation.html"
+
 _REQUIREMENT = re.compile(
     r"(?P<name>[\w.-]+)(\[[^]]*])?\s*(?P<range>[^;]*?)\s*(;.*?(extra == ['\"](?P<extra>\w+)['\"].*)?)?"
 )
@@ -65,10 +67,11 @@ def findings() -> Iterator[Finding]:
     yield Finding("jaxremat", "ok", __version__ + ("" if needed else ", from a folder, not installed"))
     yield Finding("Python", "ok", platform.python_version())
     yield from (package(each) for each in needed if not each.extra)
-    yield from _checked("devices", devices, "see https://docs.jax.dev/en/latest/installation.html")
+    asked = "unset JAX_PLATFORMS, or " if os.environ.get("JAX_PLATFORMS") else ""
+    yield from _checked("devices", devices, asked + _JAX_PAGE)
     for engine, name in _SOLVERS.items():
         yield from _checked(f"solver {engine}", lambda e=engine: solver(e), _again(name))
-    yield from _checked("target compiler", target_compiler, _again("jaxremat[targets]"))
+    yield from _checked("target compiler", target_compiler, _compiler_again())
     yield from _checked("cache", cache, "set JAXREMAT_CACHE to a folder that can be written")
     for extra in dict.fromkeys(each.extra for each in needed):
         if extra not in ("", "targets"):  # the target compiler has been tried
@@ -147,7 +150,7 @@ def target_compiler() -> Finding:
     nbytes = compiled.memory_analysis().argument_size_in_bytes
     if nbytes != 256 * 256 * 4:
         said = f"it says that an argument of {256 * 256 * 4} bytes has {nbytes}"
-        return Finding(subject, "broken", said, _again("jaxremat[targets]"))
+        return Finding(subject, "broken", said, _compiler_again())
     return Finding(subject, "ok", "compiles for h100, " + ", ".join(" ".join(each) for each in compilers()))
 
 
@@ -159,7 +162,8 @@ def cache() -> Finding:
     write_atomically(probe, "jaxremat doctor was here\n")
     probe.unlink()
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    return Finding("cache", "ok", f"{folder}, {format_nbytes(sum(sizes))} in {len(sizes)} files")
+    files = "file" if len(sizes) == 1 else "files"
+    return Finding("cache", "ok", f"{folder}, {format_nbytes(sum(sizes))} in {len(sizes)} {files}")
 
 
 def within(version: str, range_: str) -> bool:
@@ -193,6 +197,11 @@ def _checked(subject: str, check: Callable[[], Finding], remedy: str) -> Iterato
 
 def _again(what: str) -> str:
     return f'pip install --force-reinstall "{what}"'
+
+
+def _compiler_again() -> str:
+    """What `jaxremat[targets]` asks for, in JAX's own version."""
+    return f'pip install --force-reinstall "jax[cuda12-local]=={jax.__version__}" nvidia-cuda-nvcc-cu12'
 
 
 def _version(distribution: str) -> str | None:

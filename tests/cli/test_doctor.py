@@ -72,7 +72,7 @@ def test_the_size_of_the_cache_and_nothing_left_in_it(
     (tmp_path / "plans").mkdir()
     (tmp_path / "plans" / "a.json").write_text("x" * 2048)
     monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
-    assert _health.cache().found == f"{tmp_path}, 2.00 KiB in 1 files"
+    assert _health.cache().found == f"{tmp_path}, 2.00 KiB in 1 file"
     assert [path.name for path in tmp_path.rglob("*.*")] == ["a.json"]
 
 
@@ -126,7 +126,8 @@ def test_the_compiler_of_targets_is_missing_of_another_version_or_lost(
     _target._compile.cache_clear()
     code, found, _ = doctor()
     assert code == 1 and "No module named 'libnvptxcompiler'" in found["target compiler"].found
-    assert found["target compiler"].remedy == 'pip install --force-reinstall "jaxremat[targets]"'
+    reinstall = f'pip install --force-reinstall "jax[cuda12-local]=={jax.__version__}" nvidia-cuda-nvcc-cu12'
+    assert found["target compiler"].remedy == reinstall
 
 
 def test_devices_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +138,10 @@ def test_devices_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(jax, "local_devices", none)
+        patch.setenv("JAX_PLATFORMS", "tpu")
         code, found, _ = doctor()
-    assert code == 1 and found["devices"].state == "broken" and found["devices"].remedy
+    assert code == 1 and found["devices"].state == "broken"
+    assert found["devices"].remedy.startswith("unset JAX_PLATFORMS, or see https://")
     assert found["devices"].found == "RuntimeError: Unable to initialize backend 'tpu'"
     monkeypatch.setattr(_health, "has_gpu", lambda: True)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)

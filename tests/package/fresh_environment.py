@@ -41,7 +41,7 @@ def main() -> None:
         install(python, str(wheel))
         alone(python, work)
         _say(f"with [{EXTRAS}]: the doctor, and the quick tests")
-        install(python, f"{wheel}[{EXTRAS}]", "pytest", "hypothesis")
+        install(python, f"{wheel}[{EXTRAS}]", "pytest", "pytest-xdist", "hypothesis")
         with_extras(python, work)
     _say("the packages in dist/ work")
 
@@ -101,6 +101,7 @@ print(f"{len(jaxremat.zoo.entries())} plans in the zoo")
 def alone(python: Path, work: Path) -> None:
     """Try the library without its extras."""
     _run([str(python), "-c", ALONE], cwd=work)
+    _run([str(python.with_name("jaxremat")), "--version"], cwd=work)
     done = subprocess.run(
         [python.with_name("jaxremat"), "doctor"], cwd=work, env=_env(work), capture_output=True
     )
@@ -110,11 +111,10 @@ def alone(python: Path, work: Path) -> None:
 
 def with_extras(python: Path, work: Path) -> None:
     """Try the command line, and run the quick tests."""
-    for words in ("--version", "doctor"):
-        _run([str(python.with_name("jaxremat")), words], cwd=work)
+    _run([str(python.with_name("jaxremat")), "doctor"], cwd=work)
     shutil.copytree(ROOT / "tests", work / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", work)  # pytest's settings
-    _run([str(python), "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *QUICK], cwd=work)
+    _run([str(python), "-P", "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *QUICK], cwd=work)
 
 
 def _env(work: Path) -> dict[str, str]:
