@@ -98,7 +98,10 @@ def test_the_sdist_is_whole_and_builds_the_same_wheel(dist: Path, wheel: zipfile
         "PKG-INFO",
     }
     assert beside <= names
-    assert all(any(name.startswith(each) for name in names) for each in (*QUICK, "examples/quickstart.py"))
+    assert all(
+        any(name.startswith(each) for name in names)
+        for each in (*QUICK, "examples/quickstart.py", "notebooks/")
+    )
     assert not any(
         part.startswith((".pytest", ".venv", "__pycache__")) for name in names for part in name.split("/")
     )
