@@ -15,7 +15,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow browser lint format demo bench lock clean distclean
+.PHONY: help setup test test-slow browser lint package format demo bench lock clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -83,6 +83,9 @@ lint: setup ## ruff, the direction of imports, and pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright
+
+package: setup ## dist/: a wheel and an sdist, tried in an empty environment (installs about 2 GB in a temporary folder)
+	$(BIN)/python tests/package/fresh_environment.py
 
 format: setup ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

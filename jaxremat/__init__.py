@@ -4,6 +4,9 @@
 def train_step(state, batch): ...
 """
 
+# First, because it imports JAX: on the command line without what the CUDA plugin says where there is no GPU.
+from ._program import _plugin_messages as _plugin_messages  # isort: split
+
 from . import testing as testing
 from . import zoo as zoo
 from ._api._checkpoint import Checkpointed as Checkpointed
@@ -62,3 +65,5 @@ from ._solver import SaveAll as SaveAll
 from ._solver import SaveDots as SaveDots
 from ._solver import Solution as Solution
 from ._solver import Solver as Solver
+
+__version__ = "0.1.0"

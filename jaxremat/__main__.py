@@ -3,9 +3,16 @@
 import sys
 from importlib.util import find_spec
 
+import jax
+
+from . import __version__
+
 
 def main() -> None:
     """Run the command line, or say what it needs."""
+    if sys.argv[1:] == ["--version"]:  # which needs nothing
+        print(f"jaxremat {__version__}, jax {jax.__version__}")
+        return
     missing = [name for name in ("typer", "rich") if not _installed(name)]
     if missing:
         print(

@@ -2,10 +2,13 @@
 
 from typing import Annotated
 
+import jax
 import typer
 
+from .. import __version__
 from ._check import register as _add_runs
 from ._command import EXIT_CODES, Commands
+from ._doctor import register as _add_doctor
 from ._machine import register as _add_machine
 from ._plans import register as _add_plans
 from ._zoo import register as _add_zoo
@@ -26,14 +29,12 @@ def application() -> typer.Typer:
         version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
     ) -> None:
         if version:
-            from importlib.metadata import version as version_of
-
-            typer.echo(f"jaxremat {version_of('jaxremat')}, jax {version_of('jax')}")
+            typer.echo(f"jaxremat {__version__}, jax {jax.__version__}")
             raise typer.Exit()
         if context.invoked_subcommand is None:
             typer.echo(context.get_help(), err=True)
             raise typer.Exit(2)
 
-    for add in (_add_plans, _add_runs, _add_zoo, _add_machine):
+    for add in (_add_plans, _add_runs, _add_zoo, _add_machine, _add_doctor):
         add(app)
     return app

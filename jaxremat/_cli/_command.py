@@ -34,7 +34,11 @@ from .._runtime._errors import (
 
 EXIT_CODES: tuple[tuple[int, str, tuple[type[BaseException], ...]], ...] = (
     (0, "done: the step fits, the results agree", ()),
-    (1, "no: the step does not fit the budget, or the results differ", (InfeasibleBudgetError,)),
+    (
+        1,
+        "no: the step does not fit the budget, the results differ, something is broken",
+        (InfeasibleBudgetError,),
+    ),
     (2, "the command line is wrong: an option, a budget, a function", (ArgumentError, BudgetError)),
     (3, "the plan was made for another program, or is none", (PlanMismatchError,)),
     (

@@ -197,10 +197,15 @@ class TargetCompiled:
         )
 
 
+def compilers() -> list[tuple[str, str]]:
+    """The packages that XLA's GPU compiler is installed in, each with its version."""
+    return [(name, version) for name in _PLUGINS if (version := _version(name)) is not None]
+
+
 def _check_installed() -> None:
     """**Raises:** `TargetError` where XLA's GPU compiler is missing, or is of another version than JAX."""
     wanted = importlib.metadata.version("jaxlib")
-    found = [(name, version) for name in _PLUGINS if (version := _version(name)) is not None]
+    found = compilers()
     if not found:
         raise TargetError(
             "Compiling for a GPU that is not there needs XLA's GPU compiler, which is not installed. "

@@ -2,7 +2,8 @@
 
 import importlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import sharding_impls as _shardings
 from jax._src import source_info_util as _source
+from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax._src.lax import windowed_reductions as _windows
@@ -47,6 +49,17 @@ def new_jaxpr(
     debug_info = _core.DebugInfo("planned", "jaxremat", tuple(f"x{i}" for i in range(len(invars))), None)
     jaxpr = jex.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info)
     return jex.ClosedJaxpr(jaxpr, list(consts))
+
+
+def load_plugins_in(context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Have JAX load the plugins of its devices, once it looks for any, within a context."""
+    load = _bridge.discover_pjrt_plugins
+
+    def within() -> None:
+        with context():
+            load()
+
+    _bridge.discover_pjrt_plugins = within
 
 
 def process_store() -> Any:

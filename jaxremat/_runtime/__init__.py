@@ -4,5 +4,6 @@ In: text, numbers, paths. Out: the same, read, checked or written. Law: nothing 
 
 Reading order: `_errors`, `_bytes` (budgets), `_json` and `_files` (dataclasses on disk), `_cache_folder`, `_progress`
 (phases) and `_progress_bars` (the same, drawn), `_garbage` (Python's collector, put off), `_worker` and
-`_worker_process` (what may crash, in a process of its own), `_meeting` (the processes of one job).
+`_worker_process` (what may crash, in a process of its own), `_meeting` (the processes of one job),
+`_native_messages` (what libraries in C print).
 """

@@ -95,13 +95,8 @@ class IntegerProgram:
             left = deadline - time.monotonic()
             if left < LEAST_SECONDS and seconds >= LEAST_SECONDS and self.failures:
                 break
-            request = {
-                "engine": engine, "heuristics": heuristics, "threads": self.threads, "seconds": left,
-                "columns": self.columns, "rows": self.rows, "objective": _sums(self.objective),
-                "start": self.start, "gap_abs": self.gap_abs, "gap": self.gap,
-            }  # fmt: skip
             try:
-                answer = Answer(*ask(WORKER, request, left + GRACE_SECONDS))
+                answer = self.attempt(engine, heuristics, left)
                 if answer.status not in ("ERROR", "UNBOUNDED"):
                     return answer
                 why = f"status {answer.status}"
@@ -110,6 +105,15 @@ class IntegerProgram:
             self.failures.append(f"{engine}{'' if heuristics else ' without heuristics'}: {why}")
             logger.info("a solver's attempt is lost: %s", self.failures[-1])
         return Answer("LOST")
+
+    def attempt(self, engine: str, heuristics: bool, seconds: float) -> Answer:
+        """The best that one solver finds within a time limit. **Raises:** `WorkerLostError`."""
+        request = {
+            "engine": engine, "heuristics": heuristics, "threads": self.threads, "seconds": seconds,
+            "columns": self.columns, "rows": self.rows, "objective": _sums(self.objective),
+            "start": self.start, "gap_abs": self.gap_abs, "gap": self.gap,
+        }  # fmt: skip
+        return Answer(*ask(WORKER, request, seconds + GRACE_SECONDS))
 
 
 def _sums(terms: Iterable[Term]) -> tuple[list[int], list[float]]:

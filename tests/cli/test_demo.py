@@ -15,7 +15,9 @@ pytest.importorskip("typer")
 pytest.importorskip("sklearn")
 
 from rich.console import Console
+from typer.testing import CliRunner
 
+from jaxremat._cli import application
 from jaxremat._cli._demo import demo
 from jaxremat._cli._demo_net import Digits, ResNet, initial_state
 
@@ -63,6 +65,19 @@ def test_a_missing_dependency_is_named_with_the_command_that_installs_it(
     assert run("demo") == 4
     said = capsys.readouterr().err
     assert re.fullmatch(rf'jaxremat: .*{module}, which is not installed\. .*"jaxremat\[{extra}\]"\n', said)
+
+
+def test_the_version_is_said_with_and_without_what_the_command_line_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["jaxremat", "--version"])
+    cli.main()
+    said = capsys.readouterr().out
+    assert said == f"jaxremat {jaxremat.__version__}, jax {jax.__version__}\n"
+    assert CliRunner().invoke(application(), ["--version"]).stdout == said
+    monkeypatch.setitem(sys.modules, "typer", None)
+    cli.main()
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize(
