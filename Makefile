@@ -15,7 +15,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow browser lint package format demo bench lock clean distclean
+.PHONY: help setup test test-slow browser lint package format demo bench docs lock clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -99,8 +99,12 @@ bench: setup ## every script of examples/benchmarks, one after the other
 		echo "== $$script"; JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} $(BIN)/python "$$script"; \
 	done
 
+# The pages are read from the disk; their search wants a server: python -m http.server -d build/docs
+docs: setup ## the site, in build/docs; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/python -m mkdocs build -f docs/mkdocs.yml
+
 lock: ## write requirements.lock anew from pyproject.toml (needs uv)
-	uv pip compile pyproject.toml --universal --python-version 3.11 --extra demo --extra tools --extra targets --group dev \
+	uv pip compile pyproject.toml --universal --python-version 3.11 --extra demo --extra tools --extra targets --extra docs --group dev \
 		--upgrade --custom-compile-command 'make lock' --output-file requirements.lock --quiet
 
 clean: ## remove caches and build outputs; .venv stays

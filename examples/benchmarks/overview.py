@@ -1,8 +1,8 @@
-"""The results of `steps` and `monet` in one table, a row for each network and compiler: what the README shows."""
+"""The results of `steps` and `monet` in one table, a row for each network and compiler; some of it is in the README."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from examples.benchmarks import records
@@ -30,10 +30,17 @@ NAMES = {
     "vit_scanned": "ViT-B/16, scanned",
 }
 
+FEW = ("resnet50", "unet", "gpt", "gpt_scanned")
+"""A network of each kind: convolutions, skip connections, a transformer in blocks and one in a scan."""
 
-def overview(steps: Sequence[records.Record], monet: Sequence[records.Record]) -> str:
-    """The table, and a line on MONeT; empty without results. `steps` in the order of rows."""
-    full = [record for record in steps if record["scale"] == "full"]
+
+def overview(
+    steps: Sequence[records.Record],
+    monet: Sequence[records.Record],
+    networks: Collection[str] = tuple(NAMES),
+) -> str:
+    """The table of some networks, and a line on MONeT; empty without results. `steps` in the order of rows."""
+    full = [record for record in steps if record["scale"] == "full" and record["network"] in networks]
     if not full:
         return ""
     head = ("step", "XLA for", "plain", *COLUMNS.values())

@@ -17,7 +17,7 @@ from typing import Any
 from examples import llama_70b
 from examples.benchmarks import depth, emitters, jax_remat_tests, monet_table, records, sharded, unrolled
 from examples.benchmarks.bench import AT
-from examples.benchmarks.overview import NAMES, overview
+from examples.benchmarks.overview import FEW, NAMES, overview
 from jaxremat import format_nbytes
 
 README = records.HERE.parents[1] / "README.md"
@@ -89,7 +89,9 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
     pairs = _unrolled(results)
     deep = [depth.markdown(record) for record in records.read_all(results, "depth")]
     emitted = list(records.read_all(results, "emitters"))
+    summed = overview(steps, monet)
     parts = [
+        f"{SUMMED}\n\n{summed}" if summed else "",
         monet_table.monet_markdown(monet),
         monet_table.device_markdown(device, torch),
         markdown(steps, chains),
@@ -103,6 +105,12 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
     ]
     return "\n\n".join(part for part in parts if part)
 
+
+SUMMED = """\
+### All networks in one table
+
+Compiled peaks of whole train steps, and the extra time by a roofline of the compiled programs.\
+"""
 
 UNROLLED = """\
 ### Scanned against unrolled
@@ -328,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     monet = list(records.read_all(given.results, "monet"))
     stale = False
     for path, tables in (
-        (given.readme, overview(steps, monet)),
+        (given.readme, overview(steps, monet, FEW)),
         (given.page, everything(steps, given.results)),
     ):
         old = path.read_text(encoding="utf-8")

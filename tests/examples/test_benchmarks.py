@@ -210,6 +210,7 @@ def test_the_overview_has_a_row_for_each_network_and_compiler() -> None:
         "| GPT-2 small | CPU | 3.00 GiB | 1.00 GiB, +1.0% | 1.00 GiB, -2.0% |  |  |",
         "| ViT-B/16 | H100 SXM | 3.00 GiB |  |  | infeasible |  |",
     ]
+    assert overview(found, [], ["vit"]).splitlines()[2:] == overview(found, []).splitlines()[3:]
     assert overview([r | {"scale": "small"} for r in found], []) == ""
 
 
