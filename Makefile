@@ -99,9 +99,9 @@ bench: setup ## every script of examples/benchmarks, one after the other
 		echo "== $$script"; JAX_PLATFORMS=$${JAX_PLATFORMS-cpu} $(BIN)/python "$$script"; \
 	done
 
-# The pages are read from the disk; their search wants a server: python -m http.server -d build/docs
-docs: setup ## the site, in build/docs; a link that leads nowhere is an error
+docs: setup ## build the site into build/docs; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(BIN)/python -m mkdocs build -f docs/mkdocs.yml
+	@echo "read it with: $(BIN)/python -m http.server -d build/docs"
 
 lock: ## write requirements.lock anew from pyproject.toml (needs uv)
 	uv pip compile pyproject.toml --universal --python-version 3.11 --extra demo --extra tools --extra targets --extra docs --group dev \

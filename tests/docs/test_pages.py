@@ -15,10 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import typer
 
 from examples.benchmarks import table
+from jaxremat._cli._app import application
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "pages"
@@ -128,3 +131,23 @@ def test_the_links_of_a_page_lead_to_files(page: str) -> None:
 def test_the_tables_are_those_of_the_results(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the README, and of the benchmarks' page, which the site takes in."""
     assert table.main(["--check"]) == 0, capsys.readouterr().out
+
+
+SHELL = re.compile(r"^jaxremat (?P<line>[^#\n]+)", re.MULTILINE)
+COMMANDS = [found["line"].split() for path in PAGES.values() for found in SHELL.finditer(path.read_text())]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_the_commands_of_a_page_exist(words: list[str]) -> None:
+    """Their names, and the names of their options."""
+    command: Any = typer.main.get_command(application())
+    while words[0] in getattr(command, "commands", ()):
+        command = command.commands[words[0]]
+        words = [*words[1:], "--help"]
+    assert not hasattr(command, "commands"), words
+    known = {name for option in command.params for name in option.opts} | {"--help"}
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+def test_the_pages_have_commands() -> None:
+    assert len(COMMANDS) > 8
