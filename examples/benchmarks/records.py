@@ -75,7 +75,7 @@ def read_all(folder: Path, kind: str) -> Iterator[Record]:
     """Every record of a kind below a folder, by path."""
     for path in sorted(folder.glob("*/*.json")):
         record = read(path)
-        if record.get("kind") == kind:  # some files are of scripts with figures of their own
+        if record["kind"] == kind:
             yield record
 
 
