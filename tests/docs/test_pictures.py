@@ -1,0 +1,48 @@
+"""The committed pictures say what the library would draw now."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def words(path: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text())
+
+
+def test_the_picture_of_schedules_is_that_of_the_planner(
+    pictures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "HERE", tmp_path)
+    pictures.draw(pictures.schedules)
+    drawn = words(tmp_path / "schedules.svg")
+    assert "everything saved: 28 MiB, 0% longer" in drawn
+    assert drawn == words(DOCS / "pages" / "pictures" / "schedules.svg")
+
+
+@pytest.mark.slow
+def test_the_picture_of_a_frontier_has_what_its_page_speaks_of(
+    pictures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its figures are the machine's."""
+    monkeypatch.setattr(pictures, "HERE", tmp_path)
+    pictures.draw(pictures.frontier)
+    kept = words(DOCS / "pages" / "pictures" / "frontier.svg")
+    for drawn in (words(tmp_path / "frontier.svg"), kept):
+        for said in ("plain step", "knee: ", "by rule: ", "below the bound proven"):
+            assert any(text.startswith(said) for text in drawn), said
