@@ -1,5 +1,6 @@
 """Every example and notebook runs, at tiny sizes, and says what it promises."""
 
+import json
 import re
 import runpy
 import sys
@@ -24,10 +25,13 @@ TINY = {
 TRAINERS = {"imagenet.py": 250, "llm.py": 250}
 """The lines that scripts for real data may have; what they do is tested in `test_trainers`."""
 
+OF_SHAPES = {"llama_70b.py": 200}
+"""The lines that scripts may have in which no step runs."""
+
 
 def test_every_example_is_listed_here() -> None:
     scripts = {path.name for path in (ROOT / "examples").glob("*.py")} - {"__init__.py"}
-    assert scripts == TINY.keys() | TRAINERS.keys()
+    assert scripts == TINY.keys() | TRAINERS.keys() | OF_SHAPES.keys()
 
 
 @pytest.mark.slow
@@ -47,6 +51,27 @@ def test_an_example_is_short_and_can_be_sized(script: str) -> None:
     text = (ROOT / "examples" / script).read_text()
     assert len(text.splitlines()) <= 120
     assert '"--steps"' in text
+
+
+@pytest.mark.parametrize("script", OF_SHAPES)
+def test_an_example_of_shapes_is_short(script: str) -> None:
+    assert len((ROOT / "examples" / script).read_text().splitlines()) <= OF_SHAPES[script]
+
+
+@pytest.mark.slow
+def test_the_step_of_many_gpus_is_planned_and_saved(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = "--hosts 2 --devices 2 --layers 3 --width 256 --hidden 512 --heads 4 --groups 2 --length 512"
+    saved = tmp_path / "table.json"
+    line += f" --words 2048 --batches 8 --budget 64MiB --save {saved}"
+    monkeypatch.setattr(sys, "argv", ["llama_70b.py", *line.split()])
+    script = runpy.run_path(str(ROOT / "examples" / "llama_70b.py"), run_name="__main__")
+    assert "on h100:2x2" in capsys.readouterr().out
+    record = json.loads(saved.read_text())
+    (row,) = record["rows"]
+    assert row["planned"] <= 64 * 2**20 < row["plain"]
+    assert f"{row['overhead']:+.1%}" in script["markdown"](record)
 
 
 @pytest.mark.parametrize("script", TRAINERS)
