@@ -5,19 +5,22 @@ same stage, and nothing says in which order. XLA:GPU then copies the weight befo
 at its end, and either copy is there for most of the step. So the weight passes a fence with that product's result, on
 its way to its update, and the result on its way to its readers: both are in memory in any case.
 
+On several devices each may have a part of a product's sum over what is divided among them. Where several products are
+added up, XLA sends only what they come to, so there it is their sum that passes.
+
 Convolutions are left alone: libraries want their kernels in a layout of their own, so that they are copied anyway.
 """
 
 from typing import Any
 
 from .._program import _compat
-from .._program._primitives import is_relabelling
+from .._program._primitives import SUMS, is_relabelling
 from ._layouts import append_fence
 
 
 def last_reads(emitter: Any) -> tuple[dict[int, list[Any]], set[int]]:
-    """For each product the donated arguments that no later one reads before they are updated, in the same stage; and
-    the nodes of those updates, from the first that reads such an argument on.
+    """For each product, or the sum that it is a part of, the donated arguments that no later one reads before they are
+    updated, in the same stage; and the nodes of those updates, from the first that reads such an argument on.
     """
     jaxpr, graph, place = emitter.traced.jaxpr.jaxpr, emitter.graph, emitter.place
     donated = {v for v, d in zip(jaxpr.invars, emitter.traced.donated, strict=True) if d}
@@ -30,7 +33,7 @@ def last_reads(emitter: Any) -> tuple[dict[int, list[Any]], set[int]]:
             last.update((a, n) for a in read if a in updated and place[updated[a]] == place[n])
     found: dict[int, list[Any]] = {}
     for a, n in last.items():
-        found.setdefault(n, []).append(a)
+        found.setdefault(_added_up(emitter, n, updates), []).append(a)
     held: set[int] = set()
     made = set(last)
     for n in sorted(updates):
@@ -51,8 +54,22 @@ def _updates(emitter: Any) -> set[int]:
     return found
 
 
+def _added_up(emitter: Any, n: int, updates: set[int]) -> int:
+    """The node of the last sum in the same stage that a product goes into, and nothing else reads the product."""
+    while emitter.traced.devices > 1:
+        (made,) = emitter.source[n].outvars
+        readers = emitter.readers.get(made, ())
+        if len(readers) != 1 or readers[0] in updates or emitter.place[readers[0]] != emitter.place[n]:
+            break
+        eqn = emitter.source[readers[0]]
+        if eqn.primitive.name not in SUMS and not is_relabelling(eqn):
+            break
+        (n,) = readers
+    return n
+
+
 def hold(emitter: Any, n: int) -> None:
-    """Append a fence behind a product that is the last to read some arguments."""
+    """Append a fence behind what comes of the products that are the last to read some arguments."""
     if arguments := emitter.last_reads.get(n):
         (made,) = emitter.source[n].outvars
         operands = [*arguments, made]

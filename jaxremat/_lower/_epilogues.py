@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._model._graph import Node, Value
-from .._program._primitives import is_light
-
-_SUMS = frozenset({"add", "add_any"})
+from .._program._primitives import SUMS, is_light
 
 
 def written_sums(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
@@ -35,7 +33,7 @@ def _sum_of(
     while len(readers.get(v, ())) == 1 and not values[v].is_output:
         (node,) = readers[v]
         others = [u for u in node.inputs if u != v]
-        sums = node.primitive in _SUMS and len(others) == 1 and node.loop == nodes[values[v].producer].loop
+        sums = node.primitive in SUMS and len(others) == 1 and node.loop == nodes[values[v].producer].loop
         if sums and not _is_repeated(others[0], v, nodes, values):
             return node.outputs[0]
         if not sums and (others or not is_light(eqns[node.id])):

@@ -21,6 +21,7 @@ from .._model._stages import cut_stages
 from .._program import _compat
 from .._program._flops import aval_nbytes, eqn_flops, in_rounds
 from .._program._primitives import (
+    SUMS,
     is_flattened,
     is_heavy,
     is_late,
@@ -254,7 +255,7 @@ def _sums_of_scattered(eqns: Sequence[Any], nodes: Sequence[Node]) -> dict[int, 
         if not eqn.primitive.name.startswith("scatter"):
             continue
         (made,), filled = node.outputs, maker.get(node.inputs[0], -1)
-        added = [n for n in readers.get(made, ()) if eqns[n].primitive.name in ("add", "add_any")]
+        added = [n for n in readers.get(made, ()) if eqns[n].primitive.name in SUMS]
         if readers.get(made, ()) == added != [] and filled >= 0 and not nodes[filled].inputs:
             found.update((made, v) for n in added[:1] for v in nodes[n].outputs)
     return found

@@ -5,6 +5,7 @@ from typing import Any
 from .._model._primitive_names import LOOP_EDGES, LOOP_SLICES
 from . import _compat
 
+SUMS = ("add", "add_any")
 PLACES = ("sharding", "out_sharding")
 """The parameters that say where an equation's result is."""
 

@@ -1,5 +1,6 @@
 """Weights are updated behind the last product that reads them, where the compiler's order would have it otherwise."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -72,6 +73,40 @@ def test_updates_read_what_has_passed_a_fence_with_the_last_product_of_the_weigh
         assert any(fence.outvars[-1] in e.invars for e in behind)
     plain = jex.jaxpr_as_fun(traced.jaxpr)(*jax.tree.leaves(args))
     assert_same(plain, jex.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args)))
+
+
+def gated(weights: Any, x: jax.Array) -> Any:
+    """A step of layers whose two products have the same operand: its gradient is a sum of two products."""
+
+    def loss(weights: Any) -> jax.Array:
+        y = x
+        for values, gates in weights:
+            y = jnp.sin((y @ values) * jnp.tanh(y @ gates))
+        return jnp.mean(y**2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+@pytest.mark.parametrize(("devices", "makers"), [(1, {"dot_general"}), (8, {"add_any"})])
+def test_on_several_devices_products_that_are_added_up_pass_as_their_sum(
+    devices: int, makers: set[str]
+) -> None:
+    """Each device has a part of either product's sum, and they send what both come to."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    weights = [tuple(jax.random.normal(k, (WIDTH, WIDTH)) for k in keys[i : i + 2]) for i in (0, 2, 4)]
+    args = weights, jax.random.normal(keys[0], (64, WIDTH))
+    traced = replace(trace(jax.jit(gated, donate_argnums=0), args, {}), devices=devices)
+    graph = lower(traced, DEVICES["h100"], base_nbytes=0)
+    jaxpr = emit(traced, graph, RecomputeAll().solve(graph, None, time_limit=1.0).schedule)
+    eqns = jaxpr.jaxpr.eqns
+    maker_of = {v: e.primitive.name for e in eqns for v in e.outvars}
+    held = [e for e in eqns if "last_read" in str(e.source_info.name_stack)]
+    assert {maker_of[e.invars[-1]] for e in held} == makers
+    assert all(
+        len(e.invars) == (3 if devices > 1 else 2) for e in held
+    )  # the weights, and what comes of them
+    flat = jax.tree.leaves(args)
+    assert_same(jex.jaxpr_as_fun(traced.jaxpr)(*flat), jex.jaxpr_as_fun(jaxpr)(*flat))
 
 
 def test_arguments_that_are_not_overwritten_are_held_by_nothing() -> None:

@@ -3,6 +3,8 @@
 import pytest
 from sharded import ask
 
+from examples.benchmarks.sharded import measured
+
 CASES = ("fsdp", "uneven", "scan", "explicit", "shard_map")
 
 
@@ -100,3 +102,12 @@ def test_a_plan_that_is_read_gives_the_program_that_was_planned(case: tuple[str,
     assert plan["followed"] and found["plans"]["all"]["followed"]
     if name != "scan":  # where loops may have another form
         assert plan["unrepeated"] and plan["once"] == plan["unrepeated"]
+
+
+@pytest.mark.slow
+def test_gpus_send_what_they_send_anyway() -> None:
+    """Not each product of a sum of which every device has a part."""
+    row = measured("transformer tp", 0.6, "h100x8", 1)
+    assert row["peak_nbytes"] <= row["budget_nbytes"]
+    assert row["sent"] == row["plain_sent"]
+    assert row["compiled_overhead"] < row["overhead"] + 0.06
