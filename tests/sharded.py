@@ -57,7 +57,7 @@ def main(case: str) -> None:
     from jaxremat._plan._baseline import Baseline
     from jaxremat._rewrite._trace import trace
 
-    for name, found in (("nnx", of_objects), ("in shards", in_shards)):
+    for name, found in (("nnx", of_objects), ("in shards", in_shards), ("pooled", pooled)):
         if case.startswith(name):
             print(json.dumps(found(case)))
             return
@@ -304,6 +304,63 @@ def in_shards(case: str) -> dict[str, Any]:
         "sent": [collectives(f.as_text()) for f in (plain.lower(*args).compile(), planned.compile(*args))],
         "drops_nothing": plan.drops_nothing,
         "text": str(plan),
+    }
+
+
+def pooled(_: str) -> dict[str, Any]:
+    """Convolutions around a max-pooling, with the batch on all devices."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import linen as nn
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jaxremat
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for width in (16, 16):
+                x = nn.relu(nn.Conv(width, (3, 3))(x))
+            x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+            for width in (16, 16, 16, 16):
+                x = nn.relu(nn.BatchNorm(use_running_average=False)(nn.Conv(width, (3, 3))(x)))
+            return nn.Dense(10)(x.mean((1, 2)))
+
+    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+    net, rng = Net(), np.random.default_rng(0)
+    images = rng.normal(0, 1, (128, 32, 32, 8)).astype(np.float32)
+    weights = jax.device_put(net.init(jax.random.key(0), images[:2]), NamedSharding(mesh, P()))
+
+    def step(weights: Any, images: Any) -> Any:
+        def loss_of(weights: Any) -> jax.Array:
+            made: Any = net.apply(weights, images, mutable=["batch_stats"])[0]
+            return (jax.nn.softmax(made)[:, 0] ** 2).mean()
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+    args = weights, jax.device_put(images, NamedSharding(mesh, P("data")))
+    stats = jaxremat.memory(step, *args, donate_argnums=0)
+    budget = stats.base_nbytes + stats.temporaries_nbytes * 65 // 100
+    planned: Any = jaxremat.optimize(budget, donate_argnums=0, cache=False)(step)
+    plain: Any = jax.jit(step)
+    plan = planned.plan(*args)
+    sent = [collectives(f.as_text()) for f in (plain.lower(*args).compile(), planned.compile(*args))]
+    losses = []
+    want, got = args[0], jax.tree.map(jnp.copy, args[0])
+    for _ in range(2):
+        (want, loss), (got, again) = plain(want, args[1]), planned(got, args[1])
+        losses.append((float(loss), float(again)))
+    return {
+        "budget": budget,
+        "peak": plan.peak_nbytes,
+        "predicted": plan.rounds[0].predicted_peak_nbytes,
+        "compiled": plan.rounds[0].compiled_peak_nbytes,
+        "overhead": plan.compiled_overhead,
+        "losses": losses,
+        "sent": sent,
     }
 
 

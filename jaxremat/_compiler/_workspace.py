@@ -38,7 +38,7 @@ def workspaces(
     They are compiled for the device and with the options of the program; `platform` is the device's, as JAX calls it.
     """
     program = Program(_nothing, compiler_options=program.compiler_options, target=program.target)
-    slicing = backend(platform).hoists and traced.devices == 1  # as the emitter does
+    slicing = backend(platform).hoists  # as the emitter does
     device = jax.default_backend() if program.target is None else program.target.device
     where = (sorted(program.compiler_options), jax.__version__, device)
     cache = Figures("workspace.json", int)

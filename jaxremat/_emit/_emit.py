@@ -253,11 +253,10 @@ class Emitter:
             return [eqn.replace(invars=[zero])]
         if eqn.primitive.name == "scan_stack" and len(eqn.invars) == 1:
             eqn = eqn.replace(invars=[*eqn.invars, *self.zeros.get(eqn.params["loop"], ())])
-        # The slices are of the batch, which would be gathered for them where it is on several devices.
-        slicing = zero is not None and self.traced.devices == 1
         loop = self.graph.nodes[n].loop
         eqn = behind_operand(self, n, eqn, lambda a: self._name(eqn, loop, a, renamed.get(a)))
-        return sliced_inline(eqn, zero) if slicing and expands(eqn) else [eqn]
+        devices = self.traced.devices
+        return sliced_inline(eqn, zero, devices) if zero is not None and expands(eqn, devices) else [eqn]
 
     def _wanted(self, k: int) -> list[int]:
         """The equations to clone: the schedule's nodes, and the fused ones between them and the stage's readers."""

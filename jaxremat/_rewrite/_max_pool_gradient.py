@@ -2,8 +2,9 @@
 
 The compiler makes index arrays of it, several times the size of the pooled values, and adds the gradients up from an
 array of zeros. Its windows do not cross the batch: *sliced*, a loop over slices of the batch computes the same with the
-index arrays of one slice. *Held*, its zeros pass a barrier together with the cotangent: XLA:GPU otherwise fills them in
-the forward pass, shares them with every activation that compares with zero, and keeps both.
+index arrays of one slice; on several devices, of a slice of each device's part of the batch. *Held*, its zeros pass a
+barrier together with the cotangent: XLA:GPU otherwise fills them in the forward pass, shares them with every activation
+that compares with zero, and keeps both.
 """
 
 from typing import Any
@@ -22,33 +23,46 @@ SLICES = 8
 """At least so many slices, if the batch can be divided."""
 
 
-def expands(eqn: Any) -> bool:
+def expands(eqn: Any, devices: int = 1) -> bool:
     """Whether `sliced` needs less memory than the equation itself."""
     if not is_pooling_gradient(eqn):
         return False
     params = eqn.params
     batch, *rest = (a.aval.shape[0] for a in (*eqn.invars, *eqn.outvars))
     crossed = params["window_dimensions"][0] > 1 or params["window_strides"][0] > 1
-    return _slices(batch) > 1 and all(n == batch for n in rest) and not crossed
+    even = batch % devices == 0 and _slices(batch // devices) > 1
+    return even and all(n == batch for n in rest) and not crossed
 
 
-def sliced(eqn: Any) -> jex.ClosedJaxpr:
+def sliced(eqn: Any, devices: int = 1) -> jex.ClosedJaxpr:
     """The equation as a loop over slices of the first dimension of its operands and result.
 
     The first argument is a scalar zero, from which the result is filled at first: what depends on constants alone, the
-    compiler may run at any time.
+    compiler may run at any time. A slice has as much of the part of each of so many devices, whether or not the
+    dimension is divided among them, so that nothing is sent.
     """
-    size, made = eqn.invars[0].aval.shape[0], eqn.outvars[0].aval
+    made = eqn.outvars[0].aval
+    size = eqn.invars[0].aval.shape[0] // devices
     width = size // _slices(size)
 
-    def run(zero: jax.Array, *operands: jax.Array) -> jax.Array:
-        def step(i: Any, result: jax.Array) -> jax.Array:
-            parts = [jax.lax.dynamic_slice_in_dim(a, i * width, width) for a in operands]
-            part = eqn.primitive.bind(*parts, **eqn.params)
-            return jax.lax.dynamic_update_slice_in_dim(result, part, i * width, 0)
+    def apart(a: jax.Array) -> jax.Array:
+        return a.reshape(devices, -1, *a.shape[1:]) if devices > 1 else a
 
-        start = jax.lax.broadcast(zero.astype(made.dtype), made.shape)
-        return jax.lax.fori_loop(0, size // width, step, start)
+    def together(a: jax.Array) -> jax.Array:
+        return a.reshape(-1, *a.shape[2:]) if devices > 1 else a
+
+    def run(zero: jax.Array, *operands: jax.Array) -> jax.Array:
+        axis = int(devices > 1)
+
+        def step(i: Any, result: jax.Array) -> jax.Array:
+            parts = [
+                together(jax.lax.dynamic_slice_in_dim(apart(a), i * width, width, axis)) for a in operands
+            ]
+            part = eqn.primitive.bind(*parts, **eqn.params)
+            return jax.lax.dynamic_update_slice_in_dim(result, apart(part), i * width, axis)
+
+        start = apart(jax.lax.broadcast(zero.astype(made.dtype), made.shape))
+        return together(jax.lax.fori_loop(0, size // width, step, start))
 
     types = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
@@ -88,9 +102,9 @@ def extreme(dtype: Any, *, lowest: bool) -> jax.Array:
     return jax.numpy.array(info.min if lowest else info.max, dtype)
 
 
-def sliced_inline(eqn: Any, zero: Any) -> list[Any]:
+def sliced_inline(eqn: Any, zero: Any, devices: int) -> list[Any]:
     """The equations of `sliced` in place of the equation, with a variable that is zero."""
-    return _compat.inlined(sliced(eqn), [zero, *eqn.invars], eqn.source_info, eqn.outvars)[0]
+    return _compat.inlined(sliced(eqn, devices), [zero, *eqn.invars], eqn.source_info, eqn.outvars)[0]
 
 
 def _slices(size: int) -> int:

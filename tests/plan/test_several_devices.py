@@ -111,3 +111,12 @@ def test_gpus_send_what_they_send_anyway() -> None:
     assert row["peak_nbytes"] <= row["budget_nbytes"]
     assert row["sent"] == row["plain_sent"]
     assert row["compiled_overhead"] < row["overhead"] + 0.06
+
+
+def test_pooling_s_gradients_are_done_in_slices_of_each_device_s_part() -> None:
+    found = ask("pooled")
+    assert found["peak"] <= found["budget"]
+    assert found["overhead"] < 0.1
+    assert abs(found["predicted"] / found["compiled"] - 1) < 0.1
+    assert found["sent"][1].keys() <= found["sent"][0].keys()
+    assert all(again == pytest.approx(plain, rel=1e-4) for plain, again in found["losses"])

@@ -30,9 +30,9 @@ def pooled(
     return eqn, (cotangent, x)
 
 
-def run(eqn: Any, operands: Any) -> tuple[jax.Array, jax.Array]:
+def run(eqn: Any, operands: Any, devices: int = 1) -> tuple[jax.Array, jax.Array]:
     whole = eqn.primitive.bind(*operands, **eqn.params)
-    (parts,) = jex.jaxpr_as_fun(sliced(eqn))(jnp.float32(0), *operands)
+    (parts,) = jex.jaxpr_as_fun(sliced(eqn, devices))(jnp.float32(0), *operands)
     return whole, parts
 
 
@@ -45,6 +45,18 @@ def test_the_same_numbers(batch: int, padding: str, dtype: Any) -> None:
     whole, parts = run(eqn, operands)
     assert whole.dtype == parts.dtype
     np.testing.assert_array_equal(np.asarray(whole, np.float32), np.asarray(parts, np.float32))
+
+
+@pytest.mark.parametrize(("batch", "devices"), [(8, 2), (8, 4), (24, 2)])
+def test_the_same_numbers_of_each_device_s_part(batch: int, devices: int) -> None:
+    eqn, operands = pooled(batch)
+    assert expands(eqn, devices)
+    np.testing.assert_array_equal(*run(eqn, operands, devices))
+
+
+def test_parts_that_are_uneven_or_single_are_not_sliced() -> None:
+    eqn, _ = pooled(8)
+    assert not expands(eqn, 3) and not expands(eqn, 8)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
