@@ -26,6 +26,7 @@ SCRIPTS = "examples.md"
 
 _LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)\s]+)\)")
 _PLAN = re.compile(r"<!-- plan: (\S+) (\S+) (\S+) -->")
+_TABLE = re.compile(r"<!-- table: (.+?) -->")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -45,10 +46,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links into the repository into links within the site, and names of plans into pictures of them."""
+    """Turn links into the repository into links within the site, names of plans into
+    pictures of them, and headings of the benchmarks' page into what stands under them."""
     here = page.file.src_uri
     origins = {place: origin for origin, place in places().items()}
     base = PurePosixPath(origins.get(here, str(PAGES / here))).parent
+    markdown = _TABLE.sub(lambda found: table(found[1]), markdown)
     return _PLAN.sub(lambda found: summary(*found.groups()), relinked(markdown, str(base), here))
 
 
@@ -66,6 +69,15 @@ def places() -> dict[str, str]:
     """For each file that has a page its path in the repository, and that of its page in the site."""
     books = {f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in notebooks()}
     return {BENCHMARKS: "benchmarks.md", **books}
+
+
+def table(words: str) -> str:
+    """What stands under the heading of the benchmarks' page that has these words. **Raises:** ValueError."""
+    _, *parts = re.split(r"^#+ (.*)$", (ROOT / BENCHMARKS).read_text(), flags=re.MULTILINE)
+    found = [body for heading, body in zip(parts[::2], parts[1::2], strict=True) if words in heading]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} headings of {BENCHMARKS} have the words {words!r}, not one")
+    return found[0].strip()
 
 
 def relinked(markdown: str, base: str, here: str) -> str:
