@@ -57,7 +57,12 @@ def main(case: str) -> None:
     from jaxremat._plan._baseline import Baseline
     from jaxremat._rewrite._trace import trace
 
-    for name, found in (("nnx", of_objects), ("in shards", in_shards), ("pooled", pooled)):
+    for name, found in (
+        ("nnx", of_objects),
+        ("in shards", in_shards),
+        ("pooled", pooled),
+        ("logical", logical),
+    ):
         if case.startswith(name):
             print(json.dumps(found(case)))
             return
@@ -310,13 +315,11 @@ def in_shards(case: str) -> dict[str, Any]:
 def pooled(_: str) -> dict[str, Any]:
     """Convolutions around a max-pooling, with the batch on all devices."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
     from flax import linen as nn
     from jax.sharding import AxisType, Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    import jaxremat
 
     class Net(nn.Module):
         @nn.compact
@@ -341,24 +344,87 @@ def pooled(_: str) -> dict[str, Any]:
         loss, gradients = jax.value_and_grad(loss_of)(weights)
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
 
-    args = weights, jax.device_put(images, NamedSharding(mesh, P("data")))
-    stats = jaxremat.memory(step, *args, donate_argnums=0)
-    budget = stats.base_nbytes + stats.temporaries_nbytes * 65 // 100
-    planned: Any = jaxremat.optimize(budget, donate_argnums=0, cache=False)(step)
-    plain: Any = jax.jit(step)
-    plan = planned.plan(*args)
-    sent = [collectives(f.as_text()) for f in (plain.lower(*args).compile(), planned.compile(*args))]
+    return within(0.65, step, weights, jax.device_put(images, NamedSharding(mesh, P("data"))))
+
+
+def logical(_: str) -> dict[str, Any]:
+    """A linen module whose parameters and values have logical axes, which rules put on a mesh of two axes."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import linen as nn
+    from flax.linen import spmd
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            def dense(width: int, *axes: str) -> nn.Dense:
+                return nn.Dense(
+                    width, kernel_init=spmd.with_logical_partitioning(nn.initializers.lecun_normal(), axes)
+                )
+
+            for _ in range(5):
+                h = nn.gelu(dense(512, "embed", "mlp")(nn.LayerNorm()(x)))
+                h = spmd.with_logical_constraint(h, ("batch", None, "mlp"))
+                x = spmd.with_logical_constraint(x + dense(128, "mlp", "embed")(h), ("batch", None, "embed"))
+            return x
+
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    rules = (("batch", "data"), ("embed", None), ("mlp", "model"))
+    net, tx = Net(), optax.adam(1e-3)
+    x = np.random.default_rng(0).normal(0, 1, (32, 64, 128)).astype(np.float32)
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+
+    def init(key: jax.Array) -> Any:
+        weights = net.init(key, x)
+        return weights, tx.init(weights)
+
+    def step(state: Any, x: Any) -> Any:
+        weights, moments = state
+        def loss_of(weights: Any) -> jax.Array:
+            made: Any = net.apply(weights, x)
+            return jnp.mean(made**2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        updates, moments = tx.update(gradients, moments, weights)
+        return (optax.apply_updates(weights, updates), moments), loss
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        specs = nn.get_partition_spec(jax.eval_shape(init, jax.random.key(0)))
+        places = spmd.logical_to_mesh_sharding(specs, mesh, rules)
+        state = jax.jit(init, out_shardings=places)(jax.random.key(0))
+        return within(0.6, step, state, x, out_shardings=(places, NamedSharding(mesh, P())))
+
+
+def within(share: float, step: Any, state: Any, x: Any, **options: Any) -> dict[str, Any]:
+    """What becomes of a step within so much of its temporaries, and what three in a row give, planned and plain."""
+    import jax
+    import jax.numpy as jnp
+
+    import jaxremat
+
+    stats = jaxremat.memory(step, state, x, donate_argnums=0)
+    budget = stats.base_nbytes + int(share * stats.temporaries_nbytes)
+    planned: Any = jaxremat.optimize(budget, donate_argnums=0, cache=False, **options)(step)
+    plain: Any = jax.jit(step, **options)
+    plan = planned.plan(state, x)
+    sent = [collectives(f.as_text()) for f in (plain.lower(state, x).compile(), planned.compile(state, x))]
     losses = []
-    want, got = args[0], jax.tree.map(jnp.copy, args[0])
-    for _ in range(2):
-        (want, loss), (got, again) = plain(want, args[1]), planned(got, args[1])
+    want, got = state, jax.tree.map(jnp.copy, state)
+    for _ in range(3):
+        (want, loss), (got, again) = plain(want, x), planned(got, x)
         losses.append((float(loss), float(again)))
+    pairs = zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True)
     return {
         "budget": budget,
         "peak": plan.peak_nbytes,
         "predicted": plan.rounds[0].predicted_peak_nbytes,
         "compiled": plan.rounds[0].compiled_peak_nbytes,
         "overhead": plan.compiled_overhead,
+        "placed_alike": all(a.sharding == b.sharding for a, b in pairs),
         "losses": losses,
         "sent": sent,
     }

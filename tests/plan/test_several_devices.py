@@ -115,8 +115,18 @@ def test_gpus_send_what_they_send_anyway() -> None:
 
 def test_pooling_s_gradients_are_done_in_slices_of_each_device_s_part() -> None:
     found = ask("pooled")
-    assert found["peak"] <= found["budget"]
     assert found["overhead"] < 0.1
+    check_within(found)
+
+
+def test_logical_axes_of_linen_modules_are_followed() -> None:
+    found = ask("logical")
+    assert found["placed_alike"]
+    check_within(found)
+
+
+def check_within(found: dict) -> None:
+    assert found["peak"] <= found["budget"]
     assert abs(found["predicted"] / found["compiled"] - 1) < 0.1
     assert found["sent"][1].keys() <= found["sent"][0].keys()
     assert all(again == pytest.approx(plain, rel=1e-4) for plain, again in found["losses"])
