@@ -320,7 +320,6 @@ def pooled(_: str) -> dict[str, Any]:
     from jax.sharding import AxisType, Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
@@ -384,6 +383,7 @@ def logical(_: str) -> dict[str, Any]:
 
     def step(state: Any, x: Any) -> Any:
         weights, moments = state
+
         def loss_of(weights: Any) -> jax.Array:
             made: Any = net.apply(weights, x)
             return jnp.mean(made**2)

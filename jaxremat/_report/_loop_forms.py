@@ -12,7 +12,8 @@ class LoopForm:
     """What a plan makes of a scan and of the backward scan that reads what it stacks, or of what it does in chunks.
 
     **Fields:** `length` iterations, or rows (a divisor of their number that any number of chunks must divide); `levels`
-    as in `Plan.segments`; `source` the user's line; `rows` whether it is no loop of the user's.
+    as in `Plan.segments`, none of rows that stay together; `source` the user's line; `rows` whether it is no loop of
+    the user's.
     """
 
     length: int
@@ -23,6 +24,8 @@ class LoopForm:
     def __str__(self) -> str:
         if self.rows:
             where = f" at {self.source}" if self.source else ""
+            if not self.levels:
+                return f"rows{where}: not in chunks, because they are on several devices"
             return (
                 f"rows{where}, and what makes and reads them: in {self.levels[0]} chunks, one after the other"
             )
@@ -42,12 +45,18 @@ def loop_forms(
     segments: Segments,
     sources: Sequence[str],
     rows: Sequence[tuple[int, str]] = (),
+    devices: int = 1,
 ) -> tuple[LoopForm, ...]:
-    """Of the loops that are not left as they are, and of the rows that are in chunks.
+    """Of the loops that are not left as they are, and of the rows that are in chunks, or would be on one device.
 
-    **Arguments:** `rows` of each region that may be, with the user's line.
+    **Arguments:** `rows` of each region that may be, with the user's line; `devices` how many the compiler divides the
+    step among.
     """
     forms = [(length, source, False) for length, source in zip(lengths, sources, strict=True)]
     forms += [(length, source, True) for length, source in rows]
     both = zip(forms, segments, strict=True)
-    return tuple(LoopForm(length, own, source, kind) for (length, source, kind), own in both if own)
+    return tuple(
+        LoopForm(length, own, source, kind)
+        for (length, source, kind), own in both
+        if own or (kind and devices > 1)
+    )
