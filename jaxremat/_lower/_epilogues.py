@@ -1,8 +1,9 @@
-"""Equations -> the sums that libraries write in place of products.
+"""Equations -> the sums that are written in place of what goes into them.
 
 A library that multiplies matrices can add to what is there, and a bias: `C + A B + b` is one kernel. XLA:GPU rewrites a
 product that nothing but such a sum reads so that the sum is what stands in memory; but the kernel keeps the product's
-name. A residual stream, which is such a sum in every layer, would then look as if it were nowhere.
+name. A residual stream, which is such a sum in every layer, would then look as if it were nowhere. What is scattered
+into zeros and added to something is scattered into that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,3 +48,23 @@ def _is_repeated(v: int, product: int, nodes: Sequence[Node], values: Sequence[V
     producer = values[v].producer
     repeated = producer >= 0 and nodes[producer].primitive == "broadcast_in_dim"
     return repeated or values[v].nbytes < values[product].nbytes
+
+
+def sums_of_scattered(eqns: Sequence[Any], nodes: Sequence[Node]) -> dict[int, int]:
+    """What is scattered into zeros to be added to something else, and that sum: the compiler scatters into the other
+    operand, and writes no zeros.
+    """
+    maker = {v: node.id for node in nodes for v in node.outputs}
+    readers: dict[int, list[int]] = {}
+    for node in nodes:
+        for v in node.inputs:
+            readers.setdefault(v, []).append(node.id)
+    found: dict[int, int] = {}
+    for node, eqn in zip(nodes, eqns, strict=True):
+        if not eqn.primitive.name.startswith("scatter"):
+            continue
+        (made,), filled = node.outputs, maker.get(node.inputs[0], -1)
+        added = [n for n in readers.get(made, ()) if eqns[n].primitive.name in SUMS]
+        if readers.get(made, ()) == added != [] and filled >= 0 and not nodes[filled].inputs:
+            found.update((made, v) for n in added[:1] for v in nodes[n].outputs)
+    return found

@@ -21,7 +21,6 @@ from .._model._stages import cut_stages
 from .._program import _compat
 from .._program._flops import aval_nbytes, eqn_flops, in_rounds
 from .._program._primitives import (
-    SUMS,
     is_flattened,
     is_heavy,
     is_late,
@@ -37,7 +36,7 @@ from .._rewrite._row_chunks import is_in_chunks
 from .._rewrite._sinking import sunk_values
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
-from ._epilogues import written_sums
+from ._epilogues import sums_of_scattered, written_sums
 from ._kernel_prices import behind_views, handed_over, priced
 
 SMALL_SHARE = 1e-4
@@ -149,7 +148,7 @@ def lower(
             in_memory |= written_sums(jaxpr.eqns, nodes, values)
     sunk = frozenset(index[v] for v in sunk_values(jaxpr.eqns, traced.loop_of, traced.loops))
     in_memory -= sunk
-    sums = _sums_of_scattered(jaxpr.eqns, nodes)
+    sums = sums_of_scattered(jaxpr.eqns, nodes)
     in_memory = in_memory - sums.keys() | set(sums.values())
     nodes = [replace(n, heavy=False) if not sums.keys().isdisjoint(n.outputs) else n for n in nodes]
     crossing = _crossing(jaxpr.eqns, nodes, values, sunk)
@@ -239,26 +238,6 @@ def _crossing(
             if outside and (not values[v].length or is_loop_edge(eqn)):
                 found.add(behind_views(v, eqns, nodes, values))
     return {v for v in found if values[v].producer >= 0}
-
-
-def _sums_of_scattered(eqns: Sequence[Any], nodes: Sequence[Node]) -> dict[int, int]:
-    """What is scattered into zeros to be added to something else, and that sum: the compiler scatters into the other
-    operand, and writes no zeros.
-    """
-    maker = {v: node.id for node in nodes for v in node.outputs}
-    readers: dict[int, list[int]] = {}
-    for node in nodes:
-        for v in node.inputs:
-            readers.setdefault(v, []).append(node.id)
-    found: dict[int, int] = {}
-    for node, eqn in zip(nodes, eqns, strict=True):
-        if not eqn.primitive.name.startswith("scatter"):
-            continue
-        (made,), filled = node.outputs, maker.get(node.inputs[0], -1)
-        added = [n for n in readers.get(made, ()) if eqns[n].primitive.name in SUMS]
-        if readers.get(made, ()) == added != [] and filled >= 0 and not nodes[filled].inputs:
-            found.update((made, v) for n in added[:1] for v in nodes[n].outputs)
-    return found
 
 
 def _carried(eqns: Sequence[Any], nodes: Sequence[Node]) -> set[int]:
