@@ -131,7 +131,7 @@ def test_text_is_learned_within_a_budget_on_a_mesh(data: dict[str, Path], tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "script, options, devices",
-    [("imagenet", "--fsdp --budget 1.25MiB", 1), ("llm", "--tp 2 --budget 4MiB", 2)],
+    [("imagenet", "--fsdp --budget 1000KiB", 1), ("llm", "--tp 2 --budget 4MiB", 2)],
 )
 def test_killed_and_resumed_is_as_if_it_had_not_been(
     script: str, options: str, devices: int, data: dict[str, Path], tmp_path: Path
