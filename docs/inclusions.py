@@ -46,8 +46,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links into the repository into links within the site, names of plans into
-    pictures of them, and headings of the benchmarks' page into what stands under them."""
+    """Turn links into the repository into links within the site, names of plans into pictures of them, and headings of
+    the benchmarks' page into what stands under them.
+    """
     here = page.file.src_uri
     origins = {place: origin for origin, place in places().items()}
     base = PurePosixPath(origins.get(here, str(PAGES / here))).parent

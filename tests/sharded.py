@@ -225,13 +225,11 @@ def in_shards(case: str) -> dict[str, Any]:
     or not, its layers in a *scan*, and its *update* outside.
     """
     import jax
-    import jax.numpy as jnp
     import numpy as np
     import optax
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    import jaxremat
 
     mesh = Mesh(np.array(jax.devices()), ("data",))
     rows, width, layers = 4096, 128, 6
@@ -283,33 +281,7 @@ def in_shards(case: str) -> dict[str, Any]:
 
     weights = {"up": array((layers, width, 2 * width)), "down": array((layers, 2 * width, width))}
     moments = jax.device_put(tx.init(weights), NamedSharding(mesh, P()))
-    args = (weights, moments, array((rows, width), "data"))
-    stats = jaxremat.memory(step, *args, donate_argnums=(0, 1))
-    budget = stats.base_nbytes + stats.temporaries_nbytes * 7 // 10
-    planned: Any = jaxremat.optimize(budget, donate_argnums=(0, 1), cache=False)(step)
-    plain: Any = jax.jit(step)
-    plan = planned.plan(*args)
-    want, got = args, jax.tree.map(jnp.copy, args)
-    losses = []
-    for _ in range(3):
-        *state, loss = plain(*want)
-        *other, again = planned(*got)
-        want, got = (*state, args[2]), (*other, args[2])
-        losses.append((float(loss), float(again)))
-    pairs = list(zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True))
-    return {
-        "plain": stats.peak_nbytes,
-        "budget": budget,
-        "peak": plan.peak_nbytes,
-        "predicted": plan.rounds[0].predicted_peak_nbytes,
-        "compiled": plan.rounds[0].compiled_peak_nbytes,
-        "losses": losses,
-        "same": all(np.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs),
-        "placed_alike": all(a.sharding == b.sharding for a, b in pairs),
-        "sent": [collectives(f.as_text()) for f in (plain.lower(*args).compile(), planned.compile(*args))],
-        "drops_nothing": plan.drops_nothing,
-        "text": str(plan),
-    }
+    return within(0.7, step, weights, moments, array((rows, width), "data"))
 
 
 def pooled(_: str) -> dict[str, Any]:
@@ -399,34 +371,42 @@ def logical(_: str) -> dict[str, Any]:
         return within(0.6, step, state, x, out_shardings=(places, NamedSharding(mesh, P())))
 
 
-def within(share: float, step: Any, state: Any, x: Any, **options: Any) -> dict[str, Any]:
-    """What becomes of a step within so much of its temporaries, and what three in a row give, planned and plain."""
+def within(share: float, step: Any, *args: Any, **options: Any) -> dict[str, Any]:
+    """What becomes of a step within so much of its temporaries, and what three in a row give, planned and plain. The
+    last of its arguments is data, the others are a state, which is given back before the loss.
+    """
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     import jaxremat
 
-    stats = jaxremat.memory(step, state, x, donate_argnums=0)
+    *state, x = args
+    donated = tuple(range(len(state)))
+    stats = jaxremat.memory(step, *args, donate_argnums=donated)
     budget = stats.base_nbytes + int(share * stats.temporaries_nbytes)
-    planned: Any = jaxremat.optimize(budget, donate_argnums=0, cache=False, **options)(step)
+    planned: Any = jaxremat.optimize(budget, donate_argnums=donated, cache=False, **options)(step)
     plain: Any = jax.jit(step, **options)
-    plan = planned.plan(state, x)
-    sent = [collectives(f.as_text()) for f in (plain.lower(state, x).compile(), planned.compile(state, x))]
+    plan = planned.plan(*args)
+    sent = [collectives(f.as_text()) for f in (plain.lower(*args).compile(), planned.compile(*args))]
     losses = []
     want, got = state, jax.tree.map(jnp.copy, state)
     for _ in range(3):
-        (want, loss), (got, again) = plain(want, x), planned(got, x)
+        (*want, loss), (*got, again) = plain(*want, x), planned(*got, x)
         losses.append((float(loss), float(again)))
-    pairs = zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True)
+    pairs = list(zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True))
     return {
         "budget": budget,
         "peak": plan.peak_nbytes,
         "predicted": plan.rounds[0].predicted_peak_nbytes,
         "compiled": plan.rounds[0].compiled_peak_nbytes,
         "overhead": plan.compiled_overhead,
-        "placed_alike": all(a.sharding == b.sharding for a, b in pairs),
         "losses": losses,
+        "same": all(np.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs),
+        "placed_alike": all(a.sharding == b.sharding for a, b in pairs),
         "sent": sent,
+        "drops_nothing": plan.drops_nothing,
+        "text": str(plan),
     }
 
 

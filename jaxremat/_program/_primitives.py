@@ -6,6 +6,8 @@ from .._model._primitive_names import LOOP_EDGES, LOOP_SLICES
 from . import _compat
 
 SUMS = ("add", "add_any")
+"""Sums of two arrays; the second are those of cotangents."""
+
 PLACES = ("sharding", "out_sharding")
 """The parameters that say where an equation's result is."""
 

@@ -182,8 +182,7 @@ class _Chunks:
             eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
             env.update(zip(eqn.outvars, outvars, strict=True))
         results = [self._added(eqns, v, so_far[v], env[v], index) for v in self.leaves]
-        body = _compat.new_jaxpr((), (), [index, *state, *operands], results, eqns)
-        return body
+        return _compat.new_jaxpr((), (), [index, *state, *operands], results, eqns)
 
     def _aval(self, v: Any, dimension: int | None, params: Mapping[str, Any]) -> Any:
         if dimension is None:

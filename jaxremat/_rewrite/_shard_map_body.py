@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from .._program import _compat
 from .._program._flops import eqn_flops
 from .._program._inline import Inliner
-from .._program._primitives import is_late
+from .._program._primitives import inner_jaxprs, is_late
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,11 @@ class Around:
     at: int
 
     @classmethod
-    def of(cls, flat: jex.ClosedJaxpr) -> "Around | None":
+    def of(cls, closed: jex.ClosedJaxpr, *, respect_checkpoint: bool) -> "Around | None":
         """The equation that does most of the work, if both passes are in it and the backward pass nowhere else."""
+        if not _has_shard_map(closed.jaxpr):
+            return None
+        flat = Inliner(respect_checkpoint=respect_checkpoint).program(closed)
         eqns = flat.jaxpr.eqns
         at = max(range(len(eqns)), key=lambda i: eqn_flops(eqns[i]), default=0)
         if (
@@ -101,3 +104,10 @@ class Around:
         whole = (PartitionSpec(),) * len(jaxpr.constvars)
         params = {**self._eqn.params, "jaxpr": opened, "in_specs": (*whole, *specs)}
         return self._eqn.replace(invars=[*operands], params=params)
+
+
+def _has_shard_map(jaxpr: Any) -> bool:
+    """Whether there is one anywhere in it."""
+    return any(
+        eqn.primitive.name == "shard_map" or any(map(_has_shard_map, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
+    )

@@ -140,7 +140,7 @@ def trace(
     donated = tuple(bool(info.donated) for info in infos)
     out_tree = jax.tree.structure(staged.out_info)
     closed, around = staged.jaxpr, None
-    if not inlined and (around := Around.of(Inliner(respect_checkpoint=respect_checkpoint).program(closed))):
+    if not inlined and (around := Around.of(closed, respect_checkpoint=respect_checkpoint)):
         closed, donated = around.body, around.donated(donated)
     make = _inlined if inlined else normalise
     traced = make(closed, in_tree, out_tree, donated, respect_checkpoint=respect_checkpoint)

@@ -98,8 +98,7 @@ class Meeting:
     def say(self, topic: str, value: Any) -> None:
         """Tell the others something that is JSON, or an error that they will raise where they `hear` it."""
         message = {"error": _packed(value)} if isinstance(value, BaseException) else {"value": value}
-        packed = zlib.compress(json.dumps(message).encode())
-        self._reached(self.store.key_value_set_bytes, self._key(topic, self.me), packed, True)
+        self._reached(self.store.key_value_set_bytes, self._key(topic, self.me), _sealed(message), True)
 
     @contextmanager
     def saying(self, topic: str) -> Iterator[Callable[[Any], None]]:
@@ -116,7 +115,7 @@ class Meeting:
         key, patience = self._key(topic, process), int(1000 * _WAIT_SECONDS)
         while (packed := self._read(self.store.blocking_key_value_get_bytes, key, patience)) is None:
             self._watch(process)
-        message = json.loads(zlib.decompress(packed))
+        message = _opened(packed)
         if "error" in message:
             raise _unpacked(message["error"], process)
         return message["value"]
@@ -171,11 +170,20 @@ class Meeting:
 def first_said(store: Store, key: str, value: Any) -> Any:
     """What the first process said under a key, which may be this one, with this value. Nobody waits."""
     try:
-        store.key_value_set_bytes(key, zlib.compress(json.dumps(value).encode()))
+        store.key_value_set_bytes(key, _sealed(value))
     except Exception:
-        packed = store.key_value_try_get_bytes(key)
-        return json.loads(zlib.decompress(packed))
+        return _opened(store.key_value_try_get_bytes(key))
     return value
+
+
+def _sealed(value: Any) -> bytes:
+    """What is JSON, as bytes."""
+    return zlib.compress(json.dumps(value).encode())
+
+
+def _opened(sealed: bytes) -> Any:
+    """What `_sealed` was given."""
+    return json.loads(zlib.decompress(sealed))
 
 
 def _packed(error: BaseException) -> dict[str, Any]:
