@@ -230,7 +230,6 @@ def in_shards(case: str) -> dict[str, Any]:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-
     mesh = Mesh(np.array(jax.devices()), ("data",))
     rows, width, layers = 4096, 128, 6
     checked, scanned, outside = ("checked" in case, "scan" in case, "update" in case)
