@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from .._compiler._devices import detect
+from .._compiler._devices import detect, host_memory
 from .._compiler._program import Program, device_of, placed
 from .._compiler._target import Target
 from .._model._device_specs import find
 from .._model._pins import parse_pins
 from .._plan._agreement import agreed
-from .._plan._arguments import as_tuple, check_planning
+from .._plan._arguments import as_tuple, check_host_memory, check_planning
 from .._plan._baseline import Baseline
 from .._plan._plan import Plan
 from .._plan._planned import Planned, confirm
 from .._plan._request import Options, Request
 from .._report import Report
-from .._runtime._bytes import Budget, parse_budget, parse_margin
+from .._runtime._bytes import Budget, parse_budget, parse_margin, parse_nbytes
 from .._runtime._errors import ArgumentError, JaxrematWarning
 from .._runtime._progress import timed
 from .._runtime._progress_bars import shown
@@ -55,6 +55,8 @@ def optimize(
     progress: bool | None = None,
     pins: Mapping[str | re.Pattern[str], str] | None = None,
     planning_seconds: float | None = None,
+    offload: bool = False,
+    host_budget: Budget = None,
 ) -> Callable[[Callable[..., Any]], "Step"]:
     """A drop-in for `jax.jit` on a whole train step that keeps its compiled peak within a budget.
 
@@ -100,6 +102,12 @@ def optimize(
       30 s while none does; without limit where `effort="thorough"`. `Plan.planning` says what it took, and whether the
       search was cut short.
 
+    - `offload`: let the planner keep saved values in the host's memory between their readers, where that costs less
+      than computing them again. What copies take beside the kernels is part of the model. Without effect on a CPU,
+      which has no other memory; values that loops stack stay on the device.
+    - `host_budget`: what these values may take of the host's memory, all devices of the process together: bytes or
+      text, by default half of the machine's, or without limit for a `target`.
+
     **Returns:** a decorator that gives a `Step`.
 
     **Raises:** on the first call with new shapes: `BudgetError`, `InfeasibleBudgetError`, `PlanMismatchError`,
@@ -131,7 +139,11 @@ def optimize(
             "that need not be there. Leave `profile` out, or plan on that device without `target`."
         )
     parse_margin(workspace_margin, None)
-    planning = {"workspace_margin": workspace_margin, "respect_checkpoint": respect_checkpoint, "pins": pins}
+    check_host_memory(offload, host_budget)
+    planning = {
+        "workspace_margin": workspace_margin, "respect_checkpoint": respect_checkpoint, "pins": pins,
+        "offload": offload,
+    }  # fmt: skip
     if plan is not None and any(planning.values()):
         raise ArgumentError(
             f"`{next(name for name, given in planning.items() if given)}` belongs to planning; a plan that is given "
@@ -176,6 +188,8 @@ def optimize(
             progress,
             parse_pins(pins or {}),
             planning_seconds,
+            offload,
+            host_budget,
         )
         return Step(program, None if budget is _UNSET else budget, plan, options)
 
@@ -337,7 +351,18 @@ class Step:
             spec, reported = detect(here), (here.memory_stats() or {}).get("bytes_limit")
         options = self._options
         kept = (self._given or options).respect_checkpoint
-        baseline = Baseline(program, args, kwargs, spec, options.profile, here, kept, options.pins)
+        host = None
+        if options.offload:
+            allowed = None if options.host_budget is None else parse_nbytes(options.host_budget)
+            host = host_memory(spec, here, allowed)
+            if host is None:
+                warnings.warn(
+                    f"`offload=True`: {spec.name} has no memory besides the host's, so that nothing is moved there. "
+                    "The step is planned without.",
+                    JaxrematWarning,
+                    stacklevel=4,
+                )
+        baseline = Baseline(program, args, kwargs, spec, options.profile, here, kept, options.pins, host)
         return baseline, Request(self._budget, options, reported)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -157,6 +157,10 @@ class Planning:
     margin: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What stays free below the budget: 500MiB.")
     ] = None
+    offload: Annotated[bool | None, typer.Option(help="Let values be in the host's memory meanwhile.")] = None
+    host_budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What they may take there: 64GiB.")
+    ] = None
     verify: Annotated[bool | None, typer.Option(help="Compile the plan and read its peak.")] = None
     cache: Annotated[bool | None, typer.Option(help="Look for the plan in the cache first.")] = None
 
@@ -169,6 +173,8 @@ class Planning:
             "effort": self.effort,
             "profile": self.profile,
             "workspace_margin": _share(self.margin),
+            "offload": self.offload,
+            "host_budget": self.host_budget,
             "verify": self.verify,
             "cache": self.cache,
         }

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .._model._device_specs import DEVICES, DeviceSpec, find
+from .._model._host_copies import HostMemory
 from .._runtime._cache_folder import cache_dir, read, settle
 
 
@@ -35,6 +36,26 @@ def detect(device: Any) -> DeviceSpec:
     spec = DEVICES[known] if known else replace(DEVICES["h100"], name=kind)
     limit = (device.memory_stats() or {}).get("bytes_limit", spec.memory_nbytes)
     return replace(spec, platform=str(device.platform), memory_nbytes=int(limit) or spec.memory_nbytes)
+
+
+HOST_SHARE = 0.5
+"""Of the machine's memory so much may be pinned for copies of values, if nobody says how much."""
+
+
+def host_memory(spec: DeviceSpec, device: Any, nbytes: int | None) -> HostMemory | None:
+    """The host's memory as one device may use it, None where the device has no memory but that.
+
+    **Arguments:** `device` the `jax.Device`, None where it is not there; `nbytes` of all its devices together, by
+    default half of what the machine has.
+    """
+    if spec.platform == "cpu":
+        return None
+    if device is None:
+        return HostMemory(spec.host_link, nbytes)
+    if not any(memory.kind == "pinned_host" for memory in device.addressable_memories()):
+        return None
+    whole = int(HOST_SHARE * _host_nbytes()) if nbytes is None else nbytes
+    return HostMemory(spec.host_link, whole // len(device.client.local_devices()))
 
 
 @functools.cache

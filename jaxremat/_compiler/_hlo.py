@@ -248,6 +248,20 @@ def updated_in_place(module: Module, instruction: Instruction) -> tuple[tuple[in
     return tuple(pairs)
 
 
+def copies_out(instruction: Instruction) -> bool:
+    """Whether it begins a copy to host memory: its results are the copy, the original and a handle."""
+    return instruction.opcode == "copy-start" and _spaces(instruction) == (HOST_SPACE, 0)
+
+
+def copies_back(instruction: Instruction) -> bool:
+    """Whether it begins a copy from host memory."""
+    return instruction.opcode == "copy-start" and _spaces(instruction) == (0, HOST_SPACE)
+
+
+def _spaces(instruction: Instruction) -> tuple[int, ...]:
+    return tuple(shape.space for shape in instruction.shapes[:2])
+
+
 def materialised(module: Module, tag: re.Pattern[str]) -> dict[str, tuple[int, ...]]:
     """Which tagged equations' values are kernel outputs, in the entry computation and all that it runs.
 

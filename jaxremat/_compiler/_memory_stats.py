@@ -9,13 +9,15 @@ class MemoryStats:
     """What a compiled program holds on one device, in bytes, as XLA's buffer assignment says.
 
     **Fields:** `arguments_nbytes`, `outputs_nbytes`, `aliased_nbytes` (outputs that reuse donated arguments),
-    `temporaries_nbytes`. `peak_nbytes` is arguments + outputs - aliased + temporaries.
+    `temporaries_nbytes`. `peak_nbytes` is arguments + outputs - aliased + temporaries. `host_nbytes` are temporaries in
+    the host's memory, which count in none of these.
     """
 
     arguments_nbytes: int
     outputs_nbytes: int
     aliased_nbytes: int
     temporaries_nbytes: int
+    host_nbytes: int = 0
 
     @property
     def base_nbytes(self) -> int:
@@ -36,4 +38,5 @@ class MemoryStats:
             outputs_nbytes=int(stats.output_size_in_bytes),
             aliased_nbytes=int(stats.alias_size_in_bytes),
             temporaries_nbytes=int(stats.temp_size_in_bytes),
+            host_nbytes=int(getattr(stats, "host_temp_size_in_bytes", 0)),
         )

@@ -23,6 +23,8 @@ from ._hlo import (
     Instruction,
     Module,
     Shape,
+    copies_back,
+    copies_out,
     updated_in_place,
 )
 
@@ -110,15 +112,20 @@ def _kernels(module: Module, computation: Computation) -> Iterator[Kernel]:
         opcode = instruction.opcode
         if opcode in FREE or opcode.endswith(("-done", "-update")):
             continue
+        if copies_out(instruction) or copies_back(instruction):
+            continue  # beside the kernels, see `_host_traffic`
         if opcode not in CONTROL:
             yield _kernel(module, computation, scope, instruction)
             continue
         bodies = [list(_kernels(module, module.computations[callee])) for callee in instruction.callees]
-        trips = 1
-        if opcode == "while" and (known := _TRIPS.search(instruction.attributes)):
-            trips = int(known[1])
         for kernel in max(bodies, key=_weight, default=[]):
-            yield replace(kernel, trips=trips * kernel.trips)
+            yield replace(kernel, trips=trips_of(instruction) * kernel.trips)
+
+
+def trips_of(instruction: Instruction) -> int:
+    """How often a loop's body runs, 1 of anything else."""
+    known = _TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
+    return int(known[1]) if known else 1
 
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')

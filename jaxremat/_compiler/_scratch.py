@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .._model._graph import Graph
+from .._model._reuse import dies_at
 from ._attribution import Values, purposes, values_of
 from ._hlo import COLLECTIVES, CONTROL, Computation, Instruction, Module, executed
 from ._liveness import peak_of
@@ -124,7 +125,7 @@ def with_room(graph: Graph, workspace: Mapping[int, Scratch], sums: Mapping[int,
     nodes = [*graph.nodes]
     scattered = {graph.values[v].producer: graph.values[u].producer for u, v in sums.items()}
     for n, scratch in workspace.items():
-        dying = [graph.values[v].producer for v in graph.reads[n] if graph.dies_at(v, nodes[n])]
+        dying = [graph.values[v].producer for v in graph.reads[n] if dies_at(graph, v, nodes[n])]
         fewer = max((scratch.fewer.get(scattered.get(i, i), 0) for i in dying), default=0)
         nodes[n] = replace(nodes[n], workspace_nbytes=nodes[n].workspace_nbytes - fewer)
     return replace(graph, nodes=tuple(nodes))

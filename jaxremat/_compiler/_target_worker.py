@@ -17,7 +17,7 @@ from jax._src.lib import _jax  # type: ignore[attr-defined]  # as jax imports it
 from jax.experimental import topologies
 from jaxlib.mlir import ir
 
-_FIGURES = ("argument", "output", "alias", "temp")
+_FIGURES = ("argument", "output", "alias", "temp", "host_temp")
 
 
 def answer(request: tuple[str, str, bytes, dict[str, Any]]) -> tuple[dict[str, int], str]:

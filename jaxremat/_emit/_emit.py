@@ -16,6 +16,7 @@ dropped equations behind it. Tied as follows:
 - fused values (never in memory) that a clone reads are cloned with it; the stage's own equations read the original
   of a fused value whose sources are all originals.
 - saved values that the compiler might make again in the backward pass's kernels pass through the first fence.
+- what is in host memory meanwhile leaves behind its producer, and comes back behind a fence (see `_elsewhere`).
 - in a loop of the backward pass all happens within an iteration: clones of what an iteration of the forward loop made,
   fused values always among them, lest they be stacked, and fences between the loop's own stages. At its start there is
   none: an iteration is held back by the one before, and the first by a fence through which the loop's carries pass.
@@ -42,6 +43,7 @@ from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
 from ._clones import make_apart
 from ._differentiable_barrier import fence
+from ._elsewhere import Elsewhere
 from ._fence_operands import ZERO as PASSING_ZERO
 from ._fence_operands import fence_within, passing
 from ._fenced_operands import fenced_name, remember
@@ -129,11 +131,14 @@ class Emitter:
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
         self.last_reads, self.held = last_reads(self)
         self.overwritten: dict[Any, Any] = {}  # argument -> its name where it is updated
+        self.elsewhere = Elsewhere(self)
 
     def run(self) -> list[Any]:
         """Append everything; returns the step's outputs by their final names."""
         for n in range(self.graph.forward_stop):
-            self.append([behind_operand(self, n, self.source[n], lambda a: a)], [self.traced.loop_of[n]])
+            eqn = self.elsewhere.behind_exit(n)
+            self.append([behind_operand(self, n, eqn, lambda a: a)], [self.traced.loop_of[n]])
+            self.elsewhere.leave(n)
         self.forward_count = len(self.eqns)
         for k in range(len(self.graph.stages)):
             self.stage(k)
@@ -165,6 +170,7 @@ class Emitter:
         begins = loop != around
         renamed = self._fence(k, [] if begins else wanted, around)
         remember(self, renamed)
+        self.elsewhere.arrive(k, renamed)
         inside = [n for n in self.own[k] if graph.nodes[n].loop == loop]
         outside = [n for n in self.own[k] if graph.nodes[n].loop != loop]
         if begins:
@@ -264,7 +270,7 @@ class Emitter:
         loop = graph.nodes[graph.stages[k].start].loop
         wanted = set(self.schedule.recomputed[k])
         gone = {v for n in wanted for v in graph.nodes[n].outputs}
-        gone |= {v for v, s in self.schedule.kept if s == k}
+        gone |= {v for v, s in self.schedule.kept if s == k} | self.schedule.away
         stack = [
             v
             for n in self.own[k]
@@ -304,7 +310,7 @@ class Emitter:
 
     def _fence(self, k: int, wanted: list[int], loop: int) -> dict[Any, Any]:
         """Append the stage's fence in a loop, -1 for none; returns the fenced names of what passes through."""
-        through = passing(self, k, wanted, loop)
+        through = [*passing(self, k, wanted, loop), *self.elsewhere.through(k)]
         due = any(until <= k for until in self.waiting.values())
         firm = [self.variable[v] for v in self.precarious.pop(loop, ())]
         waits_for = [*trigger(self, k), *firm, *parts(self, k)]

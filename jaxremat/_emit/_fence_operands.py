@@ -35,6 +35,7 @@ def passing(emitter: Any, k: int, wanted: Sequence[int], loop: int) -> list[Any]
     for n in here:
         operands = (a for a in source[n].invars if not _compat.is_literal(a))
         found.extend(a for a in operands if emitter.hazards.early(n, a) and _there_before(emitter, a, k))
+    made |= emitter.elsewhere.arriving(k)
     found = [a for a in dict.fromkeys(found) if a not in made and can_pass(a) and not _due(emitter, a)]
     bursts = any(is_zero(source[n]) or expands(source[n], emitter.traced.devices) for n in (*here, *wanted))
     if entering or (bursts and graph.backend.hoists):

@@ -17,6 +17,7 @@ from typing import Any
 
 from . import _tape, _unnamed_buffers
 from ._backend import Backend, backend
+from ._host_copies import Away, HostMemory
 from ._reuse import in_place
 
 Segments = tuple[tuple[int, ...], ...]
@@ -134,7 +135,8 @@ class Graph:
     `extra_seconds` what this form of the step takes longer
     than the plain one (less, where it is negative) before anything is saved in loops or recomputed, and `segments`
     which form it is (see `_loop_segments`); `pins` what the user has decided; `counts_forward` whether
-    memory counts in the forward pass too, or only from its end on (see `_residuals`).
+    memory counts in the forward pass too, or only from its end on (see `_residuals`); `host` the memory in which values
+    may be kept meanwhile, None where they may not.
     """
 
     nodes: tuple[Node, ...]
@@ -152,6 +154,7 @@ class Graph:
     segments: Segments = ()
     pins: tuple[Pin, ...] = ()
     counts_forward: bool = True
+    host: HostMemory | None = None
 
     def around(self, node: int) -> int:
         """The innermost loop that holds both this node and the one before it, -1 for none."""
@@ -160,10 +163,11 @@ class Graph:
 
     def loops_of(self, node: int) -> tuple[int, ...]:
         """The loops in whose bodies a node stands, the innermost first."""
-        found = [self.nodes[node].loop]
-        while found[-1] >= 0:
-            found.append(self.parents[found[-1]])
-        return tuple(found[:-1])
+        found, loop = [], self.nodes[node].loop
+        while loop >= 0:
+            found.append(loop)
+            loop = self.parents[loop]
+        return tuple(found)
 
     @cached_property
     def pairs(self) -> tuple[int, ...]:
@@ -308,17 +312,15 @@ class Graph:
         return in_place(self)
 
     @cached_property
-    def _last(self) -> dict[int, int]:
+    def last_reader(self) -> dict[int, int]:
         """The last node that reads each value, past the end if a forward node does: that may be run again."""
         last = {v: node.id for node in self.nodes for v in self.reads[node.id]}
         return last | {v: len(self.nodes) for node in self.nodes if node.forward for v in self.reads[node.id]}
 
-    def dies_at(self, v: int, node: Node, nbytes: int | None = None) -> bool:
-        """Whether the backward pass made the value (of this size), and no later node reads it."""
-        value = self.values[v]
-        own = value.producer >= 0 and not value.is_output and not self.nodes[value.producer].forward
-        own = own and nbytes in (None, value.nbytes) and self._last.get(v) == node.id
-        return own and self.kept_by(v, self.reader_loop(node)) < 0
+    @cached_property
+    def away(self) -> Away:
+        """Which values may be in host memory between their readers, and when."""
+        return Away(self)
 
     @cached_property
     def lingering(self) -> dict[int, int]:
@@ -336,16 +338,10 @@ class Graph:
         """The outermost loop that keeps a value because it is read in `loop`: every iteration of what the value was not
         made in may read it again. -1 for none, as where there is one iteration.
         """
-        made = self.nodes[self.values[value].producer].loop
-        kept = -1
-        while loop >= 0 and not self._within(made, loop):
+        made, kept = self.values[value].producer, -1
+        while loop >= 0 and loop not in self.loops_of(made):
             kept, loop = loop if self.trips[loop] > 1 else kept, self.parents[loop]
         return kept
-
-    def _within(self, loop: int, around: int) -> bool:
-        while loop >= 0 and loop != around:
-            loop = self.parents[loop]
-        return loop == around
 
     def reader_loop(self, node: Node) -> int:
         """The loop in whose iterations a node reads its operands: carries start off in the loop around theirs."""

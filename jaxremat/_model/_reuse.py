@@ -8,6 +8,14 @@ RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
 """Fused work that puts the same numbers in another shape."""
 
 
+def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
+    """Whether the backward pass made the value (of this size), and no later node reads it."""
+    value = graph.values[v]
+    own = value.producer >= 0 and not value.is_output and not graph.nodes[value.producer].forward
+    own = own and nbytes in (None, value.nbytes) and graph.last_reader.get(v) == node.id
+    return own and graph.kept_by(v, graph.reader_loop(node)) < 0
+
+
 def in_place(graph: Any) -> frozenset[int]:
     """The nodes of the backward pass whose result takes over the memory of an operand that dies there.
 
@@ -25,7 +33,7 @@ def in_place(graph: Any) -> frozenset[int]:
         reduced.update((v, hidden) for v in fused if hidden)
 
     def dies(v: int, node: Any, nbytes: int) -> bool:
-        return graph.dies_at(v, node, nbytes) and not graph.nodes[graph.values[v].producer].flattened
+        return dies_at(graph, v, node, nbytes) and not graph.nodes[graph.values[v].producer].flattened
 
     return frozenset(
         node.id

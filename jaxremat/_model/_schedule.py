@@ -1,7 +1,7 @@
 """Saved values -> complete schedule: the closure that turns any choice of saved values into something runnable.
 
 Law: in a schedule made by `complete`, every residual that a stage reads is saved, recomputed in that stage from
-residuals available there, or kept from the stage before.
+residuals available there, or kept from the stage before. What is saved may be in host memory between its readers.
 """
 
 from collections.abc import Iterable
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from .._runtime._errors import SolverError
 from ._graph import Graph
+from ._host_copies import HostCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,17 +18,23 @@ class Schedule:
 
     **Fields:** `saved` values that live from the forward pass to their last reader; `recomputed` for each stage the
     ids of the *nodes* run again before it, ascending; `kept` pairs (value, stage) of recomputed values that survive
-    from the stage before into `stage`.
+    from the stage before into `stage`; `offloaded` the saved values that are in host memory meanwhile, and when.
     """
 
     saved: frozenset[int]
     recomputed: tuple[tuple[int, ...], ...]
     kept: frozenset[tuple[int, int]] = frozenset()
+    offloaded: frozenset[HostCopy] = frozenset()
 
     @property
     def drops_nothing(self) -> bool:
-        """Whether nothing is recomputed."""
-        return not any(self.recomputed)
+        """Whether nothing is recomputed, and nothing in host memory meanwhile."""
+        return not any(self.recomputed) and not self.offloaded
+
+    @property
+    def away(self) -> frozenset[int]:
+        """The values that are in host memory meanwhile."""
+        return frozenset(copy.value for copy in self.offloaded)
 
 
 def must_save(graph: Graph) -> frozenset[int]:
@@ -40,7 +47,12 @@ def must_save(graph: Graph) -> frozenset[int]:
     )
 
 
-def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]] = ()) -> Schedule:
+def complete(
+    graph: Graph,
+    saved: Iterable[int],
+    kept: Iterable[tuple[int, int]] = (),
+    offloaded: Iterable[int] = (),
+) -> Schedule:
     """The schedule that saves `saved` (and what must be saved) and recomputes whatever else is needed, where needed.
 
     **Arguments:**
@@ -48,6 +60,8 @@ def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]]
     - `saved`: ids of residuals; ids that are no residuals are ignored, and so are those that are pinned.
     - `kept`: pairs (value, stage): if the value is recomputed, hold it from the stage before into this stage. Pairs
       that are not `Graph.holdable` are ignored.
+    - `offloaded`: of the saved values those that are kept in host memory between their readers, as far as they can be
+      (see `Graph.away`).
 
     **Raises:** `SolverError` for ids that the graph does not have.
     """
@@ -75,7 +89,9 @@ def complete(graph: Graph, saved: Iterable[int], kept: Iterable[tuple[int, int]]
             nodes.add(producer)
             stack.extend(graph.reads[producer])
         recomputed.append(tuple(sorted(nodes)))
-    return Schedule(saved_values, tuple(recomputed), kept_pairs)
+    away = saved_values.intersection(offloaded)
+    copies = graph.away.placed(away, recomputed) if away else frozenset()
+    return Schedule(saved_values, tuple(recomputed), kept_pairs, copies)
 
 
 def _check_ids(what: str, ids: Iterable[int], count: int) -> None:
@@ -161,4 +177,22 @@ def check(graph: Graph, schedule: Schedule) -> Schedule:
         if lost := [v for v in graph.needs(k) if missing(v)]:
             raise SolverError(f"Stage {k} reads values {lost}, which are neither saved nor recomputed.")
         previous = available
+    _check_copies(graph, schedule)
     return schedule
+
+
+def _check_copies(graph: Graph, schedule: Schedule) -> None:
+    """**Raises:** `SolverError` for the first value that is to be in host memory and cannot be, or is wanted before."""
+    first = graph.away.first(schedule.away, schedule.recomputed)
+    for copy in sorted(schedule.offloaded):
+        there = copy.value in schedule.saved and copy.value in first and 0 <= copy.begun < len(graph.stages)
+        if there:
+            producer, back = graph.values[copy.value].producer, graph.stages[copy.begun].start
+            there = producer <= copy.left < copy.gone < back and copy.begun <= first[copy.value].stage
+            there = there and copy.left < graph.forward_stop
+        if not there:
+            raise SolverError(
+                f"A schedule has value {copy.value} in host memory from node {copy.gone} to stage {copy.begun}, but it "
+                "is not saved, not made by then, or read before. `complete(graph, saved, kept, offloaded)` finds out "
+                "when values can be there."
+            )

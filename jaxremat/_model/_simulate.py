@@ -6,6 +6,9 @@ kernel that reads it (a kernel of `Graph.in_place` writes over its operand, so i
 on); a kernel's own workspace counts while it runs. What waits for a deferred update lives until its fence. Outputs of
 the step are part of the base.
 
+A saved value that is in host memory meanwhile (see `_host_copies`) is not there from its exit to the stage before which
+its way back begins.
+
 Where a graph says that memory does not count in the forward pass, nothing is there until its end.
 
 The body of a loop is played once. What an iteration of the forward pass makes counts once there, and from the end of
@@ -17,7 +20,7 @@ kernels of a stage share (see `Graph.shared`) is there from the first to the las
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -65,7 +68,15 @@ def extra_seconds(graph: Graph, schedule: Schedule) -> float:
         s for k, nodes in enumerate(schedule.recomputed) for s in run_again(graph, k, nodes)
     )
     stacked = sum(graph.values[v].saved_seconds for v in sorted(schedule.saved))
-    return graph.extra_seconds + stacked + recomputed
+    return graph.extra_seconds + stacked + recomputed + math.fsum(waits(graph, schedule))
+
+
+def waits(graph: Graph, schedule: Schedule) -> list[float]:
+    """Seconds for which each stage waits for copies from host memory."""
+    if not schedule.offloaded:
+        return []
+    again = [math.fsum(run_again(graph, k, nodes)) for k, nodes in enumerate(schedule.recomputed)]
+    return graph.away.waits(schedule.offloaded, schedule.recomputed, again)
 
 
 def run_again(graph: Graph, stage: int, nodes: Sequence[int]) -> list[float]:
@@ -127,10 +138,12 @@ def play(graph: Graph, schedule: Schedule) -> Run:
     for v, k in schedule.kept:
         held[k].append(v)
     own: list[int] = []  # for each stage the last event before or at its first node
+    begun: list[int] = []  # and its first event
     where: dict[int, int] = {}
     for k, stage in enumerate(graph.stages):
         tape.where = where = {v: where[v] for v in held[k] if v in where}
         again = schedule.recomputed[k]
+        begun.append(len(tape.nodes))
         for n in again:
             tape.run(n, k)
             for v in graph.nodes[n].outputs:
@@ -145,7 +158,22 @@ def play(graph: Graph, schedule: Schedule) -> Run:
                 for v in graph.nodes[n].outputs:
                     if v in where:
                         tape.last[where[v]] = max(tape.last.get(where[v], -1), first + ran - 1)
-    return tape.over(own)
+    return tape.over(own, _gaps(graph, schedule, tape.nodes, begun))
+
+
+def _gaps(
+    graph: Graph, schedule: Schedule, ran: Sequence[int], begun: Sequence[int]
+) -> dict[int, tuple[int, int]]:
+    """For each value that is in host memory meanwhile the first event without it, and the first with it again.
+
+    **Arguments:** `begun` the first event of each stage.
+    """
+    starts = {stage.start: event for stage, event in zip(graph.stages, begun, strict=True)}
+    passed = begun[0] if begun else 0  # the nodes of the forward pass ascend
+    return {
+        copy.value: (starts.get(copy.gone, bisect_left(ran, copy.gone, hi=passed)), begun[copy.begun])
+        for copy in schedule.offloaded
+    }
 
 
 def rank(graph: Graph, schedule: Schedule, budget_nbytes: int | None) -> tuple[float, ...]:

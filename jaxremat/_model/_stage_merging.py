@@ -1,8 +1,9 @@
 """Graph + schedule -> the same with fewer stages: fences only where something is recomputed.
 
 On GPUs a fence costs traffic, because what passes through cannot be fused across, and brings nothing where nothing
-waits for it. A stage that recomputes nothing therefore becomes part of the one before. Law: saved, recomputed and kept
-values stay what they were; a schedule that drops nothing has no stage left, unless there are loops, whose ends stay.
+waits for it. A stage that recomputes nothing, and with which no copy from or to host memory begins or ends, therefore
+becomes part of the one before. Law: saved, recomputed, kept and offloaded values stay what they were; a schedule that
+drops nothing and offloads nothing has no stage left, unless there are loops, whose ends stay.
 """
 
 from bisect import bisect_left
@@ -13,7 +14,7 @@ from ._schedule import Schedule
 
 
 def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
-    """The graph and the schedule without the stages that recompute nothing, but for the first.
+    """The graph and the schedule without the stages that need no fence, but for the first.
 
     All that a merged stage finishes waits for the fence behind it: else the compiler puts weight gradients off, and
     keeps what they are made of.
@@ -21,8 +22,13 @@ def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
     if not graph.stages or (schedule.drops_nothing and not graph.loop_stop):
         return replace(graph, stages=()), Schedule(schedule.saved, ())
     loop_of = [graph.nodes[stage.start].loop for stage in graph.stages]
+    copying = {copy.begun for copy in schedule.offloaded}
+    gone = {copy.gone for copy in schedule.offloaded}
+    copying.update(k for k, stage in enumerate(graph.stages) if stage.start in gone)
     first = [
-        k for k, nodes in enumerate(schedule.recomputed) if nodes or k == 0 or loop_of[k] != loop_of[k - 1]
+        k
+        for k, nodes in enumerate(schedule.recomputed)
+        if nodes or k in copying or k == 0 or loop_of[k] != loop_of[k - 1]
     ]
     new_of = {k: i for i, k in enumerate(first)}
     groups = [graph.stages[k:stop] for k, stop in zip(first, [*first[1:], len(graph.stages)], strict=True)]
@@ -39,7 +45,10 @@ def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
     ]
     kept = frozenset((v, new_of[k]) for v, k in schedule.kept if k in new_of)
     return replace(graph, stages=tuple(stages)), Schedule(
-        schedule.saved, tuple(schedule.recomputed[k] for k in first), kept
+        schedule.saved,
+        tuple(schedule.recomputed[k] for k in first),
+        kept,
+        frozenset(copy._replace(begun=new_of[copy.begun]) for copy in schedule.offloaded),
     )
 
 

@@ -4,13 +4,14 @@ Law: `_simulate`'s docstring. The forward pass is the same in all schedules of a
 (`Graph.forward_tape`) and copied.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 
 class Life(NamedTuple):
     """A stretch in which an instance of a value is in memory: the value, the stage that made it (-1 in its own place),
-    the first and the last event, its bytes. What a loop stacks has two, before and behind the end of its loop.
+    the first and the last event, its bytes. What a loop stacks has two, before and behind the end of its loop, and
+    what is in host memory meanwhile too.
     """
 
     value: int
@@ -115,8 +116,10 @@ class Tape:
         kept = ((v, graph.kept_by(v, loop)) for v in graph.reads[n] if v not in where)
         self._keeping.extend((v, loop) for v, loop in kept if loop >= 0)
 
-    def over(self, own: Sequence[int]) -> Run:
-        """All that ran and lived; `own` for each stage the last event before or at its first node."""
+    def over(self, own: Sequence[int], gaps: Mapping[int, tuple[int, int]]) -> Run:
+        """All that ran and lived; `own` for each stage the last event before or at its first node, `gaps` for values
+        that are elsewhere meanwhile the first event without them, and the first with them again.
+        """
         graph, nodes, last = self.graph, self.nodes, self.last
         for v, loop in self._keeping:
             last[v] = max(last[v], self._ended[loop])
@@ -133,9 +136,9 @@ class Tape:
             for (_, _, n), events in self._shared.items()
             if len(events) > 1
         )
-        return Run(tuple(nodes), tuple(self.made_for), tuple(self._lives()), tuple(scratch))
+        return Run(tuple(nodes), tuple(self.made_for), tuple(self._lives(gaps)), tuple(scratch))
 
-    def _lives(self) -> Iterator[Life]:
+    def _lives(self, gaps: Mapping[int, tuple[int, int]]) -> Iterator[Life]:
         graph, last, size = self.graph, self.last, len(self.graph.values)
         behind: dict[int, int] = {}  # loop of the forward pass -> the first event behind it
         for event, (n, stage) in enumerate(zip(self.nodes, self.made_for, strict=True)):
@@ -152,6 +155,10 @@ class Tape:
                     if stage < 0 and value.length and end >= (stacked := behind[graph.nodes[n].loop]):
                         yield Life(v, stage, begin, stacked - 1, value.nbytes)
                         yield Life(v, stage, stacked, end, value.saved_nbytes)
+                    elif stage < 0 and v in gaps:
+                        gone, back = gaps[v]
+                        yield Life(v, stage, begin, gone - 1, value.nbytes)
+                        yield Life(v, stage, back, end, value.nbytes)
                     else:
                         yield Life(v, stage, begin, end, value.nbytes)
 

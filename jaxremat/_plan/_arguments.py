@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from .._runtime._bytes import Budget, parse_nbytes
 from .._runtime._errors import ArgumentError
 from .._solver import Solver
 
@@ -24,3 +25,17 @@ def check_planning(solver: Solver | None, time_limit: float, planning_seconds: f
 def as_tuple(value: Any) -> tuple[Any, ...]:
     """One number or name, or several, as `jax.jit` takes them."""
     return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)
+
+
+def check_host_memory(offload: object, host_budget: Budget) -> None:
+    """**Raises:** `ArgumentError` or `BudgetError` for what `optimize` cannot take."""
+    if not isinstance(offload, bool):
+        raise ArgumentError(f"`offload={offload!r}` is no choice. Write True or False.")
+    if host_budget is None:
+        return
+    if not offload:
+        raise ArgumentError(
+            f"`host_budget={host_budget!r}` is for values in the host's memory, and nothing is moved there without "
+            "`offload=True`. Write both, or neither."
+        )
+    parse_nbytes(host_budget)

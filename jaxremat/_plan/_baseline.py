@@ -16,9 +16,9 @@ import jax
 from .._compiler._devices import DeviceSpec
 from .._compiler._gathers import gathers
 from .._compiler._hlo import Module, parse
+from .._compiler._host_traffic import seconds_with_copies
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import Compiled, Program, processes_of
-from .._compiler._roofline import roofline
 from .._compiler._shardings import Division
 from .._compiler._tags import tagged
 from .._emit._emit import FENCES, emit
@@ -26,6 +26,7 @@ from .._lower._form_graphs import FormGraphs
 from .._lower._lower import as_stacked, estimate_base, lower
 from .._model._backend import Backend, backend
 from .._model._graph import Graph, Segments
+from .._model._host_copies import HostMemory
 from .._model._loop_levels import Chunking, Pairs
 from .._model._pins import Patterns
 from .._model._schedule import Schedule, complete
@@ -48,9 +49,9 @@ class Baseline:
     """The plain step.
 
     **Fields:** `program`, `args`, `kwargs`; `device`; `profile` as in `jaxremat.optimize`; `here` the `jax.Device` to
-    measure on, None for a target; `respect_checkpoint` and `pins` as in `jaxremat.optimize`; `compile_count` of whole
-    steps so far; `plain_seconds` that compiling the tagged plain step took; `forms` of the step that were made, by
-    levels.
+    measure on, None for a target; `respect_checkpoint` and `pins` as in `jaxremat.optimize`; `host` the memory in
+    which plans may keep values meanwhile, if any; `compile_count` of whole steps so far; `plain_seconds`
+    that compiling the tagged plain step took; `forms` of the step that were made, by levels.
     """
 
     program: Program
@@ -61,6 +62,7 @@ class Baseline:
     here: Any = None
     respect_checkpoint: bool = False
     pins: Patterns = ()
+    host: HostMemory | None = None
     compile_count: int = 0
     plain_seconds: float = 0.0
     forms: dict[Segments, Traced] = field(default_factory=dict)
@@ -121,7 +123,8 @@ class Baseline:
 
     def _roughly(self, traced: Traced, base_nbytes: int) -> Graph:
         there, flops = self.division.local(traced)
-        return lower(there, self.device, base_nbytes=base_nbytes, flops=flops, patterns=self.pins)
+        graph = lower(there, self.device, base_nbytes=base_nbytes, flops=flops, patterns=self.pins)
+        return replace(graph, host=self._host)
 
     def bare(self, segments: Segments) -> Graph:
         """The graph of such a form that plans made before are laid out on: of what one device has, as when they were
@@ -129,6 +132,10 @@ class Baseline:
         """
         there, flops = self.division.local(self.form(segments))
         return lower(there, self.device, base_nbytes=0, flops=flops)
+
+    @property
+    def _host(self) -> HostMemory | None:
+        return None if self.traced.around else self.host
 
     @property
     def must_recompute(self) -> bool:
@@ -198,14 +205,14 @@ class Baseline:
     @cached_property
     def witness_seconds(self) -> float:
         """The tagged step's time by a roofline of its kernels."""
-        return roofline(self._module, self.device).seconds
+        return seconds_with_copies(self._module, self.device)
 
     @cached_property
     def seconds(self) -> float:
         """The plain step's."""
         if not self._own_seconds:
             return self.witness_seconds
-        return roofline(parse(text_of(self.plain)), self.device).seconds
+        return seconds_with_copies(parse(text_of(self.plain)), self.device)
 
     @cached_property
     def _forms(self) -> FormGraphs:
@@ -226,7 +233,7 @@ class Baseline:
     @cached_property
     def graph(self) -> Graph:
         """The graph by what XLA writes to memory."""
-        graph = self._forms.graph(self.traced)
+        graph = replace(self._forms.graph(self.traced), host=self._host)
         logger.info(
             "plain step: peak %s, %d equations, %d residuals, %d stages",
             format_nbytes(self.peak_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
@@ -292,7 +299,9 @@ class Baseline:
             more = plain.extra_seconds + self.pairs(plain).form(segments).more_seconds
             if not rough and self.backend.fuses and self.profile == "roofline":
                 more = self._more_seconds(graph, more - (self.witness_seconds - self.seconds))
-            self._graphs[key] = replace(graph, step_seconds=plain.step_seconds, extra_seconds=more)
+            self._graphs[key] = replace(
+                graph, step_seconds=plain.step_seconds, extra_seconds=more, host=self._host
+            )
         return self._graphs[key]
 
     def jitted(self, graph: Graph, schedule: Schedule, fence: str = FENCES[0]) -> Any:

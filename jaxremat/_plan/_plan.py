@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from .._model._graph import Graph, Segments
+from .._model._host_copies import HostCopy
 from .._model._optimizer_updates import with_updates
 from .._model._schedule import Schedule, complete
 from .._report import Report
@@ -38,11 +39,12 @@ class Plan(Outcome, Written):
       plan, the rest another; negative numbers behind it are the lengths of more parts. Behind the pairs, for what may
       be done in chunks of rows (see `_row_regions`) how many chunks, none where it is as it was.
     - `loops` the same in words, of those that are not as they were.
-    - `devices` how many the step is on: all bytes are of one of them.
+    - `devices` how many the step is on: all bytes are of one of them; `waiting` the share of the step's time for which
+      kernels wait for what comes back from the host's memory.
     - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
-    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `fence`
-      what the emitter needs. Of these `unrepeated` are the operations that may not run twice, some of which only the
-      compiled plain step tells: those with which devices send each other something.
+    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `fence`,
+      `offloaded` what the emitter needs. Of these `unrepeated` are the operations that may not run twice, some of
+      which only the compiled plain step tells: those with which devices send each other something.
     """
 
     FORMAT: ClassVar = ("format", 2)
@@ -56,6 +58,7 @@ class Plan(Outcome, Written):
     fence: str
     segments: Segments
     unrepeated: tuple[int, ...] = ()
+    offloaded: tuple[HostCopy, ...] = ()
 
     def layout(self, graph: Graph) -> Graph:
         """The graph with this plan's stages and materialised values in place of its own.
@@ -76,7 +79,8 @@ class Plan(Outcome, Written):
 
     def schedule(self, graph: Graph) -> Schedule:
         """The schedule of this plan on a graph that has its layout."""
-        return complete(graph, self.saved, self.kept)
+        schedule = complete(graph, self.saved, self.kept)
+        return replace(schedule, offloaded=frozenset(self.offloaded))
 
     def report(self) -> Report:
         """Pictures and tables of this plan: print it, `save` it as one HTML file, or look at it in a notebook."""

@@ -56,6 +56,11 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
             "differ. "
             "Plan this step afresh, with `optimize(budget)`."
         )
+    if plan.offloaded and baseline.device.platform == "cpu":
+        raise PlanMismatchError(
+            f"The plan keeps {len(plan.offloaded)} values in the host's memory meanwhile, and a CPU has no memory "
+            "besides that. Plan for this device without `offload=True`."
+        )
     if not plan.stages:
         jitted = baseline.program.plain
     else:

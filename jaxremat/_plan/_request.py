@@ -22,6 +22,8 @@ class Options:
     progress: bool | None = None
     pins: Patterns = ()
     planning_seconds: float | None = None
+    offload: bool = False
+    host_budget: Budget = None
 
 
 @dataclass(frozen=True)

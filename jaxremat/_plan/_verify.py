@@ -13,13 +13,13 @@ from functools import partial
 from typing import Literal
 
 from .._compiler._hlo import parse
+from .._compiler._host_traffic import seconds_with_copies
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
-from .._compiler._roofline import roofline
 from .._lower._lower import as_stacked
 from .._model._graph import Graph, Segments
-from .._model._simulate import simulate
+from .._model._simulate import simulate, waits
 from .._report._account import account, account_of_plain
 from .._report._actions import actions
 from .._report._loop_forms import loop_forms
@@ -243,7 +243,7 @@ class _Planner:
         with phase(f"compiling plan {self.tried}", kind="compile"):
             jitted = baseline.jitted(graph, solution.schedule, fence)
             compiled = baseline.compile(jitted)
-        seconds = roofline(parse(text_of(compiled)), baseline.device).seconds
+        seconds = seconds_with_copies(parse(text_of(compiled)), baseline.device)
         trial = Trial(
             graph=graph,
             solution=solution,
@@ -294,6 +294,7 @@ class _Planner:
             fingerprint=self.baseline.fingerprint,
             saved=tuple(sorted(schedule.saved)),
             kept=tuple(sorted(schedule.kept)),
+            offloaded=tuple(sorted(schedule.offloaded)),
             stages=tuple((s.start, s.stop) for s in graph.stages),
             materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
             unrepeated=tuple(n.id for n in graph.nodes if not n.repeatable),
@@ -309,6 +310,7 @@ class _Planner:
             ),
             margin_nbytes=self.margin_nbytes,
             devices=self.baseline.division.devices,
+            waiting=math.fsum(waits(graph, schedule)) / (graph.step_seconds or 1.0),
             respect_checkpoint=self.baseline.respect_checkpoint,
             planning=PlanningTime.of(
                 self.stopwatch.seconds,

@@ -1,5 +1,6 @@
 """The one door to private or versioned parts of JAX; everything else of the library imports JAX's public names."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -257,6 +258,19 @@ def enclosing_options() -> dict[str, Any] | None:
 def barrier(operands: Sequence[Any], outvars: Sequence[Any], source_info: Any) -> Any:
     """An optimization barrier: nothing that reads its results starts before all of its operands are there."""
     return new_eqn(operands, outvars, _lax.optimization_barrier_p, {}, source_info)
+
+
+@functools.cache
+def _placing(space: Any) -> Any:
+    """The equation of putting a number there."""
+    return jax.make_jaxpr(lambda x: jax.device_put(x, space))(0.0).eqns[0]
+
+
+def placed(operand: Any, space: Any, source_info: Any) -> Any:
+    """A variable copied to another memory, `jax.memory.Space.Host` or `Device`."""
+    eqn = _placing(space)
+    outvar = new_var(operand.aval.update(memory_space=space))
+    return new_eqn([operand], [outvar], eqn.primitive, eqn.params, source_info)
 
 
 def permuted(operand: Any, axes: Sequence[int], source_info: Any) -> Any:

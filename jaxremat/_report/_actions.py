@@ -13,7 +13,8 @@ class Action:
     """What happens to one residual.
 
     **Fields:** `value` its id; `name` the user's `checkpoint_name`, else the primitive that makes it; `shape` as text;
-    `nbytes`; `action`; `stages` in which it is recomputed, none where what reads it is recomputed nowhere either;
+    `nbytes`; `action`; `stages` in which it is recomputed, none where what reads it is recomputed nowhere either, or
+    before which it comes back from the host's memory;
     `scope` the name stack; `source` the user's line; `pin` the hint that decided it, else "";
     `named` whether the name is the user's.
     """
@@ -22,7 +23,7 @@ class Action:
     name: str
     shape: str
     nbytes: int
-    action: Literal["save", "recompute"]
+    action: Literal["save", "recompute", "offload"]
     stages: tuple[int, ...]
     scope: str
     source: str
@@ -30,8 +31,10 @@ class Action:
     named: bool = False
 
     def __str__(self) -> str:
-        where = f"recompute in stage {', '.join(map(str, self.stages))}" if self.stages else "drop"
-        return ("save" if self.action == "save" else where) + (" (pinned)" if self.pin else "")
+        stages = ", ".join(map(str, self.stages))
+        where = f"recompute in stage {stages}" if self.stages else "drop"
+        kept = f"offload until stage {stages}" if self.action == "offload" else "save"
+        return (where if self.action == "recompute" else kept) + (" (pinned)" if self.pin else "")
 
 
 class Actions:
@@ -41,13 +44,20 @@ class Actions:
 
     @property
     def drops_nothing(self) -> bool:
-        """Whether nothing is recomputed. A step may have fences for updates all the same, where `stages` has any."""
-        return not any(a.action == "recompute" for a in self.actions)
+        """Whether nothing is recomputed, and nothing in the host's memory meanwhile. A step may have fences for updates
+        all the same, where `stages` has any.
+        """
+        return all(a.action == "save" for a in self.actions)
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes of the residuals that are saved."""
-        return sum(a.nbytes for a in self.actions if a.action == "save")
+        """Bytes of the residuals that are saved, on the device or in host memory meanwhile."""
+        return sum(a.nbytes for a in self.actions if a.action != "recompute")
+
+    @property
+    def offloaded_nbytes(self) -> int:
+        """Bytes of those that are in host memory meanwhile."""
+        return sum(a.nbytes for a in self.actions if a.action == "offload")
 
     @property
     def dropped_nbytes(self) -> int:
@@ -63,7 +73,7 @@ class Actions:
         balance: dict[str, int] = {}
         for action in self.actions:
             if action.named:
-                sign = 1 if action.action == "save" else -1
+                sign = -1 if action.action == "recompute" else 1
                 balance[action.name] = balance.get(action.name, 0) + sign * max(action.nbytes, 1)
         if not balance:
             raise ArgumentError(
@@ -94,6 +104,7 @@ def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
         for n in nodes:
             for v in graph.nodes[n].outputs:
                 stages.setdefault(v, []).append(k)
+    back = {copy.value: copy.begun for copy in schedule.offloaded}
     pins = {pin.at: pin.origin for pin in graph.pins if pin.action != "stage"}
     unread = idle(graph, schedule)
     names = _names(graph)
@@ -102,15 +113,15 @@ def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
         if v in unread:
             continue
         value, node = graph.values[v], graph.nodes[graph.values[v].producer]
-        saved = v in schedule.saved
+        saved, away = v in schedule.saved, back.get(v)
         found.append(
             Action(
                 value=v,
                 name=names.get(v, node.primitive),
                 shape=f"{value.length} x {value.shape}" if value.length > 1 else value.shape,
                 nbytes=value.saved_nbytes,
-                action="save" if saved else "recompute",
-                stages=() if saved else tuple(stages.get(v, ())),
+                action="recompute" if not saved else "save" if away is None else "offload",
+                stages=tuple(stages.get(v, ())) if not saved else () if away is None else (away,),
                 scope=node.scope,
                 source=node.source,
                 pin=pins.get(v, ""),

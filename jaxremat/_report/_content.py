@@ -71,7 +71,16 @@ def remarks(outcome: Outcome) -> str:
     loops = "".join(f"The {form}. " for form in outcome.loops)
     spread = f"All bytes are per device (of {outcome.devices}). "
     again = f"Devices gather {outcome.gathered_again} arrays again instead of keeping them. "
-    there = (spread if outcome.devices > 1 else "") + (again if outcome.gathered_again else "")
+    host = (
+        f"{format_nbytes(outcome.offloaded_nbytes)} of what is saved are in the host's memory meanwhile"
+        + (f", for which kernels wait {outcome.waiting:.1%} of the step's time" if outcome.waiting else "")
+        + ". "
+    )
+    there = (
+        (host if outcome.offloaded_nbytes else "")
+        + (spread if outcome.devices > 1 else "")
+        + (again if outcome.gathered_again else "")
+    )
     said = there, (kept if outcome.respect_checkpoint else ""), (free if outcome.margin_nbytes else ""), loops
     return "".join(said).strip()
 
@@ -101,7 +110,7 @@ def largest(actions: Iterable[Action]) -> list[Values]:
     """Residuals in groups, those with most bytes in all first."""
     groups: dict[tuple[str, ...], list[Action]] = {}
     for a in actions:
-        fate = "save" if a.action == "save" else "recompute" if a.stages else "drop"
+        fate = "drop" if a.action == "recompute" and not a.stages else a.action
         module = numberless("/".join(module_path(a.scope)))
         groups.setdefault((fate, a.name, a.shape, a.source, module, a.pin), []).append(a)
     found = []
@@ -202,6 +211,8 @@ def verified(outcome: Outcome) -> list[tuple[str, str]]:
     ]
     if outcome.margin_nbytes:
         rows.append(("of which stay free", format_nbytes(outcome.margin_nbytes)))
+    if memory.host_nbytes:
+        rows.append(("besides, in the host's memory", format_nbytes(memory.host_nbytes)))
     return [*rows, ("left below the budget", format_nbytes(room - memory.peak_nbytes))]
 
 

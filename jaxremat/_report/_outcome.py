@@ -64,6 +64,7 @@ class Outcome(Actions):
     loops: tuple[LoopForm, ...] = ()
     planning: PlanningTime = UNTIMED
     devices: int = 1
+    waiting: float = 0.0
 
     @property
     def gathered_again(self) -> int:
@@ -132,12 +133,18 @@ def describe(plan: Outcome, rows: int = 12) -> str:
         f"  predicted peak {format_nbytes(plan.predicted_peak_nbytes)}, overhead {plan.overhead:.2%}"
         + (f" (compiled program {plan.compiled_overhead:.2%})" if plan.compiled_overhead is not None else "")
         + f", at most {plan.gap:.2%} from the best",
-        f"  saved {format_nbytes(plan.saved_nbytes)} in {sum(a.action == 'save' for a in plan.actions)} values, "
+        f"  saved {format_nbytes(plan.saved_nbytes)} in {sum(a.action != 'recompute' for a in plan.actions)} values, "
         f"recomputed {format_nbytes(plan.dropped_nbytes)} in {sum(a.action == 'recompute' for a in plan.actions)}",
         f"  solver {plan.solver}, {plan.solve_seconds:.2f} s, {plan.compile_count} compilations",
     ]
     if plan.planning.seconds:
         lines.append(f"  {plan.planning}")
+    if plan.offloaded_nbytes:
+        lines.append(
+            f"  of what is saved {format_nbytes(plan.offloaded_nbytes)} in "
+            f"{sum(a.action == 'offload' for a in plan.actions)} values are in the host's memory meanwhile, for which "
+            f"kernels wait {plan.waiting:.2%} of the step"
+        )
     lines += [f"  {form}" for form in plan.loops]
     if plan.gathered_again:
         lines.append(f"  devices gather {plan.gathered_again} arrays again instead of keeping them")

@@ -15,7 +15,7 @@ from ._outcome import Outcome
 from ._text import Section, sections
 
 _COLOURS = {"save": "blue", "forward": "blue", "recompute": "yellow", "recomputed": "yellow", "backward": "green",
-            "drop": "dim", "no": "red", "yes": "green"}  # fmt: skip
+            "drop": "dim", "offload": "cyan", "no": "red", "yes": "green"}  # fmt: skip
 
 
 def renderables(outcome: Outcome, width: int) -> Iterator[Any]:

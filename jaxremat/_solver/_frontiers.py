@@ -55,7 +55,7 @@ def hold(graph: Graph, schedule: Schedule, budget_nbytes: int, deadline: float) 
     for _, v, k in sorted(repeated, reverse=True):
         if time.monotonic() > deadline:
             break
-        tried = complete(graph, schedule.saved, best.kept | {(v, k)})
+        tried = complete(graph, schedule.saved, best.kept | {(v, k)}, schedule.away)
         tried_rank = rank(graph, tried, budget_nbytes)
         if tried_rank < best_rank:
             best, best_rank = tried, tried_rank

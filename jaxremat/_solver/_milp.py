@@ -6,6 +6,7 @@ Variables, all binary, over residuals `v`, their producers `n` and stages `k`:
     e[v,k]  still there in stage k beyond that, to recompute from
     r[n,k]  node n is recomputed for stage k, for stages within `window` of the stages that read its outputs
     h[v,k]  a value that was recomputed before is held from stage k-1 into stage k (values at stage boundaries)
+    o[v]    v is saved in host memory, between the exit and the stage that `Graph.away` says; see `_host_link`
 
     minimise    sum seconds(n) r[n,k] + sum saved_seconds(v) s[v]      and less for what joins a kernel, see `_joined`
     subject to  s[v] + r[prod(v),k] + h[v,k] >= 1                     stage k reads v
@@ -36,14 +37,15 @@ from ._blocks import Blocks
 from ._chen import Chen
 from ._frontiers import boundaries, hold, holdable, repeats
 from ._greedy import Greedy
+from ._host_first import HostFirst
+from ._host_link import HostLink
 from ._hull import Lagrangian
 from ._integer_program import IntegerProgram, Term
 from ._interface import Solution, Solver
 from ._joined import run_again
 from ._mincut import MinCut
-from ._moments import Moments, Terms
+from ._moments import MIB, Moments, Terms
 
-MIB = float(2**20)
 MOST_RESIDUALS = 2500
 """Graphs with more residuals get the best of the other solvers: the integer program would not be written in time."""
 
@@ -97,6 +99,8 @@ class Milp:
         solvers: list[tuple[Solver, float]] = [(Chen(), 1 / 8), (MinCut(), 1 / 8), (Greedy(), 1 / 8)]
         if len(graph.residuals) > MANY_RESIDUALS:
             solvers.append((Blocks(), 1 / 2 if large else 1 / 8))
+        if graph.host is not None:
+            solvers.append((HostFirst(), 1 / 8))
         for solver, share in solvers:
             known = solver.solve(graph, budget_nbytes, time_limit=share * time_limit).schedule
             start = min((start, known), key=lambda schedule: rank(graph, schedule, budget_nbytes))
@@ -155,8 +159,9 @@ class Milp:
         low = high = 0.0  # shares of slack with which all takes too long, and with which it does not
         for slack in LEAST_SLACKS:
             budget = peak + int(slack * plain)
-            known = (found.schedule, MinCut().solve(graph, budget, time_limit=time_limit / 8).schedule)
-            start = min(known, key=lambda schedule: rank(graph, schedule, budget))
+            solvers: tuple[Solver, ...] = (MinCut(), HostFirst()) if graph.host else (MinCut(),)
+            known = [s.solve(graph, budget, time_limit=time_limit / 8).schedule for s in solvers]
+            start = min((found.schedule, *known), key=lambda schedule: rank(graph, schedule, budget))
             found, high = self._within(graph, budget, start, time_limit / 4), slack
             if extra_seconds(graph, found.schedule) <= most:
                 break
@@ -246,6 +251,8 @@ class _Model:
         peak = program.variable() if budget_nbytes is None else None
         variables: dict[str, dict[tuple[int, ...], int]] = {"e": longer, "r": again, "h": hold}
         variables["s"] = {(v,): x for v, x in save.items()}
+        link = HostLink(graph, program, self.moments.away, save)
+        variables["o"] = {(v,): x for v, x in link.offload.items()}
 
         for v in graph.pinned["recompute"].intersection(save):
             program.at_most([(save[v], 1.0)], 0.0)
@@ -278,6 +285,9 @@ class _Model:
             parts: list[Term] = []
             constant = (terms.constant_nbytes + margin_nbytes) / MIB
             for keys, nbytes in terms.parts:
+                if keys[0][0] == "q":
+                    parts.append((link.waiting(*keys[0][1:]), nbytes / MIB))
+                    continue
                 found = [x for kind, *ids in keys if (x := variables[kind].get(tuple(ids))) is not None]
                 if len(found) == len(keys):
                     parts.extend((x, nbytes / MIB) for x in found)
@@ -293,6 +303,7 @@ class _Model:
         possible = all(limit(terms) for terms in self.moments.initial())
         terms, variables["a"] = run_again(graph, program, again)
         cost = [(x, 100 * seconds / step) for seconds, x in terms]
+        cost += [(x, 100 / step) for x in link.waits(again)]
         stacking = ((graph.values[v].saved_seconds, x) for v, x in save.items())
         cost += [(x, 100 * seconds / step) for seconds, x in stacking if seconds]
         if peak is None or lagrangian:
@@ -310,7 +321,7 @@ class _Model:
             program.start = self._start(start, variables)
         added: set[tuple[Terms, int]] = set()
         total = deadline - time.monotonic()
-        proven, lost = not possible, False
+        proven, lost, rounding = not possible, False, 0
         while possible and (left := deadline - time.monotonic()) > 0:
             if peak is None:
                 note(incumbent(best_rank, bound, step))
@@ -327,7 +338,7 @@ class _Model:
                 bound = max(bound, constant + answer.bound / 100 * step)
             if answer.values is None:
                 break
-            schedule = self._schedule(save, hold, answer.values)
+            schedule = self._schedule(variables, answer.values)
             found = order(schedule)
             if found < best_rank:
                 best, best_rank = schedule, found
@@ -338,11 +349,16 @@ class _Model:
                 ceiling = budget_nbytes or 0
             violated = self.moments.violated(schedule, profile, ceiling)
             close = budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes + TOLERANCE_NBYTES
-            margin = TOLERANCE_NBYTES if close else 0
+            margin = max(rounding, TOLERANCE_NBYTES if close else 0)
             if not violated:
-                proven = answer.status == "OPTIMAL"
+                proven = answer.status == "OPTIMAL" and not rounding
                 break
             new = [terms for terms in violated if (terms, margin) not in added]
+            if (
+                not new and schedule.offloaded
+            ):  # copies end a little later, and begin earlier, than the rows know
+                rounding = margin = rounding + profile.peak_nbytes - ceiling
+                new = violated
             if not new:  # the solver's arithmetic overlooks them
                 break
             added.update((terms, margin) for terms in new)
@@ -361,12 +377,12 @@ class _Model:
             best, best_rank[0] == 0, min(bound, best_rank[1]) if best_rank[0] == 0 else bound, proven
         )
 
-    def _schedule(
-        self, save: dict[int, int], hold: dict[tuple[int, int], int], values: list[float]
-    ) -> Schedule:
-        saved = [v for v, x in save.items() if values[x] >= 0.5]
-        kept = [key for key, x in hold.items() if values[x] >= 0.5]
-        return complete(self.graph, saved, kept)
+    def _schedule(self, variables: dict[str, dict[tuple[int, ...], int]], values: list[float]) -> Schedule:
+        chosen = {
+            kind: [key for key, x in variables[kind].items() if values[x] >= 0.5] for kind in ("s", "h", "o")
+        }
+        saved, away = ([v for (v,) in chosen[kind]] for kind in ("s", "o"))
+        return complete(self.graph, saved, ((v, k) for v, k in chosen["h"]), away)
 
     def _start(self, schedule: Schedule, variables: dict[str, dict[tuple[int, ...], int]]) -> list[Term]:
         graph = self.graph
@@ -379,4 +395,5 @@ class _Model:
             (x, float(v in schedule.saved and last.get(v, -1) >= k)) for (v, k), x in variables["e"].items()
         ]
         start += [(x, float(key in again)) for key, x in variables["r"].items()]
+        start += [(x, float(v in schedule.away)) for (v,), x in variables["o"].items()]
         return start + [(x, float(key in schedule.kept)) for key, x in variables["h"].items()]

@@ -1,17 +1,21 @@
 """Moments of the schedule -> linear lower bounds on the bytes alive there, for the integer program.
 
-A term's keys name variables of `_milp`: ("s", v), ("e", v, k), ("r", n, k), ("a", n, k), ("h", v, k). A value counts
-where all of them are one.
+A term's keys name variables of `_milp`: ("s", v), ("e", v, k), ("r", n, k), ("a", n, k), ("h", v, k), ("o", v). A value
+counts where all of them are one. ("q", n) is what waits then to leave for the host's memory.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .._model._graph import Graph
+from .._model._host_copies import Reading
 from .._model._schedule import Schedule, complete
 from .._model._simulate import Profile, joined, simulate
 
 Key = tuple[str, *tuple[int, ...]]
+Part = tuple[tuple[Key, ...], int]
+
+MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class Moments:
                 else:
                     own[v][k] = node.id
                     until[v] = max(until.get(v, end), end)
+        self.away = {v: copy for v, copy in graph.away.alone.items() if v in free}
         # Of a node with several results, a saved one is read in the original though the node is run again: saved or
         # recomputed, it is there once. Its bytes count by one of the two variables, `by_clone` says for which by `r`.
         outputs = [[v for v in node.outputs if v in free] for node in graph.nodes]
@@ -201,6 +206,13 @@ class Moments:
             return [("s", v)]
         return [("e", v, j) for j in self.extra[v] if j > k][:1]
 
+    def _elsewhere(self, v: int, at: int, k: int) -> bool:
+        """Whether a value that is in host memory meanwhile is not here at a node, or where the stage before it begins.
+
+        Where something reads it earlier than its own readers, `_with_pairs` says so.
+        """
+        return v in self.away and self.away[v].gone <= at and k < self.away[v].begun
+
     def _by_clone(self, v: int) -> bool:
         return v not in self.joint or v in self.by_clone
 
@@ -223,7 +235,7 @@ class Moments:
             life, nbytes = self.lives[v], self.graph.values[v].nbytes
             if life.forward < n and life.born < n:
                 there = self._original_nbytes(v, n)
-                parts.extend(((key,), there) for key in self._saved(v, k, own_at=n))
+                parts.extend(self._originals(v, n, k, there, self._saved(v, k, own_at=n)))
             if k >= 0:
                 read = life.by_stage.get(k, -1) >= n
                 if not read and self.joined.get((life.born, k), -1) >= n:
@@ -234,6 +246,7 @@ class Moments:
                     parts.extend((keys, nbytes) for keys in self._clones(v, k, read, made=True))
                 if self.rows.get((v, k), -1) >= n:
                     parts.append(((("s", v),), nbytes))
+        parts.extend(self._leaving(n))
         constant = self.base[n] + self.graph.nodes[n].workspace_nbytes
         return Terms(constant, tuple(parts))
 
@@ -244,12 +257,26 @@ class Moments:
             life, nbytes = self.lives[v], self.graph.values[v].nbytes
             if life.forward < self.graph.stages[k].start:
                 saved_nbytes = self.graph.values[v].saved_nbytes
-                parts.extend(((key,), saved_nbytes) for key in self._saved(v, k, own_at=None))
+                at = self.graph.stages[k].start
+                parts.extend(self._originals(v, at, k, saved_nbytes, self._saved(v, k, own_at=None)))
             read = k in life.by_stage
             parts.extend((keys, nbytes) for keys in self._clones(v, k, read, made=life.born < upto))
             if (v, k) in self.rows:
                 parts.append(((("s", v),), nbytes))
+        parts.extend(self._leaving(self.graph.stages[k].start))
         return Terms(self.across[k], tuple(parts))
+
+    def _originals(self, v: int, at: int, k: int, nbytes: int, keys: list[Key]) -> Iterator[Part]:
+        """What of a saved value is here at a node, or where the stage before it begins."""
+        for key in keys:
+            yield (key,), nbytes
+            if key[0] == "s" and self._elsewhere(v, at, k):
+                yield (("o", v),), -nbytes
+
+    def _leaving(self, at: int) -> Iterator[Part]:
+        """What is on its way to the host then, where copies wait for one another."""
+        if any(copy.gone <= at for copy in self.away.values()):
+            yield (("q", at),), MIB
 
     def _outlived(self, u: int, at: int) -> bool:
         """Whether only recomputation reads a value that is never made again, from node `at` on."""
@@ -281,7 +308,11 @@ class Moments:
             """Count the original, which is there because node `m`, recomputed for stage `j`, reads it."""
             nonlocal parts
             there = self._original_nbytes(u, at)
-            if u not in free:
+            if u in schedule.away and ("o", u) in counted and ("o", u, 0) not in counted:
+                if stage >= graph.away.begins(u, Reading(j, -1), self.away[u].gone):
+                    counted.add(("o", u, 0))
+                    parts.append(((("o", u), ("r", m, j)), there))
+            elif u not in free:
                 if self._outlived(u, at) and ("r", u) not in counted:
                     counted.add(("r", u))
                     parts.append(((("r", m, j),), there))

@@ -1,0 +1,69 @@
+"""Module, device -> what its copies between device and host memory take beside its kernels.
+
+Law: copies run beside the kernels, those there and those back one after the other, each begun where the schedule begins
+it; the kernels wait where the schedule waits for a copy that is not over. A loop's copies are begun and over within
+each of its iterations.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ._devices import DeviceSpec
+from ._hlo import CONTROL, Computation, Module, copies_back, copies_out
+from ._roofline import kernels, roofline, seconds_of, trips_of
+
+
+@dataclass(frozen=True, slots=True)
+class HostTraffic:
+    """What one run of a program copies.
+
+    **Fields:** `sent_nbytes` to the host, `fetched_nbytes` from it; `wait_seconds` for which kernels wait for copies.
+    """
+
+    sent_nbytes: int = 0
+    fetched_nbytes: int = 0
+    wait_seconds: float = 0.0
+
+
+def host_traffic(module: Module, device: DeviceSpec) -> HostTraffic:
+    """What a program copies, and how long it waits for that."""
+    instructions = (i for computation in module.computations.values() for i in computation.instructions)
+    if not any(copies_out(i) or copies_back(i) for i in instructions):
+        return HostTraffic()
+    seconds = {(k.computation, k.instruction.name): seconds_of(k, device) for k in kernels(module)}
+    return _run(module, module.computations[module.entry], seconds, device.host_link)[1]
+
+
+def seconds_with_copies(module: Module, device: DeviceSpec) -> float:
+    """The least time in which `device` can run the module, by its kernels and the copies that these wait for."""
+    return roofline(module, device).seconds + host_traffic(module, device).wait_seconds
+
+
+def _run(
+    module: Module, computation: Computation, kernel_seconds: Mapping[tuple[str, str], float], link: float
+) -> tuple[float, HostTraffic]:
+    """Seconds of a computation, and what it copies."""
+    now = waited = 0.0
+    sent = fetched = 0
+    free = [0.0, 0.0]  # when the link is, there and back
+    over: dict[str, float] = {}
+    for instruction in computation.instructions:
+        name = instruction.name
+        now += kernel_seconds.get((computation.name, name), 0.0)
+        if (back := copies_back(instruction)) or copies_out(instruction):
+            nbytes = instruction.shapes[0].nbytes
+            free[back] = over[name] = max(free[back], now) + nbytes / link
+            sent, fetched = (sent, fetched + nbytes) if back else (sent + nbytes, fetched)
+        elif instruction.opcode == "copy-done" and instruction.operands[0] in over:
+            late = max(over[instruction.operands[0]] - now, 0.0)
+            now, waited = now + late, waited + late
+        elif instruction.opcode in CONTROL:
+            bodies = (module.computations[callee] for callee in instruction.callees)
+            ran = [_run(module, body, kernel_seconds, link) for body in bodies]
+            seconds, traffic = max(ran, key=lambda each: each[0], default=(0.0, HostTraffic()))
+            trips = trips_of(instruction)
+            now += trips * seconds
+            waited += trips * traffic.wait_seconds
+            sent += trips * traffic.sent_nbytes
+            fetched += trips * traffic.fetched_nbytes
+    return now, HostTraffic(sent, fetched, waited)

@@ -1,0 +1,256 @@
+"""Graph -> which values may be in host memory between their readers, when they leave and when they come back.
+
+A value leaves the device's memory when its copy is there: an *exit* waits for that, a product of the forward pass or
+the beginning of a stage. Copies leave one after the other as they are made. The way back begins before a stage, early
+enough for the stage that reads the value first; copies come back one after the other, and a stage waits for those that
+are late. What is in a loop stays.
+
+Law: copies are placed by the clock of a step that recomputes nothing. One that does has more time for each, so that a
+copy is over at its exit whatever else is decided, and only copies back are ever waited for.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+LEAST_NBYTES = 1 << 20
+"""Smaller values stay: a copy of so much takes about as long as it takes to begin one."""
+
+LEAD = 1.5
+"""The way back begins so many times as early as the copy takes alone."""
+
+REST = 1.1
+"""An exit is so many times as late behind the begin of a copy as that takes: nobody should wait there."""
+
+AT_ONCE = 2
+"""So many copies to the host are under way at once: of more the compiler has the kernels wait for the first, wherever
+that is then."""
+
+
+class HostMemory(NamedTuple):
+    """The memory of the host, as one device uses it.
+
+    **Fields:** `link` the bytes/s of copies there, and of those back; `nbytes` that values may take there, None where
+    that is not known.
+    """
+
+    link: float
+    nbytes: int | None = None
+
+
+class HostCopy(NamedTuple):
+    """A value that is in host memory meanwhile.
+
+    **Fields:** `value`; `left` the node behind which its way to the host begins, its producer or the exit of another;
+    `gone` its exit, the node before which it has left; `begun` the stage before which its way back begins.
+    """
+
+    value: int
+    left: int
+    gone: int
+    begun: int
+
+
+class Reading(NamedTuple):
+    """Who reads a value first in the backward pass.
+
+    **Fields:** the `stage`; the `node` in its own place, -1 where it is read to recompute.
+    """
+
+    stage: int
+    node: int
+
+
+class Away:
+    """The values of a graph that may be in host memory.
+
+    **Fields:** `starts` the seconds at which each node begins in a step that recomputes nothing.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+
+    @cached_property
+    def starts(self) -> tuple[float, ...]:
+        graph = self.graph
+        prices = [node.seconds if graph.kernel[node.id] else 0.0 for node in graph.nodes]
+        scale = graph.step_seconds / (sum(prices) or 1.0)
+        return tuple(accumulate((scale * price for price in prices), initial=0.0))
+
+    def copy_seconds(self, v: int) -> float:
+        """What copying a value takes, one way."""
+        return self.graph.values[v].nbytes / self.graph.host.link
+
+    @cached_property
+    def alone(self) -> dict[int, HostCopy]:
+        """For each value that may be away when it is, if it is the only one, and read in no other place."""
+        graph = self.graph
+        if graph.host is None or not graph.counts_forward:
+            return {}
+        able = [v for v in self._first if self._able(v)]
+        producer = [graph.values[v].producer for v in able]
+        placed = (
+            self._placed(v, n, self.made(v), self._first[v]) for v, n in zip(able, producer, strict=True)
+        )
+        return {copy.value: copy for copy in placed if copy is not None}
+
+    def made(self, v: int) -> float:
+        """When a value is there."""
+        return self.starts[self.graph.values[v].producer + 1]
+
+    def placed(self, chosen: Iterable[int], recomputed: Sequence[Sequence[int]]) -> frozenset[HostCopy]:
+        """When each of the chosen values is away, less those for which there is no time, or no more room.
+
+        **Arguments:** `recomputed` as in `Schedule`.
+        """
+        able = sorted(
+            (v for v in set(chosen) if v in self.alone), key=lambda v: self.graph.values[v].producer
+        )
+        first = self.first(able, recomputed)
+        found: list[HostCopy] = []
+        free = 0.0  # when the link is
+        room = (
+            math.inf if self.graph.host is None or self.graph.host.nbytes is None else self.graph.host.nbytes
+        )
+        for v in able:
+            left, ready = self.graph.values[v].producer, self.made(v)
+            if len(found) >= AT_ONCE and (exit_before := found[-AT_ONCE].gone) > left:
+                left, ready = exit_before, self.starts[exit_before]
+            fits = v in first and self.graph.values[v].nbytes <= room and left < self.graph.forward_stop
+            if fits and (copy := self._placed(v, left, max(free, ready), first[v])) is not None:
+                found.append(copy)
+                free = max(free, ready) + self.copy_seconds(v)
+                room -= self.graph.values[v].nbytes
+        return frozenset(found)
+
+    def first(self, values: Collection[int], recomputed: Sequence[Sequence[int]]) -> dict[int, Reading]:
+        """Who reads each of these values first."""
+        wanted, graph = set(values), self.graph
+        found = {v: self._first[v] for v in wanted if v in self._first}
+        for k, nodes in enumerate(recomputed):
+            for n in nodes:
+                for v in wanted.intersection(graph.reads[n]):
+                    if v not in found or found[v].stage >= k:
+                        found[v] = Reading(k, -1)
+        return found
+
+    def waits(
+        self, copies: Collection[HostCopy], recomputed: Sequence[Sequence[int]], again: Sequence[float]
+    ) -> list[float]:
+        """Seconds for which each stage waits for copies.
+
+        **Arguments:** `again` the seconds for which each recomputes.
+        """
+        graph = self.graph
+        waits = [0.0] * len(graph.stages)
+        if not copies or graph.host is None:
+            return waits
+        first = self.first([copy.value for copy in copies], recomputed)
+        begun: dict[int, list[HostCopy]] = {}
+        due: dict[int, list[HostCopy]] = {}
+        for copy in sorted(copies, key=lambda copy: (first[copy.value], copy)):
+            begun.setdefault(copy.begun, []).append(copy)
+            due.setdefault(first[copy.value].stage, []).append(copy)
+        late = free = 0.0  # by how much the step is later than the clock; when the link is free
+        back: dict[int, float] = {}
+        for k, stage in enumerate(graph.stages):
+            for copy in begun.get(k, ()):
+                free = max(free, self.starts[stage.start] + late) + self.copy_seconds(copy.value)
+                back[copy.value] = free
+            for copy in due.get(k, ()):
+                node = first[copy.value].node
+                need = self.starts[stage.start] if node < 0 else self.starts[node] + again[k]
+                more = max(back[copy.value] - (need + late), 0.0)
+                waits[k] += more
+                late += more
+            late += again[k]
+        return waits
+
+    def begins(self, v: int, reading: Reading, gone: int) -> int:
+        """The stage before which a value's way back begins for a reader, -1 where it is not gone by then."""
+        graph, stage = self.graph, self.graph.stages[reading.stage]
+        need = self.starts[stage.start if reading.node < 0 else reading.node]
+        able = [k for k in self._stages if gone < graph.stages[k].start <= stage.start]
+        in_time = bisect_right(
+            able, need - LEAD * self.copy_seconds(v), key=lambda k: self.starts[graph.stages[k].start]
+        )
+        return able[max(in_time - 1, 0)] if able else -1
+
+    def _placed(self, v: int, left: int, begins: float, reading: Reading) -> HostCopy | None:
+        over = begins + REST * self.copy_seconds(v)
+        at = bisect_left(self._exits, over, key=lambda n: self.starts[n])
+        at = max(at, bisect_right(self._exits, max(left, self._last_forward.get(v, -1))))
+        if at == len(self._exits):
+            return None
+        begun = self.begins(v, reading, self._exits[at])
+        return HostCopy(v, left, self._exits[at], begun) if begun >= 0 else None
+
+    def _able(self, v: int) -> bool:
+        graph, value = self.graph, self.graph.values[v]
+        own = value.materialised and not value.is_output and not value.length
+        outside = graph.nodes[value.producer].loop < 0 and v not in self._in_loops
+        return own and outside and value.nbytes >= LEAST_NBYTES and v not in graph.pinned["save"]
+
+    @cached_property
+    def _stages(self) -> list[int]:
+        """The stages that begin outside of loops."""
+        graph = self.graph
+        return [k for k, stage in enumerate(graph.stages) if graph.nodes[stage.start].loop < 0]
+
+    @cached_property
+    def _exits(self) -> list[int]:
+        """Where copies to the host may be waited for: products of the forward pass outside of loops, and stages."""
+        graph = self.graph
+        products = [n for n in range(graph.forward_stop) if exit_operand(graph, n) >= 0]
+        return products + [graph.stages[k].start for k in self._stages]
+
+    @cached_property
+    def _first(self) -> dict[int, Reading]:
+        """The first own reader of each residual that some stage reads."""
+        graph = self.graph
+        found: dict[int, Reading] = {}
+        for n in range(graph.forward_stop, len(graph.nodes)):
+            k = graph.stage_of[n]
+            for v in graph.reads[n]:
+                if graph.is_residual(v) and graph.values[v].producer < graph.forward_stop:
+                    found.setdefault(v, Reading(k, n))
+        return found
+
+    @cached_property
+    def _last_forward(self) -> dict[int, int]:
+        """The last node of the forward pass that reads each value."""
+        return {v: n for n in range(self.graph.forward_stop) for v in self.graph.reads[n]}
+
+    @cached_property
+    def _in_loops(self) -> frozenset[int]:
+        """Values that loops read."""
+        graph = self.graph
+        return frozenset(v for node in graph.nodes if node.loop >= 0 for v in graph.reads[node.id])
+
+
+def exit_operand(graph: Any, n: int) -> int:
+    """The operand with which a product of the forward pass waits for copies: one that is in memory, or is something in
+    memory under another name; -1 where the node is no such product.
+    """
+    node = graph.nodes[n]
+    if not node.contraction or node.loop >= 0:
+        return -1
+    return next((v for v in node.inputs if chain(graph, v) is not None), -1)
+
+
+def chain(graph: Any, v: int) -> list[int] | None:
+    """The fused nodes of one operand each, the last first, that make a value of one that the forward pass has in
+    memory; None where there is no such value.
+    """
+    found: list[int] = []
+    while not graph.values[v].materialised:
+        n = graph.values[v].producer
+        if n < 0 or len(graph.nodes[n].inputs) != 1 or len(graph.nodes[n].outputs) != 1:
+            return None
+        found.append(n)
+        (v,) = graph.nodes[n].inputs
+    n = graph.values[v].producer
+    return found if 0 <= n < graph.forward_stop and graph.nodes[n].loop < 0 else None

@@ -1,0 +1,233 @@
+"""Steps whose values are in host memory meanwhile: equal results, and copies that stand where they should."""
+
+import functools
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxpr_as_fun
+
+import jaxremat
+from jaxremat import Graph, JaxrematWarning, Plan, PlanMismatchError, Solution, complete
+from jaxremat._compiler._devices import detect
+from jaxremat._compiler._hlo import Module, copies_back, copies_out, parse
+from jaxremat._compiler._host_traffic import host_traffic
+from jaxremat._compiler._program import Program
+from jaxremat._emit._emit import FENCES, emit
+from jaxremat._model._device_specs import DEVICES
+from jaxremat._model._host_copies import HostMemory
+from jaxremat._plan._baseline import Baseline
+
+
+def matrices(rows: int, width: int, layers: int) -> Any:
+    up, down = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((width, 4 * width), (4 * width, width)))
+    return [(up, down)] * layers, jax.ShapeDtypeStruct((rows, width), jnp.float32)
+
+
+def images(batch: int, size: int, channels: int, layers: int) -> Any:
+    kernel = jax.ShapeDtypeStruct((3, 3, channels, channels), jnp.float32)
+    return [kernel] * layers, jax.ShapeDtypeStruct((batch, size, size, channels), jnp.float32)
+
+
+SMALL = {"matrices": matrices(1024, 256, 3), "images": images(8, 64, 32, 5)}
+"""Arguments for this machine."""
+
+LARGE = {"matrices": matrices(16384, 4096, 5), "images": images(32, 64, 2048, 5)}
+"""Arguments of which products take about as long as copies of their results to the host, for a GPU."""
+
+
+def mlp(weights: Any, x: Any) -> Any:
+    """One SGD step of an unrolled network with activations that are made of another value in memory."""
+
+    def loss(weights: Any) -> jax.Array:
+        h = x
+        for up, down in weights:
+            h = h + jax.nn.gelu(h @ up) @ down
+        return jnp.mean(h**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def conv(weights: Any, x: Any) -> Any:
+    """The same of images."""
+
+    def loss(weights: Any) -> jax.Array:
+        h = x
+        for w in weights:
+            h = jnp.tanh(
+                jax.lax.conv_general_dilated(h, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            )
+        return jnp.mean(h**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+STEPS = {"matrices": mlp, "images": conv}
+
+
+class Everything:
+    """Saves everything, and has as much as possible in host memory meanwhile; recomputes what `again` says."""
+
+    def __init__(self, again: bool = False) -> None:
+        self.again = again
+
+    def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        away = sorted(graph.away.alone)
+        saved = [v for v in graph.residuals if not self.again or v in away[::2] or v not in away]
+        return Solution(complete(graph, saved, (), away), solver="everything")
+
+
+@functools.cache
+def planned(kind: str, again: bool = False) -> tuple[Plan, Module]:
+    """A plan of that solver for a GPU, and what its compiler makes of it."""
+    step, args = STEPS[kind], LARGE[kind]
+    plain = jaxremat.memory(step, *args, donate_argnums=0, target="h100")
+    decorated = jaxremat.optimize(
+        plain.peak_nbytes - 1,
+        donate_argnums=0,
+        target="h100",
+        offload=True,
+        solver=Everything(again),
+        cache=False,
+    )(step)
+    return decorated.plan(*args), parse(decorated.compile(*args).as_text())
+
+
+def values_of(shapes: Any) -> Any:
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    made = [0.05 * jax.random.normal(key, s.shape, s.dtype) for key, s in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(tree, made)
+
+
+@pytest.mark.parametrize("fence", FENCES)
+@pytest.mark.parametrize("again", [False, True], ids=["all saved", "some recomputed"])
+@pytest.mark.parametrize("kind", STEPS)
+def test_results_are_those_of_the_step(kind: str, again: bool, fence: str) -> None:
+    """On the CPU, where a copy to the host is none."""
+    step, shapes = STEPS[kind], SMALL[kind]
+    program = Program(fn=step)
+    baseline = Baseline(
+        program, shapes, {}, DEVICES["h100"], "roofline", jax.devices()[0], host=HostMemory(1e13)
+    )
+    graph = replace(baseline.rough, platform="gpu")
+    schedule = Everything(again).solve(graph, None, time_limit=1.0).schedule
+    assert schedule.offloaded
+    jaxpr = emit(baseline.traced, graph, schedule, fence)
+    assert sum(e.primitive.name == "device_put" for e in jaxpr.jaxpr.eqns) == 2 * len(schedule.offloaded)
+    args = values_of(shapes)
+    wanted = jax.tree.leaves(jax.jit(step)(*args))
+    found = jax.jit(jaxpr_as_fun(jaxpr))(*jax.tree.leaves(args))
+    for a, b in zip(wanted, found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["all saved", "some recomputed"])
+@pytest.mark.parametrize("kind", STEPS)
+def test_the_compiler_copies_what_the_plan_says(kind: str, again: bool) -> None:
+    plan, module = planned(kind, again)
+    assert plan.offloaded
+    there = [i for i in module.computations[module.entry].instructions if copies_out(i)]
+    back = [i for i in module.computations[module.entry].instructions if copies_back(i)]
+    assert len(there) == len(back) == len(plan.offloaded)
+    traffic = host_traffic(module, DEVICES["h100"])
+    assert traffic.sent_nbytes == traffic.fetched_nbytes == plan.offloaded_nbytes
+    assert plan.memory is not None and 0 < plan.memory.host_nbytes <= plan.offloaded_nbytes
+
+
+def test_copies_back_begin_in_their_stages() -> None:
+    """Before its stage's fence a copy has not begun: what passes the fence is what it reads."""
+    plan, module = planned("matrices")
+    instructions = module.computations[module.entry].instructions
+    place = {i.name: n for n, i in enumerate(instructions)}
+    fences = {
+        int(found[1]): n
+        for n, i in enumerate(instructions)
+        if i.opcode == "tuple" and (found := re.search(r"fence_(\d+)", i.op_name))
+    }
+    begun = sorted(place[i.name] for i in instructions if copies_back(i))
+    assert len(fences) >= len({copy.begun for copy in plan.offloaded})
+    assert all(n > min(fences.values()) for n in begun)
+    left = [place[f"{i.operands[0]}"] for i in instructions if i.opcode == "copy-done" and i.shapes[0].space]
+    assert len(left) == len(begun) and max(left) < begun[-1]  # all have left before the last comes back
+
+
+def test_the_device_has_less_in_memory() -> None:
+    plan, _ = planned("matrices")
+    assert plan.compiled_peak_nbytes is not None
+    saved = plan.baseline_peak_nbytes - plan.compiled_peak_nbytes
+    assert saved > 0.2 * plan.offloaded_nbytes
+    assert abs(plan.predicted_peak_nbytes - plan.compiled_peak_nbytes) < 0.1 * plan.baseline_peak_nbytes
+
+
+def test_the_planner_chooses_what_is_cheapest() -> None:
+    """With the host's memory a plan is never slower by the model, and is faster here; its report says what went."""
+    plain = jaxremat.memory(mlp, *LARGE["matrices"], donate_argnums=0, target="h100")
+    budget = plain.peak_nbytes - plain.temporaries_nbytes // 3
+    without, with_it = (
+        jaxremat.plan(
+            mlp, *LARGE["matrices"], budget=budget, donate_argnums=0, target="h100", offload=o, cache=False
+        )
+        for o in (False, True)
+    )
+    assert not without.offloaded
+    assert with_it.peak_nbytes <= budget
+    assert with_it.offloaded
+    for shown in (str(with_it), str(with_it.report()), with_it.report().html()):
+        assert "memory meanwhile" in shown
+    assert with_it.overhead <= without.overhead + 1e-3
+    again = Plan.from_json(with_it.to_json())
+    assert again == with_it
+
+
+def test_a_plan_that_was_kept_is_followed() -> None:
+    plan, _ = planned("matrices")
+    step = jaxremat.optimize(plan=Plan.from_json(plan.to_json()), donate_argnums=0, target="h100")(mlp)
+    assert step.plan(*LARGE["matrices"]).offloaded == plan.offloaded
+    assert step.plan(*LARGE["matrices"]).compiled_peak_nbytes == plan.compiled_peak_nbytes
+
+
+def test_a_device_without_that_memory_refuses_the_plan() -> None:
+    plan, _ = planned("matrices")
+    with pytest.raises(PlanMismatchError, match="no memory besides"):
+        jaxremat.optimize(plan=plan, donate_argnums=0)(mlp).plan(*LARGE["matrices"])
+
+
+def test_a_cpu_plans_without() -> None:
+    assert detect(jax.devices()[0]).platform == "cpu"
+    plain = jaxremat.memory(mlp, *LARGE["matrices"], donate_argnums=0)
+    budget = plain.peak_nbytes - plain.temporaries_nbytes // 3
+    with pytest.warns(JaxrematWarning, match="no memory besides"):
+        plan = jaxremat.plan(
+            mlp, *LARGE["matrices"], budget=budget, donate_argnums=0, offload=True, cache=False
+        )
+    assert not plan.offloaded and plan.peak_nbytes <= budget
+
+
+def test_the_host_has_a_budget_of_its_own() -> None:
+    plain = jaxremat.memory(mlp, *LARGE["matrices"], donate_argnums=0, target="h100")
+    budget, room = plain.peak_nbytes - plain.temporaries_nbytes // 3, 2**31  # two values
+    plan = jaxremat.plan(
+        mlp, *LARGE["matrices"], budget=budget, donate_argnums=0, target="h100", offload=True, host_budget=room,
+        cache=False,
+    )  # fmt: skip
+    assert plan.offloaded_nbytes <= room
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"offload": "auto"}, "`offload='auto'`"),
+        ({"host_budget": "1GiB"}, "`offload=True`"),
+        ({"offload": True, "host_budget": "much"}, "'much'"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises((jaxremat.ArgumentError, jaxremat.BudgetError), match=re.escape(said)):
+        jaxremat.optimize("1GiB", **options)
