@@ -222,7 +222,8 @@ def of_objects(case: str) -> dict[str, Any]:
 
 def in_shards(case: str) -> dict[str, Any]:
     """A step in a `shard_map`, as data-parallel training is written by hand: *checked* for what differs between devices
-    or not, its layers in a *scan*, and its *update* outside.
+    or not, its layers in a *scan*, and its *update* outside; or the whole *gradient* outside, so that each pass is a
+    `shard_map` of its own, on a mesh of two axes.
     """
     import jax
     import numpy as np
@@ -230,7 +231,9 @@ def in_shards(case: str) -> dict[str, Any]:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    mesh = Mesh(np.array(jax.devices()), ("data",))
+    across = "gradient" in case
+    axes = ("host", "data") if across else ("data",)
+    mesh = Mesh(np.array(jax.devices()).reshape((2, 4) if across else (8,)), axes)
     rows, width, layers = 4096, 128, 6
     checked, scanned, outside = ("checked" in case, "scan" in case, "update" in case)
     tx = optax.adam(1e-2)
@@ -247,11 +250,12 @@ def in_shards(case: str) -> dict[str, Any]:
                 x, _ = layer(x, jax.tree.map(lambda w, i=i: w[i], weights))
         return (x**2).mean()
 
+    def differing(weights: Any) -> Any:
+        """The weights as each device's own, so that their gradients are added up once, when all are there."""
+        return jax.tree.map(lambda w: jax.lax.pcast(w, axes, to="varying"), weights) if checked else weights
+
     def gradient(weights: Any, x: Any) -> Any:
-        varying = (
-            jax.tree.map(lambda w: jax.lax.pcast(w, "data", to="varying"), weights) if checked else weights
-        )
-        loss, gradients = jax.value_and_grad(loss_of)(varying, x)
+        loss, gradients = jax.value_and_grad(loss_of)(differing(weights), x)
         return jax.lax.pmean(loss, "data"), jax.lax.pmean(gradients, "data")
 
     def updated(weights: Any, moments: Any, gradients: Any) -> Any:
@@ -263,6 +267,16 @@ def in_shards(case: str) -> dict[str, Any]:
         return *updated(weights, moments, gradients), loss
 
     def step(weights: Any, moments: Any, x: Any) -> Any:
+        if across:
+            mapped = jax.shard_map(
+                lambda weights, x: jax.lax.pmean(loss_of(differing(weights), x), axes),
+                mesh=mesh,
+                in_specs=(P(), P(axes)),
+                out_specs=P(),
+                check_vma=checked,
+            )
+            loss, gradients = jax.value_and_grad(mapped)(weights, x)
+            return *updated(weights, moments, gradients), loss
         if not outside:
             ins, outs = (P(), P(), P("data")), (P(), P(), P())
             mapped = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=checked)
@@ -280,7 +294,7 @@ def in_shards(case: str) -> dict[str, Any]:
 
     weights = {"up": array((layers, width, 2 * width)), "down": array((layers, 2 * width, width))}
     moments = jax.device_put(tx.init(weights), NamedSharding(mesh, P()))
-    return within(0.7, step, weights, moments, array((rows, width), "data"))
+    return within(0.7, step, weights, moments, array((rows, width), axes))
 
 
 def pooled(_: str) -> dict[str, Any]:

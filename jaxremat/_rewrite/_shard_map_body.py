@@ -9,6 +9,7 @@ Law: with a body that gives what the old one gave, `Around.step` gives what the 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax.extend.core as jex
@@ -18,6 +19,7 @@ from .._program import _compat
 from .._program._flops import eqn_flops
 from .._program._inline import Inliner
 from .._program._primitives import inner_jaxprs, is_late
+from ._shard_map_merging import is_of_scalars, merged_shard_maps
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,25 @@ class Around:
 
     @classmethod
     def of(cls, closed: jex.ClosedJaxpr, *, respect_checkpoint: bool) -> "Around | None":
-        """The equation that does most of the work, if both passes are in it and the backward pass nowhere else."""
+        """The equation that does most of the work, if both passes are in it and the backward pass nowhere else.
+
+        Where each pass is a `shard_map` of its own, the two are merged first.
+        """
         if not _has_shard_map(closed.jaxpr):
             return None
         flat = Inliner(respect_checkpoint=respect_checkpoint).program(closed)
+        candidates = chain((flat,), merged_shard_maps(flat))
+        return next(filter(None, map(cls._in, candidates)), None)
+
+    @classmethod
+    def _in(cls, flat: jex.ClosedJaxpr) -> "Around | None":
+        """The equation, in a program that is taken as it is."""
         eqns = flat.jaxpr.eqns
         at = max(range(len(eqns)), key=lambda i: eqn_flops(eqns[i]), default=0)
         if (
             not eqns
             or eqns[at].primitive.name != "shard_map"
-            or any(is_late(e) for e in eqns if e is not eqns[at])
+            or any(is_late(e) for e in eqns if e is not eqns[at] and not is_of_scalars(e))
         ):
             return None
         found = cls(flat, at)

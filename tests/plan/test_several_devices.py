@@ -78,10 +78,17 @@ def test_objects_are_where_the_step_or_their_model_says(case: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["in shards, update outside", "in shards, checked, scan"]
+    ["in shards, update outside", "in shards, checked, scan", "in shards, checked, gradient outside"]
     + [
         pytest.param(f"in shards{more}", marks=pytest.mark.slow)
-        for more in ("", ", scan", ", checked", ", checked, scan, update outside")
+        for more in (
+            "",
+            ", scan",
+            ", checked",
+            ", checked, scan, update outside",
+            ", gradient outside",
+            ", checked, scan, gradient outside",
+        )
     ],
 )
 def test_a_step_in_a_shard_map_is_planned_inside(case: str) -> None:
