@@ -172,8 +172,10 @@ def _applied(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     if name == "while":
         stop, count = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         state = operands[count:]
-        while _run(params["cond_jaxpr"], [*operands[:stop], *state])[0]:
-            state = _run(params["body_jaxpr"], [*operands[stop:count], *state])
+        while np.any(go_on := _run(params["cond_jaxpr"], [*operands[:stop], *state])[0]):
+            moved = _run(params["body_jaxpr"], [*operands[stop:count], *state])
+            # mapped over examples: each goes on for itself
+            state = [_where(go_on, a, b) for a, b in zip(moved, state, strict=True)] if go_on.ndim else moved
         return state
     if name == "cond":
         place = min(max(int(operands[0]), 0), len(params["branches"]) - 1)
@@ -187,6 +189,11 @@ def _applied(eqn: Any, operands: list[Any]) -> Sequence[Any]:
         return given
     got = eqn.primitive.bind(*operands, **params)
     return [_here(x) for x in (got if eqn.primitive.multiple_results else [got])]
+
+
+def _where(chosen: Any, a: Any, b: Any) -> Any:
+    """Of two arrays the rows of the first where that is chosen."""
+    return np.where(chosen.reshape(chosen.shape + (1,) * (a.ndim - chosen.ndim)), a, b).astype(a.dtype)
 
 
 def _by_numpy(eqn: Any, operands: list[Any]) -> list[Any] | None:

@@ -39,14 +39,14 @@ class _Write:
 
 
 def written_in_place(
-    section: Any, loop: Loop, same: Callable[[Any], Any], *, hoists: bool
+    section: Any, loop: Loop, same: Callable[[Any], Any], unfenced: Callable[[Any], Any], *, hoists: bool
 ) -> tuple[list[Any], dict[Any, Any]]:
     """Turn results of a section (see `_loop_closing`) into carries, and parts of arrays into equations that read
     them; returns the equations that make what the carries start with, and for each result that is written over an
     array that one.
 
     **Arguments:** `same` gives a variable the name that it had before it passed any fence, and before any other rows of
-    it were written over.
+    it were written over; `unfenced` the name that it had before it passed any fence.
     """
     before: list[Any] = []
     place, places = None, None
@@ -67,7 +67,7 @@ def written_in_place(
     writes = _writes(section, same)
     taken = {id(write.eqn) for write in writes}
     section.eqns = [eqn for eqn in section.eqns if id(eqn) not in taken]
-    own = _read_rows(section, loop, writes, place, same, hoists=hoists)
+    own = _read_rows(section, loop, writes, place, same, unfenced, hoists=hoists)
     behind = _written_together(section, own, writes, loop) if hoists else {}
     section.eqns.extend(renamed(write.eqn, behind) for write in writes if write.eqn is not None)
 
@@ -137,6 +137,7 @@ def _read_rows(
     writes: Sequence[_Write],
     place: Any,
     same: Callable[[Any], Any],
+    unfenced: Callable[[Any], Any],
     *,
     hoists: bool,
 ) -> set[Any]:
@@ -144,17 +145,17 @@ def _read_rows(
     own work needs, which are returned with what else it needs.
     """
     carried = {v: write.carried for write in writes for v in (write.carried, same(write.start))}
-    parts = [(v, same(a), place) for v, a in section.scanned.items() if same(a) in carried]
+    parts = [(v, a, place) for v, a in section.scanned.items() if same(a) in carried]
     for v, *_ in parts:
         del section.scanned[v]
-    parts += [(e.outvars[0], same(e.invars[0]), e.invars[1]) for e in section.eqns if e.primitive is PART]
+    parts += [(e.outvars[0], *e.invars) for e in section.eqns if e.primitive is PART]
     own = _needed_besides(section, writes) if hoists else set()
-    kept = {carried[a] for v, a, _ in parts if a in carried and v in own}
-    own.update(v for v, a, _ in parts if carried.get(a) in kept)
+    kept = {carried[same(a)] for v, a, _ in parts if same(a) in carried and v in own}
+    own.update(v for v, a, _ in parts if carried.get(same(a)) in kept)
     reads: list[Any] = []
     for v, a, index in parts:
-        held = v in own and a in carried
-        array = carried.get(a, a)
+        held = v in own and same(a) in carried
+        array = carried.get(same(a), unfenced(a))  # what an earlier loop wrote over is another array by now
         read = append(reads, row_at, (array, index), loop.eqn, None if held else v)
         if held:
             reads.append(_compat.barrier([read], [v], loop.eqn.source_info))

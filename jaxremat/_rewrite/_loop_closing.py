@@ -31,11 +31,12 @@ def closed_within(
     eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop], around: int, *, hoists: bool = True
 ) -> list[tuple[Any, int]]:
     """Flat equations and their loops, with scans in the place of the sections within one loop, -1 for the program."""
-    before = before_fences(eqns)  # and before a loop wrote over rows of them
+    fenced = before_fences(eqns)
+    before = dict(fenced)  # and before a loop wrote over rows of them
     items = [_Item(eqn, loop) for eqn, loop in zip(eqns, loop_of, strict=True)]
     inside = {i for i in loop_of if i >= 0 and around in _around(i, loops)}
     for loop in sorted(inside, key=lambda i: (-len(_around(i, loops)), i)):
-        items = _closed(items, loops[loop], loops, before, hoists)
+        items = _closed(items, loops[loop], loops, before, fenced, hoists)
     return [(item.eqn, item.loop) for item in items]
 
 
@@ -45,7 +46,7 @@ def scan_of(section: Sequence[Any], loop: Loop, before: dict[Any, Any], *, hoist
     **Arguments:** `before` as by `before_fences`.
     """
     found = _sorted(section)
-    written_in_place(found, loop, name_before(before), hoists=hoists)
+    written_in_place(found, loop, name_before(before), name_before(before), hoists=hoists)
     return _scan(found, loop)
 
 
@@ -113,7 +114,12 @@ def _around(loop: int, loops: Sequence[Loop]) -> list[int]:
 
 
 def _closed(
-    items: list[_Item], loop: Loop, loops: Sequence[Loop], before: dict[Any, Any], hoists: bool
+    items: list[_Item],
+    loop: Loop,
+    loops: Sequence[Loop],
+    before: dict[Any, Any],
+    fenced: dict[Any, Any],
+    hoists: bool,
 ) -> list[_Item]:
     """The items with one loop's section as a scan of the loop around it."""
     at = [i for i, item in enumerate(items) if item.loop == loop.id]
@@ -124,7 +130,8 @@ def _closed(
     for other in dict.fromkeys(item.loop for item in after if item.loop >= 0):
         if loops[other].group == loop.group:
             after = _handed_on(after, section, loop, other)
-    begun, over = written_in_place(section, loop, name_before(before), hoists=hoists)
+    names = name_before(before), name_before(fenced)
+    begun, over = written_in_place(section, loop, *names, hoists=hoists)
     before.update(over)
     closed = [_Item(eqn, loop.parent) for eqn in (*begun, _scan(section, loop))]
     return [*items[: at[0]], *closed, *after]

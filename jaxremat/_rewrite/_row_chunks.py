@@ -138,7 +138,7 @@ class _Chunks:
             invars = [a.val if _compat.is_literal(a) else env[a] for a in eqn.invars]
             env[eqn.outvars[0]] = eqn.primitive.bind(*invars, **eqn.params)
         # Zeros that depend on nothing could be filled at any time.
-        zero, _ = lax.optimization_barrier((jnp.zeros((), jnp.float32), operands[0]))
+        zero, *_ = lax.optimization_barrier((jnp.zeros((), jnp.float32), *operands[:1]))
         start = [
             env[self.over[v]] if v in self.over else lax.broadcast(zero.astype(self._type(v)), v.aval.shape)
             for v in self.leaves

@@ -39,6 +39,13 @@ def test_random_steps(seed: int) -> None:
     assert wrong(seed, 8) == []
 
 
+@pytest.mark.parametrize(
+    "seed", [309, 574], ids=["rows of nothing but constants", "loops of examples' own lengths"]
+)
+def test_random_steps_that_failed(seed: int) -> None:
+    assert wrong(seed, 2) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS, 10 * SEEDS))
 def test_many_random_steps(seed: int) -> None:
