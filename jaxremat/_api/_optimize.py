@@ -3,7 +3,7 @@
 import functools
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +13,10 @@ from .._compiler._devices import detect, host_memory
 from .._compiler._program import Program, device_of, placed
 from .._compiler._target import Target
 from .._model._device_specs import find
+from .._model._loop_levels import EXACT
 from .._model._pins import parse_pins
 from .._plan._agreement import agreed
-from .._plan._arguments import as_tuple, check_host_memory, check_planning
+from .._plan._arguments import as_tuple, check_choice, check_host_memory, check_planning, parse_forms
 from .._plan._baseline import Baseline
 from .._plan._plan import Plan
 from .._plan._planned import Planned, confirm
@@ -57,6 +58,7 @@ def optimize(
     planning_seconds: float | None = None,
     offload: bool = False,
     host_budget: Budget = None,
+    allow: Collection[str] = EXACT,
 ) -> Callable[[Callable[..., Any]], "Step"]:
     """A drop-in for `jax.jit` on a whole train step that keeps its compiled peak within a budget.
 
@@ -108,6 +110,11 @@ def optimize(
     - `host_budget`: what these values may take of the host's memory, all devices of the process together: bytes or
       text, by default half of the machine's, or without limit for a `target`.
 
+    - `allow`: what the planner may do besides, where that is cheaper. `"rows"`: work on a large value (logits), for
+      some of its rows after the others. `"microbatches"`: the step for a part of the batch after the others, gradients
+      added up, where no statistics cross the batch. Both draw the same random numbers, and compute the same but for the
+      order in which sums are added up.
+
     **Returns:** a decorator that gives a `Step`.
 
     **Raises:** on the first call with new shapes: `BudgetError`, `InfeasibleBudgetError`, `PlanMismatchError`,
@@ -127,11 +134,9 @@ def optimize(
         raise ArgumentError(
             '`optimize` takes either a budget, as in `optimize("24GiB")`, or `plan=...`, and not both.'
         )
-    if effort not in ("normal", "thorough"):
-        raise ArgumentError(f'`effort={effort!r}` is unknown. Write "normal" or "thorough".')
+    check_choice("effort", effort, "normal", "thorough")
     check_planning(solver, time_limit, planning_seconds)
-    if profile not in ("roofline", "measure"):
-        raise ArgumentError(f'`profile={profile!r}` is unknown. Write "roofline" or "measure".')
+    check_choice("profile", profile, "roofline", "measure")
     device = None if target is None else Target(target)
     if device is not None and profile == "measure":
         raise ArgumentError(
@@ -140,6 +145,7 @@ def optimize(
         )
     parse_margin(workspace_margin, None)
     check_host_memory(offload, host_budget)
+    forms = parse_forms(allow)
     planning = {
         "workspace_margin": workspace_margin, "respect_checkpoint": respect_checkpoint, "pins": pins,
         "offload": offload,
@@ -149,12 +155,7 @@ def optimize(
             f"`{next(name for name, given in planning.items() if given)}` belongs to planning; a plan that is given "
             "carries what it was made with. Leave it out, or plan again."
         )
-    if (
-        workspace_margin
-        and budget is not _UNSET
-        and isinstance(budget, str)
-        and budget.strip().lower() == "min"
-    ):
+    if workspace_margin and isinstance(budget, str) and budget.strip().lower() == "min":
         raise ArgumentError(
             '`workspace_margin` is kept free below a budget, and "min" asks for the least peak, whatever that is. '
             "Leave it out, or write the budget in bytes."
@@ -190,6 +191,7 @@ def optimize(
             planning_seconds,
             offload,
             host_budget,
+            forms,
         )
         return Step(program, None if budget is _UNSET else budget, plan, options)
 
@@ -362,7 +364,10 @@ class Step:
                     JaxrematWarning,
                     stacklevel=4,
                 )
-        baseline = Baseline(program, args, kwargs, spec, options.profile, here, kept, options.pins, host)
+        allow = options.allow
+        baseline = Baseline(
+            program, args, kwargs, spec, options.profile, here, kept, options.pins, host, allow
+        )
         return baseline, Request(self._budget, options, reported)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

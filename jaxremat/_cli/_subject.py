@@ -161,6 +161,7 @@ class Planning:
     host_budget: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What they may take there: 64GiB.")
     ] = None
+    microbatches: Annotated[bool | None, typer.Option(help="Let the step be done in microbatches.")] = None
     verify: Annotated[bool | None, typer.Option(help="Compile the plan and read its peak.")] = None
     cache: Annotated[bool | None, typer.Option(help="Look for the plan in the cache first.")] = None
 
@@ -175,6 +176,7 @@ class Planning:
             "workspace_margin": _share(self.margin),
             "offload": self.offload,
             "host_budget": self.host_budget,
+            "allow": None if self.microbatches in (None, True) else ("rows",),
             "verify": self.verify,
             "cache": self.cache,
         }

@@ -13,6 +13,7 @@ from .._compiler._hlo import Module
 from .._compiler._library_kernels import library_seconds
 from .._compiler._measured_times import measure
 from .._compiler._program import Program
+from .._compiler._roofline import roofline
 from .._compiler._scratch import Scratch, scratch
 from .._compiler._shardings import Division
 from .._compiler._tags import Beside, Written, borrowed, constants, written
@@ -161,14 +162,24 @@ class FormGraphs:
         """
         in_chunks = alone_seconds(traced, self.program, self.device, is_in_chunks)
         looped = known(traced.loops, traced.segments) and known(self.plain.loops, ())
-        if not (in_chunks or looped):
+        if not (in_chunks or looped or traced.microbatches):
             return None
-        moved = moved_seconds(self.module, self.plain.places(traced), self.device)
+        places, most = self.plain.places(traced), traced.microbatches > 0
+        moved = moved_seconds(self.module, places, self.device, most=most)
+        if traced.microbatches:
+            in_chunks += traced.microbatches * self._microbatch_seconds(traced)
+            looped = bool(self.plain.loops)
         if not looped:
             return in_chunks - moved
         taken = looped_seconds(graph, traced, self._looped[traced.segments], self.device)
         stacked = always_stacked_seconds(graph, traced.loops, self.device)
         return in_chunks + taken + stacked - moved - plain_seconds(self.module, self.device)
+
+    def _microbatch_seconds(self, traced: Traced) -> float:
+        """What a microbatch takes but for the pairs of loops in it."""
+        module = self._alone(repeated(traced, self.backend)[0])
+        once = roofline(module, self.device).seconds + self.device.launch_seconds
+        return once - plain_seconds(module, self.device)
 
     @cached_property
     def _shown(self) -> dict[int, Scratch]:

@@ -40,7 +40,7 @@ def looped_seconds(graph: Graph, traced: Traced, alone: Alone, device: DeviceSpe
     """
     trips, taken = trips_of(traced.loops), 0.0
     for i, (_, module) in alone.items():
-        around, loop = 0, traced.loops[i]
+        around, loop = -bool(traced.microbatches), traced.loops[i]
         while loop.parent >= 0:
             around, loop = around + 1, traced.loops[loop.parent]
         once = roofline(module, device).seconds + device.launch_seconds
@@ -145,16 +145,19 @@ def plain_seconds(module: Module, device: DeviceSpec) -> float:
     )
 
 
-def moved_seconds(module: Module, places: Mapping[int, int], device: DeviceSpec) -> float:
+def moved_seconds(
+    module: Module, places: Mapping[int, int], device: DeviceSpec, *, most: bool = False
+) -> float:
     """Seconds of the plain program's kernels outside of loops that only make what a form makes within.
 
-    **Arguments:** `places` for the equations that the form has too, by index, what they are there.
+    **Arguments:** `places` for the equations that the form has too, by index, what they are there; `most` whether that
+    makes most of the step within, and so what is of no equation.
     """
     scope = module.computations[module.entry].by_name()
 
     def gone(instruction: Instruction) -> bool:
         makers = [maker(module, TAG, scope, instruction, leaf) for leaf in range(len(instruction.shapes))]
-        return all(isinstance(tag, str) and int(tag) not in places for tag in makers)
+        return all(int(tag) not in places if isinstance(tag, str) else most for tag in makers)
 
     return math.fsum(
         seconds_of(kernel, device)

@@ -18,13 +18,18 @@ saving it needs no more memory than that; it is a part of its own.
 A region of rows (see `_row_chunks`) takes forms too: a number of chunks. It stands behind the pairs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations_with_replacement
 from math import ceil, prod
 
 from ._graph import Graph, Segments
+
+EXACT = ("microbatches", "rows")
+"""Forms besides those of loops that compute the same, but for the order in which sums are added up: all of the step for
+a part of the batch after the others, or some of its rows.
+"""
 
 WORTH = 0.95
 """One more level must leave no more than this share of the carries."""
@@ -44,12 +49,14 @@ class Form:
     """A form of the step, compared with its loops as they are, where only carries are saved.
 
     **Fields:** `segments` for each pair of loops its lengths by level, empty for one; `fewer_nbytes` of carries in
-    memory at once; `more_seconds` for the forward passes that are run again and the rows that are copied.
+    memory at once; `more_seconds` for the forward passes that are run again and the rows that are copied; `whole`
+    whether most of the step is in chunks, loops within.
     """
 
     segments: Segments
     fewer_nbytes: int
     more_seconds: float
+    whole: bool = False
 
 
 def deep(form: Form) -> bool:
@@ -105,11 +112,14 @@ def _candidates(length: int, depth: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """A number of `chunks` of a region's rows; `fewer_nbytes` and `more_seconds` as in `Form`."""
+    """A number of `chunks` of a region's rows; `fewer_nbytes` and `more_seconds` as in `Form`; `whole` where the region
+    is most of the step, and loops are within it.
+    """
 
     chunks: int
     fewer_nbytes: int
     more_seconds: float
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,33 +188,36 @@ class Pairs:
             if levels:
                 fewer += less_nbytes
                 more += more_seconds
+        whole = False
         for able, chosen in zip(self.chunkings, chunks, strict=True):
             for chunking in able:
                 if chosen == (chunking.chunks,):
                     fewer += chunking.fewer_nbytes
                     more += chunking.more_seconds
-        return Form((*segments, *chunks), fewer, more)
+                    whole |= chunking.whole
+        return Form((*segments, *chunks), fewer, more, whole)
 
     def deeper(self) -> tuple[Form, ...]:
         """Deeper and deeper forms: those in chunks, the cheapest first, and those of other loops, each also with what
-        saves most of those.
+        saves most of those; microbatches behind all that is cheaper.
         """
         uncut = ((),) * len(self.lengths)
         none = ((),) * len(self.chunkings)
         able = [
-            (*none[:i], (chunking.chunks,), *none[i + 1 :])
+            self.form((*uncut, *none[:i], (chunking.chunks,), *none[i + 1 :]))
             for i, own in enumerate(self.chunkings)
             for chunking in own
         ]
-        found: list[Form] = []
-        for form in sorted((self.form((*uncut, *own)) for own in able), key=lambda form: form.more_seconds):
-            if not found or form.fewer_nbytes > found[-1].fewer_nbytes:
-                found.append(form)
+        able.sort(key=lambda form: form.more_seconds)
+        found = _saving(form for form in able if not form.whole)
         chunks = found[-1].segments[len(self.lengths) :] if found else ()
         for levels in self._deeper():
             found.append(self.form((*levels, *none)))
             if chunks:
                 found.append(self.form((*levels, *chunks)))
+        for form in _saving(form for form in able if form.whole):
+            cheaper = [i for i, other in enumerate(found) if other.more_seconds <= form.more_seconds]
+            found.insert(max(cheaper, default=-1) + 1, form)
         return tuple(found)
 
     def _deeper(self) -> list[Segments]:
@@ -251,6 +264,15 @@ class Pairs:
         found = [(first - 1, first - length) if first < length - 1 else (length - 1,)]
         found += [(first,)] if first < length - 1 else []
         return [self.form((*segments[:pair], lengths, *segments[pair + 1 :])) for lengths in found]
+
+
+def _saving(forms: Iterable[Form]) -> list[Form]:
+    """Of forms, the cheapest first, those that save more than all cheaper ones."""
+    found: list[Form] = []
+    for form in forms:
+        if not found or form.fewer_nbytes > found[-1].fewer_nbytes:
+            found.append(form)
+    return found
 
 
 def again_seconds(lengths: Sequence[int], segments: Segments, forward_seconds: Sequence[float]) -> float:

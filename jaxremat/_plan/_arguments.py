@@ -1,9 +1,11 @@
 """Arguments that several public functions take: checked where they are written."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from .._model._loop_levels import EXACT
 from .._runtime._bytes import Budget, parse_nbytes
 from .._runtime._errors import ArgumentError
 from .._solver import Solver
@@ -22,9 +24,25 @@ def check_planning(solver: Solver | None, time_limit: float, planning_seconds: f
         )
 
 
+def check_choice(name: str, given: object, *choices: str) -> None:
+    """**Raises:** `ArgumentError` where an argument is none of these."""
+    if given not in choices:
+        known = " or ".join(f'"{choice}"' for choice in choices)
+        raise ArgumentError(f"`{name}={given!r}` is unknown. Write {known}.")
+
+
 def as_tuple(value: Any) -> tuple[Any, ...]:
     """One number or name, or several, as `jax.jit` takes them."""
     return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)
+
+
+def parse_forms(allow: object) -> tuple[str, ...]:
+    """The forms that a plan may use. **Raises:** `ArgumentError`."""
+    given = (allow,) if isinstance(allow, str) else allow
+    if not isinstance(given, Iterable) or not set(given) <= set(EXACT):
+        known = ", ".join(f'"{name}"' for name in EXACT)
+        raise ArgumentError(f"`allow={allow!r}` is unknown. Write some of {known}, or `()` for none of them.")
+    return tuple(sorted(set(given)))
 
 
 def check_host_memory(offload: object, host_budget: Budget) -> None:

@@ -27,12 +27,13 @@ from .._lower._lower import as_stacked, estimate_base, lower
 from .._model._backend import Backend, backend
 from .._model._graph import Graph, Segments
 from .._model._host_copies import HostMemory
-from .._model._loop_levels import Chunking, Pairs
+from .._model._loop_levels import EXACT, Chunking, Pairs
 from .._model._pins import Patterns
 from .._model._schedule import Schedule, complete
 from .._model._simulate import simulate
 from .._rewrite._fingerprint import fingerprint
 from .._rewrite._kernel_choice import replaced
+from .._rewrite._row_regions import Region
 from .._rewrite._trace import Traced, trace
 from .._runtime._bytes import format_nbytes
 from .._runtime._progress import phase
@@ -63,6 +64,7 @@ class Baseline:
     respect_checkpoint: bool = False
     pins: Patterns = ()
     host: HostMemory | None = None
+    allow: tuple[str, ...] = EXACT
     compile_count: int = 0
     plain_seconds: float = 0.0
     forms: dict[Segments, Traced] = field(default_factory=dict)
@@ -277,18 +279,25 @@ class Baseline:
             for gain in self.traced.gains
         ]
         chunkings = [
-            [Chunking(n, region.fewer_nbytes(n), region.more_seconds(n, self.device)) for n in region.choices]
-            if self._may_chunk
-            else []
+            [self._chunking(graph, region, n) for n in region.choices] if self._may_chunk(region) else []
             for region in self.traced.regions
         ]
         return Pairs.of(graph, self.traced.lengths, self.traced.cuttable, absorbing, chunkings)
 
-    @cached_property
-    def _may_chunk(self) -> bool:
+    def _chunking(self, graph: Graph, region: Region, chunks: int) -> Chunking:
+        fewer, more = region.fewer_nbytes(chunks), region.more_seconds(chunks, self.device)
+        if region.whole:
+            temporaries = simulate(graph, everything(graph)).peak_nbytes - graph.base_nbytes
+            fewer = max(min(fewer, temporaries - temporaries // chunks) - region.sum_nbytes, 0)
+            launched = sum(graph.trips[n.loop] if n.loop >= 0 else 1 for n in graph.kernels())
+            more += (chunks - 1) * max(launched - region.kernels, 0) * self.device.launch_seconds
+        return Chunking(chunks, fewer, more, region.whole)
+
+    def _may_chunk(self, region: Region) -> bool:
         """Whether rows may be done in chunks: not where the user decides about values, nor on several devices."""
         decided = self.pins or self.traced.hints
-        return not decided and self.traced.devices == 1
+        allowed = ("microbatches" if region.whole else "rows") in self.allow
+        return allowed and not decided and self.traced.devices == 1
 
     def graph_of(self, segments: Segments, *, rough: bool = False) -> Graph:
         """The graph of such a form, its time counted from the plain step's."""

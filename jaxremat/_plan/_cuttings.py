@@ -95,10 +95,15 @@ class Cuttings:
 
     def make_lowest(self, most_seconds: float) -> None:
         """Add the cuttings of the forms that may need the least memory at a bearable overhead: the first that is near
-        the least of all, and of those without levels; no others are made then.
+        the least of all, of those without levels, and of microbatches; no others are made then.
         """
         able = [form for form in self.left if self.graph.extra_seconds + form.more_seconds <= most_seconds]
-        for forms in ([form for form in able if not deep(form)], able):
+        parts = [form for form in able if not form.whole]
+        for forms in (
+            [form for form in parts if not deep(form)],
+            parts,
+            [form for form in able if form.whole],
+        ):
             slack = LEAST_SLACK * self.temporaries_nbytes
             enough = max((form.fewer_nbytes for form in forms), default=0) - slack
             lowest = next((form for form in forms if form.fewer_nbytes >= enough), None)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from .._model._loop_levels import EXACT
 from .._model._pins import Patterns
 from .._runtime._bytes import Budget
 from .._solver import Solver
@@ -24,6 +25,7 @@ class Options:
     planning_seconds: float | None = None
     offload: bool = False
     host_budget: Budget = None
+    allow: tuple[str, ...] = EXACT
 
 
 @dataclass(frozen=True)

@@ -233,7 +233,7 @@ class Search:
             if line.pending is None:
                 line.pending = self._solution(line.graph, line.allowance, self.solver)
             line.order = self._rank(line.graph, line.pending, line.allowance)
-            tried = self._tried(line.pending, line.fence)
+            tried = self._tried(line.graph, line.pending, line.fence)
             if line.order[0] == 0.0 and (tried or self._promises(line, line.order[1], best)):
                 known.append(line)
                 if not tried:
@@ -243,7 +243,7 @@ class Search:
         if not ready and best is None:
             for line in (line for line in lines if id(line.graph) not in self.failed):
                 line.pending = self._lowest(line.graph, self.solver)
-                if self._hopeful(line, budget) and not self._tried(line.pending, line.fence):
+                if self._hopeful(line, budget) and not self._tried(line.graph, line.pending, line.fence):
                     line.order = rank(line.graph, line.pending.schedule, None)
                     ready.append(line)
         return first(ready, CHEAP / 2 * self.graph.step_seconds)
@@ -328,7 +328,7 @@ class Search:
                 if tried and not self.deadline.allows(fits):
                     return
                 for fence in ("ordered",) if self._mended(cut) else ("finished", "ordered"):
-                    trial = self._tried(solution, fence) or self._attempt(cut, solution, fence)
+                    trial = self._tried(cut, solution, fence) or self._attempt(cut, solution, fence)
                     if budget is not None and self._bearable(self.best(budget)):
                         return
                     if trial is None or not self._astray(trial, budget or 0):
@@ -343,9 +343,10 @@ class Search:
         self.trials.append(replace(trial, solve_seconds=self.solve_seconds - before))
         return self.trials[-1]
 
-    def _tried(self, solution: Solution, fence: str) -> Trial | None:
-        alike = (t for t in self.trials if t.solution.schedule == solution.schedule and t.fence == fence)
-        return next(alike, None)
+    def _tried(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
+        """The trial of the same schedule of this form."""
+        same = (t for t in self.trials if t.solution.schedule == solution.schedule and t.fence == fence)
+        return next((t for t in same if t.graph.segments == graph.segments), None)
 
     def _lowest(self, graph: Graph, solver: Solver) -> Solution:
         """The solution of least predicted peak."""

@@ -13,15 +13,18 @@ class LoopForm:
 
     **Fields:** `length` iterations, or rows (a divisor of their number that any number of chunks must divide); `levels`
     as in `Plan.segments`, none of rows that stay together; `source` the user's line; `rows` whether it is no loop of
-    the user's.
+    the user's; `whole` whether these are most of the step, in microbatches.
     """
 
     length: int
     levels: tuple[int, ...]
     source: str
     rows: bool = False
+    whole: bool = False
 
     def __str__(self) -> str:
+        if self.whole:
+            return f"the step: in {self.levels[0]} microbatches, one after the other, whose gradients are added up"
         if self.rows:
             where = f" at {self.source}" if self.source else ""
             if not self.levels:
@@ -44,19 +47,19 @@ def loop_forms(
     lengths: Sequence[int],
     segments: Segments,
     sources: Sequence[str],
-    rows: Sequence[tuple[int, str]] = (),
+    rows: Sequence[tuple[int, str, bool]] = (),
     devices: int = 1,
 ) -> tuple[LoopForm, ...]:
     """Of the loops that are not left as they are, and of the rows that are in chunks, or would be on one device.
 
-    **Arguments:** `rows` of each region that may be, with the user's line; `devices` how many the compiler divides the
-    step among.
+    **Arguments:** `rows` of each region that may be, with the user's line, and whether it is most of the step;
+    `devices` how many the compiler divides the step among.
     """
-    forms = [(length, source, False) for length, source in zip(lengths, sources, strict=True)]
-    forms += [(length, source, True) for length, source in rows]
+    forms = [(length, source, False, False) for length, source in zip(lengths, sources, strict=True)]
+    forms += [(length, source, True, whole) for length, source, whole in rows]
     both = zip(forms, segments, strict=True)
     return tuple(
-        LoopForm(length, own, source, kind)
-        for (length, source, kind), own in both
-        if own or (kind and devices > 1)
+        LoopForm(length, own, source, kind, whole)
+        for (length, source, kind, whole), own in both
+        if own or (kind and not whole and devices > 1)
     )

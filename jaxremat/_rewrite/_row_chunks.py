@@ -10,7 +10,7 @@ needs a fraction of the memory and no operation twice. It is one call, within wh
 Law: rows are made by the same operations as before, sums over rows chunk by chunk.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,26 +23,16 @@ from .._program import _compat
 from .._program._primitives import is_late, is_light, is_relabelling
 from ._loop_opening import append
 from ._row_regions import Readers, Region, edges
-from ._row_rules import in_chunk, sum_type
+from ._row_rules import is_scattered, sum_type
 
 IN_CHUNKS = "in_chunks"
 """What the call is named that stands for a region that is not planned."""
 
 
-def chunked(
-    closed: jex.ClosedJaxpr, found: Sequence[Region], chunks: Sequence[int]
-) -> tuple[jex.ClosedJaxpr, list[int]]:
-    """The program with one of its regions in chunks; also for each equation its index before, -1 for new ones.
-
-    **Arguments:** `chunks` for each region how many, 0 for one that is left as it is.
-    """
-    for region, count in zip(found, chunks, strict=True):
-        if count:
-            return _in_chunks(closed, region, count)
-    return closed, list(range(len(closed.jaxpr.eqns)))
-
-
-def _in_chunks(closed: jex.ClosedJaxpr, region: Region, chunks: int) -> tuple[jex.ClosedJaxpr, list[int]]:
+def chunked(closed: jex.ClosedJaxpr, region: Region | None, chunks: int) -> tuple[jex.ClosedJaxpr, list[int]]:
+    """The program with a region, if any, in chunks; also for each equation its index before, -1 for new ones."""
+    if region is None:
+        return closed, list(range(len(closed.jaxpr.eqns)))
     program = Readers(closed)
     eqns = program.eqns
     loop = _Chunks(program, region, chunks)
@@ -80,11 +70,10 @@ class _Chunks:
             eqn = program.eqns[i]
             both = zip((*eqn.invars, *eqn.outvars), (*way.operands, *way.results), strict=True)
             self.dimension.update((a, d) for a, d in both if not _compat.is_literal(a))
-            if way.summed:
-                self.adder.update((v, i) for v in eqn.outvars)
+            self.adder.update((v, i) for v, is_sum in zip(eqn.outvars, way.sums, strict=True) if is_sum)
         # A sum that is scattered goes on in the array that it starts with.
         self.over = {
-            v: program.eqns[i].invars[0] for v, i in self.adder.items() if _scatters(program.eqns[i])
+            v: program.eqns[i].invars[0] for v, i in self.adder.items() if is_scattered(program.eqns[i])
         }
         self.moved = self._moved()
         self.turned = self._turned()
@@ -118,7 +107,9 @@ class _Chunks:
         return found[::-1]
 
     def equations(self) -> list[Any]:
-        """The call in place of the region's equations, one of the backward pass if any of them is."""
+        """What stands in place of the region's equations: where it is most of a step the loop, else a call, one of the
+        backward pass if any of them is.
+        """
         late = [i for i in self.region.ways if is_late(self.program.eqns[i])]
         like = self.program.eqns[late[0] if late else min(self.region.ways)]
 
@@ -127,8 +118,10 @@ class _Chunks:
 
         in_chunks.__name__ = IN_CHUNKS
         types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=_weak(a)) for a in self.reads]
-        closed = jax.make_jaxpr(jax.jit(in_chunks))(*types)
-        made, _ = _compat.inlined(closed, self.reads, like.source_info, self.leaves)
+        call, place = (in_chunks, _compat.root_source(like)) if self.region.whole else (
+            jax.jit(in_chunks), like.source_info
+        )  # fmt: skip
+        made, _ = _compat.inlined(jax.make_jaxpr(call)(*types), self.reads, place, self.leaves)
         return made
 
     def _run(self, *operands: Any) -> list[Any]:
@@ -137,8 +130,12 @@ class _Chunks:
         for eqn in (self.program.eqns[i] for i in self.moved if i not in self.turned):
             invars = [a.val if _compat.is_literal(a) else env[a] for a in eqn.invars]
             env[eqn.outvars[0]] = eqn.primitive.bind(*invars, **eqn.params)
-        # Zeros that depend on nothing could be filled at any time.
-        zero, *_ = lax.optimization_barrier((jnp.zeros((), jnp.float32), *operands[:1]))
+        zero = jnp.zeros((), jnp.float32)
+        if self.parted and not self.region.whole:
+            # Zeros that depend on nothing could be filled at any time, and would be one array for several loops: those
+            # of what chunks read last are filled here. The barrier holds of what is read behind it alone.
+            last = max(self.parted, key=lambda a: self.program.maker.get(a, -1))
+            zero, env[last] = lax.optimization_barrier((zero, env[last]))
         start = [
             env[self.over[v]] if v in self.over else lax.broadcast(zero.astype(self._type(v)), v.aval.shape)
             for v in self.leaves
@@ -172,9 +169,9 @@ class _Chunks:
         for i, way in self.region.ways.items():
             eqn = self.program.eqns[i]
             invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
-            if way.summed and _scatters(eqn):
+            if way.summed and is_scattered(eqn):
                 invars[0] = so_far[eqn.outvars[0]]
-            params = in_chunk(eqn, way, self.chunks)
+            params = way.in_chunk(eqn, self.chunks)
             outvars = [
                 _compat.new_var(self._aval(v, d, params))
                 for v, d in zip(eqn.outvars, way.results, strict=True)
@@ -220,10 +217,6 @@ class _Chunks:
 def is_in_chunks(eqn: Any) -> bool:
     """Whether an equation is all of a region, in chunks."""
     return eqn.params.get("name") == IN_CHUNKS
-
-
-def _scatters(eqn: Any) -> bool:
-    return eqn.primitive.name == "scatter-add"
 
 
 def _weak(a: Any) -> bool:

@@ -8,7 +8,7 @@ a few products of matrices and what is between them, not the whole step. `_row_c
 Law: no result of a region is read by what it reads itself; a sum over rows is read by none of its equations.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -47,7 +47,7 @@ class Region:
 
     **Fields:** `ways` of its equations, by index; `rows` that any number of chunks must divide; `inner_nbytes` of what
     it neither reads nor leaves; `sum_nbytes` of its sums; `read_nbytes` of what each chunk reads whole; `kernels` about
-    how many it takes; `source` the user's line.
+    how many it takes; `source` the user's line; `whole` whether it is most of a step, see `_microbatches`.
     """
 
     ways: Mapping[int, Way]
@@ -57,6 +57,7 @@ class Region:
     read_nbytes: int
     kernels: int
     source: str
+    whole: bool = False
 
     @cached_property
     def choices(self) -> tuple[int, ...]:
@@ -79,18 +80,7 @@ class Region:
 def regions(closed: jex.ClosedJaxpr) -> tuple[Region, ...]:
     """That about the largest value that has one; none where it is not worth it."""
     program = Readers(closed)
-    sized = sorted(
-        ((aval_nbytes(v.aval), -i, v) for i in program.alive for v in program.eqns[i].outvars),
-        key=lambda each: each[:2],
-        reverse=True,
-    )
-    seeds: dict[Any, Any] = {}
-    for nbytes, _, v in sized:
-        if nbytes < LEAST_NBYTES or len(seeds) == SEEDS:
-            break
-        if program.inner(v):
-            seeds.setdefault(v.aval.shape, v)
-    for v in seeds.values():
+    for v in program.largest(SEEDS):
         grown = (program.grown(v, d) for d in range(len(v.aval.shape)))
         able = [region for region in grown if region is not None and region.choices]
         if able:
@@ -119,30 +109,50 @@ class Readers:
             for a in dict.fromkeys(_compat.variables(self.eqns[i].invars)):
                 self.readers.setdefault(a, []).append(i)
 
+    def largest(self, count: int) -> list[Any]:
+        """So many of the largest values that may stay within a region, of different shapes."""
+        sized = sorted(
+            ((aval_nbytes(v.aval), -i, v) for i in self.alive for v in self.eqns[i].outvars),
+            key=lambda each: each[:2],
+            reverse=True,
+        )
+        found: dict[Any, Any] = {}
+        for nbytes, _, v in sized:
+            if nbytes < LEAST_NBYTES or len(found) == count:
+                break
+            if self.inner(v):
+                found.setdefault(v.aval.shape, v)
+        return list(found.values())
+
     def inner(self, v: Any) -> bool:
         """Whether a value may stay within a region."""
         return v not in self.returned and v in self.maker and bool(getattr(v.aval, "shape", ()))
 
     def grown(self, seed: Any, dimension: int) -> Region | None:
         """The region about a value with its rows in this dimension, if there is one."""
-        grower = _Grower(self, LARGE * aval_nbytes(seed.aval))
+        grower = Grower(self, LARGE * aval_nbytes(seed.aval))
         return grower.region() if grower.grow(seed, dimension) else None
 
 
-class _Grower:
-    """A region as it grows: the `ways` of its equations, and the dimension of the rows of what these read and make."""
+class Grower:
+    """A region as it grows: the `ways` of its equations, the dimension of the rows of what these read and make, and the
+    `sums` over rows.
 
-    def __init__(self, program: Readers, above: float):
-        self.program, self.above = program, above
+    **Arguments:** `above` the size of what it must not hand on; `most_products` that it may have.
+    """
+
+    def __init__(self, program: Readers, above: float, most_products: float = PRODUCTS):
+        self.program, self.above, self.most_products = program, above, most_products
         self.ways: dict[int, Way] = {}
         self.dimension: dict[Any, int | None] = {}
+        self.sums: set[Any] = set()
         self.products = 0
         # What is to stay within, and whose maker and readers are not in the region yet.
         self.large: list[Any] = []
 
     def grow(self, seed: Any, dimension: int) -> bool:
         """Whether that ended in a region."""
-        program, eqns = self.program, self.program.eqns
+        program = self.program
         self.dimension[seed] = dimension
         self.large.append(seed)
         while True:
@@ -152,25 +162,34 @@ class _Grower:
                 for i in near:
                     if i not in self.ways and not self._add(i) and v is seed:
                         return False
-                if self.products > PRODUCTS:
+                if self.products > self.most_products:
                     return False
             between = self._between()
             if not between:
                 break
-            if not all(self._add(i) for i in between if i not in self.ways):
+            left = [i for i in between if i not in self.ways and not self._add(i)]
+            if left and not self.done_before(left):
                 return False
-        made = {v for i in self.ways for v in eqns[i].outvars}
-        return all(
-            a not in made or self.dimension[a] is not None
-            for i in self.ways
-            for a in _compat.variables(eqns[i].invars)
-        )
+        return self.closes()
+
+    def done_before(self, indices: Sequence[int]) -> bool:
+        """Whether equations that stand between those of the region may be done before it."""
+        return not indices
+
+    def closes(self) -> bool:
+        """Whether what has grown can be done in chunks."""
+        return not self.sums_read()
+
+    def sums_read(self) -> set[Any]:
+        """The sums over rows that equations of the region read, but to add them to others."""
+        readers = (self.program.eqns[i] for i, way in self.ways.items() if not way.linear)
+        return {a for eqn in readers for a in _compat.variables(eqn.invars) if a in self.sums}
 
     def _add(self, i: int) -> bool:
         """Add an equation, if its rows are where they are known to be."""
         eqn = self.program.eqns[i]
         atoms = [*eqn.invars, *eqn.outvars]
-        for way in ways(eqn):
+        for way in self.ways_of(eqn):
             both = list(zip(atoms, (*way.operands, *way.results), strict=True))
             placed = [(a, d) for a, d in both if not _compat.is_literal(a)]
             known = [(d, self.dimension[a]) for a, d in placed if a in self.dimension]
@@ -180,12 +199,17 @@ class _Grower:
             return False
         self.products += is_contraction(eqn)
         self.ways[i] = way
+        self.sums.update(v for v, is_sum in zip(eqn.outvars, way.sums, strict=True) if is_sum)
         for a, d in placed:
             if a not in self.dimension:
                 self.dimension[a] = d
                 if d is not None and aval_nbytes(a.aval) >= self.above and self.program.inner(a):
                     self.large.append(a)
         return True
+
+    def ways_of(self, eqn: Any) -> Iterable[Way]:
+        """The ways that are looked at of an equation."""
+        return ways(eqn)
 
     def _between(self) -> list[int]:
         """The equations that read, if only through others, what the region makes, and make what it reads."""

@@ -17,12 +17,44 @@ from .._program._primitives import PLACES, is_placed, is_pointwise, is_repeatabl
 @dataclass(frozen=True, slots=True)
 class Way:
     """**Fields:** the dimension of the rows in each of an equation's `operands` and in its `results`, None where there
-    is none; `summed` whether the results are sums over rows.
+    is none; `summed` whether the results are sums over rows, `linear` whether they are made of such sums.
     """
 
     operands: tuple[int | None, ...]
     results: tuple[int | None, ...]
     summed: bool = False
+    linear: bool = False
+
+    @property
+    def sums(self) -> tuple[bool, ...]:
+        """Which of the results are sums over rows."""
+        return tuple(d is None for d in self.results)
+
+    def in_chunk(self, eqn: Any, chunks: int, *, widens: bool = True) -> dict[str, Any]:
+        """The equation's parameters where there are only so many parts of the rows.
+
+        **Arguments:** `widens` sums to the type in which parts are added up.
+        """
+        params: dict[str, Any] = {
+            name: None if name in PLACES else value for name, value in eqn.params.items()
+        }
+        for name in ("shape", "new_sizes", "limit_indices"):
+            if params.get(name) is not None and self.results[0] is not None:
+                sizes = list(params[name])
+                sizes[self.results[0]] //= chunks
+                params[name] = tuple(sizes)
+        if "slice_sizes" in params and self.operands[0] is not None:
+            sizes = list(params["slice_sizes"])
+            sizes[self.operands[0]] = max(sizes[self.operands[0]] // chunks, 1)
+            params["slice_sizes"] = tuple(sizes)
+        if self.summed and widens and "preferred_element_type" in params:
+            params["preferred_element_type"] = sum_type(eqn.outvars[0].aval.dtype)
+        return params
+
+
+OF_SUM = Way((None,), (None,), linear=True)
+OF_SUMS = Way((None, None), (None,), linear=True)
+"""Of equations that make a sum over rows of one, or of two."""
 
 
 def ways(eqn: Any) -> Iterator[Way]:
@@ -35,21 +67,9 @@ def ways(eqn: Any) -> Iterator[Way]:
         yield from known(eqn)
 
 
-def in_chunk(eqn: Any, way: Way, chunks: int) -> dict[str, Any]:
-    """The equation's parameters where there are only so many parts of the rows."""
-    params: dict[str, Any] = {name: None if name in PLACES else value for name, value in eqn.params.items()}
-    for name in ("shape", "new_sizes", "limit_indices"):
-        if params.get(name) is not None and way.results[0] is not None:
-            sizes = list(params[name])
-            sizes[way.results[0]] //= chunks
-            params[name] = tuple(sizes)
-    if "slice_sizes" in params and way.operands[0] is not None:
-        sizes = list(params["slice_sizes"])
-        sizes[way.operands[0]] = max(sizes[way.operands[0]] // chunks, 1)
-        params["slice_sizes"] = tuple(sizes)
-    if way.summed and "preferred_element_type" in params:
-        params["preferred_element_type"] = sum_type(eqn.outvars[0].aval.dtype)
-    return params
+def is_scattered(eqn: Any) -> bool:
+    """Whether the equation adds rows to an array in its place."""
+    return eqn.primitive.name == "scatter-add"
 
 
 def sum_type(dtype: Any) -> Any:
@@ -170,8 +190,19 @@ def _convolution(eqn: Any) -> Iterator[Way]:
     numbers = params["dimension_numbers"]
     if params["batch_group_count"] == 1:
         yield Way((numbers.lhs_spec[0], None), (numbers.out_spec[0],))
-        if params["feature_group_count"] == 1:
-            yield Way((numbers.lhs_spec[1], numbers.rhs_spec[1]), (None,), summed=True)
+    if params["feature_group_count"] == 1:
+        yield Way((numbers.lhs_spec[1], numbers.rhs_spec[1]), (None,), summed=True)
+
+
+def _windows(eqn: Any) -> Iterator[Way]:
+    """Where each entry has a window of its own."""
+    params, rank = eqn.params, len(_shape(eqn.outvars[0]))
+    ones = (params.get(name) or (1,) * rank for name in ("base_dilation", "window_dilation"))
+    sizes = zip(params["window_dimensions"], params["window_strides"], *ones, strict=True)
+    alone = (
+        set(size) == {1} and tuple(pad) == (0, 0) for size, pad in zip(sizes, params["padding"], strict=True)
+    )
+    yield from _alike(eqn, [d for d, each in enumerate(alone) if each])
 
 
 def _gather(eqn: Any) -> Iterator[Way]:
@@ -226,6 +257,16 @@ _WAYS: dict[str, Callable[[Any], Iterator[Way]]] = {
     "slice": _slice,
     "dot_general": _product,
     "conv_general_dilated": _convolution,
+    **dict.fromkeys(
+        (
+            "reduce_window_max",
+            "reduce_window_min",
+            "reduce_window_sum",
+            "select_and_scatter_add",
+            "select_and_gather_add",
+        ),
+        _windows,
+    ),
     "gather": _gather,
     "scatter-add": _scatter,
 }

@@ -10,6 +10,7 @@ compute again in the backward pass are single equations instead. Its equations s
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from ._gathered_operands import Gather, gathered
 from ._loop_opening import ALONE, BACKWARD, Loop, Opened, open_loops
 from ._loop_segments import backward_of, cuttable, segmented
 from ._memory_order import memory_order
+from ._microbatches import microbatches
 from ._row_chunks import chunked
 from ._row_regions import Region, regions
 from ._shard_map_body import Around
@@ -113,9 +115,17 @@ class Traced:
         return replace(again, devices=self.devices, around=self.around)
 
     @property
-    def rows(self) -> list[tuple[int, str]]:
-        """Of each region how many rows there are, and the user's line."""
-        return [(region.rows, region.source) for region in self.regions]
+    def microbatches(self) -> int:
+        """How many of these most of the step is done in, 0 where it is done at once."""
+        chunks = self.segments[len(self.lengths) :]
+        both = zip(self.regions, chunks, strict=True)
+        region, count = next(((region, own[0]) for region, own in both if own), (None, 0))
+        return count if region is not None and region.whole else 0
+
+    @property
+    def rows(self) -> list[tuple[int, str, bool]]:
+        """Of each region how many rows there are, the user's line, and whether it is most of the step."""
+        return [(region.rows, region.source, region.whole) for region in self.regions]
 
     def places(self, other: "Traced") -> dict[int, int]:
         """For this form's equations those of another form that compute the same, as far as there are any."""
@@ -185,10 +195,13 @@ def normalise(
     scans = [once.jaxpr.eqns[i] for i in backward_of(once.jaxpr.eqns)]
     lengths = tuple(scan.params["length"] for scan in scans)
     if known is None:
-        known = () if apart else regions(once)
+        known = () if apart else (*regions(once), *(() if respect_checkpoint else microbatches(once)))
     segments = (*segments, *((),) * (len(lengths) + len(known) - len(segments)))
     levels, chunks = segments[: len(lengths)], segments[len(lengths) :]
-    parted, of_parted = chunked(once, known, [own[0] if own else 0 for own in chunks])
+    region, count = next(((r, own[0]) for r, own in zip(known, chunks, strict=True) if own), (None, 0))
+    parted, of_parted = chunked(once, region, count)
+    if region is not None and region.whole:  # which loops are within then
+        levels = tuple(compress(levels, (i not in region.ways for i in backward_of(once.jaxpr.eqns))))
     inside = absorbed(parted, donated, list(map(bool, levels)))
     cut, of_inside = segmented(inside.closed, inliner, levels, inside.over)
     of_once = [of_parted[j] if i >= 0 and (j := inside.origin[i]) >= 0 else -1 for i in of_inside]

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from jaxremat._program._inline import Inliner
-from jaxremat._rewrite._row_rules import in_chunk, ways
+from jaxremat._rewrite._row_rules import ways
 
 
 def floats(*shape: int, seed: int = 0) -> Any:
@@ -98,7 +98,7 @@ def test_chunks_give_what_the_whole_gives(case: str) -> None:
                 parts = [part(a, d, chunk, 2) for a, d in zip(operands, way.operands, strict=True)]
                 if way.summed and eqn.primitive.name == "scatter-add" and made:
                     parts[0] = made[-1][0]
-                found = eqn.primitive.bind(*parts, **in_chunk(eqn, way, 2))
+                found = eqn.primitive.bind(*parts, **way.in_chunk(eqn, 2))
                 made.append(list(found) if eqn.primitive.multiple_results else [found])
             for whole, d, first, second in zip(wholes, way.results, *made, strict=True):
                 if d is not None:
@@ -118,7 +118,7 @@ def test_sums_of_short_products_are_added_up_in_long_numbers() -> None:
     x = floats(8, 6).astype(jnp.bfloat16)
     (eqn,) = (e for e in jax.make_jaxpr(lambda x: lax.dot_general(x, x, (((0,), (0,)), ((), ()))))(x).eqns)
     (summed,) = (way for way in ways(eqn) if way.summed)
-    assert in_chunk(eqn, summed, 2)["preferred_element_type"] == jnp.float32
+    assert summed.in_chunk(eqn, 2)["preferred_element_type"] == jnp.float32
 
 
 @pytest.mark.parametrize(

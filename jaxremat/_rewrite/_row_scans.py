@@ -1,0 +1,233 @@
+"""Scan -> the way in which its work falls apart into rows: that of its body's equations, alike in every iteration.
+
+A row of a carry stays where it is from iteration to iteration. A sum over rows may be stacked, or be added to a carry
+that begins as zeros: a part of the rows then gives a part of the sum. Within the body such a sum may be scaled or take
+another shape or type, and nothing else.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.extend.core as jex
+
+from .._program import _compat
+from .._program._inline import Inliner
+from .._program._primitives import is_relabelling
+from ._row_rules import OF_SUMS, Way, ways
+
+_SCALING = ("mul", "div")
+_LINEAR = ("neg", "convert_element_type", "broadcast_in_dim", "reduce_sum", "copy")
+
+
+@dataclass(frozen=True)
+class Around:
+    """What is known around an equation.
+
+    **Fields:** `dimension` of the rows of values, None where one is read whole; `maker` of a value, if there is one.
+    """
+
+    dimension: Mapping[Any, int | None]
+    maker: Callable[[Any], Any]
+
+    def is_zero(self, atom: Any) -> bool:
+        """Whether a value is known to be zeros."""
+        if _compat.is_literal(atom):
+            return not atom.aval.shape and atom.val == 0
+        eqn = self.maker(atom)
+        if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+            return False
+        return len(eqn.invars) == 1 and self.is_zero(eqn.invars[0])
+
+
+@dataclass(frozen=True)
+class ScanWay(Way):
+    """**Fields:** the flat `body`, the `inner` ways of its equations, by index, and the `dimension` of rows there;
+    `adding` which of the results are sums. Others without rows are the same for all rows.
+    """
+
+    body: Any = None
+    inner: Any = None
+    dimension: Any = None
+    adding: tuple[bool, ...] = ()
+
+    @property
+    def sums(self) -> tuple[bool, ...]:
+        return self.adding
+
+    def in_chunk(self, eqn: Any, chunks: int, *, widens: bool = True) -> dict[str, Any]:
+        del widens  # what is summed within keeps its type
+        rename: dict[Any, Any] = {}
+
+        def renamed(v: Any) -> Any:
+            if _compat.is_literal(v):
+                return v
+            if v not in rename:
+                shape = list(v.aval.shape)
+                if v in self.dimension:
+                    shape[self.dimension[v]] //= chunks
+                rename[v] = _compat.new_var(v.aval.update(shape=tuple(shape)))
+            return rename[v]
+
+        jaxpr, eqns = self.body.jaxpr, []
+        for i, inner in enumerate(jaxpr.eqns):
+            way = self.inner.get(i)
+            params = inner.params if way is None else way.in_chunk(inner, chunks, widens=False)
+            invars, outvars = list(map(renamed, inner.invars)), list(map(renamed, inner.outvars))
+            eqns.append(inner.replace(invars=invars, outvars=outvars, params=params))
+        constvars, invars, outvars = (
+            [renamed(v) for v in each] for each in (jaxpr.constvars, jaxpr.invars, jaxpr.outvars)
+        )
+        body = _compat.new_jaxpr(constvars, self.body.consts, invars, outvars, eqns)
+        return {**eqn.params, "jaxpr": body}
+
+
+def scan_way(eqn: Any, around: Around) -> ScanWay | None:
+    """The way of a scan in which what is known of it is so; None where there is none."""
+    body = _Body(eqn, around)
+    return body.way() if body.settled() else None
+
+
+class _Body:
+    """The rows and sums of a scan's body, as far as they are known."""
+
+    def __init__(self, eqn: Any, around: Around):
+        self.eqn, self.around = eqn, around
+        self.closed: jex.ClosedJaxpr = Inliner().program(eqn.params["jaxpr"])
+        jaxpr = self.closed.jaxpr
+        self.consts, self.carries = _compat.scan_counts(eqn)
+        self.lasts, self.stacked = jaxpr.outvars[: self.carries], jaxpr.outvars[self.carries :]
+        self.begun = jaxpr.invars[self.consts : self.consts + self.carries]
+        self.dimension: dict[Any, int] = {}
+        self.whole: set[Any] = set(jaxpr.constvars)
+        self.sums: set[Any] = set()
+        self.inner: dict[int, Way] = {}
+        self.makers = {v: each for each in jaxpr.eqns for v in each.outvars}
+
+    def settled(self) -> bool:
+        """Whether rows and sums of all that the body makes could be told from what is known of some."""
+        if self.eqn.effects or not all(map(self._found, *zip(*self._edges(), strict=True))):
+            return False
+        known = -1
+        while known < (known := len(self.inner) + len(self.dimension) + len(self.sums)):
+            for i, eqn in enumerate(self.closed.jaxpr.eqns):
+                if i not in self.inner and self._touched(eqn) and not self._add(i, eqn):
+                    return False
+            if not all(map(self._tied, self.begun, self.lasts)):
+                return False
+        init = _compat.scan_operands(self.eqn)[1]
+        zeros = (a for a, v in zip(init, self.begun, strict=True) if v in self.sums)
+        return all(map(self.around.is_zero, zeros))
+
+    def way(self) -> ScanWay:
+        """What was found."""
+        jaxpr = self.closed.jaxpr
+        first = self.consts + self.carries
+        operands = [
+            None if d is None else d + (i >= first)
+            for i, d in enumerate(map(self.dimension.get, jaxpr.invars))
+        ]
+        results = [
+            None if _compat.is_literal(a) or (d := self.dimension.get(a)) is None else d + (i >= self.carries)
+            for i, a in enumerate(jaxpr.outvars)
+        ]
+        inner = {i: way for i, way in self.inner.items() if not way.linear}
+        adding = tuple(not _compat.is_literal(a) and a in self.sums for a in jaxpr.outvars)
+        return ScanWay(
+            tuple(operands),
+            tuple(results),
+            body=self.closed,
+            inner=inner,
+            dimension=dict(self.dimension),
+            adding=adding,
+        )
+
+    def _edges(self) -> list[tuple[Any, Any, bool]]:
+        """Operands and results of the scan, what they are called in the body, and whether they are stacks there."""
+        first, jaxpr = self.consts + self.carries, self.closed.jaxpr
+        inner, outer = (*jaxpr.invars, *jaxpr.outvars), (*self.eqn.invars, *self.eqn.outvars)
+        stacks = [i >= first for i in range(len(jaxpr.invars))]
+        stacks += [i >= self.carries for i in range(len(jaxpr.outvars))]
+        return list(zip(outer, inner, stacks, strict=True))
+
+    def _found(self, outer: Any, inner: Any, stacked: bool) -> bool:
+        """Take over what is known of an operand or a result; whether that is possible."""
+        if _compat.is_literal(outer) or outer not in self.around.dimension:
+            return True
+        d = self.around.dimension[outer]
+        if d is None:
+            self.whole.add(inner)
+            return True
+        return not (stacked and d == 0) and self._is_row(inner, d - stacked)
+
+    def _is_row(self, atom: Any, d: int) -> bool:
+        if _compat.is_literal(atom) or atom in self.sums or atom in self.whole:
+            return False
+        return self.dimension.setdefault(atom, d) == d
+
+    def _touched(self, eqn: Any) -> bool:
+        atoms = _compat.variables((*eqn.invars, *eqn.outvars))
+        return any(a in self.dimension or a in self.sums for a in atoms)
+
+    def _add(self, i: int, eqn: Any) -> bool:
+        """Find the way of an equation of the body."""
+        if any(a in self.dimension for a in _compat.variables((*eqn.invars, *eqn.outvars))):
+            return self._add_rows(i, eqn)
+        return self._add_sums(i, eqn)
+
+    def _add_rows(self, i: int, eqn: Any) -> bool:
+        if any(a in self.sums for a in _compat.variables(eqn.invars)):
+            return False
+        known: dict[Any, int | None] = {**dict.fromkeys(self.whole), **self.dimension}
+        for way in ways(eqn) if eqn.primitive.name != "scan" else self._inner_scan(eqn, known):
+            both = zip((*eqn.invars, *eqn.outvars), (*way.operands, *way.results), strict=True)
+            placed = [(a, d) for a, d in both if not _compat.is_literal(a)]
+            if all(known.get(a, d) == d for a, d in placed) and _once(placed):
+                break
+        else:
+            return False
+        self.inner[i] = way
+        self.sums.update(v for v, is_sum in zip(eqn.outvars, way.sums, strict=True) if is_sum)
+        self.dimension.update((a, d) for a, d in placed if d is not None)
+        self.whole.update(a for a, d in placed if d is None and a not in self.sums)
+        return True
+
+    def _inner_scan(self, eqn: Any, known: Mapping[Any, int | None]) -> list[Way]:
+        found = scan_way(eqn, Around(known, self.makers.get))
+        return [found] if found is not None else []
+
+    def _add_sums(self, i: int, eqn: Any) -> bool:
+        """Whether sums make a sum here."""
+        name, operands = eqn.primitive.name, _compat.variables(eqn.invars)
+        if name in ("add", "add_any") and len(operands) == 2:
+            begun = {a for a in operands if a not in self.sums and a in self.begun}
+            self.sums.update(begun - self.whole)
+            linear = all(a in self.sums for a in operands)
+        elif name in _SCALING:
+            linear = eqn.invars[0] in self.sums and eqn.invars[1] not in self.sums
+        else:
+            linear = (name in _LINEAR or is_relabelling(eqn)) and len(operands) == 1
+        if linear:
+            self.sums.update(eqn.outvars)
+            self.inner[i] = OF_SUMS
+        # A result that is known to be a sum may be made of anything else only if that is one.
+        return linear
+
+    def _tied(self, begun: Any, last: Any) -> bool:
+        """Whether a carry is alike as an iteration begins and as it ends."""
+        if begun in self.dimension:
+            return self._is_row(last, self.dimension[begun])
+        if _compat.is_literal(last):
+            return begun not in self.sums
+        if last in self.dimension:
+            return self._is_row(begun, self.dimension[last])
+        if begun in self.sums or last in self.sums:
+            self.sums.update((begun, last))
+            return begun not in self.whole
+        return True
+
+
+def _once(placed: list[tuple[Any, int | None]]) -> bool:
+    """Whether no value has its rows in two places."""
+    found: dict[Any, int | None] = {}
+    return all(found.setdefault(a, d) == d for a, d in placed)

@@ -1,0 +1,270 @@
+"""Steps that fall apart into microbatches give what they gave; those in which statistics cross the batch do not."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from test_trace import runnable
+
+import jaxremat
+from jaxremat import ArgumentError
+from jaxremat._program._primitives import inner_jaxprs
+from jaxremat._rewrite import _row_regions
+from jaxremat._rewrite._trace import Traced, trace
+
+BATCH, LENGTH, WIDTH, WORDS, LAYERS = 8, 6, 16, 12, 4
+Loss = Callable[..., Any]
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions of small arrays too."""
+    monkeypatch.setattr(_row_regions, "LEAST_NBYTES", 1)
+
+
+def normal(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(0.3 * np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def weights(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    return [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+def tokens() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(9).integers(0, WORDS, (BATCH, LENGTH)), jnp.int32)
+
+
+def descent(loss: Loss) -> Callable[..., Any]:
+    def step(params: Any, *batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, *batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    return step
+
+
+def layers(params: Any, x: Any) -> Any:
+    for up, down in zip(params[::2], params[1::2], strict=True):
+        x = x + jnp.tanh(x @ up) @ down
+    return jnp.mean(x**2)
+
+
+def masked(params: Any, words: Any) -> Any:
+    """The number of words that count is a sum over the batch, which every gradient is divided by; tied embeddings."""
+    table, up, down = params
+    counts = (words != 0).astype(jnp.float32)
+    h = table[words]
+    logits = (h + jax.nn.gelu(h @ up) @ down) @ table.T
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, words)
+    of_normalisers = jnp.sum(counts * jax.nn.logsumexp(logits, -1) ** 2)
+    return (jnp.sum(losses * counts) + 1e-2 * of_normalisers) / jnp.sum(counts)
+
+
+def scanned(params: Any, words: Any) -> Any:
+    table, *stacks = params
+
+    def block(h: Any, layer: Any) -> Any:
+        up, down, q, k, v = layer
+        scores = jnp.einsum("btd,bsd->bts", h @ q, h @ k)
+        allowed = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+        h = h + jnp.einsum("bts,bsd->btd", jax.nn.softmax(jnp.where(allowed, scores, -1e9)), h @ v)
+        return h + jnp.tanh(h @ up) @ down, None
+
+    h, _ = lax.scan(block, table[words], stacks)
+    return optax.softmax_cross_entropy_with_integer_labels(h @ table.T, words).mean()
+
+
+def recurrent(params: Any, x: Any) -> Any:
+    """All iterations share their weights, so that gradients are carried; the batch is no outermost dimension."""
+    within, into = params
+
+    def cell(h: Any, x: Any) -> Any:
+        h = jnp.tanh(h @ within + x @ into)
+        return h, jnp.sum(h**2, -1)
+
+    h, squares = lax.scan(cell, jnp.zeros((BATCH, WIDTH)), jnp.swapaxes(x, 0, 1))
+    return jnp.mean(squares) + jnp.mean(h)
+
+
+def nested(params: Any, x: Any) -> Any:
+    """A loop over layers, in which a loop over time runs."""
+
+    def layer(x: Any, w: Any) -> Any:
+        def cell(h: Any, x: Any) -> Any:
+            h = jnp.tanh((h + x) @ w)
+            return h, h
+
+        _, out = lax.scan(cell, jnp.zeros((BATCH, WIDTH)), x)
+        return out, None
+
+    return jnp.mean(lax.scan(layer, jnp.swapaxes(x, 0, 1), params)[0] ** 2)
+
+
+def dropped(params: Any, x: Any, key: Any) -> Any:
+    up, down = params
+    h = jnp.tanh(x @ up)
+    h = jnp.where(jax.random.bernoulli(key, 0.7, h.shape), h / 0.7, 0)
+    return jnp.mean((h @ down) ** 2)
+
+
+def convolved(params: Any, x: Any) -> Any:
+    kernel, depthwise, out = params
+    order = ("NHWC", "HWIO", "NHWC")
+    h = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=order)
+    h = lax.conv_general_dilated(h, depthwise, (1, 1), "SAME", dimension_numbers=order, feature_group_count=8)
+    own = (1, 2, 3)
+    h = jax.nn.relu((h - h.mean(own, keepdims=True)) / jnp.sqrt(h.var(own, keepdims=True) + 1e-3))
+    h = lax.reduce_window(h, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    return jnp.mean((h.mean((1, 2)) @ out) ** 2)
+
+
+def short(params: Any, x: Any) -> Any:
+    h = x.astype(jnp.bfloat16)
+    for w in params:
+        h = h + jnp.tanh(h @ w.astype(jnp.bfloat16))
+    return jnp.mean(h.astype(jnp.float32) ** 2)
+
+
+Case = tuple[Loss, list[jax.Array], tuple[Any, ...]]
+D, V = WIDTH, WORDS
+PAIR = (D, 2 * D), (2 * D, D)
+
+
+def cases() -> dict[str, Case]:
+    x = normal(BATCH, LENGTH, D, seed=5)
+    stacks = [(LAYERS, *shape) for shape in (*PAIR, (D, D), (D, D), (D, D))]
+    return {
+        "layers": (layers, weights(*PAIR, *PAIR), (x,)),
+        "masked": (masked, weights((V, D), *PAIR), (tokens(),)),
+        "scanned": (scanned, weights((V, D), *stacks), (tokens(),)),
+        "recurrent": (recurrent, weights((D, D), (D, D)), (x,)),
+        "nested": (nested, weights((LAYERS, D, D))[0], (x,)),  # type: ignore[dict-item]
+        "dropped": (dropped, weights(*PAIR), (x, jax.random.key(3))),
+        "convolved": (
+            convolved,
+            weights((3, 3, 3, 8), (3, 3, 1, 8), (8, 4)),
+            (normal(BATCH, 8, 8, 3, seed=6),),
+        ),
+        "short": (short, weights((D, D), (D, D)), (x,)),
+    }
+
+
+def in_microbatches(found: Traced, count: int) -> Traced:
+    chunks = [(count,) if region.whole else () for region in found.regions]
+    return found.in_segments((*((),) * len(found.lengths), *chunks))
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("name", cases())
+@pytest.mark.usefixtures("_small")
+def test_microbatches_give_what_the_batch_gives(name: str, count: int) -> None:
+    loss, params, batch = cases()[name]
+    step = descent(loss)
+    found = trace(jax.jit(step), (params, *batch), {})
+    (region,) = (region for region in found.regions if region.whole)
+    assert region.rows == BATCH and count in region.choices
+    divided = in_microbatches(found, count)
+    assert divided.microbatches == count and divided.loops[0].length == count
+    flat = jax.tree.leaves((params, *batch))
+    want = jax.tree.leaves(jax.jit(step)(params, *batch))
+    got = jex.jaxpr_as_fun(runnable(divided))(*flat)
+    for a, b in zip(want, got, strict=True):
+        scale = float(jnp.abs(a).max()) or 1.0
+        tolerance = 1e-2 if name == "short" else 1e-5
+        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=tolerance)
+
+
+def sizes(eqns: Any) -> list[int]:
+    own = [v.aval.size for eqn in eqns for v in eqn.outvars]
+    return own + [size for eqn in eqns for inner in inner_jaxprs(eqn) for size in sizes(inner.eqns)]
+
+
+@pytest.mark.usefixtures("_small")
+def test_no_array_of_the_whole_batch_is_left() -> None:
+    """Of loops over layers too, what they stack included."""
+    loss, params, batch = cases()["scanned"]
+    found = trace(jax.jit(descent(loss)), (params, *batch), {})
+    stacked = LAYERS * BATCH * LENGTH * WIDTH * 2
+    assert max(sizes(found.closed.jaxpr.eqns)) >= stacked
+    gradients = LAYERS * WIDTH * WIDTH * 2
+    assert max(sizes(runnable(in_microbatches(found, 8)).jaxpr.eqns)) <= max(stacked // 8, gradients)
+
+
+def of_the_batch(params: Any, x: Any) -> Any:
+    """Batch normalisation."""
+    up, down = params
+    h = x @ up
+    h = (h - h.mean((0, 1))) / jnp.sqrt(h.var((0, 1)) + 1e-3)
+    return jnp.mean((h @ down) ** 2)
+
+
+def contrastive(params: Any, x: Any) -> Any:
+    """Every example is compared with all others."""
+    up, down = params
+    h = jnp.tanh(x[:, 0] @ up) @ down
+    return optax.softmax_cross_entropy_with_integer_labels(h @ h.T, jnp.arange(BATCH)).mean()
+
+
+def weighed(params: Any, x: Any) -> Any:
+    """How much an example counts is told by the losses of all."""
+    up, down = params
+    losses = jnp.mean((jnp.tanh(x @ up) @ down) ** 2, (1, 2))
+    return jnp.sum(losses * lax.stop_gradient(jax.nn.softmax(losses)))
+
+
+@pytest.mark.parametrize("loss", [of_the_batch, contrastive, weighed])
+@pytest.mark.usefixtures("_small")
+def test_where_examples_see_one_another_there_are_none(loss: Loss) -> None:
+    args = weights(*PAIR), normal(BATCH, LENGTH, D, seed=5)
+    found = trace(jax.jit(descent(loss)), args, {})
+    assert not any(region.whole for region in found.regions)
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_step_without_a_backward_pass_has_none() -> None:
+    found = trace(jax.jit(layers), (weights(*PAIR, *PAIR), normal(BATCH, LENGTH, D)), {})
+    assert not any(region.whole for region in found.regions)
+
+
+def wide(rows: int = 512) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A deep network of which no product is cheap to repeat."""
+
+    def loss(params: Any, x: Any) -> Any:
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    return descent(loss), (weights(*((256, 256),) * 8), normal(rows, 256))
+
+
+def test_the_planner_takes_them_where_recomputing_costs_more() -> None:
+    step, args = wide(8192)
+    needs = jaxremat.memory(step, *args, donate_argnums=0)
+    budget = needs.base_nbytes + needs.temporaries_nbytes * 6 // 10
+    common: Any = {"budget": budget, "donate_argnums": 0, "cache": False}
+    divided = jaxremat.plan(step, *args, **common)
+    (form,) = divided.loops
+    assert form.whole and str(form).startswith("the step: in ") and "microbatches" in str(divided)
+    assert divided.compiled_peak_nbytes is not None and divided.compiled_peak_nbytes <= budget
+    recomputed = jaxremat.plan(step, *args, **common, allow=("rows",))
+    assert not any(form.whole for form in recomputed.loops)
+    assert divided.overhead < recomputed.overhead / 2
+    again = jaxremat.Plan.from_json(divided.to_json())
+    want = jax.jit(step)(*args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = jaxremat.optimize(plan=again, donate_argnums=0)(step)(*jax.tree.map(jnp.copy, args))
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("allow", ["micro", ("rows", "columns"), 3])
+def test_unknown_forms_are_refused(allow: Any) -> None:
+    with pytest.raises(ArgumentError, match=r'Write some of "microbatches", "rows"'):
+        jaxremat.optimize("1GiB", allow=allow)
