@@ -44,9 +44,10 @@ def microbatches(closed: jex.ClosedJaxpr) -> tuple[Region, ...]:
     for v in program.largest(SEEDS):
         for dimension in range(min(len(v.aval.shape), DIMENSIONS)):
             grower = _Whole(program, made)
-            if grower.grow(v, dimension) and grower.products >= LEAST_SHARE * products:
-                region = grower.region()
-                return (replace(region, whole=True),) if region.choices else ()
+            grown = grower.grow(v, dimension)
+            if grower.products >= LEAST_SHARE * products:  # of no other value comes more
+                region = grower.region() if grown else None
+                return (replace(region, whole=True),) if region is not None and region.choices else ()
     return ()
 
 

@@ -11,6 +11,7 @@ Law: rows are made by the same operations as before, sums over rows chunk by chu
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,17 +26,24 @@ from ._loop_opening import append
 from ._row_regions import Readers, Region, edges
 from ._row_rules import is_scattered, sum_type
 
+NONE: Mapping[Any, str] = MappingProxyType({})
+
 IN_CHUNKS = "in_chunks"
 """What the call is named that stands for a region that is not planned."""
 
 
-def chunked(closed: jex.ClosedJaxpr, region: Region | None, chunks: int) -> tuple[jex.ClosedJaxpr, list[int]]:
-    """The program with a region, if any, in chunks; also for each equation its index before, -1 for new ones."""
+def chunked(
+    closed: jex.ClosedJaxpr, region: Region | None, chunks: int, labels: Mapping[Any, str] = NONE
+) -> tuple[jex.ClosedJaxpr, list[int]]:
+    """The program with a region, if any, in chunks; also for each equation its index before, -1 for new ones.
+
+    **Arguments:** `labels` the user's `checkpoint_name`s by variable.
+    """
     if region is None:
         return closed, list(range(len(closed.jaxpr.eqns)))
     program = Readers(closed)
     eqns = program.eqns
-    loop = _Chunks(program, region, chunks)
+    loop = _Chunks(program, region, chunks, labels)
     made = loop.equations()
     gone = region.ways.keys() | loop.moved
     first, last = min(region.ways), max(region.ways)
@@ -62,8 +70,8 @@ def chunked(closed: jex.ClosedJaxpr, region: Region | None, chunks: int) -> tupl
 class _Chunks:
     """The loop over chunks of a region's rows."""
 
-    def __init__(self, program: Readers, region: Region, chunks: int):
-        self.program, self.region, self.chunks = program, region, chunks
+    def __init__(self, program: Readers, region: Region, chunks: int, labels: Mapping[Any, str]):
+        self.program, self.region, self.chunks, self.labels = program, region, chunks, labels
         self.dimension: dict[Any, int | None] = {}
         self.adder: dict[Any, int] = {}  # sums -> the equation that makes them
         for i, way in region.ways.items():
@@ -178,6 +186,10 @@ class _Chunks:
             ]
             eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
             env.update(zip(eqn.outvars, outvars, strict=True))
+            named = ((v, self.labels[v]) for v in eqn.outvars if v in self.labels and self.region.whole)
+            for v, name in named:  # for the planner, to whom the loop is laid open
+                made = _compat.new_var(env[v].aval)
+                eqns.append(_compat.name_eqn(env[v], made, name, eqn.source_info))
         results = [self._added(eqns, v, so_far[v], env[v], index) for v in self.leaves]
         return _compat.new_jaxpr((), (), [index, *state, *operands], results, eqns)
 

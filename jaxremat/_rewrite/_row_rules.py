@@ -91,6 +91,10 @@ def _alike(eqn: Any, dimensions: Any) -> Iterator[Way]:
         )
 
 
+def _named(eqn: Any) -> Iterator[Way]:
+    yield from _alike(eqn, range(len(_shape(eqn.outvars[0]))))
+
+
 def _pointwise(eqn: Any) -> Iterator[Way]:
     """Where an operand has one entry in place of a row, it is read whole."""
     shape = _shape(eqn.outvars[0])
@@ -239,6 +243,7 @@ def _scatter(eqn: Any) -> Iterator[Way]:
 
 
 _WAYS: dict[str, Callable[[Any], Iterator[Way]]] = {
+    "name": _named,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "transpose": _transpose,

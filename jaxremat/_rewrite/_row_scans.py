@@ -93,7 +93,7 @@ class _Body:
 
     def __init__(self, eqn: Any, around: Around):
         self.eqn, self.around = eqn, around
-        self.closed: jex.ClosedJaxpr = Inliner().program(eqn.params["jaxpr"])
+        self.closed = _flat(eqn.params["jaxpr"])
         jaxpr = self.closed.jaxpr
         self.consts, self.carries = _compat.scan_counts(eqn)
         self.lasts, self.stacked = jaxpr.outvars[: self.carries], jaxpr.outvars[self.carries :]
@@ -204,7 +204,8 @@ class _Body:
             self.sums.update(begun - self.whole)
             linear = all(a in self.sums for a in operands)
         elif name in _SCALING:
-            linear = eqn.invars[0] in self.sums and eqn.invars[1] not in self.sums
+            first, second = eqn.invars
+            linear = self._is_sum(first) and not self._is_sum(second)
         else:
             linear = (name in _LINEAR or is_relabelling(eqn)) and len(operands) == 1
         if linear:
@@ -212,6 +213,9 @@ class _Body:
             self.inner[i] = OF_SUMS
         # A result that is known to be a sum may be made of anything else only if that is one.
         return linear
+
+    def _is_sum(self, atom: Any) -> bool:
+        return not _compat.is_literal(atom) and atom in self.sums
 
     def _tied(self, begun: Any, last: Any) -> bool:
         """Whether a carry is alike as an iteration begins and as it ends."""
@@ -225,6 +229,14 @@ class _Body:
             self.sums.update((begun, last))
             return begun not in self.whole
         return True
+
+
+def _flat(body: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The body, inlined but for the user's names."""
+    inliner, eqns = Inliner(), list[Any]()
+    invars = [_compat.new_var(v.aval) for v in body.jaxpr.invars]
+    results = inliner.body(body, invars, None, eqns, marks=True)
+    return _compat.new_jaxpr(inliner.constvars, inliner.consts, invars, results, eqns)
 
 
 def _once(placed: list[tuple[Any, int | None]]) -> bool:

@@ -199,7 +199,8 @@ def normalise(
     segments = (*segments, *((),) * (len(lengths) + len(known) - len(segments)))
     levels, chunks = segments[: len(lengths)], segments[len(lengths) :]
     region, count = next(((r, own[0]) for r, own in zip(known, chunks, strict=True) if own), (None, 0))
-    parted, of_parted = chunked(once, region, count)
+    labels = {first(v): name for v, name in reversed(inliner.labels.items())}
+    parted, of_parted = chunked(once, region, count, labels)
     if region is not None and region.whole:  # which loops are within then
         levels = tuple(compress(levels, (i not in region.ways for i in backward_of(once.jaxpr.eqns))))
     inside = absorbed(parted, donated, list(map(bool, levels)))

@@ -32,7 +32,7 @@ def test_a_deep_network_in_half_of_its_temporaries() -> None:
     compiled = jaxremat.MemoryStats.of(planned.compile(*args))
     assert compiled.peak_nbytes == plan.compiled_peak_nbytes
     assert compiled.peak_nbytes <= budget < plain.peak_nbytes
-    assert not plan.drops_nothing
+    assert plan.loops or not plan.drops_nothing
     for want, got in zip(jax.tree.leaves(jax.jit(step)(*args)), jax.tree.leaves(planned(*args)), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
     assert jaxremat.Plan.from_json(plan.to_json()) == plan

@@ -95,6 +95,7 @@ def planned(kind: str, again: bool = False) -> tuple[Plan, Module]:
         offload=True,
         solver=Everything(again),
         cache=False,
+        allow=(),
     )(step)
     return decorated.plan(*args), parse(decorated.compile(*args).as_text())
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from test_trace import runnable
 
 import jaxremat
@@ -268,3 +269,24 @@ def test_the_planner_takes_them_where_recomputing_costs_more() -> None:
 def test_unknown_forms_are_refused(allow: Any) -> None:
     with pytest.raises(ArgumentError, match=r'Write some of "microbatches", "rows"'):
         jaxremat.optimize("1GiB", allow=allow)
+
+
+@pytest.mark.usefixtures("_small")
+def test_names_are_the_planner_s_to_know() -> None:
+    """Outside of loops and within."""
+
+    def loss(params: Any, x: Any) -> Any:
+        first, stack = params
+
+        def layer(x: Any, w: Any) -> Any:
+            return checkpoint_name(jnp.tanh(x @ w), "layer"), None
+
+        return jnp.mean(lax.scan(layer, checkpoint_name(x @ first, "first"), stack)[0] ** 2)
+
+    args = weights((D, D), (LAYERS, D, D)), normal(BATCH, LENGTH, D, seed=5)
+    found = trace(jax.jit(descent(loss)), args, {})
+    divided = in_microbatches(found, 2)
+    made = {v for eqn in divided.jaxpr.jaxpr.eqns for v in eqn.outvars}
+    assert {name for v, name in divided.labels.items() if v in made} == {"first", "layer"}
+    named = {name: v.aval.shape for v, name in divided.labels.items() if v in made}
+    assert named["first"] == named["layer"] == (BATCH // 2, LENGTH, D)
