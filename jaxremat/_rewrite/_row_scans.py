@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from .._program import _compat
 from .._program._inline import Inliner
 from .._program._primitives import is_relabelling
 from ._row_rules import OF_SUMS, Way, ways
 
+_ADDING = ("add", "add_any")
 _SCALING = ("mul", "div")
 _LINEAR = ("neg", "convert_element_type", "broadcast_in_dim", "reduce_sum", "copy")
 
@@ -117,7 +119,7 @@ class _Body:
                 return False
         init = _compat.scan_operands(self.eqn)[1]
         zeros = (a for a, v in zip(init, self.begun, strict=True) if v in self.sums)
-        return all(map(self.around.is_zero, zeros))
+        return self._is_consistent() and all(map(self.around.is_zero, zeros))
 
     def way(self) -> ScanWay:
         """What was found."""
@@ -198,24 +200,40 @@ class _Body:
 
     def _add_sums(self, i: int, eqn: Any) -> bool:
         """Whether sums make a sum here."""
-        name, operands = eqn.primitive.name, _compat.variables(eqn.invars)
-        if name in ("add", "add_any") and len(operands) == 2:
-            begun = {a for a in operands if a not in self.sums and a in self.begun}
+        if eqn.primitive.name in _ADDING:  # to a carry
+            begun = {a for a in _compat.variables(eqn.invars) if a in self.begun}
             self.sums.update(begun - self.whole)
-            linear = all(a in self.sums for a in operands)
-        elif name in _SCALING:
-            first, second = eqn.invars
-            linear = self._is_sum(first) and not self._is_sum(second)
-        else:
-            linear = (name in _LINEAR or is_relabelling(eqn)) and len(operands) == 1
-        if linear:
-            self.sums.update(eqn.outvars)
-            self.inner[i] = OF_SUMS
-        # A result that is known to be a sum may be made of anything else only if that is one.
-        return linear
+        if not self._is_linear(eqn):
+            return False
+        self.sums.update(eqn.outvars)
+        self.inner[i] = OF_SUMS
+        return True
 
-    def _is_sum(self, atom: Any) -> bool:
-        return not _compat.is_literal(atom) and atom in self.sums
+    def _is_linear(self, eqn: Any) -> bool:
+        """Whether an equation makes a sum of one, or of two, for all that is known."""
+        name = eqn.primitive.name
+        summed = [not _compat.is_literal(a) and a in self.sums for a in eqn.invars]
+        kept = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
+        if name in _ADDING:
+            return summed == [True, True]
+        if name in _SCALING:
+            return summed == [True, False] and all(kept)
+        alike = name in _LINEAR or is_relabelling(eqn)
+        return (
+            alike and summed == [True] and kept[0] <= kept[-1]
+        )  # rounded to whole numbers parts are no parts
+
+    def _is_consistent(self) -> bool:
+        """Whether what was found out later contradicts nothing that was found before."""
+        jaxpr = self.closed.jaxpr
+        others = {*jaxpr.constvars, *jaxpr.invars}.difference(self.begun)
+        if not self.sums.isdisjoint(others | self.whole | self.dimension.keys()):
+            return False
+        return all(
+            self._is_linear(eqn) if way.linear else self.sums.isdisjoint(_compat.variables(eqn.invars))
+            for i, way in self.inner.items()
+            for eqn in (jaxpr.eqns[i],)
+        )
 
     def _tied(self, begun: Any, last: Any) -> bool:
         """Whether a carry is alike as an iteration begins and as it ends."""

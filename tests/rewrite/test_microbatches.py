@@ -290,3 +290,37 @@ def test_names_are_the_planner_s_to_know() -> None:
     assert {name for v, name in divided.labels.items() if v in made} == {"first", "layer"}
     named = {name: v.aval.shape for v, name in divided.labels.items() if v in made}
     assert named["first"] == named["layer"] == (BATCH // 2, LENGTH, D)
+
+
+@pytest.mark.parametrize("last", ["squared", "rounded", "replaced", "read"])
+@pytest.mark.usefixtures("_small")
+def test_what_a_loop_makes_of_a_sum_must_be_linear(last: str) -> None:
+    """A sum over the batch that a loop carries is no sum of the parts' where anything else becomes of it."""
+
+    def total(w: Any, x: Any) -> Any:
+        def one(carry: Any, w: jax.Array) -> Any:
+            x, total = carry
+            x = jnp.tanh(x @ w)
+            more = total + jnp.sum(x**2, (0, 1))
+            if last == "squared":
+                more = more * more
+            if last == "rounded":
+                more = jnp.asarray(jnp.asarray(more, jnp.int32), jnp.float32)
+            if last == "replaced":
+                more = w[0]
+            return (x * (1 + (last == "read") * total), more), None
+
+        return lax.scan(one, (x, jnp.zeros(D)), w)[0]
+
+    def step(w: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda w: jnp.mean(total(w, x)[0] ** 2))(w)
+        return w - 0.1 * gradient, total(w, x)[1]
+
+    args = normal(LAYERS, D, D), normal(BATCH, LENGTH, D, seed=5)
+    found = trace(jax.jit(step), args, {})
+    for region in found.regions:
+        if region.whole:  # without that loop
+            flat, divided = jax.tree.leaves(args), in_microbatches(found, 2)
+            want = jax.tree.leaves(jax.jit(step)(*args))
+            for a, b in zip(want, jex.jaxpr_as_fun(runnable(divided))(*flat), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
