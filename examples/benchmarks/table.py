@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from examples import llama_70b
-from examples.benchmarks import depth, emitters, jax_remat_tests, monet_table, records, sharded, unrolled
+from examples.benchmarks import (
+    depth,
+    emitters,
+    host_memory,
+    jax_remat_tests,
+    monet_table,
+    records,
+    sharded,
+    unrolled,
+)
 from examples.benchmarks.bench import AT
 from examples.benchmarks.overview import FEW, NAMES, overview
 from jaxremat import format_nbytes
@@ -100,6 +109,7 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
         *deep,
         *map(sharded.markdown, records.read_all(results, "sharded")),
         *map(llama_70b.markdown, records.read_all(results, "llama")),
+        host_memory.markdown(list(records.read_all(results, "host_memory"))),
         emitters.markdown(emitted),
         *map(jax_remat_tests.markdown, jax_tests(results)),
     ]

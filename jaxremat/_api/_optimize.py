@@ -20,7 +20,7 @@ from .._plan._arguments import as_tuple, check_choice, check_host_memory, check_
 from .._plan._baseline import Baseline
 from .._plan._plan import Plan
 from .._plan._planned import Planned, confirm
-from .._plan._request import Options, Request
+from .._plan._request import Offload, Options, Request
 from .._report import Report
 from .._runtime._bytes import Budget, parse_budget, parse_margin, parse_nbytes
 from .._runtime._errors import ArgumentError, JaxrematWarning
@@ -56,7 +56,7 @@ def optimize(
     progress: bool | None = None,
     pins: Mapping[str | re.Pattern[str], str] | None = None,
     planning_seconds: float | None = None,
-    offload: bool = False,
+    offload: Offload = False,
     host_budget: Budget = None,
     allow: Collection[str] = EXACT,
 ) -> Callable[[Callable[..., Any]], "Step"]:
@@ -96,8 +96,8 @@ def optimize(
       environment variable `JAXREMAT_PROGRESS=0` is False everywhere.
     - `pins`: what `jaxremat.hint` says in the model, from outside: `{"Block_*/Dense_0": "recompute"}`. A pattern is a
       path of globs within a name stack (`jaxremat.Node.scope`, ended by the primitive or a `checkpoint_name`), or
-      within a source line, or a compiled regular expression; what it matches is `"save"`d or `"recompute"`d, or a
-      `"stage"` of the backward pass begins where the backward pass of what it matches does.
+      within a source line, or a compiled regular expression; what it matches is `"save"`d, `"recompute"`d or
+      `"offload"`ed, or a `"stage"` of the backward pass begins where the backward pass of what it matches does.
 
     - `planning_seconds`: when to stop looking for a better plan, counted from the first call; what is being compiled is
       finished. By default after the time of three compilations of the plain step and 15 s once a plan fits, of six and
@@ -105,8 +105,8 @@ def optimize(
       search was cut short.
 
     - `offload`: let the planner keep saved values in the host's memory between their readers, where that costs less
-      than computing them again. What copies take beside the kernels is part of the model. Without effect on a CPU,
-      which has no other memory; values that loops stack stay on the device.
+      than computing them again. Plans without are looked for first, so that planning may take twice as long.
+      A CPU has no other memory: with True a warning says so. `"auto"` is True where there is one.
     - `host_budget`: what these values may take of the host's memory, all devices of the process together: bytes or
       text, by default half of the machine's, or without limit for a `target`.
 
@@ -357,7 +357,7 @@ class Step:
         if options.offload:
             allowed = None if options.host_budget is None else parse_nbytes(options.host_budget)
             host = host_memory(spec, here, allowed)
-            if host is None:
+            if host is None and options.offload is True:
                 warnings.warn(
                     f"`offload=True`: {spec.name} has no memory besides the host's, so that nothing is moved there. "
                     "The step is planned without.",

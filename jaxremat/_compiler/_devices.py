@@ -41,6 +41,9 @@ def detect(device: Any) -> DeviceSpec:
 HOST_SHARE = 0.5
 """Of the machine's memory so much may be pinned for copies of values, if nobody says how much."""
 
+AHEAD_SECONDS = 5e-3
+"""XLA takes any copy to last so long (`GpuLatencyEstimator`: 5,000 units, of a microsecond)."""
+
 
 def host_memory(spec: DeviceSpec, device: Any, nbytes: int | None) -> HostMemory | None:
     """The host's memory as one device may use it, None where the device has no memory but that.
@@ -51,11 +54,11 @@ def host_memory(spec: DeviceSpec, device: Any, nbytes: int | None) -> HostMemory
     if spec.platform == "cpu":
         return None
     if device is None:
-        return HostMemory(spec.host_link, nbytes)
+        return HostMemory(spec.host_link, nbytes, AHEAD_SECONDS)
     if not any(memory.kind == "pinned_host" for memory in device.addressable_memories()):
         return None
     whole = int(HOST_SHARE * _host_nbytes()) if nbytes is None else nbytes
-    return HostMemory(spec.host_link, whole // len(device.client.local_devices()))
+    return HostMemory(spec.host_link, whole // len(device.client.local_devices()), AHEAD_SECONDS)
 
 
 @functools.cache

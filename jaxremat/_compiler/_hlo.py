@@ -248,18 +248,37 @@ def updated_in_place(module: Module, instruction: Instruction) -> tuple[tuple[in
     return tuple(pairs)
 
 
-def copies_out(instruction: Instruction) -> bool:
-    """Whether it begins a copy to host memory: its results are the copy, the original and a handle."""
-    return instruction.opcode == "copy-start" and _spaces(instruction) == (HOST_SPACE, 0)
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A copy between device and host memory. **Fields:** `back` whether it is from the host; `nbytes` that move."""
+
+    back: bool
+    nbytes: int
 
 
-def copies_back(instruction: Instruction) -> bool:
-    """Whether it begins a copy from host memory."""
-    return instruction.opcode == "copy-start" and _spaces(instruction) == (0, HOST_SPACE)
-
-
-def _spaces(instruction: Instruction) -> tuple[int, ...]:
-    return tuple(shape.space for shape in instruction.shapes[:2])
+def transfer(module: Module, instruction: Instruction) -> Transfer | None:
+    """What an instruction begins to copy to host memory or from it, None where it does not: an array
+    (`copy-start`), or a row of a stack in host memory that it reads or writes (`fusion-start` of a slice).
+    """
+    if instruction.opcode == "copy-start":
+        copy, original = (shape.space for shape in instruction.shapes[:2])
+        if (copy == HOST_SPACE) != (original == HOST_SPACE):
+            return Transfer(original == HOST_SPACE, instruction.shapes[0].nbytes)
+    if instruction.opcode != "fusion-start":
+        return None
+    body = module.computations[instruction.callees[0]]
+    inside, (to, *_), source = body.by_name(), body.root.shapes, body.root
+    while source.opcode in ("bitcast", "copy"):
+        source = inside[source.operands[0]]
+    if source.opcode == "dynamic-update-slice" and to.space == HOST_SPACE:
+        return Transfer(False, inside[source.operands[1]].nbytes)
+    if source.opcode == "dynamic-slice" and to.space != HOST_SPACE:
+        stack = inside[source.operands[0]]
+        while stack.opcode == "bitcast":
+            stack = inside[stack.operands[0]]
+        if stack.shapes[0].space == HOST_SPACE:
+            return Transfer(True, source.nbytes)
+    return None
 
 
 def materialised(module: Module, tag: re.Pattern[str]) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ._devices import DeviceSpec
-from ._hlo import CONTROL, Computation, Module, copies_back, copies_out
+from ._hlo import CONTROL, Computation, Module, transfer
 from ._roofline import kernels, roofline, seconds_of, trips_of
 
 
@@ -28,7 +28,7 @@ class HostTraffic:
 def host_traffic(module: Module, device: DeviceSpec) -> HostTraffic:
     """What a program copies, and how long it waits for that."""
     instructions = (i for computation in module.computations.values() for i in computation.instructions)
-    if not any(copies_out(i) or copies_back(i) for i in instructions):
+    if all(transfer(module, i) is None for i in instructions):
         return HostTraffic()
     seconds = {(k.computation, k.instruction.name): seconds_of(k, device) for k in kernels(module)}
     return _run(module, module.computations[module.entry], seconds, device.host_link)[1]
@@ -50,11 +50,10 @@ def _run(
     for instruction in computation.instructions:
         name = instruction.name
         now += kernel_seconds.get((computation.name, name), 0.0)
-        if (back := copies_back(instruction)) or copies_out(instruction):
-            nbytes = instruction.shapes[0].nbytes
-            free[back] = over[name] = max(free[back], now) + nbytes / link
-            sent, fetched = (sent, fetched + nbytes) if back else (sent + nbytes, fetched)
-        elif instruction.opcode == "copy-done" and instruction.operands[0] in over:
+        if copy := transfer(module, instruction):
+            free[copy.back] = over[name] = max(free[copy.back], now) + copy.nbytes / link
+            sent, fetched = (sent, fetched + copy.nbytes) if copy.back else (sent + copy.nbytes, fetched)
+        elif instruction.opcode.endswith("-done") and instruction.operands[0] in over:
             late = max(over[instruction.operands[0]] - now, 0.0)
             now, waited = now + late, waited + late
         elif instruction.opcode in CONTROL:

@@ -23,8 +23,7 @@ from ._hlo import (
     Instruction,
     Module,
     Shape,
-    copies_back,
-    copies_out,
+    transfer,
     updated_in_place,
 )
 
@@ -112,14 +111,17 @@ def _kernels(module: Module, computation: Computation) -> Iterator[Kernel]:
         opcode = instruction.opcode
         if opcode in FREE or opcode.endswith(("-done", "-update")):
             continue
-        if copies_out(instruction) or copies_back(instruction):
-            continue  # beside the kernels, see `_host_traffic`
+        if transfer(module, instruction) or _ALLOCATED in instruction.attributes:
+            continue  # beside the kernels, see `_host_traffic`; no kernel
         if opcode not in CONTROL:
             yield _kernel(module, computation, scope, instruction)
             continue
         bodies = [list(_kernels(module, module.computations[callee])) for callee in instruction.callees]
         for kernel in max(bodies, key=_weight, default=[]):
             yield replace(kernel, trips=trips_of(instruction) * kernel.trips)
+
+
+_ALLOCATED = 'custom_call_target="AllocateBuffer"'
 
 
 def trips_of(instruction: Instruction) -> int:

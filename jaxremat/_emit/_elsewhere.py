@@ -6,6 +6,8 @@ thereby waits until the copy is over and the device's memory free. Before the st
 stage's fence, behind which that begins; its first reader waits for it. All that reads the value from then on reads what
 came back, fused values that are made of it included.
 
+Stacks of loops: see `_stacks_elsewhere`.
+
 Images are copied with their axes in the order of memory, as they pass fences (see `_layouts`).
 """
 
@@ -27,7 +29,9 @@ class Elsewhere:
     def __init__(self, emitter: Any) -> None:
         self.emitter = emitter
         self.there: dict[int, Any] = {}  # value -> its present name in host memory
-        self.copies: Sequence[HostCopy] = sorted(emitter.schedule.offloaded, key=lambda copy: copy[1:])
+        values = emitter.graph.values
+        copies = (copy for copy in emitter.schedule.offloaded if not values[copy.value].length)
+        self.copies: Sequence[HostCopy] = sorted(copies, key=lambda copy: copy[1:])
         self.leaving: dict[int, list[int]] = {}  # node -> the values whose way to the host begins behind it
         for copy in self.copies:
             self.leaving.setdefault(copy.left, []).append(copy.value)

@@ -16,7 +16,8 @@ dropped equations behind it. Tied as follows:
 - fused values (never in memory) that a clone reads are cloned with it; the stage's own equations read the original
   of a fused value whose sources are all originals.
 - saved values that the compiler might make again in the backward pass's kernels pass through the first fence.
-- what is in host memory meanwhile leaves behind its producer, and comes back behind a fence (see `_elsewhere`).
+- what is in host memory meanwhile leaves behind its producer, and comes back behind a fence (see `_elsewhere`), or
+  within loops (see `_stacks_elsewhere`).
 - in a loop of the backward pass all happens within an iteration: clones of what an iteration of the forward loop made,
   fused values always among them, lest they be stacked, and fences between the loop's own stages. At its start there is
   none: an iteration is held back by the one before, and the first by a fence through which the loop's carries pass.
@@ -51,6 +52,7 @@ from ._hoisting import ZERO, Hazards, is_zero
 from ._last_reads import hold, last_reads
 from ._layouts import append_fence
 from ._placement import entered, places
+from ._stacks_elsewhere import StacksElsewhere
 from ._triggers import finished, parts, trigger
 from ._weight_copies import behind_operand
 from ._weight_gradients import put_in_order
@@ -132,6 +134,7 @@ class Emitter:
         self.last_reads, self.held = last_reads(self)
         self.overwritten: dict[Any, Any] = {}  # argument -> its name where it is updated
         self.elsewhere = Elsewhere(self)
+        self.stacks_elsewhere = StacksElsewhere(self)
 
     def run(self) -> list[Any]:
         """Append everything; returns the step's outputs by their final names."""
@@ -139,6 +142,7 @@ class Emitter:
             eqn = self.elsewhere.behind_exit(n)
             self.append([behind_operand(self, n, eqn, lambda a: a)], [self.traced.loop_of[n]])
             self.elsewhere.leave(n)
+            self.stacks_elsewhere.leave(n)
         self.forward_count = len(self.eqns)
         for k in range(len(self.graph.stages)):
             self.stage(k)
@@ -176,6 +180,7 @@ class Emitter:
         if begins:
             self.waiting = self._resume(k, renamed)
             self._run(outside, renamed)
+            self.stacks_elsewhere.arrive(k, loop, around)
             if PASSING_ZERO in renamed:
                 self.zeros[loop] = (renamed.pop(PASSING_ZERO),)
             if self.traced.loops[loop].length == 1:

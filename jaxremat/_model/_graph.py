@@ -99,8 +99,8 @@ class Node:
 class Pin:
     """What the user decides, whatever a solver thinks.
 
-    **Fields:** `action` `"save"` or `"recompute"` of a value, or `"stage"`, a cut of the backward pass; `at` the id of
-    the value, or of the node before which a stage begins; `origin` who says so, `hint(..., "save") at model.py:12`.
+    **Fields:** `action` `"save"`, `"recompute"` or `"offload"` a value, or `"stage"`, a cut of the backward pass; `at`
+    its id, or that of the node before which a stage begins; `origin` who says so, `hint(..., "save") at model.py:12`.
     """
 
     action: str
@@ -155,6 +155,10 @@ class Graph:
     pins: tuple[Pin, ...] = ()
     counts_forward: bool = True
     host: HostMemory | None = None
+
+    def alike(self, other: "Graph") -> bool:
+        """Whether the other is of the same form, with or without host memory as this is: the model errs alike."""
+        return self.segments == other.segments and (self.host is None) == (other.host is None)
 
     def around(self, node: int) -> int:
         """The innermost loop that holds both this node and the one before it, -1 for none."""
@@ -302,9 +306,10 @@ class Graph:
 
     @cached_property
     def pinned(self) -> dict[str, frozenset[int]]:
-        """For each action of a pin the values, or nodes, that are pinned to it."""
-        actions = ("save", "recompute", "stage")
-        return {action: frozenset(pin.at for pin in self.pins if pin.action == action) for action in actions}
+        """For each action of a pin the values, or nodes, that are pinned to it; `"save"` includes `"offload"`."""
+        actions = ("save", "recompute", "offload", "stage")
+        found = {action: frozenset(p.at for p in self.pins if p.action == action) for action in actions}
+        return found | {"save": found["save"] | found["offload"]}
 
     @cached_property
     def in_place(self) -> frozenset[int]:
@@ -358,8 +363,7 @@ class Graph:
 
     def recomputable(self, value: int) -> bool:
         """Whether the value may be dropped and made again."""
-        producer = self.values[value].producer
-        made_again = producer >= 0 and self.nodes[producer].forward and self.nodes[producer].repeatable
+        made_again = self.is_residual(value) and self.nodes[self.values[value].producer].repeatable
         return made_again and value not in self.pinned["save"]
 
     @cached_property

@@ -3,7 +3,10 @@
 A value leaves the device's memory when its copy is there: an *exit* waits for that, a product of the forward pass or
 the beginning of a stage. Copies leave one after the other as they are made. The way back begins before a stage, early
 enough for the stage that reads the value first; copies come back one after the other, and a stage waits for those that
-are late. What is in a loop stays.
+are late. What a loop stacks leaves and comes back slice by slice (see `_stack_copies`); what else is in a loop stays.
+
+The compiler begins any copy so long before it has to be over as it takes copies to last. Kernels wait for what longer
+ones take besides, so that values of which copies take longer stay.
 
 Law: copies are placed by the clock of a step that recomputes nothing. One that does has more time for each, so that a
 copy is over at its exit whatever else is decided, and only copies back are ever waited for.
@@ -11,10 +14,13 @@ copy is over at its exit whatever else is decided, and only copies back are ever
 
 import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
+
+from ._stack_copies import AT_ONCE, Stacks, kept_here
 
 LEAST_NBYTES = 1 << 20
 """Smaller values stay: a copy of so much takes about as long as it takes to begin one."""
@@ -25,27 +31,25 @@ LEAD = 1.5
 REST = 1.1
 """An exit is so many times as late behind the begin of a copy as that takes: nobody should wait there."""
 
-AT_ONCE = 2
-"""So many copies to the host are under way at once: of more the compiler has the kernels wait for the first, wherever
-that is then."""
-
 
 class HostMemory(NamedTuple):
     """The memory of the host, as one device uses it.
 
     **Fields:** `link` the bytes/s of copies there, and of those back; `nbytes` that values may take there, None where
-    that is not known.
+    that is not known; `ahead_seconds` before a copy has to be over the compiler begins it, wherever it may begin.
     """
 
     link: float
     nbytes: int | None = None
+    ahead_seconds: float = math.inf
 
 
 class HostCopy(NamedTuple):
     """A value that is in host memory meanwhile.
 
     **Fields:** `value`; `left` the node behind which its way to the host begins, its producer or the exit of another;
-    `gone` its exit, the node before which it has left; `begun` the stage before which its way back begins.
+    `gone` its exit, the node before which it has left; `begun` the stage before which its way back begins. Of a stack
+    these are the first node behind its loop and the first stage of the loop that reads it.
     """
 
     value: int
@@ -67,7 +71,7 @@ class Reading(NamedTuple):
 class Away:
     """The values of a graph that may be in host memory.
 
-    **Fields:** `starts` the seconds at which each node begins in a step that recomputes nothing.
+    **Fields:** `starts` the seconds at which each node begins in a step of this form that recomputes nothing.
     """
 
     def __init__(self, graph: Any) -> None:
@@ -76,13 +80,32 @@ class Away:
     @cached_property
     def starts(self) -> tuple[float, ...]:
         graph = self.graph
-        prices = [node.seconds if graph.kernel[node.id] else 0.0 for node in graph.nodes]
-        scale = graph.step_seconds / (sum(prices) or 1.0)
+        # the price of what is written includes what is fused into its kernel, products among that
+        written = [not n.outputs or any(graph.values[v].materialised for v in n.outputs) for n in graph.nodes]
+        prices = [node.seconds if alone else 0.0 for node, alone in zip(graph.nodes, written, strict=True)]
+        scale = (graph.step_seconds + graph.extra_seconds) / (sum(prices) or 1.0)
         return tuple(accumulate((scale * price for price in prices), initial=0.0))
 
     def copy_seconds(self, v: int) -> float:
         """What copying a value takes, one way."""
         return self.graph.values[v].nbytes / self.graph.host.link
+
+    @cached_property
+    def stacks(self) -> Stacks:
+        """What loops stack."""
+        return Stacks(self.graph, self.starts, LEAST_NBYTES)
+
+    @cached_property
+    def stacked(self) -> dict[int, HostCopy]:
+        """For each value whose stack may be away when it is."""
+        graph = self.graph
+        if graph.host is None or not graph.counts_forward:
+            return {}
+        pairs = self.stacks.pair_of.items()
+        return {
+            v: HostCopy(v, graph.values[v].producer, graph.loop_stop[pair.forward], pair.stages[0])
+            for v, pair in pairs
+        }
 
     @cached_property
     def alone(self) -> dict[int, HostCopy]:
@@ -95,7 +118,7 @@ class Away:
         placed = (
             self._placed(v, n, self.made(v), self._first[v]) for v, n in zip(able, producer, strict=True)
         )
-        return {copy.value: copy for copy in placed if copy is not None}
+        return {copy.value: copy for copy in placed if copy is not None} | self.stacked
 
     def made(self, v: int) -> float:
         """When a value is there."""
@@ -106,25 +129,34 @@ class Away:
 
         **Arguments:** `recomputed` as in `Schedule`.
         """
-        able = sorted(
-            (v for v in set(chosen) if v in self.alone), key=lambda v: self.graph.values[v].producer
-        )
+        graph, pinned = self.graph, self.graph.pinned["offload"]
+        able = sorted((v for v in set(chosen) if v in self.alone), key=lambda v: graph.values[v].producer)
         first = self.first(able, recomputed)
+        able = [v for v in able if v in first]
         found: list[HostCopy] = []
+        room = math.inf if graph.host is None or graph.host.nbytes is None else graph.host.nbytes
+        in_loop: Counter[int] = Counter()
+        for v in sorted((v for v in able if v in self.stacked), key=lambda v: v not in pinned):
+            nbytes, loop = graph.values[v].saved_nbytes, graph.nodes[graph.values[v].producer].loop
+            if nbytes <= room and in_loop[loop] < AT_ONCE:
+                found.append(self.stacked[v])
+                in_loop[loop] += 1
+                room -= nbytes
+        leaving: list[HostCopy] = []
         free = 0.0  # when the link is
-        room = (
-            math.inf if self.graph.host is None or self.graph.host.nbytes is None else self.graph.host.nbytes
-        )
         for v in able:
-            left, ready = self.graph.values[v].producer, self.made(v)
-            if len(found) >= AT_ONCE and (exit_before := found[-AT_ONCE].gone) > left:
+            if v in self.stacked or (nbytes := graph.values[v].saved_nbytes) > room:
+                continue
+            left, ready = graph.values[v].producer, self.made(v)
+            if len(leaving) >= AT_ONCE and (exit_before := leaving[-AT_ONCE].gone) > left:
                 left, ready = exit_before, self.starts[exit_before]
-            fits = v in first and self.graph.values[v].nbytes <= room and left < self.graph.forward_stop
-            if fits and (copy := self._placed(v, left, max(free, ready), first[v])) is not None:
-                found.append(copy)
+            if left >= graph.forward_stop:
+                continue
+            if (copy := self._placed(v, left, max(free, ready), first[v])) is not None:
+                leaving.append(copy)
                 free = max(free, ready) + self.copy_seconds(v)
-                room -= self.graph.values[v].nbytes
-        return frozenset(found)
+                room -= nbytes
+        return frozenset((*found, *leaving))
 
     def first(self, values: Collection[int], recomputed: Sequence[Sequence[int]]) -> dict[int, Reading]:
         """Who reads each of these values first."""
@@ -148,6 +180,8 @@ class Away:
         waits = [0.0] * len(graph.stages)
         if not copies or graph.host is None:
             return waits
+        in_loops = self.stacks.waits([copy.value for copy in copies if copy.value in self.stacked], again)
+        copies = [copy for copy in copies if copy.value not in self.stacked]
         first = self.first([copy.value for copy in copies], recomputed)
         begun: dict[int, list[HostCopy]] = {}
         due: dict[int, list[HostCopy]] = {}
@@ -157,6 +191,8 @@ class Away:
         late = free = 0.0  # by how much the step is later than the clock; when the link is free
         back: dict[int, float] = {}
         for k, stage in enumerate(graph.stages):
+            waits[k] = in_loops.get(k, 0.0)
+            late += waits[k]
             for copy in begun.get(k, ()):
                 free = max(free, self.starts[stage.start] + late) + self.copy_seconds(copy.value)
                 back[copy.value] = free
@@ -192,7 +228,8 @@ class Away:
         graph, value = self.graph, self.graph.values[v]
         own = value.materialised and not value.is_output and not value.length
         outside = graph.nodes[value.producer].loop < 0 and v not in self._in_loops
-        return own and outside and value.nbytes >= LEAST_NBYTES and v not in graph.pinned["save"]
+        quick = value.nbytes >= LEAST_NBYTES and self.copy_seconds(v) <= graph.host.ahead_seconds
+        return own and outside and quick and not kept_here(graph, v)
 
     @cached_property
     def _stages(self) -> list[int]:

@@ -12,8 +12,12 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+from .._runtime._bytes import format_nbytes
 from .._runtime._errors import HintError
 from ._graph import Graph, Node, Pin
+from ._host_copies import LEAST_NBYTES
+from ._schedule import Schedule
+from ._stack_copies import AT_ONCE, SLICES
 from ._stages import cut_stages
 
 Pattern = str | re.Pattern[str]
@@ -26,10 +30,10 @@ _NEAR = 5
 def parse_pins(pins: Mapping[Pattern, str]) -> Patterns:
     """What the user wrote, checked. **Raises:** `HintError`."""
     for pattern, action in pins.items():
-        if action not in ("save", "recompute", "stage"):
+        if action not in ("save", "recompute", "offload", "stage"):
             raise HintError(
                 f"`pins={{{pattern!r}: {action!r}}}`: the action is unknown. "
-                'Write "save", "recompute" or "stage".'
+                'Write "save", "recompute", "offload" or "stage".'
             )
         if not isinstance(pattern, str | re.Pattern) or not pattern:
             raise HintError(
@@ -117,6 +121,37 @@ def with_pins(graph: Graph, pins: Sequence[Pin]) -> Graph:
                 "collective, or ties a loop to the rest), so that its result can only be saved. Leave it out."
             )
     return found
+
+
+def offloading(graph: Graph) -> list[Pin]:
+    """The pins that want values in host memory."""
+    return [pin for pin in graph.pins if pin.action == "offload"]
+
+
+def staying(graph: Graph, schedule: Schedule) -> str:
+    """Which of those values stay on the device all the same, and why, for a schedule that may use host memory."""
+    here: dict[tuple[str, str], list[int]] = {}
+    for pin in offloading(graph):
+        if graph.host is not None and pin.at not in schedule.away:
+            here.setdefault((pin.origin, _why_here(graph, pin.at)), []).append(pin.at)
+    return " ".join(
+        f"{origin}: {len(values)} of its values not in host memory, first {_what(graph, values[0])}: {why}."
+        for (origin, why), values in here.items()
+    )
+
+
+def _why_here(graph: Graph, v: int) -> str:
+    assert graph.host is not None
+    value, ahead = graph.values[v], graph.host.ahead_seconds
+    if value.is_output:
+        return "the step returns it"
+    if value.nbytes < LEAST_NBYTES:
+        return f"it has less than {format_nbytes(LEAST_NBYTES)}"
+    if value.length:
+        return f"a loop has at most {AT_ONCE} arrays there, and one of {SLICES} iterations none"
+    if graph.away.copy_seconds(v) > ahead:
+        return f"a copy takes more than the {1e3 * ahead:g} ms that the compiler begins it ahead"
+    return "between those who read it there is no time for its copies, or no room there"
 
 
 def _leaves_a_loop(graph: Graph, node: int) -> bool:

@@ -60,8 +60,8 @@ def complete(
     - `saved`: ids of residuals; ids that are no residuals are ignored, and so are those that are pinned.
     - `kept`: pairs (value, stage): if the value is recomputed, hold it from the stage before into this stage. Pairs
       that are not `Graph.holdable` are ignored.
-    - `offloaded`: of the saved values those that are kept in host memory between their readers, as far as they can be
-      (see `Graph.away`).
+    - `offloaded`: of the saved values those that are kept in host memory between their readers, and those that are
+      pinned to it, as far as they can be (see `Graph.away`).
 
     **Raises:** `SolverError` for ids that the graph does not have.
     """
@@ -89,7 +89,7 @@ def complete(
             nodes.add(producer)
             stack.extend(graph.reads[producer])
         recomputed.append(tuple(sorted(nodes)))
-    away = saved_values.intersection(offloaded)
+    away = saved_values.intersection((*offloaded, *graph.pinned["offload"]))
     copies = graph.away.placed(away, recomputed) if away else frozenset()
     return Schedule(saved_values, tuple(recomputed), kept_pairs, copies)
 
@@ -112,7 +112,7 @@ def _check_pins(graph: Graph, schedule: Schedule) -> None:
         if pin.action == "stage":
             if pin.at not in cuts and not graph.backend.fuses:
                 raise SolverError(f"No stage begins at node {pin.at}, where {pin.origin} wants one.")
-        elif (pin.at in schedule.saved) != (pin.action == "save") and pin.at in residuals:
+        elif (pin.at in schedule.saved) == (pin.action == "recompute") and pin.at in residuals:
             done = "saves" if pin.action == "recompute" else "does not save"
             raise SolverError(
                 f"A schedule {done} value {pin.at}, against {pin.origin}. "
@@ -186,7 +186,9 @@ def _check_copies(graph: Graph, schedule: Schedule) -> None:
     first = graph.away.first(schedule.away, schedule.recomputed)
     for copy in sorted(schedule.offloaded):
         there = copy.value in schedule.saved and copy.value in first and 0 <= copy.begun < len(graph.stages)
-        if there:
+        if there and graph.values[copy.value].length:
+            there = graph.away.stacked.get(copy.value) == copy
+        elif there:
             producer, back = graph.values[copy.value].producer, graph.stages[copy.begun].start
             there = producer <= copy.left < copy.gone < back and copy.begun <= first[copy.value].stage
             there = there and copy.left < graph.forward_stop

@@ -7,7 +7,7 @@ on); a kernel's own workspace counts while it runs. What waits for a deferred up
 the step are part of the base.
 
 A saved value that is in host memory meanwhile (see `_host_copies`) is not there from its exit to the stage before which
-its way back begins.
+its way back begins; of a stack two slices are there then.
 
 Where a graph says that memory does not count in the forward pass, nothing is there until its end.
 

@@ -7,6 +7,8 @@ Law: `_simulate`'s docstring. The forward pass is the same in all schedules of a
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ._stack_copies import SLICES
+
 
 class Life(NamedTuple):
     """A stretch in which an instance of a value is in memory: the value, the stage that made it (-1 in its own place),
@@ -119,6 +121,7 @@ class Tape:
     def over(self, own: Sequence[int], gaps: Mapping[int, tuple[int, int]]) -> Run:
         """All that ran and lived; `own` for each stage the last event before or at its first node, `gaps` for values
         that are elsewhere meanwhile the first event without them, and the first with them again.
+        Of stacks a slice and the next are there then.
         """
         graph, nodes, last = self.graph, self.nodes, self.last
         for v, loop in self._keeping:
@@ -129,6 +132,7 @@ class Tape:
         scratch = [
             Life(v, -1, self._begun[k, loop], end, graph.values[v].nbytes)
             for (k, loop, v), end in self._copied.items()
+            if v not in gaps
         ]
         scratch.extend(self._early)
         scratch.extend(
@@ -152,13 +156,13 @@ class Tape:
                     end = last.get(v + size * (stage + 1), event)
                     if end < begin:
                         continue
-                    if stage < 0 and value.length and end >= (stacked := behind[graph.nodes[n].loop]):
-                        yield Life(v, stage, begin, stacked - 1, value.nbytes)
-                        yield Life(v, stage, stacked, end, value.saved_nbytes)
-                    elif stage < 0 and v in gaps:
+                    if stage < 0 and v in gaps:
                         gone, back = gaps[v]
                         yield Life(v, stage, begin, gone - 1, value.nbytes)
-                        yield Life(v, stage, back, end, value.nbytes)
+                        yield Life(v, stage, back, end, value.nbytes * (SLICES if value.length else 1))
+                    elif stage < 0 and value.length and end >= (stacked := behind[graph.nodes[n].loop]):
+                        yield Life(v, stage, begin, stacked - 1, value.nbytes)
+                        yield Life(v, stage, stacked, end, value.saved_nbytes)
                     else:
                         yield Life(v, stage, begin, end, value.nbytes)
 

@@ -47,13 +47,13 @@ def parse_forms(allow: object) -> tuple[str, ...]:
 
 def check_host_memory(offload: object, host_budget: Budget) -> None:
     """**Raises:** `ArgumentError` or `BudgetError` for what `optimize` cannot take."""
-    if not isinstance(offload, bool):
-        raise ArgumentError(f"`offload={offload!r}` is no choice. Write True or False.")
+    if not isinstance(offload, bool) and offload != "auto":
+        raise ArgumentError(f'`offload={offload!r}` is no choice. Write True, False or "auto".')
     if host_budget is None:
         return
     if not offload:
         raise ArgumentError(
             f"`host_budget={host_budget!r}` is for values in the host's memory, and nothing is moved there without "
-            "`offload=True`. Write both, or neither."
+            '`offload=True` or `offload="auto"`. Write both, or neither.'
         )
     parse_nbytes(host_budget)

@@ -140,9 +140,10 @@ class Baseline:
         return None if self.traced.around else self.host
 
     @property
-    def must_recompute(self) -> bool:
-        """Whether the user wants something recomputed that the plain step saves."""
-        return bool(self.rough.pinned["recompute"])
+    def must_plan(self) -> bool:
+        """Whether the user wants something recomputed, or in host memory, that the plain step saves."""
+        pinned = self.rough.pinned
+        return bool(pinned["recompute"] or pinned["offload"].intersection(self.rough.away.alone))
 
     @cached_property
     def rough_peak_nbytes(self) -> int:

@@ -5,9 +5,10 @@ loop in parts where that promises to save a good deal of the time.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .._model._graph import Graph, Segments
+from .._model._host_copies import HostMemory
 from .._model._loop_levels import Form, Pairs, deep
 from .._model._simulate import extra_seconds
 from .._model._stages import cuttings
@@ -29,9 +30,9 @@ LEAST_SLACK = 0.02
 @dataclass
 class Cuttings:
     """**Fields:** `graph` of the plain step's form; `solver` and its `time_limit`; `temporaries_nbytes` of
-    the plain step; the step's `pairs` of loops and the
-    `graph_of` other forms; `made` so far, and the forms that are `left`; `divided` the forms that were looked at for
-    what dividing a loop would gain; `plain_nbytes` the least that the plain form needs, once it does not fit.
+    the plain step; the step's `pairs` of loops and the `graph_of` other forms; `made` so far, and the forms that are
+    `left`; `divided` the forms, with the host's memory that they had, that were looked at for what dividing a loop
+    would gain; `plain_nbytes` the least that the plain form needs, once it does not fit.
     """
 
     graph: Graph
@@ -40,11 +41,11 @@ class Cuttings:
     temporaries_nbytes: int
     pairs: Pairs | None
     graph_of: Callable[[Segments], Graph | None] | None
-    divided: set[Segments] = field(default_factory=set)
+    divided: set[tuple[Segments, HostMemory | None]] = field(default_factory=set)
     plain_nbytes: int = 0
 
     def __post_init__(self) -> None:
-        self.made = cuttings(self.graph)
+        self.made = _with_and_without_host(self.graph)
         self.left = list(self.pairs.deeper()) if self.pairs else []
 
     @property
@@ -62,7 +63,8 @@ class Cuttings:
         assert self.graph_of is not None
         if form in self.left:
             self.left = self.left[self.left.index(form) + 1 :]
-        self.made += (made := cuttings(graph) if (graph := self.graph_of(form.segments)) else [])
+        graph = self.graph_of(form.segments)
+        self.made += (made := _with_and_without_host(graph) if graph else [])
         return made
 
     def divide(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
@@ -70,10 +72,10 @@ class Cuttings:
         its cuttings, which fit, is a good deal dearer than such a form promises to be. No form is looked at twice.
         """
         seconds = min(extra_seconds(graph, solution.schedule) for graph, solution in solutions)
-        segments = solutions[0][0].segments
-        if self.pairs is None or segments in self.divided or seconds <= self.cheap_seconds:
+        segments, host = solutions[0][0].segments, solutions[0][0].host
+        if self.pairs is None or (segments, host) in self.divided or seconds <= self.cheap_seconds:
             return []
-        self.divided.add(segments)
+        self.divided.add((segments, host))
         if not self.pairs.whole(segments):
             return []
         with phase("looking for a loop to divide", kind="solve"):
@@ -88,8 +90,8 @@ class Cuttings:
         """The same of the form of the best of these lines."""
         if not known:
             return []
-        best = min(known, key=lambda line: line.order)
-        alike = [line for line in known if line.graph.segments == best.graph.segments]
+        best = min(known, key=lambda line: line.expected)
+        alike = [line for line in known if line.graph.alike(best.graph)]
         solutions = [(line.graph, line.pending) for line in alike if line.pending is not None]
         return self.divide(solutions, min(line.allowance for line in alike))
 
@@ -123,3 +125,13 @@ class Cuttings:
             if (self.plain_nbytes - form.fewer_nbytes <= budget or last) and self.make(form):
                 return True
         return False
+
+
+def _with_and_without_host(graph: Graph) -> list[Graph]:
+    """The cuttings of a form; where values may be in host memory and none must, also those where none are. What copies
+    cost besides is for the compiler to say, and both compete.
+    """
+    made = cuttings(graph)
+    if graph.host is None or graph.pinned["offload"]:
+        return made
+    return [*made, *(replace(cut, host=None) for cut in made)]

@@ -30,13 +30,16 @@ class Deadline:
     """When to stop.
 
     **Fields:** `stopwatch` since planning began; `limit` in seconds that the user gave, None for what the compiler's
-    own time makes of it, infinity for none; `drafts` whether what is compiled in search is compiled once more to run;
-    `fits` whether there is a program that does anyway; `plain_seconds` and `trial_seconds` that compiling the plain
-    step and the last trial took, as drafts; `cut_short` whether it has ended the search.
+    own time makes of it, infinity for none; `turns` in which plans are looked for, which share what the user gave, or
+    may take so much each; `turn` the present one, from 1 on; `drafts` whether what is compiled in search is compiled
+    once more to run; `fits` whether there is a program that does anyway; `plain_seconds` and `trial_seconds` that
+    compiling the plain step and the last trial took, as drafts; `cut_short` whether it has ended the search.
     """
 
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     limit: float | None = math.inf
+    turns: int = 1
+    turn: int = 1
     drafts: bool = False
     fits: bool = False
     plain_seconds: float = 0.0
@@ -52,8 +55,8 @@ class Deadline:
         """Seconds left for looking, once something fits or while nothing does."""
         compilations, seconds = BETTER if fits or self.fits else ANY
         compiling = self._finishing or self.plain_seconds
-        limit = compilations * compiling + seconds if self.limit is None else self.limit
-        return limit - self.stopwatch.seconds - self._finishing
+        own = compilations * compiling + seconds if self.limit is None else self.limit / self.turns
+        return self.turn * own - self.stopwatch.seconds - self._finishing
 
     def allows(self, fits: bool) -> bool:
         """Whether there is time for one more trial."""

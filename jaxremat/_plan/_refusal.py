@@ -32,7 +32,7 @@ def compiled(trials: Sequence[Trial], baseline: Baseline) -> Least:
     """Of these trials, or of the step as it is written where that needs less."""
     trial = min(trials, key=lambda t: t.peak_nbytes)
     peak, how = trial.peak_nbytes, f"compiled, the least of {len(trials)} plans"
-    if not baseline.must_recompute and baseline.peak_nbytes < peak:
+    if not baseline.must_plan and baseline.peak_nbytes < peak:
         peak, how = (
             baseline.peak_nbytes,
             f"compiled, as it is written: none of {len(trials)} plans needs less",

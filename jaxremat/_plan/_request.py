@@ -1,11 +1,14 @@
 """What the user asks for -> `Request`: a budget, and how to plan for it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from .._model._loop_levels import EXACT
 from .._model._pins import Patterns
 from .._runtime._bytes import Budget
 from .._solver import Solver
+
+Offload = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Options:
     progress: bool | None = None
     pins: Patterns = ()
     planning_seconds: float | None = None
-    offload: bool = False
+    offload: Offload = False
     host_budget: Budget = None
     allow: tuple[str, ...] = EXACT
 

@@ -23,7 +23,7 @@ from .._runtime._progress import phase
 from .._solver import MinCut, Solution, Solver, Sublinear
 from ._cuttings import CHEAP, LEAST_SLACK, Cuttings
 from ._deadline import Deadline
-from ._trial import Attempt, Line, Trial, first, some
+from ._trial import Attempt, Line, Trial, first, in_vain, some
 from ._trial import allowance as next_allowance
 
 SLACK = 0.02
@@ -80,6 +80,10 @@ class Search:
             self.graph, self.solver, self.time_limit, self.temporaries_nbytes, self.pairs, self.graph_of
         )
         self.min_cut = MinCut()
+        self.turns = sorted(
+            {cut.host is not None for cut in self.cuttings.made}
+        )  # with the host's memory or not
+        self.deadline.turns = len(self.turns)
         self.failed: set[int] = set()  # `id`s of cuttings of which no program came
         self.solved: list[tuple[Graph, Schedule, Profile]] = []  # by the solver, within other allowances too
         self.lowest_of: dict[tuple[int, int], Solution] = {}  # by `id`s of a cutting and a solver
@@ -112,19 +116,22 @@ class Search:
 
     def _approach(self, lines: list[Line], budget: Callable[[], int], rounds: int, more: int) -> None:
         """Compile what promises most within the budget, that many times, and so many more while nothing fits or there
-        is much to be gained. The budget may follow what was compiled.
+        is much to be gained: first of plans without the host's memory, then as many of those with it, so that these
+        make nothing worse. The budget may follow what was compiled.
         """
-        for i in range(rounds + more):
-            line = self._next(lines, budget())
-            if line is None or line.pending is None:
-                break
-            best = self.best(budget())
-            if i >= rounds and not self._worth_more(line, best):
-                break
-            if self.trials and not self.deadline.allows(best is not None):
-                break
-            self._attempt(line.graph, line.pending, line.fence)
-            line.pending = None
+        for turn, host in enumerate(self.turns, 1):
+            self.deadline.turn = turn
+            for i in range(rounds + more):
+                line = self._next(lines, budget(), host=host)
+                if line is None or line.pending is None:
+                    break
+                best = self.best(budget())
+                if i >= rounds and not self._worth_more(line, best):
+                    break
+                if self.trials and not self.deadline.allows(best is not None):
+                    break
+                self._attempt(line.graph, line.pending, line.fence)
+                line.pending = None
 
     def _bearable(self, trial: Trial | None) -> bool:
         return trial is not None and trial.seconds <= self._most_seconds()
@@ -210,8 +217,11 @@ class Search:
             self.cuttings.plain_nbytes = int(order[1])
         return order
 
-    def _next(self, lines: list[Line], budget: int) -> Line | None:
-        """The line to try next, with its pending solution; None where no further round promises anything."""
+    def _next(self, lines: list[Line], budget: int, *, host: bool = False) -> Line | None:
+        """The line to try next, with its pending solution; None where no further round promises anything.
+
+        **Arguments:** `host` whether of those with the host's memory, or of the others.
+        """
         best, cheap = self.best(budget), self.cuttings.cheap_seconds
         if best is not None and best.seconds <= cheap:
             return None
@@ -219,7 +229,7 @@ class Search:
         known: list[Line] = []  # with what was compiled already
         for i in itertools.count():
             if i == len(self.cuttings.made):
-                seconds = [line.order[1] for line in ready] + ([best.seconds] if best else [])
+                seconds = [line.expected[1] for line in ready] + ([best.seconds] if best else [])
                 if not self.cuttings.deepen(
                     min(seconds, default=None), budget
                 ) and not self.cuttings.divide_best(known):
@@ -227,8 +237,10 @@ class Search:
             if i == len(lines):
                 lines.append(Line(self.cuttings.made[i]))
             line = lines[i]
+            if (line.graph.host is not None) != host:
+                continue
             self._aim(line, budget)
-            if line.closed or any(other.order[1] <= line.graph.extra_seconds for other in ready):
+            if line.closed or any(other.expected[1] <= line.graph.extra_seconds for other in ready):
                 continue
             if line.pending is None:
                 line.pending = self._solution(line.graph, line.allowance, self.solver)
@@ -241,7 +253,9 @@ class Search:
                     if line.order[1] <= cheap:
                         break
         if not ready and best is None:
-            for line in (line for line in lines if id(line.graph) not in self.failed):
+            for line in lines:
+                if id(line.graph) in self.failed or (line.graph.host is not None) != host:
+                    continue
                 line.pending = self._lowest(line.graph, self.solver)
                 if self._hopeful(line, budget) and not self._tried(line.graph, line.pending, line.fence):
                     line.order = rank(line.graph, line.pending.schedule, None)
@@ -250,14 +264,17 @@ class Search:
 
     def _aim(self, line: Line, budget: int) -> None:
         """Say what to ask for next, by what was compiled so far of this cutting, else of others of its form."""
-        alike = [t for t in self.trials if t.graph.segments == line.graph.segments]
+        alike = [t for t in self.trials if t.graph.alike(line.graph)]
         own = [t for t in alike if t.graph is line.graph]
         astray = any(t.fence == "finished" and self._astray(t, budget) for t in own)
+        astray = astray and not (line.graph.host is not None and in_vain(self.trials, line.graph))
         if astray or (not own and self._mended(line.graph)):
             line.fence = "ordered"
         line.trials = [t for t in own if t.fence == line.fence or not self._astray(t, budget)]
         line.closed = bool(line.trials) and self._enough(line.trials[-1], budget)
         line.closed |= id(line.graph) in self.failed
+        last = (own or alike)[-1:] if line.graph.host is not None else []  # of copies the model is least sure
+        line.error_seconds = sum(t.seconds - t.profile.extra_seconds for t in last)
         known = line.trials or [t for t in alike if not self._astray(t, budget)]
         allowance = next_allowance(known, budget) if known else budget
         if line.allowance != allowance:
@@ -274,7 +291,7 @@ class Search:
     def _promises(self, line: Line, seconds: float, best: Trial | None) -> bool:
         if best is None:
             return True
-        if not line.trials and best.seconds > 0:
+        if not line.trials and best.seconds > 0 and line.graph.host is None:
             return seconds <= HOPE * best.seconds
         return line.gain(seconds, best) >= CHEAP / 2 * self.graph.step_seconds
 
@@ -303,7 +320,7 @@ class Search:
 
     def _mended(self, graph: Graph) -> bool:
         """Whether plans of this form do not go astray in order, where that was tried because another did."""
-        alike = (t for t in self.trials if t.graph.segments == graph.segments)
+        alike = (t for t in self.trials if t.graph.alike(graph))
         return any(t.fence == "ordered" and not self._astray(t, 0) for t in alike)
 
     def _least(self, budget: int | None) -> None:

@@ -73,7 +73,8 @@ def some(found: T | None) -> T:
 @dataclass
 class Line:
     """One cutting into stages: what was compiled of it; the form of fences and the predicted peak to ask for next, and
-    the solution for that with its rank; whether no more is to be gained of it.
+    the solution for that with its rank; by how many seconds the model erred on the last of its form, with the host's
+    memory; whether no more is to be gained of it.
     """
 
     graph: Graph
@@ -82,7 +83,14 @@ class Line:
     allowance: int = -1
     pending: Solution | None = None
     order: tuple[float, ...] = ()
+    error_seconds: float = 0.0
     closed: bool = False
+
+    @property
+    def expected(self) -> tuple[float, ...]:
+        """The rank if the model errs as it did on the last, where that is known."""
+        fits, seconds, *more = self.order
+        return (fits, seconds + self.error_seconds, *more) if not fits else self.order
 
     def gain(self, seconds: float, best: Trial) -> float:
         """What a solution that takes so long may save, if the model errs as it did on the last."""
@@ -91,14 +99,27 @@ class Line:
 
 
 def first(lines: Sequence[Line], alike_seconds: float) -> Line | None:
-    """The cheapest of these lines; of those that fit about as cheaply that of the fewest stages: where fences divide
-    what the compiler would make one kernel of, the model does not see it.
+    """The cheapest of these lines; of those that fit about as cheaply one that leaves the host's memory alone, and that
+    of the fewest stages: where fences divide what the compiler would make one kernel of, the model does not see it.
     """
-    best = min(lines, key=lambda line: line.order, default=None)
+    best = min(lines, key=lambda line: line.expected, default=None)
     if best is None or best.order[0] != 0.0:
         return best
-    cheap = [line for line in lines if line.order[:2] <= (0.0, best.order[1] + alike_seconds)]
-    return min(cheap, key=lambda line: (len(line.graph.stages), line.order))
+    cheap = [line for line in lines if line.expected[:2] <= (0.0, best.expected[1] + alike_seconds)]
+
+    def order(line: Line) -> tuple[Any, ...]:
+        copies = line.pending is not None and bool(line.pending.schedule.offloaded)
+        return copies, len(line.graph.stages), line.expected
+
+    return min(cheap, key=order)
+
+
+def in_vain(trials: Sequence[Trial], graph: Graph) -> bool:
+    """Whether of plans of this form that were compiled with both forms of fences some need no less in order."""
+    alike = [t for t in trials if t.graph.segments == graph.segments]
+    finished, ordered = ([t for t in alike if t.fence == fence] for fence in ("finished", "ordered"))
+    same = ((t, o) for t in finished for o in ordered if t.solution.schedule == o.solution.schedule)
+    return any(o.peak_nbytes >= t.peak_nbytes for t, o in same)
 
 
 Attempt = Callable[[Graph, Solution, str], Trial | None]

@@ -19,6 +19,8 @@ from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
 from .._lower._lower import as_stacked
 from .._model._graph import Graph, Segments
+from .._model._pins import offloading, staying
+from .._model._schedule import Schedule
 from .._model._simulate import simulate, waits
 from .._report._account import account, account_of_plain
 from .._report._actions import actions
@@ -42,7 +44,7 @@ from ._trial import NoProgramError, Trial, some
 logger = logging.getLogger("jaxremat")
 
 _ROUNDS = {"normal": 3, "thorough": 7}
-"""Schedules that are compiled in search of the best, at most."""
+"""Schedules that are compiled in search of the best, at most: of each kind."""
 
 
 def make_plan(baseline: Baseline, request: Request) -> Planned:
@@ -60,6 +62,12 @@ def make_plan_of(baseline: Baseline, request: Request, graph: Graph, solution: S
         return _Planner(baseline, request, stopwatch).follow(graph, solution)
 
 
+def _warn_of_what_stays(graph: Graph, schedule: Schedule) -> None:
+    """Where pins want values in host memory that are not there."""
+    if said := staying(graph, schedule):
+        warnings.warn(said, JaxrematWarning, stacklevel=2)
+
+
 @dataclass
 class _Planner:
     """Plans for one budget on what the plain step's other plans start from too."""
@@ -74,17 +82,24 @@ class _Planner:
         self.tried = 0
         options = self.request.options
         limit = options.planning_seconds or (math.inf if options.effort == "thorough" else None)
-        self.deadline = Deadline(self.stopwatch, limit, self.baseline.drafts)
+        self.rounds = _ROUNDS[options.effort]
+        self.deadline = Deadline(self.stopwatch, limit, drafts=self.baseline.drafts)
 
     def run(self) -> Planned:
         options, baseline = self.request.options, self.baseline
+        pins = offloading(baseline.rough)
+        if pins and options.offload is False:
+            said = "saved on the device, for plans use the host's memory with `offload=True` alone."
+            warnings.warn(f"{pins[0].origin}: {said}", JaxrematWarning, stacklevel=2)
+        elif pins and not baseline.must_plan:
+            _warn_of_what_stays(baseline.rough, everything(baseline.rough))
         budget = parse_budget(self.request.budget, self.request.device_nbytes)
         if budget != "min":
             self.margin_nbytes = parse_margin(options.workspace_margin, budget)
             budget -= self.margin_nbytes  # from here on what the compiled peak may be
         if not options.verify:
             return self._unverified(budget)
-        fits = budget != "min" and not baseline.must_recompute and self._plain_fits(budget)
+        fits = budget != "min" and not baseline.must_plan and self._plain_fits(budget)
         if budget != "min" and fits and not baseline.undoes:
             return self._plain(budget)
         try:
@@ -97,14 +112,14 @@ class _Planner:
         options, baseline = self.request.options, self.baseline
         search = some(baseline.defects.attempted("pricing", partial(self._search, rough=False)))
         if budget == "min":
-            trial = search.least(_ROUNDS[options.effort])
+            trial = search.least(self.rounds)
             if trial is None:
                 return self._plain(baseline.peak_nbytes)
             return self._planned(search, trial, trial.peak_nbytes)
         if fits:  # as written it does; without its checkpoints it may be faster in no more memory
-            trial = search.faster(min(budget, baseline.peak_nbytes), _ROUNDS[options.effort])
+            trial = search.faster(min(budget, baseline.peak_nbytes), self.rounds)
             return self._plain(budget) if trial is None else self._planned(search, trial, budget)
-        trial = search.within(budget, _ROUNDS[options.effort])
+        trial = search.within(budget, self.rounds)
         if trial is None:
             error = self._refusal(budget, compiled(search.trials, baseline))
             raise blamed(error, budget, baseline.graph, self._least_compiled)
@@ -160,6 +175,7 @@ class _Planner:
         return planned(self.baseline, plan, self.baseline.program.plain, compiled)
 
     def _planned(self, search: Search, trial: Trial, budget: int) -> Planned:
+        _warn_of_what_stays(trial.graph, trial.solution.schedule)
         plan = self._as_plan(trial.graph, budget, trial.solution, search)
         plan = replace(
             self._confirmed(plan, trial.compiled),
@@ -228,7 +244,7 @@ class _Planner:
             temporaries_nbytes=self._temporaries(rough=rough),
             deadline=self.deadline,
             known=baseline.as_checkpointed if baseline.undoes and pinned else None,
-            written_nbytes=None if rough or baseline.must_recompute else baseline.peak_nbytes,
+            written_nbytes=None if rough or baseline.must_plan else baseline.peak_nbytes,
         )
 
     def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:

@@ -19,7 +19,7 @@ from ._primitives import inner_jaxprs
 
 T = TypeVar("T")
 
-ACTIONS = ("save", "recompute", "stage")
+ACTIONS = ("save", "recompute", "offload", "stage")
 
 HINT: Any = jex.Primitive("jaxremat_hint")
 HINT.def_impl(lambda x, **_: x)
@@ -45,15 +45,16 @@ ad.primitive_jvps[HINT] = _jvp
 _compat.hide_frames(__file__)
 
 
-def hint(x: T, action: Literal["save", "recompute", "stage"], *, name: str = "") -> T:
+def hint(x: T, action: Literal["save", "recompute", "offload", "stage"], *, name: str = "") -> T:
     """Decide in model code what the planner does with a value; an identity wherever nothing is planned.
 
     **Arguments:**
 
     - `x`: an array, or a tree of arrays, each of which is meant.
     - `action`: `"save"`: it is saved from the forward to the backward pass if anything there needs it; `"recompute"`:
-      it is not, but made again; `"stage"`: a stage of the backward pass begins where the gradient with respect to `x`
-      is complete, so that nothing is recomputed together on both sides.
+      it is not, but made again; `"offload"`: it is saved, and in the host's memory meanwhile, where `optimize` may use
+      that and a copy is possible (else a warning says why not); `"stage"`: a stage of the backward pass begins where
+      the gradient with respect to `x` is complete, so that nothing is recomputed together on both sides.
     - `name`: what plans and errors call it; also its `jax.ad_checkpoint.checkpoint_name`.
 
     **Returns:** `x`. A hint is honoured whatever the solver, the budget, or the size of the value, in the body of a
@@ -68,7 +69,7 @@ def hint(x: T, action: Literal["save", "recompute", "stage"], *, name: str = "")
     """
     if action not in ACTIONS:
         raise HintError(
-            f'`hint(x, {action!r})`: the action is unknown. Write "save", "recompute" or "stage".'
+            f'`hint(x, {action!r})`: the action is unknown. Write "save", "recompute", "offload" or "stage".'
         )
 
     def marked(leaf: Any) -> Any:

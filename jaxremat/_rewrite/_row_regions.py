@@ -20,7 +20,7 @@ from .._model._device_specs import DeviceSpec
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_contraction, is_heavy
-from ._row_rules import Way, ways
+from ._row_rules import Way, agree, ways
 
 LARGE = 1 / 16
 """What a region must not hand on is at least this share of the value that it grows from."""
@@ -193,7 +193,7 @@ class Grower:
             both = list(zip(atoms, (*way.operands, *way.results), strict=True))
             placed = [(a, d) for a, d in both if not _compat.is_literal(a)]
             known = [(d, self.dimension[a]) for a, d in placed if a in self.dimension]
-            if any(d is not None for d, _ in known) and all(d == at for d, at in known) and _agrees(placed):
+            if any(d is not None for d, _ in known) and all(d == at for d, at in known) and agree(placed):
                 break
         else:
             return False
@@ -244,12 +244,6 @@ class Grower:
             kernels=sum(is_heavy(eqns[i]) for i in self.ways),
             source=_compat.user_line(eqns[self.program.maker[largest]]),
         )
-
-
-def _agrees(placed: Iterable[tuple[Any, int | None]]) -> bool:
-    """Whether no value has its rows in two places."""
-    found: dict[Any, int | None] = {}
-    return all(found.setdefault(a, d) == d for a, d in placed)
 
 
 def edges(program: Readers, members: Collection[int]) -> tuple[list[Any], list[Any]]:

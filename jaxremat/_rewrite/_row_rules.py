@@ -4,7 +4,7 @@ A *way* names the dimension of the rows in each operand and result. What has non
 a sum over rows has none either: the sums over parts of them add up to it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -65,6 +65,12 @@ def ways(eqn: Any) -> Iterator[Way]:
         yield from _pointwise(eqn)
     elif (known := _WAYS.get(eqn.primitive.name)) is not None:
         yield from known(eqn)
+
+
+def agree(placed: Iterable[tuple[Any, int | None]]) -> bool:
+    """Whether no value has its rows in two places."""
+    found: dict[Any, int | None] = {}
+    return all(found.setdefault(a, d) == d for a, d in placed)
 
 
 def is_scattered(eqn: Any) -> bool:

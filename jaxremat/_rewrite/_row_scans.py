@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .._program import _compat
 from .._program._inline import Inliner
 from .._program._primitives import is_relabelling
-from ._row_rules import OF_SUMS, Way, ways
+from ._row_rules import OF_SUMS, Way, agree, ways
 
 _ADDING = ("add", "add_any")
 _SCALING = ("mul", "div")
@@ -98,7 +98,7 @@ class _Body:
         self.closed = _flat(eqn.params["jaxpr"])
         jaxpr = self.closed.jaxpr
         self.consts, self.carries = _compat.scan_counts(eqn)
-        self.lasts, self.stacked = jaxpr.outvars[: self.carries], jaxpr.outvars[self.carries :]
+        self.lasts = jaxpr.outvars[: self.carries]
         self.begun = jaxpr.invars[self.consts : self.consts + self.carries]
         self.dimension: dict[Any, int] = {}
         self.whole: set[Any] = set(jaxpr.constvars)
@@ -184,7 +184,7 @@ class _Body:
         for way in ways(eqn) if eqn.primitive.name != "scan" else self._inner_scan(eqn, known):
             both = zip((*eqn.invars, *eqn.outvars), (*way.operands, *way.results), strict=True)
             placed = [(a, d) for a, d in both if not _compat.is_literal(a)]
-            if all(known.get(a, d) == d for a, d in placed) and _once(placed):
+            if all(known.get(a, d) == d for a, d in placed) and agree(placed):
                 break
         else:
             return False
@@ -255,9 +255,3 @@ def _flat(body: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     invars = [_compat.new_var(v.aval) for v in body.jaxpr.invars]
     results = inliner.body(body, invars, None, eqns, marks=True)
     return _compat.new_jaxpr(inliner.constvars, inliner.consts, invars, results, eqns)
-
-
-def _once(placed: list[tuple[Any, int | None]]) -> bool:
-    """Whether no value has its rows in two places."""
-    found: dict[Any, int | None] = {}
-    return all(found.setdefault(a, d) == d for a, d in placed)

@@ -51,3 +51,14 @@ class HostFirst:
             fits = budget_nbytes is not None and rank(graph, tried[middle], budget_nbytes)[0] == 0
             low, high = (low, middle) if fits else (middle, high)
         return min(tried.values(), key=lambda schedule: rank(graph, schedule, budget_nbytes))
+
+
+def only_needed(graph: Graph, schedule: Schedule, budget_nbytes: int) -> Schedule:
+    """The schedule with no value away that could as well stay: one whose copies nobody waits for costs nothing by the
+    model, and something in truth.
+    """
+    for v in sorted(schedule.away, key=lambda v: (-graph.values[v].saved_nbytes, v)):
+        fewer = complete(graph, schedule.saved, schedule.kept, schedule.away - {v})
+        if rank(graph, fewer, budget_nbytes)[:2] <= rank(graph, schedule, budget_nbytes)[:2]:
+            schedule = fewer
+    return schedule

@@ -8,13 +8,17 @@ one. Copies wait for one another:
 - what comes back is late. Of what begins its way back in stage j or later and is wanted in stage k or before, all must
   come within these stages; where they, with what they recompute, are too short, the step waits.
 
-Both are linear, and never more than what the simulator finds.
+- of what a loop stacks, all copies of an iteration must be over with it, or the loop waits.
+
+All are linear, and never more than what the simulator finds.
 """
 
 from collections.abc import Iterator, Mapping
 
 from .._model._graph import Graph
 from .._model._host_copies import HostCopy
+from .._model._schedule import Schedule
+from .._model._stack_copies import AT_ONCE
 from ._integer_program import IntegerProgram, Term
 from ._moments import MIB
 
@@ -25,22 +29,32 @@ CANDIDATES = 12
 class HostLink:
     """The copies of an integer program.
 
+    **Arguments:** `start` a schedule: of what is pinned to be away, what is there is in all.
+
     **Fields:** `offload` the variables that say what is away.
     """
 
     def __init__(
-        self, graph: Graph, program: IntegerProgram, away: Mapping[int, HostCopy], save: Mapping[int, int]
+        self,
+        graph: Graph,
+        program: IntegerProgram,
+        away: Mapping[int, HostCopy],
+        save: Mapping[int, int],
+        start: Schedule,
     ) -> None:
         self.graph, self.program, self.away = graph, program, away
-        self.offload = {v: program.binary() for v in away}
+        self.stacks = graph.away.stacked
+        self.offload = {v: program.binary() for v in (*away, *self.stacks)}
         self._queues: dict[int, int] = {}
-        for v, x in self.offload.items():
-            program.at_most([(x, 1.0), (save[v], -1.0)], 0.0)
+        for v in save.keys() & self.offload:
+            program.at_most([(self.offload[v], 1.0), (save[v], -1.0)], 0.0)
+        for v in start.away & graph.pinned["offload"] & self.offload.keys():
+            program.at_most([(self.offload[v], -1.0)], -1.0)
         if self.offload and graph.host is not None and graph.host.nbytes is not None:
-            program.at_most(map(self._mib, away), graph.host.nbytes / MIB)
+            program.at_most(map(self._mib, self.offload), graph.host.nbytes / MIB)
 
     def _mib(self, v: int) -> Term:
-        return self.offload[v], self.graph.values[v].nbytes / MIB
+        return self.offload[v], self.graph.values[v].saved_nbytes / MIB
 
     def waiting(self, at: int) -> int:
         """The variable of how many MiB wait at a node to leave, though they would be gone by themselves."""
@@ -67,6 +81,7 @@ class HostLink:
         **Arguments:** `again` the variables of what stages recompute.
         """
         graph = self.graph
+        yield from self._loop_waits(again)
         if not self.away:
             return
         wanted = graph.away.first(self.away, ())
@@ -88,3 +103,18 @@ class HostLink:
                 terms += [(x, -graph.nodes[n].seconds) for (n, i), x in again.items() if j <= i <= k]
                 terms += [(late[i], -1.0) for i in range(j, k + 1)]
                 self.program.at_most(terms, time)
+
+    def _loop_waits(self, again: Mapping[tuple[int, int], int]) -> Iterator[int]:
+        """The same of loops."""
+        graph, stacks = self.graph, self.graph.away.stacks
+        for pair, away in stacks.by_pair(self.stacks).items():
+            copies = [(self.offload[v], stacks.copy_seconds(v)) for v in away]
+            self.program.at_most([(x, 1.0) for x, _ in copies], AT_ONCE)
+            leaving, first, coming = (self.program.variable() for _ in range(3))
+            for i in range(0, len(away), max(len(away) // CANDIDATES, 1)):
+                self.program.at_most([*copies[i:], (leaving, -1.0)], stacks.left(away[i]))
+            begun = [(self.offload[v], stacks.first_seconds(v)) for v in away]
+            self.program.at_most([*begun, (first, -1.0)], stacks.between_seconds(pair))
+            more = [(x, -graph.nodes[n].seconds) for (n, k), x in again.items() if k in pair.stages]
+            self.program.at_most([*copies, *more, (coming, -1.0)], stacks.own_seconds(pair))
+            yield from (leaving, first, coming)

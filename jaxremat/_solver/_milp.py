@@ -24,7 +24,7 @@ own measure.
 
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from .._model._graph import Graph
@@ -37,7 +37,7 @@ from ._blocks import Blocks
 from ._chen import Chen
 from ._frontiers import boundaries, hold, holdable, repeats
 from ._greedy import Greedy
-from ._host_first import HostFirst
+from ._host_first import HostFirst, only_needed
 from ._host_link import HostLink
 from ._hull import Lagrangian
 from ._integer_program import IntegerProgram, Term
@@ -110,6 +110,7 @@ class Milp:
             found = self._least(graph, start, time_limit)
         else:
             found = self._within(graph, budget_nbytes, start, time_limit)
+            found = replace(found, schedule=only_needed(graph, found.schedule, budget_nbytes))
         bound = max(found.bound_seconds if found.fits else 0.0, graph.extra_seconds)
         return Solution(found.schedule, bound / (graph.step_seconds or 1.0), found.proven, "milp")
 
@@ -251,7 +252,7 @@ class _Model:
         peak = program.variable() if budget_nbytes is None else None
         variables: dict[str, dict[tuple[int, ...], int]] = {"e": longer, "r": again, "h": hold}
         variables["s"] = {(v,): x for v, x in save.items()}
-        link = HostLink(graph, program, self.moments.away, save)
+        link = HostLink(graph, program, self.moments.away, save, start)
         variables["o"] = {(v,): x for v, x in link.offload.items()}
 
         for v in graph.pinned["recompute"].intersection(save):

@@ -11,9 +11,7 @@ from .._model._graph import Graph
 from .._model._host_copies import Reading
 from .._model._schedule import Schedule, complete
 from .._model._simulate import Profile, joined, simulate
-
-Key = tuple[str, *tuple[int, ...]]
-Part = tuple[tuple[Key, ...], int]
+from ._stack_terms import Key, Part, StackTerms
 
 MIB = 2**20
 
@@ -61,7 +59,9 @@ class Moments:
                 else:
                     own[v][k] = node.id
                     until[v] = max(until.get(v, end), end)
-        self.away = {v: copy for v, copy in graph.away.alone.items() if v in free}
+        self.stacks = StackTerms(graph, free)
+        away = graph.away.alone.items()
+        self.away = {v: copy for v, copy in away if v in free and v not in graph.away.stacked}
         # Of a node with several results, a saved one is read in the original though the node is run again: saved or
         # recomputed, it is there once. Its bytes count by one of the two variables, `by_clone` says for which by `r`.
         outputs = [[v for v in node.outputs if v in free] for node in graph.nodes]
@@ -245,7 +245,8 @@ class Moments:
                 else:
                     parts.extend((keys, nbytes) for keys in self._clones(v, k, read, made=True))
                 if self.rows.get((v, k), -1) >= n:
-                    parts.append(((("s", v),), nbytes))
+                    parts.extend(self.stacks.row(v))
+        parts.extend(self.stacks.fixed(n, k, self.last, self.rows))
         parts.extend(self._leaving(n))
         constant = self.base[n] + self.graph.nodes[n].workspace_nbytes
         return Terms(constant, tuple(parts))
@@ -262,7 +263,8 @@ class Moments:
             read = k in life.by_stage
             parts.extend((keys, nbytes) for keys in self._clones(v, k, read, made=life.born < upto))
             if (v, k) in self.rows:
-                parts.append(((("s", v),), nbytes))
+                parts.extend(self.stacks.row(v))
+        parts.extend(self.stacks.fixed(self.graph.stages[k].start, k, self.last, self.rows))
         parts.extend(self._leaving(self.graph.stages[k].start))
         return Terms(self.across[k], tuple(parts))
 
@@ -270,6 +272,7 @@ class Moments:
         """What of a saved value is here at a node, or where the stage before it begins."""
         for key in keys:
             yield (key,), nbytes
+            yield from self.stacks.elsewhere(v, at, k)
             if key[0] == "s" and self._elsewhere(v, at, k):
                 yield (("o", v),), -nbytes
 
@@ -308,7 +311,11 @@ class Moments:
             """Count the original, which is there because node `m`, recomputed for stage `j`, reads it."""
             nonlocal parts
             there = self._original_nbytes(u, at)
-            if u in schedule.away and ("o", u) in counted and ("o", u, 0) not in counted:
+            if u in schedule.away and ("o", u) not in counted:
+                there = self.stacks.here_nbytes(u, at, stage, there)
+            if u in schedule.away.intersection(self.away) and (
+                ("o", u) in counted and ("o", u, 0) not in counted
+            ):
                 if stage >= graph.away.begins(u, Reading(j, -1), self.away[u].gone):
                     counted.add(("o", u, 0))
                     parts.append(((("o", u), ("r", m, j)), there))

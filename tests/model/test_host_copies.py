@@ -1,15 +1,19 @@
 """Values in host memory meanwhile: where copies are placed, what the simulator makes of them, what is refused."""
 
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from graphs import UNIT, Builder
+from graphs import SOLVERS, UNIT, Builder, in_loops
 
 import jaxremat
-from jaxremat import Graph, complete, simulate
+from jaxremat import Graph, Pin, complete, simulate
 from jaxremat._model._host_copies import HostCopy, HostMemory
+from jaxremat._model._pins import staying, with_pins
 from jaxremat._model._schedule import check
 from jaxremat._model._simulate import waits
+from jaxremat._model._stack_copies import AT_ONCE
 
 
 def layers(
@@ -99,6 +103,47 @@ def test_small_values_outputs_and_what_is_pinned_stay() -> None:
     assert not replace(graph, host=None).away.alone
 
 
+def test_values_stay_of_which_a_copy_takes_longer_than_it_is_begun_ahead() -> None:
+    graph = layers(6, link=4.0)
+    values = list(graph.values)
+    first = graph.nodes[0].outputs[0]
+    values[first] = replace(values[first], nbytes=2 * values[first].nbytes)
+    graph = replace(graph, values=tuple(values))
+    assert first in graph.away.alone
+    ahead = replace(graph, host=HostMemory(4.0 * UNIT, ahead_seconds=1.0))
+    assert ahead.away.alone.keys() == graph.away.alone.keys() - {first}
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_what_is_pinned_to_it_is_away_whatever_the_solver(solver: str) -> None:
+    """With every budget, though nothing asks for it; and what is pinned to be saved is not."""
+    free = layers(6, link=4.0)
+    away, here = free.nodes[1].outputs[0], free.nodes[0].outputs[0]
+    graph = with_pins(free, [Pin("offload", away, "one"), Pin("save", here, "two")])
+    assert not staying(graph, complete(graph, ()))
+    least = simulate(graph, complete(graph, ())).peak_nbytes
+    for budget in (None, least - UNIT, 100 * UNIT):
+        schedule = check(graph, SOLVERS[solver].solve(graph, budget, time_limit=10.0).schedule)
+        assert {here, away} <= schedule.saved
+        assert away in schedule.away and here not in schedule.away
+
+
+def test_where_a_pinned_value_stays_it_is_said_why() -> None:
+    graph = layers(6, link=4.0)
+    values = list(graph.values)
+    small, returned, long, last = (graph.nodes[i].outputs[0] for i in (0, 1, 2, 5))
+    values[small] = replace(values[small], nbytes=UNIT // 2)
+    values[returned] = replace(values[returned], is_output=True)
+    values[long] = replace(values[long], nbytes=100 * UNIT)
+    host = HostMemory(4.0 * UNIT, ahead_seconds=2.0)
+    graph = replace(graph, values=tuple(values), host=host)
+    graph = with_pins(graph, [Pin("offload", v, f"pin {v}") for v in (small, returned, long, last)])
+    said = staying(graph, complete(graph, ()))
+    for v, why in ((small, "less than"), (returned, "returns"), (long, "2000 ms"), (last, "no time")):
+        assert re.search(rf"pin {v}: [^|]*: [^:]*{why}", said.replace(". pin", "|pin"))
+    assert not staying(replace(graph, host=None), complete(replace(graph, host=None), ()))
+
+
 def test_no_more_is_away_than_the_host_has_room_for() -> None:
     graph = layers(8, link=4.0, nbytes=9 * UNIT)
     schedule = complete(graph, graph.residuals, (), graph.residuals)
@@ -126,3 +171,66 @@ def test_impossible_copies_are_refused(copy: HostCopy) -> None:
     schedule = replace(complete(graph, graph.residuals), offloaded=frozenset({copy}))
     with pytest.raises(jaxremat.SolverError, match="in host memory"):
         check(graph, schedule)
+
+
+def looped(count: int, link: float, *, length: int = 8, **options: Any) -> Graph:
+    """The same as a loop of so many iterations, each with all of these layers, and the loop that runs back."""
+    return in_loops(layers(count, link, **options), length)
+
+
+def test_of_a_stack_two_slices_are_there() -> None:
+    graph = looped(3, link=64.0)
+    first = graph.nodes[0].outputs[0]
+    everything, away = complete(graph, graph.residuals), complete(graph, graph.residuals, (), [first])
+    assert [copy.value for copy in away.offloaded] == [first]
+    with_it = [live for _, _, live in simulate(graph, everything).events]
+    without = [live for _, _, live in simulate(graph, away).events]
+    slice_nbytes = graph.values[first].nbytes
+    # eight slices are there behind the loop otherwise, and the row that the last stage's product reads is copied
+    less = [0, 0, 0, *[6 * slice_nbytes] * 3]
+    assert [a - b for a, b in zip(with_it, without, strict=True)] == [*less[:5], less[5] + slice_nbytes]
+    assert simulate(graph, away).extra_seconds == pytest.approx(4 / 64)  # the first slice comes back
+
+
+def test_loops_wait_for_copies_that_take_longer_than_an_iteration() -> None:
+    graph = looped(3, link=8.0)  # a slice of four units takes half a second, of eight iterations four
+    first, second, third = (graph.values[node.outputs[0]].id for node in graph.nodes[:3])
+    stacks = graph.away.stacks
+    assert stacks.copy_seconds(first) == pytest.approx(4.0)
+    # the forward loop's nodes take a second each in all; the loop that runs back takes two for each, six
+    assert graph.away.starts[:4] == pytest.approx((0.0, 1.0, 2.0, 3.0))
+    again = [0.0] * len(graph.stages)
+    assert stacks.waits([first], again)[0] == pytest.approx(4.0 - 2.0 + 0.5)  # made behind a second of three
+    assert stacks.waits([third], again)[0] == pytest.approx(4.0 + 0.5)
+    # the second begins at four seconds, when the first is over, and the way back takes eight of six seconds
+    assert stacks.waits([first, second], again)[0] == pytest.approx(8.0 - 2.0 + 1.0 + 2.0)
+    assert stacks.waits([first, second], [1.5, 0.0, 0.0])[0] == pytest.approx(8.0 - 2.0 + 1.0 + 0.5)
+
+
+def test_no_more_than_two_stacks_of_a_loop_are_away() -> None:
+    graph = looped(4, link=64.0)
+    assert len(graph.away.stacked) == 4
+    assert len(complete(graph, graph.residuals, (), graph.residuals).offloaded) == AT_ONCE
+
+
+def test_stacks_of_short_loops_and_small_slices_stay() -> None:
+    assert not looped(3, link=64.0, length=2).away.alone
+    assert looped(3, link=64.0, length=3).away.alone
+    small = looped(3, link=64.0)
+    values = tuple(replace(v, nbytes=v.nbytes // 8) for v in small.values)
+    assert not replace(small, values=values).away.alone
+
+
+def test_the_host_has_room_for_whole_stacks() -> None:
+    graph = looped(3, link=64.0, nbytes=32 * UNIT)  # of eight slices of four units each
+    assert len(complete(graph, graph.residuals, (), graph.residuals).offloaded) == 1
+
+
+def test_a_stack_that_leaves_at_another_time_is_refused() -> None:
+    graph = looped(3, link=64.0)
+    schedule = complete(graph, graph.residuals, (), graph.residuals)
+    check(graph, schedule)
+    copy = min(schedule.offloaded)
+    wrong = replace(schedule, offloaded=frozenset({copy._replace(begun=1)}))
+    with pytest.raises(jaxremat.SolverError, match="in host memory"):
+        check(graph, wrong)

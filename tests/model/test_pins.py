@@ -35,7 +35,9 @@ def pinned(graph: Graph, **at: list[int]) -> Graph:
 def draw_pins(data: st.DataObject, graph: Graph) -> Graph:
     able = [v.id for v in graph.values if graph.recomputable(v.id)]
     chosen = data.draw(st.lists(st.sampled_from(able), unique=True, max_size=4)) if able else []
-    pins = [Pin(data.draw(st.sampled_from(["save", "recompute"])), v, f"pin of {v}") for v in chosen]
+    pins = [
+        Pin(data.draw(st.sampled_from(["save", "recompute", "offload"])), v, f"pin of {v}") for v in chosen
+    ]
     return with_pins(graph, pins)
 
 
@@ -43,7 +45,7 @@ def assert_honoured(graph: Graph, solver: Any, budget: int | None) -> None:
     schedule = check(graph, solver.solve(graph, budget, time_limit=10.0).schedule)
     again = {n for nodes in schedule.recomputed for n in nodes}
     for pin in graph.pins:
-        assert (pin.at in schedule.saved) == (pin.action == "save")
+        assert (pin.at in schedule.saved) == (pin.action != "recompute")
         if pin.action == "recompute":
             assert graph.values[pin.at].producer in again or not read_late(graph, pin.at)
 

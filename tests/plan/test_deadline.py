@@ -34,6 +34,16 @@ def test_there_is_more_time_while_nothing_fits() -> None:
     assert deadline.left(fits=False) == 6 * 10 + 30
 
 
+def test_turns_have_as_much_time_each_and_share_what_the_user_gives() -> None:
+    own = Deadline(Clock(), None, turns=2, plain_seconds=10.0, trial_seconds=10.0)
+    given = Deadline(Clock(), 45.0, turns=2)
+    assert own.left(fits=True) == 3 * 10 + 15
+    assert given.left(fits=True) == 22.5
+    own.turn = given.turn = 2
+    assert own.left(fits=True) == 2 * (3 * 10 + 15)
+    assert given.left(fits=True) == 45.0
+
+
 def test_what_will_run_is_compiled_before_the_deadline() -> None:
     """A draft takes a part as long, so that the plain step takes more than its draft did."""
     plain = 10.0 / DRAFT_SHARE

@@ -112,7 +112,9 @@ def test_a_hint_on_trees_and_what_is_no_array() -> None:
 
 
 def test_an_unknown_action_is_refused() -> None:
-    with pytest.raises(HintError, match=r'`hint\(x, \'keep\'\)`.*Write "save", "recompute" or "stage"'):
+    with pytest.raises(
+        HintError, match=r'`hint\(x, \'keep\'\)`.*Write "save", "recompute", "offload" or "stage"'
+    ):
         hint(jnp.ones(3), "keep")  # type: ignore[arg-type]
     with pytest.raises(HintError, match="action is unknown"):
         jaxremat.optimize(AMPLE, pins={"*": "keep"})(bare)

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 from graphs import UNIT, chain
+from test_host_copies import layers
 
 from jaxremat import Graph, Milp, Solution, complete, simulate
 from jaxremat._model._stages import uncut
 from jaxremat._plan._refusal import dear
 from jaxremat._plan._search import MORE_ROUNDS, Search
-from jaxremat._plan._trial import Line, Trial, allowance, first
+from jaxremat._plan._trial import Line, Trial, allowance, first, in_vain
 
 
 def a_trial(graph: Graph, saved: set[int], compiled_overhead: float) -> Trial:
@@ -312,3 +313,45 @@ def test_of_plans_that_cost_about_the_same_that_of_the_fewest_stages_is_tried() 
     fine.order, coarse.order = (1.0, 10, 1.0), (1.0, 12, 0.5)
     assert first([fine, coarse], 0.1) is fine
     assert first([], 0.1) is None
+
+
+def test_order_is_in_vain_where_it_needs_as_much() -> None:
+    graph, other = chain(4), replace(chain(4), segments=((2, 2),))
+    solution = Solution(complete(graph, ()))
+
+    def trial(graph: Graph, fence: str, peak: int) -> Trial:
+        return replace(a_trial(graph, set(), 0.0), fence=fence, solution=solution, peak_nbytes=peak)
+
+    finished = trial(graph, "finished", 10)
+    assert in_vain([finished, trial(graph, "ordered", 10)], graph)
+    assert not in_vain([finished, trial(graph, "ordered", 9)], graph)
+    assert not in_vain([finished, trial(graph, "ordered", 10)], other)
+    assert not in_vain([finished], graph)
+
+
+@pytest.mark.parametrize("more", [0, 10**12], ids=["slower than predicted", "and larger"])
+def test_what_host_memory_gives_is_never_worse_than_what_is_found_without(more: int) -> None:
+    """By the model what is away costs nothing; the compiler says a step's time, and here more memory too."""
+    graph = replace(layers(8, link=64.0), platform="gpu")
+    tried: list[tuple[bool, int]] = []
+    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+        away = bool(solution.schedule.offloaded)
+        tried.append((away, len(graph.stages)))
+        profile = simulate(graph, solution.schedule)
+        trial = a_trial(graph, set(), profile.extra_seconds / graph.step_seconds + away)
+        peak = profile.peak_nbytes + more * away
+        return replace(trial, solution=solution, profile=profile, fence=fence, peak_nbytes=peak)
+
+    trial = Search(graph, Milp(), 1.0, compiled, 0).within(int(0.7 * plain), 3)
+    assert trial is not None
+    assert not trial.solution.schedule.offloaded
+    assert trial.compiled_overhead < 1.0
+    assert tried == sorted(
+        tried, key=lambda each: each[0]
+    )  # those without come first, as if there were no others
+    with_it, tried = tried, []
+    bare = Search(replace(graph, host=None), Milp(), 1.0, compiled, 0).within(int(0.7 * plain), 3)
+    assert bare is not None and bare.seconds == trial.seconds
+    assert tried == [each for each in with_it if not each[0]]

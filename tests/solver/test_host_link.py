@@ -4,11 +4,12 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from test_host_copies import layers
+from graphs import in_loops
+from test_host_copies import layers, looped
 
 from jaxremat import Graph, Milp, complete, simulate
 from jaxremat._model._schedule import check
-from jaxremat._solver._host_first import HostFirst
+from jaxremat._solver._host_first import HostFirst, only_needed
 
 
 def cheapest(graph: Graph) -> dict[int, float]:
@@ -69,3 +70,39 @@ def test_the_host_makes_nothing_worse() -> None:
     budget = simulate(alone, without).peak_nbytes + 2**20  # of the simulator's, not of the least's slack
     fast, slow = (simulate(g, Milp().solve(g, budget, time_limit=10.0).schedule) for g in (graph, alone))
     assert fast.extra_seconds == 0.0 < slow.extra_seconds
+
+
+@pytest.mark.parametrize("link", [4.0, 8.0, 64.0])
+@pytest.mark.parametrize("saved_seconds", [0.0, 0.25])
+def test_stacks_of_loops_are_chosen_with_what_is_recomputed(link: float, saved_seconds: float) -> None:
+    """Against all choices that hold nothing from one stage to the next: waits in loops are exact, nothing is left."""
+    graph = in_loops(layers(4, link), 8, saved_seconds)
+    best = cheapest(graph)
+    assert any(complete(graph, graph.residuals, (), [v]).offloaded for v in graph.residuals)
+    for budget in sorted(best)[::3]:
+        solution = Milp(gap=0.0).solve(graph, budget, time_limit=10.0)
+        profile = simulate(graph, check(graph, solution.schedule))
+        assert profile.peak_nbytes <= budget
+        least = min(seconds for peak, seconds in best.items() if peak <= budget)
+        assert profile.extra_seconds <= least + 1e-6
+        assert solution.lower_bound * graph.step_seconds <= least + 1e-6
+
+
+def test_what_must_be_saved_of_a_loop_can_be_away() -> None:
+    """What an iteration begins with may not be made again; the least memory has it in the host's."""
+    graph = looped(4, link=64.0)
+    fixed = replace(graph, nodes=tuple(replace(n, repeatable=n.id != 0) for n in graph.nodes))
+    least = Milp().solve(fixed, None, time_limit=10.0).schedule
+    without = Milp().solve(replace(fixed, host=None), None, time_limit=10.0).schedule
+    assert fixed.nodes[0].outputs[0] in least.away
+    assert simulate(fixed, least).peak_nbytes < simulate(fixed, without).peak_nbytes
+
+
+def test_nothing_is_away_that_could_as_well_stay() -> None:
+    graph = layers(8, link=64.0)
+    everything = complete(graph, graph.residuals, (), graph.residuals)
+    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    assert not only_needed(graph, everything, plain).away
+    needed = only_needed(graph, everything, plain - 1)
+    assert len(needed.away) == 1 and simulate(graph, needed).peak_nbytes < plain
+    assert not Milp().solve(graph, plain, time_limit=10.0).schedule.away

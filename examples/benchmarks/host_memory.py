@@ -1,0 +1,115 @@
+"""What the host's memory is worth: plans of the same budgets without it and with it, by a GPU's compiler.
+
+    python -m examples.benchmarks.host_memory gpt_scanned resnet50 --shares 0.5 0.33 --save
+
+Budgets are shares of the plain step's temporaries. Overheads are rooflines of the compiled programs, with what kernels
+wait for copies; nothing is timed. The file is written after every row: a run that was cut short goes on there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.benchmarks import records
+from examples.benchmarks.bench import Bench
+from examples.benchmarks.networks import NAMES, Program
+from jaxremat import InfeasibleBudgetError, format_nbytes, memory, plan
+
+FOLDER = "host_memory"
+SHARES = (0.5, 0.33)
+TARGET = "h100"
+
+
+def measured(step: Program, share: float, *, offload: bool) -> records.Record:
+    """One plan."""
+    args = step.abstract_args()
+    common = {"donate_argnums": (0, 1), "target": TARGET}
+    needs = memory(step.step, *args, **common)
+    budget = needs.base_nbytes + int(share * needs.temporaries_nbytes)
+    row = {"plain_nbytes": needs.peak_nbytes, "budget_nbytes": budget, "library": records.library_version()}
+    try:
+        made = plan(step.step, *args, budget=budget, offload=offload, cache=False, **common)
+    except InfeasibleBudgetError as error:
+        return {**row, "least_nbytes": error.min_peak_nbytes}
+    first = made.rounds[0] if made.rounds else None
+    return {
+        **row,
+        "peak_nbytes": made.compiled_peak_nbytes,
+        "overhead": made.overhead,
+        "compiled_overhead": made.compiled_overhead,
+        "offloaded_nbytes": made.offloaded_nbytes,
+        "offloaded": len(made.offloaded),
+        "first_prediction": first and first.predicted_peak_nbytes / first.compiled_peak_nbytes - 1,
+        "planning_seconds": made.planning.seconds,
+    }
+
+
+def run(
+    network: str, scale: str, shares: Sequence[float], path: Path, *, fresh: bool = False
+) -> records.Record:
+    """Measure the rows of a network that its file lacks."""
+    record = {} if fresh else records.read(path)
+    known = {
+        "kind": "host_memory",
+        "network": network,
+        "scale": scale,
+        "environment": records.environment(TARGET),
+    }
+    record = {**known, "rows": record.get("rows", {})}
+    for share in shares:
+        for offload in (False, True):
+            name = f"{share:g} {'with' if offload else 'without'}"
+            if name not in record["rows"]:
+                step = Bench(network, scale, path, target=TARGET).program()
+                record["rows"][name] = measured(step, share, offload=offload)
+                print(network, name, record["rows"][name], flush=True)
+                records.write(path, record)
+    return record
+
+
+def markdown(found: Sequence[records.Record]) -> str:
+    """All networks in one table, with its title."""
+    lines = [
+        "### The host's memory",
+        "By the compiler for the H100; copies at the rate of its PCIe link. Budgets are shares of the plain step's\n"
+        "temporaries; overheads are rooflines of the compiled programs, with what kernels wait for copies.",
+        f"| step | share | without it | overhead | with it | overhead | on the host |\n|---|{'---:|' * 6}",
+    ]
+    for record in found:
+        for name in (name for name in record["rows"] if name.endswith("without")):
+            share = name.split()[0]
+            with_it = record["rows"].get(f"{share} with")
+            if with_it is None:
+                continue
+            there = format_nbytes(with_it.get("offloaded_nbytes", 0))
+            cells = [*_peak_and_overhead(record["rows"][name]), *_peak_and_overhead(with_it), there]
+            title = f"{record['network']}, {record['scale']}"
+            lines[-1] += f"\n| {' | '.join([title, f'{float(share):.0%}', *cells])} |"
+    return "\n\n".join(lines) if found else ""
+
+
+def _peak_and_overhead(row: records.Record) -> tuple[str, str]:
+    if "least_nbytes" in row:
+        return f"at least {format_nbytes(row['least_nbytes'])}", ""
+    return format_nbytes(row["peak_nbytes"]), f"{row['compiled_overhead']:+.1%}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("networks", nargs="*", default=("gpt_scanned",), help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--scale", choices=("full", "small", "tiny"), default="full")
+    parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
+    parser.add_argument("--fresh", action="store_true", help="measure all rows anew")
+    parser.add_argument("--save", action="store_true", help="write into results/ rather than out/")
+    given = parser.parse_args(argv)
+    folder = (records.RESULTS if given.save else records.OUT) / FOLDER
+    for network in given.networks:
+        path = folder / f"{network}-{given.scale}.json"
+        print(markdown([run(network, given.scale, given.shares, path, fresh=given.fresh)]))
+
+
+if __name__ == "__main__":
+    main()
