@@ -58,6 +58,19 @@ class HostCopy(NamedTuple):
     begun: int
 
 
+class Transit(NamedTuple):
+    """A copy on its way, by the clock of `Away.starts` and by how much the step is later than that.
+
+    **Fields:** `value`; `back` whether it comes from the host's memory; `begin` and `end` in seconds: those of a stack
+    are of the loop beside which its slices go.
+    """
+
+    value: int
+    back: bool
+    begin: float
+    end: float
+
+
 class Reading(NamedTuple):
     """Who reads a value first in the backward pass.
 
@@ -169,19 +182,21 @@ class Away:
                         found[v] = Reading(k, -1)
         return found
 
-    def waits(
+    def transits(
         self, copies: Collection[HostCopy], recomputed: Sequence[Sequence[int]], again: Sequence[float]
-    ) -> list[float]:
-        """Seconds for which each stage waits for copies.
+    ) -> tuple[list[Transit], list[float]]:
+        """When each copy is on its way, and the seconds for which each stage waits for them.
 
-        **Arguments:** `again` the seconds for which each recomputes.
+        **Arguments:** `again` the seconds for which each stage recomputes.
         """
         graph = self.graph
         waits = [0.0] * len(graph.stages)
         if not copies or graph.host is None:
-            return waits
-        in_loops = self.stacks.waits([copy.value for copy in copies if copy.value in self.stacked], again)
+            return [], waits
+        stacks = sorted(copy.value for copy in copies if copy.value in self.stacked)
+        in_loops = self.stacks.waits(stacks, again)
         copies = [copy for copy in copies if copy.value not in self.stacked]
+        found = [Transit(v, False, *self.stacks.leaving(v)) for v in stacks] + self._leaving(copies)
         first = self.first([copy.value for copy in copies], recomputed)
         begun: dict[int, list[HostCopy]] = {}
         due: dict[int, list[HostCopy]] = {}
@@ -190,12 +205,16 @@ class Away:
             due.setdefault(first[copy.value].stage, []).append(copy)
         late = free = 0.0  # by how much the step is later than the clock; when the link is free
         back: dict[int, float] = {}
+        begin: dict[int, float] = {}  # of each stage
         for k, stage in enumerate(graph.stages):
             waits[k] = in_loops.get(k, 0.0)
+            begin[k] = self.starts[stage.start] + late
             late += waits[k]
             for copy in begun.get(k, ()):
-                free = max(free, self.starts[stage.start] + late) + self.copy_seconds(copy.value)
+                ready = max(free, self.starts[stage.start] + late)
+                free = ready + self.copy_seconds(copy.value)
                 back[copy.value] = free
+                found.append(Transit(copy.value, True, ready, free))
             for copy in due.get(k, ()):
                 node = first[copy.value].node
                 need = self.starts[stage.start] if node < 0 else self.starts[node] + again[k]
@@ -203,7 +222,21 @@ class Away:
                 waits[k] += more
                 late += more
             late += again[k]
-        return waits
+            over = self.starts[stage.stop] + late
+            ending = (v for v in stacks if self.stacks.pair_of[v].stages[-1] == k)
+            found += (Transit(v, True, begin[self.stacks.pair_of[v].stages[0]], over) for v in ending)
+        return found, waits
+
+    def _leaving(self, copies: Iterable[HostCopy]) -> list[Transit]:
+        """The copies to the host of what loops do not stack."""
+        found: list[Transit] = []
+        free = 0.0  # when the link is
+        for copy in sorted(copies, key=lambda copy: copy[1:]):
+            own = copy.left == self.graph.values[copy.value].producer
+            begin = max(free, self.made(copy.value) if own else self.starts[copy.left])
+            free = begin + self.copy_seconds(copy.value)
+            found.append(Transit(copy.value, False, begin, free))
+        return found
 
     def begins(self, v: int, reading: Reading, gone: int) -> int:
         """The stage before which a value's way back begins for a reader, -1 where it is not gone by then."""

@@ -27,6 +27,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ._graph import Graph
+from ._host_copies import Transit
 from ._schedule import Schedule
 from ._tape import Run
 
@@ -73,10 +74,13 @@ def extra_seconds(graph: Graph, schedule: Schedule) -> float:
 
 def waits(graph: Graph, schedule: Schedule) -> list[float]:
     """Seconds for which each stage waits for copies from host memory."""
-    if not schedule.offloaded:
-        return []
+    return transits(graph, schedule)[1] if schedule.offloaded else []
+
+
+def transits(graph: Graph, schedule: Schedule) -> tuple[list[Transit], list[float]]:
+    """When copies to host memory and back are on their way, and the seconds for which each stage waits for them."""
     again = [math.fsum(run_again(graph, k, nodes)) for k, nodes in enumerate(schedule.recomputed)]
-    return graph.away.waits(schedule.offloaded, schedule.recomputed, again)
+    return graph.away.transits(schedule.offloaded, schedule.recomputed, again)
 
 
 def run_again(graph: Graph, stage: int, nodes: Sequence[int]) -> list[float]:

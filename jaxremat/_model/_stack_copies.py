@@ -95,6 +95,12 @@ class Stacks:
         trips = prod(graph.trips[loop] for loop in graph.loops_of(graph.values[v].producer))
         return trips * graph.values[v].nbytes / graph.host.link
 
+    def leaving(self, v: int) -> tuple[float, float]:
+        """When the forward loop that makes a value begins and ends."""
+        loop = self.pair_of[v].forward
+        begin = next(n for n in range(len(self.graph.nodes)) if loop in self.graph.loops_of(n))
+        return self.starts[begin], self.starts[self.graph.loop_stop[loop]]
+
     def left(self, v: int) -> float:
         """Of the seconds of a forward loop those that are left when its iterations have made a value."""
         stop = self.graph.loop_stop[self.pair_of[v].forward]

@@ -5,6 +5,8 @@ simulator has alive then.
 """
 
 import heapq
+import math
+import operator
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -13,9 +15,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from ._graph import Graph, Node
 from ._schedule import Schedule
-from ._simulate import play, simulate
+from ._simulate import play, run_again, simulate, transits
 from ._tape import Life
 
 MOMENTS = 240
@@ -66,21 +70,43 @@ class Moment(NamedTuple):
         return self.forward_nbytes + self.recomputed_nbytes + self.backward_nbytes + self.scratch_nbytes
 
 
+class Copied(NamedTuple):
+    """A copy between the device's memory and the host's.
+
+    **Fields:** `group` of the value, by index; `back` whether it comes from the host; `begin` and `end` in seconds.
+    """
+
+    group: int
+    back: bool
+    begin: float
+    end: float
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """Memory over one run of a step, as modelled.
 
-    **Fields:** `seconds` of the whole run; `forward_seconds` where the backward pass begins; `moments` in order.
+    **Fields:** `seconds` of the whole run; `forward_seconds` where the backward pass begins; `moments` in order;
+    `copies` from and to the host's memory.
     """
 
     seconds: float
     forward_seconds: float
     moments: tuple[Moment, ...]
+    copies: tuple[Copied, ...] = ()
 
     @property
     def peak(self) -> Moment | None:
         """The first moment of most memory, None for a step without kernels."""
         return max(self.moments, key=lambda m: m.nbytes, default=None)
+
+    def link_seconds(self, back: bool) -> float:
+        """For how long something is on its way to the host's memory, or back."""
+        busy = until = 0.0
+        for copy in sorted((copy for copy in self.copies if copy.back == back), key=lambda copy: copy.begin):
+            busy += max(copy.end - max(copy.begin, until), 0.0)
+            until = max(until, copy.end)
+        return busy
 
 
 class Groups:
@@ -200,7 +226,51 @@ def timeline(graph: Graph, schedule: Schedule, seconds: float, groups: Groups) -
         if n >= graph.forward_stop or stage >= 0
     )
     first = next(behind, None)
-    return Timeline(rounded(seconds), rounded(seconds if first is None else starts[first]), tuple(moments))
+    copies = _copies(graph, schedule, [*starts, seconds], nodes, made_for, groups)
+    forward_seconds = rounded(seconds if first is None else starts[first])
+    return Timeline(rounded(seconds), forward_seconds, tuple(moments), copies)
+
+
+def _copies(
+    graph: Graph,
+    schedule: Schedule,
+    starts: Sequence[float],
+    nodes: Sequence[int],
+    made_for: Sequence[int],
+    groups: Groups,
+) -> tuple[Copied, ...]:
+    """The copies of a schedule, in the run's time: each is where it is between the kernels of the copies' own clock.
+
+    **Arguments:** `starts` of the run's events, and its end; of each the node, and the stage that it recomputes for.
+    """
+    if not schedule.offloaded:
+        return ()
+    found, waits = transits(graph, schedule)
+    again = [math.fsum(run_again(graph, k, made)) for k, made in enumerate(schedule.recomputed)]
+    late = list(accumulate(map(operator.add, waits, again)))  # by how much the step is, in each stage
+    own = [i for i, stage in enumerate(made_for) if stage < 0]
+    clock = [
+        graph.away.starts[nodes[i]]
+        + (late[graph.stage_of[nodes[i]]] if nodes[i] >= graph.forward_stop else 0.0)
+        for i in own
+    ]
+    clock = np.maximum.accumulate([*clock, graph.away.starts[-1] + late[-1]])
+    times = [*(starts[i] for i in own), starts[-1]]
+
+    def at(seconds: float) -> float:
+        return rounded(np.interp(seconds, clock, times))
+
+    return tuple(
+        Copied(
+            groups.index(
+                groups.of_value(graph, copy.value, "forward", graph.values[copy.value].saved_nbytes)
+            ),
+            copy.back,
+            at(copy.begin),
+            at(copy.end),
+        )
+        for copy in sorted(found, key=lambda copy: copy.begin)
+    )
 
 
 def _kind(forward: bool, stage: int) -> Kind:

@@ -1,5 +1,7 @@
 """Graph + schedule -> what is done with each residual, in words, and by name as a policy for `jax.checkpoint`."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,21 +68,31 @@ class Actions:
 
     @property
     def saved_names(self) -> frozenset[str]:
-        """The names that `policy` saves. Of values that share a name, all are, if at least half of their bytes are.
+        """The names that `policy` saves, on the device or in the host's memory. Of values that share a name, all are,
+        if at least half of their bytes are.
 
         **Raises:** `ArgumentError` where the plan knows no names.
         """
-        balance: dict[str, int] = {}
-        for action in self.actions:
-            if action.named:
-                sign = -1 if action.action == "recompute" else 1
-                balance[action.name] = balance.get(action.name, 0) + sign * max(action.nbytes, 1)
-        if not balance:
+        saved = self._most(lambda action: action.action != "recompute")
+        if not any(action.named for action in self.actions):
             raise ArgumentError(
                 "The plan is of a program without names, and a policy knows values by nothing else. Name what may be "
                 'saved with `jax.ad_checkpoint.checkpoint_name(x, "...")`, or all of it with '
                 "`jaxremat.name_values(fn)`, and plan again."
             )
+        return saved
+
+    @property
+    def offloaded_names(self) -> frozenset[str]:
+        """Of `saved_names` those that `policy` has in the host's memory meanwhile, by the same rule."""
+        return self._most(lambda action: action.action == "offload")
+
+    def _most(self, chosen: Callable[[Action], bool]) -> frozenset[str]:
+        """The names at least half of whose bytes are chosen."""
+        balance: Counter[str] = Counter()
+        for action in self.actions:
+            if action.named:
+                balance[action.name] += (1 if chosen(action) else -1) * max(action.nbytes, 1)
         return frozenset(name for name, nbytes in balance.items() if nbytes >= 0)
 
     def policy(self) -> Any:
@@ -90,11 +102,14 @@ class Actions:
         program that names its values, itself or by `jaxremat.name_values`. See `saved_names`. Name what goes into
         `tanh` and the like rather than what comes out: their derivatives read their result, not the named copy.
 
+        What the plan has in the host's memory meanwhile is offloaded by JAX, see `offloaded_names`. A policy says
+        nothing of when copies begin: the compiler may begin all of them at once, which a planned step does not.
+
         **Raises:** `ArgumentError` where the plan knows no names.
         """
         from ._name_policy import by_name  # JAX's: the rest of a plan is read and made without it
 
-        return by_name(self.saved_names)
+        return by_name(self.saved_names, self.offloaded_names)
 
 
 def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:

@@ -29,7 +29,7 @@ class Line(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """A pass: from where to where, in the box's units."""
+    """A pass, or a copy: from where to where, in the box's units."""
 
     kind: str
     begin: float
@@ -39,15 +39,16 @@ class Stretch(NamedTuple):
 class Panel(NamedTuple):
     """The picture of one run.
 
-    **Fields:** `name`; `seconds`; `layers`, the highest first; `stretches` of the passes; `forward` where the backward
-    pass begins and `end` where the run ends, in percent; `measured` the compiled peak, and `modelled_nbytes` the
-    curve's own.
+    **Fields:** `name`; `seconds`; `layers`, the highest first; `stretches` of the passes; `copies` to the host's memory
+    and back, none where there are none; `forward` where the backward pass begins and `end` where the run ends, in
+    percent; `measured` the compiled peak, and `modelled_nbytes` the curve's own.
     """
 
     name: str
     seconds: float
     layers: tuple[Layer, ...]
     stretches: tuple[Stretch, ...]
+    copies: tuple[Stretch, ...]
     forward: float
     end: float
     measured: Line | None
@@ -84,6 +85,14 @@ def chart(outcome: Outcome) -> Chart:
             seconds=run.seconds,
             layers=_layers(account, run, seconds, top),
             stretches=_stretches(account, run, seconds),
+            copies=tuple(
+                Stretch(
+                    "fetch" if copy.back else "offload",
+                    _across(copy.begin, seconds),
+                    max(_across(copy.end, seconds) - _across(copy.begin, seconds), 1),
+                )
+                for copy in run.copies
+            ),
             forward=round(100 * run.forward_seconds / seconds, 2),
             end=round(100 * run.seconds / seconds, 2),
             measured=line(measured) if measured else None,

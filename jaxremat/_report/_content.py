@@ -61,6 +61,9 @@ def _more(share: float) -> str:
 def memory_note(outcome: Outcome) -> str:
     """What the pictures of memory show, and what to look at."""
     note = NOTES["plain memory" if is_plain(outcome) else "memory"]
+    if (run := outcome.account.planned) is not None and run.copies:
+        gone, back = (format_seconds(run.link_seconds(back)) for back in (False, True))
+        note += f" {NOTES['copies'].format(seconds=format_seconds(run.seconds), gone=gone, back=back)}"
     return f"{note} {NOTES['loops']}" if outcome.account.loops else note
 
 

@@ -74,7 +74,9 @@ def _moments(outcome: Outcome) -> dict[str, Any]:
         "groups": [
             [g.name, g.shape, KINDS.index(g.kind), g.nbytes, g.module, tidy(g.source)] for g in account.groups
         ],
-        "runs": [{"seconds": run.seconds, "moments": run.moments} for run in account.runs],
+        "runs": [
+            {"seconds": run.seconds, "moments": run.moments, "copies": run.copies} for run in account.runs
+        ],
     }
 
 

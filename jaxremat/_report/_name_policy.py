@@ -1,11 +1,22 @@
 """Names -> a policy of JAX's own. The one door to JAX from plans, which open it when they are asked for a policy."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Set
 from typing import Any
 
 import jax
 
 
-def by_name(names: Iterable[str]) -> Callable[..., Any]:
-    """A policy for `jax.checkpoint` that saves the values of these names, and no others."""
-    return jax.checkpoint_policies.save_only_these_names(*sorted(names))
+def by_name(saved: Set[str], offloaded: Set[str]) -> Callable[..., Any]:
+    """A policy for `jax.checkpoint` that saves the values of these names, and no others.
+
+    **Arguments:** `offloaded` those of them that are in the host's memory meanwhile.
+    """
+    policies = jax.checkpoint_policies
+    if not saved & offloaded:
+        return policies.save_only_these_names(*sorted(saved))
+    return policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=sorted(saved - offloaded),
+        names_which_can_be_offloaded=sorted(saved & offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )

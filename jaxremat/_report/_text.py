@@ -128,6 +128,13 @@ def _hill(
         label = "budget" if here else format_nbytes(high) if row == height - 1 else ""
         yield f"{label:>9} {cells}".rstrip()
     yield f"{'':>9} {''.join(passes)}".rstrip()
+    for label, back in (("to host", False), ("and back", True)) if run.copies else ():
+        lane = [" "] * columns
+        for copy in run.copies:
+            if copy.back == back:
+                first, last = (int(columns * at / (run.seconds or 1.0)) for at in (copy.begin, copy.end))
+                lane[first : last + 1] = "━" * len(lane[first : last + 1])
+        yield f"{label:>9} {''.join(lane)}".rstrip()
 
 
 def _values(outcome: Outcome) -> Section:

@@ -1,6 +1,7 @@
 // Shows what is in memory at the moment under the pointer. `.moments` holds, for each picture, its moments as
 // [seconds, running, forward, recomputed, backward, scratch, [[group, count], ...]], and the groups that they name as
-// [name, shape, kind, bytes, module, line].
+// [name, shape, kind, bytes, module, line]; of copies to the host's memory and back `.copies` has
+// [group, whether back, begin, end].
 (() => {
   "use strict";
   const KINDS = ["forward", "recomputed", "backward"];
@@ -47,6 +48,13 @@
         const now = element("p", `runs ${name} ${shape} `);
         now.append(element("small", [line, module].filter(Boolean).join(", ")));
         tip.append(head, now);
+        for (const [group, back, begin, end] of run.copies) {
+          if (end <= seconds || begin >= until) continue;
+          const [what, form] = data.groups[group];
+          const way = element("p");
+          way.append(element("i", "", "swatch offload"), `${back ? "from" : "to"} host: ${what} ${form}`);
+          tip.append(way);
+        }
         const list = element("ul");
         const add = (n, swatch, text, small) => {
           const item = element("li"), what = element("span");

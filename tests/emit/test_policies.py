@@ -1,6 +1,7 @@
 """`plan.policy()` is what a plan saves, wherever JAX and Flax take a policy."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,26 @@ def test_values_that_the_user_named() -> None:
     listed = [where for _, where in kept(remat, x0, weights) if where.startswith("named")]
     assert listed and all(any(f"'{name}'" in where for name in saved) for where in listed)
     assert jaxremat.policy(plan) == plan.policy()
+
+
+def test_what_a_plan_has_in_the_hosts_memory_is_offloaded() -> None:
+    plan = jaxremat.checkpoint(named_chain, "dots").plan(x0, weights)
+    name = max((a for a in plan.actions if a.named and a.action == "save"), key=lambda a: a.nbytes).name
+    there = replace(
+        plan,
+        actions=tuple(replace(a, action="offload") if a.name == name else a for a in plan.actions),
+    )
+    assert not plan.offloaded_names
+    assert there.offloaded_names == {name} and there.saved_names == plan.saved_names
+
+    def gradients(policy: Any) -> Any:
+        return jax.grad(loss(jax.checkpoint(named_chain, policy=policy)))
+
+    program = str(jax.make_jaxpr(gradients(there.policy()))(x0, weights))
+    copies = sum(a.name == name for a in there.actions)
+    assert program.count("device_put") == 2 * copies > 0
+    assert "device_put" not in str(jax.make_jaxpr(gradients(plan.policy()))(x0, weights))
+    assert_close(gradients(there.policy())(x0, weights), jax.grad(loss(named_chain))(x0, weights))
 
 
 def test_plans_of_whole_steps_have_policies_too() -> None:

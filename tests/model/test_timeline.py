@@ -3,12 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-from graphs import blocks, chain
+import pytest
+from graphs import UNIT, Builder, blocks, chain
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import choices, graphs
 
 from jaxremat import Graph, Stage, complete, simulate
+from jaxremat._model._host_copies import HostMemory
 from jaxremat._model._simulate import extra_seconds, play
 from jaxremat._model._timeline import MOMENTS, Groups, module_path, numberless, timeline
 from jaxremat._report._account import account, account_of_plain
@@ -142,3 +144,35 @@ def test_the_plain_step_has_one_timeline() -> None:
     )
     none = replace(graph, nodes=(), values=(), stages=())
     assert account_of_plain(none).plain.moments == ()
+
+
+def test_copies_are_beside_the_kernels_that_run_meanwhile() -> None:
+    """Eight layers of a second, each read in a stage of two; copies take two layers, one comes back late."""
+    build = Builder()
+    x = build.argument()
+    made = []
+    for _ in range(8):
+        (x,) = build.node([x], [4], seconds=1.0, contraction=True)
+        made.append(x)
+    cotangent = x
+    for v in reversed(made):
+        build.stage()
+        (cotangent,) = build.node([v, cotangent], [1], seconds=2.0, contraction=True)
+    graph = replace(build.graph(), host=HostMemory(2.0 * UNIT))
+    first, second = made[:2]
+    schedule = complete(graph, graph.residuals, (), [first, second])
+    groups = Groups()
+    run = timeline(graph, schedule, 24.0 + extra_seconds(graph, schedule), groups)
+    out = [copy for copy in run.copies if not copy.back]
+    back = [copy for copy in run.copies if copy.back]
+    assert [(c.begin, c.end) for c in out] == [(1.0, 3.0), (3.0, 5.0)]
+    assert len(back) == 2 and all(c.end - c.begin == pytest.approx(2.0) for c in back)
+    assert {groups.listed()[c.group].nbytes for c in run.copies} == {4 * UNIT}
+    assert not timeline(graph, complete(graph, graph.residuals), 24.0, Groups()).copies
+
+    # where the link is slow a stage waits, and the picture's time with it: all stays within the run
+    slow = replace(graph, host=HostMemory(0.5 * UNIT))
+    late = complete(slow, slow.residuals, (), [first])
+    run = timeline(slow, late, 24.0 + extra_seconds(slow, late), Groups())
+    (gone, returned) = run.copies
+    assert 0 <= gone.begin < gone.end <= returned.begin < returned.end <= run.seconds

@@ -18,7 +18,7 @@ from strategies import plans
 
 import jaxremat
 from jaxremat import Alive, InstallError, MinCut, Plan, complete, format_nbytes
-from jaxremat._model._timeline import Timeline
+from jaxremat._model._timeline import Copied, Timeline
 from jaxremat._report import _report
 from jaxremat._report._account import account_of_plain
 from jaxremat._report._chart import HEIGHT, WIDTH, chart
@@ -227,6 +227,27 @@ def test_the_picture_is_drawn_to_scale() -> None:
     assert not any(s.kind == "recomputed" for s in plain.stretches)
     far = replace(PLAN, budget_nbytes=100 * PLAN.baseline_peak_nbytes)
     assert chart(far).budget is None and "far above" in far.report().html()
+
+
+def test_copies_have_a_lane_of_their_own() -> None:
+    assert PLAN.account.planned is not None
+    seconds = PLAN.account.planned.seconds
+    planned = replace(
+        PLAN.account.planned,
+        copies=(Copied(0, False, 0.1 * seconds, 0.3 * seconds), Copied(0, False, 0.2 * seconds, 0.4 * seconds),
+                Copied(0, True, 0.6 * seconds, 0.7 * seconds)),
+    )  # fmt: skip
+    assert planned.link_seconds(back=False) == pytest.approx(0.3 * seconds)
+    assert planned.link_seconds(back=True) == pytest.approx(0.1 * seconds)
+    plan = replace(PLAN, account=replace(PLAN.account, planned=planned))
+    before, after = chart(plan).panels
+    assert not before.copies and [c.kind for c in after.copies] == ["offload", "offload", "fetch"]
+    page = Page(plan.report().html())
+    lanes = [tag for tag, attrs in page.tags if tag == "rect" and attrs["class"] in ("offload", "fetch")]
+    assert len(lanes) == 3
+    assert "on its way there for " + format_seconds(0.3 * seconds) in page.text
+    assert "and back" in str(plan.report()) and "and back" not in str(PLAN.report())
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_the_tree_of_modules_adds_up() -> None:
