@@ -38,6 +38,7 @@ from ._plan._frontier import Point as Point
 from ._plan._held_plan import HeldPlan as HeldPlan
 from ._plan._plan import Plan as Plan
 from ._program._hints import hint as hint
+from ._program._host_arguments import to_host as to_host
 from ._report import Report as Report
 from ._report._actions import Action as Action
 from ._report._loop_forms import LoopForm as LoopForm

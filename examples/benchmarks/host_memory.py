@@ -1,9 +1,11 @@
 """What the host's memory is worth: plans of the same budgets without it and with it, by a GPU's compiler.
 
     python -m examples.benchmarks.host_memory gpt_scanned resnet50 --shares 0.5 0.33 --save
+    python -m examples.benchmarks.host_memory gpt --shares --state 0.5 0.35 --save
 
-Budgets are shares of the plain step's temporaries. Overheads are rooflines of the compiled programs, with what kernels
-wait for copies; nothing is timed. The file is written after every row: a run that was cut short goes on there.
+Budgets are shares of the plain step's temporaries; with `--state` of its peak, and plans with the optimizer's state in
+the host's memory stand beside those with it on the device. Overheads are rooflines of the compiled programs, with what
+kernels wait for copies; nothing is timed. The file is written after every row: a run that was cut short goes on there.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 from examples.benchmarks import records
 from examples.benchmarks.bench import Bench
 from examples.benchmarks.networks import NAMES, Program
-from jaxremat import InfeasibleBudgetError, format_nbytes, memory, plan
+from jaxremat import InfeasibleBudgetError, Plan, format_nbytes, memory, plan, to_host
 
 FOLDER = "host_memory"
 SHARES = (0.5, 0.33)
@@ -33,9 +35,34 @@ def measured(step: Program, share: float, *, offload: bool) -> records.Record:
         made = plan(step.step, *args, budget=budget, offload=offload, cache=False, **common)
     except InfeasibleBudgetError as error:
         return {**row, "least_nbytes": error.min_peak_nbytes}
+    return row | _figures(made)
+
+
+def with_state(step: Program, share: float, *, there: bool) -> records.Record:
+    """One plan within a share of the plain step's peak, with the optimizer's state in the host's memory or not."""
+    state, batch = step.abstract_args()
+    common = {"donate_argnums": (0,), "target": TARGET}
+    needs = memory(step.step, state, batch, **common)
+    budget = int(share * needs.peak_nbytes)
+    row = {
+        "plain_nbytes": needs.peak_nbytes,
+        "arguments_nbytes": needs.arguments_nbytes,
+        "budget_nbytes": budget,
+        "library": records.library_version(),
+    }
+    if there:
+        state = state | {"opt_state": to_host(state["opt_state"])}
+    try:
+        made = plan(step.step, state, batch, budget=budget, cache=False, **common)
+    except InfeasibleBudgetError as error:
+        return {**row, "least_nbytes": error.min_peak_nbytes}
+    assert made.compiled_overhead is not None
+    return row | _figures(made) | {"seconds": made.account.step_seconds * (1 + made.compiled_overhead)}
+
+
+def _figures(made: Plan) -> records.Record:
     first = made.rounds[0] if made.rounds else None
     return {
-        **row,
         "peak_nbytes": made.compiled_peak_nbytes,
         "overhead": made.overhead,
         "compiled_overhead": made.compiled_overhead,
@@ -47,7 +74,13 @@ def measured(step: Program, share: float, *, offload: bool) -> records.Record:
 
 
 def run(
-    network: str, scale: str, shares: Sequence[float], path: Path, *, fresh: bool = False
+    network: str,
+    scale: str,
+    shares: Sequence[float],
+    path: Path,
+    *,
+    state: Sequence[float] = (),
+    fresh: bool = False,
 ) -> records.Record:
     """Measure the rows of a network that its file lacks."""
     record = {} if fresh else records.read(path)
@@ -64,6 +97,14 @@ def run(
             if name not in record["rows"]:
                 step = Bench(network, scale, path, target=TARGET).program()
                 record["rows"][name] = measured(step, share, offload=offload)
+                print(network, name, record["rows"][name], flush=True)
+                records.write(path, record)
+    for share in state:
+        for there in (False, True):
+            name = f"{share:g} of the peak, state {'there' if there else 'here'}"
+            if name not in record["rows"]:
+                step = Bench(network, scale, path, target=TARGET).program()
+                record["rows"][name] = with_state(step, share, there=there)
                 print(network, name, record["rows"][name], flush=True)
                 records.write(path, record)
     return record
@@ -87,7 +128,31 @@ def markdown(found: Sequence[records.Record]) -> str:
             cells = [*_peak_and_overhead(record["rows"][name]), *_peak_and_overhead(with_it), there]
             title = f"{record['network']}, {record['scale']}"
             lines[-1] += f"\n| {' | '.join([title, f'{float(share):.0%}', *cells])} |"
-    return "\n\n".join(lines) if found else ""
+    return "\n\n".join([*lines, *_states(found)]) if found else ""
+
+
+def _states(found: Sequence[records.Record]) -> list[str]:
+    """The table of where the optimizer's state is, with its title, if there are rows of it."""
+    rows: list[str] = []
+    for record in found:
+        for name in (name for name in record["rows"] if name.endswith("state here")):
+            here, there = record["rows"][name], record["rows"].get(name.replace("here", "there"))
+            if there is None:
+                continue
+            cells = [f"{record['network']}, {record['scale']}", format_nbytes(here["budget_nbytes"])]
+            for row in (here, there):
+                needs = "peak_nbytes" if "peak_nbytes" in row else "least_nbytes"
+                cells.append(("" if needs == "peak_nbytes" else "at least ") + format_nbytes(row[needs]))
+                cells.append(f"{1e3 * row['seconds']:.1f} ms" if "seconds" in row else "")
+            rows.append(f"| {' | '.join(cells)} |")
+    if not rows:
+        return []
+    head = f"| step | budget | state on the device | a step | on the host | a step |\n|---|{'---:|' * 5}"
+    return [
+        "The optimizer's state on the device, and in the host's memory with `jaxremat.to_host`; milliseconds by the\n"
+        "same roofline. These steps have few tokens for their parameters: copies take longer than kernels.",
+        "\n".join([head, *rows]),
+    ]
 
 
 def _peak_and_overhead(row: records.Record) -> tuple[str, str]:
@@ -102,13 +167,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("networks", nargs="*", default=("gpt_scanned",), help=f"of {', '.join(NAMES)}")
     parser.add_argument("--scale", choices=("full", "small", "tiny"), default="full")
     parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
+    parser.add_argument("--state", nargs="*", type=float, default=())
     parser.add_argument("--fresh", action="store_true", help="measure all rows anew")
     parser.add_argument("--save", action="store_true", help="write into results/ rather than out/")
     given = parser.parse_args(argv)
     folder = (records.RESULTS if given.save else records.OUT) / FOLDER
     for network in given.networks:
         path = folder / f"{network}-{given.scale}.json"
-        print(markdown([run(network, given.scale, given.shares, path, fresh=given.fresh)]))
+        print(markdown([run(network, given.scale, given.shares, path, state=given.state, fresh=given.fresh)]))
 
 
 if __name__ == "__main__":

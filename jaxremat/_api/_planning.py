@@ -53,7 +53,7 @@ def memory(
         return MemoryStats.of(
             objects.ask(lambda *found: trees.lower(trees.plain, found, {}).compile(), args, {})
         )
-    if (jitted := getattr(fn, "lower", None)) is None:
+    if (jitted := getattr(fn, "lower", None)) is None or program.fn is not fn:
         return MemoryStats.of(program.lower(program.plain, args, {}).compile())
     if program.target is not None:
         return MemoryStats.of(program.lower(fn, args, {}).compile())

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
+from .._program._host_arguments import any_on_host, from_host
 from .._rewrite._trace import Traced
 from .._runtime._errors import TargetError
 from ._target import Target, TargetCompiled, TargetLowered, mismatch
@@ -186,7 +188,8 @@ class Program:
 
 
 def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    """The program with the compiler options of the device that it is for.
+    """The program with the compiler options of the device that it is for, and such that it takes arguments that are in
+    the host's memory.
 
     **Raises:** `TargetError` where it is on another number of devices than its target has, or on none.
     """
@@ -200,7 +203,18 @@ def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
         )
     platform = "gpu" if program.target is not None else device_of(args, kwargs).platform
     options = compiler_options(platform, dict(program.compiler_options))
-    return replace(program, compiler_options=tuple(sorted(options.items())))
+    program = replace(program, compiler_options=tuple(sorted(options.items())))
+    return _from_host(program, args, kwargs) if any_on_host(args, kwargs) else program
+
+
+def _from_host(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    """The program, which copies to the device what it computes with, unless it does so itself."""
+    moving = replace(program, fn=from_host(program.fn))
+    for each in (program, moving):
+        with suppress(Exception):
+            each.plain.trace(*args, **kwargs)
+            return each
+    return program  # what the user's code raises is the user's
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,7 +3,8 @@
 An equation compiled alone says little of them: there its operands come in the layout of arguments, while in the program
 their own producers write them as it wants them. So they are read off the whole program, as `_attribution` finds them. A
 copy of an argument alone is made at any time, and counts for all that run while it is there; but not a copy of an
-argument as it is, which the program's order needs because something overwrites the argument before its last reader.
+argument as it is, which the program's order needs because something overwrites the argument before its last reader;
+nor one from the host's memory, which is an equation's own.
 
 An operand that is copied, and that nothing reads later, is gone before the copy is: it makes room for what the equation
 has besides.
@@ -16,7 +17,7 @@ from typing import Any
 from .._model._graph import Graph
 from .._model._reuse import dies_at
 from ._attribution import Values, purposes, values_of
-from ._hlo import COLLECTIVES, CONTROL, Computation, Instruction, Module, executed
+from ._hlo import COLLECTIVES, CONTROL, Computation, Instruction, Module, executed, transfer
 from ._liveness import peak_of
 
 Span = tuple[int, int, int]
@@ -65,7 +66,7 @@ def _of(module: Module, computation: Computation, values: Values) -> dict[int, S
     extras = [
         (life, copied)
         for life, copied in known.extras
-        if not sending[life.born] and not _is_spare(life.buffer.instruction, scope)
+        if not sending[life.born] and not _is_spare(module, life.buffer.instruction, scope)
     ]
     for life, copied in extras:
         users = set().union(*(known.wanted[life.born if sending[p] else p] for p in life.readers))
@@ -108,8 +109,10 @@ def _most(spans: Sequence[Span]) -> int:
     return most
 
 
-def _is_spare(made: Instruction, scope: Mapping[str, Instruction]) -> bool:
-    """Whether it is a copy of an argument as it is."""
+def _is_spare(module: Module, made: Instruction, scope: Mapping[str, Instruction]) -> bool:
+    """Whether it is a copy of an argument as it is, or one from the host's memory that the step makes itself."""
+    if transfer(module, made) is not None:
+        return True
     if made.opcode != "copy":
         return False
     source = scope[made.operands[0]]

@@ -32,6 +32,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._model._graph import Graph
+from .._model._primitive_names import FETCH, PUT
 from .._model._schedule import Schedule
 from .._model._stage_merging import merged
 from .._program import _compat
@@ -53,6 +54,7 @@ from ._last_reads import hold, last_reads
 from ._layouts import append_fence
 from ._placement import entered, places
 from ._stacks_elsewhere import StacksElsewhere
+from ._streams import Streams
 from ._triggers import finished, parts, trigger
 from ._weight_copies import behind_operand
 from ._weight_gradients import put_in_order
@@ -120,9 +122,10 @@ class Emitter:
         for node, eqn in zip(graph.nodes, self.source, strict=True):
             self.value_of.update(zip(eqn.outvars, node.outputs, strict=True))
             self.variable.update(zip(node.outputs, eqn.outvars, strict=True))
-            for a in eqn.invars:
+            for a in () if node.primitive == PUT and not node.forward else eqn.invars:
                 if not _compat.is_literal(a):
                     self.readers.setdefault(a, []).append(node.id)
+        self.streams = Streams(self)
         self.place = places(self)
         self.sunk = sunk_values(self.source, traced.loop_of, traced.loops)
         self.own: list[list[int]] = [[] for _ in graph.stages]
@@ -131,6 +134,7 @@ class Emitter:
         self.hazards = Hazards(graph, self.source, self.readers)
         self.precarious = self.hazards.precarious(schedule)
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
+        self.returned |= self.streams.returning
         self.last_reads, self.held = last_reads(self)
         self.overwritten: dict[Any, Any] = {}  # argument -> its name where it is updated
         self.elsewhere = Elsewhere(self)
@@ -215,6 +219,9 @@ class Emitter:
     def _run(self, nodes: Sequence[int], renamed: dict[Any, Any]) -> None:
         """Append equations in their own place, reading clones and fenced names where there are any."""
         for n in nodes:
+            if n in self.streams.begun:
+                continue
+            self.streams.hold(n, renamed)
             eqn = self.source[n]
             if self.ordered:
                 put_in_order(self, n, eqn)
@@ -225,7 +232,7 @@ class Emitter:
                     eqn,
                     self.graph.nodes[n].loop,
                     a,
-                    self._waits(n, a) and renamed.get(a),
+                    self.streams.names.get(a) or (self._waits(n, a) and renamed.get(a)),
                     n in self.held and self.overwritten.get(a),
                     self.clones.get(a) or fenced_name(self, n, a),
                 )
@@ -235,6 +242,7 @@ class Emitter:
             placed = self._placed(n, eqn, renamed)
             self.append(placed, [self.graph.nodes[n].loop] * len(placed))
             hold(self, n)
+            self.streams.leave(n)
 
     def _name(self, eqn: Any, loop: int, var: Any, *names: Any) -> Any:
         """What an equation, in the iterations of a loop, reads in place of an operand: of these names, and that
@@ -315,11 +323,13 @@ class Emitter:
 
     def _fence(self, k: int, wanted: list[int], loop: int) -> dict[Any, Any]:
         """Append the stage's fence in a loop, -1 for none; returns the fenced names of what passes through."""
-        through = [*passing(self, k, wanted, loop), *self.elsewhere.through(k)]
+        through = [*passing(self, k, wanted, loop), *self.elsewhere.through(k), *self.streams.through(k)]
+        through = list(dict.fromkeys(through))
+        over = self.streams.over(k)
         due = any(until <= k for until in self.waiting.values())
         firm = [self.variable[v] for v in self.precarious.pop(loop, ())]
-        waits_for = [*trigger(self, k), *firm, *parts(self, k)]
-        return self.fenced(through, waits_for, f"fence_{k}", loop) if through or due or firm else {}
+        waits_for = [*trigger(self, k), *firm, *parts(self, k), *over]
+        return self.fenced(through, waits_for, f"fence_{k}", loop) if through or due or firm or over else {}
 
     def fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:
         """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""
@@ -351,4 +361,5 @@ class Emitter:
 
     def _waits(self, n: int, var: Any) -> bool:
         """Whether the equation reads the operand behind the fence, though that is not recomputed."""
-        return bool(entered(self, n)) or self.hazards.early(n, var)
+        fetched = self.graph.nodes[n].primitive == FETCH
+        return fetched or bool(entered(self, n)) or self.hazards.early(n, var)

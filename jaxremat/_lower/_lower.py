@@ -16,16 +16,18 @@ from .._emit._layouts import axes_in_memory
 from .._model._backend import backend
 from .._model._graph import Graph, Node, Pin, Stage, Value
 from .._model._pins import Patterns, matching, with_pins
-from .._model._primitive_names import GATHER, OVERWRITING
+from .._model._primitive_names import FETCH, GATHER, OVERWRITING, PUT
 from .._model._stages import cut_stages
 from .._program import _compat
 from .._program._flops import aval_nbytes, eqn_flops, in_rounds
 from .._program._primitives import (
+    is_fetch,
     is_flattened,
     is_heavy,
     is_late,
     is_light,
     is_loop_edge,
+    is_put,
     is_repeatable,
     reads_memory,
 )
@@ -107,6 +109,7 @@ def lower(
             late = loop.role == BACKWARD
         else:
             late = is_late(eqn) or ("jvp(" not in stack and any(v in backward for v in inputs))
+            late = late or (is_fetch(eqn) and bool(backward))
             late = late or not behind.isdisjoint(inputs)
         outs = tuple(add(v, i, _length(eqn, loop)) for v in eqn.outvars)
         backward.update(outs if late else ())
@@ -115,7 +118,7 @@ def lower(
         nodes.append(
             Node(
                 id=i,
-                primitive=GATHER if is_gather(eqn) else eqn.primitive.name,
+                primitive=_name(eqn),
                 inputs=inputs,
                 outputs=outs,
                 seconds=0.0,
@@ -153,12 +156,16 @@ def lower(
     nodes = [replace(n, heavy=False) if not sums.keys().isdisjoint(n.outputs) else n for n in nodes]
     crossing = _crossing(jaxpr.eqns, nodes, values, sunk)
     in_memory |= crossing | _carried(jaxpr.eqns, nodes)
+    in_memory |= {v for n in nodes for v in {FETCH: n.outputs, PUT: n.inputs}.get(n.primitive, ())}
     in_memory |= _written_whole(nodes, in_memory)
     nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
     nodes = _with_stacks(jaxpr.eqns, nodes, values, backend(device.platform).hoists)
     in_memory |= {v.id for v in values if v.producer < 0 or v.is_output}
     axes = axes_in_memory(jaxpr.eqns, nodes, values, device.chip if fuses else None)
-    values = [replace(v, materialised=v.id in in_memory, axes=axes.get(v.id, ())) for v in values]
+    values = [
+        replace(v, materialised=v.id in in_memory, axes=axes.get(v.id, ()) if v.nbytes else ())
+        for v in values
+    ]
     forward_stop = next((n.id for n in nodes if not n.forward), len(nodes))
     sizes = sorted(
         v.saved_nbytes for v in values if v.materialised and v.producer >= 0 and nodes[v.producer].forward
@@ -182,6 +189,13 @@ def lower(
     graph = with_pins(graph, pins) if pins else graph
     graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, traced.loops, seconds or {})
     return replace(graph, stages=cut_stages(graph))
+
+
+def _name(eqn: Any) -> str:
+    """The primitive's name, or what the graph knows the equation as."""
+    if is_gather(eqn):
+        return GATHER
+    return FETCH if is_fetch(eqn) else PUT if is_put(eqn) else eqn.primitive.name
 
 
 def _hinted(traced: Traced, index: Mapping[Any, int], graph: Graph) -> list[Pin]:

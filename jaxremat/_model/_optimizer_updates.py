@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ._graph import Graph, Node, Stage
+from ._primitive_names import PUT
 
 SMALL = 64
 """Results up to this multiple of `Graph.small_nbytes` count as finished even where the backward pass reads on."""
@@ -44,6 +45,9 @@ class _Updates:
         self.readers = _readers(graph)
         self.stage_of: dict[int, int] = {n: k for k, (a, b) in enumerate(pairwise(cuts)) for n in range(a, b)}
         self.final = _last_contractions(graph, self.readers)
+        # copies to the host's memory, each somewhere behind what it copies and returns
+        self.leaving = {n.id for n in graph.nodes if n.primitive == PUT}
+        self.returned = {v for n in self.leaving for v in graph.nodes[n].inputs}
         self.overwriting = self._overwriting()
         self.prompt: set[int] = set()  # the nodes of updates that run in the stage of their gradient
         finished = self._settled if graph.backend.fuses else self._finished
@@ -118,7 +122,10 @@ class _Updates:
         if any(m >= nodes.stop for u in over for m in self.readers[u]):
             return ()
         outputs = tuple(
-            u for n in sorted(update) for u in graph.nodes[n].outputs if graph.values[u].is_output
+            u
+            for n in sorted(update)
+            for u in graph.nodes[n].outputs
+            if graph.values[u].is_output or u in self.returned
         )
         if outputs:
             self.prompt |= update
@@ -155,7 +162,7 @@ class _Updates:
         waits: dict[int, int] = {}
         for n, k in self.stage_of.items():
             producers = [graph.values[v].producer for v in graph.nodes[n].inputs]
-            if n in self.prompt:
+            if n in self.prompt or n in self.leaving:
                 continue
             if not any(v in begun for v in graph.nodes[n].inputs) and not any(p in waits for p in producers):
                 continue
@@ -242,9 +249,11 @@ class _Updates:
 
 
 def _readers(graph: Graph) -> list[list[int]]:
-    """For each value the nodes that read it."""
+    """For each value the nodes that read it, but for copies to the host's memory, which return it."""
     readers: list[list[int]] = [[] for _ in graph.values]
     for node in graph.nodes:
+        if node.primitive == PUT:
+            continue
         for v in node.inputs:
             readers[v].append(node.id)
     return readers

@@ -9,5 +9,8 @@ LOOP_EDGES = frozenset({*LOOP_SLICES, "scan_carry", "scan_last", "scan_stack"})
 OVERWRITING = frozenset({"dynamic_update_slice", "scan_last", "scatter", "scatter-add"})
 """Heavy work that writes over its operand: into a part of it, or as the next iteration's carry."""
 
+FETCH, PUT = "fetch", "put"
+"""What copies an array from the host's memory, and what copies one there, by the user's own `jax.device_put`s."""
+
 GATHER = "all_gather"
 """What gathers an operand over devices, see `_gathered_operands`."""

@@ -16,6 +16,10 @@ SMALL_NBYTES = 2**20
 """Of steps with smaller temporaries, what the compiler adds for itself is a large part."""
 
 
+WORTH = 0.1
+"""Moving less of the arguments to the host's memory is not worth a word."""
+
+
 class Least(NamedTuple):
     """The least memory that was found.
 
@@ -70,6 +74,7 @@ def infeasible(
         f"the largest {largest or 'none'}. "
         f"Use a budget of at least {enough} bytes ({format_nbytes(enough)}), or a smaller batch."
         + (" A deadline cut planning short: a larger `planning_seconds` may find less." if cut_short else "")
+        + _movable(graph)
         + (
             f" With {format_nbytes(temporaries_nbytes)} of temporaries the step is too small to plan well: at this "
             "size it matters most what the compiler adds for itself."
@@ -78,6 +83,25 @@ def infeasible(
         ),
         budget_nbytes=budget + margin_nbytes,
         min_peak_nbytes=least.peak_nbytes,
+    )
+
+
+def _movable(graph: Graph) -> str:
+    """What to say of arguments that the host's memory could hold; "" where they are not worth it."""
+    readers: dict[int, list[int]] = {v: [] for v in graph.donated}
+    for node in graph.nodes:
+        for v in graph.donated.intersection(node.inputs):
+            readers[v].append(node.id)
+    updated = sum(
+        graph.values[v].nbytes
+        for v, nodes in readers.items()
+        if nodes and not any(graph.nodes[n].forward or graph.nodes[n].heavy for n in nodes)
+    )
+    if graph.platform != "gpu" or updated < WORTH * graph.base_nbytes:
+        return ""
+    return (
+        f" {format_nbytes(updated)} of the arguments are read to be updated alone, as an optimizer's state is. In the "
+        "host's memory they take none of the device's: `opt_state = jaxremat.to_host(opt_state)`."
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .._model._device_specs import DeviceSpec
-from ._primitives import inner_jaxprs, is_light, is_threefry, is_write
+from ._primitives import inner_jaxprs, is_light, is_threefry, is_write, on_host
 
 THREEFRY_OPERATIONS = 200.0
 """Integer operations for each random word: twenty rounds on two words, of which it is the exclusive or."""
@@ -18,7 +18,12 @@ trips copies, reads and writes two words for each. Read off the program that it 
 
 
 def aval_nbytes(aval: Any) -> int:
-    """Bytes of an array type; a random key counts its words, a token nothing."""
+    """Bytes of an array type on the device: of one in the host's memory none."""
+    return 0 if on_host(aval) else array_nbytes(aval)
+
+
+def array_nbytes(aval: Any) -> int:
+    """Bytes of an array type, wherever it is; a random key counts its words, a token nothing."""
     shape = getattr(aval, "shape", None)
     dtype = getattr(aval, "dtype", None)
     if shape is None or dtype is None:

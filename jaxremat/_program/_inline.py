@@ -117,7 +117,8 @@ class Inliner:
                 continue
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outvars, strict=True))
-            into.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
+            moved = eqn.replace(invars=invars, outvars=outvars, source_info=info)
+            into.extend(_each_placed(moved) if name == "device_put" else [moved])
         return [read(a) for a in jaxpr.outvars]
 
     def _iteration(self, eqn: Any, into: list[Any], marks: bool) -> list[Any]:
@@ -174,3 +175,13 @@ def _is_identity(eqn: Any, invars: Sequence[Any]) -> bool:
         info = jax.numpy.finfo(invars[0].aval.dtype)
         return eqn.params["exponent_bits"] == info.nexp and eqn.params["mantissa_bits"] == info.nmant
     return eqn.primitive.name in _IDENTITIES
+
+
+def _each_placed(eqn: Any) -> list[Any]:
+    """A `jax.device_put` of several arrays as one of each."""
+    several = ("devices", "srcs", "copy_semantics")
+    found = []
+    for i, (a, v) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
+        own = {name: eqn.params[name][i : i + 1] for name in several}
+        found.append(eqn.replace(invars=[a], outvars=[v], params={**eqn.params, **own}))
+    return found

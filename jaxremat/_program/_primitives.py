@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 from .._model._primitive_names import LOOP_EDGES, LOOP_SLICES
 from . import _compat
 
@@ -120,6 +122,7 @@ def is_heavy(eqn: Any) -> bool:
         or name in _SCATTERS
         or name in _COLLECTIVES
         or name == "gather"
+        or is_fetch(eqn)
     )
 
 
@@ -132,6 +135,25 @@ def reads_memory(eqn: Any) -> bool:
 def is_fence(eqn: Any) -> bool:
     """What keeps XLA from moving or merging work across it."""
     return eqn.primitive.name == "optimization_barrier"
+
+
+def on_host(aval: Any) -> bool:
+    """Whether arrays of this type are in the host's memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def is_fetch(eqn: Any) -> bool:
+    """A copy from the host's memory to the device."""
+    return _copies(eqn) and on_host(eqn.invars[0].aval) and not on_host(eqn.outvars[0].aval)
+
+
+def is_put(eqn: Any) -> bool:
+    """A copy from the device to the host's memory."""
+    return _copies(eqn) and not on_host(eqn.invars[0].aval) and on_host(eqn.outvars[0].aval)
+
+
+def _copies(eqn: Any) -> bool:
+    return eqn.primitive.name == "device_put" and not _compat.is_literal(eqn.invars[0])
 
 
 def is_view(eqn: Any) -> bool:

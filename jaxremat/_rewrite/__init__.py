@@ -7,5 +7,5 @@ again; `_loop_segments` (levels, parts), `_update_absorption` (optimizer updates
 `_row_reads`, `_sinking`; `_row_rules`, `_row_scans`, `_row_regions`, `_microbatches`, `_row_chunks` (work on rows, or
 most of a step, chunk after chunk); `_max_pool_gradient`, `_depthwise_gradient`, `_kernel_choice` (equations of which
 the compiler makes better kernels);
-`_undone_checkpoints`, `_gathered_operands`, `_shard_map_body`, `_memory_order`; `_fingerprint`.
+`_undone_checkpoints`, `_gathered_operands`, `_shard_map_body`, `_memory_order`, `_streamed_copies`; `_fingerprint`.
 """

@@ -32,6 +32,7 @@ from ._microbatches import microbatches
 from ._row_chunks import chunked
 from ._row_regions import Region, regions
 from ._shard_map_body import Around
+from ._streamed_copies import streamed
 from ._undone_checkpoints import forward_again
 from ._update_absorption import Gain, absorbed
 
@@ -215,6 +216,8 @@ def normalise(
     if apart:
         late = _late(merged.jaxpr.eqns, loop_of, opened.loops)
         order.sort(key=lambda i: late[i])
+    else:
+        order = streamed(merged.jaxpr, order, loop_of, opened.loops)
     place = {old: new for new, old in enumerate(order)}
     found = {
         of_once[i]: place.get(new, -1) for i, new in zip(opened.origin, merged_of, strict=True) if i >= 0

@@ -93,7 +93,9 @@ def test_donation_counts() -> None:
     assert jaxremat.memory(step, MATRIX, donate_argnums=0, target="h100").aliased_nbytes == 4 * 2**20
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "gpt" else []) for name in STEPS]
+)
 def test_the_budget_holds_on_an_h100(name: str, tmp_path: Any) -> None:
     step = a_step(name)
     args = step.abstract_args()

@@ -132,8 +132,14 @@ SMALLER = {
 }
 """Sizes at which notebooks take little time. The fourth has no arrays: it runs the compiler, once instead of twice."""
 
+LONG = ("2_double_the_batch", "4_fit_an_h100_from_a_laptop")
+"""These take a minute or two all the same."""
 
-@pytest.mark.parametrize("stem", SMALLER)
+
+@pytest.mark.parametrize(
+    "stem",
+    [pytest.param(stem, marks=[pytest.mark.slow] if stem in LONG else []) for stem in SMALLER],
+)
 def test_a_notebook_runs_at_tiny_sizes(stem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))

@@ -1,0 +1,101 @@
+"""Arguments in the host's memory: how they get there, and steps that know nothing of it.
+
+A step computes with what is on the device. Where some of its arguments are in the host's memory, as an optimizer's
+state may be that is read once, they are copied to the device in the step, and what it returns in their place is copied
+back. The planner says when (see `_streamed_copies`).
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from ._flops import array_nbytes
+from ._primitives import on_host
+
+T = TypeVar("T")
+
+_HOST = "pinned_host"
+
+
+LEAST_NBYTES = 1 << 20
+"""A copy of less takes about as long as it takes to begin one."""
+
+
+def to_host(tree: T, *, least_nbytes: int = LEAST_NBYTES) -> T:
+    """The same arrays in the host's memory, where a planned step takes them from and puts them back.
+
+    Meant for an optimizer's state, each part of which a step reads once: it is on the device only while its parameter
+    is updated, and the next one's is on its way. The step itself needs no change. Other functions that compute with
+    such arrays copy them to the device first, with `jax.device_put(x, jax.memory.Space.Device)`.
+
+    **Arguments:** a tree of arrays or `jax.ShapeDtypeStruct`s; what is neither stays as it is, and so do arrays of
+    less than `least_nbytes`, counters among them.
+
+    ```python
+    opt_state = jaxremat.to_host(optimizer.init(params))
+    params, opt_state, loss = train_step(params, opt_state, batch)  # opt_state is in the host's memory again
+    ```
+    """
+    return jax.tree.map(lambda leaf: leaf if array_nbytes(leaf) < least_nbytes else _moved(leaf), tree)
+
+
+def _moved(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST))
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        sharding = leaf.sharding
+        if not isinstance(sharding, jax.sharding.NamedSharding):  # of others JAX forgets the memory
+            devices = [*sharding.device_set] if sharding is not None else jax.local_devices()[:1]
+            auto = (jax.sharding.AxisType.Auto,)
+            mesh = jax.make_mesh((1,), ("alone",), axis_types=auto, devices=devices[:1])
+            sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding.with_memory_kind(_HOST))
+    return leaf
+
+
+def from_host(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for arguments some of which are in the host's memory, though it computes with all.
+
+    What it returns at the place of such an argument is put there: at the same place in the tree of results as in that
+    of arguments, or as in the only argument's that has such a place; or so in the tree of one of several results.
+    """
+
+    @functools.wraps(fn)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        came = jax.tree.leaves_with_path((args, kwargs))
+        places = {path[1:]: leaf for path, leaf in came}
+        within = Counter(path[2:] for path, _ in came)
+        alone = {path[2:]: leaf for path, leaf in came if within[path[2:]] == 1}
+
+        def returned(path: tuple[Any, ...], leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array) or on_host(leaf.aval):
+                return leaf
+            inner = path[1:]
+            before = (places.get(path), alone.get(path), places.get(inner), alone.get(inner))
+            alike = (a for a in before if isinstance(a, jax.Array) and a.shape == leaf.shape)
+            source = next((a for a in alike if a.dtype == leaf.dtype), None)
+            return jax.device_put(leaf, jax.memory.Space.Host) if _is_there(source) else leaf
+
+        here, named = jax.tree.map(_fetched, (args, kwargs))
+        return jax.tree.map_with_path(returned, fn(*here, **named))
+
+    return step
+
+
+def _fetched(leaf: Any) -> Any:
+    return jax.device_put(leaf, jax.memory.Space.Device) if _is_there(leaf) else leaf
+
+
+def _is_there(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and on_host(leaf.aval)
+
+
+def any_on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether some argument is in the host's memory."""
+    return any(
+        _is_there(leaf) or getattr(getattr(leaf, "sharding", None), "memory_kind", None) == _HOST
+        for leaf in jax.tree.leaves((args, kwargs))
+    )

@@ -1,0 +1,155 @@
+"""Order of equations -> the same with the user's own copies from and to the host's memory where they have time.
+
+Who keeps the optimizer's state in the host's memory copies it to the device in the step, updates it, and copies it
+back. As written all of it is on the device at once. Here a copy of an argument stands so far ahead of its first reader,
+and one of a result so far behind its maker, as the copies take beside the arithmetic between; copies of one direction
+go one after the other. No copy stands farther from its update than `UPDATES` others do: where the link is the
+bottleneck, more room would not help.
+
+Law: what comes out is a topological order if what goes in is; only these copies move, and none into the forward pass.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+from .._program import _compat
+from .._program._flops import array_nbytes, eqn_flops
+from .._program._primitives import is_contraction, is_fetch, is_late, is_put
+from ._loop_opening import Loop
+
+INTENSITY = 8000.0
+"""Floating-point operations that a device does while one byte goes over its link: half of an H100's bfloat16 peak at 64
+GB/s."""
+
+UPDATES = 1
+"""A copy begins at most so many updates early, and is over at most so many late."""
+
+
+def updates(eqns: Sequence[Any], fetches: Collection[int]) -> dict[Any, int]:
+    """For each variable that is made of what these equations copy, contractions aside, which update it is of: a number
+    that ascends with the places of equations. Counters and the like, which all updates read, belong to none.
+    """
+    before: dict[int, int] = {}  # of each copy one of the same update, itself where that is the first
+
+    def first(i: int) -> int:
+        while before[i] != i:
+            i = before[i]
+        return i
+
+    of: dict[Any, int] = {}
+    for i, eqn in enumerate(eqns):
+        if i in fetches:
+            if len(eqn.outvars[0].aval.shape) > 1:
+                before[i] = i
+                of[eqn.outvars[0]] = i
+        elif not is_contraction(eqn):
+            read = {first(of[a]) for a in eqn.invars if not _compat.is_literal(a) and a in of}
+            before.update((j, min(read)) for j in read)
+            of.update((v, min(read)) for v in eqn.outvars if read)
+    return {v: first(i) for v, i in of.items()}
+
+
+class _Copy(NamedTuple):
+    """A copy: its place, that of its first reader or its maker, the update that it is of, and the operations that it
+    takes the time of.
+    """
+
+    place: int
+    at: int
+    update: int
+    work: float
+
+
+def streamed(
+    jaxpr: Any, order: Sequence[int], loop_of: Sequence[int] = (), loops: Sequence[Loop] = ()
+) -> list[int]:
+    """The indices of equations in this order, with those copies moved.
+
+    **Arguments:** as in `_memory_order.memory_order`.
+    """
+    loop_of = loop_of or [-1] * len(jaxpr.eqns)
+    eqns = [jaxpr.eqns[i] for i in order]
+    copies = [p for p, i in enumerate(order) if loop_of[i] < 0 and (is_fetch(eqns[p]) or is_put(eqns[p]))]
+    begin = next((p for p, eqn in enumerate(eqns) if is_late(eqn)), None)  # of the backward pass
+    if not copies or begin is None:
+        return list(order)
+    reader: dict[Any, int] = {}  # the first of each variable
+    maker: dict[Any, int] = {}
+    for p, eqn in enumerate(eqns):
+        maker.update((v, p) for v in eqn.outvars)
+        for a in _compat.variables(eqn.invars):
+            reader.setdefault(a, p)
+    arguments = {*jaxpr.invars, *jaxpr.constvars}
+    coming = {
+        p: reader[eqns[p].outvars[0]]
+        for p in copies
+        if is_fetch(eqns[p]) and eqns[p].invars[0] in arguments and reader.get(eqns[p].outvars[0], -1) > begin
+    }
+    leaving = {
+        p: maker[eqns[p].invars[0]]
+        for p in copies
+        if is_put(eqns[p]) and eqns[p].outvars[0] not in reader and maker.get(eqns[p].invars[0], -1) > begin
+    }
+    of = updates(eqns, coming)
+    fetches = [_copy(eqns[p].outvars[0], p, at, of) for p, at in coming.items()]
+    puts = [_copy(eqns[p].invars[0], p, at, of) for p, at in leaving.items()]
+    work = [0.0] * len(order)
+    for p, i in enumerate(order):
+        if p not in coming and p not in leaving:
+            work[p] = eqn_flops(eqns[p]) * prod(loops[loop].length for loop in _loops_of(loop_of[i], loops))
+    clock = [0.0, *accumulate(work)]  # what is done before each place
+
+    target: dict[int, float] = {}
+    near, index = _in_turn(fetches, min)
+    free = math.inf
+    for copy in sorted(fetches, key=lambda copy: -copy.at):
+        free = min(free, clock[copy.at]) - copy.work
+        turn = index[copy.update] - UPDATES
+        least = max(begin, near[turn] - 1 if turn >= 0 else begin)
+        at = min(max(bisect_right(clock, free) - 2, least), copy.at - 1)  # behind that there is time
+        target[copy.place], free = at + 0.5, max(free, clock[at + 1])
+    near, index = _in_turn(puts, max)
+    free = 0.0
+    for copy in sorted(puts, key=lambda copy: copy.at):
+        free = max(free, clock[copy.at + 1]) + copy.work
+        turn = index[copy.update] + UPDATES
+        most = near[turn] if turn < len(near) else len(order) - 1
+        at = max(min(bisect_left(clock, free) - 1, most), copy.at)
+        target[copy.place], free = at + 0.5, min(free, clock[at + 1])
+    behind = _behind_loops([loop_of[i] for i in order], loops)
+    places = {p: behind[math.floor(at)] + 0.5 for p, at in target.items()}
+    return [order[p] for p in sorted(range(len(order)), key=lambda p: (places.get(p, p), p))]
+
+
+def _copy(var: Any, p: int, at: int, of: dict[Any, int]) -> _Copy:
+    """**Arguments:** what is copied, on the device."""
+    return _Copy(p, at, of.get(var, p), INTENSITY * array_nbytes(var.aval))
+
+
+def _in_turn(copies: Iterable[_Copy], outermost: Callable[..., int]) -> tuple[list[int], dict[int, int]]:
+    """Of each update the first place, or the last; and which of these it has."""
+    places: dict[int, int] = {}
+    for copy in copies:
+        places[copy.update] = outermost(places.get(copy.update, copy.at), copy.at)
+    turns = sorted(places, key=places.__getitem__)
+    return [places[update] for update in turns], {update: turn for turn, update in enumerate(turns)}
+
+
+def _behind_loops(loop_of: Sequence[int], loops: Sequence[Loop]) -> list[int]:
+    """For each place the last of the outermost loop that it is in, or itself where it is in none."""
+    last: dict[int, int] = {}
+    outermost = [next(iter(_loops_of(loop, loops)[::-1]), -1) for loop in loop_of]
+    last.update((loop, p) for p, loop in enumerate(outermost))
+    return [p if loop < 0 else last[loop] for p, loop in enumerate(outermost)]
+
+
+def _loops_of(loop: int, loops: Sequence[Loop]) -> list[int]:
+    found = []
+    while loop >= 0:
+        found.append(loop)
+        loop = loops[loop].parent
+    return found
