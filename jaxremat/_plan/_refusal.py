@@ -95,7 +95,7 @@ def _movable(graph: Graph) -> str:
     updated = sum(
         graph.values[v].nbytes
         for v, nodes in readers.items()
-        if nodes and not any(graph.nodes[n].forward or graph.nodes[n].heavy for n in nodes)
+        if nodes and not any(n < graph.forward_stop or graph.nodes[n].heavy for n in nodes)
     )
     if graph.platform != "gpu" or updated < WORTH * graph.base_nbytes:
         return ""

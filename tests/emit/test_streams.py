@@ -287,3 +287,15 @@ def test_a_compiled_plan_holds_less_than_the_state(name: str) -> None:
         under_way -= bool(ended and ended.back)
         most = max(most, under_way)
     assert most <= 6  # of three updates
+
+
+def test_a_refusal_says_what_the_hosts_memory_could_hold() -> None:
+    weights, state, x = shapes("unrolled", 2048, 4, 512)
+    options: Any = {"budget": "100MiB", "donate_argnums": (0, 1), "target": "h100", "cache": False}
+    with pytest.raises(
+        jaxremat.InfeasibleBudgetError, match=r"1\.00 GiB of the arguments .* `opt_state = jaxremat\.to_host"
+    ):
+        jaxremat.plan(STEPS["unrolled"], weights, state, x, **options)
+    with pytest.raises(jaxremat.InfeasibleBudgetError) as refused:
+        jaxremat.plan(STEPS["unrolled"], weights, jaxremat.to_host(state), x, **options)
+    assert "to_host" not in str(refused.value)
