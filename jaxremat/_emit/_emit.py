@@ -18,6 +18,8 @@ dropped equations behind it. Tied as follows:
 - saved values that the compiler might make again in the backward pass's kernels pass through the first fence.
 - what is in host memory meanwhile leaves behind its producer, and comes back behind a fence (see `_elsewhere`), or
   within loops (see `_stacks_elsewhere`).
+- what the user's own program copies from the host's memory, or there, begins and is over where the graph has it (see
+  `_streams`).
 - in a loop of the backward pass all happens within an iteration: clones of what an iteration of the forward loop made,
   fused values always among them, lest they be stacked, and fences between the loop's own stages. At its start there is
   none: an iteration is held back by the one before, and the first by a fence through which the loop's carries pass.

@@ -85,14 +85,18 @@ def streamed(
             reader.setdefault(a, p)
     arguments = {*jaxpr.invars, *jaxpr.constvars}
     coming = {
-        p: reader[eqns[p].outvars[0]]
+        p: at
         for p in copies
-        if is_fetch(eqns[p]) and eqns[p].invars[0] in arguments and reader.get(eqns[p].outvars[0], -1) > begin
+        if is_fetch(eqns[p]) and eqns[p].invars[0] in arguments
+        for at in (reader.get(eqns[p].outvars[0], -1),)
+        if at > begin and loop_of[order[at]] < 0  # else it stands before the loop that reads it
     }
     leaving = {
-        p: maker[eqns[p].invars[0]]
+        p: at
         for p in copies
-        if is_put(eqns[p]) and eqns[p].outvars[0] not in reader and maker.get(eqns[p].invars[0], -1) > begin
+        if is_put(eqns[p]) and eqns[p].outvars[0] not in reader
+        for at in (maker.get(eqns[p].invars[0], -1),)
+        if at > begin
     }
     of = updates(eqns, coming)
     fetches = [_copy(eqns[p].outvars[0], p, at, of) for p, at in coming.items()]
@@ -103,31 +107,43 @@ def streamed(
             work[p] = eqn_flops(eqns[p]) * prod(loops[loop].length for loop in _loops_of(loop_of[i], loops))
     clock = [0.0, *accumulate(work)]  # what is done before each place
 
-    target: dict[int, float] = {}
-    near, index = _in_turn(fetches, min)
-    free = math.inf
-    for copy in sorted(fetches, key=lambda copy: -copy.at):
-        free = min(free, clock[copy.at]) - copy.work
-        turn = index[copy.update] - UPDATES
-        least = max(begin, near[turn] - 1 if turn >= 0 else begin)
-        at = min(max(bisect_right(clock, free) - 2, least), copy.at - 1)  # behind that there is time
-        target[copy.place], free = at + 0.5, max(free, clock[at + 1])
-    near, index = _in_turn(puts, max)
-    free = 0.0
-    for copy in sorted(puts, key=lambda copy: copy.at):
-        free = max(free, clock[copy.at + 1]) + copy.work
-        turn = index[copy.update] + UPDATES
-        most = near[turn] if turn < len(near) else len(order) - 1
-        at = max(min(bisect_left(clock, free) - 1, most), copy.at)
-        target[copy.place], free = at + 0.5, min(free, clock[at + 1])
-    behind = _behind_loops([loop_of[i] for i in order], loops)
-    places = {p: behind[math.floor(at)] + 0.5 for p, at in target.items()}
+    target = _ahead(fetches, clock, begin) | _behind(puts, clock)
+    outside = _outside_loops([loop_of[i] for i in order], loops)
+    places = {p: outside[at] + 0.5 for p, at in target.items()}
     return [order[p] for p in sorted(range(len(order)), key=lambda p: (places.get(p, p), p))]
 
 
 def _copy(var: Any, p: int, at: int, of: dict[Any, int]) -> _Copy:
     """**Arguments:** what is copied, on the device."""
     return _Copy(p, at, of.get(var, p), INTENSITY * array_nbytes(var.aval))
+
+
+def _ahead(fetches: Sequence[_Copy], clock: Sequence[float], begin: int) -> dict[int, int]:
+    """For each copy to the device the place behind which it begins, none before `begin`."""
+    near, index = _in_turn(fetches, min)
+    found: dict[int, int] = {}
+    free = math.inf  # until when the link is, counted in operations
+    for copy in sorted(fetches, key=lambda copy: -copy.at):
+        free = min(free, clock[copy.at]) - copy.work
+        turn = index[copy.update] - UPDATES
+        least = max(begin, near[turn] - 1) if turn >= 0 else begin
+        at = min(max(bisect_right(clock, free) - 2, least), copy.at - 1)
+        found[copy.place], free = at, max(free, clock[at + 1])
+    return found
+
+
+def _behind(puts: Sequence[_Copy], clock: Sequence[float]) -> dict[int, int]:
+    """For each copy to the host the place behind which it is over."""
+    near, index = _in_turn(puts, max)
+    found: dict[int, int] = {}
+    free = 0.0  # from when on the link is
+    for copy in sorted(puts, key=lambda copy: copy.at):
+        free = max(free, clock[copy.at + 1]) + copy.work
+        turn = index[copy.update] + UPDATES
+        most = near[turn] if turn < len(near) else len(clock) - 2
+        at = max(min(bisect_left(clock, free) - 1, most), copy.at)
+        found[copy.place], free = at, min(free, clock[at + 1])
+    return found
 
 
 def _in_turn(copies: Iterable[_Copy], outermost: Callable[..., int]) -> tuple[list[int], dict[int, int]]:
@@ -139,7 +155,7 @@ def _in_turn(copies: Iterable[_Copy], outermost: Callable[..., int]) -> tuple[li
     return [places[update] for update in turns], {update: turn for turn, update in enumerate(turns)}
 
 
-def _behind_loops(loop_of: Sequence[int], loops: Sequence[Loop]) -> list[int]:
+def _outside_loops(loop_of: Sequence[int], loops: Sequence[Loop]) -> list[int]:
     """For each place the last of the outermost loop that it is in, or itself where it is in none."""
     last: dict[int, int] = {}
     outermost = [next(iter(_loops_of(loop, loops)[::-1]), -1) for loop in loop_of]

@@ -57,6 +57,19 @@ def copying(weights: Any, state: Any, x: Any) -> Any:
     return weights, jax.device_put(state, jax.memory.Space.Host), value
 
 
+def mapped(weights: Any, momentum: Any, x: Any) -> Any:
+    """One whose state is read in a loop."""
+    value, gradients = jax.value_and_grad(scanned)(weights, x)
+
+    def update(layer: Any) -> Any:
+        (up, down), (m_up, m_down), (g_up, g_down) = layer
+        m_up, m_down = 0.9 * m_up + g_up, 0.9 * m_down + g_down
+        return (up - 1e-3 * m_up, down - 1e-3 * m_down), (m_up, m_down)
+
+    weights, momentum = jax.lax.map(update, (weights, momentum, gradients))
+    return weights, momentum, value
+
+
 STEPS = {
     "unrolled": step_of(unrolled),
     "clipped": step_of(unrolled, CLIPPED),
@@ -110,6 +123,22 @@ def test_results_are_equal_and_stay_where_they_came_from(name: str, share: float
     assert kinds(found[0]) == {"device"}
     step(*found[:2], x)
     assert len(step._planned) == 1  # what came back is what went in
+
+
+def test_a_state_that_is_read_in_a_loop() -> None:
+    weights, _, x = shapes("scanned", 32, 4, 256)
+    weights, x = arrays(weights), arrays(x)
+    momentum = jax.tree.map(jnp.zeros_like, weights)
+    there = jaxremat.to_host(momentum, least_nbytes=0)
+    needs = jaxremat.memory(mapped, weights, there, x)
+    found = jaxremat.optimize(needs.peak_nbytes - needs.temporaries_nbytes // 3, cache=False)(mapped)(
+        weights, there, x
+    )
+    for a, b in zip(
+        jax.tree.leaves(found), jax.tree.leaves(jax.jit(mapped)(weights, momentum, x)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    assert kinds(found[1]) == {"pinned_host"}
 
 
 def test_train_states_and_objects() -> None:
