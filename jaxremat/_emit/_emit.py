@@ -34,7 +34,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._model._graph import Graph
-from .._model._primitive_names import FETCH, PUT
+from .._model._primitive_names import FETCH
 from .._model._schedule import Schedule
 from .._model._stage_merging import merged
 from .._program import _compat
@@ -121,13 +121,13 @@ class Emitter:
         self.value_of: dict[Any, int] = {}
         self.variable: dict[int, Any] = {}
         self.readers: dict[Any, list[int]] = {}
+        self.streams = Streams(self)
         for node, eqn in zip(graph.nodes, self.source, strict=True):
             self.value_of.update(zip(eqn.outvars, node.outputs, strict=True))
             self.variable.update(zip(node.outputs, eqn.outvars, strict=True))
-            for a in () if node.primitive == PUT and not node.forward else eqn.invars:
+            for a in () if node.id in self.streams.begun else eqn.invars:
                 if not _compat.is_literal(a):
                     self.readers.setdefault(a, []).append(node.id)
-        self.streams = Streams(self)
         self.place = places(self)
         self.sunk = sunk_values(self.source, traced.loop_of, traced.loops)
         self.own: list[list[int]] = [[] for _ in graph.stages]

@@ -26,12 +26,11 @@ class Streams:
         self.fetches = [n.id for n in alone if n.primitive == FETCH]
         self.puts: dict[int, list[int]] = {}  # node -> the copies to the host of what it makes
         for n in alone:
-            if n.primitive == PUT:
-                (v,) = n.inputs
-                self.puts.setdefault(graph.values[v].producer, []).append(n.id)
-        self.begun = {
-            n for puts in self.puts.values() for n in puts
-        }  # behind another equation, not in their place
+            maker = graph.values[n.inputs[0]].producer if n.primitive == PUT else -1
+            if maker >= graph.forward_stop and graph.nodes[maker].loop < 0:
+                self.puts.setdefault(maker, []).append(n.id)
+        # these begin behind another equation, and not in their place
+        self.begun = {n for puts in self.puts.values() for n in puts}
         self.returning = {source[n].invars[0] for n in self.begun}
         self.under_way: dict[int, Any] = {}  # copy to the host that has begun -> its result
         self.names: dict[Any, Any] = {}  # argument in the host's memory -> its name behind a fence of its own

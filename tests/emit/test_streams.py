@@ -141,6 +141,44 @@ def test_a_state_that_is_read_in_a_loop() -> None:
     assert kinds(found[1]) == {"pinned_host"}
 
 
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_a_state_that_is_updated_elsewhere_or_not_at_all(share: float) -> None:
+    """In the forward pass, in the backward pass without a gradient, nowhere."""
+    weights, _, x = shapes("unrolled", 32, 4, 256)
+    weights, x = arrays(weights), arrays(x)
+    state = {
+        "seen": jnp.zeros((256, 32)),
+        "count": jnp.zeros((16, 16)),
+        "kept": jnp.ones((8, 8)),
+        "spare": jnp.ones((4, 4)),
+    }
+
+    def step(weights: Any, state: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            h = x
+            for up, down in weights:
+                h = h + jax.nn.gelu(h @ up) @ down
+            return jnp.mean(h**2), 0.9 * state["seen"] + jax.lax.stop_gradient(h)
+
+        (value, seen), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
+        weights = jax.tree.map(lambda w, g: w - 0.1 * g * state["kept"][0, 0], weights, gradients)
+        new = {"seen": seen, "count": state["count"] + 1, "kept": state["kept"], "spare": state["spare"]}
+        return weights, new, value
+
+    there = jaxremat.to_host(state, least_nbytes=0)
+    needs = jaxremat.memory(step, weights, there, x)
+    planned = jaxremat.optimize(needs.peak_nbytes - int((1 - share) * needs.temporaries_nbytes), cache=False)(
+        step
+    )
+    for a, b in zip(
+        jax.tree.leaves(planned(weights, there, x)),
+        jax.tree.leaves(jax.jit(step)(weights, state, x)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    assert kinds(planned(weights, there, x)[1]) == {"pinned_host"}
+
+
 def test_train_states_and_objects() -> None:
     """What a step returns at the place of an argument goes back, wherever in the tree that is."""
     weights, _, x = shapes("unrolled", 32, 4, 256)
