@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from examples.benchmarks import records
@@ -91,22 +92,20 @@ def run(
         "environment": records.environment(TARGET),
     }
     record = {**known, "rows": record.get("rows", {})}
-    for share in shares:
-        for offload in (False, True):
-            name = f"{share:g} {'with' if offload else 'without'}"
-            if name not in record["rows"]:
-                step = Bench(network, scale, path, target=TARGET).program()
-                record["rows"][name] = measured(step, share, offload=offload)
-                print(network, name, record["rows"][name], flush=True)
-                records.write(path, record)
+    wanted = {
+        f"{share:g} {'with' if offload else 'without'}": partial(measured, share=share, offload=offload)
+        for share in shares
+        for offload in (False, True)
+    }
     for share in state:
         for there in (False, True):
             name = f"{share:g} of the peak, state {'there' if there else 'here'}"
-            if name not in record["rows"]:
-                step = Bench(network, scale, path, target=TARGET).program()
-                record["rows"][name] = with_state(step, share, there=there)
-                print(network, name, record["rows"][name], flush=True)
-                records.write(path, record)
+            wanted[name] = partial(with_state, share=share, there=there)
+    for name, make in wanted.items():
+        if name not in record["rows"]:
+            record["rows"][name] = make(Bench(network, scale, path, target=TARGET).program())
+            print(network, name, record["rows"][name], flush=True)
+            records.write(path, record)
     return record
 
 

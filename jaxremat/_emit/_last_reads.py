@@ -13,7 +13,6 @@ Convolutions are left alone: libraries want their kernels in a layout of their o
 
 from typing import Any
 
-from .._model._primitive_names import PUT
 from .._program import _compat
 from .._program._primitives import SUMS, is_relabelling
 from ._layouts import append_fence
@@ -50,9 +49,7 @@ def _updates(emitter: Any) -> set[int]:
     found: set[int] = set()
     for n in reversed(range(graph.forward_stop, len(graph.nodes))):
         readers = (m for v in emitter.source[n].outvars for m in emitter.readers.get(v, ()))
-        node = graph.nodes[n]
-        follows = not node.heavy and (node.repeatable or node.primitive == PUT)
-        if follows and found.issuperset(readers):
+        if not graph.nodes[n].heavy and graph.nodes[n].repeatable and found.issuperset(readers):
             found.add(n)
     return found
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._model._primitive_names import FETCH, PUT
+from .._program import _compat
 from .._rewrite._streamed_copies import UPDATES, updates
 from ._layouts import append_fence
 
@@ -39,15 +40,14 @@ class Streams:
         self.update = {n: of[var] for n, var in made.items() if var in of}
         self.turns = list(dict.fromkeys(self.update.values()))
         self.results: dict[int, list[Any]] = {}  # of each update
-        for var in (*dict.fromkeys(emitter.traced.jaxpr.jaxpr.outvars),) if self.fetches else ():
+        for var in dict.fromkeys(_compat.variables(emitter.traced.jaxpr.jaxpr.outvars)):
             if (update := of.get(var)) is not None:
                 self.results.setdefault(update, []).append(var)
 
     def through(self, k: int) -> list[Any]:
         """What is copied to the device in a stage."""
         emitter = self.emitter
-        operands = (emitter.source[n].invars[0] for n in self.fetches if emitter.place[n] == k)
-        return list(dict.fromkeys(operands))
+        return [emitter.source[n].invars[0] for n in self.fetches if emitter.place[n] == k]
 
     def over(self, k: int) -> list[Any]:
         """The copies to the host that have to be over before a stage."""

@@ -79,8 +79,12 @@ def waits(graph: Graph, schedule: Schedule) -> list[float]:
 
 def transits(graph: Graph, schedule: Schedule) -> tuple[list[Transit], list[float]]:
     """When copies to host memory and back are on their way, and the seconds for which each stage waits for them."""
-    again = [math.fsum(run_again(graph, k, nodes)) for k, nodes in enumerate(schedule.recomputed)]
-    return graph.away.transits(schedule.offloaded, schedule.recomputed, again)
+    return graph.away.transits(schedule.offloaded, schedule.recomputed, again_seconds(graph, schedule))
+
+
+def again_seconds(graph: Graph, schedule: Schedule) -> list[float]:
+    """Seconds for which each stage recomputes."""
+    return [math.fsum(run_again(graph, k, nodes)) for k, nodes in enumerate(schedule.recomputed)]
 
 
 def run_again(graph: Graph, stage: int, nodes: Sequence[int]) -> list[float]:

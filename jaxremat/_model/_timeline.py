@@ -5,7 +5,6 @@ simulator has alive then.
 """
 
 import heapq
-import math
 import operator
 import re
 from bisect import bisect_left, bisect_right
@@ -19,7 +18,7 @@ import numpy as np
 
 from ._graph import Graph, Node
 from ._schedule import Schedule
-from ._simulate import play, run_again, simulate, transits
+from ._simulate import again_seconds, play, simulate, transits
 from ._tape import Life
 
 MOMENTS = 240
@@ -246,8 +245,8 @@ def _copies(
     if not schedule.offloaded:
         return ()
     found, waits = transits(graph, schedule)
-    again = [math.fsum(run_again(graph, k, made)) for k, made in enumerate(schedule.recomputed)]
-    late = list(accumulate(map(operator.add, waits, again)))  # by how much the step is, in each stage
+    more = map(operator.add, waits, again_seconds(graph, schedule))
+    late = list(accumulate(more))  # by how much the step is, in each stage
     own = [i for i, stage in enumerate(made_for) if stage < 0]
     clock = [
         graph.away.starts[nodes[i]]

@@ -88,15 +88,9 @@ def infeasible(
 
 def _movable(graph: Graph) -> str:
     """What to say of arguments that the host's memory could hold; "" where they are not worth it."""
-    readers: dict[int, list[int]] = {v: [] for v in graph.donated}
-    for node in graph.nodes:
-        for v in graph.donated.intersection(node.inputs):
-            readers[v].append(node.id)
-    updated = sum(
-        graph.values[v].nbytes
-        for v, nodes in readers.items()
-        if nodes and not any(n < graph.forward_stop or graph.nodes[n].heavy for n in nodes)
-    )
+    read = {v for node in graph.nodes for v in node.inputs}
+    used = {v for node in graph.nodes if node.id < graph.forward_stop or node.heavy for v in node.inputs}
+    updated = sum(graph.values[v].nbytes for v in graph.donated & read - used)
     if graph.platform != "gpu" or updated < WORTH * graph.base_nbytes:
         return ""
     return (

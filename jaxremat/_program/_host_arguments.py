@@ -12,16 +12,13 @@ from typing import Any, TypeVar
 
 import jax
 
+from .._model._host_copies import LEAST_NBYTES
 from ._flops import array_nbytes
 from ._primitives import on_host
 
 T = TypeVar("T")
 
 _HOST = "pinned_host"
-
-
-LEAST_NBYTES = 1 << 20
-"""A copy of less takes about as long as it takes to begin one."""
 
 
 def to_host(tree: T, *, least_nbytes: int = LEAST_NBYTES) -> T:

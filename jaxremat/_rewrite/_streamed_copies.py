@@ -13,7 +13,6 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
-from math import prod
 from typing import Any, NamedTuple
 
 from .._program import _compat
@@ -74,9 +73,9 @@ def streamed(
     loop_of = loop_of or [-1] * len(jaxpr.eqns)
     eqns = [jaxpr.eqns[i] for i in order]
     copies = [p for p, i in enumerate(order) if loop_of[i] < 0 and (is_fetch(eqns[p]) or is_put(eqns[p]))]
-    begin = next((p for p, eqn in enumerate(eqns) if is_late(eqn)), None)  # of the backward pass
-    if not copies or begin is None:
+    if not copies:
         return list(order)
+    begin = next((p for p, eqn in enumerate(eqns) if is_late(eqn)), len(eqns))  # of the backward pass
     reader: dict[Any, int] = {}  # the first of each variable
     maker: dict[Any, int] = {}
     for p, eqn in enumerate(eqns):
@@ -104,7 +103,8 @@ def streamed(
     work = [0.0] * len(order)
     for p, i in enumerate(order):
         if p not in coming and p not in leaving:
-            work[p] = eqn_flops(eqns[p]) * prod(loops[loop].length for loop in _loops_of(loop_of[i], loops))
+            trips = math.prod(loops[loop].length for loop in _loops_of(loop_of[i], loops))
+            work[p] = trips * eqn_flops(eqns[p])
     clock = [0.0, *accumulate(work)]  # what is done before each place
 
     target = _ahead(fetches, clock, begin) | _behind(puts, clock)
@@ -157,9 +157,8 @@ def _in_turn(copies: Iterable[_Copy], outermost: Callable[..., int]) -> tuple[li
 
 def _outside_loops(loop_of: Sequence[int], loops: Sequence[Loop]) -> list[int]:
     """For each place the last of the outermost loop that it is in, or itself where it is in none."""
-    last: dict[int, int] = {}
-    outermost = [next(iter(_loops_of(loop, loops)[::-1]), -1) for loop in loop_of]
-    last.update((loop, p) for p, loop in enumerate(outermost))
+    outermost = [(_loops_of(loop, loops) or [-1])[-1] for loop in loop_of]
+    last = {loop: p for p, loop in enumerate(outermost)}
     return [p if loop < 0 else last[loop] for p, loop in enumerate(outermost)]
 
 

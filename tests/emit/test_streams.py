@@ -15,7 +15,8 @@ from flax.training.train_state import TrainState
 
 import jaxremat
 from jaxremat._compiler._hlo import parse, transfer
-from jaxremat._program._host_arguments import LEAST_NBYTES, from_host
+from jaxremat._model._host_copies import LEAST_NBYTES
+from jaxremat._program._host_arguments import from_host
 from jaxremat._program._primitives import is_contraction, is_fetch, is_late, is_put
 from jaxremat._rewrite._streamed_copies import updates
 from jaxremat._rewrite._trace import trace
