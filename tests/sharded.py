@@ -62,6 +62,7 @@ def main(case: str) -> None:
         ("in shards", in_shards),
         ("pooled", pooled),
         ("logical", logical),
+        ("microbatches", microbatches),
     ):
         if case.startswith(name):
             print(json.dumps(found(case)))
@@ -218,6 +219,114 @@ def of_objects(case: str) -> dict[str, Any]:
         "budget": budget,
         "drops_nothing": plan.drops_nothing,
     }
+
+
+def microbatches(case: str) -> dict[str, Any]:
+    """A step whose batch is divided over devices, in microbatches: as the words behind the first say, of layers in a
+    loop, of weights that are divided too, of hidden units that are.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jaxremat
+    from jaxremat._compiler._gathers import gathers
+    from jaxremat._compiler._program import Program, placed
+    from jaxremat._compiler._shardings import Division
+    from jaxremat._rewrite._trace import trace
+
+    words = set(case.split()[1:])
+    shape = (4, 2) if "tp" in words else (8, 1)
+    axes = (AxisType.Auto,) * 2
+    mesh = Mesh(np.array(jax.devices()).reshape(shape), ("data", "model"), axis_types=axes)
+
+    def on(*axes: Any) -> NamedSharding:
+        return NamedSharding(mesh, P(*axes))
+
+    width, rows, layers = 64, 4096, 4
+
+    def layer(x: Any, pair: Any) -> Any:
+        a, b = pair
+        h = jax.nn.gelu(x @ a)
+        if "tp" in words:
+            h = jax.lax.with_sharding_constraint(h, on("data", "model"))
+        return x + h @ b
+
+    def loss(weights: Any, x: Any) -> Any:
+        if "scan" in words:
+            x, _ = jax.lax.scan(lambda x, pair: (layer(x, pair), None), x, weights)
+        else:
+            for pair in weights:
+                x = layer(x, pair)
+        return (x**2).mean(), (x**2).mean(1)
+
+    def step(weights: Any, x: Any) -> Any:
+        (value, each), gradients = jax.value_and_grad(loss, has_aux=True)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value, each
+
+    divided = "data" if "fsdp" in words else None
+    specs = [(divided, "model"), ("model", divided)]
+    stack = (layers,) if "scan" in words else ()
+    more = (None,) * len(stack)
+
+    def pair(seed: int) -> Any:
+        rng, shapes = np.random.default_rng(seed), ((width, 4 * width), (4 * width, width))
+        made = (rng.normal(size=(*stack, *shape)).astype(np.float32) / 12 for shape in shapes)
+        return tuple(jax.device_put(a, on(*more, *spec)) for a, spec in zip(made, specs, strict=True))
+
+    x = np.random.default_rng(9).normal(size=(rows, width)).astype(np.float32)
+    args = (pair(0) if stack else [pair(i) for i in range(layers)]), jax.device_put(x, on("data"))
+    program = placed(Program(step, donate_argnums=(0,)), args, {})
+    found = trace(program.plain, args, {})
+    found = found.gathered(gathers(found, program, args, {}), 8)
+    found = Division(program, args, {}).with_parts(found)
+    plain = program.plain.lower(*args).compile()
+    wanted = plain(*jax.tree.map(jnp.copy, args))
+    forms = []
+    for region in found.regions:
+        for count in region.choices[:2]:
+            chunks = [(count,) if each is region else () for each in found.regions]
+            form = found.in_segments((*((),) * len(found.lengths), *chunks))
+            run = program.evaluating(form.jaxpr if not form.loops else closed(form), form)
+            made = run.lower(*args).compile()
+            got = made(*jax.tree.map(jnp.copy, args))
+            both = list(zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True))
+            forms.append(
+                {
+                    "count": count,
+                    "parts": region.parts,
+                    "same": all(np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in both),
+                    "sent": collectives(made.as_text()),
+                }
+            )
+    stats = jaxremat.memory(step, *args, donate_argnums=0)
+    budget = stats.base_nbytes + stats.temporaries_nbytes // 3
+    planned = jaxremat.optimize(budget, donate_argnums=0, cache=False)(step)
+    plan = planned.plan(*args)
+    got = planned(*jax.tree.map(jnp.copy, args))
+    both = list(zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True))
+    return {
+        "sent": collectives(plain.as_text()),
+        "forms": forms,
+        "budget": budget,
+        "peak": plan.peak_nbytes,
+        "text": str(plan),
+        "same": all(np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in both),
+        "placed_alike": all(a.sharding == b.sharding for a, b in both),
+    }
+
+
+def closed(form: Any) -> Any:
+    """The program of a form, with its loops closed."""
+    from jaxremat._program import _compat
+    from jaxremat._rewrite._loop_closing import close_loops
+    from jaxremat._rewrite._sinking import sink
+
+    jaxpr = form.jaxpr.jaxpr
+    eqns = close_loops(*sink(jaxpr.eqns, form.loop_of, form.loops), form.loops)
+    return _compat.new_jaxpr(jaxpr.constvars, form.jaxpr.consts, jaxpr.invars, jaxpr.outvars, eqns)
 
 
 def in_shards(case: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._model._graph import Segments
 from .._program import _compat
 from .._program._compat import Layout
-from .._program._flops import eqn_flops
+from .._program._flops import aval_nbytes, eqn_flops
 from .._rewrite._loop_closing import close_loops
 from .._rewrite._sinking import sink
 from .._rewrite._trace import Traced
@@ -51,6 +51,22 @@ class Shardings:
             -(-size // math.prod(axis[2] for axis in axes))
             for size, axes in zip(shape, layout or ((),) * len(shape), strict=True)
         )
+
+    @property
+    def inferred(self) -> bool:
+        """Whether the compiler is to find out where values are: no axis of the mesh stands in types."""
+        kinds = self.mesh.axis_types if self.mesh is not None else ()
+        return bool(kinds) and all(kind == jax.sharding.AxisType.Auto for kind in kinds)
+
+    def row_parts(self, traced: Traced, rows: Sequence[tuple[int, int, int]]) -> int:
+        """In how many parts most bytes of results lie, along a dimension of each."""
+        nbytes: dict[int, int] = {1: 0}
+        for i, k, d in rows:
+            var = traced.jaxpr.jaxpr.eqns[i].outvars[k]
+            axes = self.layouts.get(var) or ((),) * len(var.aval.shape)
+            count = math.prod(axis[2] for axis in axes[d])
+            nbytes[count] = nbytes.get(count, 0) + aval_nbytes(var.aval)
+        return max(nbytes, key=lambda count: nbytes[count])
 
     def ways(self, eqn: Any) -> int:
         """Among how many devices an equation's arithmetic is divided."""
@@ -95,8 +111,26 @@ class Division:
         """Whether the compiler divides the program among devices."""
         return self.devices > 1 and traced.around is None
 
+    def with_parts(self, traced: Traced) -> Traced:
+        """The form, that knows in how many parts the rows of its regions lie: as most of what has them does. Rows of
+        less than a step, and those whose places types tell, stay together.
+        """
+        places = self.shardings(traced)
+        if places is None or not traced.regions:
+            return traced
+        parts = [
+            places.row_parts(traced, rows) if region.whole and places.inferred else 0
+            for region, rows in zip(traced.regions, traced.row_places, strict=True)
+        ]
+        arguments = traced.jaxpr.jaxpr.invars
+        nbytes = sum(aval_nbytes(v.aval) for v in arguments)
+        own = sum(math.prod(places.part(v)) * v.aval.dtype.itemsize for v in arguments)
+        return traced.with_regions_on_devices(parts, own / nbytes if nbytes else 1.0)
+
     def named(self, var: Any) -> NamedSharding | None:
         """The sharding of a variable of any form, None where it is not known."""
+        if var is None or _compat.is_literal(var):
+            return None
         return next((s.named(var) for s, _, _ in self._known.values() if var in s.layouts), None)
 
     def _found(self, traced: Traced) -> tuple[Shardings, Traced, tuple[float, ...]]:

@@ -85,7 +85,8 @@ class Baseline:
             traced = trace(*what, respect_checkpoint=keep, inlined=True) if found is None else found
         if (count := self.division.devices) == 1 or traced.around:
             return traced
-        return traced.gathered(gathers(traced, self.program, self.args, self.kwargs), count)
+        found = gathers(traced, self.program, self.args, self.kwargs)
+        return self.division.with_parts(traced.gathered(found, count))
 
     @cached_property
     def defects(self) -> Defects:
@@ -295,10 +296,10 @@ class Baseline:
         return Chunking(chunks, fewer, more, region.whole)
 
     def _may_chunk(self, region: Region) -> bool:
-        """Whether rows may be done in chunks: not where the user decides about values, nor on several devices."""
+        """Whether rows may be done in chunks: not where the user decides about values."""
         decided = self.pins or self.traced.hints
         allowed = ("microbatches" if region.whole else "rows") in self.allow
-        return allowed and not decided and self.traced.devices == 1
+        return allowed and not decided
 
     def graph_of(self, segments: Segments, *, rough: bool = False) -> Graph:
         """The graph of such a form, its time counted from the plain step's."""

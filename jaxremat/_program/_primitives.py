@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
 from .._model._primitive_names import LOOP_EDGES, LOOP_SLICES
 from . import _compat
@@ -182,9 +183,14 @@ def is_part(eqn: Any) -> bool:
 
 
 def is_placed(eqn: Any) -> bool:
-    """Whether the program says on which devices the result is."""
-    named = (eqn.params.get(name) for name in PLACES)
-    return any(each is not None and not getattr(each.mesh, "empty", False) for each in named)
+    """Whether the program says on which devices the result is: by axes of a mesh that are in types."""
+    meshes = (each.mesh for name in PLACES if (each := eqn.params.get(name)) is not None)
+    return any(kind != AxisType.Auto for mesh in meshes if not mesh.empty for kind in mesh.axis_types)
+
+
+def is_placing(eqn: Any) -> bool:
+    """Whether an equation does nothing but say where a value is."""
+    return eqn.primitive.name == "sharding_constraint"
 
 
 def is_write(eqn: Any) -> bool:

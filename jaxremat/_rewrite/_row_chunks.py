@@ -10,7 +10,7 @@ needs a fraction of the memory and no operation twice. It is one call, within wh
 Law: rows are made by the same operations as before, sums over rows chunk by chunk.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +21,7 @@ from jax import lax
 from jax.core import ShapedArray
 
 from .._program import _compat
-from .._program._primitives import is_late, is_light, is_relabelling
+from .._program._primitives import is_late, is_light, is_placing, is_relabelling
 from ._loop_opening import append
 from ._row_regions import Readers, Region, edges
 from ._row_rules import is_scattered, sum_type
@@ -95,7 +95,7 @@ class _Chunks:
         waiting, _ = edges(program, self.region.ways)
         while waiting:
             i = program.maker.get(waiting.pop(), -1)
-            if i in found or i < 0 or not is_light(program.eqns[i]) or len(program.eqns[i].outvars) > 1:
+            if i in found or i < 0 or not _moves(program.eqns[i]) or len(program.eqns[i].outvars) > 1:
                 continue
             (v,) = program.eqns[i].outvars
             readers = program.readers[v]
@@ -105,11 +105,14 @@ class _Chunks:
         return sorted(found)
 
     def _turned(self) -> list[int]:
-        """What of that is only read in another order, as a turned matrix is, whole: products in chunks do so."""
+        """What of that is only read in another order, as a turned matrix is, or gathered, whole: products in chunks do
+        so.
+        """
         program, found = self.program, list[int]()
         for i in reversed(self.moved):
             (v,) = program.eqns[i].outvars
-            whole = self.dimension.get(v) is None and is_relabelling(program.eqns[i])
+            turns = is_relabelling(program.eqns[i]) or is_placing(program.eqns[i])
+            whole = self.dimension.get(v) is None and turns
             if whole and all(j in self.region.ways or j in found for j in program.readers[v]):
                 found.append(i)
         return found[::-1]
@@ -145,16 +148,28 @@ class _Chunks:
             last = max(self.parted, key=lambda a: self.program.maker.get(a, -1))
             zero, env[last] = lax.optimization_barrier((zero, env[last]))
         start = [
-            env[self.over[v]] if v in self.over else lax.broadcast(zero.astype(self._type(v)), v.aval.shape)
+            env[self.over[v]] if v in self.over else lax.broadcast(zero.astype(self._type(v)), self._laid(v))
             for v in self.leaves
         ]
         body = self._body()
+        parted = [_in_shape(env[a], self._laid(a)) for a in self.parted]
 
         def step(state: list[Any], i: Any) -> tuple[list[Any], None]:
-            return jex.jaxpr_as_fun(body)(i, *state, *(env[a] for a in self.parted)), None
+            return jex.jaxpr_as_fun(body)(i, *state, *parted), None
 
         state, _ = lax.scan(step, start, jnp.arange(self.chunks, dtype=jnp.int32))
-        return [a.astype(v.aval.dtype) for a, v in zip(state, self.leaves, strict=True)]
+        return [
+            _in_shape(a.astype(v.aval.dtype), v.aval.shape) for a, v in zip(state, self.leaves, strict=True)
+        ]
+
+    def _laid(self, v: Any) -> tuple[int, ...]:
+        """The shape of all rows of a value, the parts that lie on devices of their own in a dimension of theirs: so
+        each device has its rows of every chunk.
+        """
+        d, parts = self.dimension.get(v), self.region.parts
+        if d is None or parts == 1:
+            return tuple(v.aval.shape)
+        return (*v.aval.shape[:d], parts, v.aval.shape[d] // parts, *v.aval.shape[d + 1 :])
 
     def _type(self, v: Any) -> Any:
         """The type in which a result is carried from chunk to chunk."""
@@ -164,16 +179,20 @@ class _Chunks:
         """One chunk: its index, the results so far and what the region reads -> the results."""
         eqns: list[Any] = []
         index = _compat.new_var(ShapedArray((), jnp.int32))
-        state = [_compat.new_var(v.aval.update(dtype=self._type(v), weak_type=False)) for v in self.leaves]
+        state = [
+            _compat.new_var(v.aval.update(shape=self._laid(v), dtype=self._type(v), weak_type=False))
+            for v in self.leaves
+        ]
         so_far = dict(zip(self.leaves, state, strict=True))
-        operands = [_compat.new_var(a.aval) for a in self.parted]
+        operands = [_compat.new_var(a.aval.update(shape=self._laid(a))) for a in self.parted]
         env: dict[Any, Any] = {}
         for a, operand in zip(self.parted, operands, strict=True):
             d = self.dimension.get(a)
             env[a] = operand if d is None else self._part(eqns, operand, index, d, a)
         for eqn in (self.program.eqns[i] for i in self.turned):
             env[eqn.outvars[0]] = made = _compat.new_var(eqn.outvars[0].aval)
-            eqns.append(eqn.replace(invars=[env.get(a, a) for a in eqn.invars], outvars=[made]))
+            invars = [a if _compat.is_literal(a) else env.get(a, a) for a in eqn.invars]
+            eqns.append(eqn.replace(invars=invars, outvars=[made]))
         for i, way in self.region.ways.items():
             eqn = self.program.eqns[i]
             invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
@@ -202,10 +221,13 @@ class _Chunks:
 
     def _part(self, eqns: list[Any], operand: Any, index: Any, dimension: int, like: Any) -> Any:
         """The rows of this chunk."""
-        size = operand.aval.shape[dimension] // self.chunks
+        along = self._along(dimension)
+        size = operand.aval.shape[along] // self.chunks
+        shape = list(like.aval.shape)
+        shape[dimension] //= self.chunks
 
         def part(whole: Any, i: Any) -> Any:
-            return lax.dynamic_slice_in_dim(whole, i * size, size, dimension)
+            return _in_shape(lax.dynamic_slice_in_dim(whole, i * size, size, along), shape)
 
         return append(eqns, part, (operand, index), self._reader(like))
 
@@ -218,9 +240,16 @@ class _Chunks:
         def written(whole: Any, part: Any, i: Any) -> Any:
             if d is None:
                 return whole + part.astype(whole.dtype)
-            return lax.dynamic_update_slice_in_dim(whole, part, i * part.shape[d], d)
+            along = self._along(d)
+            size = whole.shape[along] // self.chunks
+            rows = _in_shape(part, (*whole.shape[:along], size, *whole.shape[along + 1 :]))
+            return lax.dynamic_update_slice_in_dim(whole, rows, i * size, along)
 
         return append(eqns, written, (so_far, made, index), self.program.eqns[self.program.maker[v]])
+
+    def _along(self, dimension: int) -> int:
+        """The dimension of a part's rows."""
+        return dimension + (self.region.parts > 1)
 
     def _reader(self, v: Any) -> Any:
         return next(self.program.eqns[i] for i in self.program.readers[v] if i in self.region.ways)
@@ -229,6 +258,14 @@ class _Chunks:
 def is_in_chunks(eqn: Any) -> bool:
     """Whether an equation is all of a region, in chunks."""
     return eqn.params.get("name") == IN_CHUNKS
+
+
+def _moves(eqn: Any) -> bool:
+    return is_light(eqn) or is_placing(eqn)
+
+
+def _in_shape(a: Any, shape: Sequence[int]) -> Any:
+    return a if a.shape == tuple(shape) else lax.reshape(a, shape)
 
 
 def _weak(a: Any) -> bool:

@@ -9,7 +9,7 @@ Law: no result of a region is read by what it reads itself; a sum over rows is r
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
 from typing import Any
@@ -47,7 +47,9 @@ class Region:
 
     **Fields:** `ways` of its equations, by index; `rows` that any number of chunks must divide; `inner_nbytes` of what
     it neither reads nor leaves; `sum_nbytes` of its sums; `read_nbytes` of what each chunk reads whole; `kernels` about
-    how many it takes; `source` the user's line; `whole` whether it is most of a step, see `_microbatches`.
+    how many it takes; `source` the user's line; `whole` whether it is most of a step, see `_microbatches`; `parts` in
+    how many pieces its rows lie, each on devices of its own, 0 where they may not be done in chunks there: a chunk has
+    rows of every part; `sent_nbytes` of what these devices send each other for each chunk.
     """
 
     ways: Mapping[int, Way]
@@ -58,11 +60,28 @@ class Region:
     kernels: int
     source: str
     whole: bool = False
+    parts: int = 1
+    sent_nbytes: int = 0
+
+    def on_devices(self, parts: int, share: float) -> "Region":
+        """The same of rows that lie in so many parts: they add up their sums, and gather what they read whole.
+
+        **Arguments:** `share` of what is the same for all rows that a device has.
+        """
+        return replace(
+            self,
+            parts=parts,
+            inner_nbytes=self.inner_nbytes // max(parts, 1),
+            sum_nbytes=int(share * self.sum_nbytes),
+            read_nbytes=int(share * self.read_nbytes),
+            sent_nbytes=self.sum_nbytes * (parts > 1) + self.read_nbytes * (share < 1),
+        )
 
     @cached_property
     def choices(self) -> tuple[int, ...]:
         """Numbers of chunks, in ascending order."""
-        able = [n for n in range(2, min(self.rows, 4 * CHUNKS[-1]) + 1) if self.rows % n == 0]
+        rows = self.rows // self.parts if self.parts and self.rows % self.parts == 0 else 0
+        able = [n for n in range(2, min(rows, 4 * CHUNKS[-1]) + 1) if rows % n == 0]
         return tuple(sorted({min(able, key=lambda n: abs(n - wanted)) for wanted in CHUNKS if able}))
 
     def fewer_nbytes(self, chunks: int) -> int:
@@ -70,11 +89,12 @@ class Region:
         return self.inner_nbytes - self.inner_nbytes // chunks
 
     def more_seconds(self, chunks: int, device: DeviceSpec) -> float:
-        """What so many chunks take longer: sums are read and written for each, what is read whole is read again, and
-        kernels are launched.
+        """What so many chunks take longer: sums are read and written for each, what is read whole is read again,
+        devices send it again, and kernels are launched.
         """
         nbytes = (3 * chunks - 1) * self.sum_nbytes + (chunks - 1) * self.read_nbytes
-        return nbytes / device.bandwidth + (chunks - 1) * self.kernels * device.launch_seconds
+        again = self.kernels * device.launch_seconds + self.sent_nbytes / device.link
+        return nbytes / device.bandwidth + (chunks - 1) * again
 
 
 def regions(closed: jex.ClosedJaxpr) -> tuple[Region, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._program._primitives import PLACES, is_placed, is_pointwise, is_repeatable
+from .._program._primitives import PLACES, is_placed, is_placing, is_pointwise, is_repeatable
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Way:
         **Arguments:** `widens` sums to the type in which parts are added up.
         """
         params: dict[str, Any] = {
-            name: None if name in PLACES else value for name, value in eqn.params.items()
+            name: None if name in PLACES and not is_placing(eqn) else value
+            for name, value in eqn.params.items()
         }
         for name in ("shape", "new_sizes", "limit_indices"):
             if params.get(name) is not None and self.results[0] is not None:
@@ -59,6 +60,8 @@ OF_SUMS = Way((None, None), (None,), linear=True)
 
 def ways(eqn: Any) -> Iterator[Way]:
     """All that are known of an equation."""
+    if is_placing(eqn):
+        yield from _named(eqn)
     if is_placed(eqn) or not eqn.outvars or not is_repeatable(eqn):
         return
     if is_pointwise(eqn):

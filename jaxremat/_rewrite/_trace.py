@@ -8,7 +8,7 @@ compute again in the backward pass are single equations instead. Its equations s
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
@@ -50,7 +50,8 @@ class Traced:
     `closed` the program as it was traced; `lengths` and `sources` (the user's lines) of its pairs of scans, outside of
     other loops, and which of them are `cuttable`, `segments` the levels that each has here, empty where it is as it
     was, `gains` what absorbing updates saves in each, and `over` the arguments that loops write over here;
-    `regions` what may be done in chunks of rows, whose numbers stand in `segments` behind the pairs';
+    `regions` what may be done in chunks of rows, whose numbers stand in `segments` behind the pairs', and of each the
+    `row_places` of values with rows in `jaxpr`: equation, result, and dimension of the rows;
     `respect_checkpoint` whether what the user's checkpoints compute again is left as it is; `again` the equations of
     `jaxpr` that checkpoints outside of loops, which are undone here, compute once more in the user's program; `gathers`
     the operands that equations of their own gather, `devices` how many it is on; `around` what is around the program
@@ -76,6 +77,7 @@ class Traced:
     gains: tuple[Gain, ...]
     over: frozenset[Any]
     regions: tuple[Region, ...]
+    row_places: tuple[tuple[tuple[int, int, int], ...], ...]
     respect_checkpoint: bool
     again: frozenset[int]
     gathers: tuple[Gather, ...] = ()
@@ -99,6 +101,11 @@ class Traced:
         `flat`.
         """
         return replace(self._again((), None, gathers) if gathers else self, devices=devices)
+
+    def with_regions_on_devices(self, parts: Sequence[int], share: float) -> "Traced":
+        """The same step, of whose regions the rows lie in so many parts, see `Region.on_devices`."""
+        laid = (region.on_devices(n, share) for region, n in zip(self.regions, parts, strict=True))
+        return replace(self, regions=tuple(laid))
 
     def _again(
         self, segments: Segments, known: Sequence[Region] | None, gathers: tuple[Gather, ...]
@@ -203,7 +210,11 @@ def normalise(
     labels = {first(v): name for v, name in reversed(inliner.labels.items())}
     parted, of_parted = chunked(once, region, count, labels)
     if region is not None and region.whole:  # which loops are within then
-        levels = tuple(compress(levels, (i not in region.ways for i in backward_of(once.jaxpr.eqns))))
+        outside = (
+            i not in region.ways and not region.ways.keys() >= set(own)
+            for i, own in backward_of(once.jaxpr.eqns).items()
+        )
+        levels = tuple(compress(levels, outside))
     inside = absorbed(parted, donated, list(map(bool, levels)))
     cut, of_inside = segmented(inside.closed, inliner, levels, inside.over)
     of_once = [of_parted[j] if i >= 0 and (j := inside.origin[i]) >= 0 else -1 for i in of_inside]
@@ -250,6 +261,7 @@ def normalise(
         gains=inside.gains,
         over=frozenset(inside.over.values()),
         regions=tuple(known),
+        row_places=tuple(_row_places(region, found) for region in known),
         respect_checkpoint=respect_checkpoint,
         again=frozenset(j for i in rematted if (j := found.get(once_of[i], -1)) >= 0),
         gathers=gathers,
@@ -283,8 +295,20 @@ def _inlined(
         gains=(),
         over=frozenset(),
         regions=(),
+        row_places=(),
         respect_checkpoint=respect_checkpoint,
         again=frozenset(),
+    )
+
+
+def _row_places(region: Region, found: Mapping[int, int]) -> tuple[tuple[int, int, int], ...]:
+    """Where the results of a region are that have rows."""
+    return tuple(
+        (place, k, d)
+        for i, way in region.ways.items()
+        if (place := found.get(i, -1)) >= 0
+        for k, d in enumerate(way.results)
+        if d is not None
     )
 
 

@@ -126,6 +126,20 @@ def test_pooling_s_gradients_are_done_in_slices_of_each_device_s_part() -> None:
     check_within(found)
 
 
+@pytest.mark.parametrize("words", ["", " scan fsdp", " fsdp tp", " tp scan"])
+def test_microbatches_have_rows_of_every_device(words: str) -> None:
+    """So that nothing is sent besides what a batch sends, but for each of them."""
+    found = ask(f"microbatches{words}")
+    assert [form["count"] for form in found["forms"]] == [2, 4]
+    for form in found["forms"]:
+        assert form["parts"] == (4 if "tp" in words else 8)
+        assert form["same"] and form["sent"] == found["sent"]
+    assert found["peak"] <= found["budget"]
+    assert found["same"] and found["placed_alike"]
+    if "scan" not in words:
+        assert "the step: in 4 microbatches" in found["text"]
+
+
 def test_logical_axes_of_linen_modules_are_followed() -> None:
     found = ask("logical")
     assert found["placed_alike"]

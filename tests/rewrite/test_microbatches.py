@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from test_trace import runnable
 
 import jaxremat
+from examples.benchmarks.random_steps import step_of
 from jaxremat import ArgumentError
 from jaxremat._program._primitives import inner_jaxprs
 from jaxremat._rewrite import _row_regions
@@ -81,6 +82,19 @@ def scanned(params: Any, words: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(h @ table.T, words).mean()
 
 
+def normed(params: Any, x: Any) -> Any:
+    """What `var` hands to the loop, and its body never reads, has rows behind the loop."""
+
+    def norm(x: Any) -> Any:
+        return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+    def block(x: Any, layer: Any) -> Any:
+        up, down = layer
+        return x + jnp.tanh(norm(x) @ up) @ down, None
+
+    return jnp.mean(norm(lax.scan(block, x, params)[0]) ** 3)
+
+
 def recurrent(params: Any, x: Any) -> Any:
     """All iterations share their weights, so that gradients are carried; the batch is no outermost dimension."""
     within, into = params
@@ -144,6 +158,7 @@ def cases() -> dict[str, Case]:
         "layers": (layers, weights(*PAIR, *PAIR), (x,)),
         "masked": (masked, weights((V, D), *PAIR), (tokens(),)),
         "scanned": (scanned, weights((V, D), *stacks), (tokens(),)),
+        "normed": (normed, weights(*stacks[:2]), (x,)),
         "recurrent": (recurrent, weights((D, D), (D, D)), (x,)),
         "nested": (nested, weights((LAYERS, D, D))[0], (x,)),  # type: ignore[dict-item]
         "dropped": (dropped, weights(*PAIR), (x, jax.random.key(3))),
@@ -324,3 +339,20 @@ def test_what_a_loop_makes_of_a_sum_must_be_linear(last: str) -> None:
             want = jax.tree.leaves(jax.jit(step)(*args))
             for a, b in zip(want, jex.jaxpr_as_fun(runnable(divided))(*flat), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_loop_may_be_in_microbatches_without_its_pair() -> None:
+    """Which is no pair of loops then."""
+    step = step_of("plain", ("counted", "unrolled layers"))
+    found = trace(jax.jit(step.fn), step.args, {})
+    assert len(found.lengths) > 1
+    flat, want = jax.tree.leaves(step.args), jax.tree.leaves(jax.jit(step.fn)(*step.args))
+    for i, region in enumerate(found.regions):
+        chunks = [
+            (count,) if j == i else () for j in range(len(found.regions)) for count in region.choices[:1]
+        ]
+        form = found.in_segments((*((),) * len(found.lengths), *chunks))
+        got = jex.jaxpr_as_fun(runnable(form))(*flat)
+        for a, b in zip(want, got, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
