@@ -30,9 +30,10 @@ LEAST_SLACK = 0.02
 @dataclass
 class Cuttings:
     """**Fields:** `graph` of the plain step's form; `solver` and its `time_limit`; `temporaries_nbytes` of
-    the plain step; the step's `pairs` of loops and the `graph_of` other forms; `made` so far, and the forms that are
-    `left`; `divided` the forms, with the host's memory that they had, that were looked at for what dividing a loop
-    would gain; `plain_nbytes` the least that the plain form needs, once it does not fit.
+    the plain step; the step's `pairs` of loops and the `graph_of` other forms; `made` so far, the forms that are
+    `left`, and those that were `passed` over; `divided` the forms, with the host's memory that they had, that were
+    looked at for what dividing a loop would gain; `plain_nbytes` the least that the plain form needs, once it does not
+    fit.
     """
 
     graph: Graph
@@ -41,6 +42,7 @@ class Cuttings:
     temporaries_nbytes: int
     pairs: Pairs | None
     graph_of: Callable[[Segments], Graph | None] | None
+    passed: list[Form] = field(default_factory=list)
     divided: set[tuple[Segments, HostMemory | None]] = field(default_factory=set)
     plain_nbytes: int = 0
 
@@ -62,7 +64,11 @@ class Cuttings:
         """Add the cuttings of a form, if it can be made, and return them; the shallower ones are passed over."""
         assert self.graph_of is not None
         if form in self.left:
-            self.left = self.left[self.left.index(form) + 1 :]
+            at = self.left.index(form)
+            self.passed += self.left[:at]
+            self.left = self.left[at + 1 :]
+        elif form in self.passed:
+            self.passed.remove(form)
         graph = self.graph_of(form.segments)
         self.made += (made := _with_and_without_host(graph) if graph else [])
         return made
@@ -96,11 +102,14 @@ class Cuttings:
         return self.divide(solutions, min(line.allowance for line in alike))
 
     def make_lowest(self, most_seconds: float) -> None:
-        """Add the cuttings of the forms that may need the least memory at a bearable overhead: the first that is near
-        the least of all, of those without levels, and of microbatches; no others are made then.
+        """Add the cuttings of the forms that may need the least memory at a bearable overhead, of all that are not made
+        yet: the first that is near the least of all, of those without levels, and of microbatches; no others are made
+        then.
         """
-        able = [form for form in self.left if self.graph.extra_seconds + form.more_seconds <= most_seconds]
+        most_seconds -= self.graph.extra_seconds
+        able = [form for form in (*self.passed, *self.left) if form.more_seconds <= most_seconds]
         parts = [form for form in able if not form.whole]
+        made: list[Form] = []
         for forms in (
             [form for form in parts if not deep(form)],
             parts,
@@ -109,9 +118,10 @@ class Cuttings:
             slack = LEAST_SLACK * self.temporaries_nbytes
             enough = max((form.fewer_nbytes for form in forms), default=0) - slack
             lowest = next((form for form in forms if form.fewer_nbytes >= enough), None)
-            if lowest in self.left:
+            if lowest is not None and lowest not in made:
+                made.append(lowest)
                 self.make(lowest)
-        self.left = []
+        self.passed, self.left = [], []
 
     def deepen(self, seconds: float | None, budget: int) -> bool:
         """Make the next form that may fit, if none is known that takes less; whether there was one.

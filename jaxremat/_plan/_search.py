@@ -138,7 +138,6 @@ class Search:
 
     def lowest(self) -> Trial:
         """The compiled schedule of least peak, however dear. **Raises:** `NoProgramError`."""
-        self.cuttings.make_lowest(self._most_seconds())
         self._least(0)
         return min(some(self.trials), key=lambda t: t.peak_nbytes)
 
@@ -148,7 +147,6 @@ class Search:
 
         **Raises:** `NoProgramError`.
         """
-        self.cuttings.make_lowest(self._most_seconds())
         self._least(None)
         self._approach([], self._about_least, 0, rounds)
         most = self._about_least()
@@ -327,6 +325,8 @@ class Search:
         """Compile the schedules of least predicted peak; with a budget, until one fits at a bearable overhead, and
         without one only those that promise to be bearable, if there are any.
         """
+        if not self.trials or self.deadline.allows(budget is not None and self.best(budget) is not None):
+            self.cuttings.make_lowest(self._most_seconds())
         # The model is least sure where memory is least: a mere price of memory, which leans on it less, is tried too.
         for solver in (self.solver, self.min_cut):
             known = [(cut, self._lowest(cut, solver)) for cut in self.cuttings.made]

@@ -118,9 +118,8 @@ class Inliner:
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
             env.update(zip(eqn.outvars, outvars, strict=True))
             moved = eqn.replace(invars=invars, outvars=outvars, source_info=info)
-            if (
-                name == "scan" and outvars and not self.respect_checkpoint
-            ):  # without what its body never reads
+            if name == "scan" and outvars and not self.respect_checkpoint:
+                # without what its body never reads
                 moved = _compat.with_results(moved, [True] * len(outvars))
             into.extend(_each_placed(moved) if name == "device_put" else [moved])
         return [read(a) for a in jaxpr.outvars]

@@ -184,7 +184,10 @@ class _Chunks:
             for v in self.leaves
         ]
         so_far = dict(zip(self.leaves, state, strict=True))
-        operands = [_compat.new_var(a.aval.update(shape=self._laid(a))) for a in self.parted]
+        operands = [
+            _compat.new_var(a.aval.update(shape=self._laid(a)) if a in self.dimension else a.aval)
+            for a in self.parted
+        ]
         env: dict[Any, Any] = {}
         for a, operand in zip(self.parted, operands, strict=True):
             d = self.dimension.get(a)

@@ -21,7 +21,7 @@ ATTEMPTS = (("CBC", True), ("CBC", False), ("HIGHS", True))
 """Solver and whether with heuristics, one after the other. CBC was seen to crash in its diving heuristic, and in its
 preprocessing, which is off."""
 
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 10.0
 """What a solver may take beyond its time limit, for the reading of the program and for ending."""
 
 LEAST_SECONDS = 0.05

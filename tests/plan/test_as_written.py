@@ -93,6 +93,25 @@ def small(w: jax.Array, x: jax.Array) -> jax.Array:
     return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
 
 
+def test_a_refusal_names_what_the_least_plan_needs() -> None:
+    """Forms that were passed over on the way to the refusal are looked at for it too."""
+
+    def step(weights: jax.Array, x: jax.Array) -> Any:
+        def loss(weights: jax.Array) -> jax.Array:
+            y, _ = jax.lax.scan(lambda y, w: (y + jnp.tanh(jax.nn.gelu(y @ w) @ w.T), None), x, weights)
+            return jnp.mean(y**2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return weights - 0.1 * grads, value
+
+    args = (0.1 * jnp.ones((12, WIDTH, 4 * WIDTH)), jnp.ones((256, WIDTH)))
+    own: Any = {"donate_argnums": 0, "planning_seconds": 600, "time_limit": 30}
+    least = jaxremat.plan(step, *args, budget="min", **own).peak_nbytes
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        jaxremat.plan(step, *args, budget=least // 2, **own)
+    assert caught.value.min_peak_nbytes <= least
+
+
 def test_the_least_of_a_tiny_step_is_at_most_what_it_needs_anyway() -> None:
     args = (jnp.ones((4, 4)), jnp.ones((4, 4)))
     compiled = (
