@@ -16,6 +16,7 @@ from typing import Any
 
 from examples import llama_70b
 from examples.benchmarks import (
+    ablation,
     depth,
     emitters,
     host_memory,
@@ -112,6 +113,7 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
         host_memory.markdown(list(records.read_all(results, "host_memory"))),
         emitters.markdown(emitted),
         *map(jax_remat_tests.markdown, jax_tests(results)),
+        *map(ablation.markdown, records.read_all(results, "ablation")),
     ]
     return "\n\n".join(part for part in parts if part)
 

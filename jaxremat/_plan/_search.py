@@ -8,7 +8,6 @@ for less than running the forward passes that it repeats.
 """
 
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -16,13 +15,11 @@ from .._emit._emit import FENCES
 from .._model._graph import Graph, Segments
 from .._model._loop_levels import Pairs
 from .._model._schedule import Schedule, check
-from .._model._simulate import Profile, extra_seconds, rank, simulate
-from .._runtime._bytes import format_nbytes
-from .._runtime._errors import SolverError
-from .._runtime._progress import phase
-from .._solver import MinCut, Solution, Solver, Sublinear
+from .._model._simulate import extra_seconds, rank, simulate
+from .._solver import Solution, Solver, Sublinear
 from ._cuttings import CHEAP, LEAST_SLACK, Cuttings
 from ._deadline import Deadline
+from ._solving import Solving
 from ._trial import Attempt, Line, Trial, first, in_vain, some
 from ._trial import allowance as next_allowance
 
@@ -73,23 +70,20 @@ class Search:
     written_nbytes: int | None = None
     known: Callable[[Graph], Schedule] | None = None
     trials: list[Trial] = field(default_factory=list)
-    solve_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.cuttings = Cuttings(
             self.graph, self.solver, self.time_limit, self.temporaries_nbytes, self.pairs, self.graph_of
         )
-        self.min_cut = MinCut()
+        self.solving = Solving(self.solver, self.time_limit, self.deadline)
         self.turns = sorted(
             {cut.host is not None for cut in self.cuttings.made}
         )  # with the host's memory or not
         self.deadline.turns = len(self.turns)
         self.failed: set[int] = set()  # `id`s of cuttings of which no program came
-        self.solved: list[tuple[Graph, Schedule, Profile]] = []  # by the solver, within other allowances too
-        self.lowest_of: dict[tuple[int, int], Solution] = {}  # by `id`s of a cutting and a solver
         if self.known is not None:
-            known = ((cut, self.known(cut)) for cut in self.cuttings.made)
-            self.solved += ((cut, schedule, simulate(cut, schedule)) for cut, schedule in known)
+            for cut in self.cuttings.made:
+                self.solving.know(cut, self.known(cut))
 
     def within(self, budget: int, rounds: int) -> Trial | None:
         """The cheapest compiled schedule within the budget after that many rounds, or more if none fits; None if none
@@ -190,7 +184,7 @@ class Search:
             self.cuttings.make_lowest(self._most_seconds())
         while True:
             for cut in self.cuttings.made[len(found) :]:
-                solution = self._solution(cut, allowance, self.solver)
+                solution = self._solution(cut, allowance)
                 found.append((self._rank(cut, solution, allowance), cut, solution))
                 if found[-1][0][:2] <= (0.0, self.cuttings.cheap_seconds):
                     return cut, solution
@@ -241,7 +235,7 @@ class Search:
             if line.closed or any(other.expected[1] <= line.graph.extra_seconds for other in ready):
                 continue
             if line.pending is None:
-                line.pending = self._solution(line.graph, line.allowance, self.solver)
+                line.pending = self._solution(line.graph, line.allowance)
             line.order = self._rank(line.graph, line.pending, line.allowance)
             tried = self._tried(line.graph, line.pending, line.fence)
             if line.order[0] == 0.0 and (tried or self._promises(line, line.order[1], best)):
@@ -254,7 +248,7 @@ class Search:
             for line in lines:
                 if id(line.graph) in self.failed or (line.graph.host is not None) != host:
                     continue
-                line.pending = self._lowest(line.graph, self.solver)
+                line.pending = self._lowest(line.graph)
                 if self._hopeful(line, budget) and not self._tried(line.graph, line.pending, line.fence):
                     line.order = rank(line.graph, line.pending.schedule, None)
                     ready.append(line)
@@ -327,8 +321,7 @@ class Search:
         """
         if not self.trials or self.deadline.allows(budget is not None and self.best(budget) is not None):
             self.cuttings.make_lowest(self._most_seconds())
-        # The model is least sure where memory is least: a mere price of memory, which leans on it less, is tried too.
-        for solver in (self.solver, self.min_cut):
+        for solver in self.solving.of_least:
             known = [(cut, self._lowest(cut, solver)) for cut in self.cuttings.made]
             if budget is None:
                 most = self._most_seconds()
@@ -340,8 +333,7 @@ class Search:
                 if peak > likely:
                     continue
                 fits = budget is not None and self.best(budget) is not None
-                lowest = {id(found) for found in self.lowest_of.values()}
-                tried = any(id(trial.solution) in lowest for trial in self.trials)
+                tried = any(self.solving.is_lowest(trial.solution) for trial in self.trials)
                 if tried and not self.deadline.allows(fits):
                     return
                 for fence in ("ordered",) if self._mended(cut) else ("finished", "ordered"):
@@ -357,7 +349,7 @@ class Search:
             return self.failed.add(id(graph))
         self.deadline.trial_seconds = trial.compile_seconds
         before = sum(t.solve_seconds for t in self.trials)
-        self.trials.append(replace(trial, solve_seconds=self.solve_seconds - before))
+        self.trials.append(replace(trial, solve_seconds=self.solving.seconds - before))
         return self.trials[-1]
 
     def _tried(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
@@ -365,35 +357,9 @@ class Search:
         same = (t for t in self.trials if t.solution.schedule == solution.schedule and t.fence == fence)
         return next((t for t in same if t.graph.segments == graph.segments), None)
 
-    def _lowest(self, graph: Graph, solver: Solver) -> Solution:
+    def _solution(self, graph: Graph, allowance: int | None) -> Solution:
+        return self.solving.within(graph, allowance, hasty=bool(self.trials))
+
+    def _lowest(self, graph: Graph, solver: Solver | None = None) -> Solution:
         """The solution of least predicted peak."""
-        key = id(graph), id(solver)
-        if key not in self.lowest_of:
-            self.lowest_of[key] = self._solution(graph, None, solver)
-        return self.lowest_of[key]
-
-    def _solution(self, graph: Graph, allowance: int | None, solver: Solver) -> Solution:
-        began = time.monotonic()
-        within = "for the least memory" if allowance is None else f"within {format_nbytes(allowance)}"
-        seconds = self.deadline.solving(self.time_limit, bool(self.trials))
-        with phase(f"solving {within}", kind="solve"):
-            solution = solver.solve(graph, allowance, time_limit=seconds)
-        self.solve_seconds += time.monotonic() - began
-        if not isinstance(solution, Solution):
-            raise SolverError(
-                f"The solver {solver!r} returned a {type(solution).__name__}. "
-                "Its method `solve` must return a `jaxremat.Solution`, for example `Solution(complete(graph, saved))`."
-            )
-        check(graph, solution.schedule)
-        return self._never_worse(graph, allowance, solution) if solver is self.solver else solution
-
-    def _never_worse(self, graph: Graph, allowance: int | None, solution: Solution) -> Solution:
-        """The solution, with the best schedule that the solver has found before in place of its own, if that is better:
-        it may have run out of time.
-        """
-        self.solved.append((graph, solution.schedule, simulate(graph, solution.schedule)))
-        if allowance is None:
-            return solution
-        alike = [each for each in self.solved if each[0] is graph and each[2].peak_nbytes <= allowance]
-        best = min(reversed(alike), key=lambda each: each[2].extra_seconds, default=self.solved[-1])
-        return replace(solution, schedule=best[1])
+        return self.solving.lowest(graph, solver, hasty=bool(self.trials))

@@ -301,7 +301,7 @@ class _Planner:
             lower_bound=solution.lower_bound,
             gap=max(overhead - solution.lower_bound, 0.0),
             solver=solution.solver or type(self.request.options.solver).__name__,
-            solve_seconds=search.solve_seconds if search else 0.0,
+            solve_seconds=search.solving.seconds if search else 0.0,
             compile_count=self.baseline.compile_count - self.compiled_before,
             rounds=tuple(t.round for t in trials),
             actions=actions(graph, schedule),

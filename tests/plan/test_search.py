@@ -10,8 +10,10 @@ from test_host_copies import layers
 
 from jaxremat import Graph, Milp, Solution, complete, simulate
 from jaxremat._model._stages import uncut
+from jaxremat._plan._deadline import Deadline
 from jaxremat._plan._refusal import dear
 from jaxremat._plan._search import MORE_ROUNDS, Search
+from jaxremat._plan._solving import Solving
 from jaxremat._plan._trial import Line, Trial, allowance, first, in_vain
 
 
@@ -271,16 +273,16 @@ def test_a_solver_that_runs_out_of_time_does_no_worse_than_before() -> None:
     graph = chain(12)
     least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
     low, high = least + (most - least) // 4, least + (most - least) // 2
-    solver = Starved()
-    search = Search(graph, solver, 1.0, compiled_dearly, 0)
-    (cut,) = search.cuttings.made[:1]
-    first = search._solution(cut, low, solver)
-    assert 0 < len(first.schedule.saved) < 12
-    assert search._solution(cut, high, solver).schedule == first.schedule
-    assert not search._solution(cut, least, solver).schedule.saved, "that fits no longer"
-    assert not search._solution(search.cuttings.made[-1], high, solver).schedule.saved, (
-        "that is another graph's"
-    )
+    solving = Solving(Starved(), 1.0, Deadline())
+
+    def saved(graph: Graph, allowance: int) -> frozenset[int]:
+        return solving.within(graph, allowance, hasty=False).schedule.saved
+
+    first = saved(graph, low)
+    assert 0 < len(first) < 12
+    assert saved(graph, high) == first
+    assert not saved(graph, least), "that fits no longer"
+    assert not saved(replace(graph), high), "that is another graph's"
 
 
 def test_the_next_prediction_lies_between_what_fits_and_what_exceeds_the_budget() -> None:
