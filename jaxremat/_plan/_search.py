@@ -42,6 +42,9 @@ UNLIKELY = 0.1
 """Schedules of least memory are not compiled where they need more than the least of them by this share of the plain
 step's temporaries."""
 
+LITTLE = 0.01
+"""Nor where they promise to need only such a share less than what was compiled of their form, or more."""
+
 LEAST_MORE = 0.05
 """Of schedules of about the least memory the fastest is taken, if it needs no more than this share of the least
 temporaries besides."""
@@ -330,7 +333,7 @@ class Search:
             peaks = [simulate(cut, found.schedule).peak_nbytes for cut, found in known]
             likely = min(peaks, default=0) + UNLIKELY * self.temporaries_nbytes
             for (cut, solution), peak in zip(known, peaks, strict=True):
-                if peak > likely:
+                if peak > likely or self._no_lower(cut, solver, peak, budget or 0):
                     continue
                 fits = budget is not None and self.best(budget) is not None
                 tried = any(self.solving.is_lowest(trial.solution) for trial in self.trials)
@@ -342,6 +345,18 @@ class Search:
                         return
                     if trial is None or not self._astray(trial, budget or 0):
                         break
+
+    def _no_lower(self, graph: Graph, solver: Solver, peak: int, budget: int) -> bool:
+        """Whether a schedule of this solver's of least memory would neither fit nor need less than what was compiled,
+        if the model errs on it no less than on others of them of its form.
+        """
+        alike = (t for t in self.trials if t.graph.alike(graph))
+        own = [t for t in alike if self.solving.is_lowest(t.solution, solver)]
+        if not own:
+            return False
+        expected = peak + min(t.peak_nbytes - t.profile.peak_nbytes for t in own)
+        least = min(t.peak_nbytes for t in self.trials)
+        return expected > max(budget, least - LITTLE * self.temporaries_nbytes)
 
     def _attempt(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
         """Compile a solution, and note the seconds of solving since the trial before; None where no program came."""

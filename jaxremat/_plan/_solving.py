@@ -30,7 +30,7 @@ class Solving:
 
     def __post_init__(self) -> None:
         # The model is least sure where memory is least: a mere price of memory, which leans on it less, is asked too.
-        self.of_least = (self.solver, MinCut())
+        self.of_least: tuple[Solver, ...] = (self.solver, MinCut())
         self._lowest: dict[tuple[int, int], Solution] = {}  # by `id`s of a graph and a solver
 
     def know(self, graph: Graph, schedule: Schedule) -> None:
@@ -44,9 +44,13 @@ class Solving:
             self._lowest[key] = self.within(graph, None, solver, hasty=hasty)
         return self._lowest[key]
 
-    def is_lowest(self, solution: Solution) -> bool:
-        """Whether it is one of those."""
-        return any(solution is found for found in self._lowest.values())
+    def is_lowest(self, solution: Solution, solver: Solver | None = None) -> bool:
+        """Whether it is one of those, of this solver where one is named."""
+        return any(
+            solution is found
+            for (_, own), found in self._lowest.items()
+            if solver is None or own == id(solver)
+        )
 
     def within(
         self, graph: Graph, allowance: int | None, solver: Solver | None = None, *, hasty: bool

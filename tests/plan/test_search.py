@@ -269,6 +269,28 @@ class Starved(Prefixes):
         return super().solve(graph, budget_nbytes if self.calls == 1 else None, time_limit=time_limit)
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_the_least_is_not_looked_for_where_another_of_the_form_needs_more(alike: bool) -> None:
+    """Two cuttings of which the model says the same: of one form the second is not compiled, of two it is."""
+    graph = chain(12)
+    peak = simulate(graph, complete(graph, ())).peak_nbytes
+    ids: list[int] = []
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+        ids.append(graph.small_nbytes)
+        trial = a_trial(graph, set(), 0.1)
+        return replace(trial, solution=solution, fence=fence, peak_nbytes=peak + 500)
+
+    search = Search(graph, Prefixes(), 1.0, compiled, 10 * peak)
+    search.cuttings.made = [
+        replace(graph, small_nbytes=n, segments=((0 if alike else n,),)) for n in range(2)
+    ]
+    search.solving.of_least = search.solving.of_least[:1]
+    search._tried = lambda *_: None  # type: ignore[method-assign]  # they are alike for this test alone
+    search.lowest()
+    assert ids == ([0] if alike else [0, 1])
+
+
 def test_a_solver_that_runs_out_of_time_does_no_worse_than_before() -> None:
     graph = chain(12)
     least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
