@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import jaxremat
 from examples.benchmarks import records
-from examples.benchmarks.networks import Program, program
+from examples.benchmarks.networks import Program, Scale, program
 from jaxremat import InfeasibleBudgetError
 from jaxremat._model._loop_levels import Pairs, nested
 from jaxremat._model._stages import cuttings
@@ -39,10 +39,12 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "gpt_scanned": {},
     "resnet50": {},
     "unet": {},
+    "resnet50 bf16": {"name": "resnet50", "dtype": "bfloat16"},
+    "googlenet": {},
     "vit_scanned": {},
     "mobilenet_v2": {},
 }
-"""Of the networks' full sizes, with what is other here."""
+"""Networks of full size, with what is other here."""
 
 ALL_ON = "all on"
 
@@ -207,7 +209,12 @@ def measure(step: Program, share: float, mechanism: Mechanism | None, target: st
 
 
 def run(
-    names: Sequence[str], shares: Sequence[float], target: str | None, path: Path, only: Sequence[str] = ()
+    names: Sequence[str],
+    shares: Sequence[float],
+    target: str | None,
+    path: Path,
+    only: Sequence[str] = (),
+    scale: Scale = "full",
 ) -> records.Record:
     """Measure the rows that a file lacks."""
     known = {"kind": "ablation", "environment": records.environment(target)}
@@ -215,7 +222,8 @@ def run(
     platform: Platform = CPU if target is None else GPU
     wanted = [m for m in MECHANISMS if platform in m.on and (not only or m.name in only)]
     for name in names:
-        step = program(name, **PROGRAMS[name])
+        sizes: dict[str, Any] = {"name": name} | PROGRAMS[name]
+        step = program(**sizes, scale=scale)
         for mechanism in (None, *wanted):
             for share in shares:
                 key = f"{name} | {share:g} | {mechanism.name if mechanism else ALL_ON}"
@@ -266,7 +274,8 @@ def markdown(record: records.Record) -> str:
         f"### What each mechanism is worth, {record['environment']['platform']}",
         "Plans at shares of the plain step's temporaries, with one mechanism switched off at a time: how many points\n"
         "of the step's time (by roofline) it takes more without it, and how many points of the temporaries the first\n"
-        "prediction of the peak is further off; where that is most, and in the mean.",
+        "prediction of the peak is further off; where that is most, and in the mean.\n"
+        f"Programs: {', '.join(dict.fromkeys(key.split(' | ')[0] for key in record['rows']))}.",
         f"| without | most | where | mean | prediction, most | where | mean |\n|---|{'---:|---|---:|' * 2}",
     ]
     found = worth(record)
@@ -286,21 +295,26 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """The command line; without programs one mechanism of a tiny GPT, into ``out/``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("programs", nargs="*", default=list(PROGRAMS), help=f"of {', '.join(PROGRAMS)}")
+    parser.add_argument("programs", nargs="*", help=f"{', '.join(PROGRAMS)}, or all")
     parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
     parser.add_argument("--target", help="compile for this device instead of the one at hand")
     parser.add_argument("--only", nargs="*", default=(), help="mechanisms by name")
     parser.add_argument("--save", action="store_true", help="write into results/ rather than out/")
     given = parser.parse_args(argv)
-    if unknown := {*given.programs} - PROGRAMS.keys():
+    if unknown := {*given.programs} - {*PROGRAMS, "all"}:
         parser.error(f"no program is called {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
     if unknown := {*given.only} - {m.name for m in MECHANISMS}:
         parser.error(f"no mechanism is called {', '.join(sorted(unknown))}")
     platform = given.target or CPU
+    if not given.programs:
+        path = records.OUT / FOLDER / f"{platform}-tiny.json"
+        only = given.only or ["triggers of fences"]
+        return print(markdown(run(["gpt"], (0.75,), given.target, path, only, "tiny")))
+    names = list(PROGRAMS) if "all" in given.programs else given.programs
     path = (records.RESULTS if given.save else records.OUT) / FOLDER / f"{platform}.json"
-    print(markdown(run(given.programs, given.shares, given.target, path, given.only)))
+    print(markdown(run(names, given.shares, given.target, path, given.only)))
 
 
 if __name__ == "__main__":
