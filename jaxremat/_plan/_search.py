@@ -43,7 +43,7 @@ UNLIKELY = 0.1
 step's temporaries."""
 
 LITTLE = 0.01
-"""Nor where they promise to need only such a share less than what was compiled of their form, or more."""
+"""Nor, with a budget, where they promise no such share less than what was compiled, if the model errs as on others."""
 
 LEAST_MORE = 0.05
 """Of schedules of about the least memory the fastest is taken, if it needs no more than this share of the least
@@ -333,7 +333,7 @@ class Search:
             peaks = [simulate(cut, found.schedule).peak_nbytes for cut, found in known]
             likely = min(peaks, default=0) + UNLIKELY * self.temporaries_nbytes
             for (cut, solution), peak in zip(known, peaks, strict=True):
-                if peak > likely or self._no_lower(cut, solver, peak, budget or 0):
+                if peak > likely or (budget and self._no_lower(cut, solver, peak, budget)):
                     continue
                 fits = budget is not None and self.best(budget) is not None
                 tried = any(self.solving.is_lowest(trial.solution) for trial in self.trials)

@@ -57,7 +57,8 @@ def test_budget_and_results(case: Case) -> None:
     assert peak <= budget == plan.budget_nbytes
     assert plan.baseline_peak_nbytes == pytest.approx(stats.peak_nbytes, rel=0.05)
     assert plan.stages
-    assert plan.overhead >= 0 or case.name == "scan"  # which stacks less than the plain step
+    # Which stack less than the plain step, or compute less again than its checkpoints do.
+    assert plan.overhead >= 0 or case.name in ("scan", "own_checkpoint")
     assert "opt-barrier" in str(step.lower(*args).as_text("hlo"))
     want = plain(*jax.tree.map(lambda a: a.copy(), args))
     got = step(*args)
