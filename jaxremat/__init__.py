@@ -11,6 +11,8 @@ from . import testing as testing
 from . import zoo as zoo
 from ._api._checkpoint import Checkpointed as Checkpointed
 from ._api._checkpoint import checkpoint as checkpoint
+from ._api._comparison import Comparison as Comparison
+from ._api._comparison import compare as compare
 from ._api._names import name_values as name_values
 from ._api._names import policy as policy
 from ._api._optimize import Step as Step
@@ -29,6 +31,7 @@ from ._model._graph import Node as Node
 from ._model._graph import Pin as Pin
 from ._model._graph import Stage as Stage
 from ._model._graph import Value as Value
+from ._model._loop_levels import EXACT as EXACT
 from ._model._schedule import Schedule as Schedule
 from ._model._schedule import complete as complete
 from ._model._simulate import Profile as Profile
@@ -41,6 +44,7 @@ from ._program._hints import hint as hint
 from ._program._host_arguments import to_host as to_host
 from ._report import Report as Report
 from ._report._actions import Action as Action
+from ._report._copies import Copied as Copied
 from ._report._loop_forms import LoopForm as LoopForm
 from ._report._outcome import Round as Round
 from ._runtime._bytes import format_nbytes as format_nbytes

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
+from .._api._comparison import Leaf, differences
 from .._api._optimize import Step
 from .._compiler._program import placed
 from .._compiler._target import Target
@@ -18,7 +19,7 @@ from .._plan._plan import Plan
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import TargetError
 from ._command import Answer, command
-from ._runs import Leaf, compare, concrete, medians, time_in_turn
+from ._runs import concrete, medians, time_in_turn
 from ._subject import BudgetText, Planning, Subject, step_of
 
 _ROWS = 12
@@ -43,7 +44,7 @@ def register(app: typer.Typer) -> None:
         Results may also differ by 8 times what the last bit of the arguments changes in the plain step's.
         """
         plan, plain, planned, args, kwargs, made_up = _both(subject, planning, budget)
-        leaves = compare(plain, planned, args, kwargs, rtol)
+        leaves = differences(plain, planned, args, kwargs, rtol)
         wrong = [leaf for leaf in leaves if not leaf.agrees]
         data = {
             "agree": not wrong,

@@ -16,6 +16,7 @@ import typer
 from .._api._optimize import Step, optimize
 from .._compiler._program import Program
 from .._compiler._target import Target, targets
+from .._model._loop_levels import EXACT
 from .._runtime._bytes import Budget
 from .._runtime._errors import ArgumentError, TargetError
 from .._solver import Chen, Greedy, Milp, MinCut, RecomputeAll
@@ -162,6 +163,10 @@ class Planning:
         str | None, typer.Option(metavar="SIZE", help="What they may take there: 64GiB.")
     ] = None
     microbatches: Annotated[bool | None, typer.Option(help="Let the step be done in microbatches.")] = None
+    residuals: Annotated[
+        Literal["bf16", "fp8", "int8"] | None,
+        typer.Option(help="Let values be kept so, which rounds gradients."),
+    ] = None
     verify: Annotated[bool | None, typer.Option(help="Compile the plan and read its peak.")] = None
     cache: Annotated[bool | None, typer.Option(help="Look for the plan in the cache first.")] = None
 
@@ -176,11 +181,17 @@ class Planning:
             "workspace_margin": _share(self.margin),
             "offload": self.offload,
             "host_budget": self.host_budget,
-            "allow": None if self.microbatches in (None, True) else ("rows",),
+            "allow": self._allowed(),
             "verify": self.verify,
             "cache": self.cache,
         }
         return {name: value for name, value in found.items() if value is not None}
+
+    def _allowed(self) -> tuple[str, ...] | None:
+        """`allow`, None for what it is by default."""
+        exact = tuple(name for name in EXACT if name != "microbatches" or self.microbatches is not False)
+        allowed = (*exact, f"{self.residuals}_residuals") if self.residuals else exact
+        return None if allowed == EXACT else allowed
 
 
 BudgetText = Annotated[

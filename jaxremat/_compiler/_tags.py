@@ -44,6 +44,12 @@ class Written:
         kernels = tuple((writes, reads) for writes, reads in kernels if reads)
         return Written(sizes, kernels, self.loops, frozenset(place[i] for i in self.sent if i in place))
 
+    def decoded(self, place: Mapping[int, int]) -> "Written":
+        """The same where what reads results of these equations reads those of others, which are as large."""
+        sizes = {**self.sizes, **{j: self.sizes[i] for i, j in place.items() if i in self.sizes}}
+        kernels = ((writes, frozenset(place.get(i, i) for i in reads)) for writes, reads in self.kernels)
+        return replace(self, sizes=sizes, kernels=tuple(kernels))
+
     def also(self, loop: int, iteration: "Written") -> "Written":
         """The same with all that the iterations of a loop write and read, by the same indices."""
         return replace(self.with_(iteration), loops=self.loops | {loop})

@@ -46,6 +46,7 @@ from .._rewrite._sinking import sink, sunk_values
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
 from ._clones import make_apart
+from ._decoding import Decoding
 from ._differentiable_barrier import fence
 from ._elsewhere import Elsewhere
 from ._fence_operands import ZERO as PASSING_ZERO
@@ -139,13 +140,14 @@ class Emitter:
         self.returned |= self.streams.returning
         self.last_reads, self.held = last_reads(self)
         self.overwritten: dict[Any, Any] = {}  # argument -> its name where it is updated
+        self.decoding = Decoding(self)
         self.elsewhere = Elsewhere(self)
         self.stacks_elsewhere = StacksElsewhere(self)
 
     def run(self) -> list[Any]:
         """Append everything; returns the step's outputs by their final names."""
         for n in range(self.graph.forward_stop):
-            eqn = self.elsewhere.behind_exit(n)
+            eqn = self.decoding.as_made(n, self.elsewhere.behind_exit(n))
             self.append([behind_operand(self, n, eqn, lambda a: a)], [self.traced.loop_of[n]])
             self.elsewhere.leave(n)
             self.stacks_elsewhere.leave(n)
@@ -192,7 +194,7 @@ class Emitter:
             if self.traced.loops[loop].length == 1:
                 renamed = fence_within(self, k, wanted, inside, loop)
         for n in wanted:
-            eqn = self.source[n]
+            eqn = self.decoding.again(n, self.source[n])
             invars = [
                 a if _compat.is_literal(a) else self._name(eqn, loop, a, renamed.get(a), self.clones.get(a))
                 for a in eqn.invars
@@ -285,7 +287,7 @@ class Emitter:
         loop = graph.nodes[graph.stages[k].start].loop
         wanted = set(self.schedule.recomputed[k])
         gone = {v for n in wanted for v in graph.nodes[n].outputs}
-        gone |= {v for v, s in self.schedule.kept if s == k} | self.schedule.away
+        gone |= {v for v, s in self.schedule.kept if s == k} | self.schedule.away | self.decoding.copies
         stack = [
             v
             for n in self.own[k]

@@ -24,6 +24,7 @@ from .._model._graph import Graph, Segments
 from .._model._pins import Patterns
 from .._model._unnamed_buffers import borrows
 from .._program._primitives import is_relabelling
+from .._rewrite._encodings import decoders
 from .._rewrite._loop_opening import ALONE
 from .._rewrite._row_chunks import is_in_chunks
 from .._rewrite._trace import Traced
@@ -136,7 +137,9 @@ class FormGraphs:
 
         **Arguments:** `again` by loop with both passes of its own.
         """
-        found = self._plainly_written.renumbered(self.plain.places(traced))
+        found = self._plainly_written.renumbered(self.plain.places(traced)).decoded(
+            decoders(traced.jaxpr.jaxpr, traced.encoded)
+        )
         for loop, iteration in iterations.items():
             alone = self._written_alone(iteration)
             found = found.also(loop, alone) if self.backend.fuses else found.with_(alone)

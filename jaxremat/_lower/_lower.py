@@ -24,7 +24,6 @@ from .._program._primitives import (
     is_fetch,
     is_flattened,
     is_heavy,
-    is_late,
     is_light,
     is_loop_edge,
     is_put,
@@ -32,8 +31,9 @@ from .._program._primitives import (
     reads_memory,
 )
 from .._rewrite._gathered_operands import is_gather
-from .._rewrite._loop_opening import ALONE, BACKWARD, FORWARD, Loop
+from .._rewrite._loop_opening import FORWARD, Loop
 from .._rewrite._max_pool_gradient import is_pooling_gradient
+from .._rewrite._passes import late_equations
 from .._rewrite._row_chunks import is_in_chunks
 from .._rewrite._sinking import sunk_values
 from .._rewrite._trace import Traced
@@ -99,22 +99,11 @@ def lower(
     nodes: list[Node] = []
     sent = written.sent if written is not None else frozenset[int]()
     fuses = backend(device.platform).fuses  # the kernels of a pooling's gradient make its operand themselves
-    backward: set[int] = set()  # values downstream of the backward pass
-    behind: set[int] = set()  # and those of what makes gradients along with the loss
+    late = late_equations(jaxpr.eqns, traced.loop_of, traced.loops)
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
-        stack = _compat.name_stack_text(eqn)
         loop = traced.loops[traced.loop_of[i]] if traced.loop_of[i] >= 0 else None
-        if loop is not None and loop.role != ALONE:
-            late = loop.role == BACKWARD
-        else:
-            late = is_late(eqn) or ("jvp(" not in stack and any(v in backward for v in inputs))
-            late = late or (is_fetch(eqn) and bool(backward))
-            late = late or not behind.isdisjoint(inputs)
         outs = tuple(add(v, i, _length(eqn, loop)) for v in eqn.outvars)
-        backward.update(outs if late else ())
-        if is_in_chunks(eqn) or not behind.isdisjoint(inputs):
-            behind.update(outs)
         nodes.append(
             Node(
                 id=i,
@@ -131,9 +120,9 @@ def lower(
                 heavy=is_heavy(eqn) or is_gather(eqn) or in_rounds(device, eqn),
                 contraction=is_gather(eqn)
                 or (reads_memory(eqn) and not (fuses and is_pooling_gradient(eqn))),
-                forward=not late,
+                forward=not late[i],
                 repeatable=is_repeatable(eqn) and (i not in sent or is_gather(eqn)),
-                scope=stack,
+                scope=_compat.name_stack_text(eqn),
                 source=_compat.user_line(eqn),
                 loop=traced.loop_of[i],
             )
@@ -160,7 +149,8 @@ def lower(
     in_memory |= _written_whole(nodes, in_memory)
     nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
     nodes = _with_stacks(jaxpr.eqns, nodes, values, backend(device.platform).hoists)
-    in_memory |= {v.id for v in values if v.producer < 0 or v.is_output}
+    copies = {index[v] for each in traced.encoded for v in each.parts}
+    in_memory |= copies | {v.id for v in values if v.producer < 0 or v.is_output}
     axes = axes_in_memory(jaxpr.eqns, nodes, values, device.chip if fuses else None)
     values = [
         replace(v, materialised=v.id in in_memory, axes=axes.get(v.id, ()) if v.nbytes else ())
@@ -188,7 +178,13 @@ def lower(
     pins = [*_hinted(traced, index, graph), *matching(graph, patterns, written is not None)]
     graph = with_pins(graph, pins) if pins else graph
     graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, traced.loops, seconds or {})
+    graph = replace(graph, values=tuple(_as_copy(v, device) if v.id in copies else v for v in graph.values))
     return replace(graph, stages=cut_stages(graph))
+
+
+def _as_copy(value: Value, device: DeviceSpec) -> Value:
+    """A copy in fewer bits, which is written to be saved."""
+    return replace(value, saved_seconds=max(value.saved_seconds, value.nbytes / device.bandwidth))
 
 
 def _name(eqn: Any) -> str:

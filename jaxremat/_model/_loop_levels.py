@@ -26,9 +26,9 @@ from math import ceil, prod
 
 from ._graph import Graph, Segments
 
-EXACT = ("microbatches", "rows")
+EXACT = ("masks", "microbatches", "rows")
 """Forms besides those of loops that compute the same, but for the order in which sums are added up: all of the step for
-a part of the batch after the others, or some of its rows.
+a part of the batch after the others, or some of its rows; random masks kept in a bit per entry.
 """
 
 WORTH = 0.95
@@ -122,13 +122,21 @@ class Chunking:
     whole: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Values that may be kept in fewer bits: `codes` of the encodings, and `fewer_nbytes` of all values' copies."""
+
+    codes: tuple[int, ...]
+    fewer_nbytes: int
+
+
 @dataclass(frozen=True)
 class Pairs:
     """The pairs of loops of a step, outside of other loops, and its regions of rows.
 
     **Fields**, each by pair: `lengths`; `choices` of levels, deeper and deeper; `divisible` whether it may be two;
     `carried_nbytes` of an iteration; `forward_seconds` of all; `absorbing` what that saves and the seconds that it
-    takes, 0 bytes where it is nothing. By region: `chunkings` that it may have.
+    takes, 0 bytes where it is nothing. By region: `chunkings` that it may have. `copies` that values may have.
     """
 
     lengths: tuple[int, ...]
@@ -138,6 +146,7 @@ class Pairs:
     forward_seconds: tuple[float, ...]
     absorbing: tuple[tuple[int, float], ...]
     chunkings: tuple[tuple[Chunking, ...], ...] = ()
+    copies: Copies | None = None
 
     @classmethod
     def of(
@@ -147,6 +156,7 @@ class Pairs:
         cuttable: Sequence[bool] = (),
         absorbing: Sequence[tuple[int, float]] = (),
         chunkings: Sequence[Sequence[Chunking]] = (),
+        copies: Copies | None = None,
     ) -> "Pairs":
         """Those of the graph of a step's plain form; `cuttable` says which may be other loops at all.
 
@@ -172,12 +182,17 @@ class Pairs:
             forward_seconds=tuple(seconds),
             absorbing=tuple(absorbing or [(0, 0.0)] * len(place)),
             chunkings=tuple(map(tuple, chunkings)),
+            copies=copies,
         )
 
     def form(self, segments: Segments) -> Form:
         """The form with these levels and chunks."""
         count = len(self.lengths)
-        segments, chunks = segments[:count], segments[count:]
+        segments, chunks, codes = (
+            segments[:count],
+            segments[count : count + len(self.chunkings)],
+            segments[count + len(self.chunkings) :],
+        )
         kept = map(carries, self.lengths, segments)
         fewer = sum(
             (length - at_once) * nbytes
@@ -189,18 +204,29 @@ class Pairs:
                 fewer += less_nbytes
                 more += more_seconds
         whole = False
+        if codes and self.copies is not None:
+            fewer += self.copies.fewer_nbytes
         for able, chosen in zip(self.chunkings, chunks, strict=True):
             for chunking in able:
                 if chosen == (chunking.chunks,):
                     fewer += chunking.fewer_nbytes
                     more += chunking.more_seconds
                     whole |= chunking.whole
-        return Form((*segments, *chunks), fewer, more, whole)
+        return Form((*segments, *chunks, *codes), fewer, more, whole)
 
     def deeper(self) -> tuple[Form, ...]:
         """Deeper and deeper forms: those in chunks, the cheapest first, and those of other loops, each also with what
-        saves most of those; microbatches behind all that is cheaper.
+        saves most of those; microbatches behind all that is cheaper. Each also with copies of all values that may have
+        one.
         """
+        found = self._in_chunks_and_levels()
+        if self.copies is None:
+            return tuple(found)
+        plain, codes = ((),) * (len(self.lengths) + len(self.chunkings)), self.copies.codes
+        both = (form for each in found for form in (each, self.form((*each.segments, codes))))
+        return (self.form((*plain, codes)), *both)
+
+    def _in_chunks_and_levels(self) -> list[Form]:
         uncut = ((),) * len(self.lengths)
         none = ((),) * len(self.chunkings)
         able = [
@@ -218,7 +244,7 @@ class Pairs:
         for form in _saving(form for form in able if form.whole):
             cheaper = [i for i, other in enumerate(found) if other.more_seconds <= form.more_seconds]
             found.insert(max(cheaper, default=-1) + 1, form)
-        return tuple(found)
+        return found
 
     def _deeper(self) -> list[Segments]:
         """Deeper and deeper levels of pairs, the first in one level; each cuts the pair further where that saves most

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from .._model._loop_levels import EXACT
+from .._rewrite._encodings import INEXACT
 from .._runtime._bytes import Budget, parse_nbytes
 from .._runtime._errors import ArgumentError
 from .._solver import Solver
@@ -39,8 +40,9 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 def parse_forms(allow: object) -> tuple[str, ...]:
     """The forms that a plan may use. **Raises:** `ArgumentError`."""
     given = (allow,) if isinstance(allow, str) else allow
-    if not isinstance(given, Iterable) or not set(given) <= set(EXACT):
-        known = ", ".join(f'"{name}"' for name in EXACT)
+    known = (*EXACT, *INEXACT)
+    if not isinstance(given, Iterable) or not set(given) <= set(known):
+        known = ", ".join(f'"{name}"' for name in known)
         raise ArgumentError(f"`allow={allow!r}` is unknown. Write some of {known}, or `()` for none of them.")
     return tuple(sorted(set(given)))
 

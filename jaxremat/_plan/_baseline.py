@@ -27,10 +27,11 @@ from .._lower._lower import as_stacked, estimate_base, lower
 from .._model._backend import Backend, backend
 from .._model._graph import Graph, Segments
 from .._model._host_copies import HostMemory
-from .._model._loop_levels import EXACT, Chunking, Pairs
+from .._model._loop_levels import EXACT, Chunking, Copies, Pairs
 from .._model._pins import Patterns
 from .._model._schedule import Schedule, complete
 from .._model._simulate import simulate
+from .._rewrite._encodings import allowed, fewer_nbytes
 from .._rewrite._fingerprint import fingerprint
 from .._rewrite._kernel_choice import replaced
 from .._rewrite._row_regions import Region
@@ -284,7 +285,18 @@ class Baseline:
             [self._chunking(graph, region, n) for n in region.choices] if self._may_chunk(region) else []
             for region in self.traced.regions
         ]
-        return Pairs.of(graph, self.traced.lengths, self.traced.cuttable, absorbing, chunkings)
+        traced = self.traced
+        return Pairs.of(graph, traced.lengths, traced.cuttable, absorbing, chunkings, self._copies)
+
+    @cached_property
+    def _copies(self) -> Copies | None:
+        """What values' copies in fewer bits may save; None where there are no such values, or the user decides."""
+        traced = self.traced
+        codes = allowed(self.allow, traced.devices)
+        if not codes or self.pins or traced.hints or traced.around:
+            return None
+        found = fewer_nbytes(self.division.local(traced)[0].jaxpr.jaxpr, traced.loop_of, traced.loops, codes)
+        return Copies(codes, found) if found else None
 
     def _chunking(self, graph: Graph, region: Region, chunks: int) -> Chunking:
         fewer, more = region.fewer_nbytes(chunks), region.more_seconds(chunks, self.device)

@@ -37,8 +37,10 @@ class Plan(Outcome, Written):
       where it is as it was, a single one where it merely absorbs the updates of what it stacks (see
       `_update_absorption`), or, if that is less than the loop's, where it is divided: the first iterations have one
       plan, the rest another; negative numbers behind it are the lengths of more parts. Behind the pairs, for what may
-      be done in chunks of rows (see `_row_regions`) how many chunks, none where it is as it was.
+      be done in chunks of rows (see `_row_regions`) how many chunks, none where it is as it was; and
+      where values are kept in fewer bits, the codes of the ways to do that (see `_encodings`).
     - `loops` the same in words, of those that are not as they were.
+    - `copies` the values that are kept in fewer bits.
     - `devices` how many the step is on: all bytes are of one of them; `waiting` the share of the step's time for which
       kernels wait for what comes back from the host's memory.
     - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.

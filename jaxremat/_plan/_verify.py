@@ -32,6 +32,7 @@ from .._runtime._progress import Stopwatch, phase, timed
 from .._solver import Solution
 from ._baseline import Baseline, everything, text_of
 from ._blame import blamed, without
+from ._copies import copies
 from ._deadline import Deadline
 from ._defects import run_as_written
 from ._plan import Plan
@@ -324,6 +325,7 @@ class _Planner:
                 traced.rows,
                 devices=1 if schedule.drops_nothing else traced.devices,
             ),
+            copies=copies(self.baseline.form(graph.segments), graph, schedule),
             margin_nbytes=self.margin_nbytes,
             devices=self.baseline.division.devices,
             waiting=math.fsum(waits(graph, schedule)) / (graph.step_seconds or 1.0),

@@ -81,8 +81,8 @@ _COSTLY = frozenset(
 _POINTWISE = _COSTLY - {"random_bits", "threefry2x32"} | {
     "abs", "add", "add_any", "and", "ceil", "clamp", "conj", "convert_element_type", "copy", "div", "eq", "floor", "ge",
     "gt", "imag", "integer_pow", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
-    "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sqrt", "square", "stop_gradient", "sub",
-    "xor",
+    "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sqrt", "square", "stop_gradient", "sub", "xor",
 }  # fmt: skip
 _COLLECTIVES = frozenset(
     {

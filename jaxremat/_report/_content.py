@@ -72,6 +72,7 @@ def remarks(outcome: Outcome) -> str:
     kept = "The step's own checkpoints are kept; what they recompute is not counted here. "
     free = f"{format_nbytes(outcome.margin_nbytes)} of the budget stay free. "
     loops = "".join(f"The {form}. " for form in outcome.loops)
+    loops += "".join(f"Some values are {copied}. " for copied in outcome.copies)
     spread = f"All bytes are per device (of {outcome.devices}). "
     again = f"Devices gather {outcome.gathered_again} arrays again instead of keeping them. "
     host = (

@@ -57,7 +57,7 @@ def loop_forms(
     """
     forms = [(length, source, False, False) for length, source in zip(lengths, sources, strict=True)]
     forms += [(length, source, True, whole) for length, source, whole in rows]
-    both = zip(forms, segments, strict=True)
+    both = zip(forms, segments, strict=False)
     return tuple(
         LoopForm(length, own, source, kind, whole)
         for (length, source, kind, whole), own in both

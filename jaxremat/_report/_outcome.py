@@ -10,6 +10,7 @@ from .._model._primitive_names import GATHER
 from .._runtime._bytes import format_nbytes
 from ._account import Account
 from ._actions import Action, Actions
+from ._copies import Copied
 from ._loop_forms import LoopForm
 from ._planning_time import UNTIMED, PlanningTime
 
@@ -62,6 +63,7 @@ class Outcome(Actions):
     alive: tuple[Alive, ...]
     account: Account
     loops: tuple[LoopForm, ...] = ()
+    copies: tuple[Copied, ...] = ()
     planning: PlanningTime = UNTIMED
     devices: int = 1
     waiting: float = 0.0
@@ -145,7 +147,7 @@ def describe(plan: Outcome, rows: int = 12) -> str:
             f"{sum(a.action == 'offload' for a in plan.actions)} values are in the host's memory meanwhile, for which "
             f"kernels wait {plan.waiting:.2%} of the step"
         )
-    lines += [f"  {form}" for form in plan.loops]
+    lines += [f"  {form}" for form in (*plan.loops, *plan.copies)]
     if plan.gathered_again:
         lines.append(f"  devices gather {plan.gathered_again} arrays again instead of keeping them")
     if plan.respect_checkpoint:

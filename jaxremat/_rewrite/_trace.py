@@ -24,6 +24,7 @@ from .._program._inline import Inliner
 from .._program._primitives import is_late
 from .._runtime._errors import JaxrematWarning
 from .._runtime._garbage import uncollected
+from ._encodings import Encoded, with_copies
 from ._gathered_operands import Gather, gathered
 from ._loop_opening import ALONE, BACKWARD, Loop, Opened, open_loops
 from ._loop_segments import backward_of, cuttable, segmented
@@ -54,7 +55,8 @@ class Traced:
     `row_places` of values with rows in `jaxpr`: equation, result, and dimension of the rows;
     `respect_checkpoint` whether what the user's checkpoints compute again is left as it is; `again` the equations of
     `jaxpr` that checkpoints outside of loops, which are undone here, compute once more in the user's program; `gathers`
-    the operands that equations of their own gather, `devices` how many it is on; `around` what is around the program
+    the operands that equations of their own gather, `encoded` the values that have copies in fewer bits, as
+    `segments` say behind all others, `devices` how many it is on; `around` what is around the program
     of one device where all of this is in a `shard_map`, whose flat arguments and types these are then.
     """
 
@@ -81,6 +83,7 @@ class Traced:
     respect_checkpoint: bool
     again: frozenset[int]
     gathers: tuple[Gather, ...] = ()
+    encoded: tuple[Encoded, ...] = ()
     devices: int = 1
     around: Around | None = None
 
@@ -125,8 +128,7 @@ class Traced:
     @property
     def microbatches(self) -> int:
         """How many of these most of the step is done in, 0 where it is done at once."""
-        chunks = self.segments[len(self.lengths) :]
-        both = zip(self.regions, chunks, strict=True)
+        both = zip(self.regions, self.segments[len(self.lengths) :], strict=False)
         region, count = next(((region, own[0]) for region, own in both if own), (None, 0))
         return count if region is not None and region.whole else 0
 
@@ -204,8 +206,9 @@ def normalise(
     lengths = tuple(scan.params["length"] for scan in scans)
     if known is None:
         known = () if apart else (*regions(once), *(() if respect_checkpoint else microbatches(once)))
-    segments = (*segments, *((),) * (len(lengths) + len(known) - len(segments)))
-    levels, chunks = segments[: len(lengths)], segments[len(lengths) :]
+    forms = len(lengths) + len(known)
+    segments = (*segments, *((),) * (forms - len(segments)))
+    levels, chunks, codes = segments[: len(lengths)], segments[len(lengths) : forms], segments[forms:]
     region, count = next(((r, own[0]) for r, own in zip(known, chunks, strict=True) if own), (None, 0))
     labels = {first(v): name for v, name in reversed(inliner.labels.items())}
     parted, of_parted = chunked(once, region, count, labels)
@@ -222,6 +225,9 @@ def normalise(
     merged, merged_of, loop_of, again = (
         _merged(opened.closed, inliner, opened) if opened.loops else _as_is(opened.closed)
     )
+    copied = with_copies(merged, loop_of, opened.loops, *codes)
+    merged, loop_of = copied.closed, copied.loop_of
+    merged_of = [copied.place[i] for i in merged_of]
     kept = _alive(merged)
     order = memory_order(merged.jaxpr, kept, loop_of, opened.loops)
     if apart:
@@ -265,6 +271,7 @@ def normalise(
         respect_checkpoint=respect_checkpoint,
         again=frozenset(j for i in rematted if (j := found.get(once_of[i], -1)) >= 0),
         gathers=gathers,
+        encoded=copied.encoded,
     )
 
 

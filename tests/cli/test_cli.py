@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 
 import jaxremat
 from jaxremat import Plan
+from jaxremat._api._comparison import differences
 from jaxremat._cli import application
-from jaxremat._cli._runs import compare, concrete, time_in_turn
+from jaxremat._cli._runs import concrete, time_in_turn
 from jaxremat._cli._subject import Call, split
 
 ROOT = Path(__file__).parents[2]
@@ -384,7 +385,7 @@ ARGS = (1e3 * jnp.eye(8) + 1e-3, jnp.ones((4, 8)) * 1e-3)
 def test_a_wrong_gradient_is_found_where_the_weights_hide_it() -> None:
     """The update is a small part of the weights; 5 % more of it is 1e-7 of them."""
     small = (ARGS[0] / 1e3, ARGS[1] * 1e2)
-    (good, _), (bad, total) = (compare(sgd(1e-2), sgd(rate), small, {}, 1e-3) for rate in (1e-2, 1.05e-2))
+    (good, _), (bad, total) = (differences(sgd(1e-2), sgd(rate), small, {}, 1e-3) for rate in (1e-2, 1.05e-2))
     assert good.agrees and not bad.agrees and total.agrees
     assert bad.relative == pytest.approx(0.05, rel=0.05)
 
@@ -395,7 +396,7 @@ def test_what_rounding_alone_does_is_no_difference() -> None:
         return lambda x: sign * jnp.sign((x + 1) - 1 - x)
 
     x = jnp.linspace(0.1, 0.2, 100)
-    leaf = compare(noise(1.0), noise(-1.0), (x,), {}, 1e-3)[0]
+    leaf = differences(noise(1.0), noise(-1.0), (x,), {}, 1e-3)[0]
     assert leaf.apart == 2.0 and leaf.rounding >= 1.0 and leaf.agrees
 
 
@@ -409,7 +410,7 @@ def test_numbers_that_are_none_and_integers_have_to_agree() -> None:
         (results(1.0, 1), {"['a']"}),
         (results(jnp.nan, 2), {"['count']", "['key']"}),
     ):
-        leaves = compare(results(jnp.nan, 1), planned, x, {}, 1e-3)
+        leaves = differences(results(jnp.nan, 1), planned, x, {}, 1e-3)
         assert {leaf.path for leaf in leaves if not leaf.agrees} == wrong
         assert not leaves[0].finite
 

@@ -1,0 +1,158 @@
+"""Plain step, planned step, arguments -> how far their results are apart."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._compiler._program import placed
+from ._optimize import Step
+
+Run = Callable[..., Any]
+
+ROUNDINGS = 8.0
+"""What results may differ by, as a multiple of what the plain step's move by when its arguments move by their last bit:
+programs that add in another order differ that much."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of the results.
+
+    **Fields:** `path` in them; `shape` with its type; `apart` the largest difference between the two; `scale` the
+    largest entry, or the largest change of an argument that stands in the same place; `rounding` the largest difference
+    that the last bit of the arguments makes; `allowed`; `finite` whether it is so in both.
+    """
+
+    path: str
+    shape: str
+    apart: float
+    scale: float
+    rounding: float
+    allowed: float
+    finite: bool
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is one of rounding."""
+        return self.apart <= self.allowed
+
+    @property
+    def relative(self) -> float:
+        """The difference as a share of the scale."""
+        return self.apart / self.scale if self.scale else float(self.apart > 0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far the results of two steps are apart. **Fields:** `leaves` of the results, in order."""
+
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every difference is one of rounding."""
+        return all(leaf.agrees for leaf in self.leaves)
+
+    @property
+    def worst(self) -> Leaf:
+        """The one that is the furthest apart for its scale."""
+        return max(self.leaves, key=lambda leaf: leaf.relative)
+
+    def __str__(self) -> str:
+        ordered = sorted(self.leaves, key=lambda leaf: -leaf.relative)
+        width = max(len(leaf.path) for leaf in ordered)
+        return "\n".join(f"{leaf.relative:8.1e}  {leaf.path:<{width}}  {leaf.shape}" for leaf in ordered)
+
+
+def compare(step: Step, *args: Any, rtol: float = 1e-3, **kwargs: Any) -> Comparison:
+    """Run a planned step and the plain step that it was made of once each, and compare every array of their results.
+
+    A result that stands where an argument does (new parameters, new optimizer state) is compared by how it changed. Of
+    an optimizer's state, first moments say how far gradients are apart, where plans keep values in fewer bits: see
+    `allow` of `optimize`. Arguments are copied first, so that none is donated.
+
+    **Arguments:** `step` of `jaxremat.optimize`; its arguments, as arrays; `rtol` allowed of the largest entry, or
+    change, of each result.
+
+    ```python
+    print(jaxremat.compare(train_step, params, opt_state, batch))
+    ```
+    """
+    plain = placed(step._program, args, kwargs).plain  # with the same compiler options
+    return Comparison(tuple(differences(plain, step, args, kwargs, rtol)))
+
+
+def differences(plain: Run, planned: Run, args: Any, kwargs: Any, rtol: float) -> list[Leaf]:
+    """Every leaf of the results of both, in order. **Arguments:** `rtol` allowed of a leaf's scale."""
+
+    def results(run: Run, args: Any, kwargs: Any) -> list[tuple[str, np.ndarray]]:
+        args, kwargs = copied((args, kwargs))
+        leaves = jax.tree.leaves_with_path(run(*args, **kwargs))
+        return [(jax.tree_util.keystr(path), _array(leaf)) for path, leaf in leaves]
+
+    before = {
+        jax.tree_util.keystr(path): _array(leaf)
+        for path, leaf in jax.tree.leaves_with_path(args)
+        if isinstance(leaf, (jax.Array, np.ndarray))
+    }
+    rows = zip(
+        results(plain, args, kwargs),
+        results(planned, args, kwargs),
+        results(plain, *_nudged((args, kwargs))),
+        strict=True,
+    )
+    return [_leaf(path, a, b, c, before.get(path), rtol) for (path, a), (_, b), (_, c) in rows]
+
+
+def _leaf(path: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, before: Any, rtol: float) -> Leaf:
+    shape = f"{a.dtype}[{','.join(map(str, a.shape))}]"
+    exact = a.dtype.kind not in "fc" and not jnp.issubdtype(a.dtype, jnp.floating)
+    wide = np.complex128 if a.dtype.kind == "c" else np.float64
+    eps = 0.0 if exact else float(jnp.finfo(a.dtype).eps)
+    a, b, c = (x.astype(wide) for x in (a, b, c))
+    start = before.astype(wide) if before is not None and before.shape == a.shape else 0.0
+    rounding = _apart(a, c)
+    scale = float(np.abs(np.nan_to_num(a - start)).max(initial=0.0))
+    bound = 0.0 if exact else max(rtol, 8 * eps) * scale
+    return Leaf(
+        path=path,
+        shape=shape,
+        apart=_apart(a, b),
+        scale=scale,
+        rounding=rounding,
+        allowed=max(bound, ROUNDINGS * rounding if np.isfinite(rounding) else 0.0),
+        finite=bool(np.isfinite(a).all() and np.isfinite(b).all()),
+    )
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference; infinite where not the same entries are finite."""
+    if not np.array_equal(np.isfinite(a), np.isfinite(b)):
+        return float("inf")
+    return float(np.abs(np.nan_to_num(a - b)).max(initial=0.0))
+
+
+def copied(tree: Any) -> Any:
+    """The same tree with arrays of its own."""
+    return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, (jax.Array, np.ndarray)) else x, tree)
+
+
+def _nudged(tree: Any) -> Any:
+    """The same with every float moved to a neighbour."""
+
+    def nudge(x: Any) -> Any:
+        if isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.nextafter(jnp.asarray(x), jnp.asarray(jnp.inf, x.dtype))
+        return x
+
+    return jax.tree.map(nudge, tree)
+
+
+def _array(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)

@@ -1,0 +1,24 @@
+"""Values that a plan keeps in fewer bits -> how many, and what that saves, in words."""
+
+from dataclasses import dataclass
+
+from .._runtime._bytes import format_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The saved values of which only a copy in fewer bits is kept, of one kind.
+
+    **Fields:** `kind` of the copies, `"bfloat16"`, ...; `count` of values; `whole_nbytes` that they would take,
+    `nbytes` that their copies do.
+    """
+
+    kind: str
+    count: int
+    whole_nbytes: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        values = f"{self.count} values" if self.count > 1 else "1 value"
+        nbytes = f"{format_nbytes(self.whole_nbytes)} -> {format_nbytes(self.nbytes)}"
+        return f"kept as {self.kind}: {values}, {nbytes}, so that gradients are rounded"

@@ -1,0 +1,271 @@
+"""Equations -> the same with copies of large values in fewer bits, of which the backward pass may make them again.
+
+What a value is encoded to, and what is decoded from that, are equations behind the one that makes it, and all that read
+the value read what is decoded. Each is a value like others: the planner saves it whole, or its copy, or makes it again.
+Chosen are values that are dear to make again: what a contraction makes or a loop carries, and sums of such. What is
+made of one of them, entry by entry, costs about as much to make of it as to decode.
+
+Law: where the value itself is there, nothing is decoded (see `_emit._decoding`), so that the forward pass computes what
+it computes without copies.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._program import _compat
+from .._program._flops import aval_nbytes
+from .._program._primitives import (
+    SUMS,
+    is_heavy,
+    is_light,
+    is_placed,
+    is_pointwise,
+    is_repeatable,
+    on_host,
+)
+from ._loop_opening import Loop
+from ._passes import late_equations
+
+LARGE = 1e-4
+"""Values of at least this share of what the forward pass makes may have copies."""
+
+SCALED = 128
+"""So many entries of the last dimension have a scale together, where that is a multiple of so many; else all."""
+
+LEAST_SCALED = 1e-30
+"""Groups whose largest entry is smaller have the scale of this, which no arithmetic takes for zero."""
+
+_FLOAT8 = jnp.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A way to keep a value in fewer bits.
+
+    **Fields:** `name` as in `jaxremat.optimize`'s `allow`; `code` in `Traced.segments`; `label` for people; `fits`
+    says of a type whether it has copies of this kind; `encode` gives the parts of a copy, `decode` the value, of its
+    type and those; `entrywise` whether each entry has its own copy, on whichever device it is.
+    """
+
+    name: str
+    code: int
+    label: str
+    fits: Callable[[Any], bool]
+    encode: Callable[[jax.Array], tuple[jax.Array, ...]]
+    decode: Callable[..., jax.Array]
+    entrywise: bool = False
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A value with a copy in fewer bits. **Fields:** `whole` as it is made; `parts` of the copy; `decoded` what readers
+    read, by the last of the equations that decode it; `encoding` its code.
+    """
+
+    whole: Any
+    parts: tuple[Any, ...]
+    decoded: Any
+    encoding: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the copy."""
+        return sum(aval_nbytes(v.aval) for v in self.parts)
+
+
+def _scaled(x: jax.Array, most: float) -> tuple[jax.Array, jax.Array]:
+    """Entries in groups along the last dimension, each divided by its group's scale; and the scales."""
+    size = x.shape[-1]
+    width = SCALED if size % SCALED == 0 else size
+    groups = lax.reshape(x, (*x.shape[:-1], size // width, width))
+    groups = lax.convert_element_type(groups, jnp.float32)
+    largest = lax.reduce(lax.abs(groups), np.float32(-np.inf), lax.max, (groups.ndim - 1,))
+    # NaN and infinities make their group's scale NaN or infinite, and all of it NaN.
+    scale = lax.mul(lax.max(largest, np.float32(LEAST_SCALED)), np.float32(1 / most))
+    return lax.div(groups, _spread(scale, groups.shape)), scale
+
+
+def _spread(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return lax.broadcast_in_dim(scale, shape, range(len(shape) - 1))
+
+
+def _rescaled(aval: Any, entries: jax.Array, scale: jax.Array) -> jax.Array:
+    found = lax.mul(lax.convert_element_type(entries, jnp.float32), _spread(scale, entries.shape))
+    return lax.convert_element_type(lax.reshape(found, aval.shape), aval.dtype)
+
+
+def _to_int8(x: jax.Array) -> tuple[jax.Array, ...]:
+    entries, scale = _scaled(x, 127.0)
+    return lax.convert_element_type(lax.round(entries, lax.RoundingMethod.TO_NEAREST_EVEN), jnp.int8), scale
+
+
+def _to_float8(x: jax.Array) -> tuple[jax.Array, ...]:
+    entries, scale = _scaled(x, float(jnp.finfo(_FLOAT8).max))
+    return lax.convert_element_type(entries, _FLOAT8), scale
+
+
+def _is_float(aval: Any, *sizes: int) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.floating)) and jnp.dtype(aval.dtype).itemsize in sizes
+
+
+ENCODINGS = (
+    Encoding(
+        "bf16_residuals",
+        1,
+        "bfloat16",
+        lambda a: _is_float(a, 4),
+        lambda x: (lax.convert_element_type(x, jnp.bfloat16),),
+        lambda aval, copy: lax.convert_element_type(copy, aval.dtype),
+        entrywise=True,
+    ),
+    Encoding("fp8_residuals", 2, "float8", lambda a: _is_float(a, 2, 4), _to_float8, _rescaled),
+    Encoding("int8_residuals", 3, "int8", lambda a: _is_float(a, 2, 4), _to_int8, _rescaled),
+)
+"""The ways to keep a value in fewer bits, the mildest first."""
+
+BY_CODE = {encoding.code: encoding for encoding in ENCODINGS}
+
+INEXACT = tuple(encoding.name for encoding in ENCODINGS)
+"""What `allow` may name that changes gradients."""
+
+
+def allowed(names: Collection[str], devices: int) -> tuple[int, ...]:
+    """The codes of the encodings with these names that may be used for values on so many devices."""
+    found = (each for each in ENCODINGS if each.name in names)
+    return tuple(each.code for each in found if each.entrywise or devices == 1)
+
+
+@cache
+def _program(encoding: Encoding, shape: tuple[int, ...], dtype: Any) -> jex.ClosedJaxpr:
+    """The equations that encode and decode such a value: the parts of the copy, and what is decoded of them."""
+
+    def both(x: jax.Array) -> tuple[jax.Array, ...]:
+        parts = encoding.encode(x)
+        return *parts, encoding.decode(jax.ShapeDtypeStruct(shape, dtype), *parts)
+
+    return jax.make_jaxpr(both)(jax.ShapeDtypeStruct(shape, dtype))
+
+
+@dataclass(frozen=True)
+class WithCopies:
+    """**Fields:** `closed` the equations with copies; `loop_of` the loop of each; `place` of each older equation;
+    `encoded` the values that have one.
+    """
+
+    closed: jex.ClosedJaxpr
+    loop_of: list[int]
+    place: list[int]
+    encoded: tuple[Encoded, ...]
+
+
+def with_copies(
+    closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop], codes: Sequence[int] = ()
+) -> WithCopies:
+    """Equations with loops laid open, in which large values have copies by these encodings."""
+    jaxpr = closed.jaxpr
+    able = encodable(jaxpr, loop_of, loops, codes) if codes else {}
+    eqns: list[Any] = []
+    loop: list[int] = []
+    place: list[int] = []
+    encoded: list[Encoded] = []
+    rename: dict[Any, Any] = {}
+    for eqn, own in zip(jaxpr.eqns, loop_of, strict=True):
+        invars = [a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars]
+        place.append(len(eqns))
+        eqns.append(eqn if invars == list(eqn.invars) else eqn.replace(invars=invars))
+        for v in eqn.outvars:
+            if v in able:
+                more, copy = _copied(eqn, v, able[v])
+                eqns += more
+                encoded.append(copy)
+                rename[v] = copy.decoded
+        loop += [own] * (len(eqns) - len(loop))
+    made = _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, eqns)
+    return WithCopies(made, loop, place, tuple(encoded))
+
+
+def _copied(eqn: Any, v: Any, encoding: Encoding) -> tuple[list[Any], Encoded]:
+    program = _program(encoding, v.aval.shape, v.aval.dtype)
+    info = _compat.in_scope(eqn, f"as_{encoding.label}").source_info
+    eqns, (*parts, decoded) = _compat.inlined(program, [v], info)
+    eqns = [each.replace(source_info=info) for each in eqns]
+    return eqns, Encoded(v, tuple(parts), decoded, encoding.code)
+
+
+def decoders(jaxpr: Any, encoded: Sequence[Encoded]) -> dict[int, int]:
+    """For each equation that makes a value with a copy the last of those that decode it."""
+    maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    return {maker[each.whole]: maker[each.decoded] for each in encoded}
+
+
+def encodable(
+    jaxpr: Any, loop_of: Sequence[int], loops: Sequence[Loop], codes: Sequence[int]
+) -> dict[Any, Encoding]:
+    """The values that get copies, and of which kind: those that the backward pass wants, dear to make again."""
+    late = late_equations(jaxpr.eqns, loop_of, loops)
+    forward = [eqn for eqn, is_late in zip(jaxpr.eqns, late, strict=True) if not is_late]
+    of_loop = [loops[i].length if i >= 0 else 1 for i in loop_of]
+    trips = [n for n, is_late in zip(of_loop, late, strict=True) if not is_late]
+    made = sum(n * aval_nbytes(v.aval) for eqn, n in zip(forward, trips, strict=True) for v in eqn.outvars)
+    kinds = [BY_CODE[code] for code in codes]
+    dear = _dear(forward, trips, LARGE * made)
+    returned = {a for a in jaxpr.outvars if not _compat.is_literal(a)}
+    able = {
+        v: kind
+        for v in dear
+        if v not in returned and not _compat.varying_axes(v)
+        if (kind := next((kind for kind in kinds if kind.fits(v.aval)), None)) is not None
+    }
+    read = {
+        a
+        for eqn, is_late in zip(jaxpr.eqns, late, strict=True)
+        if is_late
+        for a in _compat.variables(eqn.invars)
+    }
+    for eqn in reversed(forward):
+        if (is_pointwise(eqn) or is_light(eqn)) and not read.isdisjoint(eqn.outvars):
+            read.update(
+                a for v in eqn.outvars if v in read and v not in able for a in _compat.variables(eqn.invars)
+            )
+    return {v: kind for v, kind in able.items() if v in read}
+
+
+def fewer_nbytes(jaxpr: Any, loop_of: Sequence[int], loops: Sequence[Loop], codes: Sequence[int]) -> int:
+    """What all values that may have copies take more than these."""
+    trips = {
+        v: loops[i].length if i >= 0 else 1
+        for eqn, i in zip(jaxpr.eqns, loop_of, strict=True)
+        for v in eqn.outvars
+    }
+    found = encodable(jaxpr, loop_of, loops, codes).items()
+    return sum(trips[v] * (aval_nbytes(v.aval) - _copy_nbytes(kind, v.aval)) for v, kind in found)
+
+
+def _copy_nbytes(encoding: Encoding, aval: Any) -> int:
+    *parts, _ = _program(encoding, aval.shape, aval.dtype).jaxpr.outvars
+    return sum(aval_nbytes(v.aval) for v in parts)
+
+
+def _dear(forward: Sequence[Any], trips: Sequence[int], large: float) -> list[Any]:
+    """The large values that are not made of a single large one entry by entry."""
+    roots: dict[Any, frozenset[Any]] = {}  # of which such values each is made entry by entry
+    found: list[Any] = []
+    for eqn, n in zip(forward, trips, strict=True):
+        simple = is_pointwise(eqn) or is_light(eqn)
+        operands = (roots.get(a, frozenset()) for a in _compat.variables(eqn.invars))
+        of: frozenset[Any] = frozenset().union(*operands) if simple else frozenset()
+        own = (is_heavy(eqn) and is_repeatable(eqn)) or eqn.primitive.name == "scan_carry"
+        own = own or (eqn.primitive.name in SUMS and len(of) > 1)
+        for v in eqn.outvars:
+            is_large = n * aval_nbytes(v.aval) >= large and not on_host(v.aval) and not is_placed(eqn)
+            found += [v] if own and is_large else []
+            roots[v] = frozenset({v}) if own and is_large else of
+    return found

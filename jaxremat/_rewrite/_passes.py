@@ -1,0 +1,35 @@
+"""Equations of a step with its loops laid open -> which of them are of the backward pass, or come after it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .._program import _compat
+from .._program._primitives import is_fetch, is_late
+from ._loop_opening import ALONE, BACKWARD, Loop
+from ._row_chunks import is_in_chunks
+
+
+def late_equations(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
+    """For each equation whether it is late: what it makes is no value of the forward pass.
+
+    All of a loop of a pair is of the pass that the loop is of.
+    """
+    found: list[bool] = []
+    backward: set[Any] = set()  # what is downstream of the backward pass
+    behind: set[Any] = set()  # and of what makes gradients along with the loss
+    for eqn, i in zip(eqns, loop_of, strict=True):
+        loop = loops[i] if i >= 0 else None
+        operands = _compat.variables(eqn.invars)
+        follows = not behind.isdisjoint(operands)
+        if loop is not None and loop.role != ALONE:
+            late = loop.role == BACKWARD
+        else:
+            late = is_late(eqn) or (
+                "jvp(" not in _compat.name_stack_text(eqn) and not backward.isdisjoint(operands)
+            )
+            late = late or (is_fetch(eqn) and bool(backward)) or follows
+        backward.update(eqn.outvars if late else ())
+        if is_in_chunks(eqn) or follows:
+            behind.update(eqn.outvars)
+        found.append(late)
+    return found
