@@ -23,6 +23,7 @@ from examples.benchmarks import (
     jax_remat_tests,
     monet_table,
     records,
+    residuals,
     sharded,
     unrolled,
 )
@@ -111,6 +112,7 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
         *map(sharded.markdown, records.read_all(results, "sharded")),
         *map(llama_70b.markdown, records.read_all(results, "llama")),
         host_memory.markdown(list(records.read_all(results, "host_memory"))),
+        residuals.markdown(list(records.read_all(results, residuals.FOLDER))),
         emitters.markdown(emitted),
         *map(jax_remat_tests.markdown, jax_tests(results)),
         *map(ablation.markdown, records.read_all(results, "ablation")),

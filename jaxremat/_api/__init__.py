@@ -1,7 +1,8 @@
-"""The public functions: `optimize`, `plan`, `memory`, `cost`, `search_plan`, `sweep`, `checkpoint`, `name_values`,
-`policy`.
+"""The public functions: `optimize`, `plan`, `memory`, `cost`, `search_plan`, `sweep`, `compare`, `checkpoint`,
+`name_values`, `policy`.
 
 In: what users write. Out: what they call. Law: bad arguments are refused where they are written.
 
-Reading order: `_optimize`, `_bound_step` (methods), `_nnx_objects`, `_planning`, `_sweep`, `_checkpoint`, `_names`.
+Reading order: `_optimize`, `_bound_step` (methods), `_nnx_objects`, `_planning`, `_sweep`, `_comparison`,
+`_checkpoint`, `_names`.
 """

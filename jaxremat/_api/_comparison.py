@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler._program import placed
+from .._runtime._errors import ArgumentError
+from ._nnx_objects import has_objects
 from ._optimize import Step
 
 Run = Callable[..., Any]
@@ -78,10 +80,17 @@ def compare(step: Step, *args: Any, rtol: float = 1e-3, **kwargs: Any) -> Compar
     **Arguments:** `step` of `jaxremat.optimize`; its arguments, as arrays; `rtol` allowed of the largest entry, or
     change, of each result.
 
+    **Raises:** `ArgumentError` for NNX objects.
+
     ```python
     print(jaxremat.compare(train_step, params, opt_state, batch))
     ```
     """
+    if has_objects(args, kwargs):
+        raise ArgumentError(
+            "`compare` runs a step twice on the same arguments, and NNX objects are changed by each run. Write the "
+            "step for `nnx.split` of them, and compare that."
+        )
     plain = placed(step._program, args, kwargs).plain  # with the same compiler options
     return Comparison(tuple(differences(plain, step, args, kwargs, rtol)))
 

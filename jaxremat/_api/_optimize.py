@@ -113,7 +113,9 @@ def optimize(
     - `allow`: what the planner may do besides, where that is cheaper. `"rows"`: work on a large value (logits), for
       some of its rows after the others. `"microbatches"`: the step for a part of the batch after the others, gradients
       added up, where no statistics cross the batch. Both draw the same random numbers, and compute the same but for the
-      order in which sums are added up.
+      order in which sums are added up; these are `jaxremat.EXACT`, the default. `"bf16_residuals"`, `"fp8_residuals"`,
+      `"int8_residuals"`: keep values for the backward pass in bfloat16, or in 8 bits with a scale for each 128 of them.
+      The forward pass stays as it is, gradients are rounded: `jaxremat.compare` says how much.
 
     **Returns:** a decorator that gives a `Step`.
 

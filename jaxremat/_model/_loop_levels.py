@@ -15,7 +15,8 @@ own. The rest may be divided again: negative numbers behind the levels are lengt
 The last iteration is the first that the backward pass comes to. What others recompute there it has just made, so that
 saving it needs no more memory than that; it is a part of its own.
 
-A region of rows (see `_row_chunks`) takes forms too: a number of chunks. It stands behind the pairs.
+A region of rows (see `_row_chunks`) takes forms too: a number of chunks. It stands behind the pairs; and behind all,
+where values have copies in fewer bits, the codes of the ways to do that (see `_encodings`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,9 +27,9 @@ from math import ceil, prod
 
 from ._graph import Graph, Segments
 
-EXACT = ("masks", "microbatches", "rows")
+EXACT = ("microbatches", "rows")
 """Forms besides those of loops that compute the same, but for the order in which sums are added up: all of the step for
-a part of the batch after the others, or some of its rows; random masks kept in a bit per entry.
+a part of the batch after the others, or some of its rows.
 """
 
 WORTH = 0.95
@@ -188,11 +189,8 @@ class Pairs:
     def form(self, segments: Segments) -> Form:
         """The form with these levels and chunks."""
         count = len(self.lengths)
-        segments, chunks, codes = (
-            segments[:count],
-            segments[count : count + len(self.chunkings)],
-            segments[count + len(self.chunkings) :],
-        )
+        forms = count + len(self.chunkings)
+        segments, chunks, codes = segments[:count], segments[count:forms], segments[forms:]
         kept = map(carries, self.lengths, segments)
         fewer = sum(
             (length - at_once) * nbytes

@@ -1,7 +1,5 @@
 """Form, graph, schedule -> which values are kept in fewer bits."""
 
-from typing import Any
-
 from .._model._graph import Graph
 from .._model._schedule import Schedule
 from .._report._copies import Copied
@@ -11,7 +9,8 @@ from .._rewrite._trace import Traced
 
 def copies(traced: Traced, graph: Graph, schedule: Schedule) -> tuple[Copied, ...]:
     """The saved values of which only a copy is kept, by kind. **Arguments:** `graph` of the form."""
-    value_of = _values(traced, graph)
+    both = zip(traced.jaxpr.jaxpr.eqns, graph.nodes, strict=True)
+    value_of = {v: i for eqn, node in both for v, i in zip(eqn.outvars, node.outputs, strict=True)}
     found: dict[int, list[tuple[int, int]]] = {}
     for each in traced.encoded:
         parts = [value_of[v] for v in each.parts]
@@ -28,9 +27,3 @@ def copies(traced: Traced, graph: Graph, schedule: Schedule) -> tuple[Copied, ..
         )
         for code, sizes in sorted(found.items())
     )
-
-
-def _values(traced: Traced, graph: Graph) -> dict[Any, int]:
-    """The graph's values by variable."""
-    both = zip(traced.jaxpr.jaxpr.eqns, graph.nodes, strict=True)
-    return {v: i for eqn, node in both for v, i in zip(eqn.outvars, node.outputs, strict=True)}
