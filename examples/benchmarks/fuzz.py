@@ -3,10 +3,10 @@
     python -m examples.benchmarks.fuzz --examples 10000 --jobs 2 --save
 
 For each seed `random_steps` makes a step. It is traced with its checkpoints undone or not, takes forms as they come
-(its loops in levels or parts, with updates absorbed; its rows in chunks), its backward pass is cut into stages
-anywhere, any of its residuals are saved and kept, and it is emitted for either kind of compiler with every kind of
-fence. Each emitted program is one example: JAX's own checker looks at it, it runs, and gives what the step gives. A
-share of the steps is planned as a whole within random budgets besides, and held against them.
+(its loops in levels or parts, with updates absorbed; its rows in chunks; copies of values, without loss), its backward
+pass is cut into stages anywhere, any of its residuals are saved and kept, and it is emitted for either kind of compiler
+with every kind of fence. Each emitted program is one example: JAX's own checker looks at it, it runs, and gives what
+the step gives. A share of the steps is planned as a whole within random budgets besides, and held against them.
 
 What has run is written after each step, so that a run that was stopped goes on where it was. `--save` puts the sums
 among the published results.
@@ -45,7 +45,8 @@ from jaxremat._model._graph import Pin, Segments
 from jaxremat._model._loop_levels import choices
 from jaxremat._model._stages import cuttings, uncut
 from jaxremat._program._flops import aval_nbytes
-from jaxremat._rewrite import _row_regions
+from jaxremat._rewrite import _encodings, _row_regions
+from jaxremat._rewrite._encodings import Encoding
 from jaxremat._rewrite._trace import Traced, trace
 
 DEVICE = DeviceSpec("here", "cpu", 2**30, 2.5e10, (("f32", 1.5e11),), 2e-6, 2.5e10)
@@ -54,6 +55,9 @@ ROUNDING = 1e-3
 
 EMITTED = 16
 """Programs that are emitted for each step."""
+
+COPIED = 0.3
+"""The share of forms in which values have copies."""
 
 PLANNED = 20
 """One step in so many is planned as a whole."""
@@ -99,6 +103,23 @@ def draw_segments(rng: random.Random, traced: Traced) -> Segments:
     own = [levels(n) if able and rng.random() < 0.7 else () for n, able in pairs]
     chunks = [(rng.choice(r.choices),) if rng.random() < 0.5 else () for r in traced.regions]
     return (*own, *chunks)
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, ...]:
+    """The higher and the lower half of each number's bits."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return (bits >> 16).astype(jnp.uint16), bits.astype(jnp.uint16)
+
+
+def _of_halves(aval: Any, high: jax.Array, low: jax.Array) -> jax.Array:
+    bits = (high.astype(jnp.uint32) << 16) | low.astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits, aval.dtype)
+
+
+IN_HALVES = Encoding("halves", 0, "halves", lambda aval: aval.dtype == jnp.float32, _halves, _of_halves)
+"""Copies of which the very value can be made again."""
+
+_encodings.BY_CODE[IN_HALVES.code] = IN_HALVES
 
 
 def draw_graph(rng: random.Random, traced: Traced) -> Graph:
@@ -153,7 +174,7 @@ def difference(want: Any, got: Any) -> str:
 
 def check_emitted(step: Step, seed: int, count: int = EMITTED) -> Iterator[tuple[str, str]]:
     """For so many programs that are emitted for a step: in which form, and what is wrong with it, "" for nothing."""
-    rng = random.Random(f"forms of {seed}")
+    rng, copying = random.Random(f"forms of {seed}"), random.Random(f"copies of {seed}")
     jitted = jax.jit(step.fn, donate_argnums=0)
     traced = trace(jitted, step.args, {}, respect_checkpoint=rng.random() < 0.1)
     args = jax.tree.leaves(step.args)
@@ -162,9 +183,12 @@ def check_emitted(step: Step, seed: int, count: int = EMITTED) -> Iterator[tuple
     for i in range(count):
         said = f"{traced.lengths} loops"
         try:
-            if i % 2 == 0 and (segments := draw_segments(rng, traced)) != form.segments:
-                said = f"{segments}"
-                form = traced.in_segments(segments)
+            if i % 2 == 0:
+                segments = draw_segments(rng, traced)
+                segments = (*segments, (IN_HALVES.code,)) if copying.random() < COPIED else segments
+                if segments != form.segments:
+                    said = f"{segments}"
+                    form = traced.in_segments(segments)
             drawn = draw(rng, form)
             said = drawn.form
             yield said, difference(want, evaluate(drawn.emit(), args))
@@ -199,6 +223,7 @@ def check_seed(seed: int) -> records.Record:
     """All that is done with one step."""
     warnings.simplefilter("ignore", jaxremat.JaxrematWarning)
     _row_regions.LEAST_NBYTES = 1  # these steps have no large values
+    _encodings.LARGE = 0.0
     step = random_step(seed)
     try:
         found = list(check_emitted(step, seed))

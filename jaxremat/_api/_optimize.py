@@ -103,13 +103,11 @@ def optimize(
       finished. By default after the time of three compilations of the plain step and 15 s once a plan fits, of six and
       30 s while none does; without limit where `effort="thorough"`. `Plan.planning` says what it took, and whether the
       search was cut short.
-
     - `offload`: let the planner keep saved values in the host's memory between their readers, where that costs less
       than computing them again. Plans without are looked for first, so that planning may take twice as long.
       A CPU has no other memory: with True a warning says so. `"auto"` is True where there is one.
     - `host_budget`: what these values may take of the host's memory, all devices of the process together: bytes or
       text, by default half of the machine's, or without limit for a `target`.
-
     - `allow`: what the planner may do besides, where that is cheaper. `"rows"`: work on a large value (logits), for
       some of its rows after the others. `"microbatches"`: the step for a part of the batch after the others, gradients
       added up, where no statistics cross the batch. Both draw the same random numbers, and compute the same but for the

@@ -236,6 +236,7 @@ def normalise(
     else:
         order = streamed(merged.jaxpr, order, loop_of, opened.loops)
     place = {old: new for new, old in enumerate(order)}
+    made = {v for i in order for v in merged.jaxpr.eqns[i].outvars}
     found = {
         of_once[i]: place.get(new, -1) for i, new in zip(opened.origin, merged_of, strict=True) if i >= 0
     }
@@ -271,7 +272,7 @@ def normalise(
         respect_checkpoint=respect_checkpoint,
         again=frozenset(j for i in rematted if (j := found.get(once_of[i], -1)) >= 0),
         gathers=gathers,
-        encoded=copied.encoded,
+        encoded=tuple(each for each in copied.encoded if each.decoded in made),
     )
 
 
