@@ -11,7 +11,7 @@ kernels wait for copies; nothing is timed. The file is written after every row: 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -84,29 +84,28 @@ def run(
     fresh: bool = False,
 ) -> records.Record:
     """Measure the rows of a network that its file lacks."""
-    record = {} if fresh else records.read(path)
-    known = {
+    about = {
         "kind": "host_memory",
         "network": network,
         "scale": scale,
         "environment": records.environment(TARGET),
     }
-    record = {**known, "rows": record.get("rows", {})}
+
+    def row(make: Callable[[Program], records.Record]) -> records.Record:
+        return make(Bench(network, scale, path, target=TARGET).program())
+
     wanted = {
-        f"{share:g} {'with' if offload else 'without'}": partial(measured, share=share, offload=offload)
+        f"{share:g} {'with' if offload else 'without'}": partial(
+            row, partial(measured, share=share, offload=offload)
+        )
         for share in shares
         for offload in (False, True)
     }
     for share in state:
         for there in (False, True):
             name = f"{share:g} of the peak, state {'there' if there else 'here'}"
-            wanted[name] = partial(with_state, share=share, there=there)
-    for name, make in wanted.items():
-        if name not in record["rows"]:
-            record["rows"][name] = make(Bench(network, scale, path, target=TARGET).program())
-            print(network, name, record["rows"][name], flush=True)
-            records.write(path, record)
-    return record
+            wanted[name] = partial(row, partial(with_state, share=share, there=there))
+    return records.completed(path, about, wanted, fresh=fresh)
 
 
 def markdown(found: Sequence[records.Record]) -> str:

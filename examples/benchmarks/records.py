@@ -13,7 +13,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,23 @@ def read_all(folder: Path, kind: str) -> Iterator[Record]:
         record = read(path)
         if record["kind"] == kind:
             yield record
+
+
+def completed(
+    path: Path, about: Record, wanted: Mapping[str, Callable[[], Record]], *, fresh: bool = False
+) -> Record:
+    """A file's record with the rows that it lacks of those that are wanted, each written as soon as it is made.
+
+    **Arguments:** `about` what it says besides; `fresh` to make all rows anew.
+    """
+    rows = {} if fresh else read(path).get("rows", {})
+    record = {**about, "rows": rows}
+    for name, make in wanted.items():
+        if name not in rows:
+            rows[name] = make()
+            print(path.stem, name, rows[name], flush=True)
+            write(path, record)
+    return record
 
 
 def write(path: Path, record: Record) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from examples.benchmarks import records
@@ -48,18 +49,17 @@ def run(
     network: str, scale: str, shares: Sequence[float], path: Path, kind: str, *, fresh: bool = False
 ) -> records.Record:
     """Measure the rows of a network that its file lacks."""
-    rows = {} if fresh else records.read(path).get("rows", {})
-    about = {"network": network, "scale": scale, "environment": records.environment(TARGET)}
-    record = {"kind": FOLDER, **about, "rows": rows}
-    for share in shares:
-        for kinds in ((), (kind,)):
-            name = f"{share:g} {' '.join(kinds) or 'exact'}"
-            if name not in record["rows"]:
-                step = Bench(network, scale, path, target=TARGET).program()
-                record["rows"][name] = measured(step, share, kinds)
-                print(network, name, record["rows"][name], flush=True)
-                records.write(path, record)
-    return record
+    about = {"kind": FOLDER, "network": network, "scale": scale, "environment": records.environment(TARGET)}
+
+    def row(share: float, kinds: Sequence[str]) -> records.Record:
+        return measured(Bench(network, scale, path, target=TARGET).program(), share, kinds)
+
+    wanted = {
+        f"{share:g} {' '.join(kinds) or 'exact'}": partial(row, share, kinds)
+        for share in shares
+        for kinds in ((), (kind,))
+    }
+    return records.completed(path, about, wanted, fresh=fresh)
 
 
 def markdown(found: Sequence[records.Record]) -> str:

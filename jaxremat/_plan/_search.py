@@ -43,7 +43,8 @@ UNLIKELY = 0.1
 step's temporaries."""
 
 LITTLE = 0.01
-"""Nor, with a budget, where they promise no such share less than what was compiled, if the model errs as on others."""
+"""Nor, with a budget, where they promise no such share less than what was compiled, if the model errs as on others;
+and what misses the budget by no more is corrected, however late it is."""
 
 LEAST_MORE = 0.05
 """Of schedules of about the least memory the fastest is taken, if it needs no more than this share of the least
@@ -125,10 +126,19 @@ class Search:
                 best = self.best(budget())
                 if i >= rounds and not self._worth_more(line, best):
                     break
-                if self.trials and not self.deadline.allows(best is not None):
+                if self.trials and not (
+                    self.deadline.allows(best is not None) or self._misses_little(budget())
+                ):
                     break
                 self._attempt(line.graph, line.pending, line.fence)
                 line.pending = None
+
+    def _misses_little(self, budget: int) -> bool:
+        """Whether nothing fits, but by so little that the next round, which knows how the model errs, is worth its time
+        rather than the least memory.
+        """
+        missed = min((t.peak_nbytes for t in self.trials), default=0) - budget
+        return 0 < missed <= LITTLE * self.temporaries_nbytes
 
     def _bearable(self, trial: Trial | None) -> bool:
         return trial is not None and trial.seconds <= self._most_seconds()

@@ -109,6 +109,20 @@ def beyond_prediction() -> tuple[Graph, Search, int, int]:
     return graph, search, budget, beyond
 
 
+@pytest.mark.parametrize("little", [True, False])
+def test_what_misses_the_budget_by_little_is_corrected_however_late_it_is(little: bool) -> None:
+    """What misses by more makes room for the schedule of least memory, which is sure to be dear."""
+    graph, search, budget, beyond = beyond_prediction()
+    graph = replace(graph, platform="gpu")
+    search = Search(graph, Prefixes(), 1.0, search.attempt, beyond * (100 if little else 10))
+    search.deadline.limit = 1e-9
+    trial = search.within(budget, 3)
+    assert trial is not None
+    assert trial.peak_nbytes <= budget
+    assert search.trials[0].peak_nbytes > budget
+    assert bool(trial.solution.schedule.saved) is little
+
+
 def test_what_all_need_beyond_their_prediction_is_kept_free_by_those_not_compiled_yet() -> None:
     """Of three cuttings into stages the two others begin within what the first one's error leaves."""
     graph, search, budget, beyond = beyond_prediction()
