@@ -24,7 +24,7 @@ class Decoding:
         self.copies = parts & emitter.schedule.saved
 
     def as_made(self, n: int, eqn: Any) -> Any:
-        """An equation of the forward pass, where the value itself is there to be decoded."""
+        """An equation in its own place, where the value itself is there to be decoded."""
         return eqn if (whole := self.whole.get(n)) is None else _same(whole, eqn)
 
     def again(self, n: int, eqn: Any) -> Any:

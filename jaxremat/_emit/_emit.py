@@ -226,7 +226,7 @@ class Emitter:
             if n in self.streams.begun:
                 continue
             self.streams.hold(n, renamed)
-            eqn = self.source[n]
+            eqn = self.decoding.as_made(n, self.source[n])
             if self.ordered:
                 put_in_order(self, n, eqn)
             invars = [

@@ -22,7 +22,7 @@ where values have copies in fewer bits, the codes of the ways to do that (see `_
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations_with_replacement
+from itertools import chain, combinations_with_replacement
 from math import ceil, prod
 
 from ._graph import Graph, Segments
@@ -214,15 +214,15 @@ class Pairs:
 
     def deeper(self) -> tuple[Form, ...]:
         """Deeper and deeper forms: those in chunks, the cheapest first, and those of other loops, each also with what
-        saves most of those; microbatches behind all that is cheaper. Each also with copies of all values that may have
-        one.
+        saves most of those; microbatches behind all that is cheaper. Each but these also with copies of all values that
+        may have one.
         """
         found = self._in_chunks_and_levels()
         if self.copies is None:
             return tuple(found)
         plain, codes = ((),) * (len(self.lengths) + len(self.chunkings)), self.copies.codes
-        both = (form for each in found for form in (each, self.form((*each.segments, codes))))
-        return (self.form((*plain, codes)), *both)
+        both = ((each,) if each.whole else (each, self.form((*each.segments, codes))) for each in found)
+        return (self.form((*plain, codes)), *chain.from_iterable(both))
 
     def _in_chunks_and_levels(self) -> list[Form]:
         uncut = ((),) * len(self.lengths)
