@@ -17,9 +17,8 @@ class Decoding:
 
     def __init__(self, emitter: Any) -> None:
         self.emitter = emitter
-        maker = {v: n for n, eqn in enumerate(emitter.source) for v in eqn.outvars}
         encoded = emitter.traced.encoded
-        self.whole = {maker[each.decoded]: each.whole for each in encoded}
+        self.whole = {emitter.maker(each.decoded): each.whole for each in encoded}
         parts = {emitter.value_of[v] for each in encoded for v in each.parts}
         self.copies = parts & emitter.schedule.saved
 

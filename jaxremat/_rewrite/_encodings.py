@@ -167,6 +167,8 @@ def with_copies(
     """Equations with loops laid open, in which large values have copies by these encodings."""
     jaxpr = closed.jaxpr
     able = encodable(jaxpr, loop_of, loops, codes) if codes else {}
+    if not able:
+        return WithCopies(closed, list(loop_of), list(range(len(jaxpr.eqns))), ())
     eqns: list[Any] = []
     loop: list[int] = []
     place: list[int] = []

@@ -124,7 +124,7 @@ def test_compare_says_how_far_gradients_are_apart() -> None:
     assert jaxremat.compare(planned(unrolled, 0.6)[0], *args).agrees
 
 
-def test_a_plan_with_copies_is_followed_elsewhere(exact: Any) -> None:
+def test_a_plan_with_copies_is_followed_elsewhere() -> None:
     step, plan = planned(unrolled, 0.5, "bf16_residuals")
     args = arguments()
     again = jaxremat.optimize(plan=jaxremat.Plan.from_json(plan.to_json()))(training(unrolled))
