@@ -22,7 +22,7 @@ where values have copies in fewer bits, the codes of the ways to do that (see `_
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, combinations_with_replacement
+from itertools import combinations_with_replacement
 from math import ceil, prod
 
 from ._graph import Graph, Segments
@@ -212,19 +212,24 @@ class Pairs:
                     whole |= chunking.whole
         return Form((*segments, *chunks, *codes), fewer, more, whole)
 
-    def deeper(self) -> tuple[Form, ...]:
-        """Deeper and deeper forms: those in chunks, the cheapest first, and those of other loops, each also with what
-        saves most of those; microbatches behind all that is cheaper. Each but these also with copies of all values that
-        may have one.
+    def copied(self) -> tuple[Form, ...]:
+        """The plain form with copies of all values that may have one, and deeper and deeper ones but for microbatches;
+        none where no value may.
         """
-        found = self._in_chunks_and_levels()
         if self.copies is None:
-            return tuple(found)
+            return ()
         plain, codes = ((),) * (len(self.lengths) + len(self.chunkings)), self.copies.codes
-        both = ((each,) if each.whole else (each, self.form((*each.segments, codes))) for each in found)
-        return (self.form((*plain, codes)), *chain.from_iterable(both))
+        deeper = (form.segments for form in self.deeper() if not form.whole)
+        return tuple(self.form((*segments, codes)) for segments in (plain, *deeper))
 
-    def _in_chunks_and_levels(self) -> list[Form]:
+    def has_copies(self, segments: Segments) -> bool:
+        """Whether these are a form's whose values have copies."""
+        return len(segments) > len(self.lengths) + len(self.chunkings)
+
+    def deeper(self) -> tuple[Form, ...]:
+        """Deeper and deeper forms without copies: those in chunks, the cheapest first, and those of other loops, each
+        also with what saves most of those; microbatches behind all that is cheaper.
+        """
         uncut = ((),) * len(self.lengths)
         none = ((),) * len(self.chunkings)
         able = [
@@ -242,7 +247,7 @@ class Pairs:
         for form in _saving(form for form in able if form.whole):
             cheaper = [i for i, other in enumerate(found) if other.more_seconds <= form.more_seconds]
             found.insert(max(cheaper, default=-1) + 1, form)
-        return found
+        return tuple(found)
 
     def _deeper(self) -> list[Segments]:
         """Deeper and deeper levels of pairs, the first in one level; each cuts the pair further where that saves most

@@ -23,6 +23,9 @@ CHEAP = 0.002
 UNEVEN = 0.003
 """A loop is divided where that promises to save this share of the step's time."""
 
+EXACTLY, COPIED, HOST = range(3)
+"""The turns in which forms are looked at, so that what may round, or needs a host, makes nothing worse."""
+
 LEAST_SLACK = 0.02
 """About the least memory is what is within this share of the plain step's temporaries."""
 
@@ -31,9 +34,9 @@ LEAST_SLACK = 0.02
 class Cuttings:
     """**Fields:** `graph` of the plain step's form; `solver` and its `time_limit`; `temporaries_nbytes` of
     the plain step; the step's `pairs` of loops and the `graph_of` other forms; `made` so far, the forms that are
-    `left`, and those that were `passed` over; `divided` the forms, with the host's memory that they had, that were
-    looked at for what dividing a loop would gain; `plain_nbytes` the least that the plain form needs, once it does not
-    fit.
+    `left`, by whether their values have copies in fewer bits, and those that were `passed` over; `divided` the forms,
+    with the host's memory that they had, that were looked at for what dividing a loop would gain; `plain_nbytes` the
+    least that the plain form needs, once it does not fit.
     """
 
     graph: Graph
@@ -48,7 +51,21 @@ class Cuttings:
 
     def __post_init__(self) -> None:
         self.made = _with_and_without_host(self.graph)
-        self.left = list(self.pairs.deeper()) if self.pairs else []
+        self.left: dict[bool, list[Form]] = {False: [], True: []}
+        if self.pairs is not None:
+            self.left = {False: [*self.pairs.deeper()], True: [*self.pairs.copied()]}
+
+    def turn(self, graph: Graph) -> int:
+        """When a form's cuttings are looked at: those without copies in fewer bits first, then those with them, and
+        those with the host's memory last.
+        """
+        copied = self.pairs is not None and self.pairs.has_copies(graph.segments)
+        return HOST if graph.host is not None else COPIED if copied else EXACTLY
+
+    @property
+    def turns(self) -> list[int]:
+        """The turns in which there is something to look at."""
+        return sorted({*map(self.turn, self.made), *([COPIED] if self.left[True] else [])})
 
     @property
     def free_seconds(self) -> float:
@@ -63,11 +80,12 @@ class Cuttings:
     def make(self, form: Form) -> list[Graph]:
         """Add the cuttings of a form, if it can be made, and return them; the shallower ones are passed over."""
         assert self.graph_of is not None
-        if form in self.left:
-            at = self.left.index(form)
-            self.passed += self.left[:at]
-            self.left = self.left[at + 1 :]
-        elif form in self.passed:
+        for left in self.left.values():
+            if form in left:
+                at = left.index(form)
+                self.passed += left[:at]
+                del left[: at + 1]
+        if form in self.passed:
             self.passed.remove(form)
         graph = self.graph_of(form.segments)
         self.made += (made := _with_and_without_host(graph) if graph else [])
@@ -107,7 +125,8 @@ class Cuttings:
         then.
         """
         most_seconds -= self.graph.extra_seconds
-        able = [form for form in (*self.passed, *self.left) if form.more_seconds <= most_seconds]
+        known = [*self.passed, *self.left[False], *self.left[True]]
+        able = [form for form in known if form.more_seconds <= most_seconds]
         parts = [form for form in able if not form.whole]
         made: list[Form] = []
         for forms in (
@@ -121,17 +140,17 @@ class Cuttings:
             if lowest is not None and lowest not in made:
                 made.append(lowest)
                 self.make(lowest)
-        self.passed, self.left = [], []
+        self.passed, self.left = [], {False: [], True: []}
 
-    def deepen(self, seconds: float | None, budget: int) -> bool:
-        """Make the next form that may fit, if none is known that takes less; whether there was one.
+    def deepen(self, seconds: float | None, budget: int, turn: int) -> bool:
+        """Make the next form of a turn that may fit, if none is known that takes less; whether there was one.
 
         **Arguments:** `seconds` that the best so far takes, None if nothing fits.
         """
-        for form in self.left:
+        for form in [*(left := self.left[turn == COPIED])]:
             if seconds is not None and seconds <= self.graph.extra_seconds + form.more_seconds:
                 return False
-            last = bool(self.left) and form is self.left[-1]
+            last = bool(left) and form is left[-1]
             if (self.plain_nbytes - form.fewer_nbytes <= budget or last) and self.make(form):
                 return True
         return False

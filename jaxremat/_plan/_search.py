@@ -17,7 +17,7 @@ from .._model._loop_levels import Pairs
 from .._model._schedule import Schedule, check
 from .._model._simulate import extra_seconds, rank, simulate
 from .._solver import Solution, Solver, Sublinear
-from ._cuttings import CHEAP, LEAST_SLACK, Cuttings
+from ._cuttings import CHEAP, EXACTLY, LEAST_SLACK, Cuttings
 from ._deadline import Deadline
 from ._solving import Solving
 from ._trial import Attempt, Line, Trial, first, in_vain, some
@@ -80,9 +80,7 @@ class Search:
             self.graph, self.solver, self.time_limit, self.temporaries_nbytes, self.pairs, self.graph_of
         )
         self.solving = Solving(self.solver, self.time_limit, self.deadline)
-        self.turns = sorted(
-            {cut.host is not None for cut in self.cuttings.made}
-        )  # with the host's memory or not
+        self.turns = self.cuttings.turns
         self.deadline.turns = len(self.turns)
         self.failed: set[int] = set()  # `id`s of cuttings of which no program came
         if self.known is not None:
@@ -114,13 +112,13 @@ class Search:
 
     def _approach(self, lines: list[Line], budget: Callable[[], int], rounds: int, more: int) -> None:
         """Compile what promises most within the budget, that many times, and so many more while nothing fits or there
-        is much to be gained: first of plans without the host's memory, then as many of those with it, so that these
-        make nothing worse. The budget may follow what was compiled.
+        is much to be gained: in each turn as many, so that a later one makes nothing worse. The budget may follow what
+        was compiled.
         """
-        for turn, host in enumerate(self.turns, 1):
-            self.deadline.turn = turn
+        for number, turn in enumerate(self.turns, 1):
+            self.deadline.turn = number
             for i in range(rounds + more):
-                line = self._next(lines, budget(), host=host)
+                line = self._next(lines, budget(), turn)
                 if line is None or line.pending is None:
                     break
                 best = self.best(budget())
@@ -204,8 +202,9 @@ class Search:
             order, cut, solution = min(found, key=lambda each: each[0])
             fits = order[0] == 0.0
             alike = [(g, s) for o, g, s in found if o[0] == 0.0 and g.segments == cut.segments]
+            seconds = order[1] if fits else None
             if allowance is None or not (
-                self.cuttings.deepen(order[1] if fits else None, allowance)
+                any(self.cuttings.deepen(seconds, allowance, turn) for turn in self.turns)
                 or (fits and self.cuttings.divide(alike, allowance))
             ):
                 return cut, solution
@@ -222,11 +221,8 @@ class Search:
             self.cuttings.plain_nbytes = int(order[1])
         return order
 
-    def _next(self, lines: list[Line], budget: int, *, host: bool = False) -> Line | None:
-        """The line to try next, with its pending solution; None where no further round promises anything.
-
-        **Arguments:** `host` whether of those with the host's memory, or of the others.
-        """
+    def _next(self, lines: list[Line], budget: int, turn: int = EXACTLY) -> Line | None:
+        """The line of a turn to try next, with its pending solution; None where no further round promises anything."""
         best, cheap = self.best(budget), self.cuttings.cheap_seconds
         if best is not None and best.seconds <= cheap:
             return None
@@ -235,14 +231,13 @@ class Search:
         for i in itertools.count():
             if i == len(self.cuttings.made):
                 seconds = [line.expected[1] for line in ready] + ([best.seconds] if best else [])
-                if not self.cuttings.deepen(
-                    min(seconds, default=None), budget
-                ) and not self.cuttings.divide_best(known):
+                fastest = min(seconds, default=None)
+                if not self.cuttings.deepen(fastest, budget, turn) and not self.cuttings.divide_best(known):
                     break
             if i == len(lines):
                 lines.append(Line(self.cuttings.made[i]))
             line = lines[i]
-            if (line.graph.host is not None) != host:
+            if self.cuttings.turn(line.graph) != turn:
                 continue
             self._aim(line, budget)
             if line.closed or any(other.expected[1] <= line.graph.extra_seconds for other in ready):
@@ -259,7 +254,7 @@ class Search:
                         break
         if not ready and best is None:
             for line in lines:
-                if id(line.graph) in self.failed or (line.graph.host is not None) != host:
+                if id(line.graph) in self.failed or self.cuttings.turn(line.graph) != turn:
                     continue
                 line.pending = self._lowest(line.graph)
                 if self._hopeful(line, budget) and not self._tried(line.graph, line.pending, line.fence):

@@ -9,6 +9,7 @@ from graphs import UNIT, chain
 from test_host_copies import layers
 
 from jaxremat import Graph, Milp, Solution, complete, simulate
+from jaxremat._model._loop_levels import Copies, Pairs
 from jaxremat._model._stages import uncut
 from jaxremat._plan._deadline import Deadline
 from jaxremat._plan._refusal import dear
@@ -395,3 +396,37 @@ def test_what_host_memory_gives_is_never_worse_than_what_is_found_without(more: 
     bare = Search(replace(graph, host=None), Milp(), 1.0, compiled, 0).within(int(0.7 * plain), 3)
     assert bare is not None and bare.seconds == trial.seconds
     assert tried == [each for each in with_it if not each[0]]
+
+
+@pytest.mark.parametrize("more", [0, 10**12], ids=["slower than predicted", "and larger"])
+def test_what_copies_in_fewer_bits_give_is_never_worse_than_what_is_found_without(more: int) -> None:
+    """By the model a copy takes a quarter of the memory; the compiler says a step's time, and here more memory too."""
+    graph, codes = replace(chain(8), platform="gpu"), (1,)
+    smaller = [replace(v, nbytes=v.nbytes // 4) for v in graph.values]
+    copied = replace(graph, segments=(codes,), values=tuple(smaller))
+    pairs = Pairs.of(graph, (), copies=Copies(codes, 10**6))
+    tried: list[bool] = []
+    least, plain = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+    budget = (least + plain) // 2
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+        rounds = bool(graph.segments)
+        tried.append(rounds)
+        profile = simulate(graph, solution.schedule)
+        trial = a_trial(graph, set(), profile.extra_seconds / graph.step_seconds + rounds)
+        peak = profile.peak_nbytes + more * rounds
+        return replace(trial, solution=solution, profile=profile, fence=fence, peak_nbytes=peak)
+
+    def search(pairs: Pairs | None) -> Trial | None:
+        forms: dict[Any, Graph] = {(codes,): copied}
+        return Search(graph, Milp(), 1.0, compiled, 0, pairs, forms.get).within(budget, 3)
+
+    trial = search(pairs)
+    assert trial is not None
+    assert not trial.graph.segments
+    assert True in tried
+    assert tried == sorted(tried)  # those without come first, as if there were no others
+    with_them, tried = tried, []
+    bare = search(None)
+    assert bare is not None and bare.seconds == trial.seconds
+    assert tried == [each for each in with_them if not each]
