@@ -117,26 +117,28 @@ class Search:
         """
         for number, turn in enumerate(self.turns, 1):
             self.deadline.turn = number
-            for i in range(rounds + more):
+            for i in range(rounds + more + MORE_ROUNDS):
                 line = self._next(lines, budget(), turn)
                 if line is None or line.pending is None:
                     break
-                best = self.best(budget())
+                best, near = self.best(budget()), self._misses_little(budget())
                 if i >= rounds and not self._worth_more(line, best):
                     break
-                if self.trials and not (
-                    self.deadline.allows(best is not None) or self._misses_little(budget())
-                ):
+                if i >= rounds + more and not near:
+                    break
+                if self.trials and not near and not self.deadline.allows(best is not None):
                     break
                 self._attempt(line.graph, line.pending, line.fence)
                 line.pending = None
 
     def _misses_little(self, budget: int) -> bool:
-        """Whether nothing fits, but by so little that the next round, which knows how the model errs, is worth its time
-        rather than the least memory.
+        """Whether nothing bearable fits, but a plan misses the budget by so little that the next round, which knows how
+        the model errs, is worth its time rather than the least memory.
         """
-        missed = min((t.peak_nbytes for t in self.trials), default=0) - budget
-        return 0 < missed <= LITTLE * self.temporaries_nbytes
+        if self._bearable(self.best(budget)):
+            return False
+        missed = (t.peak_nbytes - budget for t in self.trials if self._bearable(t))
+        return any(0 < nbytes <= LITTLE * self.temporaries_nbytes for nbytes in missed)
 
     def _bearable(self, trial: Trial | None) -> bool:
         return trial is not None and trial.seconds <= self._most_seconds()

@@ -124,6 +124,30 @@ def test_what_misses_the_budget_by_little_is_corrected_however_late_it_is(little
     assert bool(trial.solution.schedule.saved) is little
 
 
+@pytest.mark.parametrize("little", [True, False])
+def test_what_misses_by_little_has_more_rounds_rather_than_a_dear_plan(little: bool) -> None:
+    """Plans that save something miss by a little again and again, and fit then; what saves nothing costs three steps."""
+    graph = replace(chain(40), platform="gpu")
+    least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+    budget, rounds = (least + most) // 2, 3
+    missed = 0
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+        nonlocal missed
+        trial = compiled_dearly(graph, solution, fence)
+        if not solution.schedule.saved:
+            return replace(trial, peak_nbytes=least)
+        missed += 1
+        return replace(trial, peak_nbytes=budget + (UNIT if missed <= rounds + MORE_ROUNDS else 0))
+
+    search = Search(graph, Prefixes(), 1.0, compiled, (100 if little else 10) * UNIT)
+    trial = search.within(budget, rounds)
+    assert trial is not None
+    assert trial.peak_nbytes <= budget
+    assert trial.compiled_overhead == 0.1
+    assert any(t.compiled_overhead == 3.0 for t in search.trials) is not little
+
+
 def test_what_all_need_beyond_their_prediction_is_kept_free_by_those_not_compiled_yet() -> None:
     """Of three cuttings into stages the two others begin within what the first one's error leaves."""
     graph, search, budget, beyond = beyond_prediction()
