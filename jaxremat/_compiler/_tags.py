@@ -7,6 +7,7 @@ its passes as `op_name`, so that the kernels of the compiled program say whose r
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax.extend.core as jex
 
@@ -17,37 +18,46 @@ from .._rewrite._trace import Traced
 from ._hlo import COLLECTIVES, CONTROL, FREE, Instruction, Module, executed, maker, materialised
 
 
+class Kernel(NamedTuple):
+    """A kernel of the compiled program: the equations whose buffers it writes and those whose buffers it reads; whether
+    it is one of a `single` result, with which the compiler makes no other.
+    """
+
+    writes: frozenset[int]
+    reads: frozenset[int]
+    single: bool = False
+
+    def renumbered(self, place: Mapping[int, int]) -> "Kernel":
+        """The same by other indices; equations without one are left out."""
+        writes, reads = (frozenset(place[i] for i in each if i in place) for each in self[:2])
+        return Kernel(writes, reads, self.single)
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """What the compiled program does with memory, by equation index.
 
     **Fields:** `sizes` in bytes of the buffers that kernels write for each equation; `kernels` the kernels that read
-    any such buffer, each as the equations whose buffers it writes and those whose buffers it reads; `loops` those of
-    whose iterations it says as much; `sent` the equations for which devices send each other something.
+    any such buffer; `loops` those of whose iterations it says as much; `sent` the equations for which devices send each
+    other something.
     """
 
     sizes: Mapping[int, tuple[int, ...]]
-    kernels: tuple[tuple[frozenset[int], frozenset[int]], ...]
+    kernels: tuple[Kernel, ...]
     loops: frozenset[int] = frozenset()
     sent: frozenset[int] = frozenset()
 
     def renumbered(self, place: Mapping[int, int]) -> "Written":
         """The same by other indices; equations without one are left out."""
         sizes = {place[i]: sizes for i, sizes in self.sizes.items() if i in place}
-        kernels = (
-            (
-                frozenset(place[i] for i in writes if i in place),
-                frozenset(place[i] for i in reads if i in place),
-            )
-            for writes, reads in self.kernels
-        )
-        kernels = tuple((writes, reads) for writes, reads in kernels if reads)
+        kernels = (kernel.renumbered(place) for kernel in self.kernels)
+        kernels = tuple(kernel for kernel in kernels if kernel.reads)
         return Written(sizes, kernels, self.loops, frozenset(place[i] for i in self.sent if i in place))
 
     def decoded(self, place: Mapping[int, int]) -> "Written":
         """The same where what reads results of these equations reads those of others, which are as large."""
         sizes = {**self.sizes, **{j: self.sizes[i] for i, j in place.items() if i in self.sizes}}
-        kernels = ((writes, frozenset(place.get(i, i) for i in reads)) for writes, reads in self.kernels)
+        kernels = (k._replace(reads=frozenset(place.get(i, i) for i in k.reads)) for k in self.kernels)
         return replace(self, sizes=sizes, kernels=tuple(kernels))
 
     def also(self, loop: int, iteration: "Written") -> "Written":
@@ -105,7 +115,8 @@ def written(module: Module) -> Written:
                 continue
             reads = _makers(module, scope, (scope[operand] for operand in instruction.operands))
             if reads:
-                kernels.append((_makers(module, scope, [instruction]), reads))
+                single = "kind=kCustom" in instruction.attributes
+                kernels.append(Kernel(_makers(module, scope, [instruction]), reads, single))
     sizes = {int(tag): sizes for tag, sizes in materialised(module, TAG).items()}
     return Written(sizes, tuple(kernels), sent=frozenset(sent))
 

@@ -284,7 +284,6 @@ class Emitter:
     def _wanted(self, k: int) -> list[int]:
         """The equations to clone: the schedule's nodes, and the fused ones between them and the stage's readers."""
         graph = self.graph
-        loop = graph.nodes[graph.stages[k].start].loop
         wanted = set(self.schedule.recomputed[k])
         gone = {v for n in wanted for v in graph.nodes[n].outputs}
         gone |= {v for v, s in self.schedule.kept if s == k} | self.schedule.away | self.decoding.copies
@@ -302,6 +301,18 @@ class Emitter:
         ]
         # What a clone reads must not be written to memory for its sake: fused operands are cloned with it.
         stack.extend(v for n in wanted for v in graph.nodes[n].inputs)
+        self._clone_fused(k, stack, wanted)
+        if graph.backend.fuses:
+            # A kernel that makes what is cloned besides its own result is to read the sources of both once.
+            again = {v for n in wanted for v in graph.reads[n]} & self.schedule.saved
+            stack = [v for n in self.own[k] for v in graph.nodes[n].inputs]
+            self._clone_fused(k, [v for v in stack if not again.isdisjoint(graph.sources[v])], wanted)
+        return sorted(n for n in wanted if graph.nodes[n].repeatable)
+
+    def _clone_fused(self, k: int, stack: list[int], wanted: set[int]) -> None:
+        """Add to the equations to clone for a stage those that make these values and are fused, and theirs."""
+        graph = self.graph
+        loop = graph.nodes[graph.stages[k].start].loop
         while stack:
             v = stack.pop()
             producer = graph.values[v].producer
@@ -316,7 +327,6 @@ class Emitter:
                 continue
             wanted.add(producer)
             stack.extend(graph.nodes[producer].inputs)
-        return sorted(n for n in wanted if graph.nodes[n].repeatable)
 
     def _apart(self, n: int, v: int) -> bool:
         """Whether what the equation reads was made in another loop's iteration, or in another program."""
@@ -365,5 +375,6 @@ class Emitter:
 
     def _waits(self, n: int, var: Any) -> bool:
         """Whether the equation reads the operand behind the fence, though that is not recomputed."""
+        saved = self.graph.backend.fuses and self.value_of.get(var) in self.schedule.saved
         fetched = self.graph.nodes[n].primitive == FETCH
-        return fetched or bool(entered(self, n)) or self.hazards.early(n, var)
+        return saved or fetched or bool(entered(self, n)) or self.hazards.early(n, var)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from .._compiler._devices import DeviceSpec
-from .._compiler._tags import Written
+from .._compiler._tags import Kernel, Written
 from .._model._graph import Graph, Node, Value
 from .._model._primitive_names import GATHER
 from .._program._flops import (
@@ -25,7 +25,15 @@ from .._program._flops import (
     in_rounds,
     kernel_seconds,
 )
-from .._program._primitives import is_loop_edge, is_loop_slice, is_relabelling, is_view, is_window, is_write
+from .._program._primitives import (
+    is_costly,
+    is_loop_edge,
+    is_loop_slice,
+    is_relabelling,
+    is_view,
+    is_window,
+    is_write,
+)
 from .._rewrite._loop_opening import Loop
 
 MOST_FUSED_FLOPS = 50.0
@@ -52,9 +60,15 @@ def priced(
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
     # contractions and reductions that the compiler fuses into their reader
     heavy: dict[int, frozenset[int]] = {}
+    costly: set[int] = (
+        set()
+    )  # values with arithmetic in them that the compiler does not repeat in each reader
     for node in graph.nodes:
         below = sum(light.get(v, 0.0) for v in node.inputs)
         inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
+        fused = (v for v in node.inputs if not graph.values[v].materialised)
+        if is_costly(eqns[node.id]) or not costly.isdisjoint(fused):
+            costly.update(node.outputs)
         for v in node.outputs:
             if not graph.values[v].materialised:
                 # Fused chains are trees written as DAGs: bounded, lest shared operands count exponentially often.
@@ -106,7 +120,13 @@ def priced(
                 for v in alone.intersection(node.outputs):
                     behind[v] = sources
                     beside[v] = graph.values[v].nbytes / device.bandwidth
-            once = slower * _absorbed_seconds(device, flops / device.peak(flops_dtype(eqn)), read, more)
+            absorbed = slower * _absorbed_seconds(device, flops / device.peak(flops_dtype(eqn)), read, more)
+            if costly.isdisjoint(alone.intersection(node.outputs)):
+                once = absorbed
+            else:  # absorbed by one reader, not by several
+                late = _late_readers(graph, node, written)
+                partners = late if len(late) == 1 else ()
+                node = replace(node, partners=partners, joined_seconds=min(absorbed, once))
         elif partners := _partners(graph, node, written, eqns, readers):
             joined = slower * _absorbed_seconds(device, flops / device.peak(flops_dtype(eqn)), read, made)
             node = replace(node, partners=partners, joined_seconds=min(joined, once))
@@ -163,8 +183,8 @@ def _partners(
     operands = {graph.values[u].producer for u in large}
     found = {
         late
-        for writes, reads in written.kernels
-        if operands <= reads and not any(graph.nodes[n].contraction for n in writes)
+        for writes, reads, single in written.kernels
+        if operands <= reads and not single and not any(graph.nodes[n].contraction for n in writes)
         if (late := _late(graph, writes, reads)) >= 0
     }
     return tuple(sorted(found - _following(graph, node.outputs, eqns, readers, max(found, default=-1))))
@@ -189,14 +209,14 @@ def _following(
 
 def _for_later(graph: Graph, written: Written) -> frozenset[int]:
     """What the forward pass's kernels write and none of them reads."""
-    late = [_late(graph, *kernel) >= 0 for kernel in written.kernels]
+    late = [_late(graph, k.writes, k.reads) >= 0 for k in written.kernels]
     read = {
         i
-        for (writes, reads), after in zip(written.kernels, late, strict=True)
-        if writes and not after
-        for i in reads
+        for kernel, after in zip(written.kernels, late, strict=True)
+        if kernel.writes and not after
+        for i in kernel.reads
     }
-    made = {i for (writes, _), after in zip(written.kernels, late, strict=True) if after for i in writes}
+    made = {i for k, after in zip(written.kernels, late, strict=True) if after for i in k.writes}
     return frozenset(
         v
         for v in graph.residuals
@@ -236,12 +256,18 @@ def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
     """Bytes that the backward pass's kernels read more when they make a value themselves instead of reading it."""
     made = sum(graph.values[v].nbytes for v in node.outputs)
     operands = {graph.values[v].producer: graph.values[v].nbytes for v in graph.reads[node.id]}
-    kernels = written.kernels if written else ((frozenset(), frozenset({node.id})),)
+    kernels = written.kernels if written else (Kernel(frozenset(), frozenset({node.id})),)
     return sum(
-        max(sum(nbytes for n, nbytes in operands.items() if n not in reads) - made, 0)
-        for writes, reads in kernels
-        if node.id in reads and (not writes or _late(graph, writes, reads) >= 0)
+        max(sum(nbytes for n, nbytes in operands.items() if n not in k.reads) - made, 0)
+        for k in kernels
+        if node.id in k.reads and (not k.writes or _late(graph, k.writes, k.reads) >= 0)
     )
+
+
+def _late_readers(graph: Graph, node: Node, written: Written | None) -> tuple[int, ...]:
+    """What the kernels of the backward pass that read a node's result write."""
+    kernels = (k for k in (written.kernels if written else ()) if node.id in k.reads)
+    return tuple(sorted({late for k in kernels if (late := _late(graph, k.writes, k.reads)) >= 0}))
 
 
 def _with_stacking(graph: Graph, device: DeviceSpec, trips: Sequence[int]) -> Graph:
