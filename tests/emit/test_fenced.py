@@ -81,6 +81,42 @@ def test_contractions_read_it_by_its_fenced_name_from_then_on() -> None:
     assert_same(plain, jex.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args)))
 
 
+def gated(weights: Any, x: jax.Array) -> jax.Array:
+    """Layers whose activations are made of products, as their gradients are."""
+    for up, down in weights:
+        y = x @ up
+        x = x + (y * jnp.tanh(y)) @ down
+    return jnp.mean(x**2)
+
+
+def test_what_a_stage_makes_again_and_its_own_work_read_a_source_by_one_name() -> None:
+    """One kernel does both, and is to load it once."""
+    keys = jax.random.split(jax.random.key(0), 7)
+    weights = [
+        (jax.random.normal(keys[2 * i], (WIDTH, 64)), jax.random.normal(keys[2 * i + 1], (64, WIDTH)))
+        for i in range(3)
+    ]
+    args = weights, jax.random.normal(keys[6], (32, WIDTH))
+    traced = trace(jax.jit(jax.value_and_grad(gated)), args, {})
+    graph = lower(traced, DEVICES["h100"], base_nbytes=0)
+    products = [
+        v for v in graph.residuals if graph.nodes[graph.values[v].producer].primitive == "dot_general"
+    ]
+    schedule = complete(graph, products)
+    assert sum(map(bool, schedule.recomputed)) > 1
+    jaxpr = emit(traced, graph, schedule)
+    saved = {traced.jaxpr.jaxpr.eqns[graph.values[v].producer].outvars[0] for v in products}
+    passed: set[Any] = set()
+    for eqn in jaxpr.jaxpr.eqns:
+        if eqn.primitive.name == "optimization_barrier":
+            passed.update(saved.intersection(_compat.variables(eqn.invars)))
+        else:
+            assert passed.isdisjoint(_compat.variables(eqn.invars)), eqn
+    assert len(passed) > 1
+    plain = jex.jaxpr_as_fun(traced.jaxpr)(*jax.tree.leaves(args))
+    assert_same(plain, jex.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args)))
+
+
 @pytest.mark.slow
 def test_what_products_read_is_kept_in_one_layout() -> None:
     """ViT's products are cuBLAS's, because Triton has no tiling for its length; those want layouts of their own."""

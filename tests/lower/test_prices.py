@@ -8,7 +8,7 @@ import pytest
 
 from jaxremat import Graph, complete
 from jaxremat._compiler._devices import DEVICES
-from jaxremat._compiler._tags import Written
+from jaxremat._compiler._tags import Kernel, Written
 from jaxremat._lower._lower import lower
 from jaxremat._model._simulate import extra_seconds
 from jaxremat._rewrite._trace import Traced, trace
@@ -39,9 +39,9 @@ def written_by_one_kernel(traced: Traced, also_read: bool) -> tuple[Written, dic
     last = len(eqns) - 1
     reads = {mul, tanh} if also_read else {mul}
     kernels = (
-        (frozenset({mul, tanh}), frozenset({dot})),
-        (frozenset({second}), frozenset(reads)),
-        (frozenset({last}), frozenset({dot, tanh})),
+        Kernel(frozenset({mul, tanh}), frozenset({dot})),
+        Kernel(frozenset({second}), frozenset(reads)),
+        Kernel(frozenset({last}), frozenset({dot, tanh})),
     )
     return Written(dict.fromkeys((dot, tanh, mul, second), (NBYTES,)), kernels), first
 
@@ -72,10 +72,15 @@ def squared(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def in_the_backward_pass(
-    fn: Any, weights: Any, besides: tuple[str, ...] = (), reads: tuple[str, ...] = ("dot",)
+    fn: Any,
+    weights: Any,
+    besides: tuple[str, ...] = (),
+    reads: tuple[str, ...] = ("dot",),
+    *,
+    single: bool = False,
 ) -> tuple[Graph, dict[str, int]]:
-    """The graph where one kernel makes an activation's gradient of its cotangent and what else it `reads`, and writes
-    other nodes `besides`; with nodes by name.
+    """The graph where one kernel, of a `single` result or not, makes an activation's gradient of its cotangent and what
+    else it `reads`, and writes other nodes `besides`; with nodes by name.
     """
     traced = trace(jax.jit(jax.grad(fn)), (weights, struct(ROWS, WIDTH)), {})
     eqns = traced.jaxpr.jaxpr.eqns
@@ -86,12 +91,13 @@ def in_the_backward_pass(
     named |= {"dot": named["dot_general"], "cotangent": [i for i in late if bare.nodes[i].contraction][-1]}
     named["gradient"] = late[-1]
     kernels = (
-        (frozenset({named["mul"]}), frozenset({named["dot"]})),
-        (
+        Kernel(frozenset({named["mul"]}), frozenset({named["dot"]})),
+        Kernel(
             frozenset({named["gradient"], *(named[b] for b in besides)}),
             frozenset(named[r] for r in (*reads, "cotangent")),
+            single,
         ),
-        (frozenset({len(eqns) - 1}), frozenset({named["gradient"], *(named[b] for b in besides)})),
+        Kernel(frozenset({len(eqns) - 1}), frozenset({named["gradient"], *(named[b] for b in besides)})),
     )
     sizes = {
         i: (NBYTES,) for name, i in named.items() if name in {"mul", "dot", "cotangent", "gradient", *besides}
@@ -119,6 +125,28 @@ def test_kernels_that_wait_for_its_readers_or_read_others_write_it_not(
 ) -> None:
     graph, named = in_the_backward_pass(fn, weights, reads=reads)
     assert graph.nodes[named["mul"]].partners == ()
+
+
+def test_kernels_of_a_single_result_write_nothing_besides() -> None:
+    graph, named = in_the_backward_pass(gated, [struct(WIDTH, WIDTH)] * 2, single=True)
+    assert graph.nodes[named["mul"]].partners == ()
+
+
+def test_costly_work_is_repeated_for_one_reader_and_not_for_two() -> None:
+    """The tanh is part of the backward pass's kernel, but not where the product's operand is made again of it too."""
+    traced = trace(jax.jit(jax.grad(gated)), ([struct(WIDTH, WIDTH)] * 2, struct(ROWS, WIDTH)), {})
+    written, first = written_by_one_kernel(traced, also_read=False)
+    graph = lower(traced, H100, base_nbytes=0, written=written)
+    tanh, mul = (graph.nodes[first[name]] for name in ("tanh", "mul"))
+    alone = complete(graph, set(graph.residuals) - set(tanh.outputs))
+    both = complete(graph, set(graph.residuals) - {*tanh.outputs, *mul.outputs})
+    assert set().union(*alone.recomputed) == {tanh.id}
+    assert set().union(*both.recomputed) == {tanh.id, mul.id}
+    spared = NBYTES / H100.bandwidth
+    assert extra_seconds(graph, alone) == pytest.approx(-spared)
+    kernel = 2 * NBYTES / H100.bandwidth + H100.launch_seconds
+    assert tanh.seconds == pytest.approx(kernel, rel=0.01)
+    assert extra_seconds(graph, both) == pytest.approx(-spared + kernel + mul.joined_seconds, rel=0.01)
 
 
 def test_what_the_backward_pass_makes_besides_is_not_saved() -> None:

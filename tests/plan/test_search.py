@@ -126,7 +126,7 @@ def test_what_misses_the_budget_by_little_is_corrected_however_late_it_is(little
 
 @pytest.mark.parametrize("little", [True, False])
 def test_what_misses_by_little_has_more_rounds_rather_than_a_dear_plan(little: bool) -> None:
-    """Plans that save something miss by a little again and again, and fit then; what saves nothing costs three steps."""
+    """Plans that save something miss by a little again and again, and then fit; the least memory costs three steps."""
     graph = replace(chain(40), platform="gpu")
     least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
     budget, rounds = (least + most) // 2, 3
