@@ -22,8 +22,8 @@ def test_kernels_read_what_kernels_write() -> None:
     program = jax.jit(jex.jaxpr_as_fun(tagged(traced, backend("cpu"))))
     found = written(parse(str(program.lower(x).compile().as_text())))
     assert found.sizes[1] == (64 * 64 * 4,)
-    assert [reads for writes, reads in found.kernels if 2 in writes] == [{1}]
-    assert all(reads <= found.sizes.keys() for _, reads in found.kernels)
+    assert [k.reads for k in found.kernels if 2 in k.writes] == [{1}]
+    assert all(k.reads <= found.sizes.keys() for k in found.kernels)
 
 
 HLO = """HloModule step
