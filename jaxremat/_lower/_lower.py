@@ -138,6 +138,8 @@ def lower(
         in_memory = _by_compiler(jaxpr.eqns, nodes, values, written.sizes) | inside
         if fuses:
             in_memory |= written_sums(jaxpr.eqns, nodes, values)
+        else:
+            in_memory |= _unnamed(nodes, written.sizes)
     sunk = frozenset(index[v] for v in sunk_values(jaxpr.eqns, traced.loop_of, traced.loops))
     in_memory -= sunk
     sums = sums_of_scattered(jaxpr.eqns, nodes)
@@ -313,6 +315,14 @@ def _by_compiler(
     }
     chosen = {behind_views(v, eqns, nodes, values) for v in chosen}
     return chosen | _read_in_memory(eqns, nodes, values, lambda node: not node.forward)
+
+
+def _unnamed(nodes: Sequence[Node], written: Mapping[int, Sequence[int]]) -> set[int]:
+    """The results of convolutions of which the compiled program says nothing: XLA:CPU makes matrix products of some, or
+    turns their operands around, and what it puts in their place may have no name. It is no part of another kernel.
+    """
+    lost = (n for n in nodes if n.primitive == "conv_general_dilated" and n.id not in written)
+    return {v for node in lost for v in node.outputs}
 
 
 def _by_rules(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:

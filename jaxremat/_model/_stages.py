@@ -141,29 +141,24 @@ def _spanning_and_consumed(graph: Graph, start: int, fine: bool) -> tuple[list[i
 
 
 def _candidates(graph: Graph, start: int, spanning: list[int], consumed: list[int]) -> list[int]:
-    """Places where cutting may be best, and both ends: within each stretch where locally least spans, the first place
-    and every place before which something was consumed.
+    """Places where cutting may be best, and both ends: within each stretch where as much spans, the first place and every
+    place before which something was consumed. Not only where least spans: what is read throughout spans everything.
 
     Differences below a share of the most are noise (statistics, biases) and make no stretch of their own.
     """
     noise = max(spanning) * NOISE_SHARE
-    stretches: list[tuple[int, list[int]]] = []  # (bytes that span it, places)
+    places: list[tuple[int, int]] = []  # (bytes that span it, place)
+    spans = -1
     for node in graph.nodes[start + 1 :]:
         if not graph.kernel[node.id]:
             continue
         here = spanning[node.id - start]
-        if not stretches or abs(here - stretches[-1][0]) > noise:
-            stretches.append((here, [node.id]))
-        elif consumed[node.id - start] > consumed[stretches[-1][1][-1] - start]:
-            stretches[-1][1].append(node.id)
-    lowest = [
-        (stretches[i][0], place)
-        for i in range(len(stretches))
-        if (i == 0 or stretches[i - 1][0] > stretches[i][0])
-        and (i == len(stretches) - 1 or stretches[i + 1][0] > stretches[i][0])
-        for place in stretches[i][1]
-    ]
-    per_bucket = -(-len(lowest) // MOST_CANDIDATES)  # of neighbours in too long a list, the best
-    buckets = [lowest[i : i + per_bucket] for i in range(0, len(lowest), per_bucket or 1)]
+        if not places or abs(here - spans) > noise:
+            spans = here
+            places.append((spans, node.id))
+        elif consumed[node.id - start] > consumed[places[-1][1] - start]:
+            places.append((spans, node.id))
+    per_bucket = -(-len(places) // MOST_CANDIDATES)  # of neighbours in too long a list, the best
+    buckets = [places[i : i + per_bucket] for i in range(0, len(places), per_bucket or 1)]
     chosen = (min(bucket)[1] for bucket in buckets)
     return [start, *chosen, len(graph.nodes)]
