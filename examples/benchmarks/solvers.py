@@ -88,8 +88,8 @@ def markdown(found: Sequence[records.Record]) -> str:
     """All networks in one table, with its title."""
     lines = [
         "### CBC and HiGHS",
-        "Integer programs of steps lowered for the CPU, for shares of the predicted temporaries: seconds until the solver\n"
-        "ends (10 are allowed), overhead of the schedule and the bound on it, as shares of the step's time.",
+        "Integer programs of steps lowered for the CPU, for shares of the predicted temporaries: seconds until the\n"
+        "solver ends (10 are allowed), overhead of the schedule and the bound on it, as shares of the step's time.",
         f"| step | values | share |{''.join(f' {e}, s | {e} | bound |' for e in ENGINES)}\n"
         f"|---|---:|---:|{'---:|' * 3 * len(ENGINES)}",
     ]

@@ -141,8 +141,8 @@ def _spanning_and_consumed(graph: Graph, start: int, fine: bool) -> tuple[list[i
 
 
 def _candidates(graph: Graph, start: int, spanning: list[int], consumed: list[int]) -> list[int]:
-    """Places where cutting may be best, and both ends: within each stretch where as much spans, the first place and every
-    place before which something was consumed. Not only where least spans: what is read throughout spans everything.
+    """Places where cutting may be best, and both ends: within each stretch where as much spans, the first place and
+    every place before which something was consumed. Not only where least spans: what is read throughout spans all.
 
     Differences below a share of the most are noise (statistics, biases) and make no stretch of their own.
     """
