@@ -25,6 +25,7 @@ from examples.benchmarks import (
     records,
     residuals,
     sharded,
+    solvers,
     unrolled,
 )
 from examples.benchmarks.bench import AT
@@ -113,6 +114,7 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
         *map(llama_70b.markdown, records.read_all(results, "llama")),
         host_memory.markdown(list(records.read_all(results, "host_memory"))),
         residuals.markdown(list(records.read_all(results, residuals.FOLDER))),
+        solvers.markdown(list(records.read_all(results, solvers.FOLDER))),
         emitters.markdown(emitted),
         *map(jax_remat_tests.markdown, jax_tests(results)),
         *map(ablation.markdown, records.read_all(results, "ablation")),

@@ -177,14 +177,23 @@ class Program:
         """`jit` of a function with the program's signature that evaluates a flat jaxpr of it."""
         evaluate = jex.jaxpr_as_fun(traced.step(closed))
         name = getattr(self.fn, "__name__", "step")
+        types = traced.step(traced.closed).out_avals
 
         def step(*args: Any, **kwargs: Any) -> Any:
             leaves = jax.tree.leaves(self.dynamic(args, kwargs))
-            return jax.tree.unflatten(traced.out_tree, evaluate(*leaves))
+            results = map(_as_weak, evaluate(*leaves), types)
+            return jax.tree.unflatten(traced.out_tree, results)
 
         step.__name__ = step.__qualname__ = name
         step.__wrapped__ = self.fn  # type: ignore[attr-defined]  # its signature, for donation and static arguments by name
         return self.jit(step, keep_unused=keep_unused)
+
+
+def _as_weak(array: Any, aval: Any) -> Any:
+    """The array, with a type as weak as that of the plain step's result: what a step returns goes into the next."""
+    if not getattr(aval, "weak_type", False) or array.aval.weak_type:
+        return array
+    return jax.lax.convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
 
 
 def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
