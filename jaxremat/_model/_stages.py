@@ -15,7 +15,8 @@ where the user has pinned one.
 Who reads a residual has two answers, hence two cuttings. A *fine* one counts the readers themselves. A *coarse* one
 counts as a reader of `u` also who reads what pointwise kernels make of `u`, because recomputing that needs `u`: no cut
 between the gradients of an activation and of the contraction behind it. The coarse one recomputes less, the fine one
-reaches lower peaks where a single layer is large.
+reaches lower peaks where a single layer is large. It may cut anywhere, the coarse one only where locally least spans:
+there is no such place within what reads one large residual throughout, as the end of a residual stream behind a mean.
 """
 
 from dataclasses import replace
@@ -38,7 +39,7 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
         return ()
     spanning, consumed, total = _spanning_and_consumed(graph, start, fine)
     ends = set(_fixed_cuts(graph, start))
-    places = sorted({*_candidates(graph, start, spanning, consumed), *ends})
+    places = sorted({*_candidates(graph, start, spanning, consumed, fine), *ends})
     live = _load(graph, start)
     highest = [max(live[a - start : b - start]) for a, b in pairwise(places)]
     # best[i]: cost of the best cutting of everything before places[i]
@@ -140,25 +141,35 @@ def _spanning_and_consumed(graph: Graph, start: int, fine: bool) -> tuple[list[i
     return spanning[:size], consumed[:size], total or 1
 
 
-def _candidates(graph: Graph, start: int, spanning: list[int], consumed: list[int]) -> list[int]:
-    """Places where cutting may be best, and both ends: within each stretch where as much spans, the first place and
-    every place before which something was consumed. Not only where least spans: what is read throughout spans all.
+def _candidates(
+    graph: Graph, start: int, spanning: list[int], consumed: list[int], anywhere: bool
+) -> list[int]:
+    """Places where cutting may be best, and both ends: within each stretch where locally least spans, or `anywhere`,
+    the first place and every place before which something was consumed.
 
     Differences below a share of the most are noise (statistics, biases) and make no stretch of their own.
     """
     noise = max(spanning) * NOISE_SHARE
-    places: list[tuple[int, int]] = []  # (bytes that span it, place)
-    spans = -1
+    stretches: list[tuple[int, list[int]]] = []  # (bytes that span it, places)
     for node in graph.nodes[start + 1 :]:
         if not graph.kernel[node.id]:
             continue
         here = spanning[node.id - start]
-        if not places or abs(here - spans) > noise:
-            spans = here
-            places.append((spans, node.id))
-        elif consumed[node.id - start] > consumed[places[-1][1] - start]:
-            places.append((spans, node.id))
-    per_bucket = -(-len(places) // MOST_CANDIDATES)  # of neighbours in too long a list, the best
-    buckets = [places[i : i + per_bucket] for i in range(0, len(places), per_bucket or 1)]
+        if not stretches or abs(here - stretches[-1][0]) > noise:
+            stretches.append((here, [node.id]))
+        elif consumed[node.id - start] > consumed[stretches[-1][1][-1] - start]:
+            stretches[-1][1].append(node.id)
+    lowest = [
+        (stretches[i][0], place)
+        for i in range(len(stretches))
+        if anywhere
+        or (
+            (i == 0 or stretches[i - 1][0] > stretches[i][0])
+            and (i == len(stretches) - 1 or stretches[i + 1][0] > stretches[i][0])
+        )
+        for place in stretches[i][1]
+    ]
+    per_bucket = -(-len(lowest) // MOST_CANDIDATES)  # of neighbours in too long a list, the best
+    buckets = [lowest[i : i + per_bucket] for i in range(0, len(lowest), per_bucket or 1)]
     chosen = (min(bucket)[1] for bucket in buckets)
     return [start, *chosen, len(graph.nodes)]
