@@ -1,6 +1,5 @@
 """What running a kernel again costs, and what saving a value does, where the compiler fuses."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ from jaxremat._compiler._devices import DEVICES
 from jaxremat._compiler._tags import Kernel, Written
 from jaxremat._lower._lower import lower
 from jaxremat._model._simulate import extra_seconds
-from jaxremat._model._stages import uncut
 from jaxremat._rewrite._trace import Traced, trace
 
 H100 = DEVICES["h100"]
@@ -113,7 +111,6 @@ def test_what_another_kernel_writes_besides_costs_its_writing() -> None:
     assert node.partners == (named["gradient"],)
     assert node.joined_seconds == pytest.approx(NBYTES / H100.bandwidth)
     assert node.seconds == pytest.approx(2 * NBYTES / H100.bandwidth + H100.launch_seconds, rel=0.01)
-    graph = replace(graph, stages=uncut(graph))
     schedule = complete(graph, set(graph.residuals) - set(node.outputs))
     assert schedule.recomputed == ((node.id,),)
     assert extra_seconds(graph, schedule) == node.joined_seconds
