@@ -181,7 +181,7 @@ class Program:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             leaves = jax.tree.leaves(self.dynamic(args, kwargs))
-            results = map(_as_weak, evaluate(*leaves), types)
+            results = [_as_weak(*each) for each in zip(evaluate(*leaves), types, strict=True)]
             return jax.tree.unflatten(traced.out_tree, results)
 
         step.__name__ = step.__qualname__ = name
