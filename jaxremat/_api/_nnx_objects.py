@@ -51,7 +51,7 @@ class OfObjects:
             came, made = self._outside.jax_in_shardings, self._outside.jax_out_shardings
             with_static = self._beside_static(came, program)
             of_trees = replace(of_trees, in_shardings=came, out_shardings=(with_static, None, made))
-        self.of_trees = make(of_trees)
+        self._of_trees = make(of_trees)
         self._outside.jitted_fn = self
 
     def _beside_static(self, shardings: Any, program: Program) -> Any:
@@ -64,17 +64,17 @@ class OfObjects:
         return tuple(every)
 
     def __call__(self, *trees: Any, **named: Any) -> Any:
-        return self.of_trees(*trees, **named)
+        return self._of_trees(*trees, **named)
 
     def lower(self, *trees: Any, **named: Any) -> Any:
-        self._answer = self._question(*trees, **named)
+        self._answer = self._question(self._of_trees, *trees, **named)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the step on objects."""
         return self._outside(*args, **kwargs)
 
     def ask(self, question: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function of the trees says; the objects stay as they are."""
+        """What a function says of what was made, for the trees; the objects stay as they are."""
         self._question = question
         self._outside.lower(*args, **kwargs)
         return self._answer

@@ -27,8 +27,10 @@ from .._runtime._errors import ArgumentError, JaxrematWarning
 from .._runtime._progress import timed
 from .._runtime._progress_bars import shown
 from .._solver import Milp, Solver
+from ._argument_kinds import kind_of
 from ._bound_step import Bound
-from ._nnx_objects import OfObjects, has_objects
+from ._nnx_objects import OfObjects
+from ._strict_trees import OfLeaves
 
 _UNSET: Any = object()
 
@@ -225,7 +227,7 @@ class Step:
         self._options = options
         self._planned: dict[Any, Planned] = {}
         self._recent: _Recent | None = None
-        self._of_objects: OfObjects | None = None
+        self._by_kind: dict[Any, OfObjects | OfLeaves] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recent = self._recent
@@ -251,19 +253,18 @@ class Step:
                 raise
             return self._slow_call(args, kwargs)  # the same types, traced or placed on other devices
 
-    def _objects(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OfObjects | None:
-        """This step for NNX objects, if some are among the arguments."""
-        if not has_objects(args, kwargs):
-            return None
-        if self._of_objects is None:
-            self._of_objects = OfObjects(
-                self._program, lambda of_trees: Step(of_trees, self._budget, self._given, self._options)
+    def _through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OfObjects | OfLeaves | None:
+        """This step by way of one of plain trees, where its arguments are no such; see `_argument_kinds`."""
+        kind = kind_of(args, kwargs)
+        if kind is not None and kind not in self._by_kind:
+            self._by_kind[kind] = kind(
+                self._program, lambda plain: Step(plain, self._budget, self._given, self._options)
             )
-        return self._of_objects
+        return self._by_kind[kind] if kind is not None else None
 
     def _slow_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (objects := self._objects(args, kwargs)) is not None:
-            return objects.call(args, kwargs)
+        if (through := self._through(args, kwargs)) is not None:
+            return through.call(args, kwargs)
         dynamic = self._program.dynamic(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
@@ -284,8 +285,8 @@ class Step:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
-        if (objects := self._objects(args, kwargs)) is not None:
-            return objects.ask(objects.of_trees.plan, args, kwargs)
+        if (through := self._through(args, kwargs)) is not None:
+            return through.ask(Step.plan, args, kwargs)
         return self._plan_for(args, kwargs).plan
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
@@ -294,14 +295,14 @@ class Step:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The planned step, lowered for these arguments: a `jax.stages.Lowered`, or its like for a target."""
-        if (objects := self._objects(args, kwargs)) is not None:
-            return objects.ask(objects.of_trees.lower, args, kwargs)
+        if (through := self._through(args, kwargs)) is not None:
+            return through.ask(Step.lower, args, kwargs)
         return self._program.lower(self._plan_for(args, kwargs).jitted, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """The planned step, compiled for these arguments: a `jax.stages.Compiled`, or its like for a target."""
-        if (objects := self._objects(args, kwargs)) is not None:
-            return objects.ask(objects.of_trees.compile, args, kwargs)
+        if (through := self._through(args, kwargs)) is not None:
+            return through.ask(Step.compile, args, kwargs)
         return self._compiled(self._plan_for(args, kwargs), args, kwargs)
 
     def _compiled(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from .._plan._arguments import as_tuple
 from .._plan._plan import Plan
 from .._runtime._bytes import Budget
 from .._solver import Milp, Solver, Sublinear
-from ._nnx_objects import OfObjects, has_objects
+from ._argument_kinds import kind_of
 from ._optimize import Step, optimize
 
 
@@ -47,11 +47,10 @@ def memory(
         target=None if target is None else Target(target),
     )
     program = placed(program, args, {})
-    if has_objects(args, {}):
-        objects = OfObjects(program, lambda of_trees: of_trees)
-        trees: Program = objects.of_trees
-        return MemoryStats.of(
-            objects.ask(lambda *found: trees.lower(trees.plain, found, {}).compile(), args, {})
+    if (kind := kind_of(args, {})) is not None:
+        through = kind(program, lambda plain: plain)
+        return through.ask(
+            lambda plain, *found: MemoryStats.of(plain.lower(plain.plain, found, {}).compile()), args, {}
         )
     if (jitted := getattr(fn, "lower", None)) is None or program.fn is not fn:
         return MemoryStats.of(program.lower(program.plain, args, {}).compile())

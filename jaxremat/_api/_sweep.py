@@ -79,12 +79,12 @@ def sweep(
         step = fn
     else:
         step = optimize(None, target=target, **options)(fn)
-    if (objects := step._objects(args, {})) is not None:
-        return objects.ask(functools.partial(_swept, objects.of_trees, points), args, {})
-    return _swept(step, points, *args)
+    if (through := step._through(args, {})) is not None:
+        return through.ask(functools.partial(_swept, points), args, {})
+    return _swept(points, step, *args)
 
 
-def _swept(step: Step, points: int, *args: Any) -> Frontier:
+def _swept(points: int, step: Step, *args: Any) -> Frontier:
     """The frontier of a step of trees of arrays."""
     baseline, request = step._prepare(args, {})
     with shown(request.options.progress), phase("sweeping", points + len(POLICIES)) as progress:
