@@ -1,8 +1,9 @@
 """A step whose arguments' classes hold nothing but arrays -> the same step of their leaves.
 
-`jax.jit` lowers a step by putting descriptions of arrays into the trees of its arguments, and a class that looks at what
-it is given (`jmp.DynamicLossScale`, dataclasses that check their fields) refuses them: such a step can be called, but
-not lowered. Here each argument is a tuple of its leaves, and the trees are made while the step is traced, as in a call.
+`jax.jit` lowers a step by putting descriptions of arrays into the trees of its arguments, and a class that looks at
+what it is given (`jmp.DynamicLossScale`, dataclasses that check their fields) refuses them: such a step can be called,
+but not lowered. Here each argument is a tuple of its leaves, and the trees are made while the step is traced, as in a
+call.
 """
 
 from collections.abc import Callable, Sequence

@@ -91,19 +91,19 @@ def in_scope(eqn: Any, scope: str) -> Any:
     return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
 
 
-_REMATTED = "rematted_computation"
+def has_scope(eqn: Any, scope: str) -> bool:
+    """Whether this name is in the equation's name stack."""
+    return any(part.name == scope for part in eqn.source_info.name_stack.stack)
+
+
+REMATTED = "rematted_computation"
 """How JAX names the forward pass that a checkpoint runs again in the backward pass."""
-
-
-def is_rematted(eqn: Any) -> bool:
-    """Whether a checkpoint of the user's own computes the equation again."""
-    return any(part.name == _REMATTED for part in eqn.source_info.name_stack.stack)
 
 
 def as_forward(eqn: Any) -> Any:
     """An equation that a checkpoint computes again, under the name that it has without the checkpoint."""
     info = eqn.source_info
-    own = (part for part in info.name_stack.stack if part.name not in ("transpose", _REMATTED))
+    own = (part for part in info.name_stack.stack if part.name not in ("transpose", REMATTED))
     return eqn.replace(source_info=info.replace(name_stack=_source.NameStack(tuple(own))))
 
 

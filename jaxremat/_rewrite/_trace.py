@@ -24,6 +24,7 @@ from .._program._inline import Inliner
 from .._program._primitives import is_late
 from .._runtime._errors import JaxrematWarning
 from .._runtime._garbage import uncollected
+from ._cotangent_chains import with_names
 from ._encodings import Encoded, with_copies
 from ._gathered_operands import Gather, gathered
 from ._loop_opening import ALONE, BACKWARD, Loop, Opened, open_loops
@@ -198,7 +199,7 @@ def normalise(
     and nothing is of both.
     """
     inliner = Inliner(respect_checkpoint=respect_checkpoint)
-    flat = gathered(inliner.program(closed), gathers)
+    flat = with_names(gathered(inliner.program(closed), gathers))
     once, once_of, _, first = _merged(flat, inliner)
     if inliner.rematted:
         once, once_of = _undone(once, once_of)
@@ -240,7 +241,8 @@ def normalise(
     found = {
         of_once[i]: place.get(new, -1) for i, new in zip(opened.origin, merged_of, strict=True) if i >= 0
     }
-    rematted = (i for i, eqn in enumerate(flat.jaxpr.eqns) if inliner.rematted and _compat.is_rematted(eqn))
+    again_of = (i for i, eqn in enumerate(flat.jaxpr.eqns) if _compat.has_scope(eqn, _compat.REMATTED))
+    rematted = again_of if inliner.rematted else ()
     jaxpr = _compat.new_jaxpr(
         merged.jaxpr.constvars,
         merged.consts,

@@ -26,7 +26,7 @@ def forward_again(eqns: Sequence[Any]) -> tuple[list[Any], list[int]]:
     for i, eqn in enumerate(eqns):
         operands = _compat.variables(eqn.invars)
         of_late = any(a in late for a in operands)
-        if is_late(eqn) and not of_late and not eqn.effects and _compat.is_rematted(eqn):
+        if is_late(eqn) and not of_late and not eqn.effects and _compat.has_scope(eqn, _compat.REMATTED):
             moved.add(i)
             anchor.append(max((anchor[maker[a]] for a in operands if a in maker), default=-1))
         else:

@@ -1,0 +1,79 @@
+"""Flat equations -> the same, with the cotangents named that should be in memory although XLA:CPU would not write them.
+
+Where layers pass their input on through pointwise work alone (`x * gate(x) + f(x)`, highway layers, unrolled recurrent
+cells, dropout on a residual branch), so do their gradients: the cotangent of a layer's input is pointwise work on that
+of its output. XLA:CPU then makes it within each kernel that reads it, from what all later layers have left: work that
+grows with the square of the depth, and an end of the backward pass that still reads the residuals of its beginning, so
+that no stage could drop any. Of such a chain each cotangent is named that is read more than once, and is made of more
+than `CHAIN` times its size, counted from the last that was named. In planned steps it passes a fence of its own.
+
+Law: names alone are added. Bodies of loops have no such chains: they hand cotangents on in memory.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jex
+
+from .._program import _compat
+from .._program._flops import aval_nbytes
+from .._program._primitives import is_heavy, is_late, is_relabelling, reads_memory
+
+CHAIN = 1.5
+"""How many times its size a cotangent is made of before it is worth writing."""
+
+SMALL_SHARE = 0.01
+"""Cotangents below this share of the largest are not worth a fence."""
+
+MOST_SOURCES = 64
+"""Of what is made of more the sources are not followed: it is taken for something in memory."""
+
+_SCOPE = "in_memory"
+
+
+def is_named(eqn: Any) -> bool:
+    """Whether it makes a cotangent that should be in memory."""
+    return _compat.has_scope(eqn, _SCOPE)
+
+
+def in_memory(eqn: Any) -> list[Any]:
+    """The equation, whose result passes a fence of its own."""
+    (made,) = eqn.outvars
+    before = _compat.new_var(made.aval)
+    return [eqn.replace(outvars=[before]), _compat.barrier([before], [made], eqn.source_info)]
+
+
+def with_names(flat: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The equations, those of such cotangents under one more name."""
+    eqns = flat.jaxpr.eqns
+    read = Counter(v for eqn in eqns for v in _compat.variables(eqn.invars))
+    written = _read_by_heavy_work(eqns)
+    late = [is_late(eqn) for eqn in eqns]
+    sizes = [aval_nbytes(v.aval) for eqn, is_so in zip(eqns, late, strict=True) if is_so for v in eqn.outvars]
+    small = SMALL_SHARE * max(sizes, default=0)
+    cotangents = {v for eqn, is_so in zip(eqns, late, strict=True) if is_so for v in eqn.outvars}
+    sources: dict[Any, frozenset[Any]] = {}
+    named: list[Any] = []
+    for eqn, is_so in zip(eqns, late, strict=True):
+        if is_heavy(eqn) or len(eqn.outvars) != 1 or eqn.outvars[0] in written:
+            named.append(eqn)
+            continue
+        (made,) = eqn.outvars
+        of = frozenset().union(*(sources.get(v, {v}) for v in _compat.variables(eqn.invars)))
+        nbytes = aval_nbytes(made.aval)
+        chained = is_so and read[made] > 1 and nbytes > small
+        chained = chained and sum(aval_nbytes(v.aval) for v in of & cotangents) > CHAIN * nbytes
+        if not chained and len(of) <= MOST_SOURCES:
+            sources[made] = of
+        named.append(_compat.in_scope(eqn, _SCOPE) if chained else eqn)
+    return _compat.new_jaxpr(flat.jaxpr.constvars, flat.consts, flat.jaxpr.invars, flat.jaxpr.outvars, named)
+
+
+def _read_by_heavy_work(eqns: Sequence[Any]) -> set[Any]:
+    """What contractions and the like read, views of it looked through: it is in memory."""
+    found: set[Any] = set()
+    for eqn in reversed(eqns):
+        if reads_memory(eqn) or (is_relabelling(eqn) and not found.isdisjoint(eqn.outvars)):
+            found.update(_compat.variables(eqn.invars))
+    return found

@@ -1,0 +1,82 @@
+"""Gradients that pass layers by pointwise work alone: written once each layer, not made again by every kernel."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_optimize import assert_same
+
+import jaxremat
+from jaxremat._model._backend import backend
+from jaxremat._rewrite._cotangent_chains import in_memory, is_named
+from jaxremat._rewrite._kernel_choice import inline, replaced
+from jaxremat._rewrite._trace import trace
+
+LAYERS, WIDTH, ROWS = 8, 64, 2048
+
+
+def gated(x: jax.Array, w: jax.Array) -> jax.Array:
+    u = x @ w
+    return x * jax.nn.sigmoid(u[:, :WIDTH]) + jnp.tanh(u[:, WIDTH:])
+
+
+def highway(x: jax.Array, w: jax.Array) -> jax.Array:
+    gate = jax.nn.sigmoid(x @ w[:, :WIDTH])
+    return gate * jnp.tanh(x @ w[:, WIDTH:]) + (1 - gate) * x
+
+
+def residual(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Gradients reach the product as they are, and are in memory for it."""
+    return x + jnp.tanh(x @ w[:, :WIDTH]) @ w[:, WIDTH:]
+
+
+def step_of(layer: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:
+    def step(weights: list[jax.Array], x: jax.Array) -> Any:
+        def loss_fn(weights: list[jax.Array]) -> jax.Array:
+            h = x
+            for w in weights:
+                h = layer(h, w)
+            return (h**2).mean()
+
+        loss, gradients = jax.value_and_grad(loss_fn)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], loss
+
+    return step
+
+
+def args() -> tuple[list[jax.Array], jax.Array]:
+    keys = jax.random.split(jax.random.key(0), LAYERS + 1)
+    weights = [jax.random.normal(k, (WIDTH, 2 * WIDTH)) * 0.1 for k in keys[1:]]
+    return weights, jax.random.normal(keys[0], (ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("layer", [gated, highway])
+def test_a_half_without_other_forms(layer: Any) -> None:
+    step = step_of(layer)
+    memory = jaxremat.memory(step, *args(), donate_argnums=0)
+    budget = memory.base_nbytes + memory.temporaries_nbytes // 2
+    planned = jaxremat.optimize(budget, donate_argnums=0, allow=(), cache=False)(step)
+    assert planned.plan(*args()).peak_nbytes <= budget
+    assert_same(jax.jit(step)(*args()), planned(*args()))
+
+
+def test_which_are_named() -> None:
+    def named(layer: Any) -> int:
+        return sum(map(is_named, trace(jax.jit(step_of(layer)), args(), {}).jaxpr.jaxpr.eqns))
+
+    assert named(residual) == 0
+    for layer in (gated, highway):
+        assert LAYERS // 3 <= named(layer) <= LAYERS
+
+
+def test_a_fence_of_its_own_where_the_compiler_repeats_work() -> None:
+    eqns = trace(jax.jit(step_of(gated)), args(), {}).jaxpr.jaxpr.eqns
+    eqn = next(filter(is_named, eqns))
+    assert replaced(backend("cpu"))(eqn)
+    assert not replaced(backend("gpu"))(eqn)
+    made, fence = inline(eqn)
+    assert (made.primitive, fence.primitive.name) == (eqn.primitive, "optimization_barrier")
+    assert (fence.invars, fence.outvars) == (made.outvars, eqn.outvars)
+    assert [e.primitive for e in in_memory(eqn)] == [made.primitive, fence.primitive]
