@@ -72,13 +72,13 @@ def test_budget_and_results() -> None:
 
 
 def test_structures_with_the_same_leaves_are_told_apart() -> None:
-    step = jaxremat.optimize(None)(_step)
+    step = jaxremat.optimize("1GiB")(_step)
     for of in (LossScale, OtherScale, LossScale):
         assert type(step(*_args(of))[0]["loss"]) is of
 
 
 def test_static_and_named_arguments() -> None:
-    step = jaxremat.optimize(None, static_argnames="power")(_step)
+    step = jaxremat.optimize("1GiB", static_argnames="power")(_step)
     state, x = _args()
     for power in (2, 4):
         found, expected = (
@@ -99,4 +99,4 @@ def test_what_the_users_code_raises_is_the_users() -> None:
         raise RuntimeError("of the user")
 
     with pytest.raises(RuntimeError, match="of the user"):
-        jaxremat.optimize(None)(fails)(*_args())
+        jaxremat.optimize("1GiB")(fails)(*_args())
