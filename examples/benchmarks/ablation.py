@@ -128,6 +128,7 @@ MECHANISMS = (
             for room in ("_compiler._tags", "_lower._iteration", "_plan._baseline", "_emit._emit")
         },
     ),
+    Mechanism("chained cotangents in memory", {"_rewrite._trace.with_names": given(0)}, on=(CPU,)),
     Mechanism("weights' copies behind fences", {"_emit._emit.behind_operand": given(2)}, on=(CPU,)),
     Mechanism("what is made early", {"_emit._hoisting.Hazards.early": always(False)}, on=(CPU,)),
     Mechanism("what is kept for later", {"_emit._hoisting.Hazards._lasting": always(set())}, on=(CPU,)),
@@ -175,13 +176,17 @@ MECHANISMS = (
 """In the order in which a step meets them: forms, stages, fences, the model."""
 
 
+def forgotten(step: Program) -> Callable[..., Any]:
+    """The step as a function of which nothing is remembered."""
+    return lambda *args: step.step(*args)
+
+
 def measure(step: Program, share: float, mechanism: Mechanism | None, target: str | None) -> records.Record:
     """One plan."""
     common: dict[str, Any] = {"donate_argnums": step.donate_argnums, "target": target}
     args = step.abstract_args()
 
-    def fresh(*args: Any) -> Any:  # nothing is remembered of it
-        return step.step(*args)
+    fresh = forgotten(step)
 
     needs = jaxremat.memory(step.step, *args, **common)
     budget = needs.base_nbytes + int(share * needs.temporaries_nbytes)
@@ -199,6 +204,7 @@ def measure(step: Program, share: float, mechanism: Mechanism | None, target: st
     first = made.rounds[0] if made.rounds else None
     missed = first and first.predicted_peak_nbytes - first.compiled_peak_nbytes
     return row | {
+        "segments": made.segments,
         "peak_nbytes": made.compiled_peak_nbytes,
         "overhead": made.overhead,
         "compiled_overhead": made.compiled_overhead,

@@ -12,9 +12,12 @@ from ._row_chunks import is_in_chunks
 def late_equations(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
     """For each equation whether it is late: what it makes is no value of the forward pass.
 
-    All of a loop of a pair is of the pass that the loop is of.
+    All of a loop of a pair is of the pass that the loop is of. What is made of nothing, as the gradient of a mean is, may
+    be made before a loop that holds both passes: it is no beginning of the backward pass then.
     """
     found: list[bool] = []
+    constant: set[Any] = set()  # what is made of nothing outside of loops
+    early: list[int] = []  # the equations of the backward pass that do
     backward: set[Any] = set()  # what is downstream of the backward pass
     behind: set[Any] = set()  # and of what makes gradients along with the loss
     for eqn, i in zip(eqns, loop_of, strict=True):
@@ -31,5 +34,11 @@ def late_equations(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[
         backward.update(eqn.outvars if late else ())
         if is_in_chunks(eqn) or follows:
             behind.update(eqn.outvars)
+        if loop is None and constant.issuperset(operands) and not eqn.effects:
+            constant.update(eqn.outvars)
+            early += [len(found)] if late else []
+        elif loop is not None and loop.role == ALONE and not late:
+            while early:
+                found[early.pop()] = False
         found.append(late)
     return found

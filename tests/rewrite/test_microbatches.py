@@ -19,6 +19,7 @@ from examples.benchmarks.random_steps import step_of
 from jaxremat import ArgumentError
 from jaxremat._program._primitives import inner_jaxprs
 from jaxremat._rewrite import _row_regions
+from jaxremat._rewrite._passes import late_equations
 from jaxremat._rewrite._trace import Traced, trace
 
 BATCH, LENGTH, WIDTH, WORDS, LAYERS = 8, 6, 16, 12, 4
@@ -257,6 +258,22 @@ def wide(rows: int = 512) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return jnp.mean(x**2)
 
     return descent(loss), (weights(*((256, 256),) * 8), normal(rows, 256))
+
+
+@pytest.mark.usefixtures("_small")
+def test_what_a_microbatch_saves_is_planned() -> None:
+    """The gradient of a mean is made of nothing, and so before the loop: no backward pass begins there."""
+    step, args = wide()
+    found = trace(jax.jit(step), args, {})
+    form = in_microbatches(found, 2)
+    late = late_equations(form.jaxpr.jaxpr.eqns, form.loop_of, form.loops)
+    within = [n for n, loop in enumerate(form.loop_of) if loop >= 0]
+    assert not any(late[: within[0]])
+    forward = late.index(True)
+    assert within[0] < forward < within[-1]
+    made = {v for eqn in form.jaxpr.jaxpr.eqns[:forward] for v in eqn.outvars}
+    read = {v for eqn in form.jaxpr.jaxpr.eqns[forward:] for v in eqn.invars if not hasattr(v, "val")}
+    assert sum(v.aval.size > 1000 for v in made & read) >= 4
 
 
 def test_the_planner_takes_them_where_recomputing_costs_more() -> None:

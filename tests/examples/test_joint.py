@@ -1,0 +1,61 @@
+"""Forms and recomputing by themselves, one after the other and together: what is switched off, and the table."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxremat
+from examples.benchmarks import joint
+from examples.benchmarks.joint import FORMS, IN_TURN, RECOMPUTING, TOGETHER, within
+
+
+def step(weights: list[jax.Array], x: jax.Array) -> Any:
+    def loss_fn(weights: list[jax.Array]) -> jax.Array:
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return (h**2).mean()
+
+    loss, gradients = jax.value_and_grad(loss_fn)(weights)
+    return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], loss
+
+
+def planned(mechanism: joint.Mechanism, share: float) -> jaxremat.Plan:
+    args = [jnp.ones((64, 64))] * 8, jnp.ones((4096, 64))
+    needs = jaxremat.memory(step, *args, donate_argnums=0)
+    budget = needs.base_nbytes + int(share * needs.temporaries_nbytes)
+    with mechanism.off():
+        return jaxremat.plan(
+            lambda *args: step(*args),
+            *args,
+            budget=budget,
+            donate_argnums=0,
+            cache=False,
+            **mechanism.options,
+        )
+
+
+def test_each_does_what_it_says() -> None:
+    recomputing, forms = planned(RECOMPUTING, 0.6), planned(FORMS, 0.6)
+    assert not any(recomputing.segments)
+    assert not recomputing.drops_nothing
+    assert any(forms.segments)
+    assert forms.drops_nothing
+    assert planned(within(forms.segments), 0.3).segments == forms.segments
+
+
+@pytest.mark.parametrize(
+    ("row", "cell"),
+    [
+        ({"compiled_overhead": 0.013}, "+1.3%"),
+        ({"least_nbytes": 70, "budget_nbytes": 50, "temporaries_nbytes": 100}, "(+20%)"),
+    ],
+)
+def test_table(row: dict[str, Any], cell: str) -> None:
+    record = {
+        "environment": {"platform": "h100"},
+        "rows": {f"gpt | 0.5 | {way}": row for way in (RECOMPUTING.name, FORMS.name, IN_TURN, TOGETHER)},
+    }
+    assert joint.markdown(record).splitlines()[-1] == f"| gpt | 50% | {' | '.join([cell] * 4)} |"
