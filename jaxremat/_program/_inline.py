@@ -1,4 +1,5 @@
-"""Jaxpr -> flat equations: calls and loops of one iteration replaced by their bodies, identities by their operands.
+"""Jaxpr -> flat equations: calls, loops of one iteration and branches that are sure to be taken replaced by their
+bodies, identities by their operands.
 
 Law: evaluating the flat equations gives what the jaxpr gives; each keeps its own source line, its name stack is that of
 the calls around it with its own below.
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 
 from . import _compat
 from ._hints import Hint, is_hint, read_hint
@@ -28,6 +30,9 @@ _DERIVATIVES = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "call_jaxpr",
 }
+_PLATFORMS = frozenset({"cpu", "gpu", "cuda", "rocm", "tpu"})
+"""What whole programs are compiled for: kernels within them may be for others, as Pallas' for a TPU are."""
+
 _IDENTITIES = frozenset({"name", "copy", "copy_p"})
 CALLS = frozenset({*_CALLS, *_DERIVATIVES})
 """Equations that evaluate one jaxpr of their operands."""
@@ -103,6 +108,14 @@ class Inliner:
                 self.rematted = self.rematted or name in _CHECKPOINTS
                 env.update(zip(eqn.outvars, self.body(inner, invars, info, into, marks=marks), strict=True))
                 continue
+            if name == "platform_index" and (index := _index_on_every_platform(eqn)) is not None:
+                env[eqn.outvars[0]] = _compat.literal(np.int32(index))
+                continue
+            if name == "cond" and _compat.is_literal(invars[0]) and not eqn.effects:
+                taken = eqn.params["branches"][int(invars[0].val)]
+                made = self.body(taken, invars[1:], info, into, marks=marks)
+                env.update(zip(eqn.outvars, made, strict=True))
+                continue
             if name == "scan" and eqn.params["length"] == 1 and not eqn.effects:
                 moved = eqn.replace(invars=invars, source_info=info)
                 env.update(zip(eqn.outvars, self._iteration(moved, into, marks), strict=True))
@@ -169,6 +182,14 @@ def _computes_again(eqn: Any, info: Any) -> bool:
     """Whether a checkpoint stands in the backward pass, where it computes again what it did not save."""
     late = is_late(eqn.replace(source_info=info))
     return late and eqn.primitive.name in _CHECKPOINTS and eqn.params["differentiated"]
+
+
+def _index_on_every_platform(eqn: Any) -> int | None:
+    """The branch that a choice by platform takes wherever a whole program may run; None where that differs."""
+    *named, otherwise = eqn.params["platforms"]
+    if otherwise is not None or not _PLATFORMS.isdisjoint(name for names in named for name in names or ()):
+        return None
+    return len(named)
 
 
 def _is_identity(eqn: Any, invars: Sequence[Any]) -> bool:

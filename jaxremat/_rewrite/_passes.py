@@ -12,8 +12,8 @@ from ._row_chunks import is_in_chunks
 def late_equations(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
     """For each equation whether it is late: what it makes is no value of the forward pass.
 
-    All of a loop of a pair is of the pass that the loop is of. What is made of nothing, as the gradient of a mean is, may
-    be made before a loop that holds both passes: it is no beginning of the backward pass then.
+    All of a loop of a pair is of the pass that the loop is of. What is made of nothing, as the gradient of a mean is,
+    may be made before a loop that holds both passes: it is no beginning of the backward pass then.
     """
     found: list[bool] = []
     constant: set[Any] = set()  # what is made of nothing outside of loops

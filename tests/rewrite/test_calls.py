@@ -3,7 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from test_checkpoints import counts
 from test_loops import CPU, check_budget, often, traced
@@ -15,6 +18,7 @@ from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._graph import Pin
 from jaxremat._model._stages import uncut
+from jaxremat._rewrite._trace import trace
 
 HOLDING = {"cond": "cond", "switch": "cond", "cond in cond": "cond", "shard_map": "shard_map"}
 
@@ -91,3 +95,34 @@ def test_what_waits_for_a_fence_is_read_behind_it() -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_the_least_memory(name: str) -> None:
     check_budget(CALLS[name], None)
+
+
+def test_branches_that_are_sure_to_be_taken_are_looked_into() -> None:
+    """`jnp.diag` chooses by platform between two ways, the first of which is for kernels on a TPU alone."""
+
+    def step(weights: list[jax.Array], x: jax.Array) -> Any:
+        def loss(weights: list[jax.Array]) -> jax.Array:
+            h = x
+            for w in weights:
+                h = jax.lax.cond(True, jnp.tanh, jnp.sin, h @ w)
+            return -jnp.diag(jax.nn.log_softmax(h @ h.T)).mean()
+
+        return jax.value_and_grad(loss)(weights)
+
+    args = [jnp.ones((16, 16))] * 3, jnp.ones((16, 16))
+    found = trace(jax.jit(step), args, {})
+    names = {eqn.primitive.name for eqn in found.jaxpr.jaxpr.eqns}
+    assert names.isdisjoint({"cond", "platform_index", "sin"})
+    assert {"gather", "tanh"} <= names
+    for a, b in zip(
+        jax.tree.leaves(step(*args)), jex.jaxpr_as_fun(runnable(found))(*jax.tree.leaves(args)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_a_choice_by_platform_stays_one() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+
+    found = trace(jax.jit(step), (jnp.ones(3),), {})
+    assert "cond" in {eqn.primitive.name for eqn in found.jaxpr.jaxpr.eqns}
