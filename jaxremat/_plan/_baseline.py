@@ -235,13 +235,13 @@ class Baseline:
 
     @cached_property
     def witness_seconds(self) -> float:
-        """The tagged step's time by a roofline of its kernels."""
+        """The tagged step's time by a roofline of its kernels, which no sketch tells."""
         return seconds_with_copies(self._module, self.device)
 
     @cached_property
     def seconds(self) -> float:
         """The plain step's."""
-        if not self._own_seconds:
+        if not (self._own_seconds or self._plain_is_begun):
             return self.witness_seconds
         return seconds_with_copies(parse(text_of(self.plain)), self.device)
 

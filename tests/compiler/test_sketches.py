@@ -77,6 +77,7 @@ def test_a_sketch_shows_what_a_draft_does(step: Any, args: Any) -> None:
     found = sketched.graph
     assert dict(sketched.sketch.compiler_options)[EMITTERS] is False
     assert sketched.peak_nbytes == drafted.peak_nbytes, "a sketch's peak was taken for the step's"
+    assert sketched.seconds == drafted.seconds == baseline(step, args).seconds, "a sketch was timed"
     assert in_memory(found) == in_memory(wanted)
     for one, other in zip(found.nodes, wanted.nodes, strict=True):
         assert one.workspace_nbytes == pytest.approx(other.workspace_nbytes, rel=0.01)
