@@ -252,8 +252,8 @@ class Baseline:
             module=self._module,
             base_nbytes=MemoryStats.of(self.witness).base_nbytes,
             temporaries_nbytes=self.temporaries_nbytes
-            if self.traced.rematted
-            else MemoryStats.of(self.witness).temporaries_nbytes,  # the plain step may still be compiled
+            if self.traced.rematted or self._replaces
+            else MemoryStats.of(self.witness).temporaries_nbytes,  # as many, while the plain step is compiled
             program=self.sketch,
             device=self.device,
             profile=self.profile,
