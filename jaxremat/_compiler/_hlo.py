@@ -20,6 +20,8 @@ CONTROL = frozenset({"while", "conditional", "call", "async-start"})
 UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 # These keep a value: XLA inserts them, untagged, to change its layout, round it, or pad it for a library.
 _KEEPS = frozenset({"bitcast", "copy", "transpose", "reshape", "convert", "pad", "opt-barrier", "copy-start"})
+# Of such a loop's results, behind the count, the one that it writes into.
+_SCATTER, _SCATTERED = re.compile(r"/(?:select_and_)?scatter[\w-]*$"), 1
 # Devices send each other something.
 COLLECTIVES = frozenset(
     {
@@ -298,6 +300,10 @@ def materialised(module: Module, tag: re.Pattern[str]) -> dict[str, tuple[int, .
     for computation in executed(module):
         scope = computation.by_name()
         for instruction in computation.instructions:
+            if is_scatter_loop(instruction):
+                for name in tag.findall(instruction.op_name)[-1:]:
+                    found.setdefault(name, []).append(instruction.shapes[_SCATTERED].nbytes)
+                continue
             if instruction.opcode in FREE | (CONTROL - {"call"}) or instruction.opcode.endswith("-done"):
                 continue
             for element, shape in enumerate(instruction.shapes):
@@ -308,6 +314,12 @@ def materialised(module: Module, tag: re.Pattern[str]) -> dict[str, tuple[int, .
                 if isinstance(made_by, str) and shape.nbytes and not scratch:
                     found.setdefault(made_by, []).append(shape.nbytes)
     return {name: tuple(sizes) for name, sizes in found.items()}
+
+
+def is_scatter_loop(instruction: Instruction) -> bool:
+    """Whether it is the loop over updates that a compiler makes of a scatter for which it has no kernel."""
+    loop = instruction.opcode in ("while", "call") and len(instruction.shapes) > _SCATTERED
+    return loop and _SCATTER.search(instruction.op_name) is not None
 
 
 def executed(module: Module) -> Iterator[Computation]:

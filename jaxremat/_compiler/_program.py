@@ -1,6 +1,7 @@
 """A function with its `jit` options -> compiled variants of it that differ in nothing but their equations."""
 
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -18,6 +19,11 @@ from ._target import Target, TargetCompiled, TargetLowered, mismatch
 
 _DRAFT = {"xla_backend_optimization_level": 0}
 """Machine code that nobody optimises, of the same kernels in the same order and memory: half of a compilation."""
+
+_SKETCH = {"xla_cpu_use_fusion_emitters": False}
+"""Of XLA:CPU, machine code by its older writers of kernels, in a third to two thirds of a draft's time. They write the
+same values to memory, but in more kernels and in some bytes more or less: a sketch proves no peak and tells no time.
+"""
 
 _ALONE = {"xla_gpu_shard_autotuning": False}
 """One process tries out all kernels. Else each tries its share, and waits for the others, which compile nothing."""
@@ -48,7 +54,8 @@ Compiled = jax.stages.Compiled | TargetCompiled
 class Program:
     """A function and how it is to be jitted.
 
-    **Fields** as in `jax.jit`; `target` the device to compile for, None for the one at hand.
+    **Fields** as in `jax.jit`; `target` the device to compile for, None for the one at hand; `otherwise` the options to
+    compile with where that fails with its own, as where a version of jax does not know them.
     """
 
     fn: Callable[..., Any]
@@ -60,6 +67,7 @@ class Program:
     out_shardings: Any = None
     compiler_options: tuple[tuple[str, Any], ...] = ()
     target: Target | None = None
+    otherwise: tuple[tuple[str, Any], ...] = ()
 
     def lower(self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
         """A jitted variant of the function, lowered for the device that this program is for."""
@@ -73,23 +81,33 @@ class Program:
 
     def begin(
         self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, apart: bool
-    ) -> "Future[Compiled]":
-        """The same begun: `apart` in another thread, while this one goes on; else it is done then."""
+    ) -> "Future[tuple[Compiled, float]]":
+        """The same begun, with the seconds that it takes: `apart` in another thread, while this one goes on; else it is
+        done then.
+        """
+        began = time.monotonic()
         lowered = self.lower(jitted, args, kwargs)
+
+        def finish() -> tuple[Compiled, float]:
+            return self._compiled(lowered), time.monotonic() - began
+
         if apart:
             compiling = ThreadPoolExecutor(1)
-            begun = compiling.submit(self._compiled, lowered)
+            begun = compiling.submit(finish)
             compiling.shutdown(wait=False)
             return begun
-        done = Future[Compiled]()
-        done.set_result(self._compiled(lowered))
+        done = Future[tuple[Compiled, float]]()
+        done.set_result(finish())
         return done
 
     def _compiled(self, lowered: Lowered) -> "Compiled":
         if self.target is not None:
             return lowered.compile()
         assert isinstance(lowered, jax.stages.Lowered)
-        return lowered.compile(compiler_options=dict(self.compiler_options) or None)
+        if self.otherwise:
+            with suppress(Exception):
+                return lowered.compile(compiler_options=dict(self.compiler_options))
+        return lowered.compile(compiler_options=dict(self.otherwise or self.compiler_options) or None)
 
     def draft(self, platform: str, *, shared: bool = False) -> "Program":
         """The program as it is compiled to be read, not to be run. On a device at hand that is no CPU it is as it is:
@@ -103,6 +121,22 @@ class Program:
         else:
             options = _ALONE if shared and platform == "gpu" else {}
         return replace(self, compiler_options=tuple(sorted((options | given).items()))) if options else self
+
+    def sketch(self, platform: str, *, shared: bool = False) -> "Program":
+        """The program as it is compiled to see what it writes to memory, not how much or how fast: a draft or less.
+
+        **Arguments:** as of `draft`.
+        """
+        draft = self.draft(platform, shared=shared)
+        if platform != "cpu" or self.target is not None:
+            return draft
+        options = tuple(sorted((_SKETCH | dict(draft.compiler_options)).items()))
+        return replace(draft, compiler_options=options, otherwise=draft.compiler_options)
+
+    def alone(self, fn: Callable[..., Any], donate_argnums: tuple[int, ...] = ()) -> "Program":
+        """Another function, such as a part of this one, that is compiled for the same device with the same options."""
+        options = {name: getattr(self, name) for name in ("compiler_options", "target", "otherwise")}
+        return Program(fn, donate_argnums=donate_argnums, **options)
 
     @cached_property
     def plain(self) -> Any:

@@ -15,7 +15,17 @@ from .._model._backend import Backend
 from .._program import _compat
 from .._rewrite._kernel_choice import inline, replaced
 from .._rewrite._trace import Traced
-from ._hlo import COLLECTIVES, CONTROL, FREE, Instruction, Module, executed, maker, materialised
+from ._hlo import (
+    COLLECTIVES,
+    CONTROL,
+    FREE,
+    Instruction,
+    Module,
+    executed,
+    is_scatter_loop,
+    maker,
+    materialised,
+)
 
 
 class Kernel(NamedTuple):
@@ -111,7 +121,11 @@ def written(module: Module) -> Written:
         for instruction in computation.instructions:
             if instruction.opcode.removesuffix("-start") in COLLECTIVES:
                 sent.update(int(tag) for tag in SEVERAL.findall(instruction.op_name))
-            if instruction.opcode in FREE | CONTROL or instruction.opcode.endswith("-done"):
+            if instruction.opcode in FREE | (CONTROL - {"while", "call"}):
+                continue
+            if instruction.opcode in CONTROL and not is_scatter_loop(instruction):
+                continue
+            if instruction.opcode.endswith("-done"):
                 continue
             reads = _makers(module, scope, (scope[operand] for operand in instruction.operands))
             if reads:

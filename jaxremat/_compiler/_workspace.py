@@ -37,7 +37,7 @@ def workspaces(
 
     They are compiled for the device and with the options of the program; `platform` is the device's, as JAX calls it.
     """
-    program = Program(_nothing, compiler_options=program.compiler_options, target=program.target)
+    program = program.alone(_nothing)
     slicing = backend(platform).hoists  # as the emitter does
     device = jax.default_backend() if program.target is None else program.target.device
     where = (sorted(program.compiler_options), jax.__version__, device)
@@ -64,7 +64,7 @@ def alone_seconds(
     traced: Traced, program: Program, device: DeviceSpec, wanted: Callable[[Any], bool]
 ) -> float:
     """Seconds of these equations, each compiled alone, by a roofline of its kernels."""
-    program = Program(_nothing, compiler_options=program.compiler_options, target=program.target)
+    program = program.alone(_nothing)
     slicing = backend(device.platform).hoists
     where = (sorted(program.compiler_options), jax.__version__, device)
     found = [eqn for eqn in traced.jaxpr.jaxpr.eqns if wanted(eqn)]
@@ -89,7 +89,7 @@ def _seconds(closed: jex.ClosedJaxpr, program: Program, device: DeviceSpec) -> f
 
 def _compiled(closed: jex.ClosedJaxpr, program: Program) -> Compiled:
     types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in closed.jaxpr.invars]
-    return program.lower(program.jit(jex.jaxpr_as_fun(closed)), tuple(types), {}).compile()
+    return program.compile(program.jit(jex.jaxpr_as_fun(closed)), tuple(types), {})
 
 
 def _nothing() -> None:

@@ -20,7 +20,7 @@ from .._compiler._program import Program
 from .._emit._emit import FENCES, Emitter
 from .._model._backend import Backend
 from .._model._graph import Graph
-from .._model._schedule import Schedule, complete
+from .._model._schedule import Schedule, complete, everything
 from .._model._stage_merging import merged
 from .._model._stages import uncut
 from .._program import _compat
@@ -65,14 +65,9 @@ class Iteration:
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=named(name))
             for v, name in zip(self.closed.jaxpr.invars, (*self.arrays, *self.arguments), strict=True)
         ]
-        alone = Program(
-            program.fn,
-            donate_argnums=tuple(range(self.written)),
-            compiler_options=program.compiler_options,
-            target=program.target,
-        )
+        alone = program.alone(program.fn, donate_argnums=tuple(range(self.written)))
         jitted = alone.jit(jex.jaxpr_as_fun(traced.alone(self.closed)))
-        return parse(alone.lower(jitted, tuple(types), {}).compile().as_text() or "")
+        return parse(alone.compile(jitted, tuple(types), {}).as_text() or "")
 
 
 def forward(traced: Traced, backend: Backend) -> dict[int, Iteration]:
@@ -85,8 +80,7 @@ def forward(traced: Traced, backend: Backend) -> dict[int, Iteration]:
 def backward(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iteration]:
     """Iterations of the backward loops that find all saved that the forward pass writes, by loop."""
     wanted = {loop.id: loop.id for loop in _alive(traced) if loop.role == BACKWARD}
-    everything = Schedule(frozenset(graph.residuals), ((),) * len(graph.stages))
-    return _emitted(traced, graph, everything, wanted, backend)
+    return _emitted(traced, graph, everything(graph), wanted, backend)
 
 
 def recomputing(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iteration]:

@@ -47,6 +47,11 @@ def must_save(graph: Graph) -> frozenset[int]:
     )
 
 
+def everything(graph: Graph) -> Schedule:
+    """The plain step's schedule."""
+    return Schedule(frozenset(graph.residuals), ((),) * len(graph.stages))
+
+
 def complete(
     graph: Graph,
     saved: Iterable[int],

@@ -27,9 +27,9 @@ from .._lower._lower import as_stacked, estimate_base, lower
 from .._model._backend import Backend, backend
 from .._model._graph import Graph, Segments
 from .._model._host_copies import HostMemory
-from .._model._loop_levels import EXACT, Chunking, Copies, Pairs
+from .._model._loop_levels import EXACT, Copies, Pairs
 from .._model._pins import Patterns
-from .._model._schedule import Schedule, complete
+from .._model._schedule import Schedule, complete, everything
 from .._model._simulate import simulate
 from .._rewrite._encodings import allowed, fewer_nbytes
 from .._rewrite._fingerprint import fingerprint
@@ -38,6 +38,7 @@ from .._rewrite._row_regions import Region
 from .._rewrite._trace import Traced, trace
 from .._runtime._bytes import format_nbytes
 from .._runtime._progress import phase
+from ._chunkings import chunkings
 from ._defects import Defects
 
 logger = logging.getLogger("jaxremat")
@@ -52,8 +53,8 @@ class Baseline:
 
     **Fields:** `program`, `args`, `kwargs`; `device`; `profile` as in `jaxremat.optimize`; `here` the `jax.Device` to
     measure on, None for a target; `respect_checkpoint` and `pins` as in `jaxremat.optimize`; `host` the memory in
-    which plans may keep values meanwhile, if any; `compile_count` of whole steps so far; `plain_seconds`
-    that compiling the tagged plain step took; `forms` of the step that were made, by levels.
+    which plans may keep values meanwhile, if any; `compile_count` of whole steps so far; `forms` of the step
+    that were made, by levels.
     """
 
     program: Program
@@ -67,7 +68,7 @@ class Baseline:
     host: HostMemory | None = None
     allow: tuple[str, ...] = EXACT
     compile_count: int = 0
-    plain_seconds: float = 0.0
+    _witness_seconds: float = 0.0
     forms: dict[Segments, Traced] = field(default_factory=dict)
     _graphs: dict[tuple[bool, Segments], Graph] = field(default_factory=dict)
 
@@ -158,28 +159,49 @@ class Baseline:
         """The user's own step, as a draft."""
         begun = self._plain_begun
         if self.undoes:
-            with suppress(Exception):  # it fails again where it is wanted
-                _ = self.witness  # meanwhile
+            self.foresee()
         with phase("compiling the plain step", kind="compile"):
-            return begun.result()
+            return begun.result()[0]
+
+    def foresee(self) -> None:
+        """Make what plans start from while the plain step is compiled, where that is in another thread or process."""
+        if self._apart or self.undoes:
+            _ = self._plain_begun
+            with suppress(Exception):  # it fails again where it is wanted
+                _ = self.witness
 
     @cached_property
-    def _plain_begun(self) -> Future[Compiled]:
+    def _plain_begun(self) -> Future[tuple[Compiled, float]]:
         self.compile_count += 1
         with phase("compiling the plain step", kind="compile"):
-            apart = self.drafts or self.program.target is not None  # else the device is tried out meanwhile
-            return self.draft.begin(self.program.plain, self.args, self.kwargs, apart=apart)
+            return self.draft.begin(self.program.plain, self.args, self.kwargs, apart=self._apart)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether several programs may be compiled at a time: not where kernels are tried out on the device."""
+        return self.drafts or self.program.target is not None
 
     @cached_property
     def witness(self) -> Compiled:
-        """The plain step with every equation tagged, and replaced what every plan replaces."""
+        """The plain step with every equation tagged, and replaced what every plan replaces: a sketch where the plain
+        step itself says what it needs, and nobody asks how long this one takes.
+        """
         if self._own_seconds:
             _ = self._plain_begun
+        timed = self.undoes or self.backend.fuses
+        program = self.sketch if self._plain_is_begun and not timed else self.draft
+        self.compile_count += 1
         began = time.monotonic()
         with phase("compiling the plain step, tagged", kind="compile"):
-            compiled = self.compile(self.program.evaluating(tagged(self.traced, self.backend), self.traced))
-        self.plain_seconds = time.monotonic() - began
+            jitted = self.program.evaluating(tagged(self.traced, self.backend), self.traced)
+            compiled = program.compile(jitted, self.args, self.kwargs)
+        self._witness_seconds = time.monotonic() - began
         return compiled
+
+    @property
+    def plain_seconds(self) -> float:
+        """What compiling the plain step to be read took, the tagged one where only that is."""
+        return self._plain_begun.result()[1] if self._plain_is_begun else self._witness_seconds
 
     @cached_property
     def _module(self) -> Module:
@@ -187,16 +209,20 @@ class Baseline:
 
     @property
     def peak_nbytes(self) -> int:
-        """The plain step's compiled peak: of the user's own step if that is compiled already or differs from the tagged
-        one (which has no checkpoints, and replaces equations); else of that one.
+        """The plain step's compiled peak: of the user's own step if that is compiled or differs from the tagged one
+        (which has no checkpoints, and replaces equations); else of that one.
         """
-        own = "plain" in self.__dict__ or self.traced.rematted or self._replaces
+        own = self._plain_is_begun or self.traced.rematted or self._replaces
         return MemoryStats.of(self.plain if own else self.witness).peak_nbytes
 
     @property
     def temporaries_nbytes(self) -> int:
         """What of it is not there all the time."""
         return self.peak_nbytes - MemoryStats.of(self.witness).base_nbytes
+
+    @property
+    def _plain_is_begun(self) -> bool:
+        return "_plain_begun" in self.__dict__
 
     @cached_property
     def _replaces(self) -> bool:
@@ -209,13 +235,13 @@ class Baseline:
 
     @cached_property
     def witness_seconds(self) -> float:
-        """The tagged step's time by a roofline of its kernels."""
+        """The tagged step's time by a roofline of its kernels, which no sketch tells."""
         return seconds_with_copies(self._module, self.device)
 
     @cached_property
     def seconds(self) -> float:
         """The plain step's."""
-        if not self._own_seconds:
+        if not (self._own_seconds or self._plain_is_begun):
             return self.witness_seconds
         return seconds_with_copies(parse(text_of(self.plain)), self.device)
 
@@ -225,8 +251,10 @@ class Baseline:
             plain=self.traced,
             module=self._module,
             base_nbytes=MemoryStats.of(self.witness).base_nbytes,
-            temporaries_nbytes=self.temporaries_nbytes,
-            program=self.draft,
+            temporaries_nbytes=self.temporaries_nbytes
+            if self.traced.rematted or self._replaces
+            else MemoryStats.of(self.witness).temporaries_nbytes,  # as many, while the plain step is compiled
+            program=self.sketch,
             device=self.device,
             profile=self.profile,
             here=self.here,
@@ -281,12 +309,10 @@ class Baseline:
             (gain.fewer_nbytes, ROW_COPIES * gain.written_nbytes / self.device.bandwidth)
             for gain in self.traced.gains
         ]
-        chunkings = [
-            [self._chunking(graph, region, n) for n in region.choices] if self._may_chunk(region) else []
-            for region in self.traced.regions
-        ]
         traced = self.traced
-        return Pairs.of(graph, traced.lengths, traced.cuttable, absorbing, chunkings, self._copies)
+        regions = (region if self._may_chunk(region) else None for region in traced.regions)
+        found = [chunkings(graph, region, self.device) if region else [] for region in regions]
+        return Pairs.of(graph, traced.lengths, traced.cuttable, absorbing, found, self._copies)
 
     @cached_property
     def _copies(self) -> Copies | None:
@@ -297,15 +323,6 @@ class Baseline:
             return None
         found = fewer_nbytes(self.division.local(traced)[0].jaxpr.jaxpr, traced.loop_of, traced.loops, codes)
         return Copies(codes, found) if found else None
-
-    def _chunking(self, graph: Graph, region: Region, chunks: int) -> Chunking:
-        fewer, more = region.fewer_nbytes(chunks), region.more_seconds(chunks, self.device)
-        if region.whole:
-            temporaries = simulate(graph, everything(graph)).peak_nbytes - graph.base_nbytes
-            fewer = max(min(fewer, temporaries - temporaries // chunks) - region.sum_nbytes, 0)
-            launched = sum(graph.trips[n.loop] if n.loop >= 0 else 1 for n in graph.kernels())
-            more += (chunks - 1) * max(launched - region.kernels, 0) * self.device.launch_seconds
-        return Chunking(chunks, fewer, more, region.whole)
 
     def _may_chunk(self, region: Region) -> bool:
         """Whether rows may be done in chunks: not where the user decides about values."""
@@ -338,6 +355,11 @@ class Baseline:
         return self.program.draft(self.device.platform, shared=len(self.processes) > 1)
 
     @cached_property
+    def sketch(self) -> Program:
+        """The program as it is compiled to see what it writes to memory alone."""
+        return self.program.sketch(self.device.platform, shared=len(self.processes) > 1)
+
+    @cached_property
     def processes(self) -> tuple[int, ...]:
         """Those of this job on whose devices the step runs."""
         return processes_of(self.program, self.args, self.kwargs)
@@ -357,11 +379,6 @@ class Baseline:
         self.compile_count += 1
         with phase("compiling what will run", kind="compile"):
             return self.program.compile(jitted, self.args, self.kwargs)
-
-
-def everything(graph: Graph) -> Schedule:
-    """The plain step's schedule."""
-    return Schedule(frozenset(graph.residuals), ((),) * len(graph.stages))
 
 
 def text_of(compiled: Compiled) -> str:

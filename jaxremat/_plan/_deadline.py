@@ -1,8 +1,8 @@
 """Seconds that planning may take, seconds that compiling takes -> when to stop looking for something better.
 
 A user waits for planning as for compiling, so it takes as long as a few compilations of the plain step and some seconds
-more: less where there is a plan already that fits, more while there is none. Law: what is stopped is the search, never
-a compilation; what it has found by then is the answer.
+more: less where there is a plan already that fits, more while there is none. Law: nothing is begun that is not
+expected to end by then, but for a first plan; what is begun is not stopped, and what was found by then is the answer.
 """
 
 import math
@@ -63,6 +63,11 @@ class Deadline:
         allowed = self.left(fits) > max(self.trial_seconds, self.plain_seconds)
         self.cut_short = self.cut_short or not allowed
         return allowed
+
+    def tried(self, seconds: float) -> None:
+        """A trial was compiled, by itself; the plain step, perhaps at the same time as others, takes no longer."""
+        self.trial_seconds = seconds
+        self.plain_seconds = min(self.plain_seconds, seconds)
 
     def solving(self, time_limit: float, fits: bool) -> float:
         """Seconds for one solve, of those that the user allows at most."""

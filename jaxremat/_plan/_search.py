@@ -44,7 +44,7 @@ step's temporaries."""
 
 LITTLE = 0.01
 """Nor, with a budget, where they promise no such share less than what was compiled, if the model errs as on others;
-and what misses the budget by no more is corrected, however late it is."""
+and what misses the budget by no more is corrected, once however late it is."""
 
 LEAST_MORE = 0.05
 """Of schedules of about the least memory the fastest is taken, if it needs no more than this share of the least
@@ -82,6 +82,7 @@ class Search:
         self.solving = Solving(self.solver, self.time_limit, self.deadline)
         self.turns = self.cuttings.turns
         self.deadline.turns = len(self.turns)
+        self.corrects_late = False
         self.failed: set[int] = set()  # `id`s of cuttings of which no program came
         if self.known is not None:
             for cut in self.cuttings.made:
@@ -126,10 +127,20 @@ class Search:
                     break
                 if i >= rounds + more and not near:
                     break
-                if self.trials and not near and not self.deadline.allows(best is not None):
+                if not self._in_time(best, near):
                     break
                 self._attempt(line.graph, line.pending, line.fence)
                 line.pending = None
+
+    def _in_time(self, best: Trial | None, near: bool) -> bool:
+        """Whether another plan may be compiled: the first in any case where nothing fits yet; and where one misses by
+        little, one that corrects it.
+        """
+        if not (self.trials or self.deadline.fits) or self.deadline.allows(best is not None):
+            return True
+        late = near and not self.deadline.fits and not self.corrects_late
+        self.corrects_late |= late
+        return late
 
     def _misses_little(self, budget: int) -> bool:
         """Whether nothing bearable fits, but a plan misses the budget by so little that the next round, which knows how
@@ -369,7 +380,7 @@ class Search:
         """Compile a solution, and note the seconds of solving since the trial before; None where no program came."""
         if id(graph) in self.failed or (trial := self.attempt(graph, solution, fence)) is None:
             return self.failed.add(id(graph))
-        self.deadline.trial_seconds = trial.compile_seconds
+        self.deadline.tried(trial.compile_seconds)
         before = sum(t.solve_seconds for t in self.trials)
         self.trials.append(replace(trial, solve_seconds=self.solving.seconds - before))
         return self.trials[-1]

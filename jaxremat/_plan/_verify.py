@@ -20,7 +20,7 @@ from .._compiler._program import Compiled
 from .._lower._lower import as_stacked
 from .._model._graph import Graph, Segments
 from .._model._pins import offloading, staying
-from .._model._schedule import Schedule
+from .._model._schedule import Schedule, everything
 from .._model._simulate import simulate, waits
 from .._report._account import account, account_of_plain
 from .._report._actions import actions
@@ -30,7 +30,7 @@ from .._runtime._bytes import format_nbytes, parse_budget, parse_margin
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
 from .._runtime._progress import Stopwatch, phase, timed
 from .._solver import Solution
-from ._baseline import Baseline, everything, text_of
+from ._baseline import Baseline, text_of
 from ._blame import blamed, without
 from ._copies import copies
 from ._deadline import Deadline
@@ -46,6 +46,9 @@ logger = logging.getLogger("jaxremat")
 
 _ROUNDS = {"normal": 3, "thorough": 7}
 """Schedules that are compiled in search of the best, at most: of each kind."""
+
+SURELY = 0.5
+"""Up to this share of the budget a step that rules say to need so much is taken to fit, and nothing else is made."""
 
 
 def make_plan(baseline: Baseline, request: Request) -> Planned:
@@ -147,6 +150,8 @@ class _Planner:
         """Whether the plain step keeps the budget; it is compiled where that is likely, the tagged one is anyway."""
         baseline = self.baseline
         if baseline.rough_peak_nbytes <= 1.2 * budget:
+            if baseline.rough_peak_nbytes > SURELY * budget:
+                baseline.foresee()
             return MemoryStats.of(baseline.plain).peak_nbytes <= budget
         return baseline.peak_nbytes <= budget and MemoryStats.of(baseline.plain).peak_nbytes <= budget
 

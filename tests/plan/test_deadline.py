@@ -59,6 +59,14 @@ def test_no_trial_begins_that_would_end_too_late(shown: float, allowed: bool) ->
     assert deadline.cut_short is not allowed
 
 
+def test_a_trial_says_how_long_the_plain_step_takes_that_others_were_compiled_beside() -> None:
+    deadline = Deadline(Clock(), None, plain_seconds=10.0)
+    deadline.tried(6.0)
+    assert (deadline.plain_seconds, deadline.trial_seconds) == (6.0, 6.0)
+    deadline.tried(8.0)
+    assert (deadline.plain_seconds, deadline.trial_seconds) == (6.0, 8.0)
+
+
 def test_solvers_get_a_part_of_what_is_left_and_never_nothing() -> None:
     assert Deadline(Clock(), 20.0).solving(10.0, fits=True) == 5.0
     assert Deadline(Clock(), 20.0).solving(2.0, fits=True) == 2.0

@@ -1,7 +1,7 @@
 """Which of several compiled plans is taken."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from jaxremat._plan._refusal import dear
 from jaxremat._plan._search import MORE_ROUNDS, Search
 from jaxremat._plan._solving import Solving
 from jaxremat._plan._trial import Line, Trial, allowance, first, in_vain
+from jaxremat._runtime._progress import Stopwatch
 
 
 def a_trial(graph: Graph, saved: set[int], compiled_overhead: float) -> Trial:
@@ -146,6 +147,43 @@ def test_what_misses_by_little_has_more_rounds_rather_than_a_dear_plan(little: b
     assert trial.peak_nbytes <= budget
     assert trial.compiled_overhead == 0.1
     assert any(t.compiled_overhead == 3.0 for t in search.trials) is not little
+
+
+@dataclass
+class Clock(Stopwatch):
+    """A stopwatch that shows that a minute has passed."""
+
+    @property
+    def seconds(self) -> float:
+        return 60.0
+
+
+@pytest.mark.parametrize(("limit", "tried"), [(30.0, 0), (90.0, 1)])
+def test_something_faster_than_what_fits_is_looked_for_in_time_or_not_at_all(
+    limit: float, tried: int
+) -> None:
+    graph = replace(chain(6), extra_seconds=-1.0)
+    deadline = Deadline(Clock(), limit, plain_seconds=10.0)
+    search = Search(graph, Prefixes(), 1.0, compiled_dearly, 0, deadline=deadline)
+    search.faster(10**12, 3)
+    assert len(search.trials) == tried
+
+
+def test_what_misses_by_little_is_corrected_once_when_it_is_late() -> None:
+    """Each plan needs a little more than the budget, as if the model knew nothing."""
+    graph = replace(chain(12), step_seconds=10000.0)
+    budget = simulate(graph, complete(graph, graph.residuals[:6])).peak_nbytes
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+        return replace(compiled_dearly(graph, solution, fence), peak_nbytes=budget + UNIT)
+
+    def tries(deadline: Deadline) -> int:
+        search = Search(graph, Prefixes(), 1.0, compiled, 1000 * UNIT, deadline=deadline)
+        search._approach([], lambda: budget, 3, 0)
+        return len(search.trials)
+
+    assert tries(Deadline()) > 2
+    assert tries(Deadline(Clock(), 30.0, plain_seconds=10.0)) == 2
 
 
 def test_what_all_need_beyond_their_prediction_is_kept_free_by_those_not_compiled_yet() -> None:
