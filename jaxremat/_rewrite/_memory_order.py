@@ -9,12 +9,12 @@ effects in sequence. The equations of a loop that is laid open stay together, or
 results last.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .._program import _compat
-from .._program._primitives import is_contraction
+from .._program._primitives import is_contraction, is_late
 from ._loop_opening import Loop
 
 
@@ -34,7 +34,8 @@ class _Unit:
     """One equation, or a loop that is laid open.
 
     **Fields:** `order` its equations in execution order; `reads` and `makes` variables; `contraction` as in
-    `_primitives`; `effects`; `backward` whether running it early can only free memory.
+    `_primitives`; `effects`; `backward` whether running it early can only free memory; whether it is `late`, of a
+    backward pass, or of the `forward` pass of what is differentiated.
     """
 
     order: tuple[int, ...]
@@ -43,6 +44,8 @@ class _Unit:
     contraction: bool
     effects: bool
     backward: bool
+    late: bool
+    forward: bool
 
 
 def _ordered(
@@ -76,6 +79,8 @@ def _unit(eqns: Sequence[Any], order: Sequence[int], contraction: bool) -> _Unit
         contraction,
         any(eqns[i].effects for i in order),
         _backward(eqns[order[0]]),
+        is_late(eqns[order[0]]),
+        _forward(eqns[order[0]]),
     )
 
 
@@ -88,13 +93,13 @@ def _unit_order(units: Sequence[_Unit]) -> list[int]:
         for j in operands[i]:
             readers[j].append(i)
 
-    tail: dict[int, bool] = {}  # nothing reachable from here is a contraction, nor is it one itself
+    turn = _turns(units, operands)
+    tail: dict[int, bool] = {}  # nothing of its turn reachable from here is a contraction, nor is it itself
+    ends: dict[int, bool] = {}  # only that follows
     for i in reversed(live):
-        tail[i] = not units[i].contraction and not units[i].effects and all(tail[j] for j in readers[i])
-    eager = {
-        i: tail[i] or (not units[i].effects and bool(readers[i]) and all(tail[j] for j in readers[i]))
-        for i in live
-    }
+        ends[i] = all(tail[j] or turn[j] > turn[i] for j in readers[i])
+        tail[i] = not units[i].contraction and not units[i].effects and ends[i]
+    eager = {i: tail[i] or (not units[i].effects and bool(readers[i]) and ends[i]) for i in live}
     rooted: dict[int, bool] = {}  # depends on an equation of the main line
     for i in live:
         rooted[i] = not tail[i] or any(rooted[j] for j in operands[i])
@@ -129,6 +134,24 @@ def _unit_order(units: Sequence[_Unit]) -> list[int]:
     for i in live:
         emit(i)
     return order
+
+
+def _turns(units: Sequence[_Unit], operands: Mapping[int, Sequence[int]]) -> list[int]:
+    """For each unit how many times the step has turned from what a backward pass makes to another forward pass."""
+    turns: list[int] = []
+    behind: list[bool] = []  # whether it is of its turn's backward pass, or reads what that makes
+    for i, unit in enumerate(units):
+        turn = max((turns[j] for j in operands[i]), default=0)
+        late = unit.late or any(behind[j] and turns[j] == turn for j in operands[i])
+        turns.append(turn + (late and unit.forward))
+        behind.append(late and not unit.forward)
+    return turns
+
+
+def _forward(eqn: Any) -> bool:
+    """Whether it is of the forward pass of what is differentiated."""
+    stack = _compat.name_stack_text(eqn)
+    return "jvp(" in stack and "transpose(" not in stack
 
 
 def _backward(eqn: Any) -> bool:
