@@ -19,14 +19,20 @@ from ._loop_opening import Loop
 
 
 def memory_order(
-    jaxpr: Any, alive: Sequence[bool], loop_of: Sequence[int] = (), loops: Sequence[Loop] = ()
+    jaxpr: Any,
+    alive: Sequence[bool],
+    loop_of: Sequence[int] = (),
+    loops: Sequence[Loop] = (),
+    *,
+    turns: bool = True,
 ) -> list[int]:
     """The indices of the live equations in execution order.
 
-    **Arguments:** `loop_of` and `loops` as in `Traced`; without them no loop is laid open.
+    **Arguments:** `loop_of` and `loops` as in `Traced`; without them no loop is laid open. `turns` whether tails end
+    where another forward pass begins: they did not once, and plans of then name equations by their places.
     """
     live = [i for i, keep in enumerate(alive) if keep]
-    return _ordered(jaxpr.eqns, live, loop_of or [-1] * len(alive), loops, -1)
+    return _ordered(jaxpr.eqns, live, loop_of or [-1] * len(alive), loops, -1, turns)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,12 @@ class _Unit:
 
 
 def _ordered(
-    eqns: Sequence[Any], live: Sequence[int], loop_of: Sequence[int], loops: Sequence[Loop], parent: int
+    eqns: Sequence[Any],
+    live: Sequence[int],
+    loop_of: Sequence[int],
+    loops: Sequence[Loop],
+    parent: int,
+    turns: bool,
 ) -> list[int]:
     """The indices of the equations of one loop and of those in it, in execution order."""
     inside: dict[int, list[int]] = {}  # loop of this level -> its equations; those of the level itself apart
@@ -64,9 +75,9 @@ def _ordered(
             inside.setdefault(loop, []).append(i)
     units = [_unit(eqns, (i,), is_contraction(eqns[i])) for i in single]
     for loop, members in inside.items():
-        units.append(_unit(eqns, _ordered(eqns, members, loop_of, loops, loop), True))
+        units.append(_unit(eqns, _ordered(eqns, members, loop_of, loops, loop, turns), True))
     units.sort(key=lambda unit: min(unit.order))
-    order = [i for n in _unit_order(units) for i in units[n].order]
+    order = [i for n in _unit_order(units, turns) for i in units[n].order]
     leaving = {i for i in single if eqns[i].primitive.name in ("scan_last", "scan_stack")}
     return [i for i in order if i not in leaving] + [i for i in order if i in leaving]
 
@@ -84,7 +95,7 @@ def _unit(eqns: Sequence[Any], order: Sequence[int], contraction: bool) -> _Unit
     )
 
 
-def _unit_order(units: Sequence[_Unit]) -> list[int]:
+def _unit_order(units: Sequence[_Unit], turns: bool) -> list[int]:
     live = range(len(units))
     maker = {v: i for i, unit in enumerate(units) for v in unit.makes}
     operands = {i: sorted({maker[a] for a in units[i].reads if a in maker and maker[a] != i}) for i in live}
@@ -93,7 +104,7 @@ def _unit_order(units: Sequence[_Unit]) -> list[int]:
         for j in operands[i]:
             readers[j].append(i)
 
-    turn = _turns(units, operands)
+    turn = _turns(units, operands) if turns else [0] * len(units)
     tail: dict[int, bool] = {}  # nothing of its turn reachable from here is a contraction, nor is it itself
     ends: dict[int, bool] = {}  # only that follows
     for i in reversed(live):

@@ -18,6 +18,9 @@ from jaxremat._compiler._devices import detect
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._later_passes import later_passes
+from jaxremat._rewrite import _trace
+from jaxremat._rewrite._fingerprint import fingerprint
+from jaxremat._rewrite._memory_order import memory_order
 from jaxremat._rewrite._trace import trace
 
 WIDTH, BATCH = 32, 1024
@@ -133,6 +136,11 @@ def planned(step: Callable[..., Any], args: Any, share: float) -> tuple[Plan, in
     return jaxremat.plan(step, *args, budget=budget), budget
 
 
+def same(expected: Any, got: Any) -> None:
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("name", "share", "most"), [
     ("sharpness_aware", 0.35, 0.5),
     ("adversarial", 0.5, 0.4),
@@ -148,9 +156,7 @@ def test_planned(name: str, share: float, most: float) -> None:
     read = Plan.from_json(plan.to_json())
     follower = jaxremat.optimize(plan=read)(step)
     assert follower.plan(*args).compiled_peak_nbytes == plan.compiled_peak_nbytes
-    expected, got = jax.jit(step)(*args), follower(*args)
-    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    same(jax.jit(step)(*args), follower(*args))
 
 
 @pytest.mark.parametrize("name", sorted(STEPS))
@@ -184,3 +190,18 @@ def test_updates_that_another_pass_reads_do_not_wait_for_each_other() -> None:
     updates = [n.id for n in nodes if n.primitive == "sub"]
     contractions = [n.id for n in nodes if n.contraction]
     assert sum(n < contractions[-1] for n in updates) >= len(updates) // 2
+
+
+def test_plans_made_in_the_order_of_before_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, args = adversarial()
+
+    def before(*program: Any, turns: bool) -> list[int]:
+        return memory_order(*program, turns=False)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_trace, "memory_order", before)
+        plan, _ = planned(step, args, 0.6)
+    follower = jaxremat.optimize(plan=Plan.from_json(plan.to_json()))(step)
+    assert follower.plan(*args).compiled_peak_nbytes == plan.compiled_peak_nbytes
+    assert plan.fingerprint != fingerprint(trace(jax.jit(step), args, {}))
+    same(jax.jit(step)(*args), follower(*args))
