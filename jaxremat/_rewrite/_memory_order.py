@@ -148,12 +148,14 @@ def _unit_order(units: Sequence[_Unit], turns: bool) -> list[int]:
 
 
 def _turns(units: Sequence[_Unit], operands: Mapping[int, Sequence[int]]) -> list[int]:
-    """For each unit how many times the step has turned from what a backward pass makes to another forward pass."""
+    """For each unit how many times the step has turned from what a backward pass makes to another forward pass: from
+    its contractions on, for its zeros and the like may have equals in the forward pass.
+    """
     turns: list[int] = []
-    behind: list[bool] = []  # whether it is of its turn's backward pass, or reads what that makes
+    behind: list[bool] = []  # whether it reads what contractions of its turn's backward pass make, or is one
     for i, unit in enumerate(units):
         turn = max((turns[j] for j in operands[i]), default=0)
-        late = unit.late or any(behind[j] and turns[j] == turn for j in operands[i])
+        late = (unit.late and unit.contraction) or any(behind[j] and turns[j] == turn for j in operands[i])
         turns.append(turn + (late and unit.forward))
         behind.append(late and not unit.forward)
     return turns
