@@ -40,6 +40,7 @@ _GRAPHS: dict[str, Callable[[], Graph]] = {
     "what may not be repeated": specimens.unrepeatable,
     "loop": lambda: specimens.in_loops(specimens.chain(5, size=2), 4),
     "loop whose stacks take time": lambda: specimens.in_loops(specimens.blocks(2), 3, 0.5),
+    "differentiated twice": lambda: specimens.passes(2, 3),
     "no backward pass": specimens.forward_only,
     "what the user has pinned": specimens.pinned,
 }

@@ -8,6 +8,7 @@ from jaxremat._model._example_graphs import chain as chain
 from jaxremat._model._example_graphs import diamond as diamond
 from jaxremat._model._example_graphs import forward_only as forward_only
 from jaxremat._model._example_graphs import in_loops as in_loops
+from jaxremat._model._example_graphs import passes as passes
 from jaxremat._model._example_graphs import unrepeatable as unrepeatable
 
 SOLVERS: dict[str, Solver] = {

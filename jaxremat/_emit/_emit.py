@@ -34,6 +34,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._model._graph import Graph
+from .._model._later_passes import later_passes
 from .._model._primitive_names import FETCH
 from .._model._schedule import Schedule
 from .._model._stage_merging import merged
@@ -129,13 +130,14 @@ class Emitter:
             for a in () if node.id in self.streams.begun else eqn.invars:
                 if not _compat.is_literal(a):
                     self.readers.setdefault(a, []).append(node.id)
+        self.passes = later_passes(graph)
         self.place = places(self)
         self.sunk = sunk_values(self.source, traced.loop_of, traced.loops)
         self.own: list[list[int]] = [[] for _ in graph.stages]
         for n in range(graph.forward_stop, len(graph.nodes)):
             self.own[self.place[n]].append(n)
         self.hazards = Hazards(graph, self.source, self.readers)
-        self.precarious = self.hazards.precarious(schedule)
+        self.precarious = self.hazards.precarious(schedule, self.passes)
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
         self.returned |= self.streams.returning
         self.last_reads, self.held = last_reads(self)
@@ -341,9 +343,17 @@ class Emitter:
         through = list(dict.fromkeys(through))
         over = self.streams.over(k)
         due = any(until <= k for until in self.waiting.values())
-        firm = [self.variable[v] for v in self.precarious.pop(loop, ())]
+        firm = self._firm(k, loop)
         waits_for = [*trigger(self, k), *firm, *parts(self, k), *over]
         return self.fenced(through, waits_for, f"fence_{k}", loop) if through or due or firm or over else {}
+
+    def _firm(self, k: int, loop: int) -> list[Any]:
+        """The saved values that the compiler might make again, and that pass a fence now for the first time."""
+        start, values = self.graph.stages[k].start, self.graph.values
+        waiting = self.precarious.pop(loop, ())
+        if later := [v for v in waiting if values[v].producer >= start]:
+            self.precarious[loop] = later
+        return [self.variable[v] for v in waiting if values[v].producer < start]
 
     def fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:
         """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""

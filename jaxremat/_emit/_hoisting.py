@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .._model._graph import Graph
+from .._model._later_passes import LaterPass, made_later
 from .._model._schedule import Schedule
 from .._program import _compat
 from .._program._flops import aval_nbytes
@@ -69,9 +70,11 @@ class Hazards:
             lasting.update(v for v in fused if v in costly or 2 * read < graph.values[v].nbytes)
         return lasting
 
-    def precarious(self, schedule: Schedule) -> dict[int, list[int]]:
+    def precarious(self, schedule: Schedule, passes: Sequence[LaterPass]) -> dict[int, list[int]]:
         """Saved values, by loop, -1 for none, that the compiler may make in the backward pass's kernels instead: out of
         what is dropped and larger, which it then keeps.
+
+        **Arguments:** `passes` the forward passes behind the first.
         """
         graph, found = self.graph, dict[int, list[int]]()
         if not graph.backend.hoists:
@@ -79,7 +82,8 @@ class Hazards:
         for v in sorted(schedule.saved):
             value, n = graph.values[v], graph.values[v].producer
             node = graph.nodes[n]
-            inside = n < graph.forward_stop and not value.length and not value.is_output
+            early = n < graph.forward_stop or made_later(passes, n) is not None
+            inside = early and not value.length and not value.is_output
             if node.heavy or node.contraction or not inside or is_loop_edge(self.source[n]):
                 continue
             dropped = (graph.values[u].nbytes for u in graph.reads[n] if u not in schedule.saved)

@@ -1,7 +1,11 @@
 """Stages before a fence -> the results that must be there before anything behind the fence may begin."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from .._model._later_passes import made_later
+from .._program import _compat
+from .._program._flops import aval_nbytes
 from .._program._primitives import is_part
 from ._fence_operands import can_pass
 
@@ -23,24 +27,38 @@ def trigger(emitter: Any, k: int) -> list[Any]:
         return [v for v in emitter.cotangents or loss if can_pass(v)]
     before = graph.stages[k - 1].start
     triggers = finished(emitter, k)
-    contractions = [
-        n for n in range(before, start) if graph.nodes[n].contraction and not graph.nodes[n].forward
-    ]
+
+    def counts(n: int) -> bool:
+        return not graph.nodes[n].forward or made_later(emitter.passes, n) is not None
+
+    contractions = [n for n in range(before, start) if graph.nodes[n].contraction and counts(n)]
     last = contractions[-1] if contractions else before
-    place = emitter.place if graph.backend.fuses else graph.stage_of
+    behind_pass = bool(contractions) and graph.nodes[last].forward
+    place = emitter.place if graph.backend.fuses or behind_pass else graph.stage_of
     if emitter.all_cotangents or not any(emitter.maker(v) >= last for v in triggers):
         crossing = [
             v
             for n in range(before if emitter.all_cotangents else last, start)
-            if not graph.nodes[n].forward and n not in emitter.waiting and emitter.place[n] < k
+            if counts(n) and n not in emitter.waiting and emitter.place[n] < k
             for v in emitter.source[n].outvars
             if can_pass(v)
             and _home(emitter, v) == graph.around(start)
             and (v in emitter.returned or any(place[m] >= k for m in emitter.readers.get(v, ())))
             and graph.values[emitter.value_of[v]].materialised
         ]
+        if behind_pass and not emitter.all_cotangents:
+            crossing = _end_of_pass(emitter, last, crossing)
         triggers.extend(crossing if emitter.all_cotangents else crossing[:1])
     return triggers
+
+
+def _end_of_pass(emitter: Any, last: int, crossing: Sequence[Any]) -> list[Any]:
+    """Of what crosses a fence right behind a forward pass what its last contraction leads to, the smallest first."""
+    reached: set[Any] = set()
+    for eqn in emitter.source[last : emitter.maker(crossing[-1]) + 1] if crossing else ():
+        if not reached or not reached.isdisjoint(_compat.variables(eqn.invars)):
+            reached.update(eqn.outvars)
+    return sorted((v for v in crossing if v in reached), key=lambda v: aval_nbytes(v.aval))
 
 
 def parts(emitter: Any, k: int) -> list[Any]:

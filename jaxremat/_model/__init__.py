@@ -4,7 +4,8 @@ In: sizes, seconds, who reads whom. Out: stages, schedules, profiles. Law: no JA
 definition of memory and time, which every solver's answer is held against.
 
 Reading order: `_graph`, `_stages` (where the backward pass may stop and recompute), `_schedule`, `_simulate`
-(on a `_tape`), `_timeline`; then what the graph derives: `_reuse`, `_unnamed_buffers`, `_optimizer_updates`,
-`_stage_merging`; what surrounds it: `_backend`, `_device_specs`, `_primitive_names`, `_pins`, `_loop_levels` (forms
-that loops may take); and `_example_graphs`, on which planners are tried.
+(on a `_tape`), `_timeline`; then what the graph derives: `_reuse`, `_unnamed_buffers`, `_later_passes` (of steps that
+differentiate several times), `_optimizer_updates`, `_stage_merging`; what surrounds it: `_backend`, `_device_specs`,
+`_primitive_names`, `_pins`, `_loop_levels` (forms that loops may take); and `_example_graphs`, on which planners are
+tried.
 """

@@ -39,6 +39,7 @@ class Builder:
         forward: bool | None = None,
         repeatable: bool = True,
         primitive: str = "op",
+        scope: str = "",
     ) -> tuple[int, ...]:
         """The ids of a new node's outputs; it is of the forward pass if no stage has begun, unless told otherwise."""
         n = len(self.nodes)
@@ -57,6 +58,7 @@ class Builder:
                 contraction=contraction,
                 forward=not self.starts if forward is None else forward,
                 repeatable=repeatable,
+                scope=scope,
                 source=f"model.py:{n + 1} (f)",
             )
         )
@@ -166,6 +168,35 @@ def blocks(count: int, *, inner: int = 3, big: int = 4) -> Graph:
             cotangent = list(build.node([v, *cotangent], [1], seconds=2.0))
         build.node(cotangent, [1], is_output=True, seconds=0.5)
     return build.graph(base=2)
+
+
+def passes(count: int, length: int, *, size: int = 2) -> Graph:
+    """A chain that is differentiated `count` times one after the other, each time with other parameters, which the
+    gradients before have moved. A stage for each layer; each later forward pass is in the last stage before it.
+    """
+    build = Builder()
+    x = build.argument()
+    weights = build.argument(0)
+    for turn in range(count):
+        xs = [x]
+        for _ in range(length):
+            forward = {"contraction": True, "forward": True, "scope": "jvp()"}
+            xs += build.node([xs[-1], weights], [size], seconds=1.0, primitive="dot_general", **forward)
+        cotangent: list[int] = []
+        for v in reversed(xs[1:]):
+            build.stage()
+            cotangent = list(
+                build.node(
+                    [v, *cotangent],
+                    [1],
+                    seconds=2.0,
+                    contraction=True,
+                    primitive="dot_general",
+                    scope="transpose(jvp())",
+                )
+            )
+        (weights,) = build.node(cotangent, [1], is_output=turn + 1 == count, seconds=0.25, heavy=False)
+    return build.graph(base=1)
 
 
 def diamond() -> Graph:

@@ -296,7 +296,7 @@ class Graph:
         stack = [v for needs in self._needs for v in needs]
         while stack:
             v = stack.pop()
-            if v in needed:
+            if v in needed or not self.is_residual(v):
                 continue
             needed.add(v)
             node = self.nodes[self.values[v].producer]

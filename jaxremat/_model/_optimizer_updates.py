@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ._graph import Graph, Node, Stage
+from ._later_passes import later_passes
 from ._primitive_names import PUT
 
 SMALL = 64
@@ -260,11 +261,14 @@ def _readers(graph: Graph) -> list[list[int]]:
 
 
 def _last_contractions(graph: Graph, readers: list[list[int]]) -> set[int]:
-    """The nodes from whose results no contraction follows."""
+    """The nodes from whose results no contraction follows, but for those of later forward passes."""
+    passes = later_passes(graph)
     leads: set[int] = set()  # nodes that are contractions or lead to one
     last = set()
     for node in reversed(graph.nodes):
-        if all(m not in leads for v in node.outputs for m in readers[v]):
+        begun = next((own.start for own in passes if node.id < own.start), len(graph.nodes))
+        following = (m for v in node.outputs for m in readers[v])
+        if all(m not in leads or m >= begun for m in following):
             last.add(node.id)
         if node.id not in last or node.contraction:
             leads.add(node.id)

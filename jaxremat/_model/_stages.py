@@ -17,12 +17,17 @@ counts as a reader of `u` also who reads what pointwise kernels make of `u`, bec
 between the gradients of an activation and of the contraction behind it. The coarse one recomputes less, the fine one
 reaches lower peaks where a single layer is large. It may cut anywhere, the coarse one only where locally least spans:
 there is no such place within what reads one large residual throughout, as the end of a residual stream behind a mean.
+
+Where a step differentiates several times one after the other (see `_later_passes`), a stage begins behind each later
+forward pass and none within it, and each backward pass is cut as if it were alone, with a `total` of its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from ._graph import Graph, Stage
+from ._later_passes import LaterPass, divides, later_passes, made_later, passes_before
 from ._optimizer_updates import past_updates, with_updates
 
 FINENESS = 1500
@@ -37,15 +42,18 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
     start, stop = graph.forward_stop, len(graph.nodes)
     if start == stop:
         return ()
-    spanning, consumed, total = _spanning_and_consumed(graph, start, fine)
-    ends = set(_fixed_cuts(graph, start))
-    places = sorted({*_candidates(graph, start, spanning, consumed, fine), *ends})
-    live = _load(graph, start)
+    passes = later_passes(graph)
+    spanning, consumed, totals = _spanning_and_consumed(graph, start, fine, passes)
+    ends = set(_fixed_cuts(graph, start, passes))
+    between = (n for n in _candidates(graph, start, spanning, consumed, fine) if not divides(passes, n))
+    places = sorted({*between, *ends})
+    live = _load(graph, start, passes)
     highest = [max(live[a - start : b - start]) for a, b in pairwise(places)]
     # best[i]: cost of the best cutting of everything before places[i]
     best, previous = [0.0], [0]
     for i in range(1, len(places)):
         load, found = 0, []
+        total = totals[passes_before(passes, places[i] - 1)] or 1
         for j in reversed(range(i)):
             load = max(load, highest[j])
             eaten = consumed[places[i] - start] - consumed[places[j] - start]
@@ -71,25 +79,26 @@ def cuttings(graph: Graph) -> list[Graph]:
 
 
 def uncut(graph: Graph) -> tuple[Stage, ...]:
-    """The fewest stages: one, but for the ends of loops and where a pin wants another."""
+    """The fewest stages: one for each backward pass, but for the ends of loops and where a pin wants another."""
     start, stop = graph.forward_stop, len(graph.nodes)
-    return with_updates(graph, [start, *_fixed_cuts(graph, start), stop]) if start < stop else ()
+    fixed = _fixed_cuts(graph, start, later_passes(graph))
+    return with_updates(graph, [start, *fixed, stop]) if start < stop else ()
 
 
 def coarser(graph: Graph, stages: tuple[Stage, ...], every: int) -> tuple[Stage, ...]:
-    """Of these stages as many as that made one, but for the ends of loops and where a pin wants one."""
-    fixed = {graph.forward_stop, *_fixed_cuts(graph, graph.forward_stop)}
+    """Of these stages as many as that made one, but for the ends of loops and of passes, and where a pin wants one."""
+    fixed = {graph.forward_stop, *_fixed_cuts(graph, graph.forward_stop, later_passes(graph))}
     cuts = [s.start for i, s in enumerate(stages) if i % every == 0 or s.start in fixed]
     return with_updates(graph, [*cuts, len(graph.nodes)])
 
 
-def _fixed_cuts(graph: Graph, start: int) -> list[int]:
-    """Where loops begin or end in the backward pass, and where pins want a stage to begin."""
-    nodes, pinned = graph.nodes, graph.pinned["stage"]
-    return [n for n in range(start + 1, len(nodes)) if nodes[n].loop != nodes[n - 1].loop or n in pinned]
+def _fixed_cuts(graph: Graph, start: int, passes: Sequence[LaterPass]) -> list[int]:
+    """Where loops begin or end in the backward pass, where forward passes end in it, and where pins want a stage."""
+    nodes, wanted = graph.nodes, {*graph.pinned["stage"], *(own.stop for own in passes)}
+    return [n for n in range(start + 1, len(nodes)) if nodes[n].loop != nodes[n - 1].loop or n in wanted]
 
 
-def _load(graph: Graph, start: int) -> list[int]:
+def _load(graph: Graph, start: int, passes: Sequence[LaterPass]) -> list[int]:
     """For each node of the backward pass the bytes alive of what the backward pass makes, scratch memory included."""
     last: dict[int, int] = {}
     for node in graph.nodes[start:]:
@@ -98,7 +107,8 @@ def _load(graph: Graph, start: int) -> list[int]:
     for node in graph.nodes[start:]:
         for v in node.outputs:
             value = graph.values[v]
-            if value.materialised and not value.is_output:
+            later = node.forward and made_later(passes, node.id)
+            if value.materialised and not value.is_output and not later:
                 load[node.id - start] += value.nbytes
                 load[last.get(v, node.id) - start + 1] -= value.nbytes
     return [
@@ -107,18 +117,22 @@ def _load(graph: Graph, start: int) -> list[int]:
     ]
 
 
-def _spanning_and_consumed(graph: Graph, start: int, fine: bool) -> tuple[list[int], list[int], int]:
+def _spanning_and_consumed(
+    graph: Graph, start: int, fine: bool, passes: Sequence[LaterPass]
+) -> tuple[list[int], list[int], list[int]]:
     """For each place of the backward pass the bytes of residuals read on both sides, and of those first read before;
-    and what saving them all takes.
+    and what saving all takes that each backward pass is the first to read.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    read = {
-        node.id: [
-            v for v in graph.reads[node.id] if graph.is_residual(v) and graph.values[v].producer < start
-        ]
-        for node in graph.nodes[start:]
-    }
+
+    def is_read(v: int, n: int) -> bool:
+        """Whether the node reads what another stage must have made, as far as loops and pins do not cut passes."""
+        made = graph.values[v].producer
+        own = made_later(passes, made) if made >= start else None
+        return graph.is_residual(v) and (made < start or (own is not None and own.stop <= n))
+
+    read = {node.id: [v for v in graph.reads[node.id] if is_read(v, node.id)] for node in graph.nodes[start:]}
     own = {v for values in read.values() for v in values}
     for n, values in read.items():
         for v in values:
@@ -137,8 +151,10 @@ def _spanning_and_consumed(graph: Graph, start: int, fine: bool) -> tuple[list[i
     for i in range(1, size + 1):
         spanning[i] += spanning[i - 1]
         consumed[i] += consumed[i - 1]
-    total = sum(graph.values[v].saved_nbytes for v in first)
-    return spanning[:size], consumed[:size], total or 1
+    totals = [0] * (len(passes) + 1)
+    for v, begin in first.items():
+        totals[passes_before(passes, begin + start)] += graph.values[v].saved_nbytes
+    return spanning[:size], consumed[:size], totals
 
 
 def _candidates(

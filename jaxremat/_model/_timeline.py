@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ._graph import Graph, Node
+from ._later_passes import later_passes, made_later
 from ._schedule import Schedule
 from ._simulate import again_seconds, play, simulate, transits
 from ._tape import Life
@@ -196,6 +197,7 @@ def timeline(graph: Graph, schedule: Schedule, seconds: float, groups: Groups) -
     chosen = _chosen(starts, live, seconds)
     begins, ends = _changes(lives, [event for event, _ in chosen])
     moments = []
+    passes = later_passes(graph)
     sums: Counter[Kind] = Counter()
     found: Counter[Group] = Counter()
     for (event, begin), born, dead in zip(chosen, begins, ends, strict=True):
@@ -204,14 +206,13 @@ def timeline(graph: Graph, schedule: Schedule, seconds: float, groups: Groups) -
             sums[kind] += sign * life.nbytes
             found[groups.of_value(graph, life.value, kind, life.nbytes)] += sign
         n = nodes[event]
+        forward = n < graph.forward_stop or (graph.nodes[n].forward and made_later(passes, n) is not None)
         there = (group for group, count in found.items() if count)
         largest = heapq.nlargest(NAMED, there, key=lambda group: found[group] * group.nbytes)
         moments.append(
             Moment(
                 seconds=rounded(begin),
-                running=groups.index(
-                    groups.of_node(graph, n, _kind(n < graph.forward_stop, made_for[event]))
-                ),
+                running=groups.index(groups.of_node(graph, n, _kind(forward, made_for[event]))),
                 forward_nbytes=sums["forward"],
                 recomputed_nbytes=sums["recomputed"],
                 backward_nbytes=sums["backward"],

@@ -107,6 +107,13 @@ class Baseline:
         there = "" if self.program.target is None else ", without the device"
         return f"XLA of jax {jax.__version__} for {name}{there}"
 
+    @cached_property
+    def ordered_before(self) -> "Baseline":
+        """The same with the equations in their order of before, see `Traced.ordered_before`."""
+        before = replace(self, forms={}, _graphs={})
+        before.traced = self.traced.ordered_before()
+        return before
+
     def form(self, segments: Segments) -> Traced:
         """The step with its loops in these levels, and its rows in these chunks; plans of before may not name those."""
         segments = (*segments, *((),) * (len(self.traced.segments) - len(segments)))

@@ -50,6 +50,8 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
     """
     found = baseline.fingerprint
     if found != plan.fingerprint:
+        baseline = baseline.ordered_before
+    if baseline.fingerprint != plan.fingerprint:
         raise PlanMismatchError(
             f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: its code, the "
             "shapes or types of its arguments, its static arguments, its donated arguments or the version of jax "

@@ -9,24 +9,30 @@ effects in sequence. The equations of a loop that is laid open stay together, or
 results last.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .._program import _compat
-from .._program._primitives import is_contraction
+from .._program._primitives import is_contraction, is_late
 from ._loop_opening import Loop
 
 
 def memory_order(
-    jaxpr: Any, alive: Sequence[bool], loop_of: Sequence[int] = (), loops: Sequence[Loop] = ()
+    jaxpr: Any,
+    alive: Sequence[bool],
+    loop_of: Sequence[int] = (),
+    loops: Sequence[Loop] = (),
+    *,
+    turns: bool = True,
 ) -> list[int]:
     """The indices of the live equations in execution order.
 
-    **Arguments:** `loop_of` and `loops` as in `Traced`; without them no loop is laid open.
+    **Arguments:** `loop_of` and `loops` as in `Traced`; without them no loop is laid open. `turns` whether tails end
+    where another forward pass begins: they did not once, and plans of then name equations by their places.
     """
     live = [i for i, keep in enumerate(alive) if keep]
-    return _ordered(jaxpr.eqns, live, loop_of or [-1] * len(alive), loops, -1)
+    return _ordered(jaxpr.eqns, live, loop_of or [-1] * len(alive), loops, -1, turns)
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,8 @@ class _Unit:
     """One equation, or a loop that is laid open.
 
     **Fields:** `order` its equations in execution order; `reads` and `makes` variables; `contraction` as in
-    `_primitives`; `effects`; `backward` whether running it early can only free memory.
+    `_primitives`; `effects`; `backward` whether running it early can only free memory; whether it is `late`, of a
+    backward pass, or of the `forward` pass of what is differentiated.
     """
 
     order: tuple[int, ...]
@@ -43,10 +50,17 @@ class _Unit:
     contraction: bool
     effects: bool
     backward: bool
+    late: bool
+    forward: bool
 
 
 def _ordered(
-    eqns: Sequence[Any], live: Sequence[int], loop_of: Sequence[int], loops: Sequence[Loop], parent: int
+    eqns: Sequence[Any],
+    live: Sequence[int],
+    loop_of: Sequence[int],
+    loops: Sequence[Loop],
+    parent: int,
+    turns: bool,
 ) -> list[int]:
     """The indices of the equations of one loop and of those in it, in execution order."""
     inside: dict[int, list[int]] = {}  # loop of this level -> its equations; those of the level itself apart
@@ -61,9 +75,9 @@ def _ordered(
             inside.setdefault(loop, []).append(i)
     units = [_unit(eqns, (i,), is_contraction(eqns[i])) for i in single]
     for loop, members in inside.items():
-        units.append(_unit(eqns, _ordered(eqns, members, loop_of, loops, loop), True))
+        units.append(_unit(eqns, _ordered(eqns, members, loop_of, loops, loop, turns), True))
     units.sort(key=lambda unit: min(unit.order))
-    order = [i for n in _unit_order(units) for i in units[n].order]
+    order = [i for n in _unit_order(units, turns) for i in units[n].order]
     leaving = {i for i in single if eqns[i].primitive.name in ("scan_last", "scan_stack")}
     return [i for i in order if i not in leaving] + [i for i in order if i in leaving]
 
@@ -76,10 +90,12 @@ def _unit(eqns: Sequence[Any], order: Sequence[int], contraction: bool) -> _Unit
         contraction,
         any(eqns[i].effects for i in order),
         _backward(eqns[order[0]]),
+        is_late(eqns[order[0]]),
+        _forward(eqns[order[0]]),
     )
 
 
-def _unit_order(units: Sequence[_Unit]) -> list[int]:
+def _unit_order(units: Sequence[_Unit], turns: bool) -> list[int]:
     live = range(len(units))
     maker = {v: i for i, unit in enumerate(units) for v in unit.makes}
     operands = {i: sorted({maker[a] for a in units[i].reads if a in maker and maker[a] != i}) for i in live}
@@ -88,13 +104,13 @@ def _unit_order(units: Sequence[_Unit]) -> list[int]:
         for j in operands[i]:
             readers[j].append(i)
 
-    tail: dict[int, bool] = {}  # nothing reachable from here is a contraction, nor is it one itself
+    turn = _turns(units, operands) if turns else [0] * len(units)
+    tail: dict[int, bool] = {}  # nothing of its turn reachable from here is a contraction, nor is it itself
+    ends: dict[int, bool] = {}  # only that follows
     for i in reversed(live):
-        tail[i] = not units[i].contraction and not units[i].effects and all(tail[j] for j in readers[i])
-    eager = {
-        i: tail[i] or (not units[i].effects and bool(readers[i]) and all(tail[j] for j in readers[i]))
-        for i in live
-    }
+        ends[i] = all(tail[j] or turn[j] > turn[i] for j in readers[i])
+        tail[i] = not units[i].contraction and not units[i].effects and ends[i]
+    eager = {i: tail[i] or (not units[i].effects and bool(readers[i]) and ends[i]) for i in live}
     rooted: dict[int, bool] = {}  # depends on an equation of the main line
     for i in live:
         rooted[i] = not tail[i] or any(rooted[j] for j in operands[i])
@@ -129,6 +145,26 @@ def _unit_order(units: Sequence[_Unit]) -> list[int]:
     for i in live:
         emit(i)
     return order
+
+
+def _turns(units: Sequence[_Unit], operands: Mapping[int, Sequence[int]]) -> list[int]:
+    """For each unit how many times the step has turned from what a backward pass makes to another forward pass: from
+    its contractions on, for its zeros and the like may have equals in the forward pass.
+    """
+    turns: list[int] = []
+    behind: list[bool] = []  # whether it reads what contractions of its turn's backward pass make, or is one
+    for i, unit in enumerate(units):
+        turn = max((turns[j] for j in operands[i]), default=0)
+        late = (unit.late and unit.contraction) or any(behind[j] and turns[j] == turn for j in operands[i])
+        turns.append(turn + (late and unit.forward))
+        behind.append(late and not unit.forward)
+    return turns
+
+
+def _forward(eqn: Any) -> bool:
+    """Whether it is of the forward pass of what is differentiated."""
+    stack = _compat.name_stack_text(eqn)
+    return "jvp(" in stack and "transpose(" not in stack
 
 
 def _backward(eqn: Any) -> bool:

@@ -42,3 +42,22 @@ def late_equations(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[
                 found[early.pop()] = False
         found.append(late)
     return found
+
+
+def behind_backward(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
+    """For each equation whether it is of the backward pass, or reads what that makes; alike for all of a loop."""
+    late = [is_late(eqn) for eqn in eqns]
+    made: set[Any] = set()
+    known = -1
+    while known < (known := sum(late)):
+        backward = {loop_of[i] for i, is_so in enumerate(late) if is_so and loop_of[i] >= 0}
+        for loop in reversed(loops):
+            if loop.id in backward and loop.parent >= 0:
+                backward.add(loop.parent)
+        for i, eqn in enumerate(eqns):
+            late[i] = (
+                late[i] or loop_of[i] in backward or any(a in made for a in _compat.variables(eqn.invars))
+            )
+            if late[i]:
+                made.update(eqn.outvars)
+    return late

@@ -21,7 +21,6 @@ from .._program import _compat
 from .._program._common_subexpressions import Equals
 from .._program._hints import Hint, hidden
 from .._program._inline import Inliner
-from .._program._primitives import is_late
 from .._runtime._errors import JaxrematWarning
 from .._runtime._garbage import uncollected
 from ._cotangent_chains import with_names
@@ -31,6 +30,7 @@ from ._loop_opening import ALONE, BACKWARD, Loop, Opened, open_loops
 from ._loop_segments import backward_of, cuttable, segmented
 from ._memory_order import memory_order
 from ._microbatches import microbatches
+from ._passes import behind_backward
 from ._row_chunks import chunked
 from ._row_regions import Region, regions
 from ._shard_map_body import Around
@@ -58,7 +58,8 @@ class Traced:
     `jaxpr` that checkpoints outside of loops, which are undone here, compute once more in the user's program; `gathers`
     the operands that equations of their own gather, `encoded` the values that have copies in fewer bits, as
     `segments` say behind all others, `devices` how many it is on; `around` what is around the program
-    of one device where all of this is in a `shard_map`, whose flat arguments and types these are then.
+    of one device where all of this is in a `shard_map`, whose flat arguments and types these are then; `turns` as in
+    `memory_order`.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -87,6 +88,7 @@ class Traced:
     encoded: tuple[Encoded, ...] = ()
     devices: int = 1
     around: Around | None = None
+    turns: bool = True
 
     def step(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         """The whole program that a flat one of this step is, or is the body of."""
@@ -111,6 +113,10 @@ class Traced:
         laid = (region.on_devices(n, share) for region, n in zip(self.regions, parts, strict=True))
         return replace(self, regions=tuple(laid))
 
+    def ordered_before(self) -> "Traced":
+        """The same step in the order that plans made before forward passes had `turns` know it in."""
+        return replace(self, turns=False)._again(self.segments, self.regions, self.gathers)
+
     def _again(
         self, segments: Segments, known: Sequence[Region] | None, gathers: tuple[Gather, ...]
     ) -> "Traced":
@@ -123,6 +129,7 @@ class Traced:
             known,
             gathers,
             respect_checkpoint=self.respect_checkpoint,
+            turns=self.turns,
         )
         return replace(again, devices=self.devices, around=self.around)
 
@@ -190,6 +197,7 @@ def normalise(
     *,
     respect_checkpoint: bool = False,
     apart: bool = False,
+    turns: bool = True,
 ) -> Traced:
     """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in levels and one of its
     regions in chunks.
@@ -230,9 +238,9 @@ def normalise(
     merged, loop_of = copied.closed, copied.loop_of
     merged_of = [copied.place[i] for i in merged_of]
     kept = _alive(merged)
-    order = memory_order(merged.jaxpr, kept, loop_of, opened.loops)
+    order = memory_order(merged.jaxpr, kept, loop_of, opened.loops, turns=turns)
     if apart:
-        late = _late(merged.jaxpr.eqns, loop_of, opened.loops)
+        late = behind_backward(merged.jaxpr.eqns, loop_of, opened.loops)
         order.sort(key=lambda i: late[i])
     else:
         order = streamed(merged.jaxpr, order, loop_of, opened.loops)
@@ -274,6 +282,7 @@ def normalise(
         respect_checkpoint=respect_checkpoint,
         again=frozenset(j for i in rematted if (j := found.get(once_of[i], -1)) >= 0),
         gathers=gathers,
+        turns=turns,
         encoded=tuple(each for each in copied.encoded if each.decoded in made),
     )
 
@@ -375,25 +384,6 @@ def _alive(closed: jex.ClosedJaxpr) -> list[bool]:
                 if eqn.primitive.name == "scan_last":
                     needed.add(carried[_edge(eqn)])
     return alive
-
-
-def _late(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
-    """For each equation whether it is of the backward pass, or reads what that makes; alike for all of a loop."""
-    late = [is_late(eqn) for eqn in eqns]
-    made: set[Any] = set()
-    known = -1
-    while known < (known := sum(late)):
-        backward = {loop_of[i] for i, is_so in enumerate(late) if is_so and loop_of[i] >= 0}
-        for loop in reversed(loops):
-            if loop.id in backward and loop.parent >= 0:
-                backward.add(loop.parent)
-        for i, eqn in enumerate(eqns):
-            late[i] = (
-                late[i] or loop_of[i] in backward or any(a in made for a in _compat.variables(eqn.invars))
-            )
-            if late[i]:
-                made.update(eqn.outvars)
-    return late
 
 
 def _edge(eqn: Any) -> tuple[int, int]:

@@ -1,52 +1,28 @@
-"""Blocks of the forward pass, equal ones solved once, and an allocation that spreads the budget over them.
+"""The cheapest choice for all blocks of the forward pass (`_block_frontiers`): an allocation that spreads the budget.
 
-Stages are taken together in *groups* that have little between them; what several groups want is saved, or is a block of
-its own if it is made of that. A group's other residuals are cut into *blocks* where least is read across. For each,
-
-    minimise    sum seconds(n) r[n,k] + sum saved_seconds(v) s[v]
-    subject to  s[v] + r[prod(v),k] >= 1                   stage k, or a later block of it, reads v
-                r[n,k] <= s[u] + r[prod(u),k]              n reads u, a value of the block
-                sum saved_nbytes(v) s[v] <= nbytes         for falling nbytes
-
-with s[v] saved and r[n,k] run again for stage k, a small integer program (HiGHS). Blocks with the same one, whatever
-their values are called, share its frontier: a net of a thousand equal layers has but a few.
-
-The allocation chooses one point of each block's frontier. While stage k runs, what later groups have saved is there:
+It chooses one point of each block's frontier. While stage k runs, what later groups have saved is there:
 
     sum of saved bytes of the blocks of later groups  <=  budget - rest[k]        for every k, and for the forward pass
 
 which is a knapsack with nested bounds, solved by dynamic programming from the last group to the first. `rest` is what
 else the simulator finds at the stage's highest moment. It hangs on the choice, so that choosing and simulating go on
-in turn.
+in turn. Where a later stage is a forward pass of its own (see `_later_passes`), its blocks have a knapsack to
+themselves, bounded in that stage and those behind it; what the others have saved is of its rest, and the other way
+round.
 """
 
+import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
-from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from .._model._graph import Graph
-from .._model._schedule import Schedule, complete, must_save
+from .._model._schedule import Schedule, complete
 from .._model._simulate import Profile, rank, simulate
+from ._block_frontiers import Point, blocks, frontier
 from ._interface import Solution
-
-LEAST_VALUES, MOST_VALUES = 8, 32
-"""Residuals of a block."""
-
-LITTLE = 0.1
-"""Groups may have this share of an average stage's residuals between them."""
-
-MOST_STAGES = 6
-LEAST_GROUPS = 8
-"""Stages of a group, and groups, where there are as many stages."""
-
-POINTS = 16
-"""Of a frontier, at most."""
 
 STATES = 2000
 """Sums of saved bytes that the allocation tells apart."""
@@ -74,228 +50,6 @@ class Blocks:
         return Solution(min((found, least), key=lambda s: rank(graph, s, budget)), solver="blocks")
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Residuals of one group of stages that are chosen together.
-
-    **Fields:** `group` its first stage; `values` in order; `program` the integer program without names: for each
-    producer its seconds, what it reads of the block (places in `values`), the stages, counted from the group's first,
-    that may run it again, and what it makes, as (place, saved bytes, saved seconds, stages that want it); what may not
-    be saved takes for ever.
-    """
-
-    group: int
-    values: tuple[int, ...]
-    program: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """A choice for a block: `saved` places in `values`, their bytes, and seconds."""
-
-    nbytes: int
-    seconds: float
-    saved: tuple[int, ...]
-
-
-def blocks(graph: Graph) -> tuple[list[_Block], frozenset[int]]:
-    """The blocks of all groups, the last group's first; and the residuals that are saved besides."""
-    fixed = must_save(graph)
-    first = _groups(graph, fixed)
-    read: dict[int, set[int]] = {}
-    for k in range(len(graph.stages)):
-        for v in graph.needs(k):
-            read.setdefault(v, set()).add(k)
-    wanted = {v: set(stages) for v, stages in read.items()}
-    own: dict[int, list[int]] = {}
-    shared: dict[int, set[int]] = {}  # with the stages that want it
-    for v in reversed(graph.residuals):
-        stages = wanted.get(v, set())
-        groups = {first[k] for k in stages}
-        if v in fixed or not stages:
-            continue
-        if len(groups) > 1:
-            shared[v] = stages
-            continue
-        own.setdefault(groups.pop(), []).append(v)
-        for u in graph.reads[graph.values[v].producer]:
-            wanted.setdefault(u, set()).update(stages)
-    found = [block for g in own for block in _cut(graph, g, own[g][::-1], read, wanted)]
-    kept: set[int] = set()
-    for v, stages in sorted(shared.items()):
-        if all(u in fixed or u in kept for u in graph.reads[graph.values[v].producer]):
-            found.append(_block(graph, max(first[k] for k in stages), (v,), shared, [stages]))
-        else:
-            kept.add(v)
-    return sorted(found, key=lambda block: -block.group), frozenset(kept)
-
-
-def _groups(graph: Graph, fixed: Collection[int]) -> list[int]:
-    """For each stage the first of its group."""
-    count = len(graph.stages)
-    read = {v for k in range(count) for v in graph.needs(k)}
-    begun: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for k in range(count):
-        stack = list(graph.needs(k))
-        needed = set(stack)
-        while stack:
-            v = stack.pop()
-            known = last.get(v) == k
-            begun.setdefault(v, k)
-            last[v] = k
-            # To recompute what it reads, a stage wants the next values behind it that other stages read themselves.
-            if not known and (v in needed or v not in read) and v not in fixed:
-                stack.extend(graph.reads[graph.values[v].producer])
-    across = np.zeros(count + 1, dtype=np.int64)  # bytes that stages on both sides of a stage's start want
-    free = [v for v in begun if v not in fixed]
-    for v in free:
-        across[begun[v] + 1] += graph.values[v].saved_nbytes
-        across[last[v] + 1] -= graph.values[v].saved_nbytes
-    across = np.cumsum(across)
-    little = LITTLE * sum(graph.values[v].saved_nbytes for v in free) / max(count, 1)
-    most = max(min(MOST_STAGES, count // LEAST_GROUPS), 1)
-    starts = [0]
-    while (start := starts[-1]) < count:
-        places = range(start + 1, min(start + most, count) + 1)
-        starts.append(
-            next((k for k in places if across[k] <= little), min(places, key=lambda k: (across[k], -k)))
-        )
-    return [a for a, b in pairwise(starts) for _ in range(a, b)]
-
-
-def _cut(
-    graph: Graph,
-    group: int,
-    values: Sequence[int],
-    read: Mapping[int, Collection[int]],
-    wanted: Mapping[int, Collection[int]],
-) -> list[_Block]:
-    """One group's residuals in blocks, with as few bytes read across their ends as there may be; for each residual
-    `read` has the stages that read it, `wanted` also those that may recompute others from it.
-    """
-    place = {v: i for i, v in enumerate(values)}
-    readers: list[list[int]] = [[] for _ in values]
-    for i, v in enumerate(values):
-        for u in graph.reads[graph.values[v].producer]:
-            if u in place:
-                readers[place[u]].append(i)
-    across = np.zeros(len(values) + 1, dtype=np.int64)
-    for i, v in enumerate(values):
-        across[i] += graph.values[v].nbytes
-        across[max(readers[i], default=i)] -= graph.values[v].nbytes
-    across = np.cumsum(across)  # bytes of values up to a place that are read behind it
-    producer = [graph.values[v].producer for v in values]
-    starts = [0]
-    while len(values) - (start := starts[-1]) > MOST_VALUES:
-        places = [
-            i for i in range(start + LEAST_VALUES, start + MOST_VALUES + 1) if producer[i - 1] != producer[i]
-        ]
-        starts.append(min(places, key=lambda i: (across[i - 1], i), default=start + MOST_VALUES))
-    found = []
-    for begin, end in pairwise([*starts, len(values)]):
-        others = [
-            set(read.get(values[i], ())).union(*(wanted[values[j]] for j in readers[i] if j >= end))
-            for i in range(begin, end)
-        ]
-        found.append(_block(graph, group, tuple(values[begin:end]), wanted, others))
-    return found
-
-
-def _block(
-    graph: Graph,
-    group: int,
-    values: tuple[int, ...],
-    wanted: Mapping[int, Collection[int]],
-    others: Sequence[Collection[int]],
-) -> _Block:
-    """**Arguments:** `others` for each value the stages in which others than the block want it."""
-    place = {v: i for i, v in enumerate(values)}
-    program = []
-    for n in dict.fromkeys(graph.values[v].producer for v in values):
-        outputs = [v for v in graph.nodes[n].outputs if v in place]
-        makes = tuple(
-            (
-                place[v],
-                graph.values[v].saved_nbytes,
-                np.inf if v in graph.pinned["recompute"] else graph.values[v].saved_seconds,
-                tuple(sorted(k - group for k in others[place[v]])),
-            )
-            for v in outputs
-        )
-        stages = tuple(sorted({k - group for v in outputs for k in wanted[v]}))
-        reads = tuple(place[u] for u in graph.reads[n] if u in place)
-        program.append((graph.nodes[n].seconds, reads, stages, makes))
-    return _Block(group, values, tuple(program))
-
-
-def frontier(block: _Block, deadline: float) -> tuple[_Point, ...]:
-    """The block's choices from all saved to as little as possible, each dearer and smaller than the one before."""
-    size = len(block.values)
-    nbytes, price = [0.0] * size, [0.0] * size
-    again: dict[tuple[int, int], int] = {}  # (producer, stage) -> its variable
-    made_by: dict[int, int] = {}
-    for n, (seconds, _, stages, makes) in enumerate(block.program):
-        for k in stages:
-            again[n, k] = len(price)
-            price.append(seconds)
-        for v, saved_nbytes, saved_seconds, _ in makes:
-            nbytes[v], price[v], made_by[v] = saved_nbytes, saved_seconds, n
-    rows: list[dict[int, float]] = []  # coefficients by variable; their sum is at least the bound below
-    bounds: list[float] = []
-    for n, (_, reads, stages, makes) in enumerate(block.program):
-        for v, _, _, others in makes:
-            for k in others:
-                rows.append({v: 1.0, again[n, k]: 1.0})
-                bounds.append(1.0)
-        for u, k in product(reads, stages):
-            rows.append({u: 1.0, again[made_by[u], k]: 1.0, again[n, k]: -1.0})
-            bounds.append(0.0)
-    if not rows:
-        return (_Point(0, 0.0, ()),)
-    entries = [(r, c, x) for r, row in enumerate(rows) for c, x in row.items()]
-    r, c, x = zip(*entries, strict=True)
-    count, total = len(price), sum(nbytes)
-    lower: Any = np.array(bounds)
-    needs = LinearConstraint(csr_array((x, (r, c)), shape=(len(rows), count)), lb=lower)
-    unit = max(*nbytes, 1.0)
-    weights = np.array([*nbytes, *[0.0] * (count - size)])
-    seconds = np.array(price)
-    pinned = np.isinf(seconds)
-    seconds[pinned] = 0.0
-    points: list[_Point] = []
-    most: Any = np.where(pinned, 0, 1)
-
-    def solve(bytes_first: bool, allowed: float) -> _Point | None:
-        """Of least bytes, or of least time; of what is as good, the faster, or the smaller."""
-        shares = weights / (total or 1.0), seconds / (seconds.sum() or 1.0)
-        first, second = shares if bytes_first else shares[::-1]
-        room = LinearConstraint(csr_array(weights[None] / unit), ub=allowed / unit)
-        found = milp(
-            first + 1e-6 * second,
-            integrality=np.ones(count),
-            bounds=Bounds(0, most),
-            constraints=[needs, room],
-            options={"mip_rel_gap": 1e-7},
-        )
-        if found.x is None:
-            return None
-        chosen = found.x > 0.5
-        saved = tuple(np.flatnonzero(chosen[:size]).tolist())
-        points.append(_Point(int(weights[list(saved)].sum()), float(chosen @ seconds), saved))
-        return points[-1]
-
-    solve(True, total)
-    step, allowed = max(total / POINTS, 1e-4 * unit), total
-    while allowed >= 0 and time.monotonic() < deadline and (point := solve(False, allowed)) is not None:
-        allowed = min(point.nbytes, allowed) - step
-    best: list[_Point] = []
-    for point in sorted(points, key=lambda p: (p.nbytes, p.seconds)):
-        if not best or point.seconds < best[-1].seconds:
-            best.append(point)
-    return tuple(reversed(best))
-
-
 class _Allocation:
     """Choices for all blocks of a graph."""
 
@@ -304,11 +58,12 @@ class _Allocation:
         self.blocks, self.shared = blocks(graph)
         now = time.monotonic()
         until = now + (deadline - now) / 2
-        known: dict[object, tuple[_Point, ...]] = {}
+        known: dict[object, tuple[Point, ...]] = {}
         for block in self.blocks:
             if block.program not in known:
                 known[block.program] = frontier(block, until)
         self.frontiers = [known[block.program] for block in self.blocks]
+        self.passes = sorted({block.born for block in self.blocks})  # by the stage in which each runs
 
     def least(self) -> Schedule:
         """As little saved as there may be."""
@@ -321,8 +76,11 @@ class _Allocation:
         best_rank = rank(graph, best, budget_nbytes)
         chosen = [0] * len(self.blocks)
         rest = self._rest(chosen, simulate(graph, self._schedule(chosen)))
+        room = budget_nbytes - graph.base_nbytes
         for i in range(ROUNDS):
-            chosen = self._choose([budget_nbytes - graph.base_nbytes - nbytes for nbytes in rest])
+            allowed = ([room - nbytes for nbytes in beside] for beside in rest)
+            for born, bounds in zip(self.passes, allowed, strict=True):
+                self._choose(born, bounds, chosen)
             schedule = self._schedule(chosen)
             profile = simulate(graph, schedule)
             found = rank(graph, schedule, budget_nbytes)
@@ -333,7 +91,10 @@ class _Allocation:
                 break
             measured = self._rest(chosen, profile)
             # What does not fit twice in a row is given the room of both.
-            rest = [max(a, b) for a, b in zip(rest, measured, strict=True)] if found[0] and i else measured
+            rest = [
+                [max(a, b) for a, b in zip(*both, strict=True)] if found[0] and i else both[1]
+                for both in zip(rest, measured, strict=True)
+            ]
         return best
 
     def _schedule(self, chosen: Sequence[int]) -> Schedule:
@@ -342,31 +103,37 @@ class _Allocation:
             saved.update(block.values[place] for place in points[i].saved)
         return complete(self.graph, saved)
 
-    def _rest(self, chosen: Sequence[int], profile: Profile) -> list[int]:
-        """For each stage, and last for the forward pass, what is live at most besides what later groups' blocks (for
-        the forward pass all blocks) have saved.
+    def _rest(self, chosen: Sequence[int], profile: Profile) -> list[list[float]]:
+        """For the blocks of each forward pass what is live at most in each stage, and last in the forward pass, besides
+        what those of later groups (in the forward pass all) have saved; boundlessly little before they are made.
         """
         graph, count = self.graph, len(self.graph.stages)
         highest = [0] * (count + 1)
         for n, made_for, live_nbytes in zip(*profile.runs, strict=True):
             k = made_for if made_for >= 0 else graph.stage_of[n]
             highest[k] = max(highest[k], live_nbytes)
-        saved = [0] * (count + 1)
-        for block, points, i in zip(self.blocks, self.frontiers, chosen, strict=True):
-            saved[block.group] += points[i].nbytes
-        later = 0
-        for k in reversed(range(count)):
-            highest[k] -= later
-            later += saved[k]
-        highest[count] -= later
-        return highest
+        found = []
+        for born in self.passes:
+            saved = [0] * count
+            for block, points, i in zip(self.blocks, self.frontiers, chosen, strict=True):
+                saved[block.group] += points[i].nbytes if block.born == born else 0
+            later, beside = 0, [-math.inf] * (count + 1)
+            for k in reversed(range(max(born, 0), count)):
+                beside[k] = highest[k] - later
+                later += saved[k]
+            if born < 0:
+                beside[count] = highest[count] - later
+            found.append(beside)
+        return found
 
-    def _choose(self, allowed: Sequence[int]) -> list[int]:
-        """The points of least time whose saved bytes, added up from the last group on, are never above what each stage,
-        and at the end the forward pass, allows; of least bytes where there are none.
+    def _choose(self, born: int, allowed: Sequence[float], chosen: list[int]) -> None:
+        """Of the blocks of one forward pass choose the points of least time whose saved bytes, added up from the last
+        group on, are never above what each stage, and at the end the forward pass, allows; of least bytes where there
+        are none.
         """
+        own = [i for i, block in enumerate(self.blocks) if block.born == born]
         nbytes, seconds = np.zeros(1), np.zeros(1)
-        total = sum(points[0].nbytes for points in self.frontiers)
+        total = sum(self.frontiers[i][0].nbytes for i in own)
         width = max(total / STATES, 1.0)
         steps: list[tuple[np.ndarray, np.ndarray]] = []  # by block, of each state that before and the point
         above = len(self.graph.stages)  # stages from here on are behind us
@@ -375,11 +142,12 @@ class _Allocation:
             fits = np.flatnonzero(nbytes <= limit)
             return fits if len(fits) else np.array([int(nbytes.argmin())])
 
-        for block, points in zip(self.blocks, self.frontiers, strict=True):
+        for i in own:
+            points, group = self.frontiers[i], self.blocks[i].group
             before = np.arange(len(nbytes))
-            if block.group < above:
-                before = kept(min(allowed[block.group : above]))
-                above = block.group
+            if group < above:
+                before = kept(min(allowed[group:above]))
+                above = group
             sums = (nbytes[before, None] + [p.nbytes for p in points]).ravel()
             times = (seconds[before, None] + [p.seconds for p in points]).ravel()
             order = np.lexsort((times, sums))
@@ -393,8 +161,6 @@ class _Allocation:
             nbytes, seconds = sums[order], times[order]
         left = kept(min([allowed[-1], *allowed[:above]]))
         state = int(left[seconds[left].argmin()])
-        chosen = []
-        for before, point in reversed(steps):
-            chosen.append(int(point[state]))
+        for i, (before, point) in zip(reversed(own), reversed(steps), strict=True):
+            chosen[i] = int(point[state])
             state = int(before[state])
-        return chosen[::-1]

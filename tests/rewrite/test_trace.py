@@ -486,7 +486,7 @@ def train_step(optimizer: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def in_users_order(monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any], *args: Any) -> Traced:
     with monkeypatch.context() as patch:
         patch.setattr(
-            _trace, "memory_order", lambda jaxpr, alive, *_: [i for i, on in enumerate(alive) if on]
+            _trace, "memory_order", lambda jaxpr, alive, *_, **__: [i for i, on in enumerate(alive) if on]
         )
         return traced(fn, *args)
 

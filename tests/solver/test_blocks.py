@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from graphs import UNIT, Builder, blocks, chain
+from graphs import UNIT, Builder, blocks, chain, passes
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import graphs
@@ -14,8 +14,9 @@ from strategies import graphs
 from jaxremat import Graph, Milp, SaveAll, complete, simulate
 from jaxremat._model._schedule import check
 from jaxremat._model._simulate import extra_seconds, rank
-from jaxremat._solver import _blocks, _milp
-from jaxremat._solver._blocks import Blocks, frontier
+from jaxremat._solver import _block_frontiers, _blocks, _milp
+from jaxremat._solver._block_frontiers import frontier
+from jaxremat._solver._blocks import Blocks
 
 NEVER = math.inf
 
@@ -70,7 +71,7 @@ def attention(count: int) -> Graph:
 def test_what_two_stages_of_a_layer_want_is_no_bar() -> None:
     """They are one group: only the stream between layers is wanted by several."""
     graph = attention(12)
-    found, shared = _blocks.blocks(graph)
+    found, shared = _block_frontiers.blocks(graph)
     assert {graph.values[v].nbytes for v in shared} <= {UNIT, 2 * UNIT}
     assert max(len(block.values) for block in found) >= 4
 
@@ -105,7 +106,7 @@ def cheapest(block: Any) -> dict[int, float]:
 
 @given(graphs(most_nodes=9, most_stages=3))
 def test_frontiers_are_those_of_brute_force(graph: Graph) -> None:
-    for block in _blocks.blocks(graph)[0]:
+    for block in _block_frontiers.blocks(graph)[0]:
         if len(block.values) > 9:
             continue
         best = cheapest(block)
@@ -170,3 +171,15 @@ def test_the_deadline_ends_it() -> None:
     graph = replace(layers(6))
     found = Blocks().solve(graph, graph.base_nbytes + 60 * UNIT, time_limit=0.0)
     check(graph, found.schedule)
+
+
+@pytest.mark.parametrize("share", [0.75, 0.5, 0.4])
+def test_each_forward_pass_has_the_budget_to_itself(share: float) -> None:
+    """What a later pass saves is not there in the backward pass before it, nor the other way round."""
+    one, two = passes(1, 24, size=4), passes(2, 24, size=4)
+    plain = simulate(one, complete(one, one.residuals)).peak_nbytes
+    budget = one.base_nbytes + int(share * (plain - one.base_nbytes))
+    alone, both = (Blocks().solve(graph, budget, time_limit=20.0).schedule for graph in (one, two))
+    assert simulate(two, both).peak_nbytes <= budget
+    assert extra_seconds(two, both) == 2 * extra_seconds(one, alone)
+    assert {block.born for block in _block_frontiers.blocks(two)[0]} == {-1, 23}

@@ -1,0 +1,71 @@
+"""Graph -> the forward passes behind the first, of steps that differentiate several times one after the other.
+
+Such a pass begins when the backward pass before it is done: a perturbed or updated network's (sharpness-aware
+minimisation, the generator behind the discriminator's update, the actor behind the critic's), or the next microbatch's.
+What it makes is of the forward pass like any other, but is made in the stage that it runs in, and may be recomputed in
+later stages.
+
+Law: a step that differentiates once has none.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from ._graph import Graph, Node
+
+
+class LaterPass(NamedTuple):
+    """The nodes `start <= id < stop`, of which those of the forward pass are a forward pass of their own."""
+
+    start: int
+    stop: int
+
+
+def later_passes(graph: Graph) -> tuple[LaterPass, ...]:
+    """The forward passes that contractions of a backward pass precede, and another backward pass reads."""
+    nodes = graph.nodes
+    contractions = (n for n in nodes[graph.forward_stop :] if n.contraction)
+    runs = [list(run) for _, run in groupby(contractions, key=lambda n: n.forward)]
+    found = []
+    for i, run in enumerate(runs):
+        if not i or not run[0].forward:
+            continue
+        behind = runs[i + 1][0].id if i + 1 < len(runs) else len(nodes)
+        start = next(n.id for n in nodes[runs[i - 1][-1].id : behind] if _is_kernel(graph, n))
+        last = max(n.id for n in nodes[run[-1].id : behind] if _is_kernel(graph, n))
+        stop = next((n.id for n in nodes[last:behind] if not n.forward), behind)
+        if _is_read(graph, start, stop):
+            found.append(LaterPass(start, stop))
+    return tuple(found)
+
+
+def made_later(passes: Sequence[LaterPass], node: int) -> LaterPass | None:
+    """The pass in which a node stands, None for none."""
+    return next((own for own in passes if own.start <= node < own.stop), None)
+
+
+def divides(passes: Sequence[LaterPass], cut: int) -> bool:
+    """Whether a stage that begins at this node would begin in the midst of a pass."""
+    return any(start < cut < stop for start, stop in passes)
+
+
+def passes_before(passes: Sequence[LaterPass], node: int) -> int:
+    """How many of the passes are over before a node runs."""
+    return sum(own.stop <= node for own in passes)
+
+
+def _is_kernel(graph: Graph, node: Node) -> bool:
+    return node.forward and graph.kernel[node.id] and (node.contraction or _large(graph, node))
+
+
+def _large(graph: Graph, node: Node) -> bool:
+    values = (graph.values[v] for v in node.outputs)
+    return any(v.materialised and not graph.is_small(v.id) for v in values)
+
+
+def _is_read(graph: Graph, start: int, stop: int) -> bool:
+    """Whether a backward pass behind these nodes, not only arithmetic on gradients, reads something large of theirs."""
+    made = {v for n in graph.nodes[start:stop] if n.forward and _large(graph, n) for v in n.outputs}
+    late = (n for n in graph.nodes[stop:] if not n.forward and "transpose(" in n.scope)
+    return any(not made.isdisjoint(graph.reads[n.id]) for n in late)
