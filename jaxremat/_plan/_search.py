@@ -126,7 +126,7 @@ class Search:
                     break
                 if i >= rounds + more and not near:
                     break
-                if self.trials and not near and not self.deadline.allows(best is not None):
+                if self.trials and not near and not self.deadline.allows(self._bearable(best)):
                     break
                 self._attempt(line.graph, line.pending, line.fence)
                 line.pending = None
@@ -327,9 +327,11 @@ class Search:
 
     def _least(self, budget: int | None) -> None:
         """Compile the schedules of least predicted peak; with a budget, until one fits at a bearable overhead, and
-        without one only those that promise to be bearable, if there are any.
+        without one only those that promise to be bearable, if there are any. Behind the deadline only forms of which
+        none was compiled and one promises to fit: nothing is refused that was not looked at.
         """
-        if not self.trials or self.deadline.allows(budget is not None and self.best(budget) is not None):
+        fits = budget is not None and self.best(budget) is not None
+        if not fits or self.deadline.allows(fits):
             self.cuttings.make_lowest(self._most_seconds())
         for solver in self.solving.of_least:
             known = [(cut, self._lowest(cut, solver)) for cut in self.cuttings.made]
@@ -342,16 +344,21 @@ class Search:
             for (cut, solution), peak in zip(known, peaks, strict=True):
                 if peak > likely or (budget and self._no_lower(cut, solver, peak, budget)):
                     continue
-                fits = budget is not None and self.best(budget) is not None
+                fits = budget is not None and self._bearable(self.best(budget))
                 tried = any(self.solving.is_lowest(trial.solution) for trial in self.trials)
-                if tried and not self.deadline.allows(fits):
-                    return
+                promised = budget is not None and peak <= budget and self._untried(cut)
+                if tried and not promised and not self.deadline.allows(fits):
+                    continue
                 for fence in ("ordered",) if self._mended(cut) else ("finished", "ordered"):
                     trial = self._tried(cut, solution, fence) or self._attempt(cut, solution, fence)
                     if budget is not None and self._bearable(self.best(budget)):
                         return
                     if trial is None or not self._astray(trial, budget or 0):
                         break
+
+    def _untried(self, graph: Graph) -> bool:
+        """Whether no plan of this form was compiled: one that may fit is not refused for want of time."""
+        return all(trial.graph.segments != graph.segments for trial in self.trials)
 
     def _no_lower(self, graph: Graph, solver: Solver, peak: int, budget: int) -> bool:
         """Whether a schedule of this solver's of least memory would neither fit nor need less than what was compiled,

@@ -43,11 +43,12 @@ class Equals:
     _joinable: dict[tuple[Any, int], list[int]] = field(
         default_factory=dict
     )  # of the forward pass, by kind and scope
-    _constants: dict[Any, Any] = field(
+    # of variables that are made of constants alone: the equation, and the first variable of the same, of any scope
+    _constants: dict[Any, Any] = field(default_factory=dict)
+    _alike: dict[Any, Any] = field(default_factory=dict)
+    _firsts: dict[Any, Sequence[Any]] = field(
         default_factory=dict
-    )  # variable -> the equation that makes it of constants alone
-    _alike: dict[Any, Any] = field(default_factory=dict)  # such a variable -> the first of the same, of any scope
-    _firsts: dict[Any, Sequence[Any]] = field(default_factory=dict)  # what makes such equal -> those first ones
+    )  # what makes such equations equal -> results
 
     def read(self, atom: Any) -> Any:
         """What an operand or a result is called now."""
