@@ -245,7 +245,7 @@ class Search:
             if line.closed or any(other.expected[1] <= line.graph.extra_seconds for other in ready):
                 continue
             if line.pending is None:
-                line.pending = self._solution(line.graph, line.allowance)
+                line.pending = self._solution(line.graph, line.allowance, hasty=self._bearable(best))
             line.order = self._rank(line.graph, line.pending, line.allowance)
             tried = self._tried(line.graph, line.pending, line.fence)
             if line.order[0] == 0.0 and (tried or self._promises(line, line.order[1], best)):
@@ -386,8 +386,9 @@ class Search:
         same = (t for t in self.trials if t.solution.schedule == solution.schedule and t.fence == fence)
         return next((t for t in same if t.graph.segments == graph.segments), None)
 
-    def _solution(self, graph: Graph, allowance: int | None) -> Solution:
-        return self.solving.within(graph, allowance, hasty=bool(self.trials))
+    def _solution(self, graph: Graph, allowance: int | None, *, hasty: bool = False) -> Solution:
+        """The solution within an allowance; `hasty` where a plan that does is known already."""
+        return self.solving.within(graph, allowance, hasty=hasty)
 
     def _lowest(self, graph: Graph, solver: Solver | None = None) -> Solution:
         """The solution of least predicted peak."""
