@@ -44,6 +44,7 @@ from .._rewrite._loop_closing import close_loops, without_unread
 from .._rewrite._loop_opening import CARRY, LAST, SLICE, STACK
 from .._rewrite._max_pool_gradient import expands, sliced_inline
 from .._rewrite._sinking import sink, sunk_values
+from .._rewrite._stack_buffers import begun_late, stacked_nbytes
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
 from ._clones import make_apart
@@ -161,6 +162,9 @@ class Emitter:
     def append(self, eqns: Sequence[Any], loop_of: Sequence[int]) -> None:
         for eqn, loop in zip(eqns, loop_of, strict=True):
             placed = inline(eqn) if self.poor(eqn) else [eqn]
+            late = self.graph.backend.hoists and self.forward_count > 0 and loop < 0
+            if late and stacked_nbytes(eqn) > self.graph.small_nbytes:
+                placed = begun_late(eqn)
             self.eqns.extend(placed)
             self.loop_of.extend([loop] * len(placed))
             leaves = eqn.primitive in (LAST, STACK)

@@ -136,7 +136,7 @@ class Search:
         """Whether another plan may be compiled: the first in any case where nothing fits yet; and where one misses by
         little, one that corrects it.
         """
-        if not (self.trials or self.deadline.fits) or self.deadline.allows(best is not None):
+        if not (self.trials or self.deadline.fits) or self.deadline.allows(self._bearable(best)):
             return True
         late = near and not self.deadline.fits and not self.corrects_late
         self.corrects_late |= late
@@ -256,7 +256,7 @@ class Search:
             if line.closed or any(other.expected[1] <= line.graph.extra_seconds for other in ready):
                 continue
             if line.pending is None:
-                line.pending = self._solution(line.graph, line.allowance)
+                line.pending = self._solution(line.graph, line.allowance, hasty=self._bearable(best))
             line.order = self._rank(line.graph, line.pending, line.allowance)
             tried = self._tried(line.graph, line.pending, line.fence)
             if line.order[0] == 0.0 and (tried or self._promises(line, line.order[1], best)):
@@ -338,9 +338,11 @@ class Search:
 
     def _least(self, budget: int | None) -> None:
         """Compile the schedules of least predicted peak; with a budget, until one fits at a bearable overhead, and
-        without one only those that promise to be bearable, if there are any.
+        without one only those that promise to be bearable, if there are any. Behind the deadline only forms of which
+        none was compiled and one promises to fit: nothing is refused that was not looked at.
         """
-        if not self.trials or self.deadline.allows(budget is not None and self.best(budget) is not None):
+        fits = budget is not None and self.best(budget) is not None
+        if not fits or self.deadline.allows(fits):
             self.cuttings.make_lowest(self._most_seconds())
         for solver in self.solving.of_least:
             known = [(cut, self._lowest(cut, solver)) for cut in self.cuttings.made]
@@ -353,16 +355,21 @@ class Search:
             for (cut, solution), peak in zip(known, peaks, strict=True):
                 if peak > likely or (budget and self._no_lower(cut, solver, peak, budget)):
                     continue
-                fits = budget is not None and self.best(budget) is not None
+                fits = budget is not None and self._bearable(self.best(budget))
                 tried = any(self.solving.is_lowest(trial.solution) for trial in self.trials)
-                if tried and not self.deadline.allows(fits):
-                    return
+                promised = budget is not None and peak <= budget and self._untried(cut)
+                if tried and not promised and not self.deadline.allows(fits):
+                    continue
                 for fence in ("ordered",) if self._mended(cut) else ("finished", "ordered"):
                     trial = self._tried(cut, solution, fence) or self._attempt(cut, solution, fence)
                     if budget is not None and self._bearable(self.best(budget)):
                         return
                     if trial is None or not self._astray(trial, budget or 0):
                         break
+
+    def _untried(self, graph: Graph) -> bool:
+        """Whether no plan of this form was compiled: one that may fit is not refused for want of time."""
+        return all(trial.graph.segments != graph.segments for trial in self.trials)
 
     def _no_lower(self, graph: Graph, solver: Solver, peak: int, budget: int) -> bool:
         """Whether a schedule of this solver's of least memory would neither fit nor need less than what was compiled,
@@ -390,8 +397,9 @@ class Search:
         same = (t for t in self.trials if t.solution.schedule == solution.schedule and t.fence == fence)
         return next((t for t in same if t.graph.segments == graph.segments), None)
 
-    def _solution(self, graph: Graph, allowance: int | None) -> Solution:
-        return self.solving.within(graph, allowance, hasty=bool(self.trials))
+    def _solution(self, graph: Graph, allowance: int | None, *, hasty: bool = False) -> Solution:
+        """The solution within an allowance; `hasty` where a plan that does is known already."""
+        return self.solving.within(graph, allowance, hasty=hasty)
 
     def _lowest(self, graph: Graph, solver: Solver | None = None) -> Solution:
         """The solution of least predicted peak."""

@@ -43,9 +43,12 @@ class Equals:
     _joinable: dict[tuple[Any, int], list[int]] = field(
         default_factory=dict
     )  # of the forward pass, by kind and scope
-    _constants: dict[Any, Any] = field(
+    # of variables that are made of constants alone: the equation, and the first variable of the same, of any scope
+    _constants: dict[Any, Any] = field(default_factory=dict)
+    _alike: dict[Any, Any] = field(default_factory=dict)
+    _firsts: dict[Any, Sequence[Any]] = field(
         default_factory=dict
-    )  # variable -> the equation that makes it of constants alone
+    )  # what makes such equations equal -> results
 
     def read(self, atom: Any) -> Any:
         """What an operand or a result is called now."""
@@ -63,7 +66,7 @@ class Equals:
         invars = [self.read(a) for a in eqn.invars]
         edge = is_loop_edge(eqn) and not is_loop_slice(eqn)
         pure = not eqn.effects and not is_fence(eqn) and not edge
-        key = _key(eqn, invars) if pure else None
+        key = _key(eqn, list(map(self._first, invars))) if pure else None
         twin = None if key is None else self._seen.get((key, scope))
         if twin is not None:
             self._rename.update(zip(eqn.outvars, self.eqns[twin].outvars, strict=True))
@@ -78,17 +81,20 @@ class Equals:
             self._maker.update(dict.fromkeys(eqn.outvars, twin))
             if pure and not is_heavy(eqn) and all(a in self._constants for a in _variables(invars)):
                 self._constants.update(dict.fromkeys(eqn.outvars, self.eqns[twin]))
+                if key is not None:
+                    firsts = self._firsts.setdefault(key, eqn.outvars)
+                    self._alike.update(zip(eqn.outvars, firsts, strict=True))
             if key is not None:
                 self._seen[key, scope] = twin
         self.merged_of.append(twin)
 
     def value(self, atom: Any) -> Any:
         """What makes two operands the same, of whatever scope: what they are called or, of constants, made of."""
-        eqn = None if _compat.is_literal(atom) else self._constants.get(atom)
-        if eqn is None:
-            return _atom(atom)
-        place = next(i for i, v in enumerate(eqn.outvars) if v is atom)
-        return _like(eqn, tuple(map(self.value, eqn.invars))), place
+        return _atom(self._first(atom))
+
+    def _first(self, atom: Any) -> Any:
+        """The first variable that is made of the same constants in the same way; others are themselves."""
+        return atom if _compat.is_literal(atom) else self._alike.get(atom, atom)
 
     def body(self, closed: Any, operands: Sequence[Any], info: Any, into: list[Any]) -> list[Any]:
         """As `Inliner.body`, with operands that are made of constants made anew."""
@@ -108,7 +114,12 @@ class Equals:
 
     def together(self, first: Sequence[Any], second: Sequence[Any]) -> "Equals | None":
         """Two bodies as one, None where the second adds contractions."""
-        both = Equals(self.inliner, _constants=dict(self._constants))
+        both = Equals(
+            self.inliner,
+            _constants=dict(self._constants),
+            _alike=dict(self._alike),
+            _firsts=dict(self._firsts),
+        )
         for late, eqns in ((False, first), (True, second)):
             for eqn in eqns:
                 both.add(eqn, late=late)

@@ -5,8 +5,9 @@ only values that are kept in fewer bits, where the user allows that, are rounded
 
 Reading order: `_trace` puts the forms together; `_loop_opening` and `_loop_closing` lay iterations open and close them
 again; `_loop_segments` (levels, parts), `_update_absorption` (optimizer updates inside the loop), `_in_place_stacks`,
-`_row_reads`, `_sinking`; `_row_rules`, `_row_scans`, `_row_regions`, `_microbatches`, `_row_chunks` (work on rows, or
-most of a step, chunk after chunk); `_max_pool_gradient`, `_depthwise_gradient`, `_cotangent_chains`, `_kernel_choice`
-(equations of which the compiler makes better kernels); `_passes`, `_encodings` (values kept in fewer bits);
-`_undone_checkpoints`, `_gathered_operands`, `_shard_map_body`, `_memory_order`, `_streamed_copies`; `_fingerprint`.
+`_stack_buffers`, `_row_reads`, `_sinking`; `_row_rules`, `_row_scans`, `_row_regions`, `_microbatches`, `_row_chunks`
+(work on rows, or most of a step, chunk after chunk); `_max_pool_gradient`, `_depthwise_gradient`, `_cotangent_chains`,
+`_kernel_choice` (equations of which the compiler makes better kernels); `_passes`, `_encodings` (values kept in fewer
+bits); `_undone_checkpoints`, `_gathered_operands`, `_shard_map_body`, `_memory_order`, `_streamed_copies`;
+`_fingerprint`.
 """

@@ -2,7 +2,8 @@
 
 XLA:CPU has no kernel for it: it convolves every channel with every other, in memory channels squared times the size of
 the result, and takes the diagonal. Each place of the kernel is a sum of products of a window of the operand with the
-cotangent, which needs no memory at all.
+cotangent. XLA:CPU copies the window for that, and where the sums stand one behind the other it copies all windows
+first: a loop has one at a time.
 """
 
 import math
@@ -29,7 +30,7 @@ def is_depthwise_gradient(eqn: Any) -> bool:
 
 
 def summed(eqn: Any) -> jex.ClosedJaxpr:
-    """The equation as such sums."""
+    """The equation as a loop of such sums."""
     params, out = eqn.params, eqn.outvars[0].aval
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     groups_axis, groups = lhs_spec[0], params["batch_group_count"]
@@ -45,18 +46,23 @@ def summed(eqn: Any) -> jex.ClosedJaxpr:
         aligned = jnp.transpose(kernel, order)
         shape = list(aligned.shape)
         shape[groups_axis : groups_axis + 1] = [groups, shape[groups_axis] // groups]
-        aligned = aligned.reshape(shape)
         others = tuple(axis for axis in range(len(shape)) if axis not in (groups_axis, groups_axis + 1))
-        sums = []
-        for place in np.ndindex(*places):
-            start, stop, step = [0] * operand.ndim, list(padded.shape), [1] * operand.ndim
-            for i, axis in enumerate(lhs_spec[2:]):
-                step[axis] = params["rhs_dilation"][i]
-                start[axis] = place[i] * params["window_strides"][i]
-                stop[axis] = start[axis] + (kernel.shape[rhs_spec[2 + i]] - 1) * step[axis] + 1
-            window = jnp.expand_dims(jax.lax.slice(padded, start, stop, step), groups_axis + 1)
-            sums.append(jnp.sum(window.astype(wide) * aligned.astype(wide), axis=others))
-        found = jnp.stack(sums, axis=-1).reshape(1, -1, *places).astype(out.dtype)
+        reach, start, step = list(padded.shape), [0] * operand.ndim, [1] * operand.ndim
+        for i, axis in enumerate(lhs_spec[2:]):
+            step[axis] = params["rhs_dilation"][i]
+            reach[axis] = (kernel.shape[rhs_spec[2 + i]] - 1) * step[axis] + 1
+
+        def at(place: jax.Array) -> jax.Array:
+            here: list[Any] = [*start]
+            for i, axis in reversed([*enumerate(lhs_spec[2:])]):
+                here[axis] = jax.lax.rem(place, places[i]) * params["window_strides"][i]
+                place = jax.lax.div(place, places[i])
+            window = jax.lax.dynamic_slice(padded, here, reach, allow_negative_indices=False)
+            window = jnp.expand_dims(jax.lax.slice(window, start, reach, step), groups_axis + 1)
+            return jnp.sum(window.astype(wide) * aligned.reshape(shape).astype(wide), axis=others)
+
+        sums = jax.lax.map(at, jnp.arange(math.prod(places)))
+        found = jnp.moveaxis(sums, 0, -1).reshape(1, -1, *places).astype(out.dtype)
         return jnp.transpose(found, np.argsort(out_spec).tolist())
 
     types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]

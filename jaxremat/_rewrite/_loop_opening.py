@@ -33,8 +33,9 @@ from jax.extend.core.primitives import scan_p
 
 from .._program import _compat
 from .._program._common_subexpressions import Equals
+from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
-from .._program._primitives import inner_jaxprs, is_late
+from .._program._primitives import inner_jaxprs, is_late, is_light, is_pointwise
 
 operands = _compat.scan_operands
 
@@ -201,7 +202,9 @@ def _is_scan(eqn: Any) -> bool:
 
 
 def pairs(eqns: Sequence[Any]) -> dict[int, int]:
-    """For each backward scan the forward scan whose stacked results it scans over, by index; the last if several."""
+    """For each backward scan the forward scan whose stacked results it scans over, by index; the last if several. Not
+    of pairs that are mere recurrences.
+    """
     maker: dict[Any, int] = {}
     forward_of: dict[int, int] = {}
     for i, eqn in enumerate(eqns):
@@ -209,6 +212,8 @@ def pairs(eqns: Sequence[Any]) -> dict[int, int]:
             continue
         sources = {maker[a] for a in operands(eqn)[2] if a in maker} if is_late(eqn) else set()
         matching = [j for j in sources if _runs_backward(eqn, eqns[j])]
+        if matching and _is_recurrence(eqns[max(matching)], eqn):
+            continue
         if matching:
             forward_of[i] = max(matching)
         else:
@@ -219,6 +224,17 @@ def pairs(eqns: Sequence[Any]) -> dict[int, int]:
 def _runs_backward(eqn: Any, forward: Any) -> bool:
     same = eqn.params["length"] == forward.params["length"]
     return same and eqn.params["reverse"] != forward.params["reverse"]
+
+
+def _is_recurrence(forward: Any, backward: Any) -> bool:
+    """Whether a pair is pointwise work that stacks no more for the way back than it scans over, as a gated linear
+    recurrence does: there is nothing to choose in an iteration, and the scan may be run again as a whole.
+    """
+    kept = forward.outvars[len(operands(forward)[1]) :]
+    stacked = sum(aval_nbytes(a.aval) for a in operands(backward)[2] if a in kept)
+    scanned = sum(aval_nbytes(a.aval) for a in operands(forward)[2])
+    inside = (eqn for eqn in _inner(forward) if not inner_jaxprs(eqn))
+    return stacked <= scanned and all(is_pointwise(eqn) or is_light(eqn) for eqn in inside)
 
 
 def _has_both_passes(eqn: Any) -> bool:

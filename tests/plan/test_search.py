@@ -9,7 +9,7 @@ from graphs import UNIT, chain
 from test_host_copies import layers
 
 from jaxremat import Graph, Milp, Solution, complete, simulate
-from jaxremat._model._loop_levels import Copies, Pairs
+from jaxremat._model._loop_levels import Copies, Form, Pairs
 from jaxremat._model._stages import uncut
 from jaxremat._plan._deadline import Deadline
 from jaxremat._plan._refusal import dear
@@ -368,6 +368,28 @@ def test_the_least_is_not_looked_for_where_another_of_the_form_needs_more(alike:
     search._tried = lambda *_: None  # type: ignore[method-assign]  # they are alike for this test alone
     assert search.within(peak, -MORE_ROUNDS) is None
     assert ids == ([0] if alike else [0, 1])
+
+
+def test_nothing_is_refused_for_want_of_time_while_a_form_promises_to_fit() -> None:
+    """The plain form needs more than the model says, and the time is up: the other is made and compiled even so."""
+    graph = chain(12)
+    peak = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    other = Form(((4,),), fewer_nbytes=peak // 2, more_seconds=graph.step_seconds)
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+        more = 0 if graph.segments == other.segments else 10 * peak
+        trial = a_trial(graph, set(solution.schedule.saved), 0.1)
+        return replace(trial, solution=solution, fence=fence, peak_nbytes=trial.peak_nbytes + more)
+
+    search = Search(
+        graph, Prefixes(), 1.0, compiled, 10 * peak, graph_of=lambda s: replace(graph, segments=s)
+    )
+    search.cuttings.left[False] = [other]
+    search.deadline.limit, search.deadline.plain_seconds = 1e-9, 1.0
+    trial = search.within(peak - 1, 3)
+    assert trial is not None
+    assert trial.graph.segments == other.segments
+    assert search.deadline.cut_short
 
 
 def test_a_solver_that_runs_out_of_time_does_no_worse_than_before() -> None:

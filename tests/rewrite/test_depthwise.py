@@ -77,6 +77,21 @@ def test_what_is_left_as_it_is() -> None:
     assert inline(eqn)[-1].outvars == eqn.outvars
 
 
+def test_one_window_at_a_time() -> None:
+    """Of a kernel of many places too: the operand with its edges, a window, and the operands themselves."""
+    how: dict[str, Any] = {"window_strides": (1, 1), "padding": "SAME"}
+    (eqn,) = filter(is_depthwise_gradient, gradients((7, 7), CHANNELS, 1, LAYOUTS[0], jnp.float32, **how))
+    types = [v.aval for v in eqn.invars]
+
+    def of_made(*operands: jax.Array) -> Any:
+        return jex.jaxpr_as_fun(summed(eqn))(*map(jnp.tanh, operands))
+
+    compiled = jax.jit(of_made).lower(*types).compile(compiler_options=compiler_options())
+    padded = 2 * (9 + 6) * (11 + 6) * CHANNELS * 4
+    window = 2 * 9 * 11 * CHANNELS * 4
+    assert MemoryStats.of(compiled).temporaries_nbytes < 1.25 * (padded + 2 * window)
+
+
 def step(weights: Any, x: jax.Array) -> Any:
     """A train step of separable convolutions."""
 
@@ -105,5 +120,5 @@ def test_a_planned_step_needs_no_channels_squared() -> None:
     planned = jaxremat.optimize(stats.peak_nbytes - squared, donate_argnums=0)(step)
     plan = planned.plan(*args)
     assert plan.compiled_overhead is not None
-    assert plan.compiled_overhead < -0.3
+    assert plan.compiled_overhead < -0.2
     assert_same(plain(*jax.tree.map(jnp.copy, args)), planned(*args))
