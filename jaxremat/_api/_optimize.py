@@ -319,9 +319,7 @@ class Step:
             if self._options.verify:
                 confirm(planned.plan, compiled)
             return compiled
-        return self._compiled(
-            planned, args, kwargs
-        )  # one for a target says, when called, that it cannot run here
+        return self._compiled(planned, args, kwargs)  # of a target says, when called, that it cannot run here
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Bound(self, instance)

@@ -20,7 +20,7 @@ from .._solver import Solution, Solver, Sublinear
 from ._cuttings import CHEAP, EXACTLY, LEAST_SLACK, Cuttings
 from ._deadline import Deadline
 from ._solving import Solving
-from ._trial import Attempt, Line, Trial, first, in_vain, some
+from ._trial import Attempt, Line, Trial, first, in_vain, some, untried
 from ._trial import allowance as next_allowance
 
 SLACK = 0.02
@@ -270,7 +270,9 @@ class Search:
                 if id(line.graph) in self.failed or self.cuttings.turn(line.graph) != turn:
                     continue
                 line.pending = self._lowest(line.graph)
-                if self._hopeful(line, budget) and not self._tried(line.graph, line.pending, line.fence):
+                if line.may_fit(self.trials, budget) and not self._tried(
+                    line.graph, line.pending, line.fence
+                ):
                     line.order = rank(line.graph, line.pending.schedule, None)
                     ready.append(line)
         return first(ready, CHEAP / 2 * self.graph.step_seconds)
@@ -315,13 +317,6 @@ class Search:
         seconds = extra_seconds(line.graph, line.pending.schedule)
         return line.gain(seconds, best) >= MORE_GAIN * self.graph.step_seconds
 
-    def _hopeful(self, line: Line, budget: int) -> bool:
-        """Whether a line's pending solution may fit, for all that is known of how the model errs."""
-        assert line.pending is not None
-        predicted = simulate(line.graph, line.pending.schedule).peak_nbytes
-        more = min((t.peak_nbytes - t.profile.peak_nbytes for t in self.trials), default=0)
-        return predicted + more <= budget
-
     def _astray(self, trial: Trial, budget: int) -> bool:
         """Whether a plan misses the budget because the compiler keeps what the model takes to be done with."""
         more = trial.peak_nbytes - trial.profile.peak_nbytes
@@ -357,7 +352,7 @@ class Search:
                     continue
                 fits = budget is not None and self._bearable(self.best(budget))
                 tried = any(self.solving.is_lowest(trial.solution) for trial in self.trials)
-                promised = budget is not None and peak <= budget and self._untried(cut)
+                promised = budget is not None and peak <= budget and untried(self.trials, cut)
                 if tried and not promised and not self.deadline.allows(fits):
                     continue
                 for fence in ("ordered",) if self._mended(cut) else ("finished", "ordered"):
@@ -366,10 +361,6 @@ class Search:
                         return
                     if trial is None or not self._astray(trial, budget or 0):
                         break
-
-    def _untried(self, graph: Graph) -> bool:
-        """Whether no plan of this form was compiled: one that may fit is not refused for want of time."""
-        return all(trial.graph.segments != graph.segments for trial in self.trials)
 
     def _no_lower(self, graph: Graph, solver: Solver, peak: int, budget: int) -> bool:
         """Whether a schedule of this solver's of least memory would neither fit nor need less than what was compiled,

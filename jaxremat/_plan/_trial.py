@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from .._compiler._program import Compiled
 from .._model._graph import Graph
-from .._model._simulate import Profile
+from .._model._simulate import Profile, simulate
 from .._report._outcome import Round
 from .._solver import Solution
 
@@ -97,6 +97,13 @@ class Line:
         last = self.trials[-1] if self.trials else best
         return best.seconds - seconds - (last.seconds - last.profile.extra_seconds)
 
+    def may_fit(self, trials: Sequence[Trial], budget: int) -> bool:
+        """Whether the pending solution may, for all that these trials say of how the model errs."""
+        assert self.pending is not None
+        predicted = simulate(self.graph, self.pending.schedule).peak_nbytes
+        more = min((t.peak_nbytes - t.profile.peak_nbytes for t in trials), default=0)
+        return predicted + more <= budget
+
 
 def first(lines: Sequence[Line], alike_seconds: float) -> Line | None:
     """The cheapest of these lines; of those that fit about as cheaply one that leaves the host's memory alone, and that
@@ -112,6 +119,11 @@ def first(lines: Sequence[Line], alike_seconds: float) -> Line | None:
         return copies, len(line.graph.stages), line.expected
 
     return min(cheap, key=order)
+
+
+def untried(trials: Sequence[Trial], graph: Graph) -> bool:
+    """Whether none of these is of this form: one that may fit is not refused for want of time."""
+    return all(trial.graph.segments != graph.segments for trial in trials)
 
 
 def in_vain(trials: Sequence[Trial], graph: Graph) -> bool:
