@@ -143,6 +143,12 @@ def on_host(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
+def on_mesh(aval: Any) -> bool:
+    """Whether a type says on which devices its values are."""
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh is not None and not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
 def is_fetch(eqn: Any) -> bool:
     """A copy from the host's memory to the device."""
     return _copies(eqn) and on_host(eqn.invars[0].aval) and not on_host(eqn.outvars[0].aval)

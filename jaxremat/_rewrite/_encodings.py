@@ -19,7 +19,6 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 
 from .._program import _compat
 from .._program._flops import aval_nbytes
@@ -30,6 +29,7 @@ from .._program._primitives import (
     is_pointwise,
     is_repeatable,
     on_host,
+    on_mesh,
 )
 from ._loop_opening import Loop
 from ._passes import late_equations
@@ -235,12 +235,6 @@ def encodable(
     return {v: kind for v, kind in able.items() if v in read}
 
 
-def _is_placed(aval: Any) -> bool:
-    """Whether a type says on which devices its values are."""
-    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
-    return mesh is not None and not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types)
-
-
 def fewer_nbytes(jaxpr: Any, loop_of: Sequence[int], loops: Sequence[Loop], codes: Sequence[int]) -> int:
     """What all values that may have copies take more than these."""
     trips = {
@@ -268,7 +262,7 @@ def _dear(forward: Sequence[Any], trips: Sequence[int], large: float) -> list[An
         own = (is_heavy(eqn) and is_repeatable(eqn)) or eqn.primitive.name == "scan_carry"
         own = own or (eqn.primitive.name in SUMS and len(of) > 1)
         for v in eqn.outvars:
-            is_large = n * aval_nbytes(v.aval) >= large and not on_host(v.aval) and not _is_placed(v.aval)
+            is_large = n * aval_nbytes(v.aval) >= large and not on_host(v.aval) and not on_mesh(v.aval)
             found += [v] if own and is_large else []
             roots[v] = frozenset({v}) if own and is_large else of
     return found

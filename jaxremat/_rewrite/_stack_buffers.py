@@ -13,6 +13,7 @@ import numpy as np
 
 from .._program import _compat
 from .._program._flops import aval_nbytes
+from .._program._primitives import on_mesh
 from ._loop_opening import operands, row_written
 
 _ZERO = _compat.literal(np.float32(0))
@@ -24,8 +25,8 @@ def stacked_nbytes(eqn: Any) -> int:
         return 0
     stacks = [v.aval for v in eqn.outvars[_compat.scan_counts(eqn)[1] :]]
     plain = all(jnp.issubdtype(a.dtype, jnp.number) or a.dtype == jnp.bool_ for a in stacks)
-    alike = not any(map(_compat.varying_axes, eqn.invars))
-    return sum(map(aval_nbytes, stacks)) if plain and alike and _compat.variables(eqn.invars) else 0
+    untyped = not any(map(_compat.varying_axes, eqn.invars)) and not any(map(on_mesh, stacks))
+    return sum(map(aval_nbytes, stacks)) if plain and untyped and _compat.variables(eqn.invars) else 0
 
 
 def begun_late(eqn: Any) -> list[Any]:

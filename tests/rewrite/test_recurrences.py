@@ -7,6 +7,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_optimize import assert_same
 
 import jaxremat
@@ -96,3 +98,17 @@ def test_half_of_the_checkpointed_step_is_planned() -> None:
     planned = jaxremat.optimize(budget, donate_argnums=0, planning_seconds=60)(step)
     assert MemoryStats.of(planned.compile(*args)).peak_nbytes <= budget
     assert_same(plain(*jax.tree.map(jnp.copy, args)), planned(*args))
+
+
+def scan_of(x: jax.Array) -> Any:
+    eqns = jax.make_jaxpr(recurrence)(x, x).jaxpr.eqns
+    return next(eqn for eqn in eqns if eqn.primitive.name == "scan")
+
+
+def test_stacks_whose_types_name_devices_stay_as_they_are() -> None:
+    x = jnp.ones((LENGTH, BATCH, WIDTH))
+    assert stacked_nbytes(scan_of(x)) == STACK
+    mesh = jax.make_mesh((1,), ("batch",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P(None, "batch")))
+        assert stacked_nbytes(scan_of(placed)) == 0
