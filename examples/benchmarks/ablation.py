@@ -128,6 +128,19 @@ MECHANISMS = (
             for room in ("_compiler._tags", "_lower._iteration", "_plan._baseline", "_emit._emit")
         },
     ),
+    Mechanism(
+        "every backward pass for itself",
+        {
+            f"{module}.later_passes": always(())
+            for module in (
+                "_model._stages",
+                "_model._optimizer_updates",
+                "_emit._emit",
+                "_solver._block_frontiers",
+            )
+        },
+    ),
+    Mechanism("stacks begun late", {"_emit._emit.stacked_nbytes": always(0)}, on=(CPU,)),
     Mechanism("chained cotangents in memory", {"_rewrite._trace.with_names": given(0)}, on=(CPU,)),
     Mechanism("weights' copies behind fences", {"_emit._emit.behind_operand": given(2)}, on=(CPU,)),
     Mechanism("what is made early", {"_emit._hoisting.Hazards.early": always(False)}, on=(CPU,)),
