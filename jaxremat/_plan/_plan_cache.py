@@ -62,6 +62,7 @@ def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
     except InfeasibleBudgetError as error:
         planned = _known(baseline, request, known, None)
         if planned is None:
+            _keep_least(baseline, request, known, error)
             raise known.corrected(error) from None
     else:
         planned = _known(baseline, request, known, planned.plan) or planned
@@ -69,6 +70,18 @@ def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
     if request.options.verify:
         known.add(planned.plan, path)
     return planned
+
+
+def _keep_least(
+    baseline: Baseline, request: Request, known: KnownPlans, error: InfeasibleBudgetError
+) -> None:
+    """Keep the plan of the least that a refusal names, which is what will be asked for next."""
+    if error.least_plan is not None:
+        _, margin = _asked(request)
+        path = _path(baseline, replace(request, budget=error.min_peak_nbytes + margin))
+        assert path is not None  # as that of the request
+        keep(path, error.least_plan.to_json())
+        known.add(error.least_plan, path)
 
 
 def _known(baseline: Baseline, request: Request, known: KnownPlans, plan: Plan | None) -> Planned | None:

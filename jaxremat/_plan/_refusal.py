@@ -23,25 +23,31 @@ WORTH = 0.1
 class Least(NamedTuple):
     """The least memory that was found.
 
-    **Fields:** `peak_nbytes`, and `how` that is known; the `schedule` of a `graph` that needs it.
+    **Fields:** `peak_nbytes`, and `how` that is known; the `schedule` of a `graph` that needs it; the `trial` in which
+    it was compiled, None where it was not, or is of the step as it is written.
     """
 
     peak_nbytes: int
     how: str
     graph: Graph
     schedule: Schedule
+    trial: Trial | None = None
 
 
 def compiled(trials: Sequence[Trial], baseline: Baseline) -> Least:
     """Of these trials, or of the step as it is written where that needs less."""
     trial = min(trials, key=lambda t: t.peak_nbytes)
-    peak, how = trial.peak_nbytes, f"compiled, the least of {len(trials)} plans"
-    if not baseline.must_plan and baseline.peak_nbytes < peak:
-        peak, how = (
-            baseline.peak_nbytes,
-            f"compiled, as it is written: none of {len(trials)} plans needs less",
-        )
-    return Least(peak, how, trial.graph, trial.solution.schedule)
+    least = Least(
+        trial.peak_nbytes,
+        f"compiled, the least of {len(trials)} plans",
+        trial.graph,
+        trial.solution.schedule,
+        trial,
+    )
+    if baseline.must_plan or baseline.peak_nbytes >= trial.peak_nbytes:
+        return least
+    how = f"compiled, as it is written: none of {len(trials)} plans needs less"
+    return least._replace(peak_nbytes=baseline.peak_nbytes, how=how, trial=None)
 
 
 def predicted(graph: Graph, schedule: Schedule) -> Least:

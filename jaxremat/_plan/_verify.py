@@ -125,8 +125,11 @@ class _Planner:
             return self._plain(budget) if trial is None else self._planned(search, trial, budget)
         trial = search.within(budget, self.rounds)
         if trial is None:
-            error = self._refusal(budget, compiled(search.trials, baseline))
-            raise blamed(error, budget, baseline.graph, self._least_compiled)
+            least = compiled(search.trials, baseline)
+            error = blamed(self._refusal(budget, least), budget, baseline.graph, self._least_compiled)
+            if least.trial is not None:
+                error.least_plan = self._planned(search, least.trial, least.peak_nbytes).plan
+            raise error
         if options.effort == "thorough":
             trial = search.reformed(trial, budget)
         if said := dear(search, trial):

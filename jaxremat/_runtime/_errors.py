@@ -1,5 +1,7 @@
 """Every error and warning raised on purpose, each saying what was given, what is true and what to write."""
 
+from typing import Any
+
 
 class JaxrematError(Exception):
     """Base class of all errors of this library."""
@@ -61,7 +63,11 @@ class InfeasibleBudgetError(JaxrematError, MemoryError):
 
     - `budget_nbytes`: the budget asked for, in bytes.
     - `min_peak_nbytes`: the smallest peak that was reached, in bytes; compiled unless `verify=False`.
+    - `least_plan`: the `jaxremat.Plan` that reached it, for `optimize(plan=...)`; None where that is the step as it is
+      written, or a plan that was made before, or where nothing was compiled.
     """
+
+    least_plan: Any = None
 
     def __init__(self, message: str, *, budget_nbytes: int, min_peak_nbytes: int):
         super().__init__(message)

@@ -368,6 +368,20 @@ def test_a_budget_that_was_met_before_is_not_refused(folder: Path, monkeypatch: 
     assert caught.value.min_peak_nbytes == least.peak_nbytes
 
 
+def test_the_least_that_a_refusal_names_is_kept(planned: list[Any], folder: Path) -> None:
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan(budget=STATS.base_nbytes + STATS.temporaries_nbytes // 100)
+    least = caught.value.least_plan
+    assert isinstance(least, Plan)
+    assert least.peak_nbytes == caught.value.min_peak_nbytes
+    count = len(planned)
+    again = plan(budget=caught.value.min_peak_nbytes)
+    assert (len(planned), again.peak_nbytes, again.saved) == (count, least.peak_nbytes, least.saved)
+    assert jaxremat.plan(make_step(), *structs(), budget=least.peak_nbytes + 1, donate_argnums=0).peak_nbytes
+    step = jaxremat.optimize(plan=least, donate_argnums=0)(make_step())
+    assert step.plan(*structs()).peak_nbytes == least.peak_nbytes
+
+
 def test_a_plan_that_takes_longer_than_one_made_before_gives_way(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
