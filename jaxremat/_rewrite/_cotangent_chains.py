@@ -49,7 +49,7 @@ def with_names(flat: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     eqns = flat.jaxpr.eqns
     read = Counter(v for eqn in eqns for v in _compat.variables(eqn.invars))
     written = _read_by_heavy_work(eqns)
-    late = [is_late(eqn) for eqn in eqns]
+    late = [is_late(eqn) and not _compat.has_scope(eqn, _compat.REMATTED) for eqn in eqns]
     sizes = [aval_nbytes(v.aval) for eqn, is_so in zip(eqns, late, strict=True) if is_so for v in eqn.outvars]
     small = SMALL_SHARE * max(sizes, default=0)
     cotangents = {v for eqn, is_so in zip(eqns, late, strict=True) if is_so for v in eqn.outvars}

@@ -67,7 +67,9 @@ def test_what_fits_as_written_is_a_good_deal_cheaper_when_planned(budget: int) -
     assert_same(jax.jit(make_step(True))(*make_args()), step(*make_args()))
 
 
-def test_the_least_is_the_same_with_and_without_checkpoints() -> None:
+@pytest.mark.parametrize("allow", [(), jaxremat.EXACT], ids=["recomputing", "microbatches too"])
+def test_the_least_is_the_same_with_and_without_checkpoints(allow: tuple[str, ...]) -> None:
+    """Within a twentieth; in microbatches, of which each array is one, within a fiftieth of the plain step's peak."""
     own, plain = (
         jaxremat.plan(
             make_step(remat),
@@ -76,11 +78,12 @@ def test_the_least_is_the_same_with_and_without_checkpoints() -> None:
             donate_argnums=0,
             planning_seconds=600,
             time_limit=30,
+            allow=allow,
         ).peak_nbytes
         for remat in (True, False)
     )
     assert own <= PEAK
-    assert abs(own - plain) <= 0.05 * plain
+    assert abs(own - plain) <= (0.02 * PLAIN_PEAK if allow else 0.05 * plain)
 
 
 def test_no_refusal_names_more_than_the_step_as_written_needs() -> None:

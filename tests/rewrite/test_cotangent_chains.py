@@ -71,6 +71,15 @@ def test_which_are_named() -> None:
         assert LAYERS // 3 <= named(layer) <= LAYERS
 
 
+@pytest.mark.parametrize("layer", [gated, highway, residual])
+def test_what_checkpoints_make_again_is_no_gradient(layer: Any) -> None:
+    plain, own = (
+        sum(map(is_named, trace(jax.jit(step_of(each)), args(), {}).jaxpr.jaxpr.eqns))
+        for each in (layer, jax.checkpoint(layer))
+    )
+    assert own == plain
+
+
 def test_a_fence_of_its_own_where_the_compiler_repeats_work() -> None:
     eqns = trace(jax.jit(step_of(gated)), args(), {}).jaxpr.jaxpr.eqns
     eqn = next(filter(is_named, eqns))
