@@ -21,6 +21,7 @@ from examples.benchmarks import (
     emitters,
     host_memory,
     jax_remat_tests,
+    joint,
     monet_table,
     records,
     residuals,
@@ -117,6 +118,7 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
         solvers.markdown(list(records.read_all(results, solvers.FOLDER))),
         emitters.markdown(emitted),
         *map(jax_remat_tests.markdown, jax_tests(results)),
+        *map(joint.markdown, records.read_all(results, joint.FOLDER)),
         *map(ablation.markdown, records.read_all(results, "ablation")),
     ]
     return "\n\n".join(part for part in parts if part)
