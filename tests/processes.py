@@ -205,7 +205,8 @@ def main(cases: str, index: int, count: int, port: int) -> None:
         try:
             found = run(case)
         except Exception as error:
-            found = {"type": type(error).__name__, "message": str(error), **vars(error)}
+            public = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+            found = {"type": type(error).__name__, "message": str(error), **public}
         print(json.dumps({"case": case, **found}, default=str), flush=True)
     if "killed" in cases:
         os._exit(0)  # JAX would wait for those that are no more

@@ -64,15 +64,24 @@ class InfeasibleBudgetError(JaxrematError, MemoryError):
     - `budget_nbytes`: the budget asked for, in bytes.
     - `min_peak_nbytes`: the smallest peak that was reached, in bytes; compiled unless `verify=False`.
     - `least_plan`: the `jaxremat.Plan` that reached it, for `optimize(plan=...)`; None where that is the step as it is
-      written, or a plan that was made before, or where nothing was compiled.
+      written, or a plan that was made before, where nothing was compiled, or another process has planned.
     """
 
-    least_plan: Any = None
+    _least_plan: Any = None  # private: it stays in its process
 
     def __init__(self, message: str, *, budget_nbytes: int, min_peak_nbytes: int):
         super().__init__(message)
         self.budget_nbytes = budget_nbytes
         self.min_peak_nbytes = min_peak_nbytes
+
+    @property
+    def least_plan(self) -> Any:
+        """See the class."""
+        return self._least_plan
+
+    @least_plan.setter
+    def least_plan(self, plan: Any) -> None:
+        self._least_plan = plan
 
 
 class HintError(JaxrematError, ValueError):
