@@ -105,7 +105,7 @@ def main() -> None:
     plan = step.plan(state, images, labels)
     print(f"plain: {jaxremat.format_nbytes(plan.baseline_peak_nbytes)}")
     print(plan)
-    print(f"loops by level: {plan.segments}, planned and compiled in {time.perf_counter() - began:.0f} s")
+    print(f"{plan.form}; planned and compiled in {time.perf_counter() - began:.0f} s")
     if not args.steps:
         return
     state = jax.jit(net.init)(jax.random.key(0), jnp.zeros(images.shape))

@@ -31,7 +31,7 @@ from ._model._graph import Node as Node
 from ._model._graph import Pin as Pin
 from ._model._graph import Stage as Stage
 from ._model._graph import Value as Value
-from ._model._loop_levels import EXACT as EXACT
+from ._model._row_offers import EXACT as EXACT
 from ._model._schedule import Schedule as Schedule
 from ._model._schedule import complete as complete
 from ._model._simulate import Profile as Profile

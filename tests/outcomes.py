@@ -1,5 +1,7 @@
 """Plans of small graphs, with a compiler's figures that nobody measured."""
 
+from forms import of_levels
+
 from jaxremat import Alive, Graph, MemoryStats, Plan, Round, Schedule, complete, simulate
 from jaxremat._report._account import account
 from jaxremat._report._actions import actions
@@ -12,7 +14,7 @@ ROUND = Round(
     gap=0.0625,
     solver="milp",
     stages=3,
-    segments=((), (2, 4)),
+    form=of_levels((), (2, 4)),
     fence="finished",
     solve_seconds=0.5,
     compile_seconds=2.0,
@@ -48,5 +50,5 @@ def plan_of(graph: Graph, schedule: Schedule) -> Plan:
         materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
         small_nbytes=graph.small_nbytes,
         fence="finished",
-        segments=((), (2, 4)),
+        form=of_levels((), (2, 4)),
     )

@@ -54,6 +54,7 @@ def main(case: str) -> None:
     from jaxremat._compiler._gathers import gathers
     from jaxremat._compiler._program import Program, placed
     from jaxremat._compiler._shardings import Division
+    from jaxremat._model._form import PLAIN
     from jaxremat._plan._baseline import Baseline
     from jaxremat._rewrite._trace import trace
 
@@ -121,7 +122,7 @@ def main(case: str) -> None:
     stats = jaxremat.memory(step, *args)
     budgets = {"all": 2 * stats.peak_nbytes, "some": stats.base_nbytes + stats.temporaries_nbytes * 7 // 10}
     plans = {}
-    bare = Baseline(program, args, {}, detect(jax.devices()[0]), "roofline").bare(())
+    bare = Baseline(program, args, {}, detect(jax.devices()[0]), "roofline").bare(PLAIN)
     for name, budget in budgets.items():
         planned = jaxremat.optimize(budget, cache=False, solver=jaxremat.Greedy())(step)
         plan = planned.plan(*args)
@@ -228,6 +229,7 @@ def microbatches(case: str) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
     import numpy as np
+    from forms import of_chunks
     from jax.sharding import AxisType, Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -287,8 +289,7 @@ def microbatches(case: str) -> dict[str, Any]:
     forms = []
     for region in found.regions:
         for count in region.choices[:2]:
-            chunks = [(count,) if each is region else () for each in found.regions]
-            form = found.in_segments((*((),) * len(found.lengths), *chunks))
+            form = found.in_form(of_chunks(*(count * (each is region) for each in found.regions)))
             run = program.evaluating(form.jaxpr if not form.loops else closed(form), form)
             made = run.lower(*args).compile()
             got = made(*jax.tree.map(jnp.copy, args))

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from forms import of_levels
 from graphs import Builder, in_loops
 from hypothesis import strategies as st
 
@@ -235,7 +236,9 @@ def plans(draw: st.DrawFn) -> Plan:
             stages=st.lists(pairs, max_size=4).map(tuple),
             materialised=st.lists(ids, max_size=4).map(tuple),
             small_nbytes=NBYTES,
-            segments=st.lists(st.lists(ids, max_size=3).map(tuple), max_size=3).map(tuple),
+            form=st.lists(st.lists(ids, max_size=3).map(tuple), max_size=3).map(
+                lambda each: of_levels(*each)
+            ),
             loops=tuples_of(st.builds(LoopForm, length=ids, levels=st.lists(ids).map(tuple), source=TEXTS)),
             respect_checkpoint=st.booleans(),
         )

@@ -26,7 +26,7 @@ import jaxremat
 from examples.benchmarks import records
 from examples.benchmarks.networks import Program, Scale, program
 from jaxremat import InfeasibleBudgetError
-from jaxremat._model._loop_levels import Pairs, nested
+from jaxremat._model._loop_levels import LoopOffers, nested
 from jaxremat._model._stages import cuttings
 
 FOLDER = "ablation"
@@ -84,16 +84,16 @@ def given(place: int) -> Callable[..., Any]:
     return lambda *args, **kwargs: args[place]
 
 
-_deeper = Pairs._deeper
-_levels_of_one = wraps(_deeper)(
-    lambda pairs: [levels for levels in _deeper(pairs) if not any(map(nested, levels))]
+_rungs = LoopOffers.rungs
+_levels_of_one = wraps(_rungs)(
+    lambda loops: [rung for rung in _rungs(loops) if not any(nested(choice.setting) for choice in rung)]
 )
 
 MECHANISMS = (
     Mechanism("rows in chunks", options={"allow": ("microbatches",)}),
     Mechanism("microbatches", options={"allow": ("rows",)}),
-    Mechanism("loops in levels", {"_model._loop_levels.Pairs._deeper": _levels_of_one}),
-    Mechanism("loops in levels, absorbed updates", {"_model._loop_levels.Pairs._deeper": always([])}),
+    Mechanism("loops in levels", {"_model._loop_levels.LoopOffers.rungs": _levels_of_one}),
+    Mechanism("loops in levels, absorbed updates", {"_model._loop_levels.LoopOffers.rungs": always([])}),
     Mechanism("loops in parts", {"_plan._cuttings.Cuttings.divide": always([])}),
     Mechanism("fine stages", {"_plan._cuttings.cuttings": lambda graph: cuttings(graph)[:1]}),
     Mechanism(
@@ -217,7 +217,7 @@ def measure(step: Program, share: float, mechanism: Mechanism | None, target: st
     first = made.rounds[0] if made.rounds else None
     missed = first and first.predicted_peak_nbytes - first.compiled_peak_nbytes
     return row | {
-        "segments": made.segments,
+        "form": made.form.choices,
         "peak_nbytes": made.compiled_peak_nbytes,
         "overhead": made.overhead,
         "compiled_overhead": made.compiled_overhead,

@@ -41,7 +41,8 @@ from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._compiler._tags import Written
 from jaxremat._emit._emit import FENCES, emit
 from jaxremat._lower._lower import lower
-from jaxremat._model._graph import Pin, Segments
+from jaxremat._model._form import COPIES, LOOP, ROWS, Choice, Form
+from jaxremat._model._graph import Pin
 from jaxremat._model._loop_levels import choices
 from jaxremat._model._stages import cuttings, uncut
 from jaxremat._program._flops import aval_nbytes
@@ -58,6 +59,16 @@ EMITTED = 16
 
 COPIED = 0.3
 """The share of forms in which values have copies."""
+
+QUICKLY = " ".join(
+    (
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    )
+)
+"""Machine code that is written in little time: most of it runs once."""
 
 PLANNED = 20
 """One step in so many is planned as a whole."""
@@ -80,7 +91,7 @@ class Drawn:
         """In words."""
         rematted = ", checkpoints respected" if self.traced.respect_checkpoint else ""
         stages = len(self.graph.stages)
-        return f"{self.graph.platform}, {self.traced.segments}, {stages} stages, {self.fence}{rematted}"
+        return f"{self.graph.platform}, {self.traced.form}, {stages} stages, {self.fence}{rematted}"
 
     def emit(self) -> jex.ClosedJaxpr:
         """The program, which JAX's checker has seen."""
@@ -88,7 +99,7 @@ class Drawn:
         return self.traced.step(emit(self.traced, self.graph, schedule, self.fence))
 
 
-def draw_segments(rng: random.Random, traced: Traced) -> Segments:
+def draw_form(rng: random.Random, traced: Traced) -> Form:
     """A form of the step's loops and rows, often as they are."""
 
     def levels(length: int) -> tuple[int, ...]:
@@ -102,7 +113,8 @@ def draw_segments(rng: random.Random, traced: Traced) -> Segments:
     pairs = zip(traced.lengths, traced.cuttable, strict=True)
     own = [levels(n) if able and rng.random() < 0.7 else () for n, able in pairs]
     chunks = [(rng.choice(r.choices),) if rng.random() < 0.5 else () for r in traced.regions]
-    return (*own, *chunks)
+    sites = [(LOOP, i, levels) for i, levels in enumerate(own)] + [(ROWS, i, n) for i, n in enumerate(chunks)]
+    return Form.of(*(Choice(*site) for site in sites))
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, ...]:
@@ -184,11 +196,12 @@ def check_emitted(step: Step, seed: int, count: int = EMITTED) -> Iterator[tuple
         said = f"{traced.lengths} loops"
         try:
             if i % 2 == 0:
-                segments = draw_segments(rng, traced)
-                segments = (*segments, (IN_HALVES.code,)) if copying.random() < COPIED else segments
-                if segments != form.segments:
-                    said = f"{segments}"
-                    form = traced.in_segments(segments)
+                drawn_form = draw_form(rng, traced)
+                if copying.random() < COPIED:
+                    drawn_form = drawn_form.also(Choice(COPIES, 0, (IN_HALVES.code,)))
+                if drawn_form != form.form:
+                    said = str(drawn_form)
+                    form = traced.in_form(drawn_form)
             drawn = draw(rng, form)
             said = drawn.form
             yield said, difference(want, evaluate(drawn.emit(), args))
@@ -284,6 +297,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"write the sums to {SAVED.name}")
     options = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("XLA_FLAGS", QUICKLY)
     rows = read_rows(options.out)
     last = options.first + -(-options.examples // EMITTED)
     left = sorted(set(range(options.first, last)) - {row["seed"] for row in rows})

@@ -21,13 +21,14 @@ from examples.benchmarks import ablation, records
 from examples.benchmarks.ablation import CPU, PROGRAMS, SHARES, Mechanism, always, measure
 from examples.benchmarks.networks import Program, Scale, program
 from jaxremat import InfeasibleBudgetError, SaveAll
+from jaxremat._model._form import PLAIN, Choice, Form
 from jaxremat._plan._cuttings import Cuttings
 
 FOLDER = "joint"
 
 _UNDIVIDED = {"_plan._cuttings.Cuttings.divide": always([])}
 RECOMPUTING = Mechanism(
-    "recomputing alone", {**_UNDIVIDED, "_model._loop_levels.Pairs._deeper": always([])}, {"allow": ()}
+    "recomputing alone", {**_UNDIVIDED, "_model._loop_levels.LoopOffers.rungs": always([])}, {"allow": ()}
 )
 FORMS = Mechanism("forms alone", {"_plan._solving.MinCut": SaveAll}, {"solver": SaveAll()})
 IN_TURN, TOGETHER = "one after the other", "together"
@@ -36,14 +37,14 @@ WAYS = (RECOMPUTING.name, FORMS.name, IN_TURN, TOGETHER)
 _begin = Cuttings.__post_init__
 
 
-def within(segments: Any) -> Mechanism:
+def within(form: Form) -> Mechanism:
     """Planning in this form of the step alone."""
 
     def begin(cuttings: Cuttings) -> None:
         _begin(cuttings)
-        if any(segments) and cuttings.graph_of is not None:
-            assert cuttings.pairs is not None  # where it has forms
-            cuttings.made = cuttings.make(cuttings.pairs.form(segments))
+        if form and cuttings.graph_of is not None:
+            assert cuttings.forms is not None  # where it has some
+            cuttings.made = cuttings.make(cuttings.forms.promise(form))
         cuttings.left = {False: [], True: []}
 
     return Mechanism(IN_TURN, {**_UNDIVIDED, "_plan._cuttings.Cuttings.__post_init__": begin})
@@ -51,16 +52,17 @@ def within(segments: Any) -> Mechanism:
 
 def in_turn(step: Program, share: float, target: str | None, forms: records.Record) -> records.Record:
     """The form that forms alone choose, then what is recomputed."""
-    segments = forms.get("segments")
-    if segments is None:
+    if "form" in forms:
+        form = Form.of(*(Choice(kind, site, tuple(setting)) for kind, site, setting in forms["form"]))
+    else:
         options: dict[str, Any] = {"donate_argnums": step.donate_argnums, "target": target, "cache": False}
         try:
             fresh, args = ablation.forgotten(step), step.abstract_args()
             with FORMS.off():
-                segments = jaxremat.plan(fresh, *args, budget="min", **options, **FORMS.options).segments
+                form = jaxremat.plan(fresh, *args, budget="min", **options, **FORMS.options).form
         except InfeasibleBudgetError:
-            segments = ()
-    return measure(step, share, within(tuple(map(tuple, segments))), target)
+            form = PLAIN
+    return measure(step, share, within(form), target)
 
 
 def run(

@@ -13,8 +13,8 @@ from .._compiler._devices import detect, host_memory
 from .._compiler._program import Program, device_of, placed
 from .._compiler._target import Target
 from .._model._device_specs import find
-from .._model._loop_levels import EXACT
 from .._model._pins import parse_pins
+from .._model._row_offers import EXACT
 from .._plan._agreement import agreed
 from .._plan._arguments import as_tuple, check_choice, check_host_memory, check_planning, parse_forms
 from .._plan._baseline import Baseline

@@ -201,15 +201,14 @@ class _Sweep:
         options = self.request.options
         rough = not options.verify
         plain = self.baseline.plain_graph(rough=rough)
-        made = dict.fromkeys(plan.segments for plan in plans if plan.segments != plain.segments)
-        graphs = [plain, *(self.baseline.graph_of(segments, rough=rough) for segments in made)]
+        made = dict.fromkeys(plan.form for plan in plans if plan.form != plain.form)
+        graphs = [plain, *(self.baseline.graph_of(form, rough=rough) for form in made)]
         graphs = [cut for graph in graphs for cut in cuttings(graph)]
         starts = [
             vertex(graph, Solution(plan.schedule(graph)))
             for plan in plans
             for graph in graphs
-            if (plan.segments, plan.stages)
-            == (graph.segments, tuple((s.start, s.stop) for s in graph.stages))
+            if (plan.form, plan.stages) == (graph.form, tuple((s.start, s.stop) for s in graph.stages))
         ]
         best, bound = cheapest(graphs, self.solver, price, starts, HULL_SHARE * options.time_limit)
         entry: dict[str, Any] = {"plan": None}

@@ -19,7 +19,7 @@ import jax.extend.core as jex
 from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._model._graph import Segments
+from .._model._form import Form
 from .._program import _compat
 from .._program._compat import Layout
 from .._program._flops import aval_nbytes, eqn_flops
@@ -92,7 +92,7 @@ class Division:
     program: Program
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    _known: dict[Segments, tuple[Shardings, Traced, tuple[float, ...]]] = field(default_factory=dict)
+    _known: dict[Form, tuple[Shardings, Traced, tuple[float, ...]]] = field(default_factory=dict)
 
     @cached_property
     def devices(self) -> int:
@@ -134,11 +134,11 @@ class Division:
         return next((s.named(var) for s, _, _ in self._known.values() if var in s.layouts), None)
 
     def _found(self, traced: Traced) -> tuple[Shardings, Traced, tuple[float, ...]]:
-        if traced.segments not in self._known:
+        if traced.form not in self._known:
             with phase("propagating shardings"):
                 found = shardings(traced, self.program, self.args, self.kwargs)
-            self._known[traced.segments] = found, *local(traced, found)
-        return self._known[traced.segments]
+            self._known[traced.form] = found, *local(traced, found)
+        return self._known[traced.form]
 
 
 def shardings(traced: Traced, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shardings:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from .._program import _compat
+from .._program._splice import inlined
 from ._joint import is_inexact
 
 
@@ -28,4 +29,4 @@ def fence(operands: Sequence[Any], outvars: Sequence[Any], source_info: Any) -> 
         return fenced(*primals), tangents
 
     closed = jax.make_jaxpr(fenced)(*(a.aval for a in operands))
-    return _compat.inlined(closed, operands, source_info, outvars)[0][0]
+    return inlined(closed, operands, source_info, outvars)[0][0]

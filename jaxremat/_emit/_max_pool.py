@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._program import _compat
+from .._program._splice import inlined
 from .._rewrite._max_pool_gradient import extreme
 from ._joint import is_inexact
 
@@ -48,7 +48,7 @@ def pooled_inline(eqn: Any) -> list[Any]:
         return plain(*primals), _tangent(eqn, *primals, *tangents)
 
     closed = jax.make_jaxpr(pooled)(eqn.invars[0].aval)
-    return _compat.inlined(closed, eqn.invars, eqn.source_info, eqn.outvars)[0]
+    return inlined(closed, eqn.invars, eqn.source_info, eqn.outvars)[0]
 
 
 def _tangent(eqn: Any, x: jax.Array, dx: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._program import _compat
 from .._program._inline import Inliner
+from .._program._splice import inlined
 
 
 def named(eqn: Any, names: dict[int, str]) -> list[Any]:
@@ -36,7 +37,7 @@ def _in_parts(value: Any, result: Any, name: str, source_info: Any) -> list[Any]
     if not jnp.issubdtype(getattr(value.aval, "dtype", np.int32), np.complexfloating):
         return _whole(value, result, name, source_info)
     closed = jax.make_jaxpr(lambda x: _put_together(x, name))(value.aval)
-    return _compat.inlined(closed, [value], source_info, [result])[0]
+    return inlined(closed, [value], source_info, [result])[0]
 
 
 def _put_together(x: jax.Array, name: str) -> jax.Array:
@@ -94,7 +95,7 @@ def _self_reading(eqn: Any, names: dict[int, str]) -> list[Any] | None:
         made = evaluate(*primals, *(t for t, s in zip(tangents, smooth, strict=True) if s))
         return made[: len(results)], made[len(results) :]
 
-    return _compat.inlined(jax.make_jaxpr(function)(*types), operands, eqn.source_info, eqn.outvars)[0]
+    return inlined(jax.make_jaxpr(function)(*types), operands, eqn.source_info, eqn.outvars)[0]
 
 
 def _reading_names(rule: jex.ClosedJaxpr, names: dict[Any, str]) -> jex.ClosedJaxpr | None:

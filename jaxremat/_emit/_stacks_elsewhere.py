@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._program import _compat
+from .._program._splice import inlined
 from .._rewrite._loop_opening import CARRY, LAST, STACK
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -89,7 +90,7 @@ class StacksElsewhere:
         """Append the equations of a function of these arguments in a loop; returns its results."""
         source = self.emitter.source[self.emitter.graph.forward_stop].source_info
         closed = jax.make_jaxpr(fn)(*(a.aval for a in arguments))
-        eqns, results = _compat.inlined(closed, arguments, source)
+        eqns, results = inlined(closed, arguments, source)
         self.emitter.append([_compat.in_scope(eqn, "fetch") for eqn in eqns], [loop] * len(eqns))
         return results
 

@@ -20,7 +20,8 @@ from .._compiler._tags import Beside, Written, borrowed, constants, written
 from .._compiler._workspace import alone_seconds, workspaces
 from .._model._backend import Backend, backend
 from .._model._device_specs import DeviceSpec
-from .._model._graph import Graph, Segments
+from .._model._form import PLAIN, Form
+from .._model._graph import Graph
 from .._model._pins import Patterns
 from .._model._unnamed_buffers import borrows
 from .._program._primitives import is_relabelling
@@ -64,7 +65,7 @@ class FormGraphs:
     pins: Patterns
     division: Division
     _iterations: dict[str, Module] = field(default_factory=dict)
-    _looped: dict[Segments, Alone] = field(default_factory=dict)
+    _looped: dict[Form, Alone] = field(default_factory=dict)
 
     @property
     def backend(self) -> Backend:
@@ -100,7 +101,7 @@ class FormGraphs:
         if not self.backend.fuses:
             return lowered(iterations, self._beside(traced, graph))
         alone = {i: (each, self._alone(each)) for i, each in iterations.items()}
-        self._looped[traced.segments] = alone
+        self._looped[traced.form] = alone
         graph = with_beside(graph, alone)
         return with_seconds(graph, traced, alone, self.device) if self.profile == "roofline" else graph
 
@@ -164,7 +165,7 @@ class FormGraphs:
         None where that is not known.
         """
         in_chunks = alone_seconds(traced, self.program, self.device, is_in_chunks)
-        looped = known(traced.loops, traced.segments) and known(self.plain.loops, ())
+        looped = known(traced.loops, traced.form) and known(self.plain.loops, PLAIN)
         if not (in_chunks or looped or traced.microbatches):
             return None
         places, most = self.plain.places(traced), traced.microbatches > 0
@@ -174,7 +175,7 @@ class FormGraphs:
             looped = bool(self.plain.loops)
         if not looped:
             return in_chunks - moved
-        taken = looped_seconds(graph, traced, self._looped[traced.segments], self.device)
+        taken = looped_seconds(graph, traced, self._looped[traced.form], self.device)
         stacked = always_stacked_seconds(graph, traced.loops, self.device)
         return in_chunks + taken + stacked - moved - plain_seconds(self.module, self.device)
 

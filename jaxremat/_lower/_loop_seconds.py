@@ -13,8 +13,9 @@ from .._compiler._devices import DeviceSpec
 from .._compiler._hlo import CONTROL, NAMES, Instruction, Module, maker
 from .._compiler._roofline import kernels, roofline, seconds_of
 from .._compiler._tags import TAG
+from .._model._form import Form
 from .._model._graph import Graph
-from .._model._loop_levels import nested
+from .._model._loop_levels import deep
 from .._rewrite._loop_opening import ALONE, FORWARD, Loop
 from .._rewrite._trace import Traced
 from ._iteration import Iteration
@@ -25,12 +26,12 @@ Alone = Mapping[int, tuple[Iteration, Module]]
 """Iterations by loop, and what becomes of each compiled alone."""
 
 
-def known(loops: Sequence[Loop], segments: Sequence[Sequence[int]]) -> bool:
+def known(loops: Sequence[Loop], form: Form) -> bool:
     """Whether iterations alone say what a form's loops take: there are loops, and no others with loops in them than
     those that levels make.
     """
     inner = any(loop.role == ALONE or loop.parent >= 0 for loop in loops)
-    return bool(loops) and (not inner or any(map(nested, segments)))
+    return bool(loops) and (not inner or deep(form))
 
 
 def looped_seconds(graph: Graph, traced: Traced, alone: Alone, device: DeviceSpec) -> float:

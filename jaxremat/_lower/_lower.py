@@ -174,7 +174,7 @@ def lower(
         parents=tuple(loop.parent for loop in traced.loops),
         groups=tuple(loop.group for loop in traced.loops),
         trips=tuple(loop.length for loop in traced.loops),
-        segments=traced.segments,
+        form=traced.form,
     )
     graph = with_room(graph, workspace or {}, sums)
     pins = [*_hinted(traced, index, graph), *matching(graph, patterns, written is not None)]

@@ -17,12 +17,9 @@ from typing import Any
 
 from . import _tape, _unnamed_buffers
 from ._backend import Backend, backend
+from ._form import PLAIN, Form
 from ._host_copies import Away, HostMemory
 from ._reuse import in_place
-
-Segments = tuple[tuple[int, ...], ...]
-"""For each pair of a step's loops its lengths by level, the outermost first, and those of its parts (see
-`_loop_levels.parts`); none as it was. Behind them for each region of rows its number of chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +129,10 @@ class Graph:
     residuals are always saved; `donated` the arguments whose memory the step's outputs take over; `platform` whose
     compiler runs the step, by JAX's name (`"cpu"`, `"gpu"`); `parents` for each loop the loop around it, -1 for none,
     `groups` a number that it shares with its pair alone, and `trips` its iterations;
-    `extra_seconds` what this form of the step takes longer
-    than the plain one (less, where it is negative) before anything is saved in loops or recomputed, and `segments`
-    which form it is (see `_loop_segments`); `pins` what the user has decided; `counts_forward` whether
-    memory counts in the forward pass too, or only from its end on (see `_residuals`); `host` the memory in which values
-    may be kept meanwhile, None where they may not.
+    `extra_seconds` what this `form` of the step takes longer than the plain one (less, where it is negative) before
+    anything is saved in loops or recomputed; `pins` what the user has decided; `counts_forward` whether memory counts
+    in the forward pass too, or only from its end on (see `_residuals`); `host` the memory in which values may be kept
+    meanwhile, None where they may not.
     """
 
     nodes: tuple[Node, ...]
@@ -151,14 +147,14 @@ class Graph:
     groups: tuple[int, ...] = ()
     trips: tuple[int, ...] = ()
     extra_seconds: float = 0.0
-    segments: Segments = ()
+    form: Form = PLAIN
     pins: tuple[Pin, ...] = ()
     counts_forward: bool = True
     host: HostMemory | None = None
 
     def alike(self, other: "Graph") -> bool:
         """Whether the other is of the same form, with or without host memory as this is: the model errs alike."""
-        return self.segments == other.segments and (self.host is None) == (other.host is None)
+        return self.form == other.form and (self.host is None) == (other.host is None)
 
     def around(self, node: int) -> int:
         """The innermost loop that holds both this node and the one before it, -1 for none."""

@@ -1,4 +1,4 @@
-"""Length of a loop -> lengths of nested loops in its place; graph -> deeper and deeper forms that its loops may take.
+"""Length of a loop -> lengths of nested loops in its place; graph -> what its loops offer.
 
 A pair of loops of `L` iterations in `d` levels, of lengths `S1 ... Sd` and with the rest `r = L - S1 * ... * Sd` behind
 them, has at most
@@ -14,23 +14,17 @@ own. The rest may be divided again: negative numbers behind the levels are lengt
 
 The last iteration is the first that the backward pass comes to. What others recompute there it has just made, so that
 saving it needs no more memory than that; it is a part of its own.
-
-A region of rows (see `_row_chunks`) takes forms too: a number of chunks. It stands behind the pairs; and behind all,
-where values have copies in fewer bits, the codes of the ways to do that (see `_encodings`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations_with_replacement
 from math import ceil, prod
+from typing import ClassVar
 
-from ._graph import Graph, Segments
-
-EXACT = ("microbatches", "rows")
-"""Forms besides those of loops that compute the same, but for the order in which sums are added up: all of the step for
-a part of the batch after the others, or some of its rows.
-"""
+from ._form import LOOP, Choice, Form, Setting, Worth
+from ._graph import Graph
 
 WORTH = 0.95
 """One more level must leave no more than this share of the carries."""
@@ -45,24 +39,9 @@ WORTH_SHARE = 0.005
 """A deeper form must save this share of what the loops stack in the plain form where all is recomputed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A form of the step, compared with its loops as they are, where only carries are saved.
-
-    **Fields:** `segments` for each pair of loops its lengths by level, empty for one; `fewer_nbytes` of carries in
-    memory at once; `more_seconds` for the forward passes that are run again and the rows that are copied; `whole`
-    whether most of the step is in chunks, loops within.
-    """
-
-    segments: Segments
-    fewer_nbytes: int
-    more_seconds: float
-    whole: bool = False
-
-
 def deep(form: Form) -> bool:
     """Whether any of its loops is in more than one level."""
-    return any(map(nested, form.segments))
+    return any(map(nested, form.settings(LOOP).values()))
 
 
 def nested(lengths: Sequence[int]) -> bool:
@@ -111,43 +90,23 @@ def _candidates(length: int, depth: int) -> list[tuple[int, ...]]:
     return [levels for levels in found if levels[0] > 1 and length - prod(levels) != 1]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunking:
-    """A number of `chunks` of a region's rows; `fewer_nbytes` and `more_seconds` as in `Form`; `whole` where the region
-    is most of the step, and loops are within it.
-    """
-
-    chunks: int
-    fewer_nbytes: int
-    more_seconds: float
-    whole: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Values that may be kept in fewer bits: `codes` of the encodings, and `fewer_nbytes` of all values' copies."""
-
-    codes: tuple[int, ...]
-    fewer_nbytes: int
-
-
 @dataclass(frozen=True)
-class Pairs:
-    """The pairs of loops of a step, outside of other loops, and its regions of rows.
+class LoopOffers:
+    """What the pairs of loops of a step offer, those outside of other loops.
 
-    **Fields**, each by pair: `lengths`; `choices` of levels, deeper and deeper; `divisible` whether it may be two;
+    **Fields**, each by pair: `lengths`; `choices` of levels, deeper and deeper; `divisible` whether it may be several;
     `carried_nbytes` of an iteration; `forward_seconds` of all; `absorbing` what that saves and the seconds that it
-    takes, 0 bytes where it is nothing. By region: `chunkings` that it may have. `copies` that values may have.
+    takes, 0 bytes where it is nothing.
     """
 
     lengths: tuple[int, ...]
-    choices: tuple[tuple[tuple[int, ...], ...], ...]
+    choices: tuple[tuple[Setting, ...], ...]
     divisible: tuple[bool, ...]
     carried_nbytes: tuple[int, ...]
     forward_seconds: tuple[float, ...]
     absorbing: tuple[tuple[int, float], ...]
-    chunkings: tuple[tuple[Chunking, ...], ...] = ()
-    copies: Copies | None = None
+    kind: ClassVar[str] = LOOP
+    exact: ClassVar[bool] = True
 
     @classmethod
     def of(
@@ -156,9 +115,7 @@ class Pairs:
         lengths: Sequence[int],
         cuttable: Sequence[bool] = (),
         absorbing: Sequence[tuple[int, float]] = (),
-        chunkings: Sequence[Sequence[Chunking]] = (),
-        copies: Copies | None = None,
-    ) -> "Pairs":
+    ) -> "LoopOffers":
         """Those of the graph of a step's plain form; `cuttable` says which may be other loops at all.
 
         A loop in levels makes all that its iterations make again: where some of it must be saved, it has one level.
@@ -182,74 +139,17 @@ class Pairs:
             carried_nbytes=tuple(nbytes),
             forward_seconds=tuple(seconds),
             absorbing=tuple(absorbing or [(0, 0.0)] * len(place)),
-            chunkings=tuple(map(tuple, chunkings)),
-            copies=copies,
         )
 
-    def form(self, segments: Segments) -> Form:
-        """The form with these levels and chunks."""
-        count = len(self.lengths)
-        forms = count + len(self.chunkings)
-        segments, chunks, codes = segments[:count], segments[count:forms], segments[forms:]
-        kept = map(carries, self.lengths, segments)
-        fewer = sum(
-            (length - at_once) * nbytes
-            for length, at_once, nbytes in zip(self.lengths, kept, self.carried_nbytes, strict=True)
-        )
-        more = again_seconds(self.lengths, segments, self.forward_seconds)
-        for levels, (less_nbytes, more_seconds) in zip(segments, self.absorbing, strict=True):
-            if levels:
-                fewer += less_nbytes
-                more += more_seconds
-        whole = False
-        if codes and self.copies is not None:
-            fewer += self.copies.fewer_nbytes
-        for able, chosen in zip(self.chunkings, chunks, strict=True):
-            for chunking in able:
-                if chosen == (chunking.chunks,):
-                    fewer += chunking.fewer_nbytes
-                    more += chunking.more_seconds
-                    whole |= chunking.whole
-        return Form((*segments, *chunks, *codes), fewer, more, whole)
+    def worth(self, site: int, setting: Setting) -> Worth:
+        """What a pair in these levels and parts saves of carries, for running its forward pass again."""
+        length = self.lengths[site]
+        fewer = (length - carries(length, setting)) * self.carried_nbytes[site]
+        less_nbytes, more_seconds = self.absorbing[site]
+        again = (len(parts(length, setting)[0]) - 1) * prod(parts(length, setting)[0]) / length
+        return Worth(fewer + less_nbytes, again * self.forward_seconds[site] + more_seconds)
 
-    def copied(self) -> tuple[Form, ...]:
-        """The plain form with copies of all values that may have one, and deeper and deeper ones but for microbatches;
-        none where no value may.
-        """
-        if self.copies is None:
-            return ()
-        plain, codes = ((),) * (len(self.lengths) + len(self.chunkings)), self.copies.codes
-        deeper = (form.segments for form in self.deeper() if not form.whole)
-        return tuple(self.form((*segments, codes)) for segments in (plain, *deeper))
-
-    def has_copies(self, segments: Segments) -> bool:
-        """Whether these are a form's whose values have copies."""
-        return len(segments) > len(self.lengths) + len(self.chunkings)
-
-    def deeper(self) -> tuple[Form, ...]:
-        """Deeper and deeper forms without copies: those in chunks, the cheapest first, and those of other loops, each
-        also with what saves most of those; microbatches behind all that is cheaper.
-        """
-        uncut = ((),) * len(self.lengths)
-        none = ((),) * len(self.chunkings)
-        able = [
-            self.form((*uncut, *none[:i], (chunking.chunks,), *none[i + 1 :]))
-            for i, own in enumerate(self.chunkings)
-            for chunking in own
-        ]
-        able.sort(key=lambda form: form.more_seconds)
-        found = _saving(form for form in able if not form.whole)
-        chunks = found[-1].segments[len(self.lengths) :] if found else ()
-        for levels in self._deeper():
-            found.append(self.form((*levels, *none)))
-            if chunks:
-                found.append(self.form((*levels, *chunks)))
-        for form in _saving(form for form in able if form.whole):
-            cheaper = [i for i, other in enumerate(found) if other.more_seconds <= form.more_seconds]
-            found.insert(max(cheaper, default=-1) + 1, form)
-        return tuple(found)
-
-    def _deeper(self) -> list[Segments]:
+    def rungs(self) -> Sequence[tuple[Choice, ...]]:
         """Deeper and deeper levels of pairs, the first in one level; each cuts the pair further where that saves most
         bytes for its time.
         """
@@ -258,14 +158,14 @@ class Pairs:
         sizes = zip(self.lengths, self.carried_nbytes, strict=True)
         worth = WORTH_SHARE * sum(length * nbytes for length, nbytes in sizes)
         depth = [0] * len(self.lengths)
-        found: list[Segments] = []
+        found: list[tuple[Choice, ...]] = []
         while True:
             levels = [found[d] for found, d in zip(self.choices, depth, strict=True)]
             for i, (less_nbytes, _) in enumerate(self.absorbing):
                 if not levels[i] and less_nbytes > worth:
                     levels[i] = (self.lengths[i],)
             if any(levels):
-                found.append(tuple(levels))
+                found.append(tuple(Choice(LOOP, i, own) for i, own in enumerate(levels)))
             saving = {
                 i: (kept[i][d] - kept[i][d + 1]) * self.carried_nbytes[i]
                 for i, d in enumerate(depth)
@@ -276,14 +176,13 @@ class Pairs:
                 return found
             depth[max(saving, key=lambda i: saving[i] / (self.forward_seconds[i] or 1e-12))] += 1
 
-    def whole(self, segments: Segments) -> bool:
-        """Whether no pair is in levels or divided."""
-        return all(levels in ((), (n,)) for levels, n in zip(segments, self.lengths, strict=False))
+    def undivided(self, form: Form) -> bool:
+        """Whether no pair is in levels or in parts."""
+        return all(setting == (self.lengths[pair],) for pair, setting in form.settings(LOOP).items())
 
-    def divided(self, segments: Segments, pair: int, share: float) -> list[Form]:
-        """The forms whose pair is several, the first of which has about this share of its iterations: one with the last
-        iteration apart, which counts for the share, and one without, where that leaves several; none where it may not
-        be.
+    def divided(self, pair: int, share: float) -> list[Choice]:
+        """The pair as several, the first of which has about this share of its iterations: with the last iteration
+        apart, which counts for the share, and without, where that leaves several; none where it may not be.
         """
         if not self.divisible[pair]:
             return []
@@ -292,22 +191,4 @@ class Pairs:
         # Two parts of one iteration each would be one piece of code for the compiler.
         found = [(first - 1, first - length) if first < length - 1 else (length - 1,)]
         found += [(first,)] if first < length - 1 else []
-        return [self.form((*segments[:pair], lengths, *segments[pair + 1 :])) for lengths in found]
-
-
-def _saving(forms: Iterable[Form]) -> list[Form]:
-    """Of forms, the cheapest first, those that save more than all cheaper ones."""
-    found: list[Form] = []
-    for form in forms:
-        if not found or form.fewer_nbytes > found[-1].fewer_nbytes:
-            found.append(form)
-    return found
-
-
-def again_seconds(lengths: Sequence[int], segments: Segments, forward_seconds: Sequence[float]) -> float:
-    """What a form spends on running forward passes again, of loops whose forward pass takes so long."""
-    return sum(
-        (len(levels) - 1) * prod(levels) / length * taken
-        for length, own, taken in zip(lengths, segments, forward_seconds, strict=True)
-        if (levels := parts(length, own)[0])
-    )
+        return [Choice(LOOP, pair, lengths) for lengths in found]

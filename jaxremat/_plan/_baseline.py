@@ -25,26 +25,23 @@ from .._emit._emit import FENCES, emit
 from .._lower._form_graphs import FormGraphs
 from .._lower._lower import as_stacked, estimate_base, lower
 from .._model._backend import Backend, backend
-from .._model._graph import Graph, Segments
+from .._model._form import Form
+from .._model._form_offers import Forms
+from .._model._graph import Graph
 from .._model._host_copies import HostMemory
-from .._model._loop_levels import EXACT, Copies, Pairs
 from .._model._pins import Patterns
+from .._model._row_offers import EXACT
 from .._model._schedule import Schedule, complete, everything
 from .._model._simulate import simulate
-from .._rewrite._encodings import allowed, fewer_nbytes
 from .._rewrite._fingerprint import fingerprint
 from .._rewrite._kernel_choice import replaced
-from .._rewrite._row_regions import Region
 from .._rewrite._trace import Traced, trace
 from .._runtime._bytes import format_nbytes
 from .._runtime._progress import phase
-from ._chunkings import chunkings
 from ._defects import Defects
+from ._forms import Sites, forms
 
 logger = logging.getLogger("jaxremat")
-
-ROW_COPIES = 2
-"""How often a row that is written over another is written and read for that alone."""
 
 
 @dataclass
@@ -53,8 +50,7 @@ class Baseline:
 
     **Fields:** `program`, `args`, `kwargs`; `device`; `profile` as in `jaxremat.optimize`; `here` the `jax.Device` to
     measure on, None for a target; `respect_checkpoint` and `pins` as in `jaxremat.optimize`; `host` the memory in
-    which plans may keep values meanwhile, if any; `compile_count` of whole steps so far; `forms` of the step
-    that were made, by levels.
+    which plans may keep values meanwhile, if any; `compile_count` of whole steps so far.
     """
 
     program: Program
@@ -69,8 +65,8 @@ class Baseline:
     allow: tuple[str, ...] = EXACT
     compile_count: int = 0
     _witness_seconds: float = 0.0
-    forms: dict[Segments, Traced] = field(default_factory=dict)
-    _graphs: dict[tuple[bool, Segments], Graph] = field(default_factory=dict)
+    _traced: dict[Form, Traced] = field(default_factory=dict)
+    _graphs: dict[tuple[bool, Form], Graph] = field(default_factory=dict)
 
     @property
     def backend(self) -> Backend:
@@ -110,18 +106,18 @@ class Baseline:
     @cached_property
     def ordered_before(self) -> "Baseline":
         """The same with the equations in their order of before, see `Traced.ordered_before`."""
-        before = replace(self, forms={}, _graphs={})
+        before = replace(self, _traced={}, _graphs={})
         before.traced = self.traced.ordered_before()
         return before
 
-    def form(self, segments: Segments) -> Traced:
-        """The step with its loops in these levels, and its rows in these chunks; plans of before may not name those."""
-        segments = (*segments, *((),) * (len(self.traced.segments) - len(segments)))
-        if segments == self.traced.segments:
+    def form(self, form: Form) -> Traced:
+        """The step in this form, whose sites need no names."""
+        form = self.traced.named(form)
+        if form == self.traced.form:
             return self.traced
-        if segments not in self.forms:
-            self.forms[segments] = self.traced.in_segments(segments)
-        return self.forms[segments]
+        if form not in self._traced:
+            self._traced[form] = self.traced.in_form(form)
+        return self._traced[form]
 
     @cached_property
     def division(self) -> Division:
@@ -138,11 +134,11 @@ class Baseline:
         graph = lower(there, self.device, base_nbytes=base_nbytes, flops=flops, patterns=self.pins)
         return replace(graph, host=self._host)
 
-    def bare(self, segments: Segments) -> Graph:
+    def bare(self, form: Form) -> Graph:
         """The graph of such a form that plans made before are laid out on: of what one device has, as when they were
         made, for what is small by a plan is saved by it.
         """
-        there, flops = self.division.local(self.form(segments))
+        there, flops = self.division.local(self.form(form))
         return lower(there, self.device, base_nbytes=0, flops=flops)
 
     @property
@@ -303,47 +299,26 @@ class Baseline:
 
         **Arguments:** `otherwise` what it takes longer than the tagged one where its loops' time is not known.
         """
-        own = self._forms.looped_seconds(graph, self.form(graph.segments))
+        own = self._forms.looped_seconds(graph, self.form(graph.form))
         return (otherwise if own is None else own) + self.witness_seconds - self.seconds
 
     def plain_graph(self, *, rough: bool = False) -> Graph:
         """The graph of the step's loops as they are."""
         return self.rough if rough else self.graph
 
-    def pairs(self, graph: Graph) -> Pairs:
-        """The pairs of loops of this graph of the plain form, which may take other forms."""
-        absorbing = [
-            (gain.fewer_nbytes, ROW_COPIES * gain.written_nbytes / self.device.bandwidth)
-            for gain in self.traced.gains
-        ]
-        traced = self.traced
-        regions = (region if self._may_chunk(region) else None for region in traced.regions)
-        found = [chunkings(graph, region, self.device) if region else [] for region in regions]
-        return Pairs.of(graph, traced.lengths, traced.cuttable, absorbing, found, self._copies)
+    def forms(self, graph: Graph) -> Forms:
+        """Those that the step may take, by this graph of the plain one."""
+        traced, there = self.traced, self.division.local(self.traced)[0]
+        decided = bool(self.pins or traced.hints)
+        return forms(Sites(traced, there, graph, self.device, self.allow, decided))
 
-    @cached_property
-    def _copies(self) -> Copies | None:
-        """What values' copies in fewer bits may save; None where there are no such values, or the user decides."""
-        traced = self.traced
-        codes = allowed(self.allow, traced.devices)
-        if not codes or self.pins or traced.hints or traced.around:
-            return None
-        found = fewer_nbytes(self.division.local(traced)[0].jaxpr.jaxpr, traced.loop_of, traced.loops, codes)
-        return Copies(codes, found) if found else None
-
-    def _may_chunk(self, region: Region) -> bool:
-        """Whether rows may be done in chunks: not where the user decides about values."""
-        decided = self.pins or self.traced.hints
-        allowed = ("microbatches" if region.whole else "rows") in self.allow
-        return allowed and not decided
-
-    def graph_of(self, segments: Segments, *, rough: bool = False) -> Graph:
+    def graph_of(self, form: Form, *, rough: bool = False) -> Graph:
         """The graph of such a form, its time counted from the plain step's."""
-        key = rough, segments
+        key = rough, form
         if key not in self._graphs:
-            plain, traced = self.plain_graph(rough=rough), self.form(segments)
+            plain, traced = self.plain_graph(rough=rough), self.form(form)
             graph = self._roughly(traced, plain.base_nbytes) if rough else self._forms.graph(traced)
-            more = plain.extra_seconds + self.pairs(plain).form(segments).more_seconds
+            more = plain.extra_seconds + self.forms(plain).promise(form).more_seconds
             if not rough and self.backend.fuses and self.profile == "roofline":
                 more = self._more_seconds(graph, more - (self.witness_seconds - self.seconds))
             self._graphs[key] = replace(
@@ -353,7 +328,7 @@ class Baseline:
 
     def jitted(self, graph: Graph, schedule: Schedule, fence: str = FENCES[0]) -> Any:
         """The step that follows a schedule of one of its graphs."""
-        traced = self.form(graph.segments)
+        traced = self.form(graph.form)
         return self.program.evaluating(emit(traced, graph, schedule, fence), traced)
 
     @cached_property

@@ -7,9 +7,11 @@ loop in parts where that promises to save a good deal of the time.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from .._model._graph import Graph, Segments
+from .._model._form import Form
+from .._model._form_offers import Forms, Promise
+from .._model._graph import Graph
 from .._model._host_copies import HostMemory
-from .._model._loop_levels import Form, Pairs, deep
+from .._model._loop_levels import deep
 from .._model._simulate import extra_seconds
 from .._model._stages import cuttings
 from .._runtime._progress import phase
@@ -23,7 +25,7 @@ CHEAP = 0.002
 UNEVEN = 0.003
 """A loop is divided where that promises to save this share of the step's time."""
 
-EXACTLY, COPIED, HOST = range(3)
+EXACTLY, INEXACTLY, HOST = range(3)
 """The turns in which forms are looked at, so that what may round, or needs a host, makes nothing worse."""
 
 LEAST_SLACK = 0.02
@@ -32,40 +34,40 @@ LEAST_SLACK = 0.02
 
 @dataclass
 class Cuttings:
-    """**Fields:** `graph` of the plain step's form; `solver` and its `time_limit`; `temporaries_nbytes` of
-    the plain step; the step's `pairs` of loops and the `graph_of` other forms; `made` so far, the forms that are
-    `left`, by whether their values have copies in fewer bits, and those that were `passed` over; `divided` the forms,
-    with the host's memory that they had, that were looked at for what dividing a loop would gain; `plain_nbytes` the
-    least that the plain form needs, once it does not fit.
+    """**Fields:** `graph` of the plain step's form; `solver` and its `time_limit`; `temporaries_nbytes` of the plain
+    step; the `forms` that the step may take and the `graph_of` each; `made` so far, what those promise that are `left`,
+    by whether they change numbers, and those that were `passed` over; `divided` the forms, with the host's memory that
+    they had, that were looked at for what dividing a loop would gain; `plain_nbytes` the least that the plain form
+    needs, once it does not fit.
     """
 
     graph: Graph
     solver: Solver
     time_limit: float
     temporaries_nbytes: int
-    pairs: Pairs | None
-    graph_of: Callable[[Segments], Graph | None] | None
-    passed: list[Form] = field(default_factory=list)
-    divided: set[tuple[Segments, HostMemory | None]] = field(default_factory=set)
+    forms: Forms | None
+    graph_of: Callable[[Form], Graph | None] | None
+    passed: list[Promise] = field(default_factory=list)
+    divided: set[tuple[Form, HostMemory | None]] = field(default_factory=set)
     plain_nbytes: int = 0
 
     def __post_init__(self) -> None:
         self.made = _with_and_without_host(self.graph)
-        self.left: dict[bool, list[Form]] = {False: [], True: []}
-        if self.pairs is not None:
-            self.left = {False: [*self.pairs.deeper()], True: [*self.pairs.copied()]}
+        self.left: dict[bool, list[Promise]] = {False: [], True: []}
+        if self.forms is not None:
+            self.left = {False: [*self.forms.deeper()], True: [*self.forms.inexact()]}
 
     def turn(self, graph: Graph) -> int:
-        """When a form's cuttings are looked at: those without copies in fewer bits first, then those with them, and
-        those with the host's memory last.
+        """When a form's cuttings are looked at: those of exact forms first, then those of others, and those with the
+        host's memory last.
         """
-        copied = self.pairs is not None and self.pairs.has_copies(graph.segments)
-        return HOST if graph.host is not None else COPIED if copied else EXACTLY
+        inexact = self.forms is not None and self.forms.is_inexact(graph.form)
+        return HOST if graph.host is not None else INEXACTLY if inexact else EXACTLY
 
     @property
     def turns(self) -> list[int]:
         """The turns in which there is something to look at."""
-        return sorted({*map(self.turn, self.made), *([COPIED] if self.left[True] else [])})
+        return sorted({*map(self.turn, self.made), *([INEXACTLY] if self.left[True] else [])})
 
     @property
     def free_seconds(self) -> float:
@@ -77,17 +79,17 @@ class Cuttings:
         """Plans of at most so many extra seconds are not worth another round."""
         return self.free_seconds + CHEAP * self.graph.step_seconds
 
-    def make(self, form: Form) -> list[Graph]:
+    def make(self, promise: Promise) -> list[Graph]:
         """Add the cuttings of a form, if it can be made, and return them; the shallower ones are passed over."""
         assert self.graph_of is not None
         for left in self.left.values():
-            if form in left:
-                at = left.index(form)
+            if promise in left:
+                at = left.index(promise)
                 self.passed += left[:at]
                 del left[: at + 1]
-        if form in self.passed:
-            self.passed.remove(form)
-        graph = self.graph_of(form.segments)
+        if promise in self.passed:
+            self.passed.remove(promise)
+        graph = self.graph_of(promise.form)
         self.made += (made := _with_and_without_host(graph) if graph else [])
         return made
 
@@ -96,19 +98,19 @@ class Cuttings:
         its cuttings, which fit, is a good deal dearer than such a form promises to be. No form is looked at twice.
         """
         seconds = min(extra_seconds(graph, solution.schedule) for graph, solution in solutions)
-        segments, host = solutions[0][0].segments, solutions[0][0].host
-        if self.pairs is None or (segments, host) in self.divided or seconds <= self.cheap_seconds:
+        form, host = solutions[0][0].form, solutions[0][0].host
+        if self.forms is None or (form, host) in self.divided or seconds <= self.cheap_seconds:
             return []
-        self.divided.add((segments, host))
-        if not self.pairs.whole(segments):
+        self.divided.add((form, host))
+        if not self.forms.loops.undivided(form):
             return []
         with phase("looking for a loop to divide", kind="solve"):
             looked = (uneven(*each, allowance, self.solver, self.time_limit) for each in solutions)
             found = min(filter(None, looked), key=lambda each: each.seconds, default=None)
         if found is None or seconds - found.seconds < UNEVEN * self.graph.step_seconds:
             return []
-        forms = self.pairs.divided(segments, found.pair, found.share)
-        return [cut for form in forms for cut in self.make(form)]
+        promises = self.forms.divided(form, found.pair, found.share)
+        return [cut for promise in promises for cut in self.make(promise)]
 
     def divide_best(self, known: Sequence[Line]) -> list[Graph]:
         """The same of the form of the best of these lines."""
@@ -126,17 +128,17 @@ class Cuttings:
         """
         most_seconds -= self.graph.extra_seconds
         known = [*self.passed, *self.left[False], *self.left[True]]
-        able = [form for form in known if form.more_seconds <= most_seconds]
-        parts = [form for form in able if not form.whole]
-        made: list[Form] = []
-        for forms in (
-            [form for form in parts if not deep(form)],
+        able = [promise for promise in known if promise.more_seconds <= most_seconds]
+        parts = [promise for promise in able if not promise.whole]
+        made: list[Promise] = []
+        for promises in (
+            [promise for promise in parts if not deep(promise.form)],
             parts,
-            [form for form in able if form.whole],
+            [promise for promise in able if promise.whole],
         ):
             slack = LEAST_SLACK * self.temporaries_nbytes
-            enough = max((form.fewer_nbytes for form in forms), default=0) - slack
-            lowest = next((form for form in forms if form.fewer_nbytes >= enough), None)
+            enough = max((promise.fewer_nbytes for promise in promises), default=0) - slack
+            lowest = next((each for each in promises if each.fewer_nbytes >= enough), None)
             if lowest is not None and lowest not in made:
                 made.append(lowest)
                 self.make(lowest)
@@ -147,11 +149,11 @@ class Cuttings:
 
         **Arguments:** `seconds` that the best so far takes, None if nothing fits.
         """
-        for form in [*(left := self.left[turn == COPIED])]:
-            if seconds is not None and seconds <= self.graph.extra_seconds + form.more_seconds:
+        for promise in [*(left := self.left[turn == INEXACTLY])]:
+            if seconds is not None and seconds <= self.graph.extra_seconds + promise.more_seconds:
                 return False
-            last = bool(left) and form is left[-1]
-            if (self.plain_nbytes - form.fewer_nbytes <= budget or last) and self.make(form):
+            last = bool(left) and promise is left[-1]
+            if (self.plain_nbytes - promise.fewer_nbytes <= budget or last) and self.make(promise):
                 return True
         return False
 

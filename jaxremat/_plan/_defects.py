@@ -19,7 +19,8 @@ import jax
 from jaxlib import version as jaxlib
 
 from .._compiler._program import Program
-from .._model._graph import Graph, Segments
+from .._model._form import PLAIN, Form
+from .._model._graph import Graph
 from .._runtime._bytes import Budget, format_nbytes
 from .._runtime._cache_folder import cache_dir, store, trim
 from .._runtime._errors import InfeasibleBudgetError, JaxrematError, JaxrematWarning
@@ -58,13 +59,13 @@ class Defects:
         self,
         what: str,
         make: Callable[[], T],
-        segments: Segments = (),
+        form: Form = PLAIN,
         graph: Graph | None = None,
         solution: Solution | None = None,
     ) -> T | None:
         """What `make` gives; None where it fails as it should never, which is reported.
 
-        **Arguments:** `what` is done, in words; `segments` the form; `graph` and `solution` what is emitted, if
+        **Arguments:** `what` is done, in words; `form` of the step; `graph` and `solution` what is emitted, if
         anything is.
         """
         try:
@@ -72,8 +73,7 @@ class Defects:
         except _PASSED_ON:
             raise
         except Exception as error:
-            form = f"{what}, loops and rows in the form {segments}"
-            self._report(error, what, [form, *_emitted(graph, solution)])
+            self._report(error, what, [f"{what}, {form}", *_emitted(graph, solution)])
             return None
 
     def _report(self, error: Exception, what: str, lines: Sequence[str]) -> None:

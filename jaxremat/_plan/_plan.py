@@ -1,9 +1,10 @@
 """The plan: what planning came to and what the emitter needs to follow it; JSON in and out, reports out."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from .._model._graph import Graph, Segments
+from .._model._form import Form
+from .._model._graph import Graph
 from .._model._host_copies import HostCopy
 from .._model._optimizer_updates import with_updates
 from .._model._schedule import Schedule, complete
@@ -33,13 +34,11 @@ class Plan(Outcome, Written):
       `planning` how long it took, in parts.
     - `actions` per residual, largest first; `alive` what the compiled step has in memory at its peak besides arguments
       and outputs, the largest first, empty where not compiled; `account` where memory and time go, as modelled.
-    - `segments` for each pair of scans the lengths of its levels, the outermost first (see `_loop_segments`); none
-      where it is as it was, a single one where it merely absorbs the updates of what it stacks (see
-      `_update_absorption`), or, if that is less than the loop's, where it is divided: the first iterations have one
-      plan, the rest another; negative numbers behind it are the lengths of more parts. Behind the pairs, for what may
-      be done in chunks of rows (see `_row_regions`) how many chunks, none where it is as it was; and
-      where values are kept in fewer bits, the codes of the ways to do that (see `_encodings`).
-    - `loops` the same in words, of those that are not as they were.
+    - `form` which sites of the step are done otherwise than written, and how: pairs of scans in levels, the outermost
+      first (see `_loop_segments`), in a single one where they merely absorb the updates of what they stack (see
+      `_update_absorption`), or in parts, each with a plan of its own; rows in so many chunks (see `_row_regions`);
+      values in fewer bits (see `_encodings`).
+    - `loops` the same of loops and rows in words.
     - `copies` the values that are kept in fewer bits.
     - `devices` how many the step is on: all bytes are of one of them; `waiting` the share of the step's time for which
       kernels wait for what comes back from the host's memory.
@@ -49,7 +48,7 @@ class Plan(Outcome, Written):
       which only the compiled plain step tells: those with which devices send each other something.
     """
 
-    FORMAT: ClassVar = ("format", 2)
+    FORMAT: ClassVar = ("format", 3)
 
     fingerprint: str
     saved: tuple[int, ...]
@@ -58,9 +57,19 @@ class Plan(Outcome, Written):
     materialised: tuple[int, ...]
     small_nbytes: int
     fence: str
-    segments: Segments
+    form: Form
     unrepeated: tuple[int, ...] = ()
     offloaded: tuple[HostCopy, ...] = ()
+
+    @classmethod
+    def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:
+        """In format 2 forms were the settings of all sites in a row, which `Baseline.form` names."""
+        if version != 2:
+            return None
+        for each in (data, *data["rounds"]):
+            choices = Form.unnamed(tuple(each.pop("segments"))).choices
+            each["form"] = {"choices": [list(choice) for choice in choices]}
+        return data
 
     def layout(self, graph: Graph) -> Graph:
         """The graph with this plan's stages and materialised values in place of its own.

@@ -47,7 +47,7 @@ def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
     if (plan := recall(path, Plan.from_json)) is not None:
         try:
             follow = functools.partial(apply_plan, baseline, plan, request.options.verify)
-            planned = baseline.defects.attempted("emitting a plan that was kept", follow, plan.segments)
+            planned = baseline.defects.attempted("emitting a plan that was kept", follow, plan.form)
         except (InfeasibleBudgetError, PlanMismatchError) as error:
             logger.info("the plan in %s no longer holds: %s", path, error)
         else:

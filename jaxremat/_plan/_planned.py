@@ -66,7 +66,7 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
     if not plan.stages:
         jitted = baseline.program.plain
     else:
-        graph = plan.layout(baseline.bare(plan.segments))
+        graph = plan.layout(baseline.bare(plan.form))
         schedule = check(graph, plan.schedule(graph))
         plan = replace(plan, actions=actions(graph, schedule))  # with lines of the code as it is today
         jitted = baseline.jitted(graph, schedule, plan.fence)

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from .._emit._emit import FENCES
-from .._model._graph import Graph, Segments
-from .._model._loop_levels import Pairs
+from .._model._form import Form
+from .._model._form_offers import Forms
+from .._model._graph import Graph
 from .._model._schedule import Schedule, check
 from .._model._simulate import extra_seconds, rank, simulate
 from .._solver import Solution, Solver, Sublinear
@@ -57,8 +58,8 @@ budget that costs more is the answer only after a search between it and the chea
 
 @dataclass
 class Search:
-    """**Fields:** `graph` of the plain step's form, with coarse stages; `temporaries_nbytes` of the plain step; its
-    `pairs` of loops and the `graph_of` other forms, see `_loop_levels`; `deadline` behind which nothing new is begun;
+    """**Fields:** `graph` of the plain step's form, with coarse stages; `temporaries_nbytes` of the plain step; the
+    `forms` that it may take, and the `graph_of` each; `deadline` behind which nothing new is begun;
     `written_nbytes` what the step needs as the user wrote it, None where that is no plan; a schedule that is `known`
     for each cutting of the plain form; `trials` in order. Seconds are counted from those of the step as it is written.
     """
@@ -68,8 +69,8 @@ class Search:
     time_limit: float
     attempt: Attempt
     temporaries_nbytes: int
-    pairs: Pairs | None = None
-    graph_of: Callable[[Segments], Graph | None] | None = None
+    forms: Forms | None = None
+    graph_of: Callable[[Form], Graph | None] | None = None
     deadline: Deadline = field(default_factory=Deadline)
     written_nbytes: int | None = None
     known: Callable[[Graph], Schedule] | None = None
@@ -77,7 +78,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.cuttings = Cuttings(
-            self.graph, self.solver, self.time_limit, self.temporaries_nbytes, self.pairs, self.graph_of
+            self.graph, self.solver, self.time_limit, self.temporaries_nbytes, self.forms, self.graph_of
         )
         self.solving = Solving(self.solver, self.time_limit, self.deadline)
         self.turns = self.cuttings.turns
@@ -214,7 +215,7 @@ class Search:
                     return cut, solution
             order, cut, solution = min(found, key=lambda each: each[0])
             fits = order[0] == 0.0
-            alike = [(g, s) for o, g, s in found if o[0] == 0.0 and g.segments == cut.segments]
+            alike = [(g, s) for o, g, s in found if o[0] == 0.0 and g.form == cut.form]
             seconds = order[1] if fits else None
             if allowance is None or not (
                 any(self.cuttings.deepen(seconds, allowance, turn) for turn in self.turns)
@@ -230,7 +231,7 @@ class Search:
 
     def _rank(self, graph: Graph, solution: Solution, allowance: int | None) -> tuple[float, ...]:
         order = rank(graph, solution.schedule, allowance)
-        if graph.segments == self.graph.segments and order[0]:
+        if graph.form == self.graph.form and order[0]:
             self.cuttings.plain_nbytes = int(order[1])
         return order
 
@@ -386,7 +387,7 @@ class Search:
     def _tried(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
         """The trial of the same schedule of this form."""
         same = (t for t in self.trials if t.solution.schedule == solution.schedule and t.fence == fence)
-        return next((t for t in same if t.graph.segments == graph.segments), None)
+        return next((t for t in same if t.graph.form == graph.form), None)
 
     def _solution(self, graph: Graph, allowance: int | None, *, hasty: bool = False) -> Solution:
         """The solution within an allowance; `hasty` where a plan that does is known already."""

@@ -52,7 +52,7 @@ class Trial:
             gap=max(overhead - self.solution.lower_bound, 0.0),
             solver=self.solution.solver,
             stages=len(self.graph.stages),
-            segments=self.graph.segments,
+            form=self.graph.form,
             fence=self.fence,
             solve_seconds=self.solve_seconds,
             compile_seconds=self.compile_seconds,
@@ -123,12 +123,12 @@ def first(lines: Sequence[Line], alike_seconds: float) -> Line | None:
 
 def untried(trials: Sequence[Trial], graph: Graph) -> bool:
     """Whether none of these is of this form: one that may fit is not refused for want of time."""
-    return all(trial.graph.segments != graph.segments for trial in trials)
+    return all(trial.graph.form != graph.form for trial in trials)
 
 
 def in_vain(trials: Sequence[Trial], graph: Graph) -> bool:
     """Whether of plans of this form that were compiled with both forms of fences some need no less in order."""
-    alike = [t for t in trials if t.graph.segments == graph.segments]
+    alike = [t for t in trials if t.graph.form == graph.form]
     finished, ordered = ([t for t in alike if t.fence == fence] for fence in ("finished", "ordered"))
     same = ((t, o) for t in finished for o in ordered if t.solution.schedule == o.solution.schedule)
     return any(o.peak_nbytes >= t.peak_nbytes for t, o in same)

@@ -18,7 +18,8 @@ from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
 from .._lower._lower import as_stacked
-from .._model._graph import Graph, Segments
+from .._model._form import Form
+from .._model._graph import Graph
 from .._model._pins import offloading, staying
 from .._model._schedule import Schedule, everything
 from .._model._simulate import simulate, waits
@@ -178,7 +179,7 @@ class _Planner:
             predicted_peak_nbytes=plan.baseline_peak_nbytes,
             compiled_overhead=0.0,
             stages=(),
-            segments=self.baseline.traced.segments,
+            form=self.baseline.traced.form,
             account=account_of_plain(as_stacked(graph)),
         )
         return planned(self.baseline, plan, self.baseline.program.plain, compiled)
@@ -219,7 +220,7 @@ class _Planner:
             plan = replace(plan, stages=(), account=account_of_plain(as_stacked(baseline.rough)))
             return Planned(plan, baseline.program.plain, None)
         emitted = partial(baseline.jitted, graph, solution.schedule)
-        jitted = baseline.defects.attempted("emitting", emitted, graph.segments, graph, solution)
+        jitted = baseline.defects.attempted("emitting", emitted, graph.form, graph, solution)
         return self._as_written(budget) if jitted is None else Planned(plan, jitted, None)
 
     def _least_compiled(self) -> int:
@@ -236,16 +237,16 @@ class _Planner:
         def wanted(graph: Graph) -> Graph:
             return graph if pinned else without(graph, None)
 
-        def graph_of(segments: Segments) -> Graph | None:
-            make = partial(baseline.graph_of, segments, rough=rough)
-            found = baseline.defects.attempted("rewriting", make, segments)
+        def graph_of(form: Form) -> Graph | None:
+            make = partial(baseline.graph_of, form, rough=rough)
+            found = baseline.defects.attempted("rewriting", make, form)
             return found and wanted(found)
 
         graph = wanted(baseline.plain_graph(rough=rough))
         self.deadline.plain_seconds = baseline.plain_seconds
         return Search(
             graph=graph,
-            pairs=baseline.pairs(graph),
+            forms=baseline.forms(graph),
             graph_of=graph_of,
             solver=options.solver,
             time_limit=options.time_limit,
@@ -258,7 +259,7 @@ class _Planner:
 
     def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
         make = partial(self._compiled, graph, solution, fence)
-        return self.baseline.defects.attempted(f"fence {fence!r}", make, graph.segments, graph, solution)
+        return self.baseline.defects.attempted(f"fence {fence!r}", make, graph.form, graph, solution)
 
     def _compiled(self, graph: Graph, solution: Solution, fence: str) -> Trial:
         baseline = self.baseline
@@ -325,15 +326,15 @@ class _Planner:
             unrepeated=tuple(n.id for n in graph.nodes if not n.repeatable),
             small_nbytes=graph.small_nbytes,
             fence="finished",
-            segments=graph.segments,
+            form=graph.form,
             loops=loop_forms(
                 traced.lengths,
-                graph.segments,
+                graph.form,
                 traced.sources,
                 traced.rows,
                 devices=1 if schedule.drops_nothing else traced.devices,
             ),
-            copies=copies(self.baseline.form(graph.segments), graph, schedule),
+            copies=copies(self.baseline.form(graph.form), graph, schedule),
             margin_nbytes=self.margin_nbytes,
             devices=self.baseline.division.devices,
             waiting=math.fsum(waits(graph, schedule)) / (graph.step_seconds or 1.0),

@@ -3,6 +3,6 @@
 In: what `jax.jit(...).trace` gives. Out: equations without calls, equal ones merged. Law: evaluating them gives what
 the function gives; the door to private or versioned parts of JAX is `_compat`, and nowhere else.
 
-Reading order: `_compat`, `_primitives`, `_flops`, `_inline`, `_common_subexpressions`, `_hints`, `_host_arguments`;
-`_plugin_messages` (of JAX's first import).
+Reading order: `_compat`, `_splice`, `_primitives`, `_flops`, `_inline`, `_common_subexpressions`, `_hints`,
+`_host_arguments`; `_plugin_messages` (of JAX's first import).
 """

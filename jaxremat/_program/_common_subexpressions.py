@@ -23,6 +23,7 @@ import numpy as np
 from . import _compat
 from ._inline import Inliner
 from ._primitives import is_contraction, is_fence, is_heavy, is_loop_edge, is_loop_slice
+from ._splice import inlined
 
 
 @dataclass
@@ -255,7 +256,7 @@ def _joined_conds(eqn: Any, again: Any, around: Equals) -> _Joined | None:
     for both, made in zip(bodies, results, strict=True):
         copies = [_compat.new_var(a.aval) for a in outside]
         body = _compat.new_jaxpr((), (), outside, made, both.eqns)
-        eqns, atoms = _compat.inlined(body, copies, _compat.root_source(eqn))
+        eqns, atoms = inlined(body, copies, _compat.root_source(eqn))
         closed.append(_compat.new_jaxpr((), (), copies, atoms, eqns))
     outvars = [*eqn.outvars, *extra]
     return _Joined(_compat.cond_like(eqn, closed, [eqn.invars[0], *outside], outvars), found)

@@ -280,21 +280,6 @@ def permuted(operand: Any, axes: Sequence[int], source_info: Any) -> Any:
     return new_eqn([operand], [new_var(aval)], _lax.transpose_p, params, source_info)
 
 
-def inlined(
-    closed: jex.ClosedJaxpr, operands: Sequence[Any], source_info: Any, results: Sequence[Any] = ()
-) -> tuple[list[Any], list[Any]]:
-    """The equations of a jaxpr without constants for these operands, and their results, under given names if any."""
-    jaxpr = closed.jaxpr
-    rename: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-    rename.update(zip(jaxpr.outvars, results, strict=False))
-    eqns = []
-    for eqn in jaxpr.eqns:
-        invars = [a if is_literal(a) else rename[a] for a in eqn.invars]
-        outvars = [rename.setdefault(v, new_var(v.aval)) for v in eqn.outvars]
-        eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=under(source_info, eqn)))
-    return eqns, [a if is_literal(a) else rename[a] for a in jaxpr.outvars]
-
-
 def single(eqn: Any, invars: Sequence[Any]) -> jex.ClosedJaxpr:
     """One equation as a closed jaxpr whose arguments are `invars`, in place of the equation's operands."""
     outvars = [new_var(v.aval) for v in eqn.outvars]

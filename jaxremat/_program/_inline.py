@@ -15,6 +15,7 @@ import numpy as np
 from . import _compat
 from ._hints import Hint, is_hint, read_hint
 from ._primitives import is_late
+from ._splice import inlined
 
 _CHECKPOINTS = frozenset({"checkpoint", "remat2"})
 _CALLS = {
@@ -175,7 +176,7 @@ class Inliner:
 def _append(fn: Callable[[Any], Any], atom: Any, result: Any, info: Any, into: list[Any]) -> None:
     """Append the one equation that a function of an atom is, under the name of its result."""
     of = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
-    into.extend(_compat.inlined(jax.make_jaxpr(fn)(of), [atom], info, [result])[0])
+    into.extend(inlined(jax.make_jaxpr(fn)(of), [atom], info, [result])[0])
 
 
 def _computes_again(eqn: Any, info: Any) -> bool:

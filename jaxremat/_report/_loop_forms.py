@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._model._graph import Segments
+from .._model._form import LOOP, ROWS, Form, Setting
 from .._model._loop_levels import parts
 
 
@@ -12,7 +12,7 @@ class LoopForm:
     """What a plan makes of a scan and of the backward scan that reads what it stacks, or of what it does in chunks.
 
     **Fields:** `length` iterations, or rows (a divisor of their number that any number of chunks must divide); `levels`
-    as in `Plan.segments`, none of rows that stay together; `source` the user's line; `rows` whether it is no loop of
+    as in `Plan.form`, none of rows that stay together; `source` the user's line; `rows` whether it is no loop of
     the user's; `whole` whether these are most of the step, in microbatches.
     """
 
@@ -45,7 +45,7 @@ class LoopForm:
 
 def loop_forms(
     lengths: Sequence[int],
-    segments: Segments,
+    form: Form,
     sources: Sequence[str],
     rows: Sequence[tuple[int, str, bool]] = (),
     devices: int = 1,
@@ -55,11 +55,16 @@ def loop_forms(
     **Arguments:** `rows` of each region that may be, with the user's line, and whether it is most of the step;
     `devices` how many the compiler divides the step among.
     """
-    forms = [(length, source, False, False) for length, source in zip(lengths, sources, strict=True)]
-    forms += [(length, source, True, whole) for length, source, whole in rows]
-    both = zip(forms, segments, strict=False)
-    return tuple(
-        LoopForm(length, own, source, kind, whole)
-        for (length, source, kind, whole), own in both
-        if own or (kind and not whole and devices > 1)
-    )
+    levels, chunks = form.settings(LOOP), form.settings(ROWS)
+    none: Setting = ()
+    loops = [
+        LoopForm(length, levels[i], source)
+        for i, (length, source) in enumerate(zip(lengths, sources, strict=True))
+        if i in levels
+    ]
+    regions = [
+        LoopForm(length, chunks.get(i, none), source, rows=True, whole=whole)
+        for i, (length, source, whole) in enumerate(rows)
+        if i in chunks or (not whole and devices > 1)
+    ]
+    return (*loops, *regions)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import Alive
-from .._model._graph import Segments
+from .._model._form import Form
 from .._model._primitive_names import GATHER
 from .._runtime._bytes import format_nbytes
 from ._account import Account
@@ -21,7 +21,7 @@ class Round:
 
     **Fields:** `predicted_peak_nbytes` by the simulator, `compiled_peak_nbytes` by the compiler; `overhead` and
     `compiled_overhead` as in `Plan`, and `gap` to the solver's own bound; `solver`; `stages` how many the backward pass
-    is cut into, `segments` as in `Plan`; `fence` the form of the fences; `solve_seconds` since the round before,
+    is cut into, `form` as in `Plan`; `fence` the form of the fences; `solve_seconds` since the round before,
     `compile_seconds` to emit, compile and read it.
     """
 
@@ -32,7 +32,7 @@ class Round:
     gap: float
     solver: str
     stages: int
-    segments: Segments
+    form: Form
     fence: str
     solve_seconds: float
     compile_seconds: float

@@ -3,7 +3,7 @@
 In: a function or its flat equations. Out: `Traced`, in any form. Law: every form computes what the function computes;
 only values that are kept in fewer bits, where the user allows that, are rounded.
 
-Reading order: `_trace` puts the forms together; `_loop_opening` and `_loop_closing` lay iterations open and close them
+Reading order: `_trace` makes the step in a form; `_loop_opening` and `_loop_closing` lay iterations open and close them
 again; `_loop_segments` (levels, parts), `_update_absorption` (optimizer updates inside the loop), `_in_place_stacks`,
 `_stack_buffers`, `_row_reads`, `_sinking`; `_row_rules`, `_row_scans`, `_row_regions`, `_microbatches`, `_row_chunks`
 (work on rows, or most of a step, chunk after chunk); `_max_pool_gradient`, `_depthwise_gradient`, `_cotangent_chains`,

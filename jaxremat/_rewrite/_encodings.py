@@ -31,6 +31,7 @@ from .._program._primitives import (
     on_host,
     on_mesh,
 )
+from .._program._splice import inlined
 from ._loop_opening import Loop
 from ._passes import late_equations
 
@@ -50,7 +51,7 @@ _FLOAT8 = jnp.float8_e4m3fn
 class Encoding:
     """A way to keep a value in fewer bits.
 
-    **Fields:** `name` as in `jaxremat.optimize`'s `allow`; `code` in `Traced.segments`; `label` for people; `fits`
+    **Fields:** `name` as in `jaxremat.optimize`'s `allow`; `code` in a `Form`; `label` for people; `fits`
     says of a type whether it has copies of this kind; `encode` gives the parts of a copy, `decode` the value, of its
     type and those; `entrywise` whether each entry has its own copy, on whichever device it is.
     """
@@ -192,7 +193,7 @@ def with_copies(
 def _copied(eqn: Any, v: Any, encoding: Encoding) -> tuple[list[Any], Encoded]:
     program = _program(encoding, v.aval.shape, v.aval.dtype)
     info = _compat.in_scope(eqn, f"as_{encoding.label}").source_info
-    eqns, (*parts, decoded) = _compat.inlined(program, [v], info)
+    eqns, (*parts, decoded) = inlined(program, [v], info)
     eqns = [each.replace(source_info=info) for each in eqns]
     return eqns, Encoded(v, tuple(parts), decoded, encoding.code)
 

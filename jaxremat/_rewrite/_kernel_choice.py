@@ -16,8 +16,8 @@ import jax
 import jax.extend.core as jex
 
 from .._model._backend import Backend
-from .._program import _compat
 from .._program._primitives import is_late
+from .._program._splice import inlined
 from ._cotangent_chains import in_memory, is_named
 from ._depthwise_gradient import is_depthwise_gradient, summed
 from ._max_pool_gradient import held, is_pooling_gradient
@@ -38,7 +38,7 @@ def inline(eqn: Any) -> list[Any]:
         better = held(eqn)
     else:
         better = summed(eqn) if is_depthwise_gradient(eqn) else reversed_twice(eqn)
-    return _compat.inlined(better, eqn.invars, eqn.source_info, eqn.outvars)[0]
+    return inlined(better, eqn.invars, eqn.source_info, eqn.outvars)[0]
 
 
 def is_transposed(eqn: Any) -> bool:

@@ -36,6 +36,7 @@ from .._program._common_subexpressions import Equals
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import inner_jaxprs, is_late, is_light, is_pointwise
+from .._program._splice import inlined
 
 operands = _compat.scan_operands
 
@@ -182,7 +183,7 @@ def append(
     """Append the equations of a function of these arguments; returns its result, of the given name if any."""
     types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in arguments]
     named = () if made is None else (made,)
-    eqns, (result,) = _compat.inlined(jax.make_jaxpr(fn)(*types), arguments, like.source_info, named)
+    eqns, (result,) = inlined(jax.make_jaxpr(fn)(*types), arguments, like.source_info, named)
     into.extend(eqns)
     return result
 

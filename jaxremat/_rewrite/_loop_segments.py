@@ -29,7 +29,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
-from .._model._graph import Segments
+from .._model._form import Setting
 from .._model._loop_levels import nested, parts
 from .._program import _compat
 from .._program._inline import Inliner
@@ -41,17 +41,16 @@ Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], Sequence[Any
 
 
 def segmented(
-    flat: jex.ClosedJaxpr, inliner: Inliner, segments: Segments, over: Mapping[Any, Any]
+    flat: jex.ClosedJaxpr, inliner: Inliner, levels: Sequence[Setting], over: Mapping[Any, Any]
 ) -> tuple[jex.ClosedJaxpr, list[int]]:
     """The program with its pairs in levels; also for each equation its index before, -1 for new ones.
 
-    **Arguments:** `segments` for each pair of the program's top level, in the order of the forward scans, the lengths
-    of its levels and rests (see `_loop_levels.parts`); none, or one of all its iterations, leave it as it is.
-    `over` for stacked results the array that they
-    are written over.
+    **Arguments:** `levels` for each pair of the program's top level, in the order of the forward scans, the lengths of
+    its levels and rests (see `_loop_levels.parts`); none, or one of all its iterations, leave it as it is. `over` for
+    stacked results the array that they are written over.
     """
     eqns = flat.jaxpr.eqns
-    divided = list(zip(backward_of(eqns).items(), segments, strict=True))
+    divided = list(zip(backward_of(eqns).items(), levels, strict=True))
     deep = {n for (i, own), lengths in divided if nested(lengths) for n in (i, *own)}
     eqns = sink_into(eqns, deep)
     read_by: dict[Any, set[int]] = {}
@@ -61,10 +60,10 @@ def segmented(
                 read_by.setdefault(a, set()).add(i)
     returned = {a for a in flat.jaxpr.outvars if not _compat.is_literal(a)}
     replaced: dict[int, list[Any]] = {}
-    for (i, own), levels in divided:
-        if levels and levels != (eqns[i].params["length"],):
+    for (i, own), lengths in divided:
+        if lengths and lengths != (eqns[i].params["length"],):
             seen = [v in returned or not read_by.get(v, set()) <= set(own) for v in eqns[i].outvars]
-            pair = _Pair(eqns[i], inliner, levels, seen, over)
+            pair = _Pair(eqns[i], inliner, lengths, seen, over)
             replaced[i] = pair.forward()
             replaced.update((j, pair.backward(eqns[j])) for j in own)
     found: list[Any] = []

@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from .._program import _compat
+from .._program._splice import inlined
 
 ZERO = ShapedArray((), jax.numpy.float32)
 """The type of the first argument of `sliced`."""
@@ -104,7 +105,7 @@ def extreme(dtype: Any, *, lowest: bool) -> jax.Array:
 
 def sliced_inline(eqn: Any, zero: Any, devices: int) -> list[Any]:
     """The equations of `sliced` in place of the equation, with a variable that is zero."""
-    return _compat.inlined(sliced(eqn, devices), [zero, *eqn.invars], eqn.source_info, eqn.outvars)[0]
+    return inlined(sliced(eqn, devices), [zero, *eqn.invars], eqn.source_info, eqn.outvars)[0]
 
 
 def _slices(size: int) -> int:

@@ -22,6 +22,7 @@ from jax.core import ShapedArray
 
 from .._program import _compat
 from .._program._primitives import is_late, is_light, is_placing, is_relabelling
+from .._program._splice import inlined
 from ._loop_opening import append
 from ._row_regions import Readers, Region, edges
 from ._row_rules import is_scattered, sum_type
@@ -132,7 +133,7 @@ class _Chunks:
         call, place = (in_chunks, _compat.root_source(like)) if self.region.whole else (
             jax.jit(in_chunks), like.source_info
         )  # fmt: skip
-        made, _ = _compat.inlined(jax.make_jaxpr(call)(*types), self.reads, place, self.leaves)
+        made, _ = inlined(jax.make_jaxpr(call)(*types), self.reads, place, self.leaves)
         return made
 
     def _run(self, *operands: Any) -> list[Any]:

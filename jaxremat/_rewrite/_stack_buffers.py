@@ -14,6 +14,7 @@ import numpy as np
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import on_mesh
+from .._program._splice import inlined
 from ._loop_opening import operands, row_written
 
 _ZERO = _compat.literal(np.float32(0))
@@ -36,7 +37,7 @@ def begun_late(eqn: Any) -> list[Any]:
     behind = {a: _compat.new_var(a.aval) for a in given}
     fence = _compat.barrier([_ZERO, *given], [zero, *behind.values()], eqn.source_info)
     invars = [zero, *(a if _compat.is_literal(a) else behind[a] for a in eqn.invars)]
-    return [fence, *_compat.inlined(_carrying(eqn), invars, eqn.source_info, eqn.outvars)[0]]
+    return [fence, *inlined(_carrying(eqn), invars, eqn.source_info, eqn.outvars)[0]]
 
 
 def _carrying(eqn: Any) -> jex.ClosedJaxpr:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from .._model._graph import Segments
+from .._model._form import COPIES, LOOP, PLAIN, ROWS, Form
 from .._program import _compat
 from .._program._common_subexpressions import Equals
 from .._program._hints import Hint, hidden
@@ -50,14 +50,14 @@ class Traced:
     the marks of `jaxremat.hint`; `in_tree` and `out_tree` the structures of `(args, kwargs)` without static arguments,
     and of the result; `donated` per flat argument; `rematted` whether the user's program has checkpoints of its own;
     `closed` the program as it was traced; `lengths` and `sources` (the user's lines) of its pairs of scans, outside of
-    other loops, and which of them are `cuttable`, `segments` the levels that each has here, empty where it is as it
-    was, `gains` what absorbing updates saves in each, and `over` the arguments that loops write over here;
-    `regions` what may be done in chunks of rows, whose numbers stand in `segments` behind the pairs', and of each the
-    `row_places` of values with rows in `jaxpr`: equation, result, and dimension of the rows;
+    other loops, and which of them are `cuttable`, `gains` what absorbing updates saves in each, and `over` the
+    arguments that loops write over here; `regions` what may be done in chunks of rows, and of each the `row_places` of
+    values with rows in `jaxpr`: equation, result, and dimension of the rows; `form` which of these are done otherwise
+    here, and how;
     `respect_checkpoint` whether what the user's checkpoints compute again is left as it is; `again` the equations of
     `jaxpr` that checkpoints outside of loops, which are undone here, compute once more in the user's program; `gathers`
-    the operands that equations of their own gather, `encoded` the values that have copies in fewer bits, as
-    `segments` say behind all others, `devices` how many it is on; `around` what is around the program
+    the operands that equations of their own gather, `encoded` the values that have copies in fewer bits, `devices`
+    how many it is on; `around` what is around the program
     of one device where all of this is in a `shard_map`, whose flat arguments and types these are then; `turns` as in
     `memory_order`.
     """
@@ -77,7 +77,7 @@ class Traced:
     lengths: tuple[int, ...]
     sources: tuple[str, ...]
     cuttable: tuple[bool, ...]
-    segments: Segments
+    form: Form
     gains: tuple[Gain, ...]
     over: frozenset[Any]
     regions: tuple[Region, ...]
@@ -98,15 +98,19 @@ class Traced:
         """Some part of this step as a program by itself."""
         return self.around.alone(closed) if self.around else closed
 
-    def in_segments(self, segments: Segments) -> "Traced":
-        """The same step with its pairs of scans in levels, see `_loop_segments`, or one of its regions in chunks."""
-        return self._again(segments, self.regions, self.gathers)
+    def in_form(self, form: Form) -> "Traced":
+        """The same step in another form."""
+        return self._again(form, self.regions, self.gathers)
+
+    def named(self, form: Form) -> Form:
+        """The form, with names for its sites where it has none, see `Form.unnamed`."""
+        return form.named(len(self.lengths), len(self.regions))
 
     def gathered(self, gathers: tuple[Gather, ...], devices: int) -> "Traced":
         """The same step on several devices, with the gathering of operands in equations of its own, by index in
         `flat`.
         """
-        return replace(self._again((), None, gathers) if gathers else self, devices=devices)
+        return replace(self._again(PLAIN, None, gathers) if gathers else self, devices=devices)
 
     def with_regions_on_devices(self, parts: Sequence[int], share: float) -> "Traced":
         """The same step, of whose regions the rows lie in so many parts, see `Region.on_devices`."""
@@ -115,17 +119,15 @@ class Traced:
 
     def ordered_before(self) -> "Traced":
         """The same step in the order that plans made before forward passes had `turns` know it in."""
-        return replace(self, turns=False)._again(self.segments, self.regions, self.gathers)
+        return replace(self, turns=False)._again(self.form, self.regions, self.gathers)
 
-    def _again(
-        self, segments: Segments, known: Sequence[Region] | None, gathers: tuple[Gather, ...]
-    ) -> "Traced":
+    def _again(self, form: Form, known: Sequence[Region] | None, gathers: tuple[Gather, ...]) -> "Traced":
         again = normalise(
             self.closed,
             self.in_tree,
             self.out_tree,
             self.donated,
-            segments,
+            form,
             known,
             gathers,
             respect_checkpoint=self.respect_checkpoint,
@@ -136,9 +138,8 @@ class Traced:
     @property
     def microbatches(self) -> int:
         """How many of these most of the step is done in, 0 where it is done at once."""
-        both = zip(self.regions, self.segments[len(self.lengths) :], strict=False)
-        region, count = next(((region, own[0]) for region, own in both if own), (None, 0))
-        return count if region is not None and region.whole else 0
+        chunks = self.form.settings(ROWS).items()
+        return next((count for site, (count,) in chunks if self.regions[site].whole), 0)
 
     @property
     def rows(self) -> list[tuple[int, str, bool]]:
@@ -191,7 +192,7 @@ def normalise(
     in_tree: Any = None,
     out_tree: Any = None,
     donated: Sequence[bool] = (),
-    segments: Segments = (),
+    form: Form = PLAIN,
     known: Sequence[Region] | None = None,
     gathers: tuple[Gather, ...] = (),
     *,
@@ -199,8 +200,8 @@ def normalise(
     apart: bool = False,
     turns: bool = True,
 ) -> Traced:
-    """Inline, lay open, merge, prune and order a jaxpr; with `segments` its pairs of scans in levels and one of its
-    regions in chunks.
+    """Inline, lay open, merge, prune and order a jaxpr, in this form: kinds of sites are rewritten one after the other,
+    rows before loops are laid open, and copies behind that.
 
     **Arguments:** `known` the regions, if they have been looked for; `gathers` operands that are gathered by equations
     of their own; `apart`: the forward pass is a program of its own, so that all of it stands before the backward pass,
@@ -215,10 +216,9 @@ def normalise(
     lengths = tuple(scan.params["length"] for scan in scans)
     if known is None:
         known = () if apart else (*regions(once), *(() if respect_checkpoint else microbatches(once)))
-    forms = len(lengths) + len(known)
-    segments = (*segments, *((),) * (forms - len(segments)))
-    levels, chunks, codes = segments[: len(lengths)], segments[len(lengths) : forms], segments[forms:]
-    region, count = next(((r, own[0]) for r, own in zip(known, chunks, strict=True) if own), (None, 0))
+    site, (count,) = next(iter(form.settings(ROWS).items()), (-1, (0,)))
+    region = known[site] if site >= 0 else None
+    levels = [form.settings(LOOP).get(pair, ()) for pair in range(len(lengths))]
     labels = {first(v): name for v, name in reversed(inliner.labels.items())}
     parted, of_parted = chunked(once, region, count, labels)
     if region is not None and region.whole:  # which loops are within then
@@ -226,7 +226,7 @@ def normalise(
             i not in region.ways and not region.ways.keys() >= set(own)
             for i, own in backward_of(once.jaxpr.eqns).items()
         )
-        levels = tuple(compress(levels, outside))
+        levels = list(compress(levels, outside))
     inside = absorbed(parted, donated, list(map(bool, levels)))
     cut, of_inside = segmented(inside.closed, inliner, levels, inside.over)
     of_once = [of_parted[j] if i >= 0 and (j := inside.origin[i]) >= 0 else -1 for i in of_inside]
@@ -234,7 +234,7 @@ def normalise(
     merged, merged_of, loop_of, again = (
         _merged(opened.closed, inliner, opened) if opened.loops else _as_is(opened.closed)
     )
-    copied = with_copies(merged, loop_of, opened.loops, *codes)
+    copied = with_copies(merged, loop_of, opened.loops, form.settings(COPIES).get(0, ()))
     merged, loop_of = copied.closed, copied.loop_of
     merged_of = [copied.place[i] for i in merged_of]
     kept = _alive(merged)
@@ -274,7 +274,7 @@ def normalise(
         lengths=lengths,
         sources=tuple(map(_compat.user_line, scans)),
         cuttable=cuttable(once.jaxpr.eqns),
-        segments=segments,
+        form=form,
         gains=inside.gains,
         over=frozenset(inside.over.values()),
         regions=tuple(known),
@@ -310,7 +310,7 @@ def _inlined(
         lengths=(),
         sources=(),
         cuttable=(),
-        segments=(),
+        form=PLAIN,
         gains=(),
         over=frozenset(),
         regions=(),

@@ -35,9 +35,9 @@ class Written:
         """
         key, number = cls.FORMAT
         try:
-            data: dict[str, Any] = json.loads(text)
+            data: Any = json.loads(text)
             version = data.pop(key)
-            if version != number:
+            if version != number and (data := cls.upgraded(data, version)) is None:
                 raise PlanMismatchError(
                     f"The plan has format {version}, this jaxremat reads format {number}. Plan again."
                 )
@@ -50,6 +50,11 @@ class Written:
                 f"This text is no jaxremat plan ({type(error).__name__}: {error}). "
                 f"Pass what `{name}.to_json` or `{name}.save` wrote."
             ) from error
+
+    @classmethod
+    def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:
+        """The fields of a text of an earlier format, as today's; None where that cannot be."""
+        return None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write this to a file, whole or not at all."""

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from forms import of_levels
 from test_loops import CPU
 
 import jaxremat
@@ -20,7 +21,7 @@ from jaxremat._emit._emit import emit
 from jaxremat._lower._iteration import backward, forward
 from jaxremat._lower._lower import lower
 from jaxremat._model._device_specs import DEVICES
-from jaxremat._model._graph import Graph, Segments
+from jaxremat._model._graph import Graph
 from jaxremat._plan._baseline import Baseline
 from jaxremat._program import _compat
 from jaxremat._rewrite._trace import trace
@@ -128,10 +129,10 @@ def test_loops_that_nothing_needs_have_no_iteration() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("segments", [((),), ((6,),), ((2, 3),)])
-def test_forms_cost_what_they_compile_to(segments: Segments) -> None:
+@pytest.mark.parametrize("levels", [(), (6,), (2, 3)])
+def test_forms_cost_what_they_compile_to(levels: tuple[int, ...]) -> None:
     """Loops that absorb updates, or are cut into levels, were up to 20 points of the step's time too cheap."""
-    graph = baseline().graph if segments == ((),) else baseline().graph_of(segments)
+    graph = baseline().graph_of(of_levels(levels)) if levels else baseline().graph
     schedule = complete(graph, ())
     peak, overhead = compiled(graph)
     profile = simulate(graph, schedule)

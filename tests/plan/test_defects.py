@@ -147,13 +147,13 @@ def test_a_step_that_cannot_be_rewritten_is_merely_inlined(
 def test_other_forms_of_loops_are_left_out_where_they_cannot_be_made(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: Any, segments: Any) -> Any:
-        raise IndexError(f"no levels {segments}")
+    def broken(self: Any, form: Any) -> Any:
+        raise IndexError(f"no levels {form}")
 
-    monkeypatch.setattr("jaxremat._rewrite._trace.Traced.in_segments", broken)
+    monkeypatch.setattr("jaxremat._rewrite._trace.Traced.in_form", broken)
     args = CASE.make_args()
     plan = planned("min").plan(*args)
-    assert not any(plan.segments) and plan.compiled_peak_nbytes < part(1.0)
+    assert not plan.form and plan.compiled_peak_nbytes < part(1.0)
     assert any("no levels" in r.message for r in caplog.records)
 
 

@@ -20,6 +20,7 @@ from jaxremat import (
     PlanMismatchError,
     complete,
 )
+from jaxremat._model._form import Form
 from jaxremat._model._optimizer_updates import with_updates
 
 GRAPH = blocks(3)
@@ -66,7 +67,7 @@ def test_sums_of_bytes() -> None:
 
 
 def test_the_text_is_json_for_people() -> None:
-    assert DATA["format"] == 2
+    assert DATA["format"] == 3
     assert set(DATA) == {"format", *(f.name for f in fields(Plan))}
     assert DATA["actions"][0] | {"value": 0, "shape": "", "nbytes": 0, "stages": []} == {
         "value": 0, "name": "op", "shape": "", "nbytes": 0, "action": DATA["actions"][0]["action"],
@@ -74,15 +75,29 @@ def test_the_text_is_json_for_people() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None, 1.5])
+@pytest.mark.parametrize("version", [0, 1, 4, "3", None, 1.5])
 def test_other_format_versions(version: Any) -> None:
     text = json.dumps({**DATA, "format": version})
-    words = rf"The plan has format {version}, this jaxremat reads format 2\. Plan again\."
+    words = rf"The plan has format {version}, this jaxremat reads format 3\. Plan again\."
     with pytest.raises(PlanMismatchError, match=words):
         Plan.from_json(text)
 
 
 NO_PLAN = r"This text is no jaxremat plan \(.*\)\. Pass what `Plan\.to_json` or `Plan\.save` wrote\."
+
+
+def test_forms_of_format_2_are_read() -> None:
+    """They were settings of all sites in a row."""
+
+    def before(part: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in part.items() if k != "form"} | {"segments": [[], [2, 4]]}
+
+    old = before(DATA) | {"format": 2, "rounds": [before(each) for each in DATA["rounds"]]}
+    read = Plan.from_json(json.dumps(old))
+    assert {each.form for each in (read, *read.rounds)} == {Form.unnamed(((), (2, 4)))}
+    form = PLAN.form
+    rounds = tuple(replace(each, form=form) for each in read.rounds)
+    assert same(replace(read, form=form, rounds=rounds), PLAN) and read.form.named(2, 0) == form
 
 
 LATER = {f.name for kind in (Plan, Action) for f in fields(kind) if f.default is not MISSING}
@@ -126,7 +141,9 @@ def test_unknown_fields() -> None:
         Plan.from_json(json.dumps({**DATA, "actions": [{**DATA["actions"][0], "colour": "red"}]}))
 
 
-@pytest.mark.parametrize("text", ["", "{", "not json", "[]", "null", "1", '"text"', "{}", '{"format": 2}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "not json", "[]", "null", "1", '"text"', "{}", '{"format": 2}', '{"format": 3}']
+)
 def test_text_that_is_no_plan(text: str) -> None:
     with pytest.raises(PlanMismatchError, match=NO_PLAN):
         Plan.from_json(text)

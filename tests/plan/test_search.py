@@ -5,11 +5,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from forms import of_levels
 from graphs import UNIT, chain
 from test_host_copies import layers
 
 from jaxremat import Graph, Milp, Solution, complete, simulate
-from jaxremat._model._loop_levels import Copies, Form, Pairs
+from jaxremat._model._copy_offers import CopyOffers
+from jaxremat._model._form import COPIES, PLAIN, Form
+from jaxremat._model._form_offers import Forms, Promise
+from jaxremat._model._loop_levels import LoopOffers
 from jaxremat._model._stages import uncut
 from jaxremat._plan._deadline import Deadline
 from jaxremat._plan._refusal import dear
@@ -325,7 +329,9 @@ def test_for_the_least_memory_nothing_is_compiled_that_cannot_be_the_answer() ->
 
 def test_errors_of_one_form_are_not_taken_for_those_of_another() -> None:
     graph, search, budget, beyond = beyond_prediction()
-    search.cuttings.made = [replace(graph, small_nbytes=n, segments=s) for s in ((), ((4,),)) for n in (0, 1)]
+    search.cuttings.made = [
+        replace(graph, small_nbytes=n, form=s) for s in (PLAIN, of_levels((4,))) for n in (0, 1)
+    ]
     lines: list[Any] = []
     first = search._next(lines, budget)
     assert first is not None and first is lines[0]
@@ -362,7 +368,7 @@ def test_the_least_is_not_looked_for_where_another_of_the_form_needs_more(alike:
 
     search = Search(graph, Prefixes(), 1.0, compiled, 10 * peak)
     search.cuttings.made = [
-        replace(graph, small_nbytes=n, segments=((0 if alike else n,),)) for n in range(2)
+        replace(graph, small_nbytes=n, form=of_levels((0 if alike else n,))) for n in range(2)
     ]
     search.solving.of_least = search.solving.of_least[:1]
     search._tried = lambda *_: None  # type: ignore[method-assign]  # they are alike for this test alone
@@ -374,21 +380,21 @@ def test_nothing_is_refused_for_want_of_time_while_a_form_promises_to_fit() -> N
     """The plain form needs more than the model says, and the time is up: the other is made and compiled even so."""
     graph = chain(12)
     peak = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
-    other = Form(((4,),), fewer_nbytes=peak // 2, more_seconds=graph.step_seconds)
+    other = Promise(of_levels((4,)), fewer_nbytes=peak // 2, more_seconds=graph.step_seconds)
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
-        more = 0 if graph.segments == other.segments else 10 * peak
+        more = 0 if graph.form == other.form else 10 * peak
         trial = a_trial(graph, set(solution.schedule.saved), 0.1)
         return replace(trial, solution=solution, fence=fence, peak_nbytes=trial.peak_nbytes + more)
 
     search = Search(
-        graph, Prefixes(), 1.0, compiled, 10 * peak, graph_of=lambda s: replace(graph, segments=s)
+        graph, Prefixes(), 1.0, compiled, 10 * peak, graph_of=lambda form: replace(graph, form=form)
     )
     search.cuttings.left[False] = [other]
     search.deadline.limit, search.deadline.plain_seconds = 1e-9, 1.0
     trial = search.within(peak - 1, 3)
     assert trial is not None
-    assert trial.graph.segments == other.segments
+    assert trial.graph.form == other.form
     assert search.deadline.cut_short
 
 
@@ -441,7 +447,7 @@ def test_of_plans_that_cost_about_the_same_that_of_the_fewest_stages_is_tried() 
 
 
 def test_order_is_in_vain_where_it_needs_as_much() -> None:
-    graph, other = chain(4), replace(chain(4), segments=((2, 2),))
+    graph, other = chain(4), replace(chain(4), form=of_levels((2, 2)))
     solution = Solution(complete(graph, ()))
 
     def trial(graph: Graph, fence: str, peak: int) -> Trial:
@@ -486,28 +492,28 @@ def test_what_host_memory_gives_is_never_worse_than_what_is_found_without(more: 
 def test_what_copies_in_fewer_bits_give_is_never_worse_than_what_is_found_without(more: int) -> None:
     """By the model a copy takes a quarter of the memory; the compiler says a step's time, and here more memory too."""
     graph, codes = replace(chain(8), platform="gpu"), (1,)
+    form = Form.of_kind(COPIES, {0: codes})
     smaller = [replace(v, nbytes=v.nbytes // 4) for v in graph.values]
-    copied = replace(graph, segments=(codes,), values=tuple(smaller))
-    pairs = Pairs.of(graph, (), copies=Copies(codes, 10**6))
+    copied = replace(graph, form=form, values=tuple(smaller))
+    able = Forms(LoopOffers.of(graph, ()), (CopyOffers(codes, 10**6),))
     tried: list[bool] = []
     least, plain = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
     budget = (least + plain) // 2
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
-        rounds = bool(graph.segments)
+        rounds = bool(graph.form)
         tried.append(rounds)
         profile = simulate(graph, solution.schedule)
         trial = a_trial(graph, set(), profile.extra_seconds / graph.step_seconds + rounds)
         peak = profile.peak_nbytes + more * rounds
         return replace(trial, solution=solution, profile=profile, fence=fence, peak_nbytes=peak)
 
-    def search(pairs: Pairs | None) -> Trial | None:
-        forms: dict[Any, Graph] = {(codes,): copied}
-        return Search(graph, Milp(), 1.0, compiled, 0, pairs, forms.get).within(budget, 3)
+    def search(able: Forms | None) -> Trial | None:
+        return Search(graph, Milp(), 1.0, compiled, 0, able, {form: copied}.get).within(budget, 3)
 
-    trial = search(pairs)
+    trial = search(able)
     assert trial is not None
-    assert not trial.graph.segments
+    assert not trial.graph.form
     assert True in tried
     assert tried == sorted(tried)  # those without come first, as if there were no others
     with_them, tried = tried, []

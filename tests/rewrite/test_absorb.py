@@ -9,6 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 import pytest
+from forms import of_levels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -50,7 +51,7 @@ def step_of(tx: optax.GradientTransformation) -> tuple[Step, Any]:
 def absorbing(step: Step, args: Any, donate: Any = 0) -> tuple[Traced, Traced]:
     """The step as it is, and with each of its loops in one level."""
     found = trace(jax.jit(step, donate_argnums=donate), args, {})
-    return found, found.in_segments(tuple((length,) for length in found.lengths))
+    return found, found.in_form(of_levels(*((length,) for length in found.lengths)))
 
 
 def between(closed: Any) -> list[tuple[int, ...]]:
@@ -193,7 +194,7 @@ def test_levels_write_over_the_same_arrays(levels: tuple[int, ...]) -> None:
         jax.tree.map(lambda a: jnp.concatenate([a, 0.5 * a[:2]]), args[0]) if len(levels) > 2 else args[0],
         args[1],
     )
-    cut = trace(jax.jit(step, donate_argnums=0), args, {}).in_segments((levels,))
+    cut = trace(jax.jit(step, donate_argnums=0), args, {}).in_form(of_levels(levels))
     planned = emitted(cut, [])
     got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
     assert_same(jax.jit(step)(*args), jax.tree.unflatten(cut.out_tree, got))
@@ -283,7 +284,7 @@ def test_nothing_is_copied_to_be_written_over(target: str | None) -> None:
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (state, batch))
     stats = jaxremat.memory(step, *args, donate_argnums=0, target=target)
     plan = jaxremat.plan(step, *args, budget="min", donate_argnums=0, target=target)
-    assert plan.segments == ((LAYERS,),)
+    assert plan.form == of_levels((LAYERS,))
     assert plan.memory is not None and plan.memory.aliased_nbytes == stats.aliased_nbytes
     assert stats.temporaries_nbytes > STACK_NBYTES
     assert plan.memory.temporaries_nbytes < 0.8 * STACK_NBYTES

@@ -9,6 +9,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
+from forms import of_levels
 from graphs import chain, in_loops
 from jax import lax
 from test_loops import CPU, in_levels, often, scans, traced
@@ -19,6 +20,7 @@ import jaxremat
 from jaxremat import Milp, Solution, complete, simulate
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
+from jaxremat._model._form import LOOP
 from jaxremat._model._graph import Pin
 from jaxremat._model._pins import with_pins
 from jaxremat._plan._loop_division import uneven
@@ -44,7 +46,7 @@ def test_each_part_is_a_pair() -> None:
 
 
 def test_each_part_saves_what_it_likes() -> None:
-    divided = traced(LOOPS["layers"]).in_segments(((2,),))
+    divided = traced(LOOPS["layers"]).in_form(of_levels((2,)))
     graph = lower(divided, CPU, base_nbytes=0)
     for part, length in zip(graph.pairs, (2, LAYERS - 2), strict=True):
         products = [
@@ -76,7 +78,7 @@ def test_no_result_changes(name: str, part: int, count: int) -> None:
     firsts = tuple(
         parts_of(n, count) if able else () for n, able in zip(found.lengths, found.cuttable, strict=True)
     )
-    cut = found.in_segments(firsts)
+    cut = found.in_form(of_levels(*firsts))
     graph = lower(cut, CPU, base_nbytes=0)
     chosen = [
         v for v in graph.residuals if graph.nodes[graph.values[v].producer].loop in graph.pairs[part::count]
@@ -118,8 +120,8 @@ def test_budgets_between_two_plans_divide_the_loop(verify: bool) -> None:
     row_nbytes = 4 * BATCH * WIDE
     between = planned(int(least.peak_nbytes + 2.5 * row_nbytes), verify=verify)
     assert between.peak_nbytes <= between.budget_nbytes
-    ((first, *_),) = between.segments
-    assert 2 <= first < DEPTH, between.segments
+    first, *_ = between.form.settings(LOOP)[0]
+    assert 2 <= first < DEPTH, between.form
     assert between.overhead < 0.75 * least.overhead
     (form,) = between.loops
     assert (form.length, form.levels[0]) == (DEPTH, first) and "test_divided.py" in form.source
@@ -141,7 +143,7 @@ def test_a_hint_holds_in_both_parts() -> None:
 
         return params - 0.1 * jax.grad(loss)(params)
 
-    cut = trace(jax.jit(step, donate_argnums=0), HEAVY, {}).in_segments(((5,),))
+    cut = trace(jax.jit(step, donate_argnums=0), HEAVY, {}).in_form(of_levels((5,)))
     graph = lower(cut, CPU, base_nbytes=0)
     parts = {graph.nodes[graph.values[v].producer].loop for v in graph.pinned["recompute"]}
     assert parts == set(graph.pairs)
@@ -189,7 +191,7 @@ def test_what_is_pinned_to_be_recomputed_gains_nothing_apart() -> None:
 
 def test_the_last_iteration_is_no_loop_and_recomputes_behind_its_carries() -> None:
     """The compiler would merge it with the forward pass: what it recomputes reads fenced names, and so does a carry."""
-    cut = traced(LOOPS["layers"]).in_segments(((LAYERS - 1,),))
+    cut = traced(LOOPS["layers"]).in_form(of_levels((LAYERS - 1,)))
     graph = lower(cut, CPU, base_nbytes=0)
     assert {v.length for v in graph.values} == {0, 1, LAYERS - 1}
     assert (

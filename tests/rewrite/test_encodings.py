@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+from jaxremat._model._form import COPIES, Form
 from jaxremat._program import _compat
 from jaxremat._rewrite import _encodings
 from jaxremat._rewrite._encodings import BY_CODE, ENCODINGS, Encoding, allowed, decoders
@@ -86,9 +87,7 @@ def arguments() -> tuple[Any, ...]:
 
 
 def of_form(step: Any, args: Any, *codes: int) -> Any:
-    traced = trace(jax.jit(step), args, {})
-    plain = ((),) * len(traced.segments)
-    return traced.in_segments((*plain, codes))
+    return trace(jax.jit(step), args, {}).in_form(Form.of_kind(COPIES, {0: codes}))
 
 
 def primitives(traced: Any, code: int) -> list[str]:

@@ -9,6 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forms import of_levels
 from jax import lax
 from test_optimize import assert_same, compile_plain
 from test_trace import assert_well_formed, runnable
@@ -21,6 +22,7 @@ from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._compiler._program import Program
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
+from jaxremat._model._form import LOOP
 from jaxremat._model._loop_levels import carries, choices
 from jaxremat._plan._baseline import Baseline
 from jaxremat._plan._request import Options, Request
@@ -213,7 +215,7 @@ def test_a_loop_of_one_iteration_is_its_body() -> None:
 
 def in_levels(found: Traced, levels: tuple[int, ...]) -> tuple[Traced, jex.ClosedJaxpr]:
     """The step with its only loop in levels, and the same emitted with nothing saved but carries."""
-    cut = found.in_segments((levels,))
+    cut = found.in_form(of_levels(levels))
     return cut, emitted(cut, [])
 
 
@@ -270,7 +272,7 @@ LEVELS = {
 def test_levels_change_no_result(name: str) -> None:
     case = LOOPS[name]
     found, args = traced(case), case.make_args()
-    cut = found.in_segments((LEVELS[name],) * len(found.lengths))
+    cut = found.in_form(of_levels(*(LEVELS[name],) * len(found.lengths)))
     planned = emitted(cut, ["dot_general"])
     want = jax.jit(case.step)(*args)
     got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
@@ -289,7 +291,7 @@ def test_large_gradients_begin_behind_the_fence() -> None:
 
     args = (jax.ShapeDtypeStruct((19, 160, 160), jnp.float32), jax.ShapeDtypeStruct((16, 160), jnp.float32))
     for levels in ((4, 4), (2, 2, 4)):
-        found = trace(jax.jit(step, donate_argnums=0), args, {}).in_segments((levels,))
+        found = trace(jax.jit(step, donate_argnums=0), args, {}).in_form(of_levels(levels))
         planned = emitted(found, []).jaxpr.eqns
         zeros = [
             eqn
@@ -335,7 +337,7 @@ def carries_at_the_peak(depth: int, levels: tuple[int, ...]) -> float:
     """The compiled temporaries of a deep step whose loop keeps nothing but carries, in carries."""
     step, args = deep(depth)
     found = trace(jax.jit(step, donate_argnums=0), args, {})
-    planned = emitted(found.in_segments((levels,)) if levels else found, [])
+    planned = emitted(found.in_form(of_levels(levels)) if levels else found, [])
     options = jaxremat.compiler_options("cpu")
     compiled = jax.jit(jex.jaxpr_as_fun(planned)).lower(*args).compile(compiler_options=options)
     return MemoryStats.of(compiled).temporaries_nbytes / CARRY_NBYTES
@@ -354,7 +356,7 @@ def check_levels(budgets: Sequence[int], depths: Sequence[int]) -> list[jaxremat
     """67 layers, a prime number, within so many carries, in so many levels."""
     step, args = deep(67)
     plans = [jaxremat.plan(step, *args, budget=n * CARRY_NBYTES, donate_argnums=0) for n in budgets]
-    assert [len(plan.segments[0]) for plan in plans] == depths
+    assert [len(plan.form.settings(LOOP)[0]) for plan in plans] == depths
     assert all((plan.compiled_peak_nbytes or np.inf) <= plan.budget_nbytes for plan in plans)
     return plans
 
@@ -385,7 +387,7 @@ def test_forms_are_made_when_they_are_needed() -> None:
         baseline = Baseline(program, args, {}, CPU, "roofline")
         options = Options(jaxremat.Milp(), 10.0, True, "normal", "roofline", 0)
         make_plan(baseline, Request(budget * CARRY_NBYTES, options, None))
-        assert len(baseline.forms) == forms
+        assert len(baseline._traced) == forms
 
 
 def test_without_compiling() -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from forms import of_chunks
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from test_trace import runnable
@@ -173,8 +174,7 @@ def cases() -> dict[str, Case]:
 
 
 def in_microbatches(found: Traced, count: int) -> Traced:
-    chunks = [(count,) if region.whole else () for region in found.regions]
-    return found.in_segments((*((),) * len(found.lengths), *chunks))
+    return found.in_form(of_chunks(*(count * region.whole for region in found.regions)))
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -366,10 +366,9 @@ def test_a_loop_may_be_in_microbatches_without_its_pair() -> None:
     assert len(found.lengths) > 1
     flat, want = jax.tree.leaves(step.args), jax.tree.leaves(jax.jit(step.fn)(*step.args))
     for i, region in enumerate(found.regions):
-        chunks = [
-            (count,) if j == i else () for j in range(len(found.regions)) for count in region.choices[:1]
-        ]
-        form = found.in_segments((*((),) * len(found.lengths), *chunks))
+        if not region.choices:
+            continue
+        form = found.in_form(of_chunks(*(0,) * i, region.choices[0]))
         got = jex.jaxpr_as_fun(runnable(form))(*flat)
         for a, b in zip(want, got, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

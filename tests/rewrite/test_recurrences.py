@@ -89,6 +89,25 @@ def test_a_scan_with_late_buffers_gives_the_same(reverse: bool) -> None:
     assert_same(recurrence(*args, reverse=reverse), jax.jit(jex.jaxpr_as_fun(late))(*args)[0])
 
 
+def test_a_scan_with_late_buffers_may_hand_on_a_carry() -> None:
+    """Differentiation leaves such loops; where it is traced again, JAX takes the carry out."""
+
+    def run(w: jax.Array, x: jax.Array) -> Any:
+        return lax.scan(lambda w, row: (w + 1.0, jnp.tanh(row @ w)), w, x)
+
+    args = jnp.full((WIDTH, WIDTH), 0.1), jax.random.uniform(jax.random.key(0), (LENGTH, BATCH, WIDTH))
+    closed = jax.make_jaxpr(run)(*args)
+    (eqn,) = closed.jaxpr.eqns
+    body = eqn.params["jaxpr"].jaxpr
+    inner = [e for e in body.eqns if e.primitive.name != "add"]
+    unchanged = _compat.new_jaxpr((), (), body.invars, [body.invars[0], body.outvars[1]], inner)
+    eqn = eqn.replace(params={**eqn.params, "jaxpr": unchanged})
+    own = closed.jaxpr
+    late = _compat.new_jaxpr(own.constvars, closed.consts, own.invars, own.outvars, begun_late(eqn))
+    _compat.check_jaxpr(late)
+    assert_same((args[0], jnp.tanh(args[1] @ args[0])), tuple(jex.jaxpr_as_fun(late)(*args)))
+
+
 def test_half_of_the_checkpointed_step_is_planned() -> None:
     """A layer alone has a good deal more than its recurrence: by hand the rest would be a checkpoint of its own."""
     args = arguments()

@@ -6,6 +6,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from forms import of_levels
 from jax import lax
 from test_loops import CPU, scans, traced
 from zoo import Case, _normal, _sgd
@@ -64,7 +65,7 @@ def test_masks_are_made_by_the_iterations_that_read_them() -> None:
 def test_masks_are_made_by_iterations_of_loops_in_levels() -> None:
     """Of their scans the outermost of the forward pass is not laid open, and read masks like any operand."""
     plain = traced(CASE)
-    found = plain.in_segments(((2, LAYERS // 2),))
+    found = plain.in_form(of_levels((2, LAYERS // 2)))
     assert found.loops
     outside = [e for e, loop in zip(found.jaxpr.jaxpr.eqns, found.loop_of, strict=True) if loop < 0]
     assert not any(v.aval.shape == SCORES for eqn in outside for v in eqn.outvars)

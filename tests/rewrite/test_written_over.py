@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forms import of_levels
 
 from examples.benchmarks.evaluation import evaluate
 from jaxremat import SaveAll
 from jaxremat._compiler._devices import detect
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
-from jaxremat._model._graph import Segments
 from jaxremat._rewrite._trace import trace
 
 LAYERS, WIDTH = 6, 8
@@ -41,9 +41,8 @@ def test_a_loop_reads_what_another_has_written(
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((LAYERS, WIDTH, WIDTH), (WIDTH, WIDTH), (16, WIDTH), (16, WIDTH))
     args = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-    segments: Segments = (first, second)
-    traced = trace(jax.jit(step, donate_argnums=(0, 1)), args, {}).in_segments(segments)
-    assert traced.segments[:2] == segments and traced.over
+    traced = trace(jax.jit(step, donate_argnums=(0, 1)), args, {}).in_form(form := of_levels(first, second))
+    assert traced.form == form and traced.over
     device = detect(jax.devices()[0])
     graph = replace(lower(traced, device, base_nbytes=0), platform="cpu" if hoists else "gpu")
     schedule = SaveAll().solve(graph, None, time_limit=1.0).schedule

@@ -1,0 +1,97 @@
+"""Plain step and its graph -> the `Forms` that it may take: what each kind of its sites offers, priced.
+
+`OFFERS` has a function for each kind of sites but loops: None where the step has none, or the user decides about them.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .._compiler._devices import DeviceSpec
+from .._model._copy_offers import CopyOffers
+from .._model._form import Worth
+from .._model._form_offers import Forms, Offers
+from .._model._graph import Graph
+from .._model._loop_levels import LoopOffers
+from .._model._row_offers import RowOffers
+from .._model._schedule import everything
+from .._model._simulate import simulate
+from .._rewrite._encodings import allowed, fewer_nbytes
+from .._rewrite._row_regions import Region
+from .._rewrite._trace import Traced
+
+ROW_COPIES = 2
+"""How often a row that is written over another is written and read for that alone."""
+
+
+@dataclass(frozen=True)
+class Sites:
+    """The plain step, whose sites may be done otherwise.
+
+    **Fields:** `traced`, and `there` as one device has it; `graph`; `device`; what is allowed by `allow`; `decided`
+    whether the user says what is saved.
+    """
+
+    traced: Traced
+    there: Traced
+    graph: Graph
+    device: DeviceSpec
+    allow: Collection[str]
+    decided: bool
+
+
+class OffersOf(Protocol):
+    """What one kind of sites offers, if anything."""
+
+    def __call__(self, sites: Sites) -> Offers | None: ...
+
+
+def forms(sites: Sites) -> Forms:
+    """The forms that a step may take."""
+    offered = (offers(sites) for offers in OFFERS)
+    return Forms(_loops(sites), tuple(offers for offers in offered if offers is not None))
+
+
+def _loops(sites: Sites) -> LoopOffers:
+    traced, bandwidth = sites.traced, sites.device.bandwidth
+    absorbing = [(g.fewer_nbytes, ROW_COPIES * g.written_nbytes / bandwidth) for g in traced.gains]
+    return LoopOffers.of(sites.graph, traced.lengths, traced.cuttable, absorbing)
+
+
+def _rows(sites: Sites) -> Offers | None:
+    """Rows, and most of the step, in chunks."""
+    if sites.decided:
+        return None
+    return RowOffers(
+        tuple(
+            {chunks: _chunked(sites, region, chunks) for chunks in region.choices}
+            if ("microbatches" if region.whole else "rows") in sites.allow
+            else {}
+            for region in sites.traced.regions
+        )
+    )
+
+
+def _chunked(sites: Sites, region: Region, chunks: int) -> Worth:
+    """What becomes of a region in so many chunks."""
+    graph, device = sites.graph, sites.device
+    fewer, more = region.fewer_nbytes(chunks), region.more_seconds(chunks, device)
+    if region.whole:
+        temporaries = simulate(graph, everything(graph)).peak_nbytes - graph.base_nbytes
+        fewer = max(min(fewer, temporaries - temporaries // chunks) - region.sum_nbytes, 0)
+        launched = sum(graph.trips[n.loop] if n.loop >= 0 else 1 for n in graph.kernels())
+        more += (chunks - 1) * max(launched - region.kernels, 0) * device.launch_seconds
+    return Worth(fewer, more, region.whole)
+
+
+def _copies(sites: Sites) -> Offers | None:
+    """Values in fewer bits."""
+    traced, codes = sites.traced, allowed(sites.allow, sites.traced.devices)
+    if not codes or sites.decided or traced.around:
+        return None
+    found = fewer_nbytes(sites.there.jaxpr.jaxpr, traced.loop_of, traced.loops, codes)
+    return CopyOffers(codes, found) if found else None
+
+
+OFFERS: Sequence[OffersOf] = (_rows, _copies)
+"""What kinds of sites offer, those of exact forms first."""

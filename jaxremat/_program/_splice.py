@@ -1,0 +1,37 @@
+"""Jaxpr, operands -> its equations with these, as a stretch of another jaxpr.
+
+Law: the equations make each named result, also one that the jaxpr merely hands on.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jex
+
+from . import _compat
+
+
+def inlined(
+    closed: jex.ClosedJaxpr, operands: Sequence[Any], source_info: Any, results: Sequence[Any] = ()
+) -> tuple[list[Any], list[Any]]:
+    """The equations of a jaxpr without constants for these operands, and their results, under given names if any."""
+    jaxpr = closed.jaxpr
+    named: dict[Any, Any] = {}
+    passed = []  # results that are operands, literals, or others once more
+    for v, name in zip(jaxpr.outvars, results, strict=False):
+        if _compat.is_literal(v) or v in jaxpr.invars or v in named:
+            passed.append((v, name))
+        else:
+            named[v] = name
+    rename: dict[Any, Any] = {**dict(zip(jaxpr.invars, operands, strict=True)), **named}
+    eqns = []
+    for eqn in jaxpr.eqns:
+        invars = [a if _compat.is_literal(a) else rename[a] for a in eqn.invars]
+        outvars = [rename.setdefault(v, _compat.new_var(v.aval)) for v in eqn.outvars]
+        eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=_compat.under(source_info, eqn)))
+    made = [a if _compat.is_literal(a) else rename[a] for a in jaxpr.outvars]
+    eqns += [
+        _compat.barrier([v if _compat.is_literal(v) else rename[v]], [name], source_info)
+        for v, name in passed
+    ]
+    return eqns, [*results, *made[len(results) :]]
