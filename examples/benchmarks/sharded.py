@@ -32,6 +32,8 @@ import jaxremat
 from examples.benchmarks import records
 from examples.benchmarks.networks.resnet import ResNet
 from jaxremat import format_nbytes
+from jaxremat._compiler._hlo import parse
+from jaxremat._compiler._roofline import kernels
 
 RESULTS = Path(__file__).parent / "results" / "sharded"
 MESHES = {"fsdp": {"data": 8}, "tp": {"model": 8}, "both": {"data": 4, "model": 2}}
@@ -152,6 +154,11 @@ def sent(text: str) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
+def sent_nbytes(text: str) -> int:
+    """What a device sends to others in one run."""
+    return sum(kernel.trips * kernel.sent_nbytes for kernel in kernels(parse(text)))
+
+
 def measured(name: str, share: float, target: str | None, scale: int) -> dict[str, Any]:
     """What became of a step within a share of its temporaries."""
     step, args = case(name, target, scale)
@@ -165,13 +172,15 @@ def measured(name: str, share: float, target: str | None, scale: int) -> dict[st
         "budget_nbytes": budget,
     }
     whole = jaxremat.optimize(2 * plain.peak_nbytes, donate_argnums=0, **there)(step)
-    row["plain_sent"] = sent(whole.compile(*args).as_text())
+    text = whole.compile(*args).as_text()
+    row |= {"plain_sent": sent(text), "plain_sent_nbytes": sent_nbytes(text)}
     planned = jaxremat.optimize(budget, donate_argnums=0, cache=False, **there)(step)
     try:
         plan = planned.plan(*args)
     except jaxremat.InfeasibleBudgetError as error:
         return {**row, "least_nbytes": error.min_peak_nbytes}
     first = plan.rounds[0] if plan.rounds else None
+    text = planned.compile(*args).as_text()
     return {
         **row,
         "peak_nbytes": plan.peak_nbytes,
@@ -181,7 +190,8 @@ def measured(name: str, share: float, target: str | None, scale: int) -> dict[st
         "compiled_overhead": plan.compiled_overhead,
         "rounds": len(plan.rounds),
         "gathered_again": plan.gathered_again,
-        "sent": sent(planned.compile(*args).as_text()),
+        "sent": sent(text),
+        "sent_nbytes": sent_nbytes(text),
     }
 
 
@@ -211,11 +221,12 @@ def markdown(record: records.Record) -> str:
     lines = [
         f"### On eight devices {where}",
         "Bytes of one device. *First prediction* is of the peak, before anything but the plain step was compiled;\n"
-        "overheads are rooflines of the compiled programs, collectives among their kernels; *sent* counts\n"
-        "collectives, of the plain step and of the planned one.",
-        "| step | share | plain | budget | used | first prediction | overhead, predicted | compiled | sent |",
+        "overheads are rooflines of the compiled programs, collectives among their kernels; *sent* counts the arrays\n"
+        "that collectives are of, in the plain step and in the planned one, and *bytes sent* what a device sends.",
+        "| step | share | plain | budget | used | first prediction | overhead, predicted | compiled | sent "
+        "| bytes sent |",
     ]
-    lines[-1] += f"\n|---|{'---:|' * 8}"
+    lines[-1] += f"\n|---|{'---:|' * 9}"
     for row in record["rows"]:
         if "least_nbytes" in row:
             found = [
@@ -224,6 +235,7 @@ def markdown(record: records.Record) -> str:
                 "",
                 "",
                 str(sum(row["plain_sent"].values())),
+                format_nbytes(row["plain_sent_nbytes"]),
             ]
         else:
             counts = (sum(row[each].values()) for each in ("plain_sent", "sent"))
@@ -234,6 +246,7 @@ def markdown(record: records.Record) -> str:
                 f"{row['overhead']:.1%}",
                 f"{row['compiled_overhead']:.1%}",
                 " → ".join(map(str, counts)),
+                " → ".join(format_nbytes(row[each]) for each in ("plain_sent_nbytes", "sent_nbytes")),
             ]
         sizes = [format_nbytes(row[each]) for each in ("plain_nbytes", "budget_nbytes")]
         cells = [row["case"], f"{row['share']:.0%}", *sizes, *found]
