@@ -16,7 +16,7 @@ batch normalisation between, what it is made of is kept all the same.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,8 @@ def with_results(
                     able[i] = operand, y
                     break
     wanted = _wanted(eqns, late, kept, able)
-    chosen = {i: pair for i, pair in able.items() if _frees(pair[0], wanted, kept, eqns)}
+    maker = {v: eqn for eqn in eqns for v in eqn.outvars}
+    chosen = {i: pair for i, pair in able.items() if _frees(pair[0], wanted, kept, maker)}
     if not chosen:
         return closed, {}
     read = [
@@ -155,10 +156,9 @@ def _wanted(eqns: Sequence[Any], late: Sequence[bool], kept: set[Any], masks: An
     return found
 
 
-def _frees(operand: Any, wanted: set[Any], kept: set[Any], eqns: Sequence[Any]) -> bool:
+def _frees(operand: Any, wanted: set[Any], kept: set[Any], maker: Mapping[Any, Any]) -> bool:
     """Whether something large that the operand is made of is there for this mask alone."""
     least = _LEAST_SHARE * aval_nbytes(operand.aval)
-    maker = {v: eqn for eqn in eqns for v in eqn.outvars}
     stack, seen = [operand], {operand}
     while stack:
         v = stack.pop()

@@ -262,7 +262,8 @@ def normalise(
     )
     loop_of = [loop_of[i] for i in order]
     # Copies in fewer bits are of what masks read: a result would be kept whole for them.
-    jaxpr, masked = (jaxpr, {}) if apart or any(codes) else with_results(jaxpr, loop_of, opened.loops)
+    plainly = apart or bool(form.settings(COPIES))
+    jaxpr, masked = (jaxpr, {}) if plainly else with_results(jaxpr, loop_of, opened.loops)
     return Traced(
         jaxpr=jaxpr,
         loop_of=tuple(loop_of),
