@@ -142,6 +142,8 @@ MECHANISMS = (
     ),
     Mechanism("stacks begun late", {"_emit._emit.stacked_nbytes": always(0)}, on=(CPU,)),
     Mechanism("chained cotangents in memory", {"_rewrite._trace.with_names": given(0)}, on=(CPU,)),
+    Mechanism("masks of results", {"_rewrite._trace.with_results": lambda closed, *_: (closed, {})}),
+    Mechanism("results of masks behind fences", {"_emit._emit.behind_fence": given(2)}),
     Mechanism("weights' copies behind fences", {"_emit._emit.behind_operand": given(2)}, on=(CPU,)),
     Mechanism("what is made early", {"_emit._hoisting.Hazards.early": always(False)}, on=(CPU,)),
     Mechanism("what is kept for later", {"_emit._hoisting.Hazards._lasting": always(set())}, on=(CPU,)),

@@ -57,6 +57,7 @@ from ._fenced_operands import fenced_name, remember
 from ._hoisting import ZERO, Hazards, is_zero
 from ._last_reads import hold, last_reads
 from ._layouts import append_fence
+from ._mask_operands import behind_fence
 from ._placement import entered, places
 from ._stacks_elsewhere import StacksElsewhere
 from ._streams import Streams
@@ -119,6 +120,7 @@ class Emitter:
         self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
         self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
         self.names_behind: dict[Any, Any] = {}  # saved value -> its fenced name, which later contractions use
+        self.apart: dict[Any, Any] = {}  # result -> the name by which masks read it
         self.zeros: dict[int, tuple[Any]] = {}  # loop -> a zero behind the fence before it
         self.waiting: dict[int, int] = {}  # deferred equation -> the stage of the fence that it waits for
         self.value_of: dict[Any, int] = {}
@@ -150,7 +152,7 @@ class Emitter:
     def run(self) -> list[Any]:
         """Append everything; returns the step's outputs by their final names."""
         for n in range(self.graph.forward_stop):
-            eqn = self.decoding.as_made(n, self.elsewhere.behind_exit(n))
+            eqn = self.decoding.as_made(n, behind_fence(self, n, self.elsewhere.behind_exit(n)))
             self.append([behind_operand(self, n, eqn, lambda a: a)], [self.traced.loop_of[n]])
             self.elsewhere.leave(n)
             self.stacks_elsewhere.leave(n)

@@ -26,9 +26,11 @@ def fingerprint(traced: Traced) -> str:
     for loop in traced.loops:
         options = {k: v for k, v in loop.eqn.params.items() if k in ("reverse", "unroll", "_split_transpose")}
         digest.update(f"{loop.id},{loop.group},{loop.length},{loop.role},{loop.parent},{options};".encode())
-    for eqn, loop_of in zip(jaxpr.eqns, traced.loop_of, strict=True):
+    for i, (eqn, loop_of) in enumerate(zip(jaxpr.eqns, traced.loop_of, strict=True)):
         params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
-        ins = " ".join(map(atom, eqn.invars))
+        # Masks tell nothing apart by what they read here, so that plans made before they did are still found.
+        read = (a if _compat.is_literal(a) else traced.masked.get(i, a) for a in eqn.invars)
+        ins = " ".join(map(atom, read))
         digest.update(f"{define(eqn.outvars)}={eqn.primitive.name} {ins} {params} {loop_of}\n".encode())
     digest.update(" ".join(map(atom, jaxpr.outvars)).encode())
     if traced.around is not None:

@@ -9,7 +9,7 @@ compute again in the backward pass are single equations instead. Its equations s
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
@@ -28,6 +28,7 @@ from ._encodings import Encoded, with_copies
 from ._gathered_operands import Gather, gathered
 from ._loop_opening import ALONE, BACKWARD, Loop, Opened, open_loops
 from ._loop_segments import backward_of, cuttable, segmented
+from ._masks import with_results
 from ._memory_order import memory_order
 from ._microbatches import microbatches
 from ._passes import behind_backward
@@ -59,7 +60,7 @@ class Traced:
     the operands that equations of their own gather, `encoded` the values that have copies in fewer bits, `devices`
     how many it is on; `around` what is around the program
     of one device where all of this is in a `shard_map`, whose flat arguments and types these are then; `turns` as in
-    `memory_order`.
+    `memory_order`; `masked` the equations of `jaxpr` that read a result in place of what it is made of, and that.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -89,6 +90,7 @@ class Traced:
     devices: int = 1
     around: Around | None = None
     turns: bool = True
+    masked: Mapping[int, Any] = field(default_factory=dict)
 
     def step(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         """The whole program that a flat one of this step is, or is the body of."""
@@ -258,9 +260,13 @@ def normalise(
         merged.jaxpr.outvars,
         [merged.jaxpr.eqns[i] for i in order],
     )
+    loop_of = [loop_of[i] for i in order]
+    # Copies in fewer bits are of what masks read: a result would be kept whole for them.
+    plainly = apart or bool(form.settings(COPIES))
+    jaxpr, masked = (jaxpr, {}) if plainly else with_results(jaxpr, loop_of, opened.loops)
     return Traced(
         jaxpr=jaxpr,
-        loop_of=tuple(loop_of[i] for i in order),
+        loop_of=tuple(loop_of),
         loops=opened.loops,
         flat=flat,
         origin=tuple(found.get(i, -1) for i in once_of),
@@ -283,6 +289,7 @@ def normalise(
         again=frozenset(j for i in rematted if (j := found.get(once_of[i], -1)) >= 0),
         gathers=gathers,
         turns=turns,
+        masked=masked,
         encoded=tuple(each for each in copied.encoded if each.decoded in made),
     )
 

@@ -1,0 +1,174 @@
+"""Equations -> the same, with masks made of a function's result that were made of its operand.
+
+The gradient of `max(x, 0)` wants the mask `x > 0`, for which `x` is kept although the result is, too: it is what the
+next layer multiplies. But where `y = min(max(x, low), high)` a comparison of `x` with a number says the same of `y`, if
+the number is within these limits, so that all below them stays on its side, and all above:
+
+    y > t, y <= t  as  x > t, x <= t   if  low <= t < high
+    y >= t, y < t  as  x >= t, x < t   if  low < t <= high
+    y == t, y != t as  x == t, x != t  if  low < t < high
+
+Comparisons with NaN are false but for `!=`, and `max`, `min` and `clamp` pass NaN on; `-0.0` equals `0.0` everywhere.
+
+Law: every value of the step is what it was, bit by bit, and equations keep their places. A mask reads the result where
+the backward pass has that in memory for a contraction, and wants nothing else of what the operand is made of: with
+batch normalisation between, what it is made of is kept all the same.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.extend.core as jex
+import numpy as np
+
+from .._program import _compat
+from .._program._flops import aval_nbytes
+from .._program._primitives import is_heavy, is_relabelling, reads_memory
+from ._loop_opening import Loop
+from ._passes import late_equations
+
+_MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge", "eq": "eq", "ne": "ne"}
+"""The comparisons, and what they are with their operands exchanged."""
+
+_LEAST_SHARE = 0.5
+"""What an operand is made of is worth freeing if it is at least this share of the operand."""
+
+
+@dataclass(frozen=True)
+class _Clamped:
+    """What a value is: `min(max(operand, low), high)`; `operands` those values in between, the first of all last."""
+
+    low: float
+    high: float
+    operands: tuple[Any, ...]
+
+
+def with_results(
+    closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop]
+) -> tuple[jex.ClosedJaxpr, dict[int, Any]]:
+    """The equations, masks reading results; and for each that does so by index its operand as it was."""
+    eqns = closed.jaxpr.eqns
+    late = late_equations(eqns, loop_of, loops)
+    kept = _kept(eqns, late)
+    able: dict[int, tuple[Any, Any]] = {}  # index of a mask -> its operand, the result that it may read
+    results: dict[tuple[int, Any], list[tuple[Any, _Clamped]]] = {}  # loop, operand -> what it is clamped to
+    made: dict[Any, _Clamped] = {}
+    for i, (eqn, loop) in enumerate(zip(eqns, loop_of, strict=True)):
+        if (limits := _limits(eqn)) is not None:
+            operand, low, high = limits
+            inner = made.get(operand, _Clamped(-math.inf, math.inf, ()))
+            # The outer limits are applied last, and hold whatever the inner ones are.
+            low, high = (min(max(limit, low), high) for limit in (inner.low, inner.high))
+            made[eqn.outvars[0]] = own = _Clamped(low, high, (operand, *inner.operands))
+            for v in own.operands:
+                results.setdefault((loop, v), []).append((eqn.outvars[0], own))
+        elif (compared := _compared(eqn)) is not None:
+            operand, kind, number = compared
+            for y, clamped in reversed(results.get((loop, operand), ())):
+                if y in kept and _says_the_same(kind, number, clamped):
+                    able[i] = operand, y
+                    break
+    wanted = _wanted(eqns, late, kept, able)
+    maker = {v: eqn for eqn in eqns for v in eqn.outvars}
+    chosen = {i: pair for i, pair in able.items() if _frees(pair[0], wanted, kept, maker)}
+    if not chosen:
+        return closed, {}
+    read = [
+        eqn.replace(invars=[chosen[i][1] if a is chosen[i][0] else a for a in eqn.invars]) if i in chosen else eqn
+        for i, eqn in enumerate(eqns)
+    ]  # fmt: skip
+    own = closed.jaxpr
+    changed = _compat.new_jaxpr(own.constvars, closed.consts, own.invars, own.outvars, read)
+    return changed, {i: operand for i, (operand, _) in chosen.items()}
+
+
+def _limits(eqn: Any) -> tuple[Any, float, float] | None:
+    """The operand that an equation clamps, and its limits; None where it does something else."""
+    name = eqn.primitive.name
+    if name in ("max", "min"):
+        numbers = [_number(a) for a in eqn.invars]
+        if (numbers[0] is None) == (numbers[1] is None):
+            return None
+        (operand,) = _compat.variables(eqn.invars)
+        limit = next(each for each in numbers if each is not None)
+        return (operand, limit, math.inf) if name == "max" else (operand, -math.inf, limit)
+    if name == "clamp":
+        low, operand, high = eqn.invars
+        least, most = _number(low), _number(high)
+        if least is None or most is None or least > most or _compat.is_literal(operand):
+            return None
+        return operand, least, most
+    return None
+
+
+def _compared(eqn: Any) -> tuple[Any, str, float] | None:
+    """What an equation compares with a number, and how; None where it does something else."""
+    name = eqn.primitive.name
+    if name not in _MIRRORED:
+        return None
+    first, second = map(_number, eqn.invars)
+    if (first is None) == (second is None):
+        return None
+    (operand,) = _compat.variables(eqn.invars)
+    if second is not None:
+        return operand, name, second
+    return None if first is None else (operand, _MIRRORED[name], first)
+
+
+def _number(atom: Any) -> float | None:
+    """A real number that is written in the program; None for anything else, NaN too."""
+    if not _compat.is_literal(atom) or np.ndim(atom.val) or np.iscomplexobj(atom.val):
+        return None
+    exact = np.asarray(atom.val, atom.aval.dtype).item()
+    number = float(exact)
+    return number if number == exact else None
+
+
+def _says_the_same(kind: str, number: float, clamped: _Clamped) -> bool:
+    """Whether the comparison says of the clamped value what it says of the value itself."""
+    low, high = clamped.low, clamped.high
+    if kind in ("gt", "le"):
+        return low <= number < high
+    if kind in ("ge", "lt"):
+        return low < number <= high
+    return low < number < high
+
+
+def _kept(eqns: Sequence[Any], late: Sequence[bool]) -> set[Any]:
+    """What contractions and the like of the backward pass read, views of it looked through."""
+    found: set[Any] = set()
+    for eqn, is_late in zip(reversed(eqns), reversed(late), strict=True):
+        if (is_late and reads_memory(eqn)) or (is_relabelling(eqn) and not found.isdisjoint(eqn.outvars)):
+            found.update(_compat.variables(eqn.invars))
+    return found
+
+
+def _wanted(eqns: Sequence[Any], late: Sequence[bool], kept: set[Any], masks: Any) -> set[Any]:
+    """What the backward pass reads of the forward pass, and what of that is fused is made of, these masks left out."""
+    found: set[Any] = set()
+    for i in reversed(range(len(eqns))):
+        eqn = eqns[i]
+        fused = not is_heavy(eqn) and any(v in found and v not in kept for v in eqn.outvars)
+        if late[i] or (fused and i not in masks):
+            found.update(_compat.variables(eqn.invars))
+    return found
+
+
+def _frees(operand: Any, wanted: set[Any], kept: set[Any], maker: Mapping[Any, Any]) -> bool:
+    """Whether something large that the operand is made of is there for this mask alone."""
+    least = _LEAST_SHARE * aval_nbytes(operand.aval)
+    stack, seen = [operand], {operand}
+    while stack:
+        v = stack.pop()
+        if v in kept or v in wanted or v not in maker:
+            continue
+        if is_heavy(maker[v]):
+            if aval_nbytes(v.aval) >= least:
+                return True
+            continue
+        more = [a for a in _compat.variables(maker[v].invars) if a not in seen]
+        seen.update(more)
+        stack.extend(more)
+    return False
