@@ -146,8 +146,6 @@ MECHANISMS = (
     Mechanism("results of masks behind fences", {"_emit._emit.behind_fence": given(2)}),
     Mechanism("weights' copies behind fences", {"_emit._emit.behind_operand": given(2)}, on=(CPU,)),
     Mechanism("what is made early", {"_emit._hoisting.Hazards.early": always(False)}, on=(CPU,)),
-    Mechanism("what is kept for later", {"_emit._hoisting.Hazards._lasting": always(set())}, on=(CPU,)),
-    Mechanism("precarious values", {"_emit._hoisting.Hazards.precarious": lambda *args: {}}, on=(CPU,)),
     Mechanism("rows read late", {"_rewrite._in_place_stacks.read_late": always(None)}, on=(CPU,)),
     Mechanism(
         "rows written together", {"_rewrite._in_place_stacks._written_together": always({})}, on=(CPU,)

@@ -140,7 +140,6 @@ class Emitter:
         for n in range(graph.forward_stop, len(graph.nodes)):
             self.own[self.place[n]].append(n)
         self.hazards = Hazards(graph, self.source, self.readers)
-        self.precarious = self.hazards.precarious(schedule, self.passes)
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
         self.returned |= self.streams.returning
         self.last_reads, self.held = last_reads(self)
@@ -301,8 +300,7 @@ class Emitter:
             for v in graph.nodes[n].inputs
             if not graph.values[v].materialised
             and (
-                v in self.hazards.lasting
-                or self._apart(n, v)
+                self._apart(n, v)
                 or self.hazards.early(n, self.variable[v])
                 or not gone.isdisjoint(graph.sources[v])
             )
@@ -349,17 +347,8 @@ class Emitter:
         through = list(dict.fromkeys(through))
         over = self.streams.over(k)
         due = any(until <= k for until in self.waiting.values())
-        firm = self._firm(k, loop)
-        waits_for = [*trigger(self, k), *firm, *parts(self, k), *over]
-        return self.fenced(through, waits_for, f"fence_{k}", loop) if through or due or firm or over else {}
-
-    def _firm(self, k: int, loop: int) -> list[Any]:
-        """The saved values that the compiler might make again, and that pass a fence now for the first time."""
-        start, values = self.graph.stages[k].start, self.graph.values
-        waiting = self.precarious.pop(loop, ())
-        if later := [v for v in waiting if values[v].producer >= start]:
-            self.precarious[loop] = later
-        return [self.variable[v] for v in waiting if values[v].producer < start]
+        waits_for = [*trigger(self, k), *parts(self, k), *over]
+        return self.fenced(through, waits_for, f"fence_{k}", loop) if through or due or over else {}
 
     def fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:
         """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""
