@@ -45,7 +45,10 @@ step's temporaries."""
 
 LITTLE = 0.01
 """Nor, with a budget, where they promise no such share less than what was compiled, if the model errs as on others;
-and what misses the budget by no more is corrected, once however late it is."""
+and what misses the budget by no more has further rounds."""
+
+LATE = 0.1
+"""What misses it by no more than this share is corrected once however late it is: the least memory costs a multiple."""
 
 LEAST_MORE = 0.05
 """Of schedules of about the least memory the fastest is taken, if it needs no more than this share of the least
@@ -123,34 +126,32 @@ class Search:
                 line = self._next(lines, budget(), turn)
                 if line is None or line.pending is None:
                     break
-                best, near = self.best(budget()), self._misses_little(budget())
+                best = self.best(budget())
                 if i >= rounds and not self._worth_more(line, best):
                     break
-                if i >= rounds + more and not near:
+                if i >= rounds + more and not self._misses(budget(), LITTLE):
                     break
-                if not self._in_time(best, near):
+                if not self._in_time(best, budget()):
                     break
                 self._attempt(line.graph, line.pending, line.fence)
                 line.pending = None
 
-    def _in_time(self, best: Trial | None, near: bool) -> bool:
-        """Whether another plan may be compiled: the first in any case where nothing fits yet; and where one misses by
-        little, one that corrects it.
-        """
+    def _in_time(self, best: Trial | None, budget: int) -> bool:
+        """Whether another plan may be compiled: the first in any case where nothing fits yet, and one that corrects it."""
         if not (self.trials or self.deadline.fits) or self.deadline.allows(self._bearable(best)):
             return True
-        late = near and not self.deadline.fits and not self.corrects_late
+        late = not (self.deadline.fits or self.corrects_late) and self._misses(budget, LATE)
         self.corrects_late |= late
         return late
 
-    def _misses_little(self, budget: int) -> bool:
-        """Whether nothing bearable fits, but a plan misses the budget by so little that the next round, which knows how
-        the model errs, is worth its time rather than the least memory.
+    def _misses(self, budget: int, share: float) -> bool:
+        """Whether nothing bearable fits, but a plan misses the budget by so small a share of the plain step's
+        temporaries that the next round, which knows how the model errs, is worth its time rather than the least memory.
         """
         if self._bearable(self.best(budget)):
             return False
         missed = (t.peak_nbytes - budget for t in self.trials if self._bearable(t))
-        return any(0 < nbytes <= LITTLE * self.temporaries_nbytes for nbytes in missed)
+        return any(0 < nbytes <= share * self.temporaries_nbytes for nbytes in missed)
 
     def _bearable(self, trial: Trial | None) -> bool:
         return trial is not None and trial.seconds <= self._most_seconds()
