@@ -137,7 +137,7 @@ class Search:
                 line.pending = None
 
     def _in_time(self, best: Trial | None, budget: int) -> bool:
-        """Whether another plan may be compiled: the first in any case where nothing fits yet, and one that corrects it."""
+        """Whether another plan may be compiled: the first in any case, and one that corrects what misses."""
         if not (self.trials or self.deadline.fits) or self.deadline.allows(self._bearable(best)):
             return True
         late = not (self.deadline.fits or self.corrects_late) and self._misses(budget, LATE)

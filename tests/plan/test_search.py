@@ -120,7 +120,7 @@ def test_what_misses_the_budget_by_little_is_corrected_however_late_it_is(little
     """What misses by more makes room for the schedule of least memory, which is sure to be dear."""
     graph, search, budget, beyond = beyond_prediction()
     graph = replace(graph, platform="gpu")
-    search = Search(graph, Prefixes(), 1.0, search.attempt, beyond * (11 if little else 5))
+    search = Search(graph, Prefixes(), 1.0, search.attempt, beyond * (25 if little else 5))
     search.deadline.limit = 1e-9
     trial = search.within(budget, 3)
     assert trial is not None
