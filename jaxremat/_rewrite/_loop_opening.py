@@ -230,7 +230,10 @@ def _runs_backward(eqn: Any, forward: Any) -> bool:
 def _is_recurrence(forward: Any, backward: Any) -> bool:
     """Whether a pair is pointwise work that stacks no more for the way back than it scans over, as a gated linear
     recurrence does: there is nothing to choose in an iteration, and the scan may be run again as a whole.
+    None that `_loop_segments` made is one: it reads rows of whole arrays, which only a loop laid open may.
     """
+    if any(inner.primitive is PART for eqn in (forward, backward) for inner in _inner(eqn)):
+        return False
     kept = forward.outvars[len(operands(forward)[1]) :]
     stacked = sum(aval_nbytes(a.aval) for a in operands(backward)[2] if a in kept)
     scanned = sum(aval_nbytes(a.aval) for a in operands(forward)[2])

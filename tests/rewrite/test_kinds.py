@@ -40,10 +40,17 @@ def test_random_steps(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [309, 574], ids=["rows of nothing but constants", "loops of examples' own lengths"]
+    ("seed", "count"),
+    [(309, 2), (574, 2), (44, 7), (20134, 7)],
+    ids=[
+        "rows of nothing but constants",
+        "loops of examples' own lengths",
+        "rows in levels alone",
+        "carries handed on",
+    ],
 )
-def test_random_steps_that_failed(seed: int) -> None:
-    assert wrong(seed, 2) == []
+def test_random_steps_that_failed(seed: int, count: int) -> None:
+    assert wrong(seed, count) == []
 
 
 @pytest.mark.slow
