@@ -120,7 +120,7 @@ class Emitter:
         self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
         self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
         self.names_behind: dict[Any, Any] = {}  # saved value -> its fenced name, which later contractions use
-        self.apart: dict[Any, Any] = {}  # result -> the name by which masks read it
+        self.mask_operands: dict[Any, Any] = {}  # result -> the name by which masks read it
         self.zeros: dict[int, tuple[Any]] = {}  # loop -> a zero behind the fence before it
         self.waiting: dict[int, int] = {}  # deferred equation -> the stage of the fence that it waits for
         self.value_of: dict[Any, int] = {}

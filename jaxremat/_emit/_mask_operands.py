@@ -28,10 +28,12 @@ def behind_fence(emitter: Any, n: int, eqn: Any) -> Any:
     if not stays or graph.values[result].length:
         return eqn
     variable = emitter.variable[result]
-    if variable not in emitter.apart:
+    if variable not in emitter.mask_operands:
         scope, loop = "fence_mask", graph.nodes[n].loop
         name = emitter.passed.get(variable, variable)
-        (emitter.apart[variable],) = append_fence(
+        (emitter.mask_operands[variable],) = append_fence(
             emitter, [variable], [name], scope, loop, eqn.source_info, emitter.barrier
         )
-    return eqn.replace(invars=[a if _compat.is_literal(a) else emitter.apart[variable] for a in eqn.invars])
+    return eqn.replace(
+        invars=[a if _compat.is_literal(a) else emitter.mask_operands[variable] for a in eqn.invars]
+    )

@@ -146,7 +146,8 @@ class LoopOffers:
         length = self.lengths[site]
         fewer = (length - carries(length, setting)) * self.carried_nbytes[site]
         less_nbytes, more_seconds = self.absorbing[site]
-        again = (len(parts(length, setting)[0]) - 1) * prod(parts(length, setting)[0]) / length
+        levels, _ = parts(length, setting)
+        again = (len(levels) - 1) * prod(levels) / length
         return Worth(fewer + less_nbytes, again * self.forward_seconds[site] + more_seconds)
 
     def rungs(self) -> Sequence[tuple[Choice, ...]]:

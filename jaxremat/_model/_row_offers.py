@@ -34,4 +34,4 @@ class RowOffers:
     def worth(self, site: int, setting: Setting) -> Worth:
         """That of such a number of chunks; nothing where it was not priced."""
         (chunks,) = setting
-        return self.worths[site].get(chunks, Worth(0, 0.0)) if site < len(self.worths) else Worth(0, 0.0)
+        return self.worths[site].get(chunks, Worth(0, 0.0))

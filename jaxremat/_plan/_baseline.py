@@ -67,6 +67,7 @@ class Baseline:
     _witness_seconds: float = 0.0
     _traced: dict[Form, Traced] = field(default_factory=dict)
     _graphs: dict[tuple[bool, Form], Graph] = field(default_factory=dict)
+    _priced: dict[bool, Forms] = field(default_factory=dict)
 
     @property
     def backend(self) -> Backend:
@@ -106,7 +107,7 @@ class Baseline:
     @cached_property
     def ordered_before(self) -> "Baseline":
         """The same with the equations in their order of before, see `Traced.ordered_before`."""
-        before = replace(self, _traced={}, _graphs={})
+        before = replace(self, _traced={}, _graphs={}, _priced={})
         before.traced = self.traced.ordered_before()
         return before
 
@@ -249,7 +250,7 @@ class Baseline:
         return seconds_with_copies(parse(text_of(self.plain)), self.device)
 
     @cached_property
-    def _forms(self) -> FormGraphs:
+    def _form_graphs(self) -> FormGraphs:
         return FormGraphs(
             plain=self.traced,
             module=self._module,
@@ -269,7 +270,7 @@ class Baseline:
     @cached_property
     def graph(self) -> Graph:
         """The graph by what XLA writes to memory."""
-        graph = replace(self._forms.graph(self.traced), host=self._host)
+        graph = replace(self._form_graphs.graph(self.traced), host=self._host)
         logger.info(
             "plain step: peak %s, %d equations, %d residuals, %d stages",
             format_nbytes(self.peak_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
@@ -299,7 +300,7 @@ class Baseline:
 
         **Arguments:** `otherwise` what it takes longer than the tagged one where its loops' time is not known.
         """
-        own = self._forms.looped_seconds(graph, self.form(graph.form))
+        own = self._form_graphs.looped_seconds(graph, self.form(graph.form))
         return (otherwise if own is None else own) + self.witness_seconds - self.seconds
 
     def plain_graph(self, *, rough: bool = False) -> Graph:
@@ -317,8 +318,10 @@ class Baseline:
         key = rough, form
         if key not in self._graphs:
             plain, traced = self.plain_graph(rough=rough), self.form(form)
-            graph = self._roughly(traced, plain.base_nbytes) if rough else self._forms.graph(traced)
-            more = plain.extra_seconds + self.forms(plain).promise(form).more_seconds
+            graph = self._roughly(traced, plain.base_nbytes) if rough else self._form_graphs.graph(traced)
+            if rough not in self._priced:
+                self._priced[rough] = self.forms(plain)
+            more = plain.extra_seconds + self._priced[rough].promise(form).more_seconds
             if not rough and self.backend.fuses and self.profile == "roofline":
                 more = self._more_seconds(graph, more - (self.witness_seconds - self.seconds))
             self._graphs[key] = replace(

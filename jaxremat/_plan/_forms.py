@@ -3,9 +3,8 @@
 `OFFERS` has a function for each kind of sites but loops: None where the step has none, or the user decides about them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from .._compiler._devices import DeviceSpec
 from .._model._copy_offers import CopyOffers
@@ -38,12 +37,6 @@ class Sites:
     device: DeviceSpec
     allow: Collection[str]
     decided: bool
-
-
-class OffersOf(Protocol):
-    """What one kind of sites offers, if anything."""
-
-    def __call__(self, sites: Sites) -> Offers | None: ...
 
 
 def forms(sites: Sites) -> Forms:
@@ -93,5 +86,5 @@ def _copies(sites: Sites) -> Offers | None:
     return CopyOffers(codes, found) if found else None
 
 
-OFFERS: Sequence[OffersOf] = (_rows, _copies)
+OFFERS: Sequence[Callable[[Sites], Offers | None]] = (_rows, _copies)
 """What kinds of sites offer, those of exact forms first."""

@@ -70,6 +70,8 @@ def with_results(
                 if y in kept and _says_the_same(kind, number, clamped):
                     able[i] = operand, y
                     break
+    if not able:
+        return closed, {}
     wanted = _wanted(eqns, late, kept, able)
     maker = {v: eqn for eqn in eqns for v in eqn.outvars}
     chosen = {i: pair for i, pair in able.items() if _frees(pair[0], wanted, kept, maker)}

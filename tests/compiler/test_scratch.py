@@ -20,6 +20,7 @@ from jaxremat._model._device_specs import DEVICES
 from jaxremat._model._simulate import simulate
 from jaxremat._plan._baseline import Baseline
 from jaxremat._program._flops import aval_nbytes
+from jaxremat._rewrite import _trace
 from jaxremat._rewrite._trace import trace
 
 
@@ -104,21 +105,28 @@ def test_index_arrays_of_a_pooling_gradient_are_counted() -> None:
         assert 4 <= shown[i].nbytes / aval_nbytes(eqns[i].invars[0].aval) < 8
 
 
+@pytest.mark.parametrize("masks", ["operands", "results"])
 @pytest.mark.parametrize("target", ["p100", "h100"])
-def test_zeros_of_a_pooling_gradient_wait_for_it(target: str) -> None:
+def test_zeros_of_a_pooling_gradient_wait_for_it(
+    target: str, masks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plain program fills them in the forward pass, and keeps them; a plan that drops nothing does not."""
+    if masks == "operands":
+        monkeypatch.setattr(_trace, "with_results", lambda closed, *_: (closed, {}))
     plain = baseline("vgg", target)
     spared = plain.peak_nbytes - jaxremat.MemoryStats.of(plain.witness).peak_nbytes
     assert spared > 0.15 * plain.peak_nbytes
     assert plain.seconds >= plain.witness_seconds
     step, args = STEPS["vgg"]
-    plan = jaxremat.plan(step, *args, budget=plain.peak_nbytes - spared // 2, donate_argnums=0, target=target)
+    budget = plain.peak_nbytes - spared // 2
+    plan = jaxremat.plan(step, *args, budget=budget, donate_argnums=0, target=target, cache=False)
     assert plan.drops_nothing
     assert plan.baseline_peak_nbytes == plain.peak_nbytes
     assert plan.compiled_overhead is not None
     assert plan.compiled_overhead <= 0.001
-    # The compiled program does without more than the model says, since masks read results.
-    assert plan.overhead == pytest.approx(plan.compiled_overhead, abs=0.06)
+    assert plan.overhead >= plan.compiled_overhead - 0.01
+    if masks == "operands":  # with results there is more that the compiled program does without
+        assert plan.overhead == pytest.approx(plan.compiled_overhead, abs=0.01)
 
 
 def test_the_model_of_a_network_with_pools_meets_the_compiler() -> None:

@@ -124,7 +124,7 @@ def test_a_divided_loop_has_parts_of_several_iterations_and_the_last(length: int
         assert levels == (first,) and sum((*levels, *behind)) == length
         assert (behind[-1] == 1) == apart
         assert min(first, *behind[: len(behind) - apart], length) >= 2
-        assert abs(first + apart - share * length) <= 4
+        assert abs(first + apart - share * length) < 3 + 1e-9 or length == 4  # whose first part is always 3
         assert (form.fewer_nbytes, form.more_seconds) == (0, 0.0)
 
 
