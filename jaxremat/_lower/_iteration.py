@@ -8,6 +8,7 @@ are copied, updates of several become one kernel, and what waits for what is in 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -50,9 +51,9 @@ class Iteration:
     arguments: tuple[Any, ...]
     arrays: tuple[Any, ...]
 
-    @property
+    @cached_property
     def key(self) -> str:
-        """What iterations that compile to the same program have in common."""
+        """What iterations that compile to the same program have in common: a long text, slowly written."""
         return str(self.closed.jaxpr)
 
     def compiled(self, program: Program, named: Callable[[Any], Any], traced: Traced) -> Module:

@@ -350,7 +350,7 @@ class Search:
             peaks = [simulate(cut, found.schedule).peak_nbytes for cut, found in known]
             likely = min(peaks, default=0) + UNLIKELY * self.temporaries_nbytes
             for (cut, solution), peak in zip(known, peaks, strict=True):
-                if peak > likely or (budget and self._no_lower(cut, solver, peak, budget)):
+                if peak > likely or (budget and self._no_lower(cut, solution, solver, peak, budget)):
                     continue
                 fits = budget is not None and self._bearable(self.best(budget))
                 tried = any(self.solving.is_lowest(trial.solution) for trial in self.trials)
@@ -364,17 +364,18 @@ class Search:
                     if trial is None or not self._astray(trial, budget or 0):
                         break
 
-    def _no_lower(self, graph: Graph, solver: Solver, peak: int, budget: int) -> bool:
-        """Whether a schedule of this solver's of least memory would neither fit nor need less than what was compiled,
-        if the model errs on it no less than on others of them of its form.
+    def _no_lower(self, graph: Graph, solution: Solution, solver: Solver, peak: int, budget: int) -> bool:
+        """Whether a schedule of this solver's of least memory would neither fit nor need less than what was compiled, if
+        the model errs as on others of its form; of one that is dearer than anybody wants, whether it would not fit.
         """
+        dear = peak > budget and extra_seconds(graph, solution.schedule) > self._most_seconds()
         alike = (t for t in self.trials if t.graph.alike(graph))
-        own = [t for t in alike if self.solving.is_lowest(t.solution, solver)]
+        own = [t for t in alike if self.solving.is_lowest(t.solution, None if dear else solver)]
         if not own:
             return False
         expected = peak + min(t.peak_nbytes - t.profile.peak_nbytes for t in own)
-        least = min(t.peak_nbytes for t in self.trials)
-        return expected > max(budget, least - LITTLE * self.temporaries_nbytes)
+        least = min(t.peak_nbytes for t in self.trials) - LITTLE * self.temporaries_nbytes
+        return expected > (budget if dear else max(budget, least))
 
     def _attempt(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
         """Compile a solution, and note the seconds of solving since the trial before; None where no program came."""
