@@ -41,7 +41,7 @@ ASTRAY = 0.05
 
 UNLIKELY = 0.1
 """Schedules of least memory are not compiled where they need more than the least of them by this share of the plain
-step's temporaries."""
+step's temporaries, nor, for a refusal to name, dear ones that promise no such share less than what was compiled."""
 
 LITTLE = 0.01
 """Nor, with a budget, where they promise no such share less than what was compiled, if the model errs as on others;
@@ -365,8 +365,8 @@ class Search:
                         break
 
     def _no_lower(self, graph: Graph, solution: Solution, solver: Solver, peak: int, budget: int) -> bool:
-        """Whether a schedule of this solver's of least memory would neither fit nor need less than what was compiled, if
-        the model errs as on others of its form; of one that is dearer than anybody wants, whether it would not fit.
+        """Whether a schedule of this solver's of least memory would neither fit nor need less than what was compiled,
+        if the model errs as on others of its form; less by far, if it is dear and exceeds the budget by the model too.
         """
         dear = peak > budget and extra_seconds(graph, solution.schedule) > self._most_seconds()
         alike = (t for t in self.trials if t.graph.alike(graph))
@@ -374,8 +374,8 @@ class Search:
         if not own:
             return False
         expected = peak + min(t.peak_nbytes - t.profile.peak_nbytes for t in own)
-        least = min(t.peak_nbytes for t in self.trials) - LITTLE * self.temporaries_nbytes
-        return expected > (budget if dear else max(budget, least))
+        less = (UNLIKELY if dear else LITTLE) * self.temporaries_nbytes
+        return expected > max(budget, min(t.peak_nbytes for t in self.trials) - less)
 
     def _attempt(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
         """Compile a solution, and note the seconds of solving since the trial before; None where no program came."""

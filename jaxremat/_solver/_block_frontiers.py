@@ -40,6 +40,9 @@ LEAST_GROUPS = 8
 POINTS = 16
 """Of a frontier, at most."""
 
+MOST_FOUND = 4096
+"""Frontiers that are remembered."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -206,7 +209,26 @@ def _block(
 
 
 def frontier(block: Block, deadline: float) -> tuple[Point, ...]:
-    """The block's choices from all saved to as little as possible, each dearer and smaller than the one before."""
+    """The block's choices from all saved to as little as possible, each dearer and smaller than the one before.
+
+    They hang on its program alone, and a search asks for those of one graph within many budgets: what was found to its
+    end is remembered.
+    """
+    if block.program in _found:
+        return _found[block.program]
+    points, ended = _points(block, deadline)
+    if ended:
+        if len(_found) >= MOST_FOUND:
+            _found.clear()
+        _found[block.program] = points
+    return points
+
+
+_found: dict[tuple[Any, ...], tuple[Point, ...]] = {}
+
+
+def _points(block: Block, deadline: float) -> tuple[tuple[Point, ...], bool]:
+    """The frontier, and whether the time was enough for all of it."""
     size = len(block.values)
     nbytes, price = [0.0] * size, [0.0] * size
     again: dict[tuple[int, int], int] = {}  # (producer, stage) -> its variable
@@ -228,7 +250,7 @@ def frontier(block: Block, deadline: float) -> tuple[Point, ...]:
             rows.append({u: 1.0, again[made_by[u], k]: 1.0, again[n, k]: -1.0})
             bounds.append(0.0)
     if not rows:
-        return (Point(0, 0.0, ()),)
+        return (Point(0, 0.0, ()),), True
     entries = [(r, c, x) for r, row in enumerate(rows) for c, x in row.items()]
     r, c, x = zip(*entries, strict=True)
     count, total = len(price), sum(nbytes)
@@ -263,10 +285,13 @@ def frontier(block: Block, deadline: float) -> tuple[Point, ...]:
 
     solve(True, total)
     step, allowed = max(total / POINTS, 1e-4 * unit), total
-    while allowed >= 0 and time.monotonic() < deadline and (point := solve(False, allowed)) is not None:
-        allowed = min(point.nbytes, allowed) - step
+    ended = False
+    while not ended and time.monotonic() < deadline:
+        point = solve(False, allowed)
+        allowed = min(point.nbytes, allowed) - step if point is not None else -1.0
+        ended = allowed < 0
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (p.nbytes, p.seconds)):
         if not best or point.seconds < best[-1].seconds:
             best.append(point)
-    return tuple(reversed(best))
+    return tuple(reversed(best)), ended

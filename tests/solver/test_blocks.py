@@ -9,6 +9,7 @@ import pytest
 from graphs import UNIT, Builder, blocks, chain, passes
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import milp
 from strategies import graphs
 
 from jaxremat import Graph, Milp, SaveAll, complete, simulate
@@ -144,6 +145,32 @@ def test_equal_blocks_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
         counts.append(len(solved))
     assert counts[1] == counts[2]
     assert max(counts) <= 5
+
+
+def test_frontiers_are_solved_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those that there was no time for, which are found when there is."""
+    solves = []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        solves.append(args)
+        return milp(*args, **kwargs)
+
+    monkeypatch.setattr(_block_frontiers, "milp", counting)
+    monkeypatch.setattr(_block_frontiers, "_found", {})
+    graph = layers(16)
+    block = _block_frontiers.blocks(graph)[0][0]
+    cut_short, whole = frontier(block, -NEVER), frontier(block, NEVER)
+    assert len(cut_short) < len(whole)
+    counts = []
+    for share in (500, 400, 300):
+        solves.clear()
+        found = Blocks().solve(graph, graph.base_nbytes + share * UNIT, time_limit=60)
+        counts.append(len(solves))
+        with monkeypatch.context() as afresh:
+            afresh.setattr(_block_frontiers, "_found", {})
+            assert Blocks().solve(graph, graph.base_nbytes + share * UNIT, time_limit=60) == found
+    assert counts[0] > 0
+    assert counts[1:] == [0, 0]
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.45])
