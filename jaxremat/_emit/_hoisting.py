@@ -1,7 +1,8 @@
 """Graph + equations -> what the compiler may do long before its place, if nothing holds it back.
 
 XLA:CPU fills arrays with zeros, broadcasts small operands and copies operands of contractions into other layouts as
-soon as it can. Elsewhere kernels do all that where it is needed.
+soon as it can, and makes a pointwise result again in kernels that read it, of operands that it keeps for that.
+Elsewhere kernels do all that where it is needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,17 +28,36 @@ class Hazards:
         self.graph = graph
         self.source = source
         self.readers = readers
+        self.maker = {v: n for n, eqn in enumerate(source) for v in eqn.outvars}
         self.loads = self._loads()
 
     def early(self, n: int, var: Any) -> bool:
-        """Whether the compiler may make something large of an operand long before the equation runs.
+        """Whether the compiler may make something large of an operand long before the equation runs, or keep something
+        to make it of.
 
         A contraction's operand it copies into another layout; a small one it broadcasts.
         """
         if not self.graph.backend.hoists or is_loop_edge(self.source[n]):
             return False
         made = max((aval_nbytes(v.aval) for v in self.source[n].outvars), default=0)
-        return n in self.loads or (made > self.graph.small_nbytes and 2 * aval_nbytes(var.aval) <= made)
+        small = made > self.graph.small_nbytes and 2 * aval_nbytes(var.aval) <= made
+        return n in self.loads or small or self._made_by_readers(n, var)
+
+    def _made_by_readers(self, n: int, var: Any) -> bool:
+        """Whether a residual is, or is made of, a pointwise result: a kernel that reads it may read that's operands."""
+        maker = self.maker.get(var, -1)
+        if not 0 <= maker < self.graph.forward_stop <= n or self.graph.nodes[n].loop >= 0:
+            return False
+        place = self.source[maker].outvars.index(var)
+        return any(map(self._is_pointwise, self.graph.sources[self.graph.nodes[maker].outputs[place]]))
+
+    def _is_pointwise(self, value: int) -> bool:
+        """Whether a kernel that reads a large value could make it instead."""
+        made = self.graph.values[value]
+        if made.producer < 0 or made.nbytes <= self.graph.small_nbytes:
+            return False
+        node = self.graph.nodes[made.producer]
+        return len(node.outputs) == 1 and not node.heavy and node.loop < 0
 
     def _loads(self) -> set[int]:
         """The backward pass's contractions, and what only changes the layout of their operands."""

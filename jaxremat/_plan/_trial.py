@@ -13,6 +13,10 @@ from .._solver import Solution
 
 T = TypeVar("T")
 
+DOUBT = 0.05
+"""Where the model's seconds count, those of the compiled kernels are believed as far as they are more by over this
+share of a step."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -35,10 +39,12 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Extra seconds of a step: of the compiled kernels where they say it, else by the model."""
+        """Extra seconds of a step: of the compiled kernels where they say it, else by the model, unless they are many
+        more: what the compiler makes of a form may be another program than the model has in mind.
+        """
         if self.graph.backend.fuses:
             return self.compiled_overhead * self.graph.step_seconds
-        return self.profile.extra_seconds
+        return max(self.profile.extra_seconds, (self.compiled_overhead - DOUBT) * self.graph.step_seconds)
 
     @property
     def round(self) -> Round:

@@ -52,6 +52,14 @@ def test_on_a_gpu_the_compiled_kernels_decide(platform: str) -> None:
     assert search.best(10**12) is (by_kernels if platform == "gpu" else by_model)
 
 
+@pytest.mark.parametrize(("compiled", "believed"), [(-0.2, 0.0), (0.04, 0.0), (0.3, 0.25)])
+def test_where_the_model_decides_kernels_far_dearer_are_believed(compiled: float, believed: float) -> None:
+    graph = replace(chain(6), platform="cpu")
+    trial = a_trial(graph, set(graph.residuals), compiled)
+    assert trial.profile.extra_seconds == 0
+    assert trial.seconds == pytest.approx(believed * graph.step_seconds)
+
+
 class Prefixes:
     """Saves as many of the first residuals as the allowance has room for."""
 

@@ -121,6 +121,7 @@ def test_a_planned_step_needs_no_channels_squared() -> None:
     plan = planned.plan(*args)
     assert plan.compiled_overhead is not None and plan.compiled_overhead < 0
     before, after = plain.cost_analysis(), planned.compile(*args).cost_analysis()
+    assert before is not None and after is not None
     assert after["flops"] < 0.3 * before["flops"]
     assert after["bytes accessed"] < 0.6 * before["bytes accessed"]
     assert_same(plain(*jax.tree.map(jnp.copy, args)), planned(*args))
