@@ -8,6 +8,7 @@ for less than running the forward passes that it repeats.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -23,9 +24,6 @@ from ._deadline import Deadline
 from ._solving import Solving
 from ._trial import Attempt, Line, Trial, first, in_vain, some, untried
 from ._trial import allowance as next_allowance
-
-SLACK = 0.02
-"""A plan that leaves this share of the temporaries' budget unused, and costs something, is worth another round."""
 
 HOPE = 1.25
 """A cutting that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's."""
@@ -299,11 +297,8 @@ class Search:
 
     def _enough(self, trial: Trial, budget: int) -> bool:
         """Whether a plan leaves nothing to be gained within the budget by others of its cutting."""
-        room = budget - trial.peak_nbytes
-        little = (
-            room <= SLACK * (budget - self.graph.base_nbytes) or trial.seconds <= self.cuttings.free_seconds
-        )
-        return room >= 0 and little
+        free = trial.peak_nbytes <= budget and trial.seconds <= self.cuttings.free_seconds
+        return free or trial.fills(budget)
 
     def _promises(self, line: Line, seconds: float, best: Trial | None) -> bool:
         if best is None:
@@ -366,10 +361,13 @@ class Search:
 
     def _no_lower(self, graph: Graph, solution: Solution, solver: Solver, peak: int, budget: int) -> bool:
         """Whether a schedule of this solver's of least memory would neither fit nor need less than what was compiled,
-        if the model errs as on others of its form; less by far, if it is dear and exceeds the budget by the model too.
+        if the model errs as on others of its form that recompute no more; less by far, if it is dear and exceeds the
+        budget by the model too.
         """
-        dear = peak > budget and extra_seconds(graph, solution.schedule) > self._most_seconds()
-        alike = (t for t in self.trials if t.graph.alike(graph))
+        seconds = extra_seconds(graph, solution.schedule)
+        dear = peak > budget and seconds > self._most_seconds()
+        most = math.inf if dear else seconds + CHEAP * graph.step_seconds
+        alike = (t for t in self.trials if t.graph.alike(graph) and t.profile.extra_seconds <= most)
         own = [t for t in alike if self.solving.is_lowest(t.solution, None if dear else solver)]
         if not own:
             return False

@@ -13,6 +13,12 @@ from .._solver import Solution
 
 T = TypeVar("T")
 
+SLACK = 0.02
+"""A plan that leaves this share of the temporaries' budget unused, and costs something, is worth another round,"""
+
+UNPROVEN = 0.1
+"""and so is one that uses it, where the solver was left as far, as a share of the step, from its own bound."""
+
 DOUBT = 0.05
 """Where the model's seconds count, those of the compiled kernels are believed as far as they are more by over this
 share of a step."""
@@ -45,6 +51,11 @@ class Trial:
         if self.graph.backend.fuses:
             return self.compiled_overhead * self.graph.step_seconds
         return max(self.profile.extra_seconds, (self.compiled_overhead - DOUBT) * self.graph.step_seconds)
+
+    def fills(self, budget: int) -> bool:
+        """Whether it uses the budget, and is about the cheapest that would."""
+        room = budget - self.peak_nbytes
+        return 0 <= room <= SLACK * (budget - self.graph.base_nbytes) and self.round.gap <= UNPROVEN
 
     @property
     def round(self) -> Round:

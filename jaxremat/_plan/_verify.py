@@ -122,7 +122,11 @@ class _Planner:
                 return self._plain(baseline.peak_nbytes)
             return self._planned(search, trial, trial.peak_nbytes)
         if fits:  # as written it does; without its checkpoints it may be faster in no more memory
-            trial = search.faster(min(budget, baseline.peak_nbytes), self.rounds)
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", "The integer program was left", JaxrematWarning
+                )  # nobody waits for it
+                trial = search.faster(min(budget, baseline.peak_nbytes), self.rounds)
             return self._plain(budget) if trial is None else self._planned(search, trial, budget)
         trial = search.within(budget, self.rounds)
         if trial is None:
@@ -168,7 +172,7 @@ class _Planner:
         if verify:
             return self._plain(room)
         plan = self._as_plan(graph, room, Solution(everything(graph), solver="none"))
-        written = replace(plan, stages=(), account=account_of_plain(as_stacked(graph)))
+        written = replace(plan, overhead=0.0, gap=0.0, stages=(), account=account_of_plain(as_stacked(graph)))
         return Planned(written, self.baseline.program.plain, None)
 
     def _plain(self, budget: int) -> Planned:
@@ -177,6 +181,8 @@ class _Planner:
         plan = replace(
             self._confirmed(plan, compiled),
             predicted_peak_nbytes=plan.baseline_peak_nbytes,
+            overhead=0.0,
+            gap=0.0,
             compiled_overhead=0.0,
             stages=(),
             form=self.baseline.traced.form,

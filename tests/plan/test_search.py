@@ -19,7 +19,7 @@ from jaxremat._plan._deadline import Deadline
 from jaxremat._plan._refusal import dear
 from jaxremat._plan._search import MORE_ROUNDS, Search
 from jaxremat._plan._solving import Solving
-from jaxremat._plan._trial import Line, Trial, allowance, first, in_vain
+from jaxremat._plan._trial import UNPROVEN, Line, Trial, allowance, first, in_vain
 from jaxremat._runtime._progress import Stopwatch
 
 
@@ -347,6 +347,43 @@ def test_a_refusal_is_not_put_off_for_a_dear_plan_of_little_less(
     budget = simulate(search.graph, complete(search.graph, ())).peak_nbytes + room
     assert search.within(budget, -MORE_ROUNDS) is None
     assert [t.profile.extra_seconds > 500 for t in search.trials] == [False, True][:compiled]
+
+
+@pytest.mark.parametrize("dearer", [False, True])
+def test_what_recomputes_much_does_not_say_how_the_model_errs_on_what_recomputes_less(dearer: bool) -> None:
+    """Of two cuttings whose least the model takes for the same memory the first is compiled and exceeds the budget."""
+    graph = chain(12)
+    most = graph.residuals[: 2 if dearer else 6]
+    peak = simulate(graph, complete(graph, graph.residuals[:6])).peak_nbytes
+    tried: list[int] = []
+
+    class Given:
+        def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+            return Solution(complete(graph, most if graph.small_nbytes == 0 else graph.residuals[:6]))
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+        tried.append(graph.small_nbytes)
+        trial = a_trial(graph, set(), 0.1)
+        profile = simulate(graph, solution.schedule)
+        return replace(trial, solution=solution, profile=profile, peak_nbytes=profile.peak_nbytes + 5 * UNIT)
+
+    search = Search(graph, Given(), 1.0, compiled, 1000 * UNIT)
+    search.cuttings.made = [replace(graph, small_nbytes=n) for n in range(2)]
+    search.solving.of_least = search.solving.of_least[:1]
+    assert search.within(peak - 1, -MORE_ROUNDS) is None
+    assert tried == ([0, 1] if dearer else [0])
+
+
+def test_a_plan_that_uses_the_budget_is_not_the_last_where_the_solver_was_far_from_its_bound() -> None:
+    graph = chain(12)
+    trial = a_trial(graph, set(graph.residuals[:3]), 0.0)
+    overhead = trial.profile.extra_seconds / graph.step_seconds
+    assert overhead > UNPROVEN
+    assert not trial.fills(trial.peak_nbytes)
+    proven = replace(trial, solution=replace(trial.solution, lower_bound=overhead - UNPROVEN / 2))
+    assert proven.fills(trial.peak_nbytes)
+    assert not proven.fills(trial.peak_nbytes - 1)
+    assert not proven.fills(2 * trial.peak_nbytes)
 
 
 def test_errors_of_one_form_are_not_taken_for_those_of_another() -> None:
