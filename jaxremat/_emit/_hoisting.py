@@ -1,8 +1,8 @@
 """Graph + equations -> what the compiler may do long before its place, if nothing holds it back.
 
 XLA:CPU fills arrays with zeros, broadcasts small operands and copies operands of contractions into other layouts as
-soon as it can, and makes a pointwise result again in kernels that read it, of operands that it keeps for that.
-Elsewhere kernels do all that where it is needed.
+soon as it can. It makes a pointwise result again in kernels that read it, of operands that it keeps for that, and what is
+costly within kernels of both passes once, and keeps it. Elsewhere kernels do all that where it is needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ import numpy as np
 from .._model._graph import Graph
 from .._program import _compat
 from .._program._flops import aval_nbytes
-from .._program._primitives import is_light, is_loop_edge
+from .._program._primitives import is_costly, is_light, is_loop_edge
 
 ZERO = _compat.literal(np.float32(0))
 
@@ -30,6 +30,7 @@ class Hazards:
         self.readers = readers
         self.maker = {v: n for n, eqn in enumerate(source) for v in eqn.outvars}
         self.loads = self._loads()
+        self.costly = self._costly()
 
     def early(self, n: int, var: Any) -> bool:
         """Whether the compiler may make something large of an operand long before the equation runs, or keep something
@@ -41,15 +42,18 @@ class Hazards:
             return False
         made = max((aval_nbytes(v.aval) for v in self.source[n].outvars), default=0)
         small = made > self.graph.small_nbytes and 2 * aval_nbytes(var.aval) <= made
-        return n in self.loads or small or self._made_by_readers(n, var)
+        return n in self.loads or small or self._kept_for(n, var)
 
-    def _made_by_readers(self, n: int, var: Any) -> bool:
-        """Whether a residual is, or is made of, a pointwise result: a kernel that reads it may read that's operands."""
+    def _kept_for(self, n: int, var: Any) -> bool:
+        """Whether the compiler may keep more than what is saved for an equation of the backward pass that reads a
+        residual: of pointwise results the operands, since a kernel that reads them can as well read those, and of
+        costly ones within the kernels of both passes the result.
+        """
         maker = self.maker.get(var, -1)
         if not 0 <= maker < self.graph.forward_stop <= n or self.graph.nodes[n].loop >= 0:
             return False
-        place = self.source[maker].outvars.index(var)
-        return any(map(self._is_pointwise, self.graph.sources[self.graph.nodes[maker].outputs[place]]))
+        value = self.graph.nodes[maker].outputs[self.source[maker].outvars.index(var)]
+        return value in self.costly or any(map(self._is_pointwise, self.graph.sources[value]))
 
     def _is_pointwise(self, value: int) -> bool:
         """Whether a kernel that reads a large value could make it instead."""
@@ -58,6 +62,16 @@ class Hazards:
             return False
         node = self.graph.nodes[made.producer]
         return len(node.outputs) == 1 and not node.heavy and node.loop < 0
+
+    def _costly(self) -> set[int]:
+        """Large values of the forward pass that are costly to make, and in no memory."""
+        costly: set[int] = set()
+        for node in self.graph.nodes[: self.graph.forward_stop]:
+            if is_costly(self.source[node.id]) or not costly.isdisjoint(node.inputs):
+                costly.update(
+                    v for v in node.outputs if self._is_pointwise(v) and not self.graph.values[v].materialised
+                )
+        return costly
 
     def _loads(self) -> set[int]:
         """The backward pass's contractions, and what only changes the layout of their operands."""
