@@ -1,8 +1,8 @@
 """Graph + equations -> what the compiler may do long before its place, if nothing holds it back.
 
 XLA:CPU fills arrays with zeros, broadcasts small operands and copies operands of contractions into other layouts as
-soon as it can. It makes a pointwise result again in kernels that read it, of operands that it keeps for that, and what is
-costly within kernels of both passes once, and keeps it. Elsewhere kernels do all that where it is needed.
+soon as it can. It makes a pointwise result again in kernels that read it, of operands that it keeps for that, and what
+is costly within kernels of both passes once, and keeps it. Elsewhere kernels do all that where it is needed.
 """
 
 from collections.abc import Mapping, Sequence
