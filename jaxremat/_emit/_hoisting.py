@@ -53,10 +53,17 @@ class Hazards:
         if not 0 <= maker < self.graph.forward_stop <= n or self.graph.nodes[n].loop >= 0:
             return False
         value = self.graph.nodes[maker].outputs[self.source[maker].outvars.index(var)]
-        return value in self.costly or any(map(self._is_pointwise, self.graph.sources[value]))
+        return value in self.costly or any(map(self._is_cheap, self.graph.sources[value]))
+
+    def _is_cheap(self, value: int) -> bool:
+        """Whether kernels that read a large value make it instead: nothing costly, which the compiler does once."""
+        if not self._is_pointwise(value):
+            return False
+        maker = self.graph.values[value].producer
+        return not is_costly(self.source[maker]) and self.costly.isdisjoint(self.graph.nodes[maker].inputs)
 
     def _is_pointwise(self, value: int) -> bool:
-        """Whether a kernel that reads a large value could make it instead."""
+        """Whether a large value is the one result of a kernel that others could be part of."""
         made = self.graph.values[value]
         if made.producer < 0 or made.nbytes <= self.graph.small_nbytes:
             return False

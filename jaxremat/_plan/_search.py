@@ -8,7 +8,6 @@ for less than running the forward passes that it repeats.
 """
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -39,7 +38,7 @@ ASTRAY = 0.05
 
 UNLIKELY = 0.1
 """Schedules of least memory are not compiled where they need more than the least of them by this share of the plain
-step's temporaries, nor, for a refusal to name, dear ones that promise no such share less than what was compiled."""
+step's temporaries."""
 
 LITTLE = 0.01
 """Nor, with a budget, where they promise no such share less than what was compiled, if the model errs as on others;
@@ -361,19 +360,16 @@ class Search:
 
     def _no_lower(self, graph: Graph, solution: Solution, solver: Solver, peak: int, budget: int) -> bool:
         """Whether a schedule of this solver's of least memory would neither fit nor need less than what was compiled,
-        if the model errs as on others of its form that recompute no more; less by far, if it is dear and exceeds the
-        budget by the model too.
+        if the model errs on it no less than on others of them of its form that recompute no more.
         """
-        seconds = extra_seconds(graph, solution.schedule)
-        dear = peak > budget and seconds > self._most_seconds()
-        most = math.inf if dear else seconds + CHEAP * graph.step_seconds
+        most = extra_seconds(graph, solution.schedule) + CHEAP * graph.step_seconds
         alike = (t for t in self.trials if t.graph.alike(graph) and t.profile.extra_seconds <= most)
-        own = [t for t in alike if self.solving.is_lowest(t.solution, None if dear else solver)]
+        own = [t for t in alike if self.solving.is_lowest(t.solution, solver)]
         if not own:
             return False
         expected = peak + min(t.peak_nbytes - t.profile.peak_nbytes for t in own)
-        less = (UNLIKELY if dear else LITTLE) * self.temporaries_nbytes
-        return expected > max(budget, min(t.peak_nbytes for t in self.trials) - less)
+        least = min(t.peak_nbytes for t in self.trials)
+        return expected > max(budget, least - LITTLE * self.temporaries_nbytes)
 
     def _attempt(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
         """Compile a solution, and note the seconds of solving since the trial before; None where no program came."""

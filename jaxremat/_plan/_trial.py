@@ -20,8 +20,8 @@ UNPROVEN = 0.1
 """and so is one that uses it, where the solver was left as far, as a share of the step, from its own bound."""
 
 DOUBT = 0.05
-"""Where the model's seconds count, those of the compiled kernels are believed as far as they are more by over this
-share of a step."""
+"""Where the model's seconds count, extra ones of the compiled kernels are believed as far as they are over this share
+of a step."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,13 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Extra seconds of a step: of the compiled kernels where they say it, else by the model, unless they are many
-        more: what the compiler makes of a form may be another program than the model has in mind.
+        """Extra seconds of a step: of the compiled kernels where they say it, else by the model, unless those are
+        many: what the compiler makes of a form may be another program than the model has in mind.
         """
         if self.graph.backend.fuses:
             return self.compiled_overhead * self.graph.step_seconds
-        return max(self.profile.extra_seconds, (self.compiled_overhead - DOUBT) * self.graph.step_seconds)
+        believed = (self.compiled_overhead - DOUBT) * self.graph.step_seconds
+        return max(self.profile.extra_seconds, believed) if believed > 0 else self.profile.extra_seconds
 
     def fills(self, budget: int) -> bool:
         """Whether it uses the budget, and is about the cheapest that would."""

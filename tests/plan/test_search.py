@@ -335,20 +335,6 @@ def test_for_the_least_memory_nothing_is_compiled_that_cannot_be_the_answer() ->
     assert lowest.lowest().profile.extra_seconds > 500, "that is asked for apart"
 
 
-@pytest.mark.parametrize(("room", "much", "compiled"), [(-1, False, 1), (-1, True, 2), (0, False, 2)])
-def test_a_refusal_is_not_put_off_for_a_dear_plan_of_little_less(
-    room: int, much: bool, compiled: int
-) -> None:
-    """The solver's own least is bearable and does not fit; a price of memory alone says to save nothing, in four times
-    the time and twenty units less. That is compiled where it is much, or where by the model it fits.
-    """
-    search = near_the_least(lambda saved, fence: saved + 10, step_seconds=500.0, solver=Bearable())
-    search.temporaries_nbytes = UNIT * (100 if much else 1000)
-    budget = simulate(search.graph, complete(search.graph, ())).peak_nbytes + room
-    assert search.within(budget, -MORE_ROUNDS) is None
-    assert [t.profile.extra_seconds > 500 for t in search.trials] == [False, True][:compiled]
-
-
 @pytest.mark.parametrize("dearer", [False, True])
 def test_what_recomputes_much_does_not_say_how_the_model_errs_on_what_recomputes_less(dearer: bool) -> None:
     """Of two cuttings whose least the model takes for the same memory the first is compiled and exceeds the budget."""
