@@ -139,7 +139,7 @@ class Emitter:
         self.own: list[list[int]] = [[] for _ in graph.stages]
         for n in range(graph.forward_stop, len(graph.nodes)):
             self.own[self.place[n]].append(n)
-        self.hazards = Hazards(graph, self.source, self.readers)
+        self.hazards = Hazards(graph, self.source, self.readers, self.value_of)
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
         self.returned |= self.streams.returning
         self.last_reads, self.held = last_reads(self)

@@ -21,14 +21,21 @@ ZERO = _compat.literal(np.float32(0))
 class Hazards:
     """What a compiler does early with a step.
 
-    **Arguments:** `source` the equations of the graph's nodes; `readers` for each variable the nodes that read it.
+    **Arguments:** `source` the equations of the graph's nodes; for each variable `readers` the nodes that read it, and
+    `value_of` its value.
     """
 
-    def __init__(self, graph: Graph, source: Sequence[Any], readers: Mapping[Any, Sequence[int]]):
+    def __init__(
+        self,
+        graph: Graph,
+        source: Sequence[Any],
+        readers: Mapping[Any, Sequence[int]],
+        value_of: Mapping[Any, int],
+    ):
         self.graph = graph
         self.source = source
         self.readers = readers
-        self.maker = {v: n for n, eqn in enumerate(source) for v in eqn.outvars}
+        self.value_of = value_of
         self.loads = self._loads()
         self.costly = self._costly()
 
@@ -49,10 +56,11 @@ class Hazards:
         residual: of pointwise results the operands, since a kernel that reads them can as well read those, and of
         costly ones within the kernels of both passes the result.
         """
-        maker = self.maker.get(var, -1)
-        if not 0 <= maker < self.graph.forward_stop <= n or self.graph.nodes[n].loop >= 0:
+        value = self.value_of.get(var)
+        if value is None or self.graph.nodes[n].loop >= 0:
             return False
-        value = self.graph.nodes[maker].outputs[self.source[maker].outvars.index(var)]
+        if not 0 <= self.graph.values[value].producer < self.graph.forward_stop <= n:
+            return False
         return value in self.costly or any(map(self._is_cheap, self.graph.sources[value]))
 
     def _is_cheap(self, value: int) -> bool:

@@ -122,10 +122,8 @@ class _Planner:
                 return self._plain(baseline.peak_nbytes)
             return self._planned(search, trial, trial.peak_nbytes)
         if fits:  # as written it does; without its checkpoints it may be faster in no more memory
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "The integer program was left", JaxrematWarning
-                )  # nobody waits for it
+            with warnings.catch_warnings():  # nobody waits for it
+                warnings.filterwarnings("ignore", "The integer program was left", JaxrematWarning)
                 trial = search.faster(min(budget, baseline.peak_nbytes), self.rounds)
             return self._plain(budget) if trial is None else self._planned(search, trial, budget)
         trial = search.within(budget, self.rounds)
