@@ -3,7 +3,7 @@
     python -m examples.benchmarks.fuzz --examples 10000 --jobs 2 --save
 
 For each seed `random_steps` makes a step. It is traced with its checkpoints undone or not, takes forms as they come
-(its loops in levels or parts, with updates absorbed; its rows in chunks; copies of values, without loss), its backward
+(its loops in levels or parts, with updates absorbed; inner loops laid open; its rows in chunks; copies of values, without loss), its backward
 pass is cut into stages anywhere, any of its residuals are saved and kept, and it is emitted for either kind of compiler
 with every kind of fence. Each emitted program is one example: JAX's own checker looks at it, it runs, and gives what
 the step gives. A share of the steps is planned as a whole within random budgets besides, and held against them.
@@ -41,13 +41,14 @@ from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._compiler._tags import Written
 from jaxremat._emit._emit import FENCES, emit
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import COPIES, LOOP, ROWS, Choice, Form
+from jaxremat._model._form import COPIES, INNER, LOOP, ROWS, Choice, Form
 from jaxremat._model._graph import Pin
 from jaxremat._model._loop_levels import choices
 from jaxremat._model._stages import cuttings, uncut
 from jaxremat._program._flops import aval_nbytes
 from jaxremat._rewrite import _encodings, _row_regions
 from jaxremat._rewrite._encodings import Encoding
+from jaxremat._rewrite._inner_loops import inner_pairs
 from jaxremat._rewrite._trace import Traced, trace
 
 DEVICE = DeviceSpec("here", "cpu", 2**30, 2.5e10, (("f32", 1.5e11),), 2e-6, 2.5e10)
@@ -114,6 +115,8 @@ def draw_form(rng: random.Random, traced: Traced) -> Form:
     own = [levels(n) if able and rng.random() < 0.7 else () for n, able in pairs]
     chunks = [(rng.choice(r.choices),) if rng.random() < 0.5 else () for r in traced.regions]
     sites = [(LOOP, i, levels) for i, levels in enumerate(own)] + [(ROWS, i, n) for i, n in enumerate(chunks)]
+    inner = inner_pairs(traced.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops)
+    sites += [(INNER, 0, (1,))] if inner and rng.random() < 0.5 else []
     return Form.of(*(Choice(*site) for site in sites))
 
 

@@ -89,6 +89,24 @@ def nested_layers(p: Any, x: Array) -> Array:
     return x + 0.01 * totals.sum()
 
 
+def rolled_layers(p: Any, x: Array, **options: Any) -> Array:
+    """Layers with a checkpoint, each of which is run several times on what it has made at first."""
+
+    @jax.checkpoint
+    def one(x: Array, p: Any) -> Any:
+        start, gate = layer(p, x), jax.nn.softmax(x @ p["a"])
+
+        def again(y: Array, scale: Array) -> Any:
+            y = layer(p, y) * gate + scale * start
+            return y, jnp.tanh(y).mean(0)
+
+        y, means = lax.scan(again, start, jnp.arange(1.0, 4.0), **options)
+        return x + 0.1 * y + gate, means.sum()
+
+    x, totals = lax.scan(one, x, p)
+    return x + 0.01 * totals.sum()
+
+
 def recurrent(p: Any, x: Array) -> Array:
     """A recurrence over the rows whose states are read behind it."""
 
@@ -371,6 +389,8 @@ STACKED: dict[str, Part] = {
     "unrolled layers": partial(layers, unroll=2),
     "remat layers": remat_layers,
     "nested layers": nested_layers,
+    "rolled layers": rolled_layers,
+    "rolled back layers": partial(rolled_layers, reverse=True),
     "branching layers": branching_layers,
 }
 """Parts with those of several."""

@@ -4,7 +4,7 @@ Law: node ids are the indices of `traced.jaxpr`'s equations, and value ids numbe
 equation outputs in order.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -25,7 +25,6 @@ from .._program._primitives import (
     is_flattened,
     is_heavy,
     is_light,
-    is_loop_edge,
     is_put,
     is_repeatable,
     reads_memory,
@@ -34,12 +33,12 @@ from .._rewrite._gathered_operands import is_gather
 from .._rewrite._loop_opening import FORWARD, Loop
 from .._rewrite._max_pool_gradient import is_pooling_gradient
 from .._rewrite._passes import late_equations
-from .._rewrite._row_chunks import is_in_chunks
 from .._rewrite._sinking import sunk_values
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
 from ._epilogues import sums_of_scattered, written_sums
 from ._kernel_prices import behind_views, handed_over, priced
+from ._loop_memory import carried_values, crossing_values, with_stacks, written_whole
 
 SMALL_SHARE = 1e-4
 """Residuals below this share of what the forward pass writes are always saved, ..."""
@@ -145,12 +144,12 @@ def lower(
     sums = sums_of_scattered(jaxpr.eqns, nodes)
     in_memory = in_memory - sums.keys() | set(sums.values())
     nodes = [replace(n, heavy=False) if not sums.keys().isdisjoint(n.outputs) else n for n in nodes]
-    crossing = _crossing(jaxpr.eqns, nodes, values, sunk)
-    in_memory |= crossing | _carried(jaxpr.eqns, nodes)
+    crossing = crossing_values(jaxpr.eqns, nodes, values, sunk)
+    in_memory |= crossing | carried_values(jaxpr.eqns, nodes)
     in_memory |= {v for n in nodes for v in {FETCH: n.outputs, PUT: n.inputs}.get(n.primitive, ())}
-    in_memory |= _written_whole(nodes, in_memory)
+    in_memory |= written_whole(nodes, in_memory)
     nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
-    nodes = _with_stacks(jaxpr.eqns, nodes, values, backend(device.platform).hoists)
+    nodes = with_stacks(jaxpr.eqns, nodes, values, backend(device.platform).hoists)
     copies = {index[v] for each in traced.encoded for v in each.parts}
     in_memory |= copies | {v.id for v in values if v.producer < 0 or v.is_output}
     axes = axes_in_memory(jaxpr.eqns, nodes, values, device.chip if fuses else None)
@@ -235,59 +234,6 @@ def _length(eqn: Any, loop: Loop | None) -> int:
     if loop is None or loop.role != FORWARD or eqn.primitive.name in ("scan_last", "scan_stack"):
         return 0
     return loop.length
-
-
-def _crossing(
-    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], sunk: frozenset[int]
-) -> set[int]:
-    """What loops read from outside: it is there while they run; of what iterations make themselves what that reads."""
-    found: set[int] = set()
-    for node, eqn in zip(nodes, eqns, strict=True):
-        made_of = (u for v in sunk.intersection(node.inputs) for u in nodes[values[v].producer].inputs)
-        for v in {*node.inputs, *made_of} - sunk:
-            producer = values[v].producer
-            outside = producer >= 0 and node.loop >= 0 and nodes[producer].loop != node.loop
-            if outside and (not values[v].length or is_loop_edge(eqn)):
-                found.add(behind_views(v, eqns, nodes, values))
-    return {v for v in found if values[v].producer >= 0}
-
-
-def _carried(eqns: Sequence[Any], nodes: Sequence[Node]) -> set[int]:
-    """What iterations hand on to the next: in memory on both sides; and what loops leave, or rows in chunks."""
-    leaving = ("scan_carry", "scan_last", "scan_stack", "scan")
-    edges = [n for n, e in zip(nodes, eqns, strict=True) if e.primitive.name in leaving or is_in_chunks(e)]
-    return {v for n in edges for v in (*n.outputs, *(n.inputs if n.primitive == "scan_last" else ()))}
-
-
-def _written_whole(nodes: Sequence[Node], in_memory: Set[int]) -> set[int]:
-    """What contractions or reductions make that iterations write into arrays: the kernel that does is another."""
-    hidden: set[int] = set()
-    row = {"scan_stack": 0, "dynamic_update_slice": 1}
-    for node in nodes:
-        if node.heavy or not hidden.isdisjoint(node.inputs):
-            hidden.update(v for v in node.outputs if v not in in_memory)
-    writes = [n for n in nodes if n.primitive in row and n.loop >= 0 and len(n.inputs) > row[n.primitive]]
-    return {v for n in writes if (v := n.inputs[row[n.primitive]]) in hidden}
-
-
-def _with_stacks(
-    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], hoists: bool
-) -> list[Node]:
-    """The nodes, with the stacked results that their loop has not filled yet as scratch memory.
-
-    The whole array is there from the loop's first iteration on. So is, where the compiler does things early, the row
-    that is written over, if it is one of what the forward pass reads too (see `_in_place_stacks`).
-    """
-    pending: dict[int, int] = {}
-    found = []
-    for node, eqn in zip(reversed(nodes), reversed(eqns), strict=True):
-        waiting = pending.get(node.loop, 0) if node.loop >= 0 else 0
-        found.append(replace(node, workspace_nbytes=node.workspace_nbytes + waiting) if waiting else node)
-        if eqn.primitive.name == "scan_stack":
-            rows = [v for v in node.inputs[1:] if hoists and values[v].length]
-            made = sum(values[v].nbytes for v in (*node.outputs, *rows) if not values[v].is_output)
-            pending[node.loop] = waiting + made
-    return found[::-1]
 
 
 def _small(sizes: Sequence[int]) -> int:

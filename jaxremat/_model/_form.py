@@ -11,9 +11,10 @@ from typing import NamedTuple, Self
 Setting = tuple[int, ...]
 """How a site is done: numbers that its kind gives a meaning to, none as it was."""
 
-LOOP, ROWS, COPIES = "loop", "rows", "copies"
+LOOP, ROWS, COPIES, INNER = "loop", "rows", "copies", "inner"
 """Kinds of sites. Of a pair of loops the setting is its lengths by level and those of its parts (see `_loop_levels`),
-of a region of rows how many chunks it is done in, of values the codes of the ways to keep them in fewer bits.
+of a region of rows how many chunks it is done in, of values the codes of the ways to keep them in fewer bits, of the
+pairs inside of pairs, which are one site, a one: they are laid open.
 """
 
 _UNNAMED = "site"

@@ -3,6 +3,7 @@
 `OFFERS` has a function for each kind of sites but loops: None where the step has none, or the user decides about them.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -11,11 +12,15 @@ from .._model._copy_offers import CopyOffers
 from .._model._form import Worth
 from .._model._form_offers import Forms, Offers
 from .._model._graph import Graph
+from .._model._inner_offers import InnerOffers
 from .._model._loop_levels import LoopOffers
 from .._model._row_offers import RowOffers
 from .._model._schedule import everything
 from .._model._simulate import simulate
 from .._rewrite._encodings import allowed, fewer_nbytes
+from .._rewrite._inner_loops import fewer_nbytes as inner_nbytes
+from .._rewrite._inner_loops import inner_pairs
+from .._rewrite._loop_opening import FORWARD
 from .._rewrite._row_regions import Region
 from .._rewrite._trace import Traced
 
@@ -77,6 +82,18 @@ def _chunked(sites: Sites, region: Region, chunks: int) -> Worth:
     return Worth(fewer, more, region.whole)
 
 
+def _inner(sites: Sites) -> Offers | None:
+    """Pairs of loops inside of pairs laid open."""
+    traced, there = sites.traced, sites.there
+    found = inner_pairs(traced.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops)
+    fewer = inner_nbytes(there.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops) if found else 0
+    if not fewer or sites.decided:
+        return None
+    nodes = (sites.graph.nodes[i] for i in set(found.values()))
+    again = (n for n in nodes if traced.loops[n.loop].role == FORWARD)
+    return InnerOffers(fewer, math.fsum(n.seconds for n in again))
+
+
 def _copies(sites: Sites) -> Offers | None:
     """Values in fewer bits."""
     traced, codes = sites.traced, allowed(sites.allow, sites.traced.devices)
@@ -86,5 +103,5 @@ def _copies(sites: Sites) -> Offers | None:
     return CopyOffers(codes, found) if found else None
 
 
-OFFERS: Sequence[Callable[[Sites], Offers | None]] = (_rows, _copies)
+OFFERS: Sequence[Callable[[Sites], Offers | None]] = (_rows, _inner, _copies)
 """What kinds of sites offer, those of exact forms first."""

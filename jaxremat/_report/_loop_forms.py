@@ -13,7 +13,8 @@ class LoopForm:
 
     **Fields:** `length` iterations, or rows (a divisor of their number that any number of chunks must divide); `levels`
     as in `Plan.form`, none of rows that stay together; `source` the user's line; `rows` whether it is no loop of
-    the user's; `whole` whether these are most of the step, in microbatches.
+    the user's; `whole` whether these are most of the step, in microbatches; `inner` whether it is a loop within another
+    that the way back runs again and is planned inside, of no levels.
     """
 
     length: int
@@ -21,6 +22,7 @@ class LoopForm:
     source: str
     rows: bool = False
     whole: bool = False
+    inner: bool = False
 
     def __str__(self) -> str:
         if self.whole:
@@ -31,6 +33,11 @@ class LoopForm:
                 return f"rows{where}: not in chunks, because they are on several devices"
             return (
                 f"rows{where}, and what makes and reads them: in {self.levels[0]} chunks, one after the other"
+            )
+        if self.inner:
+            where = f" at {self.source}" if self.source else ""
+            return (
+                f"inner loop of {self.length} iterations{where}: runs again on the way back, planned inside"
             )
         loop = f"loop of {self.length} iterations" + (f" at {self.source}" if self.source else "")
         levels, behind = parts(self.length, self.levels)
@@ -48,12 +55,14 @@ def loop_forms(
     form: Form,
     sources: Sequence[str],
     rows: Sequence[tuple[int, str, bool]] = (),
+    inner: Sequence[tuple[int, str]] = (),
     devices: int = 1,
 ) -> tuple[LoopForm, ...]:
     """Of the loops that are not left as they are, and of the rows that are in chunks, or would be on one device.
 
-    **Arguments:** `rows` of each region that may be, with the user's line, and whether it is most of the step;
-    `devices` how many the compiler divides the step among.
+    **Arguments:** `rows` of each region that may be, with the user's line, and whether it is most of the step; `inner`
+    the lengths of inner loops that are laid open, and the user's lines; `devices` how many the compiler divides the
+    step among.
     """
     levels, chunks = form.settings(LOOP), form.settings(ROWS)
     none: Setting = ()
@@ -67,4 +76,4 @@ def loop_forms(
         for i, (length, source, whole) in enumerate(rows)
         if i in chunks or (not whole and devices > 1)
     ]
-    return (*loops, *regions)
+    return (*loops, *(LoopForm(length, (), source, inner=True) for length, source in inner), *regions)

@@ -90,7 +90,7 @@ def open_loops(flat: jex.ClosedJaxpr, inliner: Inliner, over: Mapping[Any, Any])
 
     **Arguments:** `over` for stacked results the scanned-over array that they are written over.
     """
-    opener = _Opener(inliner, over)
+    opener = Opener(inliner, over)
     opener.run(flat.jaxpr.eqns, -1, list(range(len(flat.jaxpr.eqns))))
     jaxpr = flat.jaxpr
     return Opened(
@@ -101,17 +101,20 @@ def open_loops(flat: jex.ClosedJaxpr, inliner: Inliner, over: Mapping[Any, Any])
     )
 
 
-class _Opener:
-    def __init__(self, inliner: Inliner, over: Mapping[Any, Any]):
+class Opener:
+    """Appends equations, and the sections of scans; **arguments** as of `open_loops`, and the `loops` there are."""
+
+    def __init__(self, inliner: Inliner, over: Mapping[Any, Any], loops: Sequence[Loop] = ()):
         self.inliner = inliner
         self.over = over
         self.eqns: list[Any] = []
         self.loop_of: list[int] = []
         self.origin: list[int] = []
-        self.loops: list[Loop] = []
+        self.loops = list(loops)
         self.slices: dict[tuple[int, Any], Any] = {}  # (group, array) -> the variable of its slice
 
     def add(self, eqn: Any, loop: int, origin: int = -1) -> None:
+        """Append an equation of a loop; `origin` its index before, -1 for a new one."""
         self.eqns.append(eqn)
         self.loop_of.append(loop)
         self.origin.append(origin)

@@ -16,9 +16,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from .._model._form import COPIES, LOOP, PLAIN, ROWS, Form
+from .._model._form import COPIES, INNER, LOOP, PLAIN, ROWS, Form
 from .._program import _compat
-from .._program._common_subexpressions import Equals
 from .._program._hints import Hint, hidden
 from .._program._inline import Inliner
 from .._runtime._errors import JaxrematWarning
@@ -26,7 +25,8 @@ from .._runtime._garbage import uncollected
 from ._cotangent_chains import with_names
 from ._encodings import Encoded, with_copies
 from ._gathered_operands import Gather, gathered
-from ._loop_opening import ALONE, BACKWARD, Loop, Opened, open_loops
+from ._laid_open import laid_open, merged_equals
+from ._loop_opening import BACKWARD, FORWARD, Loop
 from ._loop_segments import backward_of, cuttable, segmented
 from ._masks import with_results
 from ._memory_order import memory_order
@@ -148,6 +148,13 @@ class Traced:
         """Of each region how many rows there are, the user's line, and whether it is most of the step."""
         return [(region.rows, region.source, region.whole) for region in self.regions]
 
+    @property
+    def inner(self) -> list[tuple[int, str]]:
+        """Of each forward loop that is laid open within a backward loop the length, and the user's line."""
+        within = (each for each in self.loops if each.parent >= 0 and each.role == FORWARD)
+        found = [each for each in within if self.loops[each.parent].role == BACKWARD]
+        return [(each.length, _compat.user_line(each.eqn)) for each in found]
+
     def places(self, other: "Traced") -> dict[int, int]:
         """For this form's equations those of another form that compute the same, as far as there are any."""
         return {i: j for i, j in zip(self.origin, other.origin, strict=True) if i >= 0 and j >= 0}
@@ -211,7 +218,7 @@ def normalise(
     """
     inliner = Inliner(respect_checkpoint=respect_checkpoint)
     flat = with_names(gathered(inliner.program(closed), gathers))
-    once, once_of, _, first = _merged(flat, inliner)
+    once, once_of, _, first = merged_equals(flat, inliner)
     if inliner.rematted:
         once, once_of = _undone(once, once_of)
     scans = [once.jaxpr.eqns[i] for i in backward_of(once.jaxpr.eqns)]
@@ -232,13 +239,11 @@ def normalise(
     inside = absorbed(parted, donated, list(map(bool, levels)))
     cut, of_inside = segmented(inside.closed, inliner, levels, inside.over)
     of_once = [of_parted[j] if i >= 0 and (j := inside.origin[i]) >= 0 else -1 for i in of_inside]
-    opened = open_loops(cut, inliner, inside.over)
-    merged, merged_of, loop_of, again = (
-        _merged(opened.closed, inliner, opened) if opened.loops else _as_is(opened.closed)
-    )
-    copied = with_copies(merged, loop_of, opened.loops, form.settings(COPIES).get(0, ()))
+    opened = laid_open(cut, inliner, inside.over, inner=bool(form.settings(INNER)))
+    again = opened.read
+    copied = with_copies(opened.closed, opened.loop_of, opened.loops, form.settings(COPIES).get(0, ()))
     merged, loop_of = copied.closed, copied.loop_of
-    merged_of = [copied.place[i] for i in merged_of]
+    place_of = [copied.place[i] if i >= 0 else -1 for i in opened.merged_of]
     kept = _alive(merged)
     order = memory_order(merged.jaxpr, kept, loop_of, opened.loops, turns=turns)
     if apart:
@@ -248,9 +253,7 @@ def normalise(
         order = streamed(merged.jaxpr, order, loop_of, opened.loops)
     place = {old: new for new, old in enumerate(order)}
     made = {v for i in order for v in merged.jaxpr.eqns[i].outvars}
-    found = {
-        of_once[i]: place.get(new, -1) for i, new in zip(opened.origin, merged_of, strict=True) if i >= 0
-    }
+    found = {of_once[i]: place.get(new, -1) for i, new in zip(opened.origin, place_of, strict=True) if i >= 0}
     again_of = (i for i, eqn in enumerate(flat.jaxpr.eqns) if _compat.has_scope(eqn, _compat.REMATTED))
     rematted = again_of if inliner.rematted else ()
     jaxpr = _compat.new_jaxpr(
@@ -338,27 +341,6 @@ def _row_places(region: Region, found: Mapping[int, int]) -> tuple[tuple[int, in
     )
 
 
-def _merged(
-    closed: jex.ClosedJaxpr, inliner: Inliner, opened: Opened | None = None
-) -> tuple[jex.ClosedJaxpr, list[int], list[int], Callable[[Any], Any]]:
-    """Equals computed once; for each old equation the index of the new one, for each new one its loop; and what a
-    variable is called now.
-
-    Within a loop and within its pair equals are merged: what the backward loop repeats it may as well read.
-    """
-    equals = Equals(inliner)
-    loop_of: list[int] = []
-    for i, eqn in enumerate(closed.jaxpr.eqns):
-        loop = opened.loops[opened.loop_of[i]] if opened and opened.loop_of[i] >= 0 else None
-        late = None if loop is None or loop.role == ALONE else loop.role == BACKWARD
-        equals.add(eqn, -1 if loop is None else loop.group, late)
-        if len(equals.eqns) > len(loop_of):
-            loop_of.append(-1 if loop is None else loop.id)
-    outvars = [equals.read(a) for a in closed.jaxpr.outvars]
-    merged = _compat.new_jaxpr(inliner.constvars, inliner.consts, closed.jaxpr.invars, outvars, equals.eqns)
-    return merged, equals.merged_of, loop_of, equals.read
-
-
 def _undone(once: jex.ClosedJaxpr, once_of: Sequence[int]) -> tuple[jex.ClosedJaxpr, list[int]]:
     """The program with what its checkpoints make again in the forward pass; for each older equation the index."""
     eqns, order = forward_again(once.jaxpr.eqns)
@@ -366,12 +348,6 @@ def _undone(once: jex.ClosedJaxpr, once_of: Sequence[int]) -> tuple[jex.ClosedJa
     own = once.jaxpr
     moved = _compat.new_jaxpr(own.constvars, once.consts, own.invars, own.outvars, eqns)
     return moved, [place[i] for i in once_of]
-
-
-def _as_is(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, list[int], list[int], Callable[[Any], Any]]:
-    """As `_merged`, of a program without loops whose equals are merged."""
-    count = len(closed.jaxpr.eqns)
-    return closed, list(range(count)), [-1] * count, lambda a: a
 
 
 def _alive(closed: jex.ClosedJaxpr) -> list[bool]:

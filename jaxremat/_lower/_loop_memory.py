@@ -1,0 +1,68 @@
+"""Nodes of loops laid open -> what is in memory because of the loops, whatever XLA's fusion does."""
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+from .._model._graph import Node, Value
+from .._program._primitives import is_loop_edge
+from .._rewrite._row_chunks import is_in_chunks
+from ._kernel_prices import behind_views
+
+
+def crossing_values(
+    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], sunk: frozenset[int]
+) -> set[int]:
+    """What loops read from outside: it is there while they run; of what iterations make themselves what that reads.
+
+    What they read of the forward loop around by a name of the backward loop around (see `_inner_loops`) is there by
+    that name: a row of a stack, or what was recomputed.
+    """
+    found: set[int] = set()
+    for node, eqn in zip(nodes, eqns, strict=True):
+        made_of = (u for v in sunk.intersection(node.inputs) for u in nodes[values[v].producer].inputs)
+        for v in {*node.inputs, *made_of} - sunk:
+            producer = values[v].producer
+            outside = producer >= 0 and node.loop >= 0 and nodes[producer].loop != node.loop
+            if outside and (not values[v].length or is_loop_edge(eqn)):
+                behind = behind_views(v, eqns, nodes, values)
+                found.add(v if values[behind].length and not values[v].length else behind)
+    return {v for v in found if values[v].producer >= 0}
+
+
+def carried_values(eqns: Sequence[Any], nodes: Sequence[Node]) -> set[int]:
+    """What iterations hand on to the next: in memory on both sides; and what loops leave, or rows in chunks."""
+    leaving = ("scan_carry", "scan_last", "scan_stack", "scan")
+    edges = [n for n, e in zip(nodes, eqns, strict=True) if e.primitive.name in leaving or is_in_chunks(e)]
+    return {v for n in edges for v in (*n.outputs, *(n.inputs if n.primitive == "scan_last" else ()))}
+
+
+def written_whole(nodes: Sequence[Node], in_memory: Set[int]) -> set[int]:
+    """What contractions or reductions make that iterations write into arrays: the kernel that does is another."""
+    hidden: set[int] = set()
+    row = {"scan_stack": 0, "dynamic_update_slice": 1}
+    for node in nodes:
+        if node.heavy or not hidden.isdisjoint(node.inputs):
+            hidden.update(v for v in node.outputs if v not in in_memory)
+    writes = [n for n in nodes if n.primitive in row and n.loop >= 0 and len(n.inputs) > row[n.primitive]]
+    return {v for n in writes if (v := n.inputs[row[n.primitive]]) in hidden}
+
+
+def with_stacks(
+    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], hoists: bool
+) -> list[Node]:
+    """The nodes, with the stacked results that their loop has not filled yet as scratch memory.
+
+    The whole array is there from the loop's first iteration on. So is, where the compiler does things early, the row
+    that is written over, if it is one of what the forward pass reads too (see `_in_place_stacks`).
+    """
+    pending: dict[int, int] = {}
+    found = []
+    for node, eqn in zip(reversed(nodes), reversed(eqns), strict=True):
+        waiting = pending.get(node.loop, 0) if node.loop >= 0 else 0
+        found.append(replace(node, workspace_nbytes=node.workspace_nbytes + waiting) if waiting else node)
+        if eqn.primitive.name == "scan_stack":
+            rows = [v for v in node.inputs[1:] if hoists and values[v].length]
+            made = sum(values[v].nbytes for v in (*node.outputs, *rows) if not values[v].is_output)
+            pending[node.loop] = waiting + made
+    return found[::-1]

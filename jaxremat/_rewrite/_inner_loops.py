@@ -1,0 +1,91 @@
+"""Pairs of scans inside of pairs of loops -> laid open as well.
+
+An iteration of the outer backward loop runs the inner forward scan again, whose results it has then for itself: of the
+outer forward loop it wants no more than what goes into that scan. It is as if the inner scan had a `jax.checkpoint`
+around it, which it often has. What such loops read of the outer forward loop they read by a name of the loop around
+them, so that where it is recomputed, it is recomputed there, once for all inner iterations.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jex
+from jax.extend.core.primitives import reshape_p
+
+from .._program import _compat
+from .._program._flops import aval_nbytes
+from .._program._inline import Inliner
+from ._loop_opening import BACKWARD, FORWARD, Loop, Opened, Opener, operands, pairs
+
+
+def inner_pairs(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> dict[int, int]:
+    """For each inner backward scan the inner forward scan that it reads, by index, the outer ones laid open."""
+    found: dict[int, int] = {}
+    for loop in loops:
+        if loop.role == BACKWARD:
+            among = [i for i, own in enumerate(loop_of) if own in (loop.group, loop.id)]
+            inside = pairs([eqns[i] for i in among]).items()
+            found.update((among[b], among[f]) for b, f in inside if loop_of[among[b]] == loop.id)
+    return found
+
+
+def fewer_nbytes(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> int:
+    """What the inner forward scans stack for one outer iteration, but for their carries."""
+    stacked = 0
+    for b, f in inner_pairs(eqns, loop_of, loops).items():
+        read = set(operands(eqns[b])[2])
+        stacked += sum(aval_nbytes(v.aval) for v in eqns[f].outvars if v in read)
+        stacked -= eqns[f].params["length"] * sum(aval_nbytes(a.aval) for a in operands(eqns[f])[1])
+    return max(stacked, 0)
+
+
+def open_inner(
+    closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop], inliner: Inliner
+) -> Opened:
+    """Lay open the inner pairs of equations whose loops are laid open."""
+    jaxpr = closed.jaxpr
+    forward_of = inner_pairs(jaxpr.eqns, loop_of, loops)
+    opener = Opener(inliner, {}, list(loops))
+    made_in = {v: i for eqn, i in zip(jaxpr.eqns, loop_of, strict=True) for v in eqn.outvars}
+    named: dict[tuple[int, Any], Any] = {}  # by loop and variable of the outer forward loop
+
+    def here(eqn: Any, i: int) -> Any:
+        """The inner scan, with what it reads of the forward loop called by names of this one."""
+
+        def name(a: Any) -> Any:
+            if _compat.is_literal(a) or made_in.get(a, -1) in (-1, i) or made_in[a] != loops[i].group:
+                return a
+            if (i, a) not in named:
+                named[i, a] = _compat.new_var(a.aval)
+                same = {"new_sizes": a.aval.shape, "dimensions": None, "sharding": None}
+                opener.add(_compat.new_eqn([a], [named[i, a]], reshape_p, same, eqn.source_info), i)
+            return named[i, a]
+
+        return eqn.replace(invars=[name(a) for a in eqn.invars])
+
+    for i, (eqn, own) in enumerate(zip(jaxpr.eqns, loop_of, strict=True)):
+        if i not in forward_of:
+            opener.add(eqn, own, i)
+            continue
+        forward = jaxpr.eqns[forward_of[i]]
+        again = dict(zip(forward.outvars, (_compat.new_var(v.aval) for v in forward.outvars), strict=True))
+        made_in.update(dict.fromkeys(again.values(), own))
+        copy = here(forward.replace(outvars=list(again.values())), own)
+        number = opener.open(copy, FORWARD, None, own)
+        read = [a if _compat.is_literal(a) else again.get(a, a) for a in eqn.invars]
+        opener.open(here(eqn.replace(invars=read), own), BACKWARD, number, own)
+    eqns = _without_stacks(opener.eqns, jaxpr.outvars)
+    opened = _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, eqns)
+    return Opened(opened, tuple(opener.loop_of), tuple(opener.loops), tuple(opener.origin))
+
+
+def _without_stacks(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """The equations, scans without results that nobody reads any more."""
+    read = {a for eqn in eqns for a in _compat.variables(eqn.invars)} | set(_compat.variables(results))
+
+    def fewer(eqn: Any) -> Any:
+        wanted = [v in read for v in eqn.outvars]
+        able = eqn.primitive.name == "scan" and not eqn.effects and any(wanted) and not all(wanted)
+        return _compat.with_results(eqn, wanted) if able else eqn
+
+    return list(map(fewer, eqns))

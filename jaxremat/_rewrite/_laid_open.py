@@ -1,0 +1,68 @@
+"""Flat equations -> the same with loops laid open and equals merged, within each loop and its pair."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.extend.core as jex
+
+from .._program import _compat
+from .._program._common_subexpressions import Equals
+from .._program._inline import Inliner
+from ._inner_loops import open_inner
+from ._loop_opening import ALONE, BACKWARD, Loop, Opened, open_loops
+
+
+@dataclass(frozen=True)
+class LaidOpen:
+    """**Fields:** `closed` the equations; `loop_of` and `loops` as of `Opened`; `origin` as there, before
+    equals were merged, and `merged_of` the equation of `closed` that each of those has become, -1 for none; `read`
+    what a variable is called now.
+    """
+
+    closed: jex.ClosedJaxpr
+    loop_of: list[int]
+    loops: tuple[Loop, ...]
+    origin: tuple[int, ...]
+    merged_of: list[int]
+    read: Callable[[Any], Any]
+
+
+def laid_open(flat: jex.ClosedJaxpr, inliner: Inliner, over: Mapping[Any, Any], *, inner: bool) -> LaidOpen:
+    """Lay open the loops of flat equations that `inliner` has made; `over` as of `open_loops`.
+
+    **Arguments:** `inner` whether pairs inside of pairs are too.
+    """
+    opened = open_loops(flat, inliner, over)
+    if not opened.loops:
+        count = len(opened.closed.jaxpr.eqns)
+        return LaidOpen(opened.closed, [-1] * count, (), opened.origin, list(range(count)), lambda a: a)
+    closed, merged_of, loop_of, read = merged_equals(opened.closed, inliner, opened)
+    if not inner:
+        return LaidOpen(closed, loop_of, opened.loops, opened.origin, merged_of, read)
+    deeper = open_inner(closed, loop_of, opened.loops, inliner)
+    closed, deeper_of, loop_of, again = merged_equals(deeper.closed, inliner, deeper)
+    place = {i: deeper_of[k] for k, i in enumerate(deeper.origin) if i >= 0}
+    merged_of = [place.get(i, -1) for i in merged_of]
+    return LaidOpen(closed, loop_of, deeper.loops, opened.origin, merged_of, lambda a: again(read(a)))
+
+
+def merged_equals(
+    closed: jex.ClosedJaxpr, inliner: Inliner, opened: Opened | None = None
+) -> tuple[jex.ClosedJaxpr, list[int], list[int], Callable[[Any], Any]]:
+    """Equals computed once; for each old equation the index of the new one, for each new one its loop; and what a
+    variable is called now.
+
+    Within a loop and within its pair equals are merged: what the backward loop repeats it may as well read.
+    """
+    equals = Equals(inliner)
+    loop_of: list[int] = []
+    for i, eqn in enumerate(closed.jaxpr.eqns):
+        loop = opened.loops[opened.loop_of[i]] if opened and opened.loop_of[i] >= 0 else None
+        late = None if loop is None or loop.role == ALONE else loop.role == BACKWARD
+        equals.add(eqn, -1 if loop is None else loop.group, late)
+        if len(equals.eqns) > len(loop_of):
+            loop_of.append(-1 if loop is None else loop.id)
+    outvars = [equals.read(a) for a in closed.jaxpr.outvars]
+    merged = _compat.new_jaxpr(inliner.constvars, inliner.consts, closed.jaxpr.invars, outvars, equals.eqns)
+    return merged, equals.merged_of, loop_of, equals.read
