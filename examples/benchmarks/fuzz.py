@@ -3,10 +3,11 @@
     python -m examples.benchmarks.fuzz --examples 10000 --jobs 2 --save
 
 For each seed `random_steps` makes a step. It is traced with its checkpoints undone or not, takes forms as they come
-(its loops in levels or parts, with updates absorbed; inner loops laid open; its rows in chunks; copies of values, without loss), its backward
-pass is cut into stages anywhere, any of its residuals are saved and kept, and it is emitted for either kind of compiler
-with every kind of fence. Each emitted program is one example: JAX's own checker looks at it, it runs, and gives what
-the step gives. A share of the steps is planned as a whole within random budgets besides, and held against them.
+(its loops in levels or parts, with updates absorbed, and inner ones laid open; its rows in chunks; copies of values,
+without loss), its backward pass is cut into stages anywhere, any of its residuals are saved and kept, and it is emitted
+for either kind of compiler with every kind of fence. Each emitted program is one example: JAX's own checker looks at
+it, it runs, and gives what the step gives. A share of the steps is planned as a whole within random budgets besides,
+and held against them.
 
 What has run is written after each step, so that a run that was stopped goes on where it was. `--save` puts the sums
 among the published results.

@@ -94,7 +94,7 @@ def rolled_layers(p: Any, x: Array, **options: Any) -> Array:
 
     @jax.checkpoint
     def one(x: Array, p: Any) -> Any:
-        start, gate = layer(p, x), jax.nn.softmax(x @ p["a"])
+        start, gate = layer(p, x), jax.nn.softmax(x @ p["w"])
 
         def again(y: Array, scale: Array) -> Any:
             y = layer(p, y) * gate + scale * start

@@ -328,7 +328,7 @@ class Emitter:
                 or graph.values[v].materialised
                 or self.place[producer] >= k
                 or producer in self.waiting
-                or (graph.nodes[producer].loop != loop and not graph.values[v].length)
+                or not graph.repeats(loop, graph.nodes[producer].loop)
             ):
                 continue
             wanted.add(producer)

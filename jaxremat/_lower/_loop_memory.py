@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from .._model._graph import Node, Value
-from .._program._primitives import is_loop_edge
+from .._program._primitives import is_loop_edge, is_view
 from .._rewrite._row_chunks import is_in_chunks
 from ._kernel_prices import behind_views
 
@@ -25,8 +25,11 @@ def crossing_values(
             producer = values[v].producer
             outside = producer >= 0 and node.loop >= 0 and nodes[producer].loop != node.loop
             if outside and (not values[v].length or is_loop_edge(eqn)):
-                behind = behind_views(v, eqns, nodes, values)
-                found.add(v if values[behind].length and not values[v].length else behind)
+                named = nodes[producer].inputs[:1]
+                handed = (
+                    not values[v].length and any(values[u].length for u in named) and is_view(eqns[producer])
+                )
+                found.add(v if handed else behind_views(v, eqns, nodes, values))
     return {v for v in found if values[v].producer >= 0}
 
 
