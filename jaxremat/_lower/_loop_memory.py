@@ -6,6 +6,7 @@ from typing import Any
 
 from .._model._graph import Node, Value
 from .._program._primitives import is_loop_edge, is_view
+from .._rewrite._loop_opening import Loop
 from .._rewrite._row_chunks import is_in_chunks
 from ._kernel_prices import behind_views
 
@@ -51,21 +52,29 @@ def written_whole(nodes: Sequence[Node], in_memory: Set[int]) -> set[int]:
     return {v for n in writes if (v := n.inputs[row[n.primitive]]) in hidden}
 
 
-def with_stacks(
-    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], hoists: bool
+def with_waiting(
+    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], loops: Sequence[Loop], hoists: bool
 ) -> list[Node]:
-    """The nodes, with the stacked results that their loop has not filled yet as scratch memory.
+    """The nodes, with what waits for its turn from the first iteration on as scratch memory, in loops within too.
 
-    The whole array is there from the loop's first iteration on. So is, where the compiler does things early, the row
-    that is written over, if it is one of what the forward pass reads too (see `_in_place_stacks`).
+    Of stacked results that their loop has not filled yet the whole array is there. So is, where the compiler does
+    things early, the row that is written over, if it is one of what the forward pass reads too (see
+    `_in_place_stacks`). Carries that begin with the same array, as zeros, are copies of it, all but one: all of them
+    where it is read again.
     """
-    pending: dict[int, int] = {}
+    waiting: dict[int, int] = {}
+    read: set[int] = set()  # by what comes behind
     found = []
     for node, eqn in zip(reversed(nodes), reversed(eqns), strict=True):
-        waiting = pending.get(node.loop, 0) if node.loop >= 0 else 0
-        found.append(replace(node, workspace_nbytes=node.workspace_nbytes + waiting) if waiting else node)
+        more, loop = 0, node.loop
+        while loop >= 0:
+            more, loop = more + waiting.get(loop, 0), loops[loop].parent
+        found.append(replace(node, workspace_nbytes=node.workspace_nbytes + more) if more else node)
         if eqn.primitive.name == "scan_stack":
             rows = [v for v in node.inputs[1:] if hoists and values[v].length]
             made = sum(values[v].nbytes for v in (*node.outputs, *rows) if not values[v].is_output)
-            pending[node.loop] = waiting + made
+            waiting[node.loop] = waiting.get(node.loop, 0) + made
+        elif eqn.primitive.name == "scan_carry" and node.inputs and not read.isdisjoint(node.inputs):
+            waiting[node.loop] = waiting.get(node.loop, 0) + sum(values[v].nbytes for v in node.outputs)
+        read.update(node.inputs)
     return found[::-1]

@@ -38,7 +38,7 @@ from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
 from ._epilogues import sums_of_scattered, written_sums
 from ._kernel_prices import behind_views, handed_over, priced
-from ._loop_memory import carried_values, crossing_values, with_stacks, written_whole
+from ._loop_memory import carried_values, crossing_values, with_waiting, written_whole
 
 SMALL_SHARE = 1e-4
 """Residuals below this share of what the forward pass writes are always saved, ..."""
@@ -149,7 +149,7 @@ def lower(
     in_memory |= {v for n in nodes for v in {FETCH: n.outputs, PUT: n.inputs}.get(n.primitive, ())}
     in_memory |= written_whole(nodes, in_memory)
     nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
-    nodes = with_stacks(jaxpr.eqns, nodes, values, backend(device.platform).hoists)
+    nodes = with_waiting(jaxpr.eqns, nodes, values, traced.loops, backend(device.platform).hoists)
     copies = {index[v] for each in traced.encoded for v in each.parts}
     in_memory |= copies | {v.id for v in values if v.producer < 0 or v.is_output}
     axes = axes_in_memory(jaxpr.eqns, nodes, values, device.chip if fuses else None)
