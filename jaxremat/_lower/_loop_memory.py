@@ -63,7 +63,7 @@ def with_waiting(
     where it is read again.
     """
     waiting: dict[int, int] = {}
-    read: set[int] = set()  # by what comes behind
+    read = {v.id for v in values if v.is_output}  # by what comes behind
     found = []
     for node, eqn in zip(reversed(nodes), reversed(eqns), strict=True):
         more, loop = 0, node.loop
