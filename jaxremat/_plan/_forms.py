@@ -86,7 +86,7 @@ def _inner(sites: Sites) -> Offers | None:
     """Pairs of loops inside of pairs laid open."""
     traced, there = sites.traced, sites.there
     found = inner_pairs(traced.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops)
-    fewer = inner_nbytes(there.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops) if found else 0
+    fewer = inner_nbytes(there.jaxpr.jaxpr.eqns, found)
     if not fewer or sites.decided:
         return None
     nodes = (sites.graph.nodes[i] for i in set(found.values()))

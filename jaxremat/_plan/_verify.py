@@ -336,7 +336,7 @@ class _Planner:
                 graph.form,
                 traced.sources,
                 traced.rows,
-                self.baseline.form(graph.form).inner if graph.form else (),
+                self.baseline.form(graph.form).inner,
                 devices=1 if schedule.drops_nothing else traced.devices,
             ),
             copies=copies(self.baseline.form(graph.form), graph, schedule),

@@ -27,19 +27,16 @@ class LoopForm:
     def __str__(self) -> str:
         if self.whole:
             return f"the step: in {self.levels[0]} microbatches, one after the other, whose gradients are added up"
+        where = f" at {self.source}" if self.source else ""
         if self.rows:
-            where = f" at {self.source}" if self.source else ""
             if not self.levels:
                 return f"rows{where}: not in chunks, because they are on several devices"
             return (
                 f"rows{where}, and what makes and reads them: in {self.levels[0]} chunks, one after the other"
             )
+        loop = f"loop of {self.length} iterations{where}"
         if self.inner:
-            where = f" at {self.source}" if self.source else ""
-            return (
-                f"inner loop of {self.length} iterations{where}: runs again on the way back, planned inside"
-            )
-        loop = f"loop of {self.length} iterations" + (f" at {self.source}" if self.source else "")
+            return f"inner {loop}: runs again on the way back, planned inside"
         levels, behind = parts(self.length, self.levels)
         if len(levels) > 1:
             rest = f", and {sum(behind)} behind them" if behind else ""

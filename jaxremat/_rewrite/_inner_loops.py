@@ -6,7 +6,7 @@ around it, which it often has. What such loops read of the outer forward loop th
 them, so that where it is recomputed, it is recomputed there, once for all inner iterations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -15,6 +15,7 @@ from jax.extend.core.primitives import reshape_p
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
+from ._loop_closing import without_unread
 from ._loop_opening import BACKWARD, FORWARD, Loop, Opened, Opener, operands, pairs
 
 
@@ -29,10 +30,10 @@ def inner_pairs(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loo
     return found
 
 
-def fewer_nbytes(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> int:
-    """What the inner forward scans stack for one outer iteration, but for their carries."""
+def fewer_nbytes(eqns: Sequence[Any], forward_of: Mapping[int, int]) -> int:
+    """What the forward scans of these inner pairs stack for one outer iteration, but for their carries."""
     stacked = 0
-    for b, f in inner_pairs(eqns, loop_of, loops).items():
+    for b, f in forward_of.items():
         read = set(operands(eqns[b])[2])
         stacked += sum(aval_nbytes(v.aval) for v in eqns[f].outvars if v in read)
         stacked -= eqns[f].params["length"] * sum(aval_nbytes(a.aval) for a in operands(eqns[f])[1])
@@ -53,7 +54,7 @@ def open_inner(
         """The inner scan, with what it reads of the forward loop called by names of this one."""
 
         def name(a: Any) -> Any:
-            if _compat.is_literal(a) or made_in.get(a, -1) in (-1, i) or made_in[a] != loops[i].group:
+            if _compat.is_literal(a) or made_in.get(a) != loops[i].group:
                 return a
             if (i, a) not in named:
                 named[i, a] = _compat.new_var(a.aval)
@@ -69,23 +70,10 @@ def open_inner(
             continue
         forward = jaxpr.eqns[forward_of[i]]
         again = dict(zip(forward.outvars, (_compat.new_var(v.aval) for v in forward.outvars), strict=True))
-        made_in.update(dict.fromkeys(again.values(), own))
         copy = here(forward.replace(outvars=list(again.values())), own)
         number = opener.open(copy, FORWARD, None, own)
         read = [a if _compat.is_literal(a) else again.get(a, a) for a in eqn.invars]
         opener.open(here(eqn.replace(invars=read), own), BACKWARD, number, own)
-    eqns = _without_stacks(opener.eqns, jaxpr.outvars)
+    eqns = without_unread(opener.eqns, jaxpr.outvars, {"scan"})  # which stack no more what their copies do
     opened = _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, eqns)
     return Opened(opened, tuple(opener.loop_of), tuple(opener.loops), tuple(opener.origin))
-
-
-def _without_stacks(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The equations, scans without results that nobody reads any more."""
-    read = {a for eqn in eqns for a in _compat.variables(eqn.invars)} | set(_compat.variables(results))
-
-    def fewer(eqn: Any) -> Any:
-        wanted = [v in read for v in eqn.outvars]
-        able = eqn.primitive.name == "scan" and not eqn.effects and any(wanted) and not all(wanted)
-        return _compat.with_results(eqn, wanted) if able else eqn
-
-    return list(map(fewer, eqns))

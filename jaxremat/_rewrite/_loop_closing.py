@@ -5,7 +5,7 @@ there and scanned over here; what it reads from outside is a constant of its bod
 gives the program that was there before, with the same stacked values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,23 +67,22 @@ def name_before(before: dict[Any, Any]) -> Callable[[Any], Any]:
     return same
 
 
-def without_unread(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The equations, their conds and shard_maps without results that nobody reads, nor what they make only those of.
+def without_unread(
+    eqns: Sequence[Any], results: Sequence[Any], kinds: Collection[str] = ("cond", "shard_map")
+) -> list[Any]:
+    """The equations, those of these kinds without results that nobody reads, nor what they make only those of.
 
     A plan that drops what such a one hands to the backward pass reads it in a clone, which need not make the rest.
     """
     read = {a for a in results if not _compat.is_literal(a)}
     found = []
     for eqn in reversed(eqns):
-        if eqn.primitive.name in _PRUNED and not eqn.effects:
+        if eqn.primitive.name in kinds and not eqn.effects:
             wanted = [v in read for v in eqn.outvars]
             eqn = _compat.with_results(eqn, wanted) if any(wanted) and not all(wanted) else eqn
         read.update(a for a in eqn.invars if not _compat.is_literal(a))
         found.append(eqn)
     return found[::-1]
-
-
-_PRUNED = frozenset({"cond", "shard_map"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,8 +116,8 @@ def test_the_least_memory(name: str) -> None:
     check_budget(LOOPS[name], None)
 
 
-def check_budget(case: Case, share: float | None) -> None:
-    """The budget, this share of the temporaries or "min", is kept, with the plain step's results."""
+def check_budget(case: Case, share: float | None) -> jaxremat.Plan:
+    """The budget, this share of the temporaries or "min", is kept, with the plain step's results; returns the plan."""
     args = case.make_args()
     plain = compile_plain(case, args)
     stats = MemoryStats.of(plain)
@@ -128,6 +128,7 @@ def check_budget(case: Case, share: float | None) -> None:
     assert (plan.compiled_peak_nbytes or 0) <= plan.budget_nbytes
     want = plain(*jax.tree.map(lambda a: a.copy(), args))
     assert_same(want, step(*args))
+    return plan
 
 
 def test_half_of_a_plain_loop_costs_nothing() -> None:
