@@ -43,6 +43,12 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "googlenet": {},
     "vit_scanned": {},
     "mobilenet_v2": {},
+    "dropout": {"dtype": "bfloat16"},
+    "depthwise": {},
+    "encoder_decoder": {},
+    "highway": {},
+    "sharpness": {},
+    "loops in loops": {"name": "gpt_scanned", "remat": "scan"},
 }
 """Networks of full size, with what is other here."""
 
@@ -142,6 +148,8 @@ MECHANISMS = (
     ),
     Mechanism("stacks begun late", {"_emit._emit.stacked_nbytes": always(0)}, on=(CPU,)),
     Mechanism("chained cotangents in memory", {"_rewrite._trace.with_names": given(0)}, on=(CPU,)),
+    Mechanism("pairs of loops in loops laid open", {"_plan._forms.inner_pairs": always({})}),
+    Mechanism("what waits in loops", {"_lower._lower.with_waiting": given(1)}),
     Mechanism("masks of results", {"_rewrite._trace.with_results": lambda closed, *_: (closed, {})}),
     Mechanism("results of masks behind fences", {"_emit._emit.behind_fence": given(2)}),
     Mechanism("weights' copies behind fences", {"_emit._emit.behind_operand": given(2)}, on=(CPU,)),

@@ -23,6 +23,7 @@ from examples.benchmarks import (
     jax_remat_tests,
     joint,
     monet_table,
+    prediction,
     records,
     residuals,
     sharded,
@@ -119,6 +120,7 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
         emitters.markdown(emitted),
         *map(jax_remat_tests.markdown, jax_tests(results)),
         *map(joint.markdown, records.read_all(results, joint.FOLDER)),
+        *map(prediction.markdown, records.read_all(results, prediction.FOLDER)),
         *map(ablation.markdown, records.read_all(results, "ablation")),
     ]
     return "\n\n".join(part for part in parts if part)

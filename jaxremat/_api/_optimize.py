@@ -9,26 +9,26 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-from .._compiler._devices import detect, host_memory
+from .._compiler._devices import detect
 from .._compiler._program import Program, device_of, placed
 from .._compiler._target import Target
 from .._model._device_specs import find
 from .._model._pins import parse_pins
 from .._model._row_offers import EXACT
-from .._plan._agreement import agreed
 from .._plan._arguments import as_tuple, check_choice, check_host_memory, check_planning, parse_forms
 from .._plan._baseline import Baseline
 from .._plan._plan import Plan
 from .._plan._planned import Planned, confirm
 from .._plan._request import Offload, Options, Request
 from .._report import Report
-from .._runtime._bytes import Budget, parse_budget, parse_margin, parse_nbytes
+from .._runtime._bytes import Budget, parse_budget, parse_margin
 from .._runtime._errors import ArgumentError, JaxrematWarning
 from .._runtime._progress import timed
 from .._runtime._progress_bars import shown
 from .._solver import Milp, Solver
 from ._argument_kinds import kind_of
 from ._bound_step import Bound
+from ._host_state import Arrangement, usable
 from ._nnx_objects import OfObjects
 from ._strict_trees import OfLeaves
 
@@ -107,6 +107,8 @@ def optimize(
       search was cut short.
     - `offload`: let the planner keep saved values in the host's memory between their readers, where that costs less
       than computing them again. Plans without are looked for first, so that planning may take twice as long.
+      Where nothing fits, or only what is dear, it keeps donated arguments there that are read to be updated alone, as
+      an optimizer's state: the step returns them there, and a warning says so (see `Plan.on_host`).
       A CPU has no other memory: with True a warning says so. `"auto"` is True where there is one.
     - `host_budget`: what these values may take of the host's memory, all devices of the process together: bytes or
       text, by default half of the machine's, or without limit for a `target`.
@@ -228,6 +230,7 @@ class Step:
         self._planned: dict[Any, Planned] = {}
         self._recent: _Recent | None = None
         self._by_kind: dict[Any, OfObjects | OfLeaves] = {}
+        self._arrangement = Arrangement(program, self._prepare)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recent = self._recent
@@ -278,6 +281,11 @@ class Step:
             return self._program.plain(*args, **kwargs)
         key = self._key(args, kwargs)
         planned = self._plan_for(args, kwargs, key)
+        if planned.plan.on_host:
+            args, kwargs = self._arrangement.arranged(planned.plan, args, kwargs, run=True)
+            dynamic = self._program.dynamic(args, kwargs)
+            leaves, key = jax.tree.leaves(dynamic), self._key(args, kwargs)
+            self._planned[key] = planned
         run = self._executable(planned, args, kwargs)
         static = self._program.static(args, kwargs)
         self._recent = _Recent([_type_of(leaf) for leaf in leaves], tree, static, key, run)
@@ -297,13 +305,16 @@ class Step:
         """The planned step, lowered for these arguments: a `jax.stages.Lowered`, or its like for a target."""
         if (through := self._through(args, kwargs)) is not None:
             return through.ask(Step.lower, args, kwargs)
-        return self._program.lower(self._plan_for(args, kwargs).jitted, args, kwargs)
+        planned = self._plan_for(args, kwargs)
+        args, kwargs = self._arrangement.arranged(planned.plan, args, kwargs, run=False)
+        return self._program.lower(planned.jitted, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """The planned step, compiled for these arguments: a `jax.stages.Compiled`, or its like for a target."""
         if (through := self._through(args, kwargs)) is not None:
             return through.ask(Step.compile, args, kwargs)
-        return self._compiled(self._plan_for(args, kwargs), args, kwargs)
+        planned = self._plan_for(args, kwargs)
+        return self._compiled(planned, *self._arrangement.arranged(planned.plan, args, kwargs, run=False))
 
     def _compiled(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return planned.executable() or self._program.lower(planned.jitted, args, kwargs).compile()
@@ -338,7 +349,7 @@ class Step:
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         with shown(self._options.progress), timed():
-            return agreed(*self._prepare(args, kwargs), self._given)
+            return self._arrangement.planned(self._given, args, kwargs)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Baseline, Request]:
         """What to plan for these arguments."""
@@ -352,18 +363,7 @@ class Step:
             spec, reported = detect(here), (here.memory_stats() or {}).get("bytes_limit")
         options = self._options
         kept = (self._given or options).respect_checkpoint
-        host = None
-        if options.offload:
-            allowed = None if options.host_budget is None else parse_nbytes(options.host_budget)
-            host = host_memory(spec, here, allowed)
-            if host is None and options.offload is True:
-                warnings.warn(
-                    f"`offload=True`: {spec.name} has no memory besides the host's, so that nothing is moved there. "
-                    "The step is planned without.",
-                    JaxrematWarning,
-                    stacklevel=4,
-                )
-        allow = options.allow
+        host, allow = usable(options, spec, here), options.allow
         baseline = Baseline(
             program, args, kwargs, spec, options.profile, here, kept, options.pins, host, allow
         )

@@ -39,6 +39,19 @@ def past_updates(graph: Graph, cuts: Sequence[int]) -> list[int]:
     return moved
 
 
+def updated_alone(graph: Graph) -> list[int]:
+    """The donated arguments that are read to be updated alone, neither by the forward pass nor by a product, as an
+    optimizer's state is: in the order in which they are read.
+    """
+    first: dict[int, int] = {}
+    used: set[int] = set()
+    for node in graph.nodes:
+        first.update((v, node.id) for v in node.inputs if v not in first)
+        if node.id < graph.forward_stop or node.heavy:
+            used.update(node.inputs)
+    return sorted((graph.donated & first.keys()) - used, key=first.__getitem__)
+
+
 class _Updates:
     def __init__(self, graph: Graph, cuts: Sequence[int]):
         self.graph = graph

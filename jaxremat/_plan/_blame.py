@@ -46,6 +46,7 @@ def blamed(
         budget_nbytes=error.budget_nbytes,
         min_peak_nbytes=error.min_peak_nbytes,
         free_min_peak_nbytes=free,
+        step_seconds=error.step_seconds,
         hints=tuple(origin for origin, _ in costs),
     )
 

@@ -46,6 +46,8 @@ class Plan(Outcome, Written):
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `fence`,
       `offloaded` what the emitter needs. Of these `unrepeated` are the operations that may not run twice, some of
       which only the compiled plain step tells: those with which devices send each other something.
+    - `on_host` the places, among the leaves of the traced arguments, of those that the plan keeps in the host's memory
+      from step to step, and `on_host_nbytes` what they would take of the device's.
     """
 
     FORMAT: ClassVar = ("format", 3)
@@ -60,6 +62,7 @@ class Plan(Outcome, Written):
     form: Form
     unrepeated: tuple[int, ...] = ()
     offloaded: tuple[HostCopy, ...] = ()
+    on_host: tuple[int, ...] = ()
 
     @classmethod
     def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ from ._known_plans import KnownPlans
 from ._plan import Plan
 from ._planned import Planned, apply_plan
 from ._request import Options, Request
+from ._state_on_host import movable
 from ._verify import make_plan
 
 T = TypeVar("T")
@@ -34,6 +35,9 @@ logger = logging.getLogger("jaxremat")
 
 _SEARCHING = frozenset({"time_limit", "effort", "planning_seconds"})
 """How long to look for a plan, which does not matter to plans that are found."""
+
+_TOLD = ("budget_nbytes", "min_peak_nbytes", "step_seconds")
+"""What is kept of a refusal besides its text."""
 
 MOST_NBYTES = 256 * 2**20
 """Plans kept, all together. A plan of a network with thousands of equations takes some hundred kilobytes."""
@@ -44,6 +48,9 @@ def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
     path = _path(baseline, request)
     if path is None:
         return make_plan(baseline, request)
+    refusal = _path(baseline, request, refused=True) if movable(baseline) else None
+    if refusal and (refused := recall(refusal, json.loads)) is not None:
+        raise InfeasibleBudgetError(**refused)
     if (plan := recall(path, Plan.from_json)) is not None:
         try:
             follow = functools.partial(apply_plan, baseline, plan, request.options.verify)
@@ -63,7 +70,11 @@ def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
         planned = _known(baseline, request, known, None)
         if planned is None:
             _keep_least(baseline, request, known, error)
-            raise known.corrected(error) from None
+            error = known.corrected(error)
+            if refusal:  # what is planned instead is kept, see `_state_on_host`
+                told = {name: getattr(error, name) for name in _TOLD}
+                keep(refusal, json.dumps({"message": str(error), **told}))
+            raise error from None
     else:
         planned = _known(baseline, request, known, planned.plan) or planned
     keep(path, planned.plan.to_json())
@@ -134,11 +145,11 @@ def enabled() -> bool:
     return os.environ.get("JAXREMAT_PLAN_CACHE", "").strip().lower() not in ("0", "off", "no", "false")
 
 
-def _path(baseline: Baseline, request: Request) -> Path | None:
-    """Where the plan of a request is kept; None where it may not be."""
+def _path(baseline: Baseline, request: Request, *, refused: bool = False) -> Path | None:
+    """Where the plan of a request is kept, or that there is none; None where it may not be."""
     budget, margin = _asked(request)
     key = key_of(baseline, request.options, {"budget": budget, "margin": margin})
-    return None if key is None else cache_dir() / "plans" / f"{key}.json"
+    return None if key is None else cache_dir() / ("refusals" if refused else "plans") / f"{key}.json"
 
 
 def key_of(

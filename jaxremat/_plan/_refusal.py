@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._model._graph import Graph
+from .._model._optimizer_updates import updated_alone
 from .._model._schedule import Schedule
 from .._model._simulate import simulate
 from .._runtime._bytes import Budget, format_nbytes
@@ -89,19 +90,19 @@ def infeasible(
         ),
         budget_nbytes=budget + margin_nbytes,
         min_peak_nbytes=least.peak_nbytes,
+        step_seconds=graph.step_seconds,
     )
 
 
 def _movable(graph: Graph) -> str:
     """What to say of arguments that the host's memory could hold; "" where they are not worth it."""
-    read = {v for node in graph.nodes for v in node.inputs}
-    used = {v for node in graph.nodes if node.id < graph.forward_stop or node.heavy for v in node.inputs}
-    updated = sum(graph.values[v].nbytes for v in graph.donated & read - used)
+    updated = sum(graph.values[v].nbytes for v in updated_alone(graph))
     if graph.platform != "gpu" or updated < WORTH * graph.base_nbytes:
         return ""
     return (
         f" {format_nbytes(updated)} of the arguments are read to be updated alone, as an optimizer's state is. In the "
-        "host's memory they take none of the device's: `opt_state = jaxremat.to_host(opt_state)`."
+        "host's memory they take none of the device's: `optimize(..., offload=True)` puts them there, or "
+        "`opt_state = jaxremat.to_host(opt_state)`."
     )
 
 

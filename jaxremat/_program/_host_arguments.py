@@ -74,7 +74,7 @@ def from_host(fn: Callable[..., Any]) -> Callable[..., Any]:
             before = (places.get(path), alone.get(path), places.get(inner), alone.get(inner))
             alike = (a for a in before if isinstance(a, jax.Array) and a.shape == leaf.shape)
             source = next((a for a in alike if a.dtype == leaf.dtype), None)
-            return jax.device_put(leaf, jax.memory.Space.Host) if _is_there(source) else leaf
+            return jax.device_put(leaf, jax.memory.Space.Host) if is_there(source) else leaf
 
         here, named = jax.tree.map(_fetched, (args, kwargs))
         return jax.tree.map_with_path(returned, fn(*here, **named))
@@ -83,16 +83,16 @@ def from_host(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fetched(leaf: Any) -> Any:
-    return jax.device_put(leaf, jax.memory.Space.Device) if _is_there(leaf) else leaf
+    return jax.device_put(leaf, jax.memory.Space.Device) if is_there(leaf) else leaf
 
 
-def _is_there(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and on_host(leaf.aval)
+def is_there(leaf: Any) -> bool:
+    """Whether an array, or what describes one, is in the host's memory."""
+    if isinstance(leaf, jax.Array):
+        return on_host(leaf.aval)
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == _HOST
 
 
 def any_on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether some argument is in the host's memory."""
-    return any(
-        _is_there(leaf) or getattr(getattr(leaf, "sharding", None), "memory_kind", None) == _HOST
-        for leaf in jax.tree.leaves((args, kwargs))
-    )
+    return any(map(is_there, jax.tree.leaves((args, kwargs))))

@@ -215,6 +215,10 @@ def verified(outcome: Outcome) -> list[tuple[str, str]]:
     ]
     if outcome.margin_nbytes:
         rows.append(("of which stay free", format_nbytes(outcome.margin_nbytes)))
+    if outcome.on_host_nbytes:
+        rows.append(
+            ("arguments in the host's memory from step to step", format_nbytes(outcome.on_host_nbytes))
+        )
     if memory.host_nbytes:
         rows.append(("besides, in the host's memory", format_nbytes(memory.host_nbytes)))
     return [*rows, ("left below the budget", format_nbytes(room - memory.peak_nbytes))]

@@ -67,6 +67,7 @@ class Outcome(Actions):
     planning: PlanningTime = UNTIMED
     devices: int = 1
     waiting: float = 0.0
+    on_host_nbytes: int = 0
 
     @property
     def gathered_again(self) -> int:
@@ -146,6 +147,11 @@ def describe(plan: Outcome, rows: int = 12) -> str:
             f"  of what is saved {format_nbytes(plan.offloaded_nbytes)} in "
             f"{sum(a.action == 'offload' for a in plan.actions)} values are in the host's memory meanwhile, for which "
             f"kernels wait {plan.waiting:.2%} of the step"
+        )
+    if plan.on_host_nbytes:
+        lines.append(
+            f"  {format_nbytes(plan.on_host_nbytes)} of the arguments are in the host's memory from step to step: the "
+            "step returns them there"
         )
     lines += [f"  {form}" for form in (*plan.loops, *plan.copies)]
     if plan.gathered_again:

@@ -65,14 +65,16 @@ class InfeasibleBudgetError(JaxrematError, MemoryError):
     - `min_peak_nbytes`: the smallest peak that was reached, in bytes; compiled unless `verify=False`.
     - `least_plan`: the `jaxremat.Plan` that reached it, for `optimize(plan=...)`; None where that is the step as it is
       written, or a plan that was made before, where nothing was compiled, or another process has planned.
+    - `step_seconds`: what the step takes as it is written, as modelled; 0 where that is not known.
     """
 
     _least_plan: Any = None  # private: it stays in its process
 
-    def __init__(self, message: str, *, budget_nbytes: int, min_peak_nbytes: int):
+    def __init__(self, message: str, *, budget_nbytes: int, min_peak_nbytes: int, step_seconds: float = 0.0):
         super().__init__(message)
         self.budget_nbytes = budget_nbytes
         self.min_peak_nbytes = min_peak_nbytes
+        self.step_seconds = step_seconds
 
     @property
     def least_plan(self) -> Any:
@@ -105,8 +107,11 @@ class InfeasibleHintError(InfeasibleBudgetError):
         min_peak_nbytes: int,
         free_min_peak_nbytes: int,
         hints: tuple[str, ...],
+        step_seconds: float = 0.0,
     ):
-        super().__init__(message, budget_nbytes=budget_nbytes, min_peak_nbytes=min_peak_nbytes)
+        super().__init__(
+            message, budget_nbytes=budget_nbytes, min_peak_nbytes=min_peak_nbytes, step_seconds=step_seconds
+        )
         self.free_min_peak_nbytes = free_min_peak_nbytes
         self.hints = hints
 

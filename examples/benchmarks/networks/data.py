@@ -59,3 +59,22 @@ class Tokens:
             return {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
 
         return make
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Random sources and targets of tokens, each of the target's labelled with the one that follows it."""
+
+    batch: int
+    length: int
+
+    def maker(self, model: Any, dtype: DTypeLike) -> MakeBatch:
+        """How to make a batch for ``model``; ``dtype`` does not change tokens."""
+        del dtype
+
+        def make(key: jax.Array) -> Batch:
+            shape = (self.batch, 2, self.length + 1)
+            tokens = jax.random.randint(key, shape, 0, model.vocabulary)
+            return {"inputs": tokens[..., :-1], "labels": tokens[:, 1, 1:]}
+
+        return make

@@ -11,9 +11,10 @@ import optax
 from flax import linen as nn
 from jax.typing import DTypeLike
 
-from .data import Images, Tokens
+from .data import Images, Pairs, Tokens
 from .googlenet import STAGES, Branches, GoogLeNet
 from .gpt import GPT
+from .kinds import Depthwise, EncoderDecoder, Highway
 from .mobilenet import MobileNetV2, Stage
 from .rematerialisation import Remat
 from .resnet import ResNet
@@ -30,7 +31,7 @@ Scale = Literal["full", "small", "tiny"]
 class Size:
     """The data of one scale, and what the network has other than its defaults."""
 
-    data: Images | Tokens
+    data: Images | Tokens | Pairs
     network: dict[str, Any]
 
 
@@ -43,6 +44,7 @@ class Recipe:
     full: Size
     small: Size
     tiny: Size
+    sharpness: float = 0.0
 
 
 _SGD = optax.sgd(0.01, momentum=0.9)
@@ -137,8 +139,53 @@ _RECIPES: dict[str, Recipe] = {
     ),
 }
 
+_CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), _ADAMW)
+_HIGHWAY = Recipe(
+    Highway,
+    _SGD,
+    full=Size(Images(4096, 16), {}),
+    small=Size(Images(256, 16), {"width": 512, "layers": 8, "classes": 100}),
+    tiny=Size(Images(16, 8), {"width": 32, "layers": 3, "classes": 10}),
+)
+
+_KINDS: dict[str, Recipe] = {
+    "dropout": Recipe(
+        GPT,
+        _ADAMW,
+        full=Size(
+            Tokens(16, 512), {"layers": 6, "width": 1024, "heads": 16, "vocabulary": 16384, "dropout": 0.1}
+        ),
+        small=Size(
+            Tokens(2, 128), {"layers": 4, "width": 256, "heads": 4, "vocabulary": 4096, "dropout": 0.1}
+        ),
+        tiny=Size(
+            Tokens(2, 16),
+            {"layers": 2, "width": 32, "heads": 4, "vocabulary": 64, "context": 32, "dropout": 0.1},
+        ),
+    ),
+    "depthwise": Recipe(
+        Depthwise,
+        _SGD,
+        full=Size(Images(32, 224), {}),
+        small=Size(Images(4, 96), {"widths": (32, 64, 128, 256), "classes": 100}),
+        tiny=Size(Images(4, 32), {"depths": (1, 2), "widths": (16, 32), "classes": 10}),
+    ),
+    "encoder_decoder": Recipe(
+        EncoderDecoder,
+        _CLIPPED,
+        full=Size(Pairs(16, 256), {}),
+        small=Size(Pairs(4, 64), {"layers": 3, "width": 256, "heads": 4, "vocabulary": 2048}),
+        tiny=Size(Pairs(2, 16), {"layers": 1, "width": 32, "heads": 4, "vocabulary": 64}),
+    ),
+    "highway": _HIGHWAY,
+    "sharpness": replace(_HIGHWAY, sharpness=0.05),
+}
+
 NAMES: tuple[str, ...] = tuple(_RECIPES)
-"""The networks that ``program`` knows."""
+"""The networks that ``program`` knows by their papers' names."""
+
+KINDS: tuple[str, ...] = tuple(_KINDS)
+"""More that it knows, of kinds that those lack."""
 
 
 def program(
@@ -155,15 +202,16 @@ def program(
     ``dtype`` is what the network computes in; parameters and loss are float32. ``sizes``
     overrides fields of the network or of its data, such as ``layers`` or ``pixels``.
     """
-    if name not in _RECIPES:
-        raise ValueError(f"no network is called {name!r}; there are {', '.join(NAMES)}")
+    known = _RECIPES | _KINDS
+    if name not in known:
+        raise ValueError(f"no network is called {name!r}; there are {', '.join(known)}")
     if scale not in ("full", "small", "tiny"):
         raise ValueError(f"scale is {scale!r}, not 'full', 'small' or 'tiny'")
-    recipe = _RECIPES[name]
+    recipe = known[name]
     size: Size = getattr(recipe, scale)
     if batch is not None:
         sizes["batch"] = batch
     of_data = {field.name for field in fields(size.data)} & sizes.keys()
     data = replace(size.data, **{key: sizes.pop(key) for key in of_data})
     model = recipe.network(**{**size.network, **sizes}, remat=remat, dtype=dtype)
-    return make_program(name, model, recipe.optimizer, data.maker(model, dtype))
+    return make_program(name, model, recipe.optimizer, data.maker(model, dtype), recipe.sharpness)

@@ -51,12 +51,17 @@ class Program:
 
 
 def make_program(
-    name: str, model: nn.Module, optimizer: optax.GradientTransformation, make_batch: MakeBatch
+    name: str,
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    make_batch: MakeBatch,
+    sharpness: float = 0.0,
 ) -> Program:
     """Train ``model`` with ``optimizer`` on batches like those of ``make_batch``.
 
     A model with a field ``dropout`` above 0 draws new masks at each step, from a count
-    of steps that the state then carries.
+    of steps that the state then carries. With ``sharpness`` gradients are those of the
+    parameters that far uphill (SAM, Foret et al. 2021, arXiv:2010.01412).
     """
     drops = getattr(model, "dropout", 0.0) > 0.0
 
@@ -81,7 +86,12 @@ def make_program(
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         rest = {k: v for k, v in state.items() if k in ("batch_stats", "step")}
         counted = {"step": state["step"] + 1} if drops else {}
-        (value, updated), grads = jax.value_and_grad(loss, has_aux=True)(state["params"], rest, batch)
+        params = state["params"]
+        if sharpness:
+            uphill, _ = jax.grad(loss, has_aux=True)(params, rest, batch)
+            far = sharpness / optax.tree.norm(uphill)
+            params = jax.tree.map(lambda p, g: p + far * g, params, uphill)
+        (value, updated), grads = jax.value_and_grad(loss, has_aux=True)(params, rest, batch)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt_state": opt_state, **updated, **counted}, value

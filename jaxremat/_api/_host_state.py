@@ -1,0 +1,151 @@
+"""Arguments, plan -> the same arguments where the plan wants them: an optimizer's state in the host's memory.
+
+Where the planner may use that memory and nothing fits on the device, or only what is dear, it decides so by itself.
+Arguments that are donated are given up when they are moved, as by the step itself.
+"""
+
+import warnings
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from .._compiler._devices import DeviceSpec, host_memory
+from .._compiler._program import Program
+from .._model._host_copies import HostMemory
+from .._plan._agreement import agreed
+from .._plan._baseline import Baseline
+from .._plan._plan import Plan
+from .._plan._planned import Planned
+from .._plan._request import Options, Request
+from .._plan._state_on_host import enough, is_dear, missing_nbytes, movable, seconds
+from .._program._host_arguments import is_there, to_host
+from .._runtime._bytes import format_nbytes, parse_nbytes
+from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
+
+
+def usable(options: Options, spec: DeviceSpec, here: Any) -> HostMemory | None:
+    """The host's memory, where the planner may use it. **Arguments:** `here` the device, None for a target."""
+    if not options.offload:
+        return None
+    allowed = None if options.host_budget is None else parse_nbytes(options.host_budget)
+    host = host_memory(spec, here, allowed)
+    if host is None and options.offload is True:
+        warnings.warn(
+            f"`offload=True`: {spec.name} has no memory besides the host's, so that nothing is moved there. "
+            "The step is planned without.",
+            JaxrematWarning,
+            stacklevel=4,
+        )
+    return host
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Where arguments of a program are.
+
+    **Fields:** `program`; `prepare` what is to be planned for arguments.
+    """
+
+    program: Program
+    prepare: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Baseline, Request]]
+
+    def arranged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], *, run: bool) -> Arguments:
+        """The arguments where a plan wants them.
+
+        **Arguments:** `run` whether the step is called with them, and arrays on the device are given up.
+        """
+        return self._moved(plan.on_host, args, kwargs, run=run) if plan.on_host else (args, kwargs)
+
+    def planned(self, given: Plan | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+        """The plan for these arguments. **Raises:** as `agreed`."""
+        if given is not None:
+            return agreed(*self.prepare(*self.arranged(given, args, kwargs, run=False)), given)
+        baseline, request = self.prepare(args, kwargs)
+        try:
+            planned = agreed(baseline, request, None)
+        except InfeasibleBudgetError as error:
+            return self._instead(error, baseline, request, args, kwargs)
+        if is_dear(planned.plan) and (sizes := movable(baseline)):
+            with suppress(InfeasibleBudgetError):
+                other = self._without(sizes, tuple(sizes), planned.plan.account.step_seconds, args, kwargs)
+                return _said(min(planned, other, key=lambda each: seconds(each.plan)))
+        return planned
+
+    def _instead(
+        self,
+        refused: InfeasibleBudgetError,
+        baseline: Baseline,
+        request: Request,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Planned:
+        """The plan with as many of the arguments in the host's memory as are worth it. **Raises:** the last refusal."""
+        sizes, step_seconds = movable(baseline), refused.step_seconds
+        found: list[Planned] = []
+        for places in enough(sizes, missing_nbytes(refused, request)):
+            try:
+                found.append(self._without(sizes, places, step_seconds, args, kwargs))
+            except InfeasibleBudgetError as error:
+                refused = error
+            else:
+                if not is_dear(found[-1].plan):
+                    break
+        if not found:
+            raise refused
+        return _said(min(found, key=lambda each: seconds(each.plan)))
+
+    def _without(
+        self,
+        sizes: dict[int, int],
+        places: tuple[int, ...],
+        step_seconds: float,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Planned:
+        """The plan of the step with these arguments in the host's memory, timed against the step without."""
+        planned = agreed(*self.prepare(*self._moved(places, args, kwargs)), None)
+        plan = planned.plan
+        longer = plan.account.step_seconds / step_seconds if step_seconds else 1.0
+        return replace(
+            planned,
+            plan=replace(
+                plan,
+                on_host=places,
+                on_host_nbytes=sum(sizes[place] for place in places),
+                overhead=longer * (1.0 + plan.overhead) - 1.0,
+                compiled_overhead=None
+                if plan.compiled_overhead is None
+                else longer * (1.0 + plan.compiled_overhead) - 1.0,
+                account=replace(plan.account, step_seconds=plan.account.step_seconds / longer),
+            ),
+        )
+
+    def _moved(
+        self, places: Collection[int], args: tuple[Any, ...], kwargs: dict[str, Any], *, run: bool = False
+    ) -> Arguments:
+        leaves, tree = jax.tree.flatten(self.program.dynamic(args, kwargs))
+        for place in places:
+            if not is_there(here := leaves[place]):
+                leaves[place] = to_host(here, least_nbytes=0)
+                if run:
+                    here.delete()
+        return self.program.refilled(tree.unflatten(leaves), args, kwargs)
+
+
+def _said(planned: Planned) -> Planned:
+    """The plan, with a warning where it returns some of the arguments elsewhere than they came from."""
+    if nbytes := planned.plan.on_host_nbytes:
+        warnings.warn(
+            f"The plan keeps {format_nbytes(nbytes)} of the donated arguments, which are read to be "
+            "updated alone, in the host's memory. The step returns them there; what else computes with them copies "
+            "them to the device first, with `jax.device_put(x, jax.memory.Space.Device)`.",
+            JaxrematWarning,
+            stacklevel=6,
+        )
+    return planned

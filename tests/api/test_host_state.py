@@ -1,0 +1,198 @@
+"""An optimizer's state that the planner keeps in the host's memory, because nothing fits otherwise."""
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxremat
+from jaxremat import InfeasibleBudgetError, JaxrematWarning, Plan
+from jaxremat._compiler._devices import detect
+from jaxremat._compiler._program import Program
+from jaxremat._model._optimizer_updates import updated_alone
+from jaxremat._plan._baseline import Baseline
+from jaxremat._plan._state_on_host import enough
+
+ADAM = optax.adamw(1e-3)
+WIDTH, LAYERS, ROWS = 1024, 4, 1024
+
+
+def step(weights: Any, state: Any, x: Any) -> Any:
+    def loss(weights: Any) -> jax.Array:
+        h = x
+        for up, down in weights:
+            h = h + jax.nn.gelu(h @ up) @ down
+        return jnp.mean(h**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    steps, state = ADAM.update(gradients, state, weights)
+    return optax.apply_updates(weights, steps), state, value
+
+
+def shapes(width: int = WIDTH, layers: int = LAYERS, rows: int = ROWS) -> tuple[Any, Any, Any]:
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+    weights = [(shape(width, 4 * width), shape(4 * width, width))] * layers
+    return weights, jax.eval_shape(ADAM.init, weights), shape(rows, width)
+
+
+def arrays(tree: Any) -> Any:
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+    return jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape, s.dtype) * 0.1, tree)
+
+
+def kinds(tree: Any) -> set[Any]:
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
+
+
+class TestForAGpu:
+    """What is planned, by its compiler."""
+
+    args = shapes()
+    state_nbytes = sum(a.size * 4 for a in jax.tree.leaves(args[1]))
+
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
+        monkeypatch.delenv("JAXREMAT_PLAN_CACHE")
+
+    def plan(self, budget: Any, **options: Any) -> Plan:
+        common: dict[str, Any] = {"donate_argnums": (0, 1), "target": "h100", "planning_seconds": 5.0}
+        return jaxremat.plan(step, *self.args, budget=budget, **common | options)
+
+    def test_it_goes_where_nothing_fits_otherwise(self) -> None:
+        weights_nbytes = self.state_nbytes // 2
+        budget = weights_nbytes + self.state_nbytes // 2 + 100 * 2**20
+        with pytest.raises(InfeasibleBudgetError, match=r"optimize\(\.\.\., offload=True\)") as refused:
+            self.plan(budget)
+        assert refused.value.step_seconds > 0
+        with pytest.warns(JaxrematWarning, match="in the host's memory. The step returns them there"):
+            plan = self.plan(budget, offload=True)
+        assert plan.peak_nbytes <= budget
+        missing = refused.value.min_peak_nbytes - budget
+        assert missing <= plan.on_host_nbytes <= self.state_nbytes
+        leaves = jax.tree.leaves(self.args)
+        assert sum(leaves[place].size * 4 for place in plan.on_host) == plan.on_host_nbytes
+        weights = len(jax.tree.leaves(self.args[0]))
+        assert all(weights <= place < len(leaves) - 1 for place in plan.on_host)
+        assert "of the arguments are in the host's memory from step to step" in str(plan)
+        assert Plan.from_json(plan.to_json()) == plan
+        # its time is counted from the step as it is, which copies nothing
+        moved = jaxremat.plan(
+            step,
+            *self.moved(plan),
+            budget=budget,
+            donate_argnums=(0, 1),
+            target="h100",
+            planning_seconds=5.0,
+            offload=True,
+        )
+        assert plan.compiled_overhead is not None and moved.compiled_overhead is not None
+        assert plan.account.step_seconds == pytest.approx(refused.value.step_seconds)
+        assert plan.account.step_seconds * (1 + plan.compiled_overhead) == pytest.approx(
+            moved.account.step_seconds * (1 + moved.compiled_overhead)
+        )
+        # the same again takes no search
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            again = self.plan(budget, offload=True)
+        assert (again.on_host, again.saved, again.stages) == (plan.on_host, plan.saved, plan.stages)
+        assert again.planning == plan.planning
+        # and so does following the plan
+        followed = jaxremat.optimize(plan=plan, donate_argnums=(0, 1), target="h100")(step)
+        assert followed.plan(*self.args).compiled_peak_nbytes == plan.compiled_peak_nbytes
+
+    def moved(self, plan: Plan) -> Any:
+        leaves, tree = jax.tree.flatten(self.args)
+        places = set(plan.on_host)
+        return tree.unflatten(
+            [jaxremat.to_host(leaf) if i in places else leaf for i, leaf in enumerate(leaves)]
+        )
+
+    def test_it_stays_where_the_step_fits_as_it_is(self) -> None:
+        needs = jaxremat.memory(step, *self.args, donate_argnums=(0, 1), target="h100")
+        assert not self.plan(needs.peak_nbytes, offload=True).on_host
+
+    def test_what_is_not_donated_stays(self) -> None:
+        with pytest.raises(InfeasibleBudgetError):
+            self.plan(3 * self.state_nbytes // 2, offload=True, donate_argnums=0)
+
+    @pytest.mark.slow
+    def test_too_little_for_all_of_it_is_refused_with_what_is_needed_then(self) -> None:
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            self.plan(self.state_nbytes // 2, offload=True)
+        assert refused.value.min_peak_nbytes < 3 * self.state_nbytes // 2  # weights and state
+
+
+def placed_plan(*args: Any) -> tuple[Plan, tuple[int, ...]]:
+    """A plan of the step for a CPU that has matrices of its state in the host's memory."""
+    weights, state, x = args
+    there = jaxremat.to_host(state, least_nbytes=1000)
+    needs = jaxremat.memory(step, weights, there, x)
+    budget = needs.peak_nbytes - needs.temporaries_nbytes // 4
+    leaves = jax.tree.leaves((weights, there, x))
+    places = tuple(i for i, leaf in enumerate(leaves) if kinds([leaf]) == {"pinned_host"})
+    plan = jaxremat.plan(step, weights, there, x, budget=budget, donate_argnums=(0, 1), cache=False)
+    return replace(plan, on_host=places, on_host_nbytes=sum(leaves[i].nbytes for i in places)), places
+
+
+def test_a_call_gives_up_what_is_donated_and_gets_it_back_from_the_host() -> None:
+    weights, state, x = shapes(32, 4, 256)
+    weights, x = arrays(weights), arrays(x)
+    state = ADAM.init(weights)
+    plan, places = placed_plan(weights, state, x)
+    expected = jax.jit(step)(weights, state, x)
+    follow = jaxremat.optimize(plan=plan, donate_argnums=(0, 1))(step)
+    follow.plan(weights, state, x)
+    follow.lower(weights, state, x)
+    follow.compile(weights, state, x)
+    leaves = jax.tree.leaves((weights, state, x))
+    assert not any(leaf.is_deleted() for leaf in leaves)  # who asks gives nothing up
+    found = follow(weights, state, x)
+    assert all(leaves[place].is_deleted() for place in places)
+    assert "pinned_host" in kinds(found[1]) and kinds(found[0]) == {"device"}
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    expected = jax.jit(step)(*expected[:2], x)
+    found = follow(*found[:2], x)
+    np.testing.assert_allclose(found[2], expected[2], rtol=2e-5)
+    assert len(follow._planned) == 2 and len({id(p) for p in follow._planned.values()}) == 1
+    # a state that was read from a file is on the device again
+    found = follow(found[0], jax.device_put(found[1], jax.memory.Space.Device), x)
+    expected = jax.jit(step)(*expected[:2], x)
+    np.testing.assert_allclose(found[2], expected[2], rtol=2e-5)
+
+
+def test_a_plan_in_a_file_moves_them_too(tmp_path: Any) -> None:
+    weights, x = (arrays(shapes(32, 4, 256)[i]) for i in (0, 2))
+    plan, _ = placed_plan(weights, ADAM.init(weights), x)
+    plan.save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    found = jaxremat.optimize(plan=plan, donate_argnums=(0, 1))(step)(weights, ADAM.init(weights), x)
+    assert "pinned_host" in kinds(found[1])
+
+
+def test_enough_is_the_first_that_may_do_and_then_all() -> None:
+    sizes = {7: 10, 3: 10, 5: 10, **{10 + i: 10 for i in range(20)}}
+    least, everything = enough(sizes, missing=5)
+    assert least == (3, 5, 7, 10, 11, 12, 13)  # 5 and six arrays that are under way
+    assert everything == tuple(sorted(sizes))
+    assert enough(sizes, missing=1000) == [everything]
+    assert enough({}, missing=5) == []
+
+
+def test_what_is_read_to_be_updated_alone() -> None:
+    args = shapes(32, 3, 64)
+    program = Program(step, donate_argnums=(0, 1))
+    baseline = Baseline(program, args, {}, detect(jax.devices()[0]), "roofline")
+    leaves, first = jax.tree.leaves(args), len(baseline.traced.jaxpr.jaxpr.constvars)
+    found = [v - first for v in updated_alone(baseline.rough) if leaves[v - first].ndim]
+    assert sorted(found) == [i for i in range(6, len(leaves) - 1) if leaves[i].ndim]  # both moments
+    last = {jax.tree.leaves(args[:2])[i].shape for i in found[:1]}
+    assert last == {(128, 32)}  # of the last layer's last product
