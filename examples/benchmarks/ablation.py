@@ -117,6 +117,7 @@ MECHANISMS = (
     Mechanism("parts of cotangents pass fences", {"_emit._emit.parts": always([])}, on=(GPU,)),
     Mechanism("contractions read fenced names", {"_emit._emit.fenced_name": always(None)}, on=(GPU,)),
     Mechanism("updates behind the last read", {"_emit._emit.last_reads": always(({}, set()))}, on=(GPU,)),
+    Mechanism("gradients in the weights' order", {"_emit._emit.turned_gradients": always(set())}, on=(GPU,)),
     Mechanism("images' axes in memory order", {"_lower._lower.axes_in_memory": always({})}, on=(GPU,)),
     Mechanism(
         "sums in place of products",

@@ -54,6 +54,7 @@ from ._elsewhere import Elsewhere
 from ._fence_operands import ZERO as PASSING_ZERO
 from ._fence_operands import fence_within, passing
 from ._fenced_operands import fenced_name, remember
+from ._gradient_layouts import in_order, turned_gradients
 from ._hoisting import ZERO, Hazards, is_zero
 from ._last_reads import hold, last_reads
 from ._layouts import append_fence
@@ -143,6 +144,7 @@ class Emitter:
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
         self.returned |= self.streams.returning
         self.last_reads, self.held = last_reads(self)
+        self.turned = turned_gradients(self)
         self.overwritten: dict[Any, Any] = {}  # argument -> its name where it is updated
         self.decoding = Decoding(self)
         self.elsewhere = Elsewhere(self)
@@ -286,6 +288,8 @@ class Emitter:
         loop = self.graph.nodes[n].loop
         eqn = behind_operand(self, n, eqn, lambda a: self._name(eqn, loop, a, renamed.get(a)))
         devices = self.traced.devices
+        if n in self.turned:
+            return in_order(eqn)
         return sliced_inline(eqn, zero, devices) if zero is not None and expands(eqn, devices) else [eqn]
 
     def _wanted(self, k: int) -> list[int]:

@@ -24,7 +24,7 @@ def last_reads(emitter: Any) -> tuple[dict[int, list[Any]], set[int]]:
     """
     jaxpr, graph, place = emitter.traced.jaxpr.jaxpr, emitter.graph, emitter.place
     donated = {v for v, d in zip(jaxpr.invars, emitter.traced.donated, strict=True) if d}
-    updates = _updates(emitter) if donated and graph.backend.fuses and not graph.loop_stop else set()
+    updates = update_nodes(emitter) if donated and graph.backend.fuses and not graph.loop_stop else set()
     updated = {a: n for n in updates for a in _compat.variables(emitter.source[n].invars) if a in donated}
     last: dict[Any, int] = {}
     for n in range(graph.forward_stop, len(graph.nodes)):
@@ -43,7 +43,7 @@ def last_reads(emitter: Any) -> tuple[dict[int, list[Any]], set[int]]:
     return found, held
 
 
-def _updates(emitter: Any) -> set[int]:
+def update_nodes(emitter: Any) -> set[int]:
     """The nodes of the backward pass from which nothing follows but the step's results, in no kernel of their own."""
     graph = emitter.graph
     found: set[int] = set()
