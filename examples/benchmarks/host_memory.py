@@ -1,9 +1,11 @@
 """What the host's memory is worth: plans of the same budgets without it and with it, by a GPU's compiler.
 
     python -m examples.benchmarks.host_memory gpt_scanned resnet50 --shares 0.5 0.33 --save
+    python -m examples.benchmarks.host_memory gpt_medium --shares block 0.12 --save
     python -m examples.benchmarks.host_memory gpt --shares --state 0.5 0.35 --save
 
-Budgets are shares of the plain step's temporaries; with `--state` of its peak, and plans with the optimizer's state in
+Budgets are shares of the plain step's temporaries, or what the step needs that recomputes each block by hand (`block`);
+with `--state` shares of its peak, and plans with the optimizer's state in
 the host's memory stand beside those with it on the device. Overheads are rooflines of the compiled programs, with what
 kernels wait for copies; nothing is timed. The file is written after every row: a run that was cut short goes on there.
 """
@@ -14,23 +16,37 @@ import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from examples.benchmarks import records
-from examples.benchmarks.bench import Bench
-from examples.benchmarks.networks import NAMES, Program
+from examples.benchmarks.networks import NAMES, Program, Remat, Scale, program
 from jaxremat import InfeasibleBudgetError, Plan, format_nbytes, memory, plan, to_host
 
 FOLDER = "host_memory"
-SHARES = (0.5, 0.33)
+SHARES = ("0.5", "0.33")
 TARGET = "h100"
+Make = Callable[[Remat], Program]
+BLOCK = "block"
+"""The budget that is the peak of rematerialisation by hand, of whole blocks."""
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    **{name: {"name": name} for name in NAMES},
+    "gpt_medium": {"name": "gpt_scanned", "batch": 8, "length": 1024},
+    "deep": {"name": "gpt_scanned", "layers": 100, "width": 768, "heads": 12, "batch": 8},
+}
+"""What can be measured: GPT-2 medium with tokens for a GPU to work on, and a hundred layers, besides the networks."""
 
 
-def measured(step: Program, share: float, *, offload: bool) -> records.Record:
+def measured(make: Make, share: str, *, offload: bool) -> records.Record:
     """One plan."""
+    step = make("none")
     args = step.abstract_args()
-    common = {"donate_argnums": (0, 1), "target": TARGET}
+    common: dict[str, Any] = {"donate_argnums": (0, 1), "target": TARGET}
     needs = memory(step.step, *args, **common)
-    budget = needs.base_nbytes + int(share * needs.temporaries_nbytes)
+    if share == BLOCK:
+        budget = memory(make("block").step, *args, **common).peak_nbytes
+    else:
+        budget = needs.base_nbytes + int(float(share) * needs.temporaries_nbytes)
     row = {"plain_nbytes": needs.peak_nbytes, "budget_nbytes": budget, "library": records.library_version()}
     try:
         made = plan(step.step, *args, budget=budget, offload=offload, cache=False, **common)
@@ -39,10 +55,11 @@ def measured(step: Program, share: float, *, offload: bool) -> records.Record:
     return row | _figures(made)
 
 
-def with_state(step: Program, share: float, *, there: bool) -> records.Record:
+def with_state(make: Make, share: float, *, there: bool) -> records.Record:
     """One plan within a share of the plain step's peak, with the optimizer's state in the host's memory or not."""
+    step = make("none")
     state, batch = step.abstract_args()
-    common = {"donate_argnums": (0,), "target": TARGET}
+    common: dict[str, Any] = {"donate_argnums": (0,), "target": TARGET}
     needs = memory(step.step, state, batch, **common)
     budget = int(share * needs.peak_nbytes)
     row = {
@@ -76,8 +93,8 @@ def _figures(made: Plan) -> records.Record:
 
 def run(
     network: str,
-    scale: str,
-    shares: Sequence[float],
+    scale: Scale,
+    shares: Sequence[str],
     path: Path,
     *,
     state: Sequence[float] = (),
@@ -91,20 +108,18 @@ def run(
         "environment": records.environment(TARGET),
     }
 
-    def row(make: Callable[[Program], records.Record]) -> records.Record:
-        return make(Bench(network, scale, path, target=TARGET).program())
+    def make(remat: Remat) -> Program:
+        return program(**PROGRAMS[network], scale=scale, remat=remat)
 
     wanted = {
-        f"{share:g} {'with' if offload else 'without'}": partial(
-            row, partial(measured, share=share, offload=offload)
-        )
+        f"{share} {'with' if offload else 'without'}": partial(measured, make, share, offload=offload)
         for share in shares
         for offload in (False, True)
     }
     for share in state:
         for there in (False, True):
             name = f"{share:g} of the peak, state {'there' if there else 'here'}"
-            wanted[name] = partial(row, partial(with_state, share=share, there=there))
+            wanted[name] = partial(with_state, make, share, there=there)
     return records.completed(path, about, wanted, fresh=fresh)
 
 
@@ -125,7 +140,8 @@ def markdown(found: Sequence[records.Record]) -> str:
             there = format_nbytes(with_it.get("offloaded_nbytes", 0))
             cells = [*_peak_and_overhead(record["rows"][name]), *_peak_and_overhead(with_it), there]
             title = f"{record['network']}, {record['scale']}"
-            lines[-1] += f"\n| {' | '.join([title, f'{float(share):.0%}', *cells])} |"
+            budget = "per block's peak" if share == BLOCK else f"{float(share):.0%}"
+            lines[-1] += f"\n| {' | '.join([title, budget, *cells])} |"
     return "\n\n".join([*lines, *_states(found)]) if found else ""
 
 
@@ -162,9 +178,9 @@ def _peak_and_overhead(row: records.Record) -> tuple[str, str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("networks", nargs="*", default=("gpt_scanned",), help=f"of {', '.join(NAMES)}")
+    parser.add_argument("networks", nargs="*", default=("gpt_scanned",), help=f"of {', '.join(PROGRAMS)}")
     parser.add_argument("--scale", choices=("full", "small", "tiny"), default="full")
-    parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
+    parser.add_argument("--shares", nargs="*", default=SHARES, help=f"of the temporaries, or {BLOCK}")
     parser.add_argument("--state", nargs="*", type=float, default=())
     parser.add_argument("--fresh", action="store_true", help="measure all rows anew")
     parser.add_argument("--save", action="store_true", help="write into results/ rather than out/")
