@@ -20,7 +20,7 @@ from .._plan._baseline import Baseline
 from .._plan._plan import Plan
 from .._plan._planned import Planned
 from .._plan._request import Options, Request
-from .._plan._state_on_host import enough, is_dear, missing_nbytes, movable, seconds
+from .._plan._state_on_host import beside, enough, is_dear, missing_nbytes, movable, seconds
 from .._program._host_arguments import is_there, to_host
 from .._runtime._bytes import format_nbytes, parse_nbytes
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
@@ -109,7 +109,9 @@ class Arrangement:
         kwargs: dict[str, Any],
     ) -> Planned:
         """The plan of the step with these arguments in the host's memory, timed against the step without."""
-        planned = agreed(*self.prepare(*self._moved(places, args, kwargs)), None)
+        baseline, request = self.prepare(*self._moved(places, args, kwargs))
+        on_host_nbytes = sum(sizes[place] for place in places)
+        planned = agreed(beside(baseline, on_host_nbytes), request, None)
         plan = planned.plan
         longer = plan.account.step_seconds / step_seconds if step_seconds else 1.0
         return replace(
@@ -117,7 +119,7 @@ class Arrangement:
             plan=replace(
                 plan,
                 on_host=places,
-                on_host_nbytes=sum(sizes[place] for place in places),
+                on_host_nbytes=on_host_nbytes,
                 overhead=longer * (1.0 + plan.overhead) - 1.0,
                 compiled_overhead=None
                 if plan.compiled_overhead is None

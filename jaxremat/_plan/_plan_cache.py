@@ -175,6 +175,7 @@ def key_of(
         "options": {name: getattr(options, name) for name in names}
         | {"solver": solver, "pins": repr(options.pins)},
         "device": baseline.device.to_json(),
+        "host": baseline.host and baseline.host.nbytes,
         "target": program.target and program.target.name,
         "runtime": here and [str(here.device_kind), str(here.client.platform_version)],
         "shardings": [repr(program.in_shardings), repr(program.out_shardings), shardings],

@@ -6,6 +6,9 @@ the few updates that are under way (see `_streamed_copies`); its price is the wa
 Law: leaves are chosen by the graph by rules alone, so that all processes of a job choose the same.
 """
 
+import math
+from dataclasses import replace
+
 from .._model._host_copies import LEAST_NBYTES
 from .._model._optimizer_updates import updated_alone
 from .._runtime._bytes import parse_margin
@@ -24,7 +27,7 @@ DEAR = 0.1
 def movable(baseline: Baseline) -> dict[int, int]:
     """Bytes on one device of what may be in the host's memory between steps, by place among the leaves of the traced
     arguments, in the order in which they are read; none where the device has no other memory, the user wants none used,
-    or says where arguments are.
+    or says where arguments are, and no more than the host's budget.
     """
     program = baseline.program
     given = program.in_shardings is not None or program.out_shardings is not None  # as which they must stay
@@ -32,7 +35,21 @@ def movable(baseline: Baseline) -> dict[int, int]:
         return {}
     graph, first = baseline.rough, len(baseline.traced.jaxpr.jaxpr.constvars)
     sizes = {v - first: graph.values[v].nbytes for v in updated_alone(graph)}
-    return {place: nbytes for place, nbytes in sizes.items() if place >= 0 and nbytes >= LEAST_NBYTES}
+    left = math.inf if baseline.host.nbytes is None else baseline.host.nbytes
+    found: dict[int, int] = {}
+    for place, nbytes in sizes.items():
+        if place >= 0 and LEAST_NBYTES <= nbytes <= left:
+            found[place] = nbytes
+            left -= nbytes
+    return found
+
+
+def beside(baseline: Baseline, nbytes: int) -> Baseline:
+    """What is planned for, with so much of the host's memory taken."""
+    host = baseline.host
+    if host is None or host.nbytes is None:
+        return baseline
+    return replace(baseline, host=host._replace(nbytes=max(host.nbytes - nbytes, 0)))
 
 
 def missing_nbytes(error: InfeasibleBudgetError, request: Request) -> int:

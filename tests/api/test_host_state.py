@@ -119,6 +119,14 @@ class TestForAGpu:
         needs = jaxremat.memory(step, *self.args, donate_argnums=(0, 1), target="h100")
         assert not self.plan(needs.peak_nbytes, offload=True).on_host
 
+    def test_no_more_goes_than_the_host_may_hold(self) -> None:
+        budget = self.state_nbytes + 100 * 2**20
+        with pytest.raises(InfeasibleBudgetError):
+            self.plan(budget, offload=True, host_budget=2**20)
+        with pytest.warns(JaxrematWarning, match="The plan keeps"):
+            plan = self.plan(budget, offload=True, host_budget=self.state_nbytes)
+        assert 0 < plan.on_host_nbytes + plan.offloaded_nbytes <= self.state_nbytes
+
     def test_what_is_not_donated_stays(self) -> None:
         with pytest.raises(InfeasibleBudgetError):
             self.plan(3 * self.state_nbytes // 2, offload=True, donate_argnums=0)
