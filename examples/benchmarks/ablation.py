@@ -43,6 +43,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "googlenet": {},
     "vit_scanned": {},
     "mobilenet_v2": {},
+    "vgg16": {},
+    "vit": {},
     "dropout": {"dtype": "bfloat16"},
     "depthwise": {},
     "encoder_decoder": {},
