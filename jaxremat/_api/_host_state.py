@@ -55,17 +55,21 @@ class Arrangement:
     program: Program
     prepare: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Baseline, Request]]
 
-    def arranged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], *, run: bool) -> Arguments:
-        """The arguments where a plan wants them.
+    def arranged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """The arguments where a plan wants them."""
+        return self._moved(plan.on_host, args, kwargs) if plan.on_host else (args, kwargs)
 
-        **Arguments:** `run` whether the step is called with them, and arrays on the device are given up.
-        """
-        return self._moved(plan.on_host, args, kwargs, run=run) if plan.on_host else (args, kwargs)
+    def give_up(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Free on the device what a call with these arguments takes from the host's memory."""
+        leaves = jax.tree.leaves(self.program.dynamic(args, kwargs))
+        for place in plan.on_host:
+            if not is_there(leaves[place]):
+                leaves[place].delete()
 
     def planned(self, given: Plan | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         """The plan for these arguments. **Raises:** as `agreed`."""
         if given is not None:
-            return agreed(*self.prepare(*self.arranged(given, args, kwargs, run=False)), given)
+            return agreed(*self.prepare(*self.arranged(given, args, kwargs)), given)
         baseline, request = self.prepare(args, kwargs)
         try:
             planned = agreed(baseline, request, None)
@@ -128,15 +132,10 @@ class Arrangement:
             ),
         )
 
-    def _moved(
-        self, places: Collection[int], args: tuple[Any, ...], kwargs: dict[str, Any], *, run: bool = False
-    ) -> Arguments:
+    def _moved(self, places: Collection[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         leaves, tree = jax.tree.flatten(self.program.dynamic(args, kwargs))
         for place in places:
-            if not is_there(here := leaves[place]):
-                leaves[place] = to_host(here, least_nbytes=0)
-                if run:
-                    here.delete()
+            leaves[place] = to_host(leaves[place], least_nbytes=0)
         return self.program.refilled(tree.unflatten(leaves), args, kwargs)
 
 

@@ -281,12 +281,14 @@ class Step:
             return self._program.plain(*args, **kwargs)
         key = self._key(args, kwargs)
         planned = self._plan_for(args, kwargs, key)
+        given = args, kwargs
         if planned.plan.on_host:
-            args, kwargs = self._arrangement.arranged(planned.plan, args, kwargs, run=True)
+            args, kwargs = self._arrangement.arranged(planned.plan, args, kwargs)
             dynamic = self._program.dynamic(args, kwargs)
             leaves, key = jax.tree.leaves(dynamic), self._key(args, kwargs)
             self._planned[key] = planned
         run = self._executable(planned, args, kwargs)
+        self._arrangement.give_up(planned.plan, *given)  # only now: what fails before loses nothing
         static = self._program.static(args, kwargs)
         self._recent = _Recent([_type_of(leaf) for leaf in leaves], tree, static, key, run)
         return run(*dynamic[0], **dynamic[1])
@@ -306,15 +308,14 @@ class Step:
         if (through := self._through(args, kwargs)) is not None:
             return through.ask(Step.lower, args, kwargs)
         planned = self._plan_for(args, kwargs)
-        args, kwargs = self._arrangement.arranged(planned.plan, args, kwargs, run=False)
-        return self._program.lower(planned.jitted, args, kwargs)
+        return self._program.lower(planned.jitted, *self._arrangement.arranged(planned.plan, args, kwargs))
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """The planned step, compiled for these arguments: a `jax.stages.Compiled`, or its like for a target."""
         if (through := self._through(args, kwargs)) is not None:
             return through.ask(Step.compile, args, kwargs)
         planned = self._plan_for(args, kwargs)
-        return self._compiled(planned, *self._arrangement.arranged(planned.plan, args, kwargs, run=False))
+        return self._compiled(planned, *self._arrangement.arranged(planned.plan, args, kwargs))
 
     def _compiled(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return planned.executable() or self._program.lower(planned.jitted, args, kwargs).compile()
