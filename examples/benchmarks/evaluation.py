@@ -117,6 +117,7 @@ def _divided(_: Params, x: Any, y: Any) -> Any:
 WITH_PARAMS: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda p, x: x,  # results are given their type anyway
     "optimization_barrier": lambda p, *xs: xs,
+    "layout_constraint": lambda p, x: x,
     "integer_pow": lambda p, x: x ** p["y"] if p["y"] > 0 else 1 / x ** -p["y"],
     "div": _divided,
     "select_n": _select,
