@@ -180,9 +180,10 @@ class Bench:
             return self.record["rows"][name.removeprefix(AT)]["peak_nbytes"]
         return int(self.plain["base_nbytes"] + float(name) * self.plain["temporaries_nbytes"])
 
-    def solver(self, name: str) -> jaxremat.Solver | None:
-        """The solver of that plan; None for the library's own choice."""
+    def options(self, name: str) -> dict[str, Any]:
+        """What else is asked of that plan, as `jaxremat.optimize` takes it; here its own choices."""
         del name
+        return {}
 
     def place(self, name: str) -> tuple[float, ...]:
         """What rows are sorted by."""
@@ -199,7 +200,7 @@ class Bench:
         began = time.perf_counter()
         with compile_stopwatch() as compiling:
             try:
-                step = self._optimize(plain, budget, solver=self.solver(name))
+                step = self._optimize(plain, budget, **self.options(name))
                 plan, compiled = step.plan(*args), step.compile(*args)
             except jaxremat.InfeasibleBudgetError as error:
                 self._store_infeasible(name, budget, error.min_peak_nbytes, time.perf_counter() - began)

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 Args = tuple[Any, Any]
 """The state, which steps consume, and the batch."""
@@ -51,8 +50,16 @@ def largest_differences(steps: Mapping[str, jax.stages.Compiled], args: Args) ->
 
 
 def _difference(a: Any, b: Any) -> float:
-    a, b = np.asarray(a), np.asarray(b)
-    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+    finite, apart, largest = _compared(a, b)
+    if not finite:
         raise FloatingPointError("A step's results are not finite; compare steps on other data.")
-    apart = float(np.abs(a.astype(np.float64) - b).max(initial=0.0))
-    return apart / max(float(np.abs(a).max(initial=0.0)), float(np.finfo(np.float32).tiny)) if apart else 0.0
+    return float(apart) / max(float(largest), float(jnp.finfo(jnp.float32).tiny)) if apart else 0.0
+
+
+@jax.jit  # on the device: results are gigabytes
+def _compared(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whether both are finite, how far they are apart at most, and the largest of the first."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    a, b = a.astype(wide), b.astype(wide)
+    finite = jnp.isfinite(a).all() & jnp.isfinite(b).all()
+    return finite, jnp.abs(a - b).max(initial=0.0), jnp.abs(a).max(initial=0.0)

@@ -2,10 +2,11 @@
 
     python -m examples.benchmarks.device resnet50 gpt-small-unrolled-bf16 --torch
     python -m examples.benchmarks.device all --runs 30
+    python -m examples.benchmarks.device resnet50 --kernels plain 1/2     # each kernel beside its roofline
     python -m examples.benchmarks.device resnet50 --plans FOLDER     # plans made elsewhere: no solver is needed
 
 Per step: seconds (medians of many runs in turn), the largest difference of all results from the plain step's, and the
-most memory that the device's allocator had in use, each in a process of its own because that figure is never reset.
+most memory that the device's allocator had in use, in a process of its own.
 What the allocator shows beyond the compiler's number is what `workspace_margin` is to keep free. A device that
 reports no memory (the CPU) has no such figures: they stay empty.
 
@@ -14,11 +15,14 @@ FOLDER is where `monet` keeps its plans (``out/plans/monet``): a folder per subj
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,9 +30,10 @@ from typing import Any, ClassVar
 import jax
 
 import jaxremat
-from examples.benchmarks import command_line, monet, records
+from examples.benchmarks import command_line, kernels, monet, records
 from examples.benchmarks.bench import BY_HAND
 from examples.benchmarks.monet import AT_BLOCK, SUBJECTS, Monet
+from jaxremat._compiler._devices import detect
 from jaxremat._model._device_specs import find
 
 NEARLY_FREE = ("19/20", "9/10")
@@ -69,34 +74,60 @@ class Device(Monet):
             return None
         return self._keep(name, plan, compiled)
 
-    def peak(self, name: str) -> None:
-        """Run a row's step once and add to the row what the allocator had in use at most; in a fresh process."""
+    def peaks(self, names: Sequence[str]) -> None:
+        """Run each row's step once and add to the row what the allocator had in use at most; in a fresh process.
+
+        The allocator's figure is never reset, so that steps with smaller peaks run first.
+        """
         self._open(())
-        if name not in self.record["rows"] or self.record["rows"][name].get("infeasible"):
-            return
-        step = self._follow(name)
-        args = jax.block_until_ready(self.program().make_args())
-        before = in_use()
-        jax.block_until_ready(step(*args))
-        row = self.record["rows"][name]
-        found = of_allocator(row["peak_nbytes"], self._without_device(name), before, in_use())
-        self._store(name, {**row, **found})
-        if found["device_peak_nbytes"] is not None:
-            size = jaxremat.format_nbytes
-            self.say(
-                f"  {name:>6}: {size(found['device_peak_nbytes'])} in use at most, the compiler says "
-                f"{size(row['peak_nbytes'])}"
+        rows = {name: row for name in names if "peak_nbytes" in (row := self.record["rows"].get(name, {}))}
+        for name, row in sorted(rows.items(), key=lambda item: item[1]["peak_nbytes"]):
+            step = self._follow(name)
+            args = jax.block_until_ready(self.program().make_args())
+            before = in_use()
+            jax.block_until_ready(step(*args))
+            del args
+            found = of_allocator(row["peak_nbytes"], self._without_device(name), before, in_use())
+            self._store(name, {**row, **found})
+            if found["device_peak_nbytes"] is not None:
+                size = jaxremat.format_nbytes
+                self.say(
+                    f"  {name:>6}: {size(found['device_peak_nbytes'])} in use at most, the compiler says "
+                    f"{size(row['peak_nbytes'])}"
+                )
+
+    def kernels(self, names: Sequence[str], path: Path) -> None:
+        """Write what each kernel of these rows' steps takes into a file of its own, beside its roofline."""
+        self._open(())
+        spec = detect(jax.devices()[0])
+        for name in names:
+            if "peak_nbytes" not in self.record["rows"].get(name, {}):
+                continue
+            step = self._follow(name)
+            measured = kernels.profiled(step, jax.block_until_ready(self.program().make_args()))
+            rows = kernels.beside_roofline(step.as_text(), measured, spec)
+            records.write(path, {**records.read(path), name: rows})
+            taken, priced = (
+                sum(row.get(key, 0.0) for row in rows) for key in ("seconds", "roofline_seconds")
             )
+            self.say(f"  {name:>6}: kernels take {taken:.4f} s, by the roofline {priced:.4f} s")
+
+    def _by_hand(self, name: str) -> bool:
+        return name in ("plain", *BY_HAND)
 
     def _follow(self, name: str) -> Any:
         """A row's step, compiled; a plan's from the file that was kept."""
-        if name in ("plain", *BY_HAND):
+        if self._by_hand(name):
             return self._compile(self.program(name if name in BY_HAND else "none"))[0]
         plain, plan = self.program(), jaxremat.Plan.load(self.plan_path(name))
         return self._optimize(plain, plan=plan, verify=False).compile(*plain.abstract_args())
 
     def _without_device(self, name: str) -> int | None:
         """The peak of a row's step by XLA's compiler for this device without it; None where there is none."""
+        if self.given is not None:
+            return (
+                None if self._by_hand(name) else jaxremat.Plan.load(self.plan_path(name)).compiled_peak_nbytes
+            )
         if where() not in jaxremat.targets():
             return None
         try:
@@ -156,7 +187,7 @@ def bench(subject: str, *, scale: str, folder: Path, plans: Path | None, profile
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; without subjects a tiny GPT, into ``out/``.
 
-    It starts a process for the steps and then one per row, and holds no device itself.
+    It starts a process for each phase of a subject, and holds no device itself.
     """
     parser = command_line.parser("Measure steps on the device at hand, plain, by hand and planned.", SUBJECTS)
     parser.add_argument(
@@ -175,10 +206,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--torch", action="store_true", help="also PyTorch's activation_memory_budget, if it is there"
     )
-    parser.add_argument("--only", choices=("steps", "peak"), help="what a process of its own is to do")
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        type=monet.a_row,
+        default=[],
+        metavar="ROW",
+        help="also profile the kernels of these rows' steps",
+    )
+    parser.add_argument("--only", choices=PHASES, help="what a process of its own is to do")
     given = command_line.parse(parser, argv, SUBJECTS, quick=monet.QUICK)
     scale = given.scale or ("tiny" if given.quick else "full")
     folder: Path = given.results or (records.OUT if scale == "tiny" else records.RESULTS)
+    if given.only:
+        for subject in given.names:
+            _phase(given, subject, scale, folder)
+        return
     options = [
         "--scale",
         scale,
@@ -191,26 +234,45 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     if given.plans:
         options += ["--plans", str(given.plans.resolve())]
-    for subject in given.names:
-        if given.only:
-            of = bench(subject, scale=scale, folder=folder, plans=given.plans, profile=given.profile)
-            if given.only == "steps":
-                of.run(given.rows, runs=given.runs, check=True)
-                print(f"  in {of.path}")
-            else:
-                of.peak(given.rows[0])
-            continue
-        print(f"{subject}:", flush=True)
-        _child([subject, *options, "--only", "steps", "--rows", *given.rows])
-        for row in given.rows:
-            _child([subject, *options, "--only", "peak", "--rows", row])
-        if given.torch:
-            _torch(subject, scale, folder, given.runs)
+    with tempfile.TemporaryDirectory() as compiled:  # once each: the peaks' process must not try out kernels
+        environment = {**os.environ, **CACHED, "JAX_COMPILATION_CACHE_DIR": compiled}
+        for subject in given.names:
+            print(f"{subject}:", flush=True)
+            _child([subject, *options, "--only", "steps", "--rows", *given.rows], environment)
+            _child([subject, *options, "--only", "peaks", "--rows", *given.rows], environment)
+            if given.kernels:
+                _child(
+                    [subject, *options, "--only", "kernels", "--rows", *given.kernels],
+                    {**environment, **NO_GRAPHS},
+                )
+            if given.torch:
+                _torch(subject, scale, folder, given.runs)
 
 
-def _child(command: list[str]) -> None:
+PHASES = ("steps", "peaks", "kernels")
+CACHED = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+NO_GRAPHS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
+"""Kernels that a CUDA graph starts are not told apart by the profiler."""
+
+
+def _phase(given: argparse.Namespace, subject: str, scale: str, folder: Path) -> None:
+    of = bench(subject, scale=scale, folder=folder, plans=given.plans, profile=given.profile)
+    if given.only == "peaks":
+        of.peaks(given.rows)
+    elif given.only == "kernels":
+        of.kernels(given.rows, of.path.with_stem(f"{of.path.stem}-kernels"))
+    else:
+        of.run(given.rows, runs=given.runs, check=True)
+        print(f"  in {of.path}")
+
+
+def _child(command: list[str], environment: Mapping[str, str]) -> None:
     """Run this script in a process of its own; what fails there is told, and the rest goes on."""
-    done = subprocess.run([sys.executable, "-m", "examples.benchmarks.device", *command], check=False)
+    whole = [sys.executable, "-m", "examples.benchmarks.device", *command]
+    done = subprocess.run(whole, check=False, env=environment)
     if done.returncode:
         print(f"  {' '.join(command)}: failed with status {done.returncode}", flush=True)
 

@@ -32,6 +32,9 @@ RATES = ("p100", "h100")
 AT_BLOCK = "at block"
 """The row of the plan whose budget is the peak of per-block rematerialisation by hand."""
 
+AT_BLOCK_HOST = "at block and host"
+"""That row with values in the host's memory, where the plan is cheaper for it."""
+
 KNAPSACK = "knapsack "
 """What a row's name begins with that is planned by the knapsack."""
 
@@ -131,13 +134,14 @@ class Monet(Bench):
         name = name.removeprefix(KNAPSACK)
         if name == "min":
             return name
-        if name == AT_BLOCK:
+        if name in (AT_BLOCK, AT_BLOCK_HOST):
             return self.record["rows"]["block"]["peak_nbytes"]
         return int(self.plain["peak_nbytes"] * share(name))
 
-    def solver(self, name: str) -> jaxremat.Solver | None:
-        """The knapsack, where the row is about it."""
-        return Knapsack() if name.startswith(KNAPSACK) else None
+    def options(self, name: str) -> dict[str, Any]:
+        """The knapsack where the row is about it, or copies of values in the host's memory."""
+        solver = {"solver": Knapsack()} if name.startswith(KNAPSACK) else {}
+        return solver | ({"offload": True} if name == AT_BLOCK_HOST else {})
 
     def refused(self, name: str, plan: jaxremat.Plan) -> bool:
         """Plans of the planner's last resort are not the knapsack's."""
@@ -150,7 +154,8 @@ class Monet(Bench):
             return (0.0, float(first.index(name)))
         plan = name.removeprefix(KNAPSACK)
         late = 3.0 * name.startswith(KNAPSACK)
-        return (2.0 + late, float(plan == "min")) if plan in (AT_BLOCK, "min") else (1.0 + late, -share(plan))
+        last = (AT_BLOCK, AT_BLOCK_HOST, "min")
+        return (2.0 + late, float(last.index(plan))) if plan in last else (1.0 + late, -share(plan))
 
 
 def share(name: str) -> float:
@@ -163,7 +168,7 @@ def share(name: str) -> float:
 
 def a_row(text: str) -> str:
     """A row's name, as it is written on the command line."""
-    if text not in ("plain", *BY_HAND, AT_BLOCK, "min"):
+    if text not in ("plain", *BY_HAND, AT_BLOCK, AT_BLOCK_HOST, "min"):
         try:
             share(text.removeprefix(KNAPSACK))
         except ValueError:

@@ -114,6 +114,7 @@ class GPT(nn.Module):
 def make(network: str, sizes: dict[str, Any], device: str) -> tuple[Any, Any, Any, Any]:
     """The model, its optimizer, inputs and labels."""
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")  # TF32, as XLA's default
     if network == "gpt":
         model = GPT(**sizes).to(device)
         tokens = torch.randint(sizes["vocabulary"], (sizes["batch"], sizes["length"] + 1), device=device)

@@ -1,0 +1,76 @@
+"""A compiled step and its arguments -> what each of its kernels took, by JAX's profiler, beside what the roofline says.
+
+Law: times are device times of whole kernels, means over runs of the step; kernels that the profiler attributes to no
+instruction of the program stand under their own names, with no price.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.profiler import ProfileData
+
+from examples.benchmarks import records
+from examples.benchmarks.compare import Args
+from jaxremat._compiler._hlo import parse
+from jaxremat._compiler._roofline import kernels, seconds_of
+from jaxremat._model._device_specs import DeviceSpec
+
+DEVICE = "/device:"
+"""What the names of the profiler's planes begin with that hold what ran on devices."""
+
+
+def profiled(step: Any, args: Args, runs: int = 3) -> dict[str, tuple[float, int]]:
+    """Seconds and launches in one run of the step, by HLO instruction.
+
+    **Arguments:** `step` compiled; it consumes the state that it is given, the first run that of `args`.
+    """
+    state, batch = args
+    state, _ = jax.block_until_ready(step(state, batch))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(runs):
+                state, _ = jax.block_until_ready(step(state, batch))
+        (path,) = Path(folder).glob("**/*.xplane.pb")
+        found = ProfileData.from_file(str(path))
+        planes = list(found.planes)
+        on_device = [plane for plane in planes if plane.name.startswith(DEVICE)]
+        spent: defaultdict[str, list[float]] = defaultdict(list)
+        for plane in on_device or planes:
+            for line in plane.lines:
+                for event in line.events:
+                    stats = dict(event.stats)
+                    if "hlo_op" in stats or on_device:
+                        spent[str(stats.get("hlo_op", event.name))].append(event.duration_ns / 1e9)
+    return {name: (sum(seconds) / runs, round(len(seconds) / runs)) for name, seconds in spent.items()}
+
+
+def beside_roofline(
+    text: str, measured: dict[str, tuple[float, int]], device: DeviceSpec
+) -> list[records.Record]:
+    """One record per kernel of a compiled program, the dearest first; kernels without an instruction last."""
+    left = dict(measured)
+    rows = []
+    for kernel in kernels(parse(text)):
+        seconds, launches = left.pop(kernel.instruction.name, (0.0, 0))
+        rows.append(
+            {
+                "instruction": kernel.instruction.name,
+                "opcode": kernel.instruction.opcode,
+                "trips": kernel.trips,
+                "flops": dict(kernel.flops),
+                "nbytes": kernel.nbytes,
+                "roofline_seconds": kernel.trips * seconds_of(kernel, device),
+                "seconds": seconds,
+                "launches": launches,
+            }
+        )
+    rows.sort(key=lambda row: -row["seconds"])
+    return rows + [
+        {"instruction": name, "seconds": seconds, "launches": launches}
+        for name, (seconds, launches) in sorted(left.items(), key=lambda item: -item[1][0])
+    ]
