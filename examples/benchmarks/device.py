@@ -97,7 +97,7 @@ class Device(Monet):
                 )
 
     def kernels(self, names: Sequence[str], path: Path) -> None:
-        """Write what each kernel of these rows' steps takes into a file of its own, beside its roofline."""
+        """Add to these rows what the kernels of their steps take, by kind; each kernel goes into a file of its own."""
         self._open(())
         spec = detect(jax.devices()[0])
         for name in names:
@@ -107,6 +107,7 @@ class Device(Monet):
             measured = kernels.profiled(step, jax.block_until_ready(self.program().make_args()))
             rows = kernels.beside_roofline(step.as_text(), measured, spec)
             records.write(path, {**records.read(path), name: rows})
+            self._store(name, {**self.record["rows"][name], "kernel_kinds": kernels.by_kind(rows)})
             taken, priced = (
                 sum(row.get(key, 0.0) for row in rows) for key in ("seconds", "roofline_seconds")
             )
@@ -263,7 +264,7 @@ def _phase(given: argparse.Namespace, subject: str, scale: str, folder: Path) ->
     if given.only == "peaks":
         of.peaks(given.rows)
     elif given.only == "kernels":
-        of.kernels(given.rows, of.path.with_stem(f"{of.path.stem}-kernels"))
+        of.kernels(given.rows, records.OUT / "device" / f"{of.path.stem}-kernels.json")
     else:
         of.run(given.rows, runs=given.runs, check=True)
         print(f"  in {of.path}")

@@ -6,8 +6,10 @@ instruction of the program stand under their own names, with no price.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +76,27 @@ def beside_roofline(
         {"instruction": name, "seconds": seconds, "launches": launches}
         for name, (seconds, launches) in sorted(left.items(), key=lambda item: -item[1][0])
     ]
+
+
+KINDS = {
+    "gradients of convolutions' weights": r"cudnn-conv-bw-filter",
+    "other convolutions": r"cudnn-conv",
+    "matrix products": r"cublas|gemm_fusion|dot|custom-call",
+    "softmax and normalisation (Triton)": r"fusion(\.\d+)?$",
+    "scatters and pooling": r"\w*(scatter|reduce_window)",
+    "sums over axes": r"input_\w*reduce",
+    "pointwise work and copies": r"",
+}
+"""Kinds of kernels, each by what the names begin with that XLA:GPU gives to its instructions; the first that fits."""
+
+
+def by_kind(rows: Sequence[records.Record]) -> dict[str, records.Record]:
+    """Sums of what was measured and of what the roofline says, by kind of kernel."""
+    found: dict[str, records.Record] = {}
+    for row in rows:
+        kind = next(kind for kind, names in KINDS.items() if re.match(names, row["instruction"]))
+        total = found.setdefault(kind, {"kernels": 0, "seconds": 0.0, "roofline_seconds": 0.0})
+        total["kernels"] += row["launches"]
+        total["seconds"] += row["seconds"]
+        total["roofline_seconds"] += row.get("roofline_seconds", 0.0)
+    return dict(sorted(found.items(), key=lambda item: -item[1]["seconds"]))

@@ -209,6 +209,11 @@ def device_markdown(found: Iterable[records.Record], torch: Iterable[records.Rec
         )
         rows = [_device_cells(name, row) for name, row in record["rows"].items()]
         parts.append(_grid(DEVICE_HEADER, rows))
+        parts += [
+            _kernels(name, row["kernel_kinds"])
+            for name, row in record["rows"].items()
+            if "kernel_kinds" in row
+        ]
     for record in torch:
         at = record["environment"]
         parts.append(
@@ -226,6 +231,22 @@ def device_markdown(found: Iterable[records.Record], torch: Iterable[records.Rec
         ]
         parts.append(_grid(("ratio", "peak, allocator", "step time"), lines))
     return "\n\n".join([f"### Measured on devices\n\n{parts[0]}", *parts[1:]]) if parts else ""
+
+
+def _kernels(name: str, kinds: dict[str, Row]) -> str:
+    """The kernels of a row's step by kind."""
+    lines = [
+        (
+            kind,
+            str(row["kernels"]),
+            f"{1e3 * row['seconds']:.2f}",
+            f"{1e3 * row['roofline_seconds']:.2f}",
+            f"{row['seconds'] / row['roofline_seconds']:.2f}",
+        )
+        for kind, row in kinds.items()
+    ]
+    table = _grid(("kernels", "launched", "measured, ms", "roofline, ms", "ratio"), lines)
+    return f"The kernels of its step *{_label(name)}*, by JAX's profiler:\n\n{table}"
 
 
 def _device_cells(name: str, row: Row) -> tuple[str, ...]:

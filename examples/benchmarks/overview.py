@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from examples.benchmarks import records
-from examples.benchmarks.monet_table import monet_findings
+from examples.benchmarks.monet_table import AT_BLOCK, monet_findings
 from jaxremat import format_nbytes
 from jaxremat._model._device_specs import DEVICES
 
@@ -38,8 +38,12 @@ def overview(
     steps: Sequence[records.Record],
     monet: Sequence[records.Record],
     networks: Collection[str] = tuple(NAMES),
+    device: Sequence[records.Record] = (),
 ) -> str:
-    """The table of some networks, and a line on MONeT; empty without results. `steps` in the order of rows."""
+    """The table of some networks, and what was timed and what MONeT says; empty without results.
+
+    **Arguments:** `steps` in the order of rows.
+    """
     full = [record for record in steps if record["scale"] == "full" and record["network"] in networks]
     if not full:
         return ""
@@ -49,7 +53,35 @@ def overview(
     p100 = [record for record in monet if record["environment"]["platform"] == "p100"]
     said = next((line for line in monet_findings(p100) if "below MONeT's" in line), "")
     published = said.partition("; ")[0]
-    return f"{table}\n\nMONeT's networks, {published}." if published else table
+    parts = [table, *filter(None, map(_timed, device))]
+    return "\n\n".join([*parts, f"MONeT's networks, {published}."] if published else parts)
+
+
+TIMED = {
+    "1/2": "half of its peak",
+    "1/3": "a third",
+    AT_BLOCK: "what that needs",
+    "block": "`nn.remat` on every block",
+}
+"""Rows of `device` by name, and how they are called."""
+
+
+def _timed(record: records.Record) -> str:
+    """What a stopwatch on a device said of a network, in a sentence; empty where not all rows are there."""
+    rows = record["rows"]
+    if not all("time_ratio" in rows.get(name, {}) for name in TIMED):
+        return ""
+    longer = {
+        name: f"{rows[name]['time_ratio'] - 1:.1%} (roofline {rows[name]['roofline_overhead']:.1%})"
+        for name in TIMED
+    }
+    network, at = NAMES[record["network"]], record["environment"]["device"]
+    inputs = record["inputs"].partition("[")[2].partition(",")[0]
+    return (
+        f"**Timed** on an {at}: {network}, batch {inputs}, takes {longer['1/2']} longer at {TIMED['1/2']}, "
+        f"{longer['1/3']} at {TIMED['1/3']}. With {TIMED['block']} {longer['block']}, planned for {TIMED[AT_BLOCK]} "
+        f"{longer[AT_BLOCK]}."
+    )
 
 
 def _cells(record: records.Record) -> tuple[str, ...]:

@@ -103,7 +103,7 @@ def everything(steps: Sequence[records.Record], results: Path) -> str:
     pairs = _unrolled(results)
     deep = [depth.markdown(record) for record in records.read_all(results, "depth")]
     emitted = list(records.read_all(results, "emitters"))
-    summed = overview(steps, monet)
+    summed = overview(steps, monet, device=device)
     parts = [
         f"{SUMMED}\n\n{summed}" if summed else "",
         monet_table.monet_markdown(monet),
@@ -353,10 +353,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, default=PAGE, help="for all tables")
     given = parser.parse_args(argv)
     steps = sorted(records.read_all(given.results, "step"), key=_place)
-    monet = list(records.read_all(given.results, "monet"))
+    monet, device = (list(records.read_all(given.results, kind)) for kind in ("monet", "device"))
     stale = False
     for path, tables in (
-        (given.readme, overview(steps, monet, FEW)),
+        (given.readme, overview(steps, monet, FEW, device)),
         (given.page, everything(steps, given.results)),
     ):
         old = path.read_text(encoding="utf-8")

@@ -214,6 +214,33 @@ def test_the_overview_has_a_row_for_each_network_and_compiler() -> None:
     assert overview([r | {"scale": "small"} for r in found], []) == ""
 
 
+def test_the_overview_says_what_was_timed() -> None:
+    def row(time: float, roofline: float) -> dict[str, float]:
+        return {"time_ratio": time, "roofline_overhead": roofline}
+
+    rows = {
+        "1/2": row(1.08, 0.075),
+        "1/3": row(1.115, 0.117),
+        "block": row(1.19, 0.254),
+        "at block": row(1.1, 0.1),
+    }
+    device = {
+        "network": "resnet50",
+        "inputs": "float32[184,224,224,3]",
+        "environment": {"device": "NVIDIA H200"},
+        "rows": rows,
+    }
+    plain = {"plain": {"peak_nbytes": 3 << 30}}
+    step = {"network": "vit", "scale": "full", "environment": {"platform": "h100"}, "rows": plain}
+    assert overview([step], [], device=[device]).splitlines()[-1] == (
+        "**Timed** on an NVIDIA H200: ResNet-50, batch 184, takes 8.0% (roofline 7.5%) longer at half of its peak, "
+        "11.5% (roofline 11.7%) at a third. With `nn.remat` on every block 19.0% (roofline 25.4%), planned for what "
+        "that needs 10.0% (roofline 10.0%)."
+    )
+    del rows["1/3"]  # was not measured
+    assert "Timed" not in overview([step], [], device=[device])
+
+
 def test_the_summary_names_what_falls_short() -> None:
     def row(peak: int, flops: int, **more: Any) -> dict[str, Any]:
         return {"peak_nbytes": peak, "flops": flops, **more}

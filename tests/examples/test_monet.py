@@ -149,16 +149,19 @@ def test_a_scanned_gpt_is_the_unrolled_one() -> None:
 def test_a_device_is_measured_in_processes_of_its_own(tmp_path: Path) -> None:
     """The CPU reports no memory, so that its figures stay empty."""
     rows = ["plain", "9/10"]
-    device.main([SUBJECT, "--scale", "tiny", "--runs", "2", "--results", str(tmp_path), "--rows", *rows])
+    given = [SUBJECT, "--scale", "tiny", "--runs", "2", "--results", str(tmp_path), "--rows", *rows]
+    device.main([*given, "--kernels", "plain"])
     record = json.loads((tmp_path / "device" / f"{SUBJECT}-cpu-tiny.json").read_text())
     assert list(record["rows"]) == rows
     for name, row in record["rows"].items():
         assert row["runs"] == 2 and row["step_seconds"] > 0
         assert row["device_peak_nbytes"] is row["device_before_nbytes"] is row["beyond_nbytes"] is None
         assert name == "plain" or row["difference"] < 1e-3
+    kinds = record["rows"]["plain"]["kernel_kinds"].values()
+    assert sum(kind["seconds"] for kind in kinds) > 0 and sum(kind["kernels"] for kind in kinds) > 10
     text = table.everything([], tmp_path)
     assert "Everything here was measured on the device" in text
-    assert {line.count(" | ") for line in text.splitlines() if line.startswith("| ")} == {8}
+    assert {line.count(" | ") for line in text.splitlines() if line.startswith("| ")} == {4, 8}
 
 
 def test_plans_made_elsewhere_need_no_solver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
