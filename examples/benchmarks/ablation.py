@@ -162,17 +162,11 @@ MECHANISMS = (
         "rows written together", {"_rewrite._in_place_stacks._written_together": always({})}, on=(CPU,)
     ),
     Mechanism(
-        "pooling's gradient in slices",
+        "pooling's gradient by place",
         {
-            f"{room}.expands": always(False)
-            for room in (
-                "_emit._emit",
-                "_emit._fence_operands",
-                "_compiler._single_equation",
-                "_compiler._workspace",
-            )
+            "_rewrite._trace.pooled_by_place": lambda flat, **_: flat,
+            "_rewrite._loop_opening.by_place": list,
         },
-        on=(CPU,),
     ),
     Mechanism(
         "what iterations make themselves",

@@ -1,6 +1,6 @@
 """Tagged plain program -> for whom each of its kernels runs, and which buffers are the step's own values.
 
-Copies of operands in another layout or with padding, index arrays of a pooling gradient and library scratch appear in
+Copies of operands in another layout or with padding and library scratch appear in
 no jaxpr. A buffer that is no equation's value counts for the equations whose kernels read it, directly or through
 kernels of no equation, or for the one whose kernel it is of where nothing does.
 """

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from .._model._backend import backend
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_light, is_view
 from .._rewrite._trace import Traced
@@ -34,7 +33,6 @@ def measure(
     takes less time than starting it from the host does, and is left to the roofline. So is what cannot run alone
     (collectives, callbacks) or moves no data.
     """
-    slicing = backend(device.platform).hoists  # as the emitter does
     options = tuple(sorted(compiler_options))
     where = (str(device.device_kind), jax.__version__, options)
     name = hashlib.sha256(repr(where).encode()).hexdigest()[:16]
@@ -48,8 +46,8 @@ def measure(
     found: dict[int, float] = {}
     with phase("timing single operations", len(large), kind="measure") as progress, cache:
         for i, eqn in large:
-            run = functools.partial(_seconds, alone(eqn, slicing), device, dict(options))
-            seconds = cache.get(key(eqn, slicing, where), run)
+            run = functools.partial(_seconds, alone(eqn), device, dict(options))
+            seconds = cache.get(key(eqn, where), run)
             if seconds is not None:
                 found[i] = seconds
             progress.advance()

@@ -13,22 +13,19 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._program import _compat
-from .._rewrite._max_pool_gradient import SLICES, expands, sliced
 from .._runtime._cache_folder import cache_dir, read, store
 
 
-def alone(eqn: Any, slicing: bool) -> jex.ClosedJaxpr:
-    """The equation as a program of its own; `slicing` as the emitter does on the CPU."""
-    if slicing and expands(eqn):
-        return sliced(eqn)
+def alone(eqn: Any) -> jex.ClosedJaxpr:
+    """The equation as a program of its own."""
     return _compat.single(eqn, [_compat.new_var(a.aval) for a in eqn.invars])
 
 
-def key(eqn: Any, slicing: bool, where: Any) -> str:
+def key(eqn: Any, where: Any) -> str:
     """What tells the equation's program from others: primitive, types, parameters; `where` it is compiled."""
     params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
     what = (eqn.primitive.name, [str(a.aval) for a in eqn.invars], params)
-    return hashlib.sha256(repr((what, where, expands(eqn) and slicing and SLICES)).encode()).hexdigest()
+    return hashlib.sha256(repr((what, where)).encode()).hexdigest()
 
 
 class Figures:

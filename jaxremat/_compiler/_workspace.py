@@ -1,6 +1,6 @@
 """Equation -> bytes of scratch memory, by compiling the equation alone.
 
-Layout copies of a convolution's operands, index arrays of a pooling gradient and library scratch appear in no jaxpr.
+Layout copies of a convolution's operands and library scratch appear in no jaxpr.
 Figures are cached on disk by equation, compiler options and jax version.
 """
 
@@ -11,10 +11,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from .._model._backend import backend
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_contraction
-from .._rewrite._max_pool_gradient import expands
 from .._rewrite._trace import Traced
 from .._runtime._progress import phase
 from ._devices import DeviceSpec
@@ -32,13 +30,12 @@ def workspaces(
     above_nbytes: int,
     among: Collection[int] | None = None,
 ) -> dict[int, int]:
-    """Scratch bytes by equation index, for contractions and expanding equations with operands above a size; with
+    """Scratch bytes by equation index, for contractions with operands above a size; with
     `among` for those of them alone.
 
     They are compiled for the device and with the options of the program; `platform` is the device's, as JAX calls it.
     """
     program = program.alone(_nothing)
-    slicing = backend(platform).hoists  # as the emitter does
     device = jax.default_backend() if program.target is None else program.target.device
     where = (sorted(program.compiler_options), jax.__version__, device)
     cache = Figures("workspace.json", int)
@@ -46,7 +43,7 @@ def workspaces(
         (i, eqn)
         for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns)
         if (among is None or i in among)
-        and (expands(eqn) or is_contraction(eqn))
+        and is_contraction(eqn)
         and not eqn.effects
         and eqn.outvars
         and max(aval_nbytes(a.aval) for a in (*eqn.invars, *eqn.outvars)) > above_nbytes
@@ -54,8 +51,8 @@ def workspaces(
     found: dict[int, int] = {}
     with phase("compiling single operations", len(large), kind="compile") as progress, cache:
         for i, eqn in large:
-            measure = functools.partial(_measure, alone(eqn, slicing), program)
-            found[i] = cache.get(key(eqn, slicing, where), measure)
+            measure = functools.partial(_measure, alone(eqn), program)
+            found[i] = cache.get(key(eqn, where), measure)
             progress.advance()
     return found
 
@@ -65,7 +62,6 @@ def alone_seconds(
 ) -> float:
     """Seconds of these equations, each compiled alone, by a roofline of its kernels."""
     program = program.alone(_nothing)
-    slicing = backend(device.platform).hoists
     where = (sorted(program.compiler_options), jax.__version__, device)
     found = [eqn for eqn in traced.jaxpr.jaxpr.eqns if wanted(eqn)]
     if not found:
@@ -76,9 +72,7 @@ def alone_seconds(
     ):
         total = 0.0
         for eqn in found:
-            total += cache.get(
-                key(eqn, slicing, where), lambda eqn=eqn: _seconds(alone(eqn, slicing), program, device)
-            )
+            total += cache.get(key(eqn, where), lambda eqn=eqn: _seconds(alone(eqn), program, device))
             progress.advance()
     return total
 

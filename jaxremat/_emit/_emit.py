@@ -42,7 +42,6 @@ from .._program import _compat
 from .._rewrite._kernel_choice import inline, replaced
 from .._rewrite._loop_closing import close_loops, without_unread
 from .._rewrite._loop_opening import CARRY, LAST, SLICE, STACK
-from .._rewrite._max_pool_gradient import expands, sliced_inline
 from .._rewrite._sinking import sink, sunk_values
 from .._rewrite._stack_buffers import begun_late, stacked_nbytes
 from .._rewrite._trace import Traced
@@ -277,9 +276,7 @@ class Emitter:
         return self.graph.values[self.value_of[var]].producer
 
     def _placed(self, n: int, eqn: Any, renamed: dict[Any, Any]) -> list[Any]:
-        """The equation, which is `n` or a clone of it, held back where nothing else would hold it, and in slices where
-        it expands.
-        """
+        """The equation, which is `n` or a clone of it, held back where nothing else would hold it."""
         zero = renamed.get(PASSING_ZERO) if self.graph.backend.hoists else None
         if is_zero(eqn) and zero is not None:
             return [eqn.replace(invars=[zero])]
@@ -287,10 +284,7 @@ class Emitter:
             eqn = eqn.replace(invars=[*eqn.invars, *self.zeros.get(eqn.params["loop"], ())])
         loop = self.graph.nodes[n].loop
         eqn = behind_operand(self, n, eqn, lambda a: self._name(eqn, loop, a, renamed.get(a)))
-        devices = self.traced.devices
-        if n in self.turned:
-            return in_order(eqn)
-        return sliced_inline(eqn, zero, devices) if zero is not None and expands(eqn, devices) else [eqn]
+        return in_order(eqn) if n in self.turned else [eqn]
 
     def _wanted(self, k: int) -> list[int]:
         """The equations to clone: the schedule's nodes, and the fused ones between them and the stage's readers."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from .._program import _compat
 from .._program._primitives import is_loop_edge, is_write
-from .._rewrite._max_pool_gradient import expands
 from ._hoisting import is_zero
 from ._placement import entered
 
@@ -37,8 +36,8 @@ def passing(emitter: Any, k: int, wanted: Sequence[int], loop: int) -> list[Any]
         found.extend(a for a in operands if emitter.hazards.early(n, a) and _there_before(emitter, a, k))
     made |= emitter.elsewhere.arriving(k)
     found = [a for a in dict.fromkeys(found) if a not in made and can_pass(a) and not _due(emitter, a)]
-    bursts = any(is_zero(source[n]) or expands(source[n], emitter.traced.devices) for n in (*here, *wanted))
-    if entering or (bursts and graph.backend.hoists):
+    filled = any(is_zero(source[n]) for n in (*here, *wanted))
+    if entering or (filled and graph.backend.hoists):
         found.append(ZERO)  # what loops fill, any compiler begins early
     return found
 

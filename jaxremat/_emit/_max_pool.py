@@ -9,7 +9,6 @@ of equal maxima counts.
 """
 
 import functools
-import itertools
 import math
 import operator
 from typing import Any
@@ -18,11 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from .._program._splice import inlined
-from .._rewrite._max_pool_gradient import extreme
+from .._rewrite._pooling_places import MOST_PLACES, WINDOW, places, windows
 from ._joint import is_inexact
-
-MOST_PLACES = 256
-"""In a window; larger ones are left as they are."""
 
 
 def is_pooling(eqn: Any) -> bool:
@@ -53,24 +49,10 @@ def pooled_inline(eqn: Any) -> list[Any]:
 
 def _tangent(eqn: Any, x: jax.Array, dx: jax.Array) -> jax.Array:
     """In each window the tangent of its first extreme value."""
-    params, shape = eqn.params, eqn.outvars[0].aval.shape
+    params = eqn.params
     largest = eqn.primitive.name == "reduce_window_max"
-    better = operator.ge if largest else operator.le
     edges = [(low, high, 0) for low, high in params["padding"]]
-    padded = jax.lax.pad(x, extreme(x.dtype, lowest=largest), edges)
     tangents = jax.lax.pad(dx, jnp.zeros((), dx.dtype), edges)
-    places = [*itertools.product(*map(range, params["window_dimensions"]))]
-
-    def at(place: tuple[int, ...], a: jax.Array) -> jax.Array:
-        """What each window has there."""
-        strides = params["window_strides"]
-        stop = [p + (n - 1) * s + 1 for p, n, s in zip(place, shape, strides, strict=True)]
-        return jax.lax.slice(a, place, stop, strides)
-
-    best, chosen = at(places[0], padded), jnp.zeros(shape, jnp.uint8)
-    for i, place in enumerate(places[1:], 1):
-        other = at(place, padded)
-        keeps = better(best, other)
-        best, chosen = jnp.where(keeps, best, other), jnp.where(keeps, chosen, jnp.uint8(i))
-    picked = (jnp.where(chosen == i, at(place, tangents), 0) for i, place in enumerate(places))
-    return functools.reduce(operator.add, picked)
+    there = windows(tangents, params["window_dimensions"], params["window_strides"])
+    chosen = places(x, **{name: params[name] for name in WINDOW}, largest=largest)
+    return functools.reduce(operator.add, (jnp.where(chosen == i, at, 0) for i, at in enumerate(there)))

@@ -31,7 +31,6 @@ from .._program._primitives import (
 )
 from .._rewrite._gathered_operands import is_gather
 from .._rewrite._loop_opening import FORWARD, Loop
-from .._rewrite._max_pool_gradient import is_pooling_gradient
 from .._rewrite._passes import late_equations
 from .._rewrite._sinking import sunk_values
 from .._rewrite._trace import Traced
@@ -97,7 +96,7 @@ def lower(
     beside = beside or Beside()
     nodes: list[Node] = []
     sent = written.sent if written is not None else frozenset[int]()
-    fuses = backend(device.platform).fuses  # the kernels of a pooling's gradient make its operand themselves
+    fuses = backend(device.platform).fuses
     late = late_equations(jaxpr.eqns, traced.loop_of, traced.loops)
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
@@ -117,8 +116,7 @@ def lower(
                 constant_nbytes=beside.constants.get(i, 0),
                 flattened=not fuses and is_flattened(eqn),
                 heavy=is_heavy(eqn) or is_gather(eqn) or in_rounds(device, eqn),
-                contraction=is_gather(eqn)
-                or (reads_memory(eqn) and not (fuses and is_pooling_gradient(eqn))),
+                contraction=is_gather(eqn) or reads_memory(eqn),
                 forward=not late[i],
                 repeatable=is_repeatable(eqn) and (i not in sent or is_gather(eqn)),
                 scope=_compat.name_stack_text(eqn),

@@ -35,6 +35,7 @@ from .._model._schedule import Schedule, complete, everything
 from .._model._simulate import simulate
 from .._rewrite._fingerprint import fingerprint
 from .._rewrite._kernel_choice import replaced
+from .._rewrite._pooling_places import is_by_place
 from .._rewrite._trace import Traced, trace
 from .._runtime._bytes import format_nbytes
 from .._runtime._progress import phase
@@ -230,7 +231,8 @@ class Baseline:
 
     @cached_property
     def _replaces(self) -> bool:
-        return any(map(replaced(self.backend), self.traced.flat.jaxpr.eqns))
+        better = replaced(self.backend)
+        return any(better(eqn) or is_by_place(eqn) for eqn in self.traced.flat.jaxpr.eqns)
 
     @property
     def _own_seconds(self) -> bool:

@@ -18,7 +18,6 @@ from jax._src import source_info_util as _source
 from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
-from jax._src.lax import windowed_reductions as _windows
 from jax.experimental.layout import Layout as _MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 from jaxlib.mlir import ir as _ir
@@ -293,20 +292,6 @@ def single(eqn: Any, invars: Sequence[Any]) -> jex.ClosedJaxpr:
     """One equation as a closed jaxpr whose arguments are `invars`, in place of the equation's operands."""
     outvars = [new_var(v.aval) for v in eqn.outvars]
     return new_jaxpr((), (), invars, outvars, [eqn.replace(invars=list(invars), outvars=outvars)])
-
-
-def select_and_scatter(operand: Any, source: Any, init: Any, params: dict[str, Any]) -> Any:
-    """The gradient of a windowed maximum by the parameters of its equation, added up from `init`, without padding."""
-    return _windows._select_and_scatter(
-        operand,
-        params["select_prim"].bind,
-        params["window_dimensions"],
-        params["window_strides"],
-        ((0, 0),) * operand.ndim,
-        source,
-        init,
-        jax.lax.add,
-    )
 
 
 Axis = tuple[str, int, int]

@@ -42,7 +42,7 @@ _REDUCTIONS = frozenset(
     {
         "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "reduce",
         "argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "reduce_window",
-        "reduce_window_sum", "reduce_window_max", "reduce_window_min",
+        "reduce_window_sum", "reduce_window_max", "reduce_window_min", "max_pool_places", "max_pool_gradient",
     }
 )  # fmt: skip
 _SCATTERS = frozenset(

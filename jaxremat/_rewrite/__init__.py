@@ -7,7 +7,7 @@ Reading order: `_trace` makes the step in a form; `_loop_opening` and `_loop_clo
 again, `_inner_loops` those inside of iterations, `_laid_open` merges equals; `_loop_segments` (levels, parts),
 `_update_absorption` (optimizer updates inside the loop), `_in_place_stacks`, `_stack_buffers`, `_row_reads`,
 `_sinking`; `_row_rules`, `_row_scans`, `_row_regions`, `_microbatches`, `_row_chunks` (work on rows, or most of a step,
-chunk after chunk); `_max_pool_gradient`, `_depthwise_gradient`, `_cotangent_chains`, `_kernel_choice` (equations of
+chunk after chunk); `_pooling_places`, `_depthwise_gradient`, `_cotangent_chains`, `_kernel_choice` (equations of
 which the compiler makes better kernels); `_passes`, `_encodings` (values kept in fewer bits); `_undone_checkpoints`,
 `_gathered_operands`, `_shard_map_body`, `_memory_order`, `_streamed_copies`; `_masks` (which read results in place of
 operands); `_fingerprint`.

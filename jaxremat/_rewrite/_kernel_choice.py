@@ -4,7 +4,6 @@ Law: the same result, up to rounding. They stand in every planned step, whatever
 
 - XLA:CPU computes the gradient of a depthwise convolution as one of all channels with all, see `_depthwise_gradient`.
 - XLA:CPU makes a cotangent that is pointwise work on others in each kernel that reads it, see `_cotangent_chains`.
-- XLA:GPU fills the zeros of a max-pooling gradient in the forward pass and keeps them, see `_max_pool_gradient.held`.
 - XLA:GPU recognises a transposed convolution by its reversed kernel, as automatic differentiation writes it; without
   that it spreads the operand out between zeros, in memory, and convolves those too.
 """
@@ -20,13 +19,12 @@ from .._program._primitives import is_late
 from .._program._splice import inlined
 from ._cotangent_chains import in_memory, is_named
 from ._depthwise_gradient import is_depthwise_gradient, summed
-from ._max_pool_gradient import held, is_pooling_gradient
 
 
 def replaced(backend: Backend) -> Callable[[Any], bool]:
     """Which equations have such an implementation for this compiler."""
     if backend.fuses:
-        return lambda eqn: is_pooling_gradient(eqn) or is_transposed(eqn)
+        return is_transposed
     return lambda eqn: is_depthwise_gradient(eqn) or is_named(eqn)
 
 
@@ -34,10 +32,7 @@ def inline(eqn: Any) -> list[Any]:
     """The equations in place of one that is to be replaced."""
     if is_named(eqn):
         return in_memory(eqn)
-    if is_pooling_gradient(eqn):
-        better = held(eqn)
-    else:
-        better = summed(eqn) if is_depthwise_gradient(eqn) else reversed_twice(eqn)
+    better = summed(eqn) if is_depthwise_gradient(eqn) else reversed_twice(eqn)
     return inlined(better, eqn.invars, eqn.source_info, eqn.outvars)[0]
 
 

@@ -37,6 +37,7 @@ from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import inner_jaxprs, is_late, is_light, is_pointwise
 from .._program._splice import inlined
+from ._pooling_places import by_place
 
 operands = _compat.scan_operands
 
@@ -146,6 +147,7 @@ class Opener:
         carries = [self._edge(CARRY, a, loop, index=i) for i, a in enumerate(init)]
         slices = [self._slice(a, loop) for a in scanned]
         results = self.inliner.body(eqn.params["jaxpr"], [*consts, *carries, *slices], eqn.source_info, body)
+        body = by_place(body)
         if role == ALONE:
             once = Equals(self.inliner)
             for inner in body:

@@ -278,6 +278,8 @@ _WAYS: dict[str, Callable[[Any], Iterator[Way]]] = {
             "reduce_window_sum",
             "select_and_scatter_add",
             "select_and_gather_add",
+            "max_pool_places",
+            "max_pool_gradient",
         ),
         _windows,
     ),

@@ -32,6 +32,7 @@ from ._masks import with_results
 from ._memory_order import memory_order
 from ._microbatches import microbatches
 from ._passes import behind_backward
+from ._pooling_places import pooled_by_place
 from ._row_chunks import chunked
 from ._row_regions import Region, regions
 from ._shard_map_body import Around
@@ -46,10 +47,11 @@ class Traced:
 
     **Fields:** `jaxpr` normalised and ordered, with the loops of `_loop_opening` laid open; `loop_of` for each of its
     equations the index in `loops` of the loop it is of, -1 for none; `flat` the same program merely inlined, in the
-    user's order, which compiles to the plain step; `origin` for each equation of `flat` the index of the equation of
-    `jaxpr` that computes the same, -1 where none does; `labels` the user's `checkpoint_name`s by variable, and `hints`
-    the marks of `jaxremat.hint`; `in_tree` and `out_tree` the structures of `(args, kwargs)` without static arguments,
-    and of the result; `donated` per flat argument; `rematted` whether the user's program has checkpoints of its own;
+    user's order, which compiles to the plain step but for the gradients of `_pooling_places`; `origin` for each
+    equation of `flat` the index of the equation of `jaxpr` that computes the same, -1 where none does; `labels` the
+    user's `checkpoint_name`s by variable, and `hints` the marks of `jaxremat.hint`; `in_tree` and `out_tree` the
+    structures of `(args, kwargs)` without static arguments, and of the result; `donated` per flat argument; `rematted`
+    whether the user's program has checkpoints of its own;
     `closed` the program as it was traced; `lengths` and `sources` (the user's lines) of its pairs of scans, outside of
     other loops, and which of them are `cuttable`, `gains` what absorbing updates saves in each, and `over` the
     arguments that loops write over here; `regions` what may be done in chunks of rows, and of each the `row_places` of
@@ -217,7 +219,7 @@ def normalise(
     and nothing is of both.
     """
     inliner = Inliner(respect_checkpoint=respect_checkpoint)
-    flat = with_names(gathered(inliner.program(closed), gathers))
+    flat = with_names(gathered(pooled_by_place(inliner.program(closed), early=not apart), gathers))
     once, once_of, _, first = merged_equals(flat, inliner)
     if inliner.rematted:
         once, once_of = _undone(once, once_of)

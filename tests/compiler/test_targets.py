@@ -122,18 +122,12 @@ def test_the_budget_holds_on_an_h100(name: str, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_plan_that_drops_nothing_is_the_plain_program(name: str) -> None:
-    """But for the gradients of max-pooling, whose zeros wait for the cotangent."""
     step = a_step(name)
     traced = trace(jax.jit(step.step, donate_argnums=0), step.abstract_args(), {})
     graph = lower(traced, DEVICES["h100"], base_nbytes=0)
     assert len(graph.stages) > 1
     emitted = emit(traced, graph, SaveAll().solve(graph, None, time_limit=1.0).schedule)
-    was, now = (Counter(e.primitive.name for e in closed.jaxpr.eqns) for closed in (traced.jaxpr, emitted))
-    if name == "gpt":
-        assert emitted is traced.jaxpr
-    else:
-        assert was - now == {"select_and_scatter_add": 1}
-        assert now - was == {"optimization_barrier": 1, "pad": 1, "select_and_scatter": 1, "slice": 1}
+    assert emitted is traced.jaxpr
 
 
 def test_the_step_that_drops_nothing_has_the_plain_kernels() -> None:

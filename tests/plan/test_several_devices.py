@@ -120,7 +120,7 @@ def test_gpus_send_what_they_send_anyway() -> None:
     assert row["compiled_overhead"] < row["overhead"] + 0.06
 
 
-def test_pooling_s_gradients_are_done_in_slices_of_each_device_s_part() -> None:
+def test_pooling_s_gradients_are_made_of_each_device_s_part() -> None:
     found = ask("pooled")
     assert found["overhead"] < 0.1
     check_within(found)
