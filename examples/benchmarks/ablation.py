@@ -168,6 +168,7 @@ MECHANISMS = (
             "_rewrite._loop_opening.by_place": list,
         },
     ),
+    Mechanism("masks in bits", {"_rewrite._encodings._random_masks": always([])}),
     Mechanism(
         "what iterations make themselves",
         {

@@ -192,10 +192,7 @@ def local(traced: Traced, places: Shardings) -> tuple[Traced, tuple[float, ...]]
         labels={of(v): name for v, name in traced.labels.items()},
         hints=tuple(replace(hint, variable=of(hint.variable)) for hint in traced.hints),
         over=frozenset(each(traced.over)),
-        encoded=tuple(
-            replace(e, whole=of(e.whole), parts=tuple(each(e.parts)), decoded=of(e.decoded))
-            for e in traced.encoded
-        ),
+        encoded=tuple(e.renamed(of) for e in traced.encoded),
     )
     return there, flops
 

@@ -1,7 +1,8 @@
 """Values with copies in fewer bits -> equations that decode them only where nothing but the copy is there.
 
 In the forward pass a value is there when it is encoded: what is decoded is the value itself. So it is in a stage that
-makes the value again, or reads it saved; what encodes it there is read by nothing and goes.
+makes the value again, or reads it saved; what encodes it there is read by nothing and goes. Exact copies are read in
+their value's place everywhere.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ class Decoding:
 
     def __init__(self, emitter: Any) -> None:
         self.emitter = emitter
-        encoded = emitter.traced.encoded
+        encoded = [each for each in emitter.traced.encoded if not each.exact]
         self.whole = {emitter.maker(each.decoded): each.whole for each in encoded}
         parts = {emitter.value_of[v] for each in encoded for v in each.parts}
         self.copies = parts & emitter.schedule.saved

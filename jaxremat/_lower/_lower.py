@@ -149,6 +149,7 @@ def lower(
     nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
     nodes = with_waiting(jaxpr.eqns, nodes, values, traced.loops, backend(device.platform).hoists)
     copies = {index[v] for each in traced.encoded for v in each.parts}
+    in_memory -= {index[v] for each in traced.encoded if each.exact for v in (each.whole, each.decoded)}
     in_memory |= copies | {v.id for v in values if v.producer < 0 or v.is_output}
     axes = axes_in_memory(jaxpr.eqns, nodes, values, device.chip if fuses else None)
     values = [

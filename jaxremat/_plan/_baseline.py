@@ -232,7 +232,8 @@ class Baseline:
     @cached_property
     def _replaces(self) -> bool:
         better = replaced(self.backend)
-        return any(better(eqn) or is_by_place(eqn) for eqn in self.traced.flat.jaxpr.eqns)
+        packed = any(each.exact for each in self.traced.encoded)
+        return packed or any(better(eqn) or is_by_place(eqn) for eqn in self.traced.flat.jaxpr.eqns)
 
     @property
     def _own_seconds(self) -> bool:

@@ -24,6 +24,7 @@ def copies(traced: Traced, graph: Graph, schedule: Schedule) -> tuple[Copied, ..
             count=len(sizes),
             whole_nbytes=sum(whole for whole, _ in sizes),
             nbytes=sum(nbytes for _, nbytes in sizes),
+            exact=BY_CODE[code].exact,
         )
         for code, sizes in sorted(found.items())
     )

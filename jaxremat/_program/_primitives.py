@@ -240,6 +240,11 @@ def is_threefry(eqn: Any) -> bool:
     return name == "threefry2x32" or (name == "random_bits" and "fry" in str(eqn.invars[0].aval.dtype))
 
 
+def is_random(eqn: Any) -> bool:
+    """Whether the equation makes random words, by any generator."""
+    return eqn.primitive.name in ("threefry2x32", "random_bits", "rng_bit_generator")
+
+
 def is_repeatable(eqn: Any) -> bool:
     """Whether running the equation twice is invisible: no effects, no callbacks, no collectives.
 

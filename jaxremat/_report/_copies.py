@@ -9,16 +9,18 @@ from .._runtime._bytes import format_nbytes
 class Copied:
     """The saved values of which only a copy in fewer bits is kept, of one kind.
 
-    **Fields:** `kind` of the copies, `"bfloat16"`, ...; `count` of values; `whole_nbytes` that they would take,
-    `nbytes` that their copies do.
+    **Fields:** `kind` of the copies, `"bfloat16"`, ..., `"bits"` of masks; `count` of values; `whole_nbytes` that they
+    would take, `nbytes` that their copies do; `exact` whether those are the values, and gradients not rounded.
     """
 
     kind: str
     count: int
     whole_nbytes: int
     nbytes: int
+    exact: bool
 
     def __str__(self) -> str:
         values = f"{self.count} values" if self.count > 1 else "1 value"
         nbytes = f"{format_nbytes(self.whole_nbytes)} -> {format_nbytes(self.nbytes)}"
-        return f"kept as {self.kind}: {values}, {nbytes}, so that gradients are rounded"
+        rounded = "" if self.exact else ", so that gradients are rounded"
+        return f"kept as {self.kind}: {values}, {nbytes}{rounded}"

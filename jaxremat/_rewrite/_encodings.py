@@ -7,6 +7,9 @@ made of one of them, entry by entry, costs about as much to make of it as to dec
 
 Law: where the value itself is there, nothing is decoded (see `_emit._decoding`), so that the forward pass computes what
 it computes without copies.
+
+Masks of random words, as dropout's, are packed, eight to a byte, whatever is allowed: that is exact, and what is
+unpacked is read in the mask's place.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -27,6 +30,7 @@ from .._program._primitives import (
     is_heavy,
     is_light,
     is_pointwise,
+    is_random,
     is_repeatable,
     on_host,
     on_mesh,
@@ -53,7 +57,8 @@ class Encoding:
 
     **Fields:** `name` as in `jaxremat.optimize`'s `allow`; `code` in a `Form`; `label` for people; `fits`
     says of a type whether it has copies of this kind; `encode` gives the parts of a copy, `decode` the value, of its
-    type and those; `entrywise` whether each entry has its own copy, on whichever device it is.
+    type and those; `entrywise` whether each entry has its own copy, on whichever device it is; `exact` whether what is
+    decoded is the value, which then is never in memory itself.
     """
 
     name: str
@@ -63,6 +68,7 @@ class Encoding:
     encode: Callable[[jax.Array], tuple[jax.Array, ...]]
     decode: Callable[..., jax.Array]
     entrywise: bool = False
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,17 @@ class Encoded:
     parts: tuple[Any, ...]
     decoded: Any
     encoding: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is read in the value's place, also where that is made."""
+        return BY_CODE[self.encoding].exact
+
+    def renamed(self, rename: Callable[[Any], Any]) -> "Encoded":
+        """The same of these variables."""
+        return Encoded(
+            rename(self.whole), tuple(map(rename, self.parts)), rename(self.decoded), self.encoding
+        )
 
 
 def _scaled(x: jax.Array, most: float) -> tuple[jax.Array, jax.Array]:
@@ -108,6 +125,32 @@ def _to_float8(x: jax.Array) -> tuple[jax.Array, ...]:
     return lax.convert_element_type(entries, _FLOAT8), scale
 
 
+def _bits_axis(aval: Any) -> int | None:
+    """The last axis along which entries are whole bytes."""
+    return next((d for d in reversed(range(aval.ndim)) if aval.shape[d] and aval.shape[d] % 8 == 0), None)
+
+
+def _in_bytes(aval: Any, axis: int) -> tuple[int, ...]:
+    return (*aval.shape[:axis], aval.shape[axis] // 8, 8, *aval.shape[axis + 1 :])
+
+
+def _to_bits(x: jax.Array) -> tuple[jax.Array, ...]:
+    axis = _bits_axis(x)
+    assert axis is not None
+    bits = lax.convert_element_type(lax.reshape(x, _in_bytes(x, axis)), jnp.uint8)
+    places = lax.broadcasted_iota(jnp.uint8, bits.shape, axis + 1)
+    return (lax.reduce_or(lax.shift_left(bits, places), (axis + 1,)),)
+
+
+def _of_bits(aval: Any, packed: jax.Array) -> jax.Array:
+    axis = _bits_axis(aval)
+    assert axis is not None
+    shape = _in_bytes(aval, axis)
+    spread = lax.broadcast_in_dim(packed, shape, [d for d in range(len(shape)) if d != axis + 1])
+    bit = lax.shift_right_logical(spread, lax.broadcasted_iota(jnp.uint8, shape, axis + 1))
+    return lax.ne(lax.reshape(lax.bitwise_and(bit, np.uint8(1)), aval.shape), np.uint8(0))
+
+
 def _is_float(aval: Any, *sizes: int) -> bool:
     return bool(jnp.issubdtype(aval.dtype, jnp.floating)) and jnp.dtype(aval.dtype).itemsize in sizes
 
@@ -127,7 +170,19 @@ ENCODINGS = (
 )
 """The ways to keep a value in fewer bits, the mildest first."""
 
-BY_CODE = {encoding.code: encoding for encoding in ENCODINGS}
+MASK = Encoding(
+    "",
+    4,
+    "bits",
+    lambda a: a.dtype == jnp.bool_ and _bits_axis(a) is not None,
+    _to_bits,
+    _of_bits,
+    entrywise=True,
+    exact=True,
+)
+"""How masks of random words are kept, whatever is allowed."""
+
+BY_CODE = {encoding.code: encoding for encoding in (*ENCODINGS, MASK)}
 
 INEXACT = tuple(encoding.name for encoding in ENCODINGS)
 """What `allow` may name that changes gradients."""
@@ -165,9 +220,9 @@ class WithCopies:
 def with_copies(
     closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop], codes: Sequence[int] = ()
 ) -> WithCopies:
-    """Equations with loops laid open, in which large values have copies by these encodings."""
+    """Equations with loops laid open, in which large values have copies by these encodings, and masks are in bits."""
     jaxpr = closed.jaxpr
-    able = encodable(jaxpr, loop_of, loops, codes) if codes else {}
+    able = _encodable(jaxpr, loop_of, loops, [MASK, *(BY_CODE[code] for code in codes)])
     if not able:
         return WithCopies(closed, list(loop_of), list(range(len(jaxpr.eqns))), ())
     eqns: list[Any] = []
@@ -199,13 +254,13 @@ def _copied(eqn: Any, v: Any, encoding: Encoding) -> tuple[list[Any], Encoded]:
 
 
 def decoders(jaxpr: Any, encoded: Sequence[Encoded]) -> dict[int, int]:
-    """For each equation that makes a value with a copy the last of those that decode it."""
+    """For each equation that makes a value with an inexact copy the last of those that decode it."""
     maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    return {maker[each.whole]: maker[each.decoded] for each in encoded}
+    return {maker[each.whole]: maker[each.decoded] for each in encoded if not each.exact}
 
 
-def encodable(
-    jaxpr: Any, loop_of: Sequence[int], loops: Sequence[Loop], codes: Sequence[int]
+def _encodable(
+    jaxpr: Any, loop_of: Sequence[int], loops: Sequence[Loop], kinds: Sequence[Encoding]
 ) -> dict[Any, Encoding]:
     """The values that get copies, and of which kind: those that the backward pass wants, dear to make again."""
     late = late_equations(jaxpr.eqns, loop_of, loops)
@@ -213,8 +268,8 @@ def encodable(
     of_loop = [loops[i].length if i >= 0 else 1 for i in loop_of]
     trips = [n for n, is_late in zip(of_loop, late, strict=True) if not is_late]
     made = sum(n * aval_nbytes(v.aval) for eqn, n in zip(forward, trips, strict=True) for v in eqn.outvars)
-    kinds = [BY_CODE[code] for code in codes]
-    dear = _dear(forward, trips, LARGE * made)
+    masks = _random_masks(forward, trips, LARGE * made)
+    dear = masks if kinds == [MASK] else [*masks, *_dear(forward, trips, LARGE * made)]
     returned = {a for a in jaxpr.outvars if not _compat.is_literal(a)}
     able = {
         v: kind
@@ -222,6 +277,8 @@ def encodable(
         if v not in returned and not _compat.varying_axes(v)
         if (kind := next((kind for kind in kinds if kind.fits(v.aval)), None)) is not None
     }
+    if not able:
+        return {}
     read = {
         a
         for eqn, is_late in zip(jaxpr.eqns, late, strict=True)
@@ -243,13 +300,28 @@ def fewer_nbytes(jaxpr: Any, loop_of: Sequence[int], loops: Sequence[Loop], code
         for eqn, i in zip(jaxpr.eqns, loop_of, strict=True)
         for v in eqn.outvars
     }
-    found = encodable(jaxpr, loop_of, loops, codes).items()
+    found = _encodable(jaxpr, loop_of, loops, [BY_CODE[code] for code in codes]).items()
     return sum(trips[v] * (aval_nbytes(v.aval) - _copy_nbytes(kind, v.aval)) for v, kind in found)
 
 
 def _copy_nbytes(encoding: Encoding, aval: Any) -> int:
     *parts, _ = _program(encoding, aval.shape, aval.dtype).jaxpr.outvars
     return sum(aval_nbytes(v.aval) for v in parts)
+
+
+def _random_masks(forward: Sequence[Any], trips: Sequence[int], large: float) -> list[Any]:
+    """The large masks that are made of random words entry by entry, and of no other mask."""
+    words: set[Any] = set()  # and what is made of them
+    found: list[Any] = []
+    for eqn, n in zip(forward, trips, strict=True):
+        simple = is_pointwise(eqn) or is_light(eqn)
+        operands = [a for a in _compat.variables(eqn.invars) if n * aval_nbytes(a.aval) >= large]
+        if not is_random(eqn) and not (simple and operands and words.issuperset(operands)):
+            continue
+        masks = {v for v in eqn.outvars if v.aval.dtype == jnp.bool_ and n * aval_nbytes(v.aval) >= large}
+        found += [v for v in eqn.outvars if v in masks and not on_host(v.aval)]
+        words.update(v for v in eqn.outvars if v not in masks)
+    return found
 
 
 def _dear(forward: Sequence[Any], trips: Sequence[int], large: float) -> list[Any]:

@@ -47,11 +47,11 @@ class Traced:
 
     **Fields:** `jaxpr` normalised and ordered, with the loops of `_loop_opening` laid open; `loop_of` for each of its
     equations the index in `loops` of the loop it is of, -1 for none; `flat` the same program merely inlined, in the
-    user's order, which compiles to the plain step but for the gradients of `_pooling_places`; `origin` for each
-    equation of `flat` the index of the equation of `jaxpr` that computes the same, -1 where none does; `labels` the
-    user's `checkpoint_name`s by variable, and `hints` the marks of `jaxremat.hint`; `in_tree` and `out_tree` the
-    structures of `(args, kwargs)` without static arguments, and of the result; `donated` per flat argument; `rematted`
-    whether the user's program has checkpoints of its own;
+    user's order, which compiles to the plain step but for the gradients of `_pooling_places` and masks in bits;
+    `origin` for each equation of `flat` the index of the equation of `jaxpr` that computes the same, -1 where none
+    does; `labels` the user's `checkpoint_name`s by variable, and `hints` the marks of `jaxremat.hint`; `in_tree` and
+    `out_tree` the structures of `(args, kwargs)` without static arguments, and of the result; `donated` per flat
+    argument; `rematted` whether the user's program has checkpoints of its own;
     `closed` the program as it was traced; `lengths` and `sources` (the user's lines) of its pairs of scans, outside of
     other loops, and which of them are `cuttable`, `gains` what absorbing updates saves in each, and `over` the
     arguments that loops write over here; `regions` what may be done in chunks of rows, and of each the `row_places` of
@@ -220,6 +220,8 @@ def normalise(
     """
     inliner = Inliner(respect_checkpoint=respect_checkpoint)
     flat = with_names(gathered(pooled_by_place(inliner.program(closed), early=not apart), gathers))
+    in_bits = with_copies(flat, (-1,) * len(flat.jaxpr.eqns), ())
+    flat = in_bits.closed
     once, once_of, _, first = merged_equals(flat, inliner)
     if inliner.rematted:
         once, once_of = _undone(once, once_of)
@@ -254,6 +256,7 @@ def normalise(
     else:
         order = streamed(merged.jaxpr, order, loop_of, opened.loops)
     place = {old: new for new, old in enumerate(order)}
+    packed = (each.renamed(lambda v: again(first(v))) for each in in_bits.encoded)
     made = {v for i in order for v in merged.jaxpr.eqns[i].outvars}
     found = {of_once[i]: place.get(new, -1) for i, new in zip(opened.origin, place_of, strict=True) if i >= 0}
     again_of = (i for i, eqn in enumerate(flat.jaxpr.eqns) if _compat.has_scope(eqn, _compat.REMATTED))
@@ -295,7 +298,11 @@ def normalise(
         gathers=gathers,
         turns=turns,
         masked=masked,
-        encoded=tuple(each for each in copied.encoded if each.decoded in made),
+        encoded=tuple(
+            each
+            for each in (*dict.fromkeys(packed), *copied.encoded)
+            if made.issuperset((each.whole, *each.parts, each.decoded))
+        ),
     )
 
 

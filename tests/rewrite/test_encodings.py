@@ -13,7 +13,7 @@ from jax import lax
 from jaxremat._model._form import COPIES, Form
 from jaxremat._program import _compat
 from jaxremat._rewrite import _encodings
-from jaxremat._rewrite._encodings import BY_CODE, ENCODINGS, Encoding, allowed, decoders
+from jaxremat._rewrite._encodings import BY_CODE, ENCODINGS, MASK, Encoding, allowed, decoders
 from jaxremat._rewrite._trace import trace
 
 BF16, FP8, INT8 = ENCODINGS
@@ -114,7 +114,7 @@ def test_values_that_are_dear_to_make_again_have_copies(scanned: bool) -> None:
     place = decoders(traced.jaxpr.jaxpr, traced.encoded)
     eqns = traced.jaxpr.jaxpr.eqns
     assert [(eqns[i].outvars, eqns[j].outvars) for i, j in place.items()] == [
-        ([each.whole], [each.decoded]) for each in traced.encoded
+        ([each.whole], [each.decoded]) for each in traced.encoded if not each.exact
     ]
 
 
@@ -128,3 +128,78 @@ def test_a_form_with_copies_is_a_program(codes: tuple[int, ...]) -> None:
 def test_small_values_have_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_encodings, "LARGE", 1.0)
     assert not of_form(jax.value_and_grad(loss), arguments(), BF16.code).encoded
+
+
+@settings(max_examples=20)
+@given(shape=SHAPES, seed=st.integers(0, 99))
+def test_bits_are_the_mask(shape: tuple[int, ...], seed: int) -> None:
+    mask = jnp.asarray(np.random.default_rng(seed).random(shape) < 0.5)
+    if not MASK.fits(mask):
+        assert not any(size % 8 == 0 for size in shape)
+        return
+    assert np.array_equal(back(MASK, mask), mask)
+    assert 8 * nbytes(MASK, mask) == mask.size
+
+
+def masks(traced: Any) -> list[Any]:
+    return [each for each in traced.encoded if each.encoding == MASK.code]
+
+
+def readers(traced: Any, variable: Any) -> list[str]:
+    return [e.primitive.name for e in traced.jaxpr.jaxpr.eqns if any(a is variable for a in e.invars)]
+
+
+@pytest.mark.parametrize("generator", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("scanned", [False, True])
+def test_masks_of_dropout_are_in_bits_and_nobody_reads_them_otherwise(generator: str, scanned: bool) -> None:
+    def in_a_loop(params: Any, x: Any, key: Any) -> Any:
+        def layer(x: Any, own: Any) -> Any:
+            (up, down), key = own
+            h = x @ up
+            kept = jax.random.bernoulli(key, 0.5, h.shape)
+            return x + (kept.astype(h.dtype) * h) @ down, None
+
+        stacked = jax.tree.map(lambda *a: jnp.stack(a), *params)
+        return jnp.mean(lax.scan(layer, x, (stacked, jax.random.split(key, len(params))))[0] ** 2)
+
+    params, x, _ = arguments()
+    key = jax.random.key(0, impl=generator)
+    step = jax.value_and_grad(in_a_loop if scanned else loss)
+    traced = of_form(step, (params, x, key))
+    assert len(masks(traced)) == 1  # all layers of the loss draw alike
+    for each in masks(traced):
+        assert each.whole.aval.dtype == jnp.bool_
+        (packed,) = each.parts
+        assert 8 * packed.aval.size == each.whole.aval.size
+        assert readers(traced, each.whole) == ["reshape"]  # the first of what packs it
+        assert readers(traced, each.decoded)
+    _compat.check_jaxpr(traced.jaxpr)
+
+
+def test_masks_that_are_not_random_or_not_read_again_are_left_as_they_are() -> None:
+    def positive(params: Any, x: Any, key: Any) -> Any:
+        for up, down in params:
+            h = x @ up
+            x = x + jnp.where(h > 0, h, jnp.sin(h)) @ down
+        return jnp.mean(x**2)
+
+    def forward(params: Any, x: Any, key: Any) -> Any:
+        ((up, _), *_) = params
+        return jnp.mean(jnp.where(jax.random.bernoulli(key, 0.5, (8, 64)), x @ up, 0))
+
+    assert not masks(of_form(jax.value_and_grad(positive), arguments()))
+    assert not masks(of_form(forward, arguments()))
+
+
+def test_masks_that_are_returned_or_of_odd_sizes_are_left_as_they_are() -> None:
+    def odd(params: Any, x: Any, key: Any) -> Any:
+        ((up, _), *_) = params
+        return jnp.mean(jnp.where(jax.random.bernoulli(key, 0.5, (7, 63)), (x @ up)[:7, :63], 0) ** 2)
+
+    def returned(params: Any, x: Any, key: Any) -> Any:
+        ((up, _), *_) = params
+        kept = jax.random.bernoulli(key, 0.5, (8, 64))
+        return jnp.mean(jnp.where(kept, x @ up, 0) ** 2), kept
+
+    assert not masks(of_form(jax.value_and_grad(odd), arguments()))
+    assert not masks(of_form(jax.value_and_grad(returned, has_aux=True), arguments()))
