@@ -62,6 +62,7 @@ def main(case: str) -> None:
         ("nnx", of_objects),
         ("in shards", in_shards),
         ("pooled", pooled),
+        ("dropout", dropout),
         ("logical", logical),
         ("microbatches", microbatches),
     ):
@@ -441,6 +442,40 @@ def pooled(_: str) -> dict[str, Any]:
     return within(0.65, step, weights, jax.device_put(images, NamedSharding(mesh, P("data"))))
 
 
+def dropout(case: str) -> dict[str, Any]:
+    """Layers with dropout, of which the key is an argument: weights divided along layers' inputs, or hidden values."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    up, down = (P(None, "model"), P("model")) if "tp" in case else (P("data"), P("data"))
+    rng = np.random.default_rng(0)
+
+    def array(spec: P, *shape: int) -> jax.Array:
+        values = (rng.normal(size=shape) / 16).astype(np.float32)
+        return jax.device_put(values, NamedSharding(mesh, spec))
+
+    weights = [(array(up, 256, 1024), array(down, 1024, 256)) for _ in range(4)]
+    key = jax.device_put(jax.random.key(0), NamedSharding(mesh, P()))
+
+    def step(weights: Any, drawn: Any) -> Any:
+        h, key = drawn
+
+        def loss(weights: Any, h: Any = h) -> jax.Array:
+            for (up, down), own in zip(weights, jax.random.split(key, len(weights)), strict=True):
+                hidden = jax.nn.gelu(h @ up)
+                h = h + jnp.where(jax.random.bernoulli(own, 0.9, hidden.shape), hidden / 0.9, 0) @ down
+            return jnp.mean(h**2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    return within(0.7, step, weights, (array(P("data"), 2048, 256), key))
+
+
 def logical(_: str) -> dict[str, Any]:
     """A linen module whose parameters and values have logical axes, which rules put on a mesh of two axes."""
     import jax
@@ -524,6 +559,7 @@ def within(share: float, step: Any, *args: Any, **options: Any) -> dict[str, Any
         "predicted": plan.rounds[0].predicted_peak_nbytes,
         "compiled": plan.rounds[0].compiled_peak_nbytes,
         "overhead": plan.compiled_overhead,
+        "copies": [copied.kind for copied in plan.copies],
         "losses": losses,
         "same": all(np.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs),
         "placed_alike": all(a.sharding == b.sharding for a, b in pairs),

@@ -150,7 +150,8 @@ def shardings(traced: Traced, program: Program, args: tuple[Any, ...], kwargs: d
         if tags := TAG.findall(stack.partition('"(')[0] + "/"):
             results.setdefault(int(tags[-1]), []).append(made)
     jaxpr = traced.jaxpr.jaxpr
-    layouts: dict[Any, Layout] = dict(zip(jaxpr.invars, arguments[-len(jaxpr.invars) :], strict=True))
+    given = zip(jaxpr.invars, arguments[-len(jaxpr.invars) :], strict=True)
+    layouts: dict[Any, Layout] = {v: layout[: len(v.aval.shape)] for v, layout in given}  # keys end in words
     for var, const in zip(jaxpr.constvars, traced.jaxpr.consts, strict=True):
         layouts[var] = _layout_of(getattr(const, "sharding", None), len(getattr(const, "shape", ())))
     for i, eqn in enumerate(jaxpr.eqns):

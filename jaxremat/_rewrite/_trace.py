@@ -219,9 +219,9 @@ def normalise(
     and nothing is of both.
     """
     inliner = Inliner(respect_checkpoint=respect_checkpoint)
-    flat = with_names(gathered(pooled_by_place(inliner.program(closed), early=not apart), gathers))
-    in_bits = with_copies(flat, (-1,) * len(flat.jaxpr.eqns), ())
-    flat = in_bits.closed
+    written = pooled_by_place(inliner.program(closed), early=not apart)
+    in_bits = with_copies(written, (-1,) * len(written.jaxpr.eqns), ())
+    flat = with_names(gathered(in_bits.closed, gathers))
     once, once_of, _, first = merged_equals(flat, inliner)
     if inliner.rematted:
         once, once_of = _undone(once, once_of)

@@ -126,6 +126,13 @@ def test_pooling_s_gradients_are_made_of_each_device_s_part() -> None:
     check_within(found)
 
 
+@pytest.mark.parametrize("words", ["tp", "fsdp"])
+def test_masks_are_in_bits_where_they_are(words: str) -> None:
+    found = ask(f"dropout {words}")
+    check_within(found)
+    assert found["copies"] == ["bits"]
+
+
 @pytest.mark.parametrize("words", ["", " scan fsdp", " fsdp tp", " tp scan"])
 def test_microbatches_have_rows_of_every_device(words: str) -> None:
     """So that nothing is sent besides what a batch sends, but for each of them."""
