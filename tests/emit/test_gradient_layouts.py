@@ -49,8 +49,8 @@ def turned(text: str, width: int, hidden: int) -> int:
 
 def test_updates_stay_in_the_order_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a transformer with dropout; and not without it, by the same plan."""
-    sizes: dict[str, Any] = {"layers": 2, "width": 256, "heads": 4, "vocabulary": 512, "context": 128}
-    made = program("dropout", scale="small", dtype=jnp.bfloat16, batch=8, length=128, **sizes)
+    sizes: dict[str, Any] = {"layers": 2, "width": 768, "heads": 12, "vocabulary": 512, "context": 1024}
+    made = program("dropout", scale="small", dtype=jnp.bfloat16, batch=8, length=1024, **sizes)
     args = made.abstract_args()
     common: dict[str, Any] = {"donate_argnums": made.donate_argnums, "target": "h100"}
     needs = jaxremat.memory(made.step, *args, **common)
@@ -60,7 +60,7 @@ def test_updates_stay_in_the_order_of_weights(monkeypatch: pytest.MonkeyPatch) -
 
     def copies() -> int:
         planned = jaxremat.optimize(plan=plan, verify=False, **common)(lambda *args: made.step(*args))
-        return turned(planned.compile(*args).as_text(), 256, 1024)
+        return turned(planned.compile(*args).as_text(), 768, 3072)
 
     ordered = copies()
     monkeypatch.setattr(_emit, "turned_gradients", lambda emitter: set())
