@@ -36,7 +36,10 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "jaxremat")
 
 
 def make(network: str, scale: str, target: str, shares: Sequence[str], folder: Path = FOLDER) -> Path:
-    """Plan a network at shares of its temporaries, and write or replace its file; what does not fit is left out."""
+    """Plan a network at shares of its temporaries, and write or replace its file.
+
+    Shares that nothing fits, and those for which nothing has to be dropped, are left out.
+    """
     step = program(network, scale=scale)  # type: ignore[arg-type]
     args = step.abstract_args()
     options: dict[str, Any] = {"donate_argnums": step.donate_argnums}
@@ -55,6 +58,9 @@ def make(network: str, scale: str, target: str, shares: Sequence[str], folder: P
             print(
                 f"  {share}: infeasible, the least found is {jaxremat.format_nbytes(error.min_peak_nbytes)}"
             )
+            continue
+        if plan.drops_nothing and not plan.form.choices:
+            print(f"  {share}: nothing has to be dropped, no plan is needed")
             continue
         name = share if share == "min" else f"{float(share):.0%}"
         plans[name] = replace(plan, alive=())  # which is read off the program again when the plan is applied
