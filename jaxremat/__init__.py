@@ -26,12 +26,12 @@ from ._compiler._memory_stats import MemoryStats as MemoryStats
 from ._compiler._peak_contents import Alive as Alive
 from ._compiler._program import compiler_options as compiler_options
 from ._compiler._target import targets as targets
+from ._model._form_offers import EXACT as EXACT
 from ._model._graph import Graph as Graph
 from ._model._graph import Node as Node
 from ._model._graph import Pin as Pin
 from ._model._graph import Stage as Stage
 from ._model._graph import Value as Value
-from ._model._row_offers import EXACT as EXACT
 from ._model._schedule import Schedule as Schedule
 from ._model._schedule import complete as complete
 from ._model._simulate import Profile as Profile

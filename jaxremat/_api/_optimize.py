@@ -13,8 +13,8 @@ from .._compiler._devices import detect
 from .._compiler._program import Program, device_of, placed
 from .._compiler._target import Target
 from .._model._device_specs import find
+from .._model._form_offers import EXACT
 from .._model._pins import parse_pins
-from .._model._row_offers import EXACT
 from .._plan._arguments import as_tuple, check_choice, check_host_memory, check_planning, parse_forms
 from .._plan._baseline import Baseline
 from .._plan._plan import Plan
@@ -112,10 +112,10 @@ def optimize(
       A CPU has no other memory: with True a warning says so. `"auto"` is True where there is one.
     - `host_budget`: what these values may take of the host's memory, all devices of the process together: bytes or
       text, by default half of the machine's, or without limit for a `target`.
-    - `allow`: what the planner may do besides, where that is cheaper. `"rows"`: work on a large value (logits), for
-      some of its rows after the others. `"microbatches"`: the step for a part of the batch after the others, gradients
-      added up, where no statistics cross the batch. Both draw the same random numbers, and compute the same but for the
-      order in which sums are added up; these are `jaxremat.EXACT`, the default. `"bf16_residuals"`, `"fp8_residuals"`,
+    - `allow`: what the planner may do besides, where that is cheaper. `"attention"`: without its matrix of scores.
+      `"rows"`: work on large values (logits), some rows after the others. `"microbatches"`: a part of the batch after
+      the others, gradients added up, where no statistics cross it. All draw the same random numbers, and compute the
+      same but for the order of sums; these are `jaxremat.EXACT`, the default. `"bf16_residuals"`, `"fp8_residuals"`,
       `"int8_residuals"`: keep values for the backward pass in bfloat16, or in 8 bits with a scale for each 128 of them.
       The forward pass stays as it is, gradients are rounded: `jaxremat.compare` says how much.
 

@@ -16,7 +16,7 @@ import typer
 from .._api._optimize import Step, optimize
 from .._compiler._program import Program
 from .._compiler._target import Target, targets
-from .._model._row_offers import EXACT
+from .._model._form_offers import EXACT
 from .._runtime._bytes import Budget
 from .._runtime._errors import ArgumentError, TargetError
 from .._solver import Chen, Greedy, Milp, MinCut, RecomputeAll

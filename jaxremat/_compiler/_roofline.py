@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from .._model._device_specs import KERNEL_RATE
 from ._devices import DeviceSpec
 from ._hlo import (
     COLLECTIVES,
@@ -38,6 +39,7 @@ class Kernel:
     - `trips`: how often it runs in one run of the program.
     - `flops`: pairs (HLO type name, operations), of one trip.
     - `read_nbytes`, `written_nbytes`: of device memory, in one trip.
+    - `rate`: what share of the device's rate it reaches where arithmetic is what takes its time.
     """
 
     instruction: Instruction
@@ -46,6 +48,7 @@ class Kernel:
     flops: tuple[tuple[str, int], ...]
     read_nbytes: int
     written_nbytes: int
+    rate: float = 1.0
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +91,7 @@ def roofline(module: Module, device: DeviceSpec) -> Roofline:
 
 def seconds_of(kernel: Kernel, device: DeviceSpec) -> float:
     """Seconds of one trip."""
-    arithmetic = sum(operations / device.peak(dtype) for dtype, operations in kernel.flops)
+    arithmetic = sum(operations / device.peak(dtype) for dtype, operations in kernel.flops) / kernel.rate
     moving = max(kernel.nbytes / device.bandwidth, kernel.sent_nbytes / device.link)
     return max(arithmetic, moving) + device.launch_seconds
 
@@ -167,7 +170,8 @@ def _kernel(
         if instruction.opcode.endswith("-start") and len(results) > len(operands):
             results = results[:1] if instruction.opcode == "copy-start" else results[len(operands) :]
         written = _window(instruction, scope) if in_place else sum(shape.nbytes for shape in results)
-    return Kernel(instruction, computation.name, 1, tuple(sorted(flops.items())), read, written)
+    rate = KERNEL_RATE if _OWN.search(instruction.attributes) else 1.0
+    return Kernel(instruction, computation.name, 1, tuple(sorted(flops.items())), read, written, rate)
 
 
 def _share(value: Instruction, elements: int) -> int:
@@ -264,6 +268,8 @@ def _product(instruction: Instruction, operands: list[Shape]) -> int:
         # Attention: two products over the scores, in the backward pass five.
         products = 5 if "Backward" in target[1] else 2
         return 2 * products * math.prod(map(int, re.findall(r"\d+", scores[1]))) * operands[0].dims[-1]
+    if own := _OWN.search(attributes):
+        return int(own[1])
     if contracted := _CONTRACTED.search(attributes):
         axes = [int(axis) for axis in re.findall(r"\d+", contracted[1])]
         return 2 * instruction.shapes[0].elements * math.prod(operands[0].dims[axis] for axis in axes)
@@ -280,6 +286,9 @@ def _product(instruction: Instruction, operands: list[Shape]) -> int:
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_OWN = re.compile(r'name = "attention_(\d+)_flops"')
+"""A kernel of ours, see `_attention._kernels`."""
+
 _SCORES = re.compile(r'"intermediate_tensor_shape":\{"element_type":"\w+","dimensions":\[([^\]]*)\]')
 
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from .._attention._operations import lowered_for
 from .._model._device_specs import DEVICES, DeviceSpec
 from .._runtime._errors import TargetError
 from .._runtime._worker import WorkerLostError, WorkerRefusedError, ask
@@ -85,6 +86,12 @@ class Target:
         _, hosts, each = self._parts
         return f"1x{hosts}x{each}"
 
+    def _described(self) -> Any:
+        """The device in JAX's words."""
+        chip = self.spec.chip
+        assert chip is not None
+        return jax.sharding.AbstractDevice(_KINDS.get(chip.capability, self.spec.name), chip.cores, "gpu")
+
     def lower(
         self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
     ) -> "TargetLowered":
@@ -93,7 +100,9 @@ class Target:
         **Raises:** `TargetError` where JAX cannot lower it for GPUs.
         """
         try:
-            lowered = jitted.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+            traced = jitted.trace(*args, **kwargs)
+            with lowered_for(self._described()):
+                lowered = traced.lower(lowering_platforms=("cuda",))
         except (NotImplementedError, ValueError) as error:
             raise TargetError(
                 f"The step cannot be lowered for `target={self.name!r}`: {error}. Host callbacks (`jax.debug.print`, "
@@ -117,6 +126,11 @@ def mismatch(target: Target, devices: int) -> TargetError:
         f'`target="{target.device}x{devices}"` (of several hosts `"{target.device}:HOSTSxDEVICES"`), or pass arguments '
         f"on a mesh of {target.devices}."
     )
+
+
+_KINDS = {(8, 0): "NVIDIA A100", (8, 9): "NVIDIA L4", (9, 0): "NVIDIA H100", (10, 0): "NVIDIA B200"}
+"""A device of each CUDA capability, by the name that JAX knows it by where it lowers kernels for one that is not there.
+"""
 
 
 class TargetLowered:

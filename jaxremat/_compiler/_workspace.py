@@ -5,7 +5,7 @@ Figures are cached on disk by equation, compiler options and jax version.
 """
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -57,24 +57,21 @@ def workspaces(
     return found
 
 
-def alone_seconds(
-    traced: Traced, program: Program, device: DeviceSpec, wanted: Callable[[Any], bool]
-) -> float:
-    """Seconds of these equations, each compiled alone, by a roofline of its kernels."""
+def alone_seconds(eqns: Sequence[Any], program: Program, device: DeviceSpec) -> list[float]:
+    """Seconds of each of these equations, compiled alone, by a roofline of its kernels."""
     program = program.alone(_nothing)
     where = (sorted(program.compiler_options), jax.__version__, device)
-    found = [eqn for eqn in traced.jaxpr.jaxpr.eqns if wanted(eqn)]
-    if not found:
-        return 0.0
+    found: list[float] = []
+    if not eqns:
+        return found
     with (
-        phase("compiling single operations", len(found), kind="compile") as progress,
+        phase("compiling single operations", len(eqns), kind="compile") as progress,
         Figures("alone.json", float) as cache,
     ):
-        total = 0.0
-        for eqn in found:
-            total += cache.get(key(eqn, where), lambda eqn=eqn: _seconds(alone(eqn), program, device))
+        for eqn in eqns:
+            found.append(cache.get(key(eqn, where), lambda eqn=eqn: _seconds(alone(eqn), program, device)))
             progress.advance()
-    return total
+    return found
 
 
 def _seconds(closed: jex.ClosedJaxpr, program: Program, device: DeviceSpec) -> float:

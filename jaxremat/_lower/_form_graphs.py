@@ -4,11 +4,13 @@ Law: what a form shares with the plain step is read off the plain step's program
 of its loops, work in chunks) is compiled, alone, and once.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from .._attention._operations import is_attention
 from .._compiler._hlo import Module
 from .._compiler._library_kernels import library_seconds
 from .._compiler._measured_times import measure
@@ -33,6 +35,7 @@ from .._runtime._progress import phase
 from ._iteration import Iteration, backward, forward, recomputing, repeated
 from ._iteration_buffers import with_beside
 from ._kernel_prices import always_stacked_seconds
+from ._loop_memory import is_whole
 from ._loop_seconds import Alone, known, looped_seconds, moved_seconds, plain_seconds, with_seconds
 from ._lower import lower
 
@@ -164,7 +167,13 @@ class FormGraphs:
         """What the loops of this form take longer than the plain step's where they stack nothing and find all saved;
         None where that is not known.
         """
-        in_chunks = alone_seconds(traced, self.program, self.device, is_in_chunks)
+        there, _ = self.division.local(traced)
+        apart = [
+            eqn
+            for eqn, loop in zip(there.jaxpr.jaxpr.eqns, traced.loop_of, strict=True)
+            if is_in_chunks(eqn) or (is_attention(eqn) and loop < 0)
+        ]
+        in_chunks = math.fsum(alone_seconds(apart, self.program, self.device))
         looped = known(traced.loops, traced.form) and known(self.plain.loops, PLAIN)
         if not (in_chunks or looped or traced.microbatches):
             return None
@@ -202,7 +211,7 @@ class FormGraphs:
         if self.backend.fuses:
             own = (i for i, loop in enumerate(traced.loop_of) if loop >= 0)
             among = {i for i in own if traced.loops[traced.loop_of[i]].role == ALONE}
-            among.update(i for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns) if is_in_chunks(eqn))
+            among.update(i for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns) if is_whole(eqn))
         alone = workspaces(there, self.program, platform, least, among)
         found = {i: Scratch(nbytes) for i, nbytes in alone.items()}
         if among is not None:
@@ -212,11 +221,14 @@ class FormGraphs:
 
     def _measured(self, traced: Traced, temporaries_nbytes: int) -> dict[int, float] | None:
         """Seconds of equations that ran alone: on the device at hand where that is asked for, else of library calls, as
-        the plain step has them.
+        the plain step has them, and of attention without its scores.
         """
         if self.profile != "measure":
-            if not self.backend.fuses:
-                return None
-            return {j: self._called[i] for i, j in self.plain.places(traced).items() if i in self._called}
+            called = self._called if self.backend.fuses else {}
+            known = {j: called[i] for i, j in self.plain.places(traced).items() if i in called}
+            eqns = self.division.local(traced)[0].jaxpr.jaxpr.eqns
+            own = [i for i, eqn in enumerate(eqns) if is_attention(eqn)]
+            alone = alone_seconds([eqns[i] for i in own], self.program, self.device)
+            return known | dict(zip(own, alone, strict=True)) or None
         least = int(temporaries_nbytes * _MEASURED_SHARE)
         return measure(self.division.local(traced)[0], self.here, self.options, least)

@@ -4,6 +4,7 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+from .._attention._operations import is_attention
 from .._model._graph import Node, Value
 from .._program._primitives import is_loop_edge, is_view
 from .._rewrite._loop_opening import Loop
@@ -34,10 +35,15 @@ def crossing_values(
     return {v for v in found if values[v].producer >= 0}
 
 
+def is_whole(eqn: Any) -> bool:
+    """Whether an equation is many, of which only the results are in memory: rows in chunks, attention in parts."""
+    return is_in_chunks(eqn) or is_attention(eqn)
+
+
 def carried_values(eqns: Sequence[Any], nodes: Sequence[Node]) -> set[int]:
     """What iterations hand on to the next: in memory on both sides; and what loops leave, or rows in chunks."""
     leaving = ("scan_carry", "scan_last", "scan_stack", "scan")
-    edges = [n for n, e in zip(nodes, eqns, strict=True) if e.primitive.name in leaving or is_in_chunks(e)]
+    edges = [n for n, e in zip(nodes, eqns, strict=True) if e.primitive.name in leaving or is_whole(e)]
     return {v for n in edges for v in (*n.outputs, *(n.inputs if n.primitive == "scan_last" else ()))}
 
 

@@ -11,10 +11,11 @@ from typing import NamedTuple, Self
 Setting = tuple[int, ...]
 """How a site is done: numbers that its kind gives a meaning to, none as it was."""
 
-LOOP, ROWS, COPIES, INNER = "loop", "rows", "copies", "inner"
+LOOP, ROWS, COPIES, INNER, ATTENTION = "loop", "rows", "copies", "inner", "attention"
 """Kinds of sites. Of a pair of loops the setting is its lengths by level and those of its parts (see `_loop_levels`),
 of a region of rows how many chunks it is done in, of values the codes of the ways to keep them in fewer bits, of the
-pairs inside of pairs, which are one site, a one: they are laid open.
+pairs inside of pairs, which are one site, a one: they are laid open; of attention, which is one site too, a one where
+it is done in parts, a two in kernels.
 """
 
 _UNNAMED = "site"

@@ -12,6 +12,11 @@ from typing import ClassVar, Protocol
 from ._form import PLAIN, Choice, Form, Setting, Worth
 from ._loop_levels import LoopOffers
 
+EXACT = ("attention", "microbatches", "rows")
+"""What users may allow of exact forms: attention without its matrix of scores, all of the step for a part of the batch
+after the others, and some of its rows so.
+"""
+
 
 class Offers(Protocol):
     """What one kind of sites offers.

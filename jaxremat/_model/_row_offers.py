@@ -7,9 +7,6 @@ from typing import ClassVar
 from ._form import ROWS, Choice, Setting, Worth
 from ._form_offers import saving
 
-EXACT = ("microbatches", "rows")
-"""What users may allow of it: all of the step for a part of the batch after the others, and some of its rows so."""
-
 
 @dataclass(frozen=True)
 class RowOffers:

@@ -26,11 +26,10 @@ from .._lower._form_graphs import FormGraphs
 from .._lower._lower import as_stacked, estimate_base, lower
 from .._model._backend import Backend, backend
 from .._model._form import Form
-from .._model._form_offers import Forms
+from .._model._form_offers import EXACT, Forms
 from .._model._graph import Graph
 from .._model._host_copies import HostMemory
 from .._model._pins import Patterns
-from .._model._row_offers import EXACT
 from .._model._schedule import Schedule, complete, everything
 from .._model._simulate import simulate
 from .._rewrite._fingerprint import fingerprint

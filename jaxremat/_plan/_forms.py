@@ -7,7 +7,10 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from .._attention._finding import attention
+from .._attention._kernels import LEAST_CAPABILITY, kernels_seconds
 from .._compiler._devices import DeviceSpec
+from .._model._attention_offers import AttentionOffers
 from .._model._copy_offers import CopyOffers
 from .._model._form import Worth
 from .._model._form_offers import Forms, Offers
@@ -20,6 +23,7 @@ from .._model._simulate import simulate
 from .._rewrite._encodings import allowed, fewer_nbytes
 from .._rewrite._inner_loops import fewer_nbytes as inner_nbytes
 from .._rewrite._inner_loops import inner_pairs
+from .._rewrite._laid_open import scopes
 from .._rewrite._loop_opening import FORWARD
 from .._rewrite._row_regions import Region
 from .._rewrite._trace import Traced
@@ -94,6 +98,32 @@ def _inner(sites: Sites) -> Offers | None:
     return InnerOffers(fewer, math.fsum(n.seconds for n in again))
 
 
+def _attention(sites: Sites) -> Offers | None:
+    """Attention without its matrix of scores."""
+    traced, graph, device = sites.traced, sites.graph, sites.device
+    if sites.decided or "attention" not in sites.allow or traced.devices > 1:
+        return None
+    closed, loops = traced.jaxpr, traced.loops
+    found = attention(closed, scopes(traced.loop_of, loops), [True] * len(traced.loop_of))
+    if not found:
+        return None
+    how = 2 if device.chip is not None and device.chip.capability >= LEAST_CAPABILITY else 1
+    fewer, more = 0, 0.0
+    for site in found:
+        trips = graph.trips[traced.loop_of[site.at]] if traced.loop_of[site.at] >= 0 else 1
+        values = (graph.values[v] for i in site.forward for v in graph.nodes[i].outputs)
+        large = (v.nbytes for v in values if v.materialised and v.nbytes >= site.scores_nbytes)
+        fewer += trips * max(sum(large), site.scores_nbytes)
+        once, back = (
+            math.fsum(graph.nodes[i].seconds for i in each) for each in (site.forward, site.backward)
+        )
+        if how > 1:
+            more += trips * (kernels_seconds(site.pattern, device) - once - back)
+        else:
+            more += trips * once
+    return AttentionOffers(how, fewer, more)
+
+
 def _copies(sites: Sites) -> Offers | None:
     """Values in fewer bits."""
     traced, codes = sites.traced, allowed(sites.allow, sites.traced.devices)
@@ -103,5 +133,5 @@ def _copies(sites: Sites) -> Offers | None:
     return CopyOffers(codes, found) if found else None
 
 
-OFFERS: Sequence[Callable[[Sites], Offers | None]] = (_rows, _inner, _copies)
+OFFERS: Sequence[Callable[[Sites], Offers | None]] = (_attention, _rows, _inner, _copies)
 """What kinds of sites offer, those of exact forms first."""

@@ -54,6 +54,8 @@ def uneven(
     if ends is None:
         return whole
     high, low = ends
+    if high.peak_nbytes == low.peak_nbytes:
+        return whole
     assert high.solution is not None and low.solution is not None
     share = (high.peak_nbytes - budget_nbytes) / (high.peak_nbytes - low.peak_nbytes)
     stacked = _stacked(graph, high.solution.schedule), _stacked(graph, low.solution.schedule)

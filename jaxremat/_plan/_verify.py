@@ -337,6 +337,7 @@ class _Planner:
                 traced.sources,
                 traced.rows,
                 self.baseline.form(graph.form).inner,
+                self.baseline.form(graph.form).attention,
                 devices=1 if schedule.drops_nothing else traced.devices,
             ),
             copies=copies(self.baseline.form(graph.form), graph, schedule),

@@ -47,6 +47,8 @@ def eqn_flops(eqn: Any) -> float:
         return 2.0 * out * math.prod(eqn.invars[0].aval.shape[d] for d in lhs_contracting)
     if name == "conv_general_dilated":
         return _conv_flops(eqn)
+    if name in ("attention", "attention_gradient"):
+        return eqn.params["pattern"].flops(gradient=name != "attention", kernels=eqn.params["kernels"])
     if name == "scan":
         return eqn.params["length"] * sum(eqn_flops(e) for j in inner_jaxprs(eqn) for e in j.eqns)
     if bodies := inner_jaxprs(eqn):

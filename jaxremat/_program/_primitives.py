@@ -15,7 +15,15 @@ PLACES = ("sharding", "out_sharding")
 """The parameters that say where an equation's result is."""
 
 _CONTRACTIONS = frozenset(
-    {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "scaled_matmul"}
+    {
+        "dot_general",
+        "conv_general_dilated",
+        "ragged_dot",
+        "ragged_dot_general",
+        "scaled_matmul",
+        "attention",
+        "attention_gradient",
+    }
 )
 _LOOPS = frozenset(
     {"scan", "while", "cond", "shard_map", "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"}

@@ -1,5 +1,6 @@
 """Lengths by level of a step's loops, chunks of its rows -> what became of each, in words."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ class LoopForm:
     **Fields:** `length` iterations, or rows (a divisor of their number that any number of chunks must divide); `levels`
     as in `Plan.form`, none of rows that stay together; `source` the user's line; `rows` whether it is no loop of
     the user's; `whole` whether these are most of the step, in microbatches; `inner` whether it is a loop within another
-    that the way back runs again and is planned inside, of no levels.
+    that the way back runs again and is planned inside, of no levels; `attention` whether it is attention, at that line
+    so many times, of no levels, `kernels` whether in kernels.
     """
 
     length: int
@@ -23,11 +25,16 @@ class LoopForm:
     rows: bool = False
     whole: bool = False
     inner: bool = False
+    attention: bool = False
+    kernels: bool = False
 
     def __str__(self) -> str:
         if self.whole:
             return f"the step: in {self.levels[0]} microbatches, one after the other, whose gradients are added up"
         where = f" at {self.source}" if self.source else ""
+        if self.attention:
+            how = "in kernels" if self.kernels else "part after part"
+            return f"attention{where}{_times(self.length)}: without its matrix of scores, {how}"
         if self.rows:
             if not self.levels:
                 return f"rows{where}: not in chunks, because they are on several devices"
@@ -47,19 +54,24 @@ class LoopForm:
         return f"{loop}: makes the updates of what it stacks"
 
 
+def _times(count: int) -> str:
+    return f", {count} times" if count > 1 else ""
+
+
 def loop_forms(
     lengths: Sequence[int],
     form: Form,
     sources: Sequence[str],
     rows: Sequence[tuple[int, str, bool]] = (),
     inner: Sequence[tuple[int, str]] = (),
+    attention: Sequence[tuple[str, bool]] = (),
     devices: int = 1,
 ) -> tuple[LoopForm, ...]:
     """Of the loops that are not left as they are, and of the rows that are in chunks, or would be on one device.
 
     **Arguments:** `rows` of each region that may be, with the user's line, and whether it is most of the step; `inner`
-    the lengths of inner loops that are laid open, and the user's lines; `devices` how many the compiler divides the
-    step among.
+    the lengths of inner loops that are laid open, and the user's lines; `attention` the user's line of each that is
+    done without its matrix of scores, and whether in kernels; `devices` how many the compiler divides the step among.
     """
     levels, chunks = form.settings(LOOP), form.settings(ROWS)
     none: Setting = ()
@@ -73,4 +85,13 @@ def loop_forms(
         for i, (length, source, whole) in enumerate(rows)
         if i in chunks or (not whole and devices > 1)
     ]
-    return (*loops, *(LoopForm(length, (), source, inner=True) for length, source in inner), *regions)
+    attending = [
+        LoopForm(count, (), source, attention=True, kernels=kernels)
+        for (source, kernels), count in Counter(attention).items()
+    ]
+    return (
+        *loops,
+        *attending,
+        *(LoopForm(length, (), source, inner=True) for length, source in inner),
+        *regions,
+    )

@@ -1,11 +1,12 @@
 """Flat equations -> the same with loops laid open and equals merged, within each loop and its pair."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.extend.core as jex
 
+from .._attention._rewriting import attending
 from .._program import _compat
 from .._program._common_subexpressions import Equals
 from .._program._inline import Inliner
@@ -47,6 +48,27 @@ def laid_open(flat: jex.ClosedJaxpr, inliner: Inliner, over: Mapping[Any, Any], 
     return LaidOpen(closed, loop_of, deeper.loops, opened.origin, merged_of, lambda a: again(read(a)))
 
 
+def attended(opened: LaidOpen, how: int = 0) -> LaidOpen:
+    """The same with attention without its matrix of scores.
+
+    **Arguments:** `how` as in a `Form`: 0 as it is written, 1 in parts, 2 in kernels.
+    """
+    if not how:
+        return opened
+    made = attending(
+        opened.closed, scopes(opened.loop_of, opened.loops), alive(opened.closed), kernels=how > 1
+    )
+    place = [made.place[i] if i >= 0 else -1 for i in opened.merged_of]
+    return replace(
+        opened, closed=made.closed, loop_of=[opened.loop_of[i] for i in made.origin], merged_of=place
+    )
+
+
+def scopes(loop_of: Sequence[int], loops: Sequence[Loop]) -> list[int]:
+    """For each equation a number for the loop, or the pair of loops, that it is of, -1 for none."""
+    return [loops[i].group if i >= 0 else -1 for i in loop_of]
+
+
 def merged_equals(
     closed: jex.ClosedJaxpr, inliner: Inliner, opened: Opened | None = None
 ) -> tuple[jex.ClosedJaxpr, list[int], list[int], Callable[[Any], Any]]:
@@ -66,3 +88,26 @@ def merged_equals(
     outvars = [equals.read(a) for a in closed.jaxpr.outvars]
     merged = _compat.new_jaxpr(inliner.constvars, inliner.consts, closed.jaxpr.invars, outvars, equals.eqns)
     return merged, equals.merged_of, loop_of, equals.read
+
+
+def alive(closed: jex.ClosedJaxpr) -> list[bool]:
+    """For each equation whether an output or an effect needs it, in this iteration of its loop or the next."""
+    eqns = closed.jaxpr.eqns
+    needed = {a for a in closed.jaxpr.outvars if not _compat.is_literal(a)}
+    carried = {_edge(eqn): eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "scan_carry"}
+    found = [False] * len(eqns)
+    known = -1
+    while known < (known := sum(found)):
+        for i in reversed(range(len(eqns))):
+            eqn = eqns[i]
+            last = eqn.primitive.name == "scan_last" and carried[_edge(eqn)] in needed
+            if not found[i] and (eqn.effects or last or any(v in needed for v in eqn.outvars)):
+                found[i] = True
+                needed.update(a for a in eqn.invars if not _compat.is_literal(a))
+                if eqn.primitive.name == "scan_last":
+                    needed.add(carried[_edge(eqn)])
+    return found
+
+
+def _edge(eqn: Any) -> tuple[int, int]:
+    return eqn.params["loop"], eqn.params["index"]

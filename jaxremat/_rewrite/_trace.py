@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from .._model._form import COPIES, INNER, LOOP, PLAIN, ROWS, Form
+from .._attention._operations import ATTENTION as ATTEND
+from .._model._form import ATTENTION, COPIES, INNER, LOOP, PLAIN, ROWS, Form
 from .._program import _compat
 from .._program._hints import Hint, hidden
 from .._program._inline import Inliner
@@ -25,7 +26,7 @@ from .._runtime._garbage import uncollected
 from ._cotangent_chains import with_names
 from ._encodings import Encoded, with_copies
 from ._gathered_operands import Gather, gathered
-from ._laid_open import laid_open, merged_equals
+from ._laid_open import alive, attended, laid_open, merged_equals
 from ._loop_opening import BACKWARD, FORWARD, Loop
 from ._loop_segments import backward_of, cuttable, segmented
 from ._masks import with_results
@@ -157,6 +158,12 @@ class Traced:
         found = [each for each in within if self.loops[each.parent].role == BACKWARD]
         return [(each.length, _compat.user_line(each.eqn)) for each in found]
 
+    @property
+    def attention(self) -> list[tuple[str, bool]]:
+        """Of each attention that is done without its matrix of scores the user's line, and whether in kernels."""
+        eqns = (eqn for eqn in self.jaxpr.jaxpr.eqns if eqn.primitive is ATTEND)
+        return [(_compat.user_line(eqn), eqn.params["kernels"]) for eqn in eqns]
+
     def places(self, other: "Traced") -> dict[int, int]:
         """For this form's equations those of another form that compute the same, as far as there are any."""
         return {i: j for i, j in zip(self.origin, other.origin, strict=True) if i >= 0 and j >= 0}
@@ -212,7 +219,7 @@ def normalise(
     turns: bool = True,
 ) -> Traced:
     """Inline, lay open, merge, prune and order a jaxpr, in this form: kinds of sites are rewritten one after the other,
-    rows before loops are laid open, and copies behind that.
+    rows before loops are laid open, attention and copies behind that.
 
     **Arguments:** `known` the regions, if they have been looked for; `gathers` operands that are gathered by equations
     of their own; `apart`: the forward pass is a program of its own, so that all of it stands before the backward pass,
@@ -244,11 +251,12 @@ def normalise(
     cut, of_inside = segmented(inside.closed, inliner, levels, inside.over)
     of_once = [of_parted[j] if i >= 0 and (j := inside.origin[i]) >= 0 else -1 for i in of_inside]
     opened = laid_open(cut, inliner, inside.over, inner=bool(form.settings(INNER)))
+    opened = attended(opened, *form.settings(ATTENTION).get(0, ()))
     again = opened.read
     copied = with_copies(opened.closed, opened.loop_of, opened.loops, form.settings(COPIES).get(0, ()))
     merged, loop_of = copied.closed, copied.loop_of
     place_of = [copied.place[i] if i >= 0 else -1 for i in opened.merged_of]
-    kept = _alive(merged)
+    kept = alive(merged)
     order = memory_order(merged.jaxpr, kept, loop_of, opened.loops, turns=turns)
     if apart:
         late = behind_backward(merged.jaxpr.eqns, loop_of, opened.loops)
@@ -357,26 +365,3 @@ def _undone(once: jex.ClosedJaxpr, once_of: Sequence[int]) -> tuple[jex.ClosedJa
     own = once.jaxpr
     moved = _compat.new_jaxpr(own.constvars, once.consts, own.invars, own.outvars, eqns)
     return moved, [place[i] for i in once_of]
-
-
-def _alive(closed: jex.ClosedJaxpr) -> list[bool]:
-    """For each equation whether an output or an effect needs it, in this iteration of its loop or the next."""
-    eqns = closed.jaxpr.eqns
-    needed = {a for a in closed.jaxpr.outvars if not _compat.is_literal(a)}
-    carried = {_edge(eqn): eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "scan_carry"}
-    alive = [False] * len(eqns)
-    known = -1
-    while known < (known := sum(alive)):
-        for i in reversed(range(len(eqns))):
-            eqn = eqns[i]
-            last = eqn.primitive.name == "scan_last" and carried[_edge(eqn)] in needed
-            if not alive[i] and (eqn.effects or last or any(v in needed for v in eqn.outvars)):
-                alive[i] = True
-                needed.update(a for a in eqn.invars if not _compat.is_literal(a))
-                if eqn.primitive.name == "scan_last":
-                    needed.add(carried[_edge(eqn)])
-    return alive
-
-
-def _edge(eqn: Any) -> tuple[int, int]:
-    return eqn.params["loop"], eqn.params["index"]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,12 @@ def plain(name: str) -> Any:
 
 
 @functools.cache
-def planned(name: str) -> Any:
+def planned(name: str, allow: Collection[str] = jaxremat.EXACT) -> Any:
     """The step with seven tenths of its temporaries, planned and compiled for an H100."""
     step = a_step(name)
     stats = jaxremat.MemoryStats.of(plain(name))
     budget = stats.base_nbytes + int(0.7 * stats.temporaries_nbytes)
-    optimized = jaxremat.optimize(budget, donate_argnums=(0,), target="h100")(step.step)
+    optimized = jaxremat.optimize(budget, donate_argnums=(0,), target="h100", allow=allow)(step.step)
     optimized.plan(*step.abstract_args())
     return optimized
 
@@ -173,8 +174,8 @@ def bodies(module: Module) -> list[dict[str, list[str]]]:
 
 def test_no_plan_breaks_a_softmax_or_a_norm() -> None:
     """What one kernel of the plain program does, no two kernels do in the planned one."""
-    args = a_step("gpt").abstract_args()
-    before, after = parse(plain("gpt").as_text()), parse(planned("gpt").compile(*args).as_text())
+    args, recomputing = a_step("gpt").abstract_args(), planned("gpt", allow=("microbatches", "rows"))
+    before, after = parse(plain("gpt").as_text()), parse(recomputing.compile(*args).as_text())
     was, now = reductions_at_once(before), reductions_at_once(after)
     norms = [scope for scope in was if "norm" in scope]
     assert len(norms) == 2 * (2 * STEPS["gpt"]["layers"] + 1)  # forward and backward

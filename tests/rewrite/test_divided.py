@@ -23,10 +23,12 @@ from jaxremat._lower._lower import lower
 from jaxremat._model._form import LOOP
 from jaxremat._model._graph import Pin
 from jaxremat._model._pins import with_pins
+from jaxremat._plan import _loop_division
 from jaxremat._plan._loop_division import uneven
 from jaxremat._program import _compat
 from jaxremat._rewrite._loop_opening import BACKWARD, FORWARD
 from jaxremat._rewrite._trace import trace
+from jaxremat._solver import _hull
 
 SHORT = {"one layer"}
 """Loops that are too short to be divided."""
@@ -211,3 +213,13 @@ def test_the_last_iteration_is_no_loop_and_recomputes_behind_its_carries() -> No
     assert not set(carried).isdisjoint(fence.invars)
     stacked = [v for v in last.outvars if v.aval.shape[:1] == (1,)]
     assert stacked
+
+
+def test_plans_that_need_the_same_are_no_two_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the plans on both sides of a budget need equally much, a loop is all of the one or all of the other."""
+    graph = in_loops(chain(6, size=4), 8)
+    everything = Solution(complete(graph, graph.residuals))
+    same = _hull.vertex(graph, everything)
+    monkeypatch.setattr(_loop_division, "edge", lambda *_: (same, same))
+    found = uneven(graph, everything, 10**9, Milp(), 1.0)
+    assert found is None or found.share == 1.0

@@ -299,7 +299,7 @@ def test_the_planner_takes_them_where_recomputing_costs_more() -> None:
 
 @pytest.mark.parametrize("allow", ["micro", ("rows", "columns"), 3])
 def test_unknown_forms_are_refused(allow: Any) -> None:
-    with pytest.raises(ArgumentError, match=r'Write some of "microbatches", "rows"'):
+    with pytest.raises(ArgumentError, match=r'Write some of "attention", "microbatches", "rows"'):
         jaxremat.optimize("1GiB", allow=allow)
 
 

@@ -1,0 +1,218 @@
+"""Flat equations -> where attention is computed: its scores, the softmax of them, the product with values, and its
+gradients.
+
+Forward it is read backward from the product, each value with the axes of scores that its dimensions are. Backward it
+is differentiated, and what that gives is looked up among the equations: so what stands in its place is known to be the
+gradient, in whatever way the softmax was written.
+
+Law: nothing else reads anything of the size of the scores. What is returned of it, or has a gradient of its own, as a
+learned bias has, leaves an attention as it is.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.extend.core as jex
+import numpy as np
+
+from .._program import _compat
+from .._program._primitives import is_pointwise, on_host, on_mesh
+from ._differentiating import Gradient, between, gradient_of
+from ._pattern import Axes, Pattern, Product
+from ._reading import LinearReading, Program, Reading, UnlikeError, count, relabelled
+from ._softmax import Softmax, softmax_in
+
+LEAST_SHARE = 2
+"""The matrix of scores is worth doing without where it is this many times the queries, or larger."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention. **Fields:** `operands` queries, keys and values; `leaves` as of the `pattern`; `result`, made by
+    equation `at`; its `gradient`; the equations, `forward` and `backward`, that are for this alone.
+    """
+
+    operands: tuple[Any, Any, Any]
+    leaves: tuple[Any, ...]
+    result: Any
+    at: int
+    pattern: Pattern
+    gradient: Gradient
+    forward: frozenset[int]
+    backward: frozenset[int]
+
+    @property
+    def scores_nbytes(self) -> int:
+        """Bytes of all scores, in the type that the softmax is of."""
+        return self.pattern.scores_count * np.dtype(self.pattern.types[0]).itemsize
+
+
+def attention(closed: jex.ClosedJaxpr, scopes: Sequence[int], alive: Sequence[bool]) -> list[Site]:
+    """Each attention in the equations.
+
+    **Arguments:** `scopes` for each equation a number for the loop, or pair of loops, that it is of; `alive` whether
+    anything needs it.
+    """
+    program = Program(closed, scopes, alive)
+    found: list[Site] = []
+    for i, eqn in enumerate(closed.jaxpr.eqns):
+        if eqn.primitive.name == "dot_general" and alive[i]:
+            sides = (_site(program, i, side) for side in (0, 1))
+            found += [site for site in sides if site is not None][:1]
+    return found
+
+
+def _site(program: Program, at: int, side: int) -> Site | None:
+    """The attention whose weights are this operand of an equation, None where there is none."""
+    eqn = program.eqns[at]
+    weights, values = eqn.invars[side], eqn.invars[1 - side]
+    if _compat.is_literal(weights) or _compat.is_literal(values) or not _is_plain(eqn):
+        return None
+    contracted, _ = eqn.params["dimension_numbers"]
+    shape = weights.aval.shape
+    wide = [int(d) for d in contracted[side] if shape[d] > 1]
+    if len(wide) != 1 or len(contracted[side]) != 1:
+        return None
+    axes: Axes = tuple(range(len(shape)))
+    try:
+        softmax = softmax_in(program, weights, axes, wide[0])
+        if softmax is None:
+            return None
+        return _matched(program, at, side, softmax)
+    except UnlikeError:
+        return None
+
+
+def _is_plain(eqn: Any) -> bool:
+    """Whether a product is one of arrays on one device, or where the compiler likes."""
+    atoms = (*eqn.invars, *eqn.outvars)
+    return eqn.params.get("out_sharding") is None and not any(
+        on_host(a.aval) or on_mesh(a.aval) or (not _compat.is_literal(a) and _compat.varying_axes(a))
+        for a in atoms
+    )
+
+
+def _product(eqn: Any, side: int, axes: Axes, fresh: int) -> tuple[Product, int]:
+    """A product of rows, the operand of this `side` with these axes, and columns; and the next number for an axis."""
+    contracted, batched = eqn.params["dimension_numbers"]
+    columns: list[int | None] = [None] * len(eqn.invars[1 - side].aval.shape)
+    for mine, other in ((contracted[side], contracted[1 - side]), (batched[side], batched[1 - side])):
+        for d, e in zip(mine, other, strict=True):
+            columns[e] = axes[d]
+    bound = {*contracted[1 - side], *batched[1 - side]}
+    for e in range(len(columns)):
+        if e not in bound:
+            columns[e], fresh = fresh, fresh + 1
+    free = [
+        [axis for d, axis in enumerate(of) if d not in {*contracted[s], *batched[s]}]
+        for s, of in ((side, axes), (1 - side, tuple(columns)))
+    ]
+    first, second = (free[0], free[1]) if side == 0 else (free[1], free[0])
+    result = (*(axes[d] for d in batched[side]), *first, *second)
+    return Product(dict(eqn.params), axes, tuple(columns), result, swapped=side == 1), fresh
+
+
+def _matched(program: Program, at: int, side: int, softmax: Softmax) -> Site | None:
+    eqn = program.eqns[at]
+    weights, values = eqn.invars[side], eqn.invars[1 - side]
+    rank = len(weights.aval.shape)
+    size = count(weights)
+    leaves: dict[tuple[Any, Axes], int] = {}
+    after = LinearReading(program, softmax.weights, softmax.axes, size, leaves)
+    after.value(weights, tuple(range(rank)))
+    mixed, fresh = _product(eqn, side, tuple(range(rank)), rank)
+    dots = _dots(program, softmax.of, softmax.axes, size)
+    if len(dots) != 1:
+        return None
+    ((scored, axes),) = dots.items()
+    before = Reading(program, scored, axes, size, leaves)
+    before.value(softmax.of, softmax.axes)
+    dot = program.eqns[program.maker[scored]]
+    scores = _scores(dot, axes, softmax.key, fresh)
+    if scores is None:
+        return None
+    queries, keys = dot.invars[::-1] if scores.swapped else dot.invars
+    sizes = weights.aval.shape
+    result = eqn.outvars[0]
+    if size < LEAST_SHARE * max(count(queries), count(result)):
+        return None
+    pattern = Pattern(
+        sizes=sizes,
+        key=softmax.key,
+        scores=scores,
+        mixed=mixed,
+        before=before.in_steps(len(leaves)),
+        after=after.in_steps(len(leaves)),
+        leaves=tuple(own for _, own in leaves),
+        types=(np.dtype(softmax.of.aval.dtype), np.dtype(result.aval.dtype)),
+        widths=(_beside(scores.rows, queries, rank), _beside(mixed.columns, values, rank)),
+    )
+    operands = (queries, keys, values)
+    read = tuple(a for a, _ in leaves)
+    if any(on_host(a.aval) or on_mesh(a.aval) or _compat.varying_axes(a) for a in (*operands, *read)):
+        return None
+    forward, fixed = between(program, result, operands)
+    gradient, backward = gradient_of(program, forward, operands, fixed, result, program.scopes[at])
+    if gradient is None:
+        return None
+    kept = {result, *(v for v in gradient.results if v is not None)}
+    own = set(forward) | {i for i in backward if _compat.variables(program.eqns[i].invars)}
+    large = (v for i in own for v in program.eqns[i].outvars if v not in kept and count(v) >= size)
+    if any(v in program.returned or not own.issuperset(program.readers.get(v, ())) for v in large):
+        return None
+    return Site(operands, read, result, at, pattern, gradient, frozenset(forward), frozenset(backward))
+
+
+def _beside(axes: Axes, a: Any, rank: int) -> int:
+    """How many numbers a value has along axes beside those of the scores."""
+    return math.prod(
+        n for axis, n in zip(axes, a.aval.shape, strict=True) if axis is not None and axis >= rank
+    )
+
+
+def _dots(program: Program, a: Any, axes: Axes, size: int) -> dict[Any, Axes]:
+    """The products that a value is made of, entry by entry, with their axes."""
+    found: dict[Any, Axes] = {}
+    seen: set[Any] = set()
+    waiting: list[tuple[Any, Axes]] = [(a, axes)]
+    while waiting:
+        a, axes = waiting.pop()
+        eqn = program.made(a)
+        if a in seen or eqn is None or count(a) < size:
+            continue
+        seen.add(a)
+        if eqn.primitive.name == "dot_general":
+            found[a] = axes
+        elif (inner := relabelled(eqn, axes)) is not None:
+            waiting += [(b, inner) for b in _compat.variables(eqn.invars)]
+        elif is_pointwise(eqn):
+            waiting += [(b, axes) for b in _compat.variables(eqn.invars) if b.aval.shape]
+    return found
+
+
+def _scores(dot: Any, axes: Axes, key: int, fresh: int) -> Product | None:
+    """The product of queries and keys that gives scores with these axes; None where it is another one."""
+    if not _is_plain(dot) or any(map(_compat.is_literal, dot.invars)):
+        return None
+    contracted, batched = dot.params["dimension_numbers"]
+    shapes = [a.aval.shape for a in dot.invars]
+    both: list[list[int | None]] = [[None] * len(shape) for shape in shapes]
+    numbers = iter(axes)
+    for d, e in zip(*batched, strict=True):
+        both[0][d] = both[1][e] = next(numbers)
+    free: list[list[int | None]] = [[], []]
+    for s in (0, 1):
+        for d in range(len(shapes[s])):
+            if d not in {*contracted[s], *batched[s]}:
+                both[s][d] = next(numbers)
+                free[s].append(both[s][d] if shapes[s][d] > 1 else None)
+    for d, e in zip(*contracted, strict=True):
+        both[0][d] = both[1][e] = fresh
+        fresh += 1
+    columns = next((s for s in (0, 1) if key in free[s]), None)
+    if columns is None or any(axis is not None and axis != key for axis in free[columns]):
+        return None
+    rows = 1 - columns
+    return Product(dict(dot.params), tuple(both[rows]), tuple(both[columns]), axes, swapped=columns == 0)

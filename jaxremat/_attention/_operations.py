@@ -1,0 +1,270 @@
+"""The two operations that stand in an attention's place, forward and backward, neither of which makes all scores.
+
+    attention            queries, keys, values, leaves -> result, largest, total
+    attention_gradient   queries, keys, values, [result], largest, total, cotangent, leaves -> their gradients
+
+`largest` of a row's scores and the `total` of their exponentials above that are all that the gradient wants of the
+softmax. In XLA's operations, part after part along one axis of the scores: each part does what the step did, once more
+where it is differentiated.
+
+Law: values and gradients are those of the equations that were found, up to the order of sums.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import batching, mlir
+
+from ._kernels import attend_in_kernels, fits, gradient_in_kernels
+from ._pattern import Axes, Pattern, canonical, run, sums_type
+
+ATTENTION: Any = jex.Primitive("attention")
+GRADIENT: Any = jex.Primitive("attention_gradient")
+ATTENTION.multiple_results = GRADIENT.multiple_results = True
+
+_LOWERED_FOR: ContextVar[Any] = ContextVar("lowered_for", default=None)
+
+
+@contextmanager
+def lowered_for(device: Any) -> Iterator[None]:
+    """Lower kernels as for a `jax.sharding.AbstractDevice` that is not there: from jax 0.11 on these ask for one."""
+    token = _LOWERED_FOR.set(device)
+    try:
+        yield
+    finally:
+        _LOWERED_FOR.reset(token)
+
+
+AT_ONCE = 4
+"""How many values of the size of its scores a part has at once, as compiled."""
+
+FEWEST_PARTS = 4
+"""In fewer parts nothing would be gained."""
+
+
+def attend(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    *leaves: jax.Array,
+    pattern: Pattern,
+    kernels: bool,
+) -> list[jax.Array]:
+    """Attention, part after part."""
+    del kernels
+    rank, kind = len(pattern.sizes), sums_type(pattern)
+    parts = _Parts(pattern)
+    leaves = tuple(canonical(a, axes, rank) for a, axes in zip(leaves, pattern.leaves, strict=True))
+    operands = [
+        (queries, pattern.scores.rows),
+        (keys, pattern.scores.columns),
+        (values, pattern.mixed.columns),
+        *((a, tuple(range(rank))) for a in leaves),
+    ]
+
+    def part(start: Any, queries: Any, keys: Any, values: Any, *leaves: Any) -> list[jax.Array]:
+        x = parts.scores(start, queries, keys, leaves)
+        largest = x.max(pattern.key, keepdims=True)
+        weights = jnp.exp(x - largest)
+        total = weights.sum(pattern.key, keepdims=True)
+        mixed = pattern.mixed(parts.mixing(start, weights / total, leaves), values)
+        return [mixed, largest.astype(kind), total.astype(kind)]
+
+    sums = tuple(1 if axis == pattern.key else n for axis, n in enumerate(pattern.sizes))
+    shape = _shape(pattern, pattern.mixed.result, (queries, keys, values))
+    results = [
+        (jax.ShapeDtypeStruct(shape, pattern.types[1]), pattern.mixed.result),
+        *((jax.ShapeDtypeStruct(sums, kind), tuple(range(rank))) for _ in range(2)),
+    ]
+    return parts.run(part, operands, results)
+
+
+def attend_gradient(*operands: jax.Array, pattern: Pattern, kernels: bool) -> list[jax.Array]:
+    """Gradients with respect to queries, keys and values, part after part."""
+    queries, keys, values, *rest = operands
+    largest, total, cotangent, *leaves = rest[1:] if kernels else rest
+    rank = len(pattern.sizes)
+    parts = _Parts(pattern)
+    own = tuple(range(rank))
+    of = [
+        (queries, pattern.scores.rows),
+        (keys, pattern.scores.columns),
+        (values, pattern.mixed.columns),
+        (largest, own),
+        (total, own),
+        (cotangent, pattern.mixed.result),
+        *((canonical(a, axes, rank), own) for a, axes in zip(leaves, pattern.leaves, strict=True)),
+    ]
+
+    def part(
+        start: Any,
+        queries: Any,
+        keys: Any,
+        values: Any,
+        largest: Any,
+        total: Any,
+        cotangent: Any,
+        *leaves: Any,
+    ) -> list[jax.Array]:
+        x, scored = jax.vjp(lambda q, k: parts.scores(start, q, k, leaves), queries, keys)
+        weights = jnp.exp(x - largest.astype(x.dtype)) / total.astype(x.dtype)
+        _, mixed = jax.vjp(lambda w, v: pattern.mixed(parts.mixing(start, w, leaves), v), weights, values)
+        to_weights, to_values = mixed(cotangent)
+        mean = (weights * to_weights).sum(pattern.key, keepdims=True)
+        to_queries, to_keys = scored(weights * (to_weights - mean))
+        return [to_queries, to_keys, to_values]
+
+    return parts.run(part, of, [(a, axes) for a, axes in of[:3]])
+
+
+class _Parts:
+    """An attention part after part along one axis of its scores."""
+
+    def __init__(self, pattern: Pattern):
+        self.pattern = pattern
+        self.axis, self.count = division(pattern)
+        self.size = pattern.sizes[self.axis] // self.count
+        self.sizes = list(pattern.sizes)
+        self.sizes[self.axis] = self.size
+
+    def scores(
+        self, start: Any, queries: jax.Array, keys: jax.Array, leaves: Sequence[jax.Array]
+    ) -> jax.Array:
+        """What the softmax is of."""
+        pattern = self.pattern
+        made = pattern.scores(queries, keys)
+        made = canonical(made, pattern.scores.result, len(pattern.sizes))
+        return run(pattern.before, made, leaves, functools.partial(self._counted, start))
+
+    def mixing(self, start: Any, weights: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
+        """What values are multiplied by."""
+        return run(self.pattern.after, weights, leaves, functools.partial(self._counted, start))
+
+    def _counted(self, start: Any, axis: int, dtype: Any) -> jax.Array:
+        found = lax.broadcasted_iota(dtype, self.sizes, axis)
+        return found + jnp.asarray(start, dtype) if axis == self.axis else found
+
+    def run(
+        self, part: Any, operands: Sequence[tuple[Any, Axes]], results: Sequence[tuple[Any, Axes]]
+    ) -> Any:
+        """The results of all parts: what has no such axis is added up.
+
+        **Arguments:** `operands` and `results` with their axes; `part` of the first place of a part, and its operands.
+        """
+        if self.count == 1:
+            return part(0, *(a for a, _ in operands))
+        wide = [
+            a.dtype if self.axis in axes else jnp.promote_types(a.dtype, jnp.float32) for a, axes in results
+        ]
+
+        def one(so_far: list[jax.Array], index: jax.Array) -> tuple[list[jax.Array], None]:
+            start = index * self.size
+            made = part(start, *(self._part(a, axes, start) for a, axes in operands))
+            return [
+                self._added(whole, each, axes, start)
+                for whole, each, (_, axes) in zip(so_far, made, results, strict=True)
+            ], None
+
+        begun = [jnp.zeros(a.shape, dtype) for (a, _), dtype in zip(results, wide, strict=True)]
+        found, _ = lax.scan(one, begun, jnp.arange(self.count, dtype=jnp.int32))
+        return [a.astype(like.dtype) for a, (like, _) in zip(found, results, strict=True)]
+
+    def _part(self, a: jax.Array, axes: Axes, start: Any) -> jax.Array:
+        if self.axis not in axes or a.shape[d := axes.index(self.axis)] == 1:
+            return a
+        return lax.dynamic_slice_in_dim(a, start, self.size, d)
+
+    def _added(self, whole: jax.Array, made: jax.Array, axes: Axes, start: Any) -> jax.Array:
+        if self.axis not in axes:
+            return whole + made.astype(whole.dtype)
+        return lax.dynamic_update_slice_in_dim(whole, made.astype(whole.dtype), start, axes.index(self.axis))
+
+
+def division(pattern: Pattern) -> tuple[int, int]:
+    """Along which axis, and in how many parts: so many that what a part has of the size of its scores is together no
+    larger than queries, keys, values and the result; along an axis over which nothing is added up, if there is one.
+    """
+    query, value = pattern.widths
+    rows, columns = (
+        [_count(pattern, axes) for axes in each]
+        for each in (
+            (pattern.scores.rows, pattern.mixed.result),
+            (pattern.scores.columns, pattern.mixed.columns),
+        )
+    )
+    beside = query * (rows[0] + columns[0]) + value * (rows[1] + columns[1])
+    wanted = max(math.ceil(AT_ONCE * pattern.scores_count / max(beside, 1)), FEWEST_PARTS)
+    found: list[tuple[bool, bool, int, int, int]] = []
+    for axis in pattern.rows:
+        shared = not all(axis in axes for axes in (pattern.scores.columns, pattern.mixed.columns))
+        for count in _divisors(pattern.sizes[axis]):
+            enough = count >= wanted
+            found.append((not enough, shared, count if enough else -count, axis, count))
+    *_, axis, count = min(found)
+    return axis, count
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _count(pattern: Pattern, axes: Axes) -> int:
+    """Entries of an array with these axes, but for axes beside those of the scores."""
+    return math.prod(pattern.sizes[axis] for axis in axes if axis is not None and axis < len(pattern.sizes))
+
+
+def _shape(pattern: Pattern, axes: Axes, operands: Sequence[Any]) -> tuple[int, ...]:
+    """The shape of the result: of axes of the scores, and one of the values."""
+    sizes = dict(enumerate(pattern.sizes))
+    sizes.update(
+        (axis, n)
+        for axis, n in zip(pattern.mixed.columns, operands[2].shape, strict=True)
+        if axis is not None
+    )
+    return tuple(1 if axis is None else sizes[axis] for axis in axes)
+
+
+def _define(primitive: Any, fn: Any, in_kernels: Any) -> None:
+    def typed(*avals: Any, **params: Any) -> Any:
+        return jax.make_jaxpr(functools.partial(fn, **params))(*avals).out_avals
+
+    def batched(operands: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
+        made = jax.vmap(functools.partial(fn, **params), in_axes=axes)(*operands)
+        return made, (0,) * len(made)
+
+    def on_gpu(*operands: Any, pattern: Pattern, kernels: bool) -> Any:
+        able = kernels and fits(pattern, operands)
+        return (in_kernels if able else fn)(*operands, pattern=pattern, kernels=kernels)
+
+    def lowered(*args: Any, **params: Any) -> Any:
+        device = _LOWERED_FOR.get()
+        mesh = jax.sharding.get_abstract_mesh()
+        mesh = mesh if device is None else mesh.update(abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
+            # Kernels in Triton are to be written otherwise from some later version of JAX on.
+            warnings.filterwarnings("ignore", ".*Pallas Triton", DeprecationWarning)
+            return mlir.lower_fun(on_gpu, multiple_results=True)(*args, **params)
+
+    primitive.def_impl(lambda *operands, **params: jax.jit(functools.partial(fn, **params))(*operands))
+    primitive.def_abstract_eval(typed)
+    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=True))
+    mlir.register_lowering(primitive, lowered, platform="cuda")
+    batching.primitive_batchers[primitive] = batched
+
+
+_define(ATTENTION, attend, attend_in_kernels)
+_define(GRADIENT, attend_gradient, gradient_in_kernels)
+
+
+def is_attention(eqn: Any) -> bool:
+    """Whether it is one of these operations."""
+    return eqn.primitive is ATTENTION or eqn.primitive is GRADIENT

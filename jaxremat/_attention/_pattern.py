@@ -1,0 +1,182 @@
+"""What an attention computes, as plain data: products, what happens to scores before and behind the softmax, layouts.
+
+    scores = query x key                       axes of scores, in the order that `value` is multiplied by them:
+    weights = after(softmax(before(scores)))   numbers from 0; one of them, `key`, is summed over
+    result = weights x value                   axes beside them: higher numbers
+
+Of every array the axes are known by number, so that any layout is an attention, and any part of it along an axis of
+the scores but for `key` is one by itself. What else `before` and `after` read (masks, biases) are *leaves*; what is
+made of few numbers, as a causal mask is, is made anew wherever it is wanted.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Axes = tuple[int | None, ...]
+"""Of each dimension the number of its axis; None of one of size 1 that is none."""
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number. **Fields:** `value`, and its `dtype`."""
+
+    value: Any
+    dtype: Any
+
+    def __repr__(self) -> str:
+        return f"{self.value!r}:{self.dtype}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation on every entry, or places along an axis. **Fields:** `primitive` with its `params`; `operands` by
+    number (the source is 0, leaves and earlier steps follow) or as `Scalar`; `axis` that a result counts, if it does.
+    """
+
+    primitive: Any
+    params: Mapping[str, Any]
+    operands: tuple[int | Scalar, ...]
+    axis: int | None = None
+
+    def __repr__(self) -> str:
+        params = sorted((name, str(value)) for name, value in self.params.items())
+        return f"{self.primitive.name}{params}{self.operands}@{self.axis}"
+
+
+@dataclass(frozen=True)
+class Product:
+    """A `dot_general`. **Fields:** its `params`; axes of its operands, `rows` those of queries or weights and `columns`
+    those of keys or values, and of its `result`; `swapped` where columns come first.
+    """
+
+    params: Mapping[str, Any]
+    rows: Axes
+    columns: Axes
+    result: Axes
+    swapped: bool
+
+    def __call__(self, rows: jax.Array, columns: jax.Array) -> jax.Array:
+        operands = (columns, rows) if self.swapped else (rows, columns)
+        return lax.dot_general_p.bind(*operands, **self.params)
+
+    def __repr__(self) -> str:
+        params = sorted((name, str(value)) for name, value in self.params.items())
+        return f"{params}{self.rows}{self.columns}{self.result}{self.swapped}"
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """**Fields:** `sizes` of the axes of scores; `key` the axis that the softmax is along; the products `scores` and
+    `mixed`; the steps `before` and `after` the softmax; the axes of its `leaves`; `types` of what the softmax is of,
+    and of the result; `widths` how many numbers a query and a value has.
+    """
+
+    sizes: tuple[int, ...]
+    key: int
+    scores: Product
+    mixed: Product
+    before: tuple[Step, ...]
+    after: tuple[Step, ...]
+    leaves: tuple[Axes, ...]
+    types: tuple[Any, Any]
+    widths: tuple[int, int]
+
+    @cached_property
+    def _text(self) -> str:
+        fields = (
+            self.sizes,
+            self.key,
+            self.scores,
+            self.mixed,
+            self.before,
+            self.after,
+            self.leaves,
+            self.widths,
+        )
+        return repr((*fields, tuple(map(str, self.types))))
+
+    def __repr__(self) -> str:
+        return f"Pattern({self._text})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pattern) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The axes of scores along which parts are independent, but for sums over them."""
+        return tuple(axis for axis in range(len(self.sizes)) if axis != self.key)
+
+    @property
+    def scores_count(self) -> int:
+        """How many scores there are."""
+        return math.prod(self.sizes)
+
+    def flops(self, *, gradient: bool, kernels: bool) -> float:
+        """Floating-point operations of its products: two, or their five in the gradient, for which kernels make the
+        scores and what is passed back to them twice.
+        """
+        query, value = self.widths
+        of_query, of_value = (1, 1) if not gradient else (4, 3) if kernels else (3, 2)
+        return 2.0 * self.scores_count * (of_query * query + of_value * value)
+
+
+def sums_type(pattern: Pattern) -> Any:
+    """The type of the largest scores and of the totals: that of the softmax, f32 at least."""
+    return jnp.promote_types(pattern.types[0], jnp.float32)
+
+
+def canonical(array: jax.Array, axes: Axes, rank: int) -> jax.Array:
+    """An array with a dimension for each axis of scores, in order, of size 1 along those that it has not."""
+    order = sorted((axis, d) for d, axis in enumerate(axes) if axis is not None)
+    kept = [d for d, axis in enumerate(axes) if axis is not None]
+    array = lax.reshape(array, [array.shape[d] for d in kept]) if len(kept) < array.ndim else array
+    array = lax.transpose(array, [kept.index(d) for _, d in order]) if len(order) > 1 else array
+    have = dict(zip((axis for axis, _ in order), array.shape, strict=True))
+    shape = [have.get(axis, 1) for axis in range(rank)]
+    return lax.reshape(array, shape) if tuple(shape) != array.shape else array
+
+
+def run(
+    steps: Sequence[Step],
+    source: jax.Array,
+    leaves: Sequence[jax.Array],
+    counted: Callable[[int, Any], jax.Array],
+    *,
+    wide: bool = False,
+) -> jax.Array:
+    """What steps make of a part of the scores, and of the same part of the leaves.
+
+    **Arguments:** `counted` the places along an axis, in this type, of the part's shape or one that broadcasts to it;
+    `wide` whether what is in fewer bits than f32 is in f32 meanwhile.
+    """
+
+    def typed(dtype: Any) -> Any:
+        short = wide and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+        return jnp.float32 if short else dtype
+
+    values: list[jax.Array] = [a.astype(typed(a.dtype)) for a in (source, *leaves)]
+    for step in steps:
+        if step.axis is not None:
+            values.append(counted(step.axis, typed(step.params["dtype"])))
+            continue
+        operands = [
+            jnp.full(source.shape, a.value, typed(a.dtype))
+            if isinstance(a, Scalar)
+            else jnp.broadcast_to(values[a], source.shape)
+            for a in step.operands
+        ]
+        params = dict(step.params)
+        if "new_dtype" in params:
+            params["new_dtype"] = typed(params["new_dtype"])
+        values.append(step.primitive.bind(*operands, **params))
+    return values[-1] if steps else values[0]

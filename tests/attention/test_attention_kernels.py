@@ -1,0 +1,148 @@
+"""Kernels of attention: the same as in XLA's operations, interpreted here; compiled for a GPU they need no scores."""
+
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attentions import FOUND, LENGTH, SHORT, WIDTH, Attend, assert_close, attending, masked
+from test_trace import runnable
+
+from jaxremat import MemoryStats
+from jaxremat._attention._finding import Site, attention
+from jaxremat._attention._kernels import attend_in_kernels, fits, gradient_in_kernels
+from jaxremat._attention._operations import attend as attend_in_parts
+from jaxremat._attention._operations import attend_gradient
+from jaxremat._attention._pattern import Pattern
+from jaxremat._compiler._hlo import parse
+from jaxremat._compiler._program import Program, compiler_options
+from jaxremat._compiler._roofline import kernels
+from jaxremat._compiler._target import Target
+from jaxremat._model._device_specs import KERNEL_RATE
+from jaxremat._model._form import ATTENTION, Choice, Form
+from jaxremat._rewrite._laid_open import alive
+from jaxremat._rewrite._trace import trace
+
+IN_KERNELS = Form.of(Choice(ATTENTION, 0, (2,)))
+
+
+def site_of(attend: Attend, length: int = LENGTH) -> Site:
+    case = attending(attend, length=length)
+    traced = trace(jax.jit(case.step), case.args, {})
+    (site,) = attention(traced.jaxpr, [-1] * len(traced.loop_of), alive(traced.jaxpr))
+    return site
+
+
+def drawn(aval: Any, seed: int) -> jax.Array:
+    rng = np.random.default_rng(seed)
+    if jnp.issubdtype(aval.dtype, jnp.floating):
+        return jnp.asarray(rng.normal(size=aval.shape), aval.dtype)
+    return jnp.asarray(rng.integers(0, 2, aval.shape), aval.dtype)
+
+
+def compare(site: Site, tolerance: float) -> None:
+    operands = [drawn(v.aval, i) for i, v in enumerate((*site.operands, *site.leaves))]
+    pattern = site.pattern
+    assert fits(pattern, operands)
+    parts = attend_in_parts(*operands, pattern=pattern, kernels=False)
+    assert_close(attend_in_kernels(*operands, pattern=pattern, interpret=True), parts, tolerance)
+    cotangent, leaves = drawn(site.result.aval, 9), operands[3:]
+    wanted = attend_gradient(*operands[:3], *parts[1:], cotangent, *leaves, pattern=pattern, kernels=False)
+    found = gradient_in_kernels(*operands[:3], *parts, cotangent, *leaves, pattern=pattern, interpret=True)
+    assert_close(found, wanted, tolerance)
+
+
+@pytest.mark.parametrize("attend", FOUND.values(), ids=FOUND)
+def test_the_same_numbers(attend: Attend) -> None:
+    compare(site_of(attend), 5e-2 if attend in SHORT else 2e-5)
+
+
+@pytest.mark.parametrize(("name", "length"), [("masked", 34), ("grouped", 130), ("dropout", 64)])
+def test_lengths_of_several_tiles(name: str, length: int) -> None:
+    """And such as are no whole tiles."""
+    compare(site_of(FOUND[name], length), 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [130, 197, 256])
+@pytest.mark.parametrize("attend", FOUND.values(), ids=FOUND)
+def test_any_length(attend: Attend, length: int) -> None:
+    compare(site_of(attend, length), 5e-2 if attend in SHORT else 5e-5)
+
+
+def test_a_row_that_sees_nothing() -> None:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        x = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        x = jnp.where((jnp.arange(LENGTH) > 3)[:, None], x, -jnp.inf)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(x), v)
+
+    site = site_of(attend)
+    operands = [drawn(v.aval, i) for i, v in enumerate((*site.operands, *site.leaves))]
+    parts = attend_in_parts(*operands, pattern=site.pattern, kernels=False)
+    found = attend_in_kernels(*operands, pattern=site.pattern, interpret=True)
+    np.testing.assert_array_equal(np.isnan(found[0]), np.isnan(parts[0]))
+    assert np.isnan(found[0]).any()
+    assert not np.isnan(found[0]).all()
+
+
+def _turned_by_bits(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Of scores something that no tile is made of."""
+    x = jax.lax.erf(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(x), v)
+
+
+def test_what_there_are_no_kernels_for() -> None:
+    site = site_of(_turned_by_bits)
+    assert not fits(site.pattern, [v.aval for v in site.operands])
+    site = site_of(masked)
+    operands = [v.aval for v in site.operands]
+    assert fits(site.pattern, operands)
+    assert not fits(site.pattern, [a.update(dtype=jnp.dtype("float64")) for a in operands])
+    wide = Pattern(**{**vars(site.pattern), "widths": (512, 8)})
+    assert not fits(wide, operands)
+
+
+def compiled(attend: Attend, form: Form, length: int, target: str = "h100", width: int = WIDTH) -> Any:
+    case = attending(attend, length=length, width=width)
+    traced = trace(jax.jit(case.step), case.args, {}).in_form(form)
+    program = Program(
+        lambda: None, compiler_options=tuple(compiler_options("gpu").items()), target=Target(target)
+    )
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.tree.leaves(case.args)]
+    return program.compile(program.jit(jex.jaxpr_as_fun(runnable(traced))), tuple(types), {})
+
+
+@pytest.mark.parametrize("name", ["masked", "grouped", "dropout", "bfloat16"])
+def test_a_gpu_has_no_matrix_of_scores(name: str) -> None:
+    whole, within = (compiled(FOUND[name], form, 512) for form in (Form(), IN_KERNELS))
+    scores = 2 * 4 * 512 * 512 * 4
+    temporaries = [MemoryStats.of(each).temporaries_nbytes for each in (whole, within)]
+    assert temporaries[0] > 1.5 * scores
+    assert temporaries[1] < (0.6 if name == "dropout" else 0.3) * scores
+    found = [k for k in kernels(parse(within.as_text())) if k.rate != 1]
+    assert len(found) == 3
+    for kernel in found:
+        assert kernel.rate == KERNEL_RATE
+        ((_, flops),) = kernel.flops
+        assert flops >= 2 * 2 * scores / 4 * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["a100-40", "l4", "rtx4090", "h100", "b200"])
+@pytest.mark.parametrize("name", ["masked", "bfloat16"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_there_is_room_for_tiles(name: str, width: int, target: str) -> None:
+    """In the shared memory of each device."""
+    found = compiled(FOUND[name], IN_KERNELS, 256, target, width=width)
+    assert len([k for k in kernels(parse(found.as_text())) if k.rate != 1]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [LENGTH, 197])
+@pytest.mark.parametrize("attend", FOUND.values(), ids=FOUND)
+def test_each_compiles(attend: Attend, length: int) -> None:
+    length = LENGTH if attend is FOUND["crossed"] else length
+    found = compiled(attend, IN_KERNELS, length)
+    assert len([k for k in kernels(parse(found.as_text())) if k.rate != 1]) == 3

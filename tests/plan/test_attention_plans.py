@@ -1,0 +1,78 @@
+"""Plans of steps with attention: within budgets that no recomputation reaches, and as the user allows."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from attentions import BATCH, HEADS, Attending, assert_close, attending, masked
+
+import jaxremat
+from jaxremat import InfeasibleBudgetError
+from jaxremat._model._form import ATTENTION
+
+LENGTH, LAYERS = 192, 3
+
+
+def case(scanned: bool) -> Attending:
+    return attending(masked, LAYERS, scanned=scanned, length=LENGTH)
+
+
+def tight(step: Any, *args: Any) -> int:
+    """A budget with room for one and a half matrices of scores, of which one layer has more at once."""
+    base = jaxremat.MemoryStats.of(jax.jit(step).lower(*args).compile()).base_nbytes
+    return base + 3 * BATCH * HEADS * LENGTH * LENGTH * 4 // 2
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+def test_a_budget_without_room_for_scores(scanned: bool, tmp_path: Path) -> None:
+    step, args = case(scanned).step, case(scanned).args
+    budget = tight(step, *args)
+    recomputing = jaxremat.optimize(budget, allow=("microbatches", "rows"))(step)
+    with pytest.raises(InfeasibleBudgetError):
+        recomputing.plan(*args)
+    optimized = jaxremat.optimize(budget)(step)
+    plan = optimized.plan(*args)
+    assert plan.peak_nbytes <= budget
+    assert plan.form.settings(ATTENTION) == {0: (1,)}
+    (said,) = (str(loop) for loop in plan.loops if loop.attention)
+    assert "without its matrix of scores, part after part" in said
+    assert ("3 times" in said) != scanned
+    assert said in str(plan)
+    wanted = jax.jit(step)(*args)
+    assert_close(optimized(*args), wanted, 2e-5)
+
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    again = jaxremat.optimize(plan=jaxremat.Plan.load(file))(step)
+    assert_close(again(*args), wanted, 2e-5)
+
+
+def test_nothing_is_done_otherwise_where_there_is_room() -> None:
+    step, args = case(False).step, case(False).args
+    plan = jaxremat.plan(step, *args, budget="1GiB")
+    assert not plan.form
+    assert not plan.loops
+
+
+def test_on_a_gpu_in_kernels() -> None:
+    step, args = case(False).step, case(False).args
+    plan = jaxremat.plan(step, *args, budget=tight(step, *args), target="h100")
+    assert plan.form.settings(ATTENTION) == {0: (2,)}
+    assert "attention at attentions.py" in str(plan)
+    assert "in kernels" in str(plan)
+    library = 4 << 20  # what products of matrices need besides on such a device
+    older = jaxremat.plan(step, *args, budget=tight(step, *args) + library, target="p100")
+    assert older.form.settings(ATTENTION) == {0: (1,)}
+
+
+def test_hints_decide() -> None:
+    """Where the user says what is saved, attention stays as it is written."""
+
+    def hinted(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jaxremat.hint(jnp.tanh(masked(q, k, v)), "save")
+
+    made = attending(hinted, LAYERS, length=LENGTH)
+    plan = jaxremat.plan(made.step, *made.args, budget="min")
+    assert not plan.form.settings(ATTENTION)
