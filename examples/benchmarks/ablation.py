@@ -98,8 +98,9 @@ _levels_of_one = wraps(_rungs)(
 )
 
 MECHANISMS = (
-    Mechanism("rows in chunks", options={"allow": ("microbatches",)}),
-    Mechanism("microbatches", options={"allow": ("rows",)}),
+    Mechanism("attention without its scores", options={"allow": ("microbatches", "rows")}),
+    Mechanism("rows in chunks", options={"allow": ("attention", "microbatches")}),
+    Mechanism("microbatches", options={"allow": ("attention", "rows")}),
     Mechanism("loops in levels", {"_model._loop_levels.LoopOffers.rungs": _levels_of_one}),
     Mechanism("loops in levels, absorbed updates", {"_model._loop_levels.LoopOffers.rungs": always([])}),
     Mechanism("loops in parts", {"_plan._cuttings.Cuttings.divide": always([])}),
