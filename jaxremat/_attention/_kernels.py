@@ -87,8 +87,8 @@ def attend_in_kernels(
 
     def kernel(q: Any, k: Any, v: Any, *refs: Any) -> None:
         *of, o, largest, total = refs
-        row = pl.program_id(0) * blocks.rows
-        places = made.places(pl.program_id(1), others)
+        row, rest = _place(pattern.sizes[made.row], blocks.rows)
+        places = made.places(rest, others)
         queries = Tile(made, blocks, places, row, 0).load(q, scores.rows, made.row)
 
         def step(i: Any, so_far: Any) -> Any:
@@ -123,7 +123,7 @@ def attend_in_kernels(
     return _call(
         kernel,
         _flops(made, blocks, (1, 1)),
-        (tiles(pattern.sizes[made.row], blocks.rows), made.count(others)),
+        tiles(pattern.sizes[made.row], blocks.rows) * made.count(others),
         blocks,
         [
             jax.ShapeDtypeStruct(shape, pattern.types[1]),
@@ -185,8 +185,8 @@ def gradient_in_kernels(
 
     def of_queries(*refs: Any) -> None:
         *of, to_queries = refs
-        row = pl.program_id(0) * blocks.rows
-        places = made.places(pl.program_id(1), others)
+        row, rest = _place(pattern.sizes[made.row], blocks.rows)
+        places = made.places(rest, others)
         rows = rows_of(Tile(made, blocks, places, row, 0), of[:7])
 
         def step(i: Any, so_far: Any) -> Any:
@@ -203,7 +203,7 @@ def gradient_in_kernels(
     (to_queries,) = _call(
         of_queries,
         _flops(made, blocks, (2, 1)),
-        (tiles(pattern.sizes[made.row], blocks.rows), made.count(others)),
+        tiles(pattern.sizes[made.row], blocks.rows) * made.count(others),
         blocks,
         [jax.ShapeDtypeStruct(queries.shape, queries.dtype)],
         operands,
@@ -213,8 +213,8 @@ def gradient_in_kernels(
 
     def of_keys(*refs: Any) -> None:
         *of, to_keys, to_values = refs
-        key = pl.program_id(0) * of_key.keys
-        batch = made.places(pl.program_id(1), made.batch)
+        key, rest = _place(pattern.sizes[made.key], of_key.keys)
+        batch = made.places(rest, made.batch)
         here = Tile(made, of_key, batch, 0, key)
         keys = here.load(of[1], scores.columns, made.key)
         values = here.load(of[2], mixed.columns, made.key)
@@ -242,13 +242,21 @@ def gradient_in_kernels(
     to_keys, to_values = _call(
         of_keys,
         _flops(made, of_key, (2, 2)),
-        (tiles(pattern.sizes[made.key], of_key.keys), made.count(made.batch)),
+        tiles(pattern.sizes[made.key], of_key.keys) * made.count(made.batch),
         of_key,
         [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (keys, values)],
         operands,
         interpret,
     )
     return [to_queries, to_keys, to_values]
+
+
+def _place(size: int, block: int) -> tuple[Any, Any]:
+    """Where this program's block begins along an axis, and the number of the rest of it; the former counted first, so
+    that programs at the same time read the same. A grid has many programs in its first dimension alone.
+    """
+    number, count = pl.program_id(0), jnp.int32(tiles(size, block))
+    return lax.rem(number, count) * block, lax.div(number, count)
 
 
 def _layout_of(pattern: Pattern) -> Layout:
@@ -270,7 +278,7 @@ def _canonical(leaves: Sequence[jax.Array], pattern: Pattern) -> list[jax.Array]
 def _call(
     kernel: Callable[..., None],
     flops: float,
-    grid: tuple[int, int],
+    programs: int,
     blocks: Blocks,
     results: Sequence[Any],
     operands: Sequence[jax.Array],
@@ -280,7 +288,7 @@ def _call(
     kernel.__name__ = f"attention_{int(flops)}_flops"
     found = pl.pallas_call(
         kernel,
-        grid=grid,
+        grid=(programs,),
         out_shape=list(results),
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=2),
         interpret=interpret,
