@@ -25,7 +25,7 @@ from .._emit._emit import FENCES, emit
 from .._lower._form_graphs import FormGraphs
 from .._lower._lower import as_stacked, estimate_base, lower
 from .._model._backend import Backend, backend
-from .._model._form import Form
+from .._model._form import ATTENTION, Form
 from .._model._form_offers import EXACT, Forms
 from .._model._graph import Graph
 from .._model._host_copies import HostMemory
@@ -68,6 +68,7 @@ class Baseline:
     _traced: dict[Form, Traced] = field(default_factory=dict)
     _graphs: dict[tuple[bool, Form], Graph] = field(default_factory=dict)
     _priced: dict[bool, Forms] = field(default_factory=dict)
+    _around: dict[Form, float] = field(default_factory=dict)
 
     @property
     def backend(self) -> Backend:
@@ -107,7 +108,7 @@ class Baseline:
     @cached_property
     def ordered_before(self) -> "Baseline":
         """The same with the equations in their order of before, see `Traced.ordered_before`."""
-        before = replace(self, _traced={}, _graphs={}, _priced={})
+        before = replace(self, _traced={}, _graphs={}, _priced={}, _around={})
         before.traced = self.traced.ordered_before()
         return before
 
@@ -303,7 +304,24 @@ class Baseline:
         **Arguments:** `otherwise` what it takes longer than the tagged one where its loops' time is not known.
         """
         own = self._form_graphs.looped_seconds(graph, self.form(graph.form))
-        return (otherwise if own is None else own) + self.witness_seconds - self.seconds
+        more = otherwise if own is None else own
+        return more + self._around_attention(graph.form) + self.witness_seconds - self.seconds
+
+    def _around_attention(self, form: Form) -> float:
+        """What the compiled step takes longer with attention as in this form than its operations say, outside of loops:
+        arrays that products of matrices want in another order are copied no more, which nothing else tells.
+        """
+        alone = Form.of_kind(ATTENTION, form.settings(ATTENTION))
+        if not alone or self.traced.loops:
+            return 0.0
+        if alone not in self._around:
+            graph = self._form_graphs.graph(self.form(alone))
+            own = self._form_graphs.looped_seconds(graph, self.form(alone)) or 0.0
+            with phase("compiling attention's form", kind="compile"):
+                compiled = self.compile(self.jitted(graph, everything(graph)))
+            taken = seconds_with_copies(parse(text_of(compiled)), self.device)
+            self._around[alone] = taken - self.witness_seconds - own
+        return self._around[alone]
 
     def plain_graph(self, *, rough: bool = False) -> Graph:
         """The graph of the step's loops as they are."""
