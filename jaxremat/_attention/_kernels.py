@@ -22,8 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from .._model._device_specs import KERNEL_RATE, DeviceSpec
-from ._pattern import Axes, Pattern, canonical, sums_type
-from ._tiles import LEAST, Blocks, Layout, Tile, blocks_of, dot, layout, power, tiles
+from ._pattern import Pattern, canonical, in_order, results_of
+from ._tiles import Blocks, Layout, Tile, blocks_of, dot, layout, padded, tiles
 
 LEAST_CAPABILITY = (8, 0)
 """CUDA's compute capability from which devices have these kernels."""
@@ -80,8 +80,7 @@ def attend_in_kernels(
     """As `attend`, in a kernel."""
     made = _layout_of(pattern)
     blocks = blocks_of(pattern, made.row, gradient="")
-    rank = len(pattern.sizes)
-    own = tuple(range(rank))
+    own = tuple(range(len(pattern.sizes)))
     scores, mixed, result = pattern.scores, pattern.mixed, pattern.mixed.result
     others = (*made.batch, *made.groups)
 
@@ -105,7 +104,7 @@ def attend_in_kernels(
             more = dot(tile.mixing(weights, leaves).astype(values.dtype), values, mixed.params)
             return mean * less[:, None] + more, larger, sums * less + weights.sum(axis=1)
 
-        width = max(power(pattern.widths[1]), LEAST)
+        width = padded(pattern.widths[1])
         begun = (
             jnp.zeros((blocks.rows, width), jnp.float32),
             jnp.full((blocks.rows,), -jnp.inf, jnp.float32),
@@ -117,19 +116,13 @@ def attend_in_kernels(
         tile.store(largest, own, made.row, most)
         tile.store(total, own, made.row, sums)
 
-    sums = tuple(1 if axis == pattern.key else n for axis, n in enumerate(pattern.sizes))
-    sizes = dict(enumerate(pattern.sizes)) | _beside(mixed.columns, values, rank)
-    shape = tuple(1 if axis is None else sizes[axis] for axis in result)
     return _call(
         kernel,
         _flops(made, blocks, (1, 1)),
         tiles(pattern.sizes[made.row], blocks.rows) * made.count(others),
         blocks,
-        [
-            jax.ShapeDtypeStruct(shape, pattern.types[1]),
-            *(jax.ShapeDtypeStruct(sums, sums_type(pattern)) for _ in range(2)),
-        ],
-        [queries, keys, values, *_canonical(leaves, pattern)],
+        results_of(pattern, values),
+        [queries, keys, values, *in_order(leaves, pattern)],
         interpret,
     )
 
@@ -155,7 +148,7 @@ def gradient_in_kernels(
     inner = tuple(d for d, axis in enumerate(mixed.result) if axis is not None and axis >= rank)
     left = tuple(axis for d, axis in enumerate(mixed.result) if d not in inner)
     delta = canonical(both.sum(inner), left, rank)
-    operands = [queries, keys, values, largest, total, delta, cotangent, *_canonical(leaves, pattern)]
+    operands = [queries, keys, values, largest, total, delta, cotangent, *in_order(leaves, pattern)]
 
     def rows_of(tile: Tile, refs: Sequence[Any]) -> tuple[Any, ...]:
         """Of a block of queries these, what the softmax of each gave, and the cotangents of the results."""
@@ -196,7 +189,7 @@ def gradient_in_kernels(
             _, to_scores = passed_back(tile, rows, keys, values, [tile.leaf(ref) for ref in of[7:]])
             return so_far + dot(to_scores.astype(keys.dtype), keys, scores.params)
 
-        begun = jnp.zeros((blocks.rows, max(power(pattern.widths[0]), LEAST)), jnp.float32)
+        begun = jnp.zeros((blocks.rows, padded(pattern.widths[0])), jnp.float32)
         found = lax.fori_loop(0, tiles(pattern.sizes[made.key], blocks.keys), step, begun)
         Tile(made, blocks, places, row, 0).store(to_queries, scores.rows, made.row, found)
 
@@ -232,9 +225,7 @@ def gradient_in_kernels(
                 so_far[1] + dot(mixing.astype(to.dtype).T, to, mixed.params),
             )
 
-        begun = tuple(
-            jnp.zeros((of_key.keys, max(power(width), LEAST)), jnp.float32) for width in pattern.widths
-        )
+        begun = tuple(jnp.zeros((of_key.keys, padded(width)), jnp.float32) for width in pattern.widths)
         found = lax.fori_loop(0, made.count(made.groups) * steps, step, begun)
         here.store(to_keys, scores.columns, made.key, found[0])
         here.store(to_values, mixed.columns, made.key, found[1])
@@ -263,16 +254,6 @@ def _layout_of(pattern: Pattern) -> Layout:
     made = layout(pattern)
     assert made is not None  # see `fits`
     return made
-
-
-def _beside(axes: Axes, a: Any, rank: int) -> dict[int, int]:
-    """How many numbers there are along each axis beside those of the scores."""
-    both = zip(axes, a.shape, strict=True)
-    return {axis: n for axis, n in both if axis is not None and axis >= rank}
-
-
-def _canonical(leaves: Sequence[jax.Array], pattern: Pattern) -> list[jax.Array]:
-    return [canonical(a, axes, len(pattern.sizes)) for a, axes in zip(leaves, pattern.leaves, strict=True)]
 
 
 def _call(

@@ -25,7 +25,7 @@ from jax import lax
 from jax.interpreters import batching, mlir
 
 from ._kernels import attend_in_kernels, fits, gradient_in_kernels
-from ._pattern import Axes, Pattern, canonical, run, sums_type
+from ._pattern import Axes, Pattern, canonical, in_order, results_of, run
 
 ATTENTION: Any = jex.Primitive("attention")
 GRADIENT: Any = jex.Primitive("attention_gradient")
@@ -61,14 +61,14 @@ def attend(
 ) -> list[jax.Array]:
     """Attention, part after part."""
     del kernels
-    rank, kind = len(pattern.sizes), sums_type(pattern)
+    own = tuple(range(len(pattern.sizes)))
+    types = results_of(pattern, values)
     parts = _Parts(pattern)
-    leaves = tuple(canonical(a, axes, rank) for a, axes in zip(leaves, pattern.leaves, strict=True))
     operands = [
         (queries, pattern.scores.rows),
         (keys, pattern.scores.columns),
         (values, pattern.mixed.columns),
-        *((a, tuple(range(rank))) for a in leaves),
+        *((a, own) for a in in_order(leaves, pattern)),
     ]
 
     def part(start: Any, queries: Any, keys: Any, values: Any, *leaves: Any) -> list[jax.Array]:
@@ -77,24 +77,17 @@ def attend(
         weights = jnp.exp(x - largest)
         total = weights.sum(pattern.key, keepdims=True)
         mixed = pattern.mixed(parts.mixing(start, weights / total, leaves), values)
-        return [mixed, largest.astype(kind), total.astype(kind)]
+        return [mixed, largest.astype(types[1].dtype), total.astype(types[2].dtype)]
 
-    sums = tuple(1 if axis == pattern.key else n for axis, n in enumerate(pattern.sizes))
-    shape = _shape(pattern, pattern.mixed.result, (queries, keys, values))
-    results = [
-        (jax.ShapeDtypeStruct(shape, pattern.types[1]), pattern.mixed.result),
-        *((jax.ShapeDtypeStruct(sums, kind), tuple(range(rank))) for _ in range(2)),
-    ]
-    return parts.run(part, operands, results)
+    return parts.run(part, operands, list(zip(types, (pattern.mixed.result, own, own), strict=True)))
 
 
 def attend_gradient(*operands: jax.Array, pattern: Pattern, kernels: bool) -> list[jax.Array]:
     """Gradients with respect to queries, keys and values, part after part."""
     queries, keys, values, *rest = operands
     largest, total, cotangent, *leaves = rest[1:] if kernels else rest
-    rank = len(pattern.sizes)
     parts = _Parts(pattern)
-    own = tuple(range(rank))
+    own = tuple(range(len(pattern.sizes)))
     of = [
         (queries, pattern.scores.rows),
         (keys, pattern.scores.columns),
@@ -102,7 +95,7 @@ def attend_gradient(*operands: jax.Array, pattern: Pattern, kernels: bool) -> li
         (largest, own),
         (total, own),
         (cotangent, pattern.mixed.result),
-        *((canonical(a, axes, rank), own) for a, axes in zip(leaves, pattern.leaves, strict=True)),
+        *((a, own) for a in in_order(leaves, pattern)),
     ]
 
     def part(
@@ -220,17 +213,6 @@ def _divisors(n: int) -> list[int]:
 def _count(pattern: Pattern, axes: Axes) -> int:
     """Entries of an array with these axes, but for axes beside those of the scores."""
     return math.prod(pattern.sizes[axis] for axis in axes if axis is not None and axis < len(pattern.sizes))
-
-
-def _shape(pattern: Pattern, axes: Axes, operands: Sequence[Any]) -> tuple[int, ...]:
-    """The shape of the result: of axes of the scores, and one of the values."""
-    sizes = dict(enumerate(pattern.sizes))
-    sizes.update(
-        (axis, n)
-        for axis, n in zip(pattern.mixed.columns, operands[2].shape, strict=True)
-        if axis is not None
-    )
-    return tuple(1 if axis is None else sizes[axis] for axis in axes)
 
 
 def _define(primitive: Any, fn: Any, in_kernels: Any) -> None:

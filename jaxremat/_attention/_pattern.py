@@ -130,9 +130,22 @@ class Pattern:
         return 2.0 * self.scores_count * (of_query * query + of_value * value)
 
 
-def sums_type(pattern: Pattern) -> Any:
-    """The type of the largest scores and of the totals: that of the softmax, f32 at least."""
-    return jnp.promote_types(pattern.types[0], jnp.float32)
+def results_of(pattern: Pattern, values: Any) -> list[jax.ShapeDtypeStruct]:
+    """The types of the result, of the largest scores and of the totals; the latter as of the softmax, f32 at least."""
+    rank, columns = len(pattern.sizes), pattern.mixed.columns
+    beside = {
+        axis: n for axis, n in zip(columns, values.shape, strict=True) if axis is not None and axis >= rank
+    }
+    sizes = dict(enumerate(pattern.sizes)) | beside
+    shape = tuple(1 if axis is None else sizes[axis] for axis in pattern.mixed.result)
+    sums = tuple(1 if axis == pattern.key else n for axis, n in enumerate(pattern.sizes))
+    kind = jnp.promote_types(pattern.types[0], jnp.float32)
+    return [jax.ShapeDtypeStruct(shape, pattern.types[1]), *[jax.ShapeDtypeStruct(sums, kind)] * 2]
+
+
+def in_order(leaves: Sequence[jax.Array], pattern: Pattern) -> list[jax.Array]:
+    """Leaves with a dimension for each axis of scores, see `canonical`."""
+    return [canonical(a, axes, len(pattern.sizes)) for a, axes in zip(leaves, pattern.leaves, strict=True)]
 
 
 def canonical(array: jax.Array, axes: Axes, rank: int) -> jax.Array:

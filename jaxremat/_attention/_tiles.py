@@ -80,12 +80,13 @@ def blocks_of(pattern: Pattern, row: int, *, gradient: str) -> Blocks:
     rows, keys = {"": (64, 64), "queries": (64, 32), "keys": (32, 64)}[gradient]
     if width * np.dtype(pattern.types[1]).itemsize > 256:  # else L4s have too little shared memory
         rows, keys = {"": (64, 32)}.get(gradient, (32, 32))
-    most = [max(power(pattern.sizes[axis]), LEAST) for axis in (row, pattern.key)]
+    most = [padded(pattern.sizes[axis]) for axis in (row, pattern.key)]
     return Blocks(min(rows, most[0]), min(keys, most[1]), 8 if width > 64 else 4)
 
 
-def power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+def padded(n: int) -> int:
+    """How long a tile is that holds so many: a power of two."""
+    return max(1 << (n - 1).bit_length(), LEAST)
 
 
 def tiles(n: int, block: int) -> int:
@@ -123,7 +124,7 @@ class Tile:
                 own.append(axis)
                 inside.append((start, block, size))
             elif axis >= len(self.pattern.sizes):  # numbers of a query or value
-                block = max(power(ref.shape[d]), LEAST)
+                block = padded(ref.shape[d])
                 index.append(pl.ds(0, block))
                 own.append(axis)
                 inside.append((0, block, ref.shape[d]))
