@@ -65,6 +65,7 @@ def main(case: str) -> None:
         ("dropout", dropout),
         ("logical", logical),
         ("microbatches", microbatches),
+        ("attention", attention),
     ):
         if case.startswith(name):
             print(json.dumps(found(case)))
@@ -317,6 +318,106 @@ def microbatches(case: str) -> dict[str, Any]:
         "text": str(plan),
         "same": all(np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in both),
         "placed_alike": all(a.sharding == b.sharding for a, b in both),
+    }
+
+
+def attention(case: str) -> dict[str, Any]:
+    """A decoder with its heads (*tp*), weights (*fsdp*) or *queries* divided too, its layers in a loop (*scan*), with
+    each attention of `attentions.FOUND` that the words behind name: what devices send and compute where it is done
+    without its scores; and the plan of the first, within less than its scores need.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from attentions import FOUND
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jaxremat
+    from jaxremat._compiler._devices import detect
+    from jaxremat._compiler._program import Program, placed
+    from jaxremat._model._form import ATTENTION, Choice, Form
+    from jaxremat._plan._baseline import Baseline
+
+    how, _, kinds = case.removeprefix("attention ").partition(": ")
+    words = set(how.split())
+    shape = (8, 1) if words <= {"fsdp", "scan"} else (2, 4)
+    mesh = Mesh(np.array(jax.devices()).reshape(shape), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    batch, length, heads, width, layers = 8, 256, 4, 8, 3
+    inner, data = heads * width, "data" if "fsdp" in words else None
+    model = "model" if "tp" in words else None
+    stack = (layers,) if "scan" in words else ()
+    rng = np.random.default_rng(0)
+
+    def array(shape: tuple[int, ...], *axes: Any) -> jax.Array:
+        values = (rng.normal(size=(*stack, *shape)) / inner**0.5).astype(np.float32)
+        return jax.device_put(values, NamedSharding(mesh, P(*(None,) * len(stack), *axes)))
+
+    def layer_weights() -> Any:
+        read = {name: array((inner, heads, width), data, model, None) for name in ("q", "k", "v")}
+        return read | {"o": array((heads, width, inner), model, None, data)}
+
+    def trained(kind: str) -> Any:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            q, k, v = (jnp.einsum("bti,ihd->bthd", x, w[name]) for name in ("q", "k", "v"))
+            if "queries" in words:
+                q = jax.lax.with_sharding_constraint(q, NamedSharding(mesh, P("data", "model")))
+            return x + jnp.tanh(jnp.einsum("bthd,hdi->bti", FOUND[kind](2 * q, k, v), w["o"])), None
+
+        def loss_of(weights: Any, x: jax.Array) -> jax.Array:
+            if stack:
+                return (jax.lax.scan(layer, x, weights)[0] ** 2).mean()
+            for w in weights:
+                x, _ = layer(x, w)
+            return (x**2).mean()
+
+        def step(weights: Any, x: jax.Array) -> Any:
+            loss, gradients = jax.value_and_grad(loss_of)(weights, x)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+        return step
+
+    x = rng.normal(size=(batch, length, inner)).astype(np.float32)
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+    args = layer_weights() if stack else [layer_weights() for _ in range(layers)], x
+
+    def alike(wanted: Any, got: Any) -> bool:
+        both = list(zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True))
+        close = all(np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in both)
+        return close and all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in both)
+
+    forms = {}
+    for kind in kinds.split(", "):
+        program = placed(Program(trained(kind)), args, {})
+        traced = Baseline(program, args, {}, detect(jax.devices()[0]), "roofline").traced
+        form = traced.in_form(Form.of(Choice(ATTENTION, 0, (1,))))
+        run = program.evaluating(form.jaxpr if not form.loops else closed(form), form)
+        plain, made = (f.lower(*args).compile() for f in (program.plain, run))
+        forms[kind] = {
+            "done": sum(eqn.primitive.name == "attention" for eqn in form.jaxpr.jaxpr.eqns),
+            "same": alike(plain(*args), made(*args)),
+            "sent": [collectives(f.as_text() or "") for f in (plain, made)],
+        }
+    step = trained(kinds.split(", ")[0])
+    scores = 4 * batch * heads * length * length // 8
+    budget = jaxremat.memory(step, *args).base_nbytes + 2 * scores
+    planned = jaxremat.optimize(budget, allow=("attention",), cache=False)(step)
+    plan = planned.plan(*args)
+    read = jaxremat.optimize(plan=jaxremat.Plan.from_json(plan.to_json()))(step)
+    plain = jax.jit(step)
+    return {
+        "forms": forms,
+        "budget": budget,
+        "peak": plan.peak_nbytes,
+        "plain": jaxremat.memory(step, *args).peak_nbytes,
+        "form": [choice.kind for choice in plan.form.choices],
+        "same": alike(plain(*args), planned(*args)),
+        "sent": [
+            collectives(text or "")
+            for text in (plain.lower(*args).compile().as_text(), planned.compile(*args).as_text())
+        ],
+        "followed": read.lower(*args).as_text() == planned.lower(*args).as_text(),
+        "text": str(plan),
     }
 
 

@@ -189,6 +189,7 @@ def measured(name: str, share: float, target: str | None, scale: int) -> dict[st
         "overhead": plan.overhead,
         "compiled_overhead": plan.compiled_overhead,
         "rounds": len(plan.rounds),
+        "form": [choice.kind for choice in plan.form.choices],
         "gathered_again": plan.gathered_again,
         "sent": sent(text),
         "sent_nbytes": sent_nbytes(text),

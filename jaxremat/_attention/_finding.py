@@ -30,23 +30,19 @@ LEAST_SHARE = 2
 
 @dataclass(frozen=True)
 class Site:
-    """One attention. **Fields:** `operands` queries, keys and values; `leaves` as of the `pattern`; `result`, made by
-    equation `at`; its `gradient`; the equations, `forward` and `backward`, that are for this alone.
+    """One attention. **Fields:** `operands` queries, keys and values; `leaves` as of the `pattern`; its `scores`; the
+    `result`, made by equation `at`; its `gradient`; the equations, `forward` and `backward`, that are for this alone.
     """
 
     operands: tuple[Any, Any, Any]
     leaves: tuple[Any, ...]
+    scores: Any
     result: Any
     at: int
     pattern: Pattern
     gradient: Gradient
     forward: frozenset[int]
     backward: frozenset[int]
-
-    @property
-    def scores_nbytes(self) -> int:
-        """Bytes of all scores, in the type that the softmax is of."""
-        return self.pattern.scores_count * np.dtype(self.pattern.types[0]).itemsize
 
 
 def attention(closed: jex.ClosedJaxpr, scopes: Sequence[int], alive: Sequence[bool]) -> list[Site]:
@@ -162,7 +158,9 @@ def _matched(program: Program, at: int, side: int, softmax: Softmax) -> Site | N
     large = (v for i in own for v in program.eqns[i].outvars if v not in kept and count(v) >= size)
     if any(v in program.returned or not own.issuperset(program.readers.get(v, ())) for v in large):
         return None
-    return Site(operands, read, result, at, pattern, gradient, frozenset(forward), frozenset(backward))
+    return Site(
+        operands, read, scored, result, at, pattern, gradient, frozenset(forward), frozenset(backward)
+    )
 
 
 def _beside(axes: Axes, a: Any, rank: int) -> int:

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from jax.interpreters import batching, mlir
 
 from ._kernels import attend_in_kernels, fits, gradient_in_kernels
 from ._pattern import Axes, Pattern, canonical, in_order, results_of, run
+from ._places import Places
 
 ATTENTION: Any = jex.Primitive("attention")
 GRADIENT: Any = jex.Primitive("attention_gradient")
@@ -64,10 +66,9 @@ def attend(
     own = tuple(range(len(pattern.sizes)))
     types = results_of(pattern, values)
     parts = _Parts(pattern)
+    read, made = pattern.axes(gradient=False)
     operands = [
-        (queries, pattern.scores.rows),
-        (keys, pattern.scores.columns),
-        (values, pattern.mixed.columns),
+        *zip((queries, keys, values), read, strict=True),
         *((a, own) for a in in_order(leaves, pattern)),
     ]
 
@@ -79,7 +80,7 @@ def attend(
         mixed = pattern.mixed(parts.mixing(start, weights / total, leaves), values)
         return [mixed, largest.astype(types[1].dtype), total.astype(types[2].dtype)]
 
-    return parts.run(part, operands, list(zip(types, (pattern.mixed.result, own, own), strict=True)))
+    return parts.run(part, operands, list(zip(types, made, strict=True)))
 
 
 def attend_gradient(*operands: jax.Array, pattern: Pattern, kernels: bool) -> list[jax.Array]:
@@ -88,13 +89,9 @@ def attend_gradient(*operands: jax.Array, pattern: Pattern, kernels: bool) -> li
     largest, total, cotangent, *leaves = rest[1:] if kernels else rest
     parts = _Parts(pattern)
     own = tuple(range(len(pattern.sizes)))
+    read, _ = pattern.axes(gradient=True)
     of = [
-        (queries, pattern.scores.rows),
-        (keys, pattern.scores.columns),
-        (values, pattern.mixed.columns),
-        (largest, own),
-        (total, own),
-        (cotangent, pattern.mixed.result),
+        *zip((queries, keys, values, largest, total, cotangent), read, strict=True),
         *((a, own) for a in in_order(leaves, pattern)),
     ]
 
@@ -215,36 +212,58 @@ def _count(pattern: Pattern, axes: Axes) -> int:
     return math.prod(pattern.sizes[axis] for axis in axes if axis is not None and axis < len(pattern.sizes))
 
 
-def _define(primitive: Any, fn: Any, in_kernels: Any) -> None:
-    def typed(*avals: Any, **params: Any) -> Any:
-        return jax.make_jaxpr(functools.partial(fn, **params))(*avals).out_avals
+def _define(primitive: Any, fn: Any, in_kernels: Any, *, gradient: bool) -> None:
+    def typed(*avals: Any, pattern: Pattern, kernels: bool, places: Places | None) -> Any:
+        del places
+        return jax.make_jaxpr(functools.partial(fn, pattern=pattern, kernels=kernels))(*avals).out_avals
+
+    def placed(fn: Any, *operands: Any, pattern: Pattern, kernels: bool, places: Places | None) -> Any:
+        """What the function makes, on each device of its part where there are several."""
+        if places is None:
+            return fn(*operands, pattern=pattern, kernels=kernels)
+        read, made = pattern.axes(gradient=gradient, kernels=kernels)
+        part = functools.partial(fn, pattern=places.part(pattern), kernels=kernels)
+        return places.on_each(part, (*read, *pattern.leaves), made)(*operands)
+
+    written = functools.partial(placed, fn)
 
     def batched(operands: Any, axes: Any, **params: Any) -> tuple[Any, Any]:
-        made = jax.vmap(functools.partial(fn, **params), in_axes=axes)(*operands)
+        made = jax.vmap(functools.partial(written, **params), in_axes=axes)(*operands)
         return made, (0,) * len(made)
 
     def on_gpu(*operands: Any, pattern: Pattern, kernels: bool) -> Any:
         able = kernels and fits(pattern, operands)
         return (in_kernels if able else fn)(*operands, pattern=pattern, kernels=kernels)
 
-    def lowered(*args: Any, **params: Any) -> Any:
+    def lowered(*args: Any, places: Places | None, **params: Any) -> Any:
         device = _LOWERED_FOR.get()
         mesh = jax.sharding.get_abstract_mesh()
-        mesh = mesh if device is None else mesh.update(abstract_device=device)
+        if device is not None:
+            mesh = mesh.update(abstract_device=device)
+            places = places and replace(places, mesh=places.mesh.abstract_mesh.update(abstract_device=device))
         with jax.sharding.use_abstract_mesh(mesh), warnings.catch_warnings():
             # Kernels in Triton are to be written otherwise from some later version of JAX on.
             warnings.filterwarnings("ignore", ".*Pallas Triton", DeprecationWarning)
-            return mlir.lower_fun(on_gpu, multiple_results=True)(*args, **params)
+            lower = mlir.lower_fun(functools.partial(placed, on_gpu), multiple_results=True)
+            return lower(*args, places=places, **params)
 
-    primitive.def_impl(lambda *operands, **params: jax.jit(functools.partial(fn, **params))(*operands))
+    primitive.def_impl(lambda *operands, **params: jax.jit(functools.partial(written, **params))(*operands))
     primitive.def_abstract_eval(typed)
-    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=True))
+    mlir.register_lowering(primitive, mlir.lower_fun(written, multiple_results=True))
     mlir.register_lowering(primitive, lowered, platform="cuda")
     batching.primitive_batchers[primitive] = batched
 
 
-_define(ATTENTION, attend, attend_in_kernels)
-_define(GRADIENT, attend_gradient, gradient_in_kernels)
+_define(ATTENTION, attend, attend_in_kernels, gradient=False)
+_define(GRADIENT, attend_gradient, gradient_in_kernels, gradient=True)
+
+
+def of_one_device(eqn: Any) -> Any:
+    """One of these operations as a device has it."""
+    pattern, places = eqn.params["pattern"], eqn.params["places"]
+    if places is None:
+        return eqn
+    return eqn.replace(params={**eqn.params, "pattern": places.part(pattern), "places": None})
 
 
 def is_attention(eqn: Any) -> bool:

@@ -121,6 +121,19 @@ class Pattern:
         """How many scores there are."""
         return math.prod(self.sizes)
 
+    @property
+    def scores_nbytes(self) -> int:
+        """Bytes of all scores, in the type that the softmax is of."""
+        return self.scores_count * jnp.dtype(self.types[0]).itemsize
+
+    def axes(self, *, gradient: bool, kernels: bool = False) -> tuple[tuple[Axes, ...], tuple[Axes, ...]]:
+        """Those of the operands but for leaves, and of the results, of attention or of its gradient."""
+        sums = tuple(axis if axis != self.key else None for axis in range(len(self.sizes)))
+        read, result = (self.scores.rows, self.scores.columns, self.mixed.columns), self.mixed.result
+        if not gradient:
+            return read, (result, sums, sums)
+        return (*read, *((result,) if kernels else ()), sums, sums, result), read
+
     def flops(self, *, gradient: bool, kernels: bool) -> float:
         """Floating-point operations of its products: two, or their five in the gradient, for which kernels make the
         scores and what is passed back to them twice.

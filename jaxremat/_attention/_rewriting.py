@@ -3,7 +3,7 @@
 Law: the equations that made an attention's scores are for nothing else, and nothing needs them now.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from jax.core import ShapedArray
 from .._program import _compat
 from ._finding import attention
 from ._operations import ATTENTION, GRADIENT
+from ._pattern import Pattern
+from ._places import Places
 
 
 @dataclass(frozen=True)
@@ -28,17 +30,26 @@ class Attending:
 
 
 def attending(
-    closed: jex.ClosedJaxpr, scopes: Sequence[int], alive: Sequence[bool], *, kernels: bool
+    closed: jex.ClosedJaxpr,
+    scopes: Sequence[int],
+    alive: Sequence[bool],
+    *,
+    kernels: bool,
+    places: Mapping[Pattern, Places] | None,
 ) -> Attending:
     """The equations with each attention that there is done so.
 
-    **Arguments:** `scopes` and `alive` as of `attention`; `kernels` whether in kernels, where the device has them.
+    **Arguments:** `scopes` and `alive` as of `attention`; `kernels` whether in kernels, where the device has them;
+    `places` on several devices where those are that may be done so, None on one.
     """
     jaxpr = closed.jaxpr
     instead: dict[int, list[Any]] = {}
     gone: set[int] = set()
     for site in attention(closed, scopes, alive):
-        params = {"pattern": site.pattern, "kernels": kernels}
+        where = None if places is None else places.get(site.pattern)
+        if places is not None and where is None:
+            continue
+        params = {"pattern": site.pattern, "kernels": kernels, "places": where}
         info = _compat.in_scope(jaxpr.eqns[site.at], "attention").source_info
         forward = _eqn(ATTENTION, (*site.operands, *site.leaves), params, [site.result, None, None], info)
         sums = forward.outvars[1:]

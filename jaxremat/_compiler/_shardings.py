@@ -19,10 +19,15 @@ import jax.extend.core as jex
 from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from .._attention._finding import Site, attention
+from .._attention._operations import is_attention, of_one_device
+from .._attention._pattern import Pattern
+from .._attention._places import Places
 from .._model._form import Form
 from .._program import _compat
 from .._program._compat import Layout
 from .._program._flops import aval_nbytes, eqn_flops
+from .._rewrite._laid_open import alive, scopes
 from .._rewrite._loop_closing import close_loops
 from .._rewrite._sinking import sink
 from .._rewrite._trace import Traced
@@ -73,6 +78,11 @@ class Shardings:
         atoms = _compat.variables((*eqn.invars, *eqn.outvars))
         axes = {axis for a in atoms for each in self.layouts.get(a, ()) for axis in each}
         return math.prod(size for _, _, size in axes)
+
+    def of_attention(self, site: Site) -> Places | None:
+        """Where an attention is done, as its scores lie; None where it stays as it is written."""
+        scores = self.named(site.scores) if self.inferred else None
+        return None if scores is None else Places.of(scores, site.pattern)
 
     def named(self, var: Any) -> NamedSharding | None:
         """The layout as the program would say it, None where it cannot."""
@@ -126,6 +136,17 @@ class Division:
         nbytes = sum(aval_nbytes(v.aval) for v in arguments)
         own = sum(math.prod(places.part(v)) * v.aval.dtype.itemsize for v in arguments)
         return traced.with_regions_on_devices(parts, own / nbytes if nbytes else 1.0)
+
+    def with_attention(self, traced: Traced) -> Traced:
+        """The form, that knows which attention may be done without its scores, and where: like ones in like places."""
+        shardings = self.shardings(traced)
+        if shardings is None:
+            return traced
+        found: dict[Pattern, Places | None] = {}
+        for site in attention(traced.jaxpr, scopes(traced.loop_of, traced.loops), alive(traced.jaxpr)):
+            own = shardings.of_attention(site)
+            found[site.pattern] = own if found.setdefault(site.pattern, own) == own else None
+        return traced.attending({pattern: own for pattern, own in found.items() if own is not None})
 
     def named(self, var: Any) -> NamedSharding | None:
         """The sharding of a variable of any form, None where it is not known."""
@@ -183,7 +204,8 @@ def local(traced: Traced, places: Shardings) -> tuple[Traced, tuple[float, ...]]
 
     jaxpr = traced.jaxpr.jaxpr
     flops = tuple(eqn_flops(eqn) / places.ways(eqn) for eqn in jaxpr.eqns)
-    eqns = [eqn.replace(invars=each(eqn.invars), outvars=each(eqn.outvars)) for eqn in jaxpr.eqns]
+    here = (of_one_device(eqn) if is_attention(eqn) else eqn for eqn in jaxpr.eqns)
+    eqns = [eqn.replace(invars=each(eqn.invars), outvars=each(eqn.outvars)) for eqn in here]
     closed = _compat.new_jaxpr(
         each(jaxpr.constvars), traced.jaxpr.consts, each(jaxpr.invars), each(jaxpr.outvars), eqns
     )

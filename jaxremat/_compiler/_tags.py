@@ -77,7 +77,7 @@ class Written:
     def with_(self, iteration: "Written") -> "Written":
         """The same with some of what the iterations of a loop write and read, by the same indices."""
         sizes, kernels = {**self.sizes, **iteration.sizes}, (*self.kernels, *iteration.kernels)
-        return Written(sizes, kernels, self.loops, self.sent)
+        return Written(sizes, kernels, self.loops, self.sent | iteration.sent)
 
 
 @dataclass(frozen=True, slots=True)

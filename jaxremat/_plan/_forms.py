@@ -101,24 +101,26 @@ def _inner(sites: Sites) -> Offers | None:
 def _attention(sites: Sites) -> Offers | None:
     """Attention without its matrix of scores."""
     traced, graph, device = sites.traced, sites.graph, sites.device
-    if sites.decided or "attention" not in sites.allow or traced.devices > 1:
+    if sites.decided or "attention" not in sites.allow:
         return None
-    closed, loops = traced.jaxpr, traced.loops
+    closed, loops, places = traced.jaxpr, traced.loops, traced.attention_places
     found = attention(closed, scopes(traced.loop_of, loops), [True] * len(traced.loop_of))
+    found = [site for site in found if places is None or site.pattern in places]
     if not found:
         return None
     how = 2 if device.chip is not None and device.chip.capability >= LEAST_CAPABILITY else 1
     fewer, more = 0, 0.0
     for site in found:
         trips = graph.trips[traced.loop_of[site.at]] if traced.loop_of[site.at] >= 0 else 1
+        pattern = places[site.pattern].part(site.pattern) if places is not None else site.pattern
         values = (graph.values[v] for i in site.forward for v in graph.nodes[i].outputs)
-        large = (v.nbytes for v in values if v.materialised and v.nbytes >= site.scores_nbytes)
-        fewer += trips * max(sum(large), site.scores_nbytes)
+        large = (v.nbytes for v in values if v.materialised and v.nbytes >= pattern.scores_nbytes)
+        fewer += trips * max(sum(large), pattern.scores_nbytes)
         once, back = (
             math.fsum(graph.nodes[i].seconds for i in each) for each in (site.forward, site.backward)
         )
         if how > 1:
-            more += trips * (kernels_seconds(site.pattern, device) - once - back)
+            more += trips * (kernels_seconds(pattern, device) - once - back)
         else:
             more += trips * once
     return AttentionOffers(how, fewer, more)

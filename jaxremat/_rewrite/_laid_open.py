@@ -6,6 +6,8 @@ from typing import Any
 
 import jax.extend.core as jex
 
+from .._attention._pattern import Pattern
+from .._attention._places import Places
 from .._attention._rewriting import attending
 from .._program import _compat
 from .._program._common_subexpressions import Equals
@@ -48,16 +50,15 @@ def laid_open(flat: jex.ClosedJaxpr, inliner: Inliner, over: Mapping[Any, Any], 
     return LaidOpen(closed, loop_of, deeper.loops, opened.origin, merged_of, lambda a: again(read(a)))
 
 
-def attended(opened: LaidOpen, how: int = 0) -> LaidOpen:
+def attended(opened: LaidOpen, places: Mapping[Pattern, Places] | None, how: int = 0) -> LaidOpen:
     """The same with attention without its matrix of scores.
 
-    **Arguments:** `how` as in a `Form`: 0 as it is written, 1 in parts, 2 in kernels.
+    **Arguments:** `places` as of `attending`; `how` as in a `Form`: 0 as it is written, 1 in parts, 2 in kernels.
     """
     if not how:
         return opened
-    made = attending(
-        opened.closed, scopes(opened.loop_of, opened.loops), alive(opened.closed), kernels=how > 1
-    )
+    own, needed = scopes(opened.loop_of, opened.loops), alive(opened.closed)
+    made = attending(opened.closed, own, needed, kernels=how > 1, places=places)
     place = [made.place[i] if i >= 0 else -1 for i in opened.merged_of]
     return replace(
         opened, closed=made.closed, loop_of=[opened.loop_of[i] for i in made.origin], merged_of=place

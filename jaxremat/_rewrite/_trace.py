@@ -17,6 +17,8 @@ import jax
 import jax.extend.core as jex
 
 from .._attention._operations import ATTENTION as ATTEND
+from .._attention._pattern import Pattern
+from .._attention._places import Places
 from .._model._form import ATTENTION, COPIES, INNER, LOOP, PLAIN, ROWS, Form
 from .._program import _compat
 from .._program._hints import Hint, hidden
@@ -63,7 +65,8 @@ class Traced:
     the operands that equations of their own gather, `encoded` the values that have copies in fewer bits, `devices`
     how many it is on; `around` what is around the program
     of one device where all of this is in a `shard_map`, whose flat arguments and types these are then; `turns` as in
-    `memory_order`; `masked` the equations of `jaxpr` that read a result in place of what it is made of, and that.
+    `memory_order`; `masked` the equations of `jaxpr` that read a result in place of what it is made of, and that;
+    `attention_places` as of `attending`.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -94,6 +97,7 @@ class Traced:
     around: Around | None = None
     turns: bool = True
     masked: Mapping[int, Any] = field(default_factory=dict)
+    attention_places: Mapping[Pattern, Places] | None = None
 
     def step(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         """The whole program that a flat one of this step is, or is the body of."""
@@ -135,10 +139,15 @@ class Traced:
             form,
             known,
             gathers,
+            self.attention_places,
             respect_checkpoint=self.respect_checkpoint,
             turns=self.turns,
         )
         return replace(again, devices=self.devices, around=self.around)
+
+    def attending(self, places: Mapping[Pattern, Places]) -> "Traced":
+        """The same step on several devices, of which it is known where attention may be done without its scores."""
+        return replace(self, attention_places=places)
 
     @property
     def microbatches(self) -> int:
@@ -213,6 +222,7 @@ def normalise(
     form: Form = PLAIN,
     known: Sequence[Region] | None = None,
     gathers: tuple[Gather, ...] = (),
+    attention_places: Mapping[Pattern, Places] | None = None,
     *,
     respect_checkpoint: bool = False,
     apart: bool = False,
@@ -222,8 +232,8 @@ def normalise(
     rows before loops are laid open, attention and copies behind that.
 
     **Arguments:** `known` the regions, if they have been looked for; `gathers` operands that are gathered by equations
-    of their own; `apart`: the forward pass is a program of its own, so that all of it stands before the backward pass,
-    and nothing is of both.
+    of their own; `attention_places` as of `attending`; `apart`: the forward pass is a program of its own, so that all
+    of it stands before the backward pass, and nothing is of both.
     """
     inliner = Inliner(respect_checkpoint=respect_checkpoint)
     written = pooled_by_place(inliner.program(closed), early=not apart)
@@ -251,7 +261,7 @@ def normalise(
     cut, of_inside = segmented(inside.closed, inliner, levels, inside.over)
     of_once = [of_parted[j] if i >= 0 and (j := inside.origin[i]) >= 0 else -1 for i in of_inside]
     opened = laid_open(cut, inliner, inside.over, inner=bool(form.settings(INNER)))
-    opened = attended(opened, *form.settings(ATTENTION).get(0, ()))
+    opened = attended(opened, attention_places, *form.settings(ATTENTION).get(0, ()))
     again = opened.read
     copied = with_copies(opened.closed, opened.loop_of, opened.loops, form.settings(COPIES).get(0, ()))
     merged, loop_of = copied.closed, copied.loop_of
@@ -306,6 +316,7 @@ def normalise(
         gathers=gathers,
         turns=turns,
         masked=masked,
+        attention_places=attention_places,
         encoded=tuple(
             each
             for each in (*dict.fromkeys(packed), *copied.encoded)

@@ -1,5 +1,7 @@
 """Steps on several devices are planned by what one device has, and send each other no more than the plan says."""
 
+from collections import Counter
+
 import pytest
 from sharded import ask
 
@@ -145,6 +147,54 @@ def test_microbatches_have_rows_of_every_device(words: str) -> None:
     assert found["same"] and found["placed_alike"]
     if "scan" not in words:
         assert "microbatches, one after the other" in found["text"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tp: masked, one head of keys",
+        "fsdp: biased, dropout",
+        "queries: plain, capped",
+        "tp fsdp scan: jax, dropout",
+    ],
+)
+def test_each_device_does_its_part_of_attention(words: str) -> None:
+    """And sends no more for it than it does for scores."""
+    found = ask(f"attention {words}")
+    for form in found["forms"].values():
+        assert form["done"] == (1 if "scan" in words else 3)
+        assert form["same"]
+        plain, made = map(Counter, form["sent"])
+        assert made <= plain
+    assert found["peak"] <= found["budget"] < found["plain"] / 3
+    assert "attention" in found["form"]
+    assert "without its matrix of scores, part after part" in found["text"]
+    assert found["same"] and found["followed"]
+    if "queries" not in words:
+        assert found["sent"][0] == found["sent"][1]
+
+
+def test_attention_that_devices_cannot_divide_stays_as_it_is() -> None:
+    """Places of queries that are counted, on several devices; groups of heads that are not all on each."""
+    found = ask("attention queries: plain, masked")
+    assert found["forms"]["masked"]["done"] == 0
+    assert ask("attention tp: masked, grouped")["forms"]["grouped"]["done"] == 0
+
+
+def test_loops_send_nothing_twice() -> None:
+    """Where a sum of which every device has a part is made in each iteration."""
+    found = ask("attention tp scan: plain")
+    assert found["sent"][0] == found["sent"][1]
+    assert "recomputed" in found["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["fsdp", "tp", "both"])
+def test_gpus_do_their_parts_of_attention_in_kernels(how: str) -> None:
+    row = measured(f"transformer {how}", 0.5, "h100x8", 2)
+    assert row["form"] == ["attention"]
+    assert row["peak_nbytes"] <= row["budget_nbytes"]
+    assert row["sent"] == row["plain_sent"]
 
 
 def test_logical_axes_of_linen_modules_are_followed() -> None:
