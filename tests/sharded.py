@@ -411,6 +411,7 @@ def attention(case: str) -> dict[str, Any]:
         "peak": plan.peak_nbytes,
         "plain": jaxremat.memory(step, *args).peak_nbytes,
         "form": [choice.kind for choice in plan.form.choices],
+        "again": {"all-gather": plan.gathered_again, "all-reduce": plan.summed_again},
         "same": alike(plain(*args), planned(*args)),
         "sent": [
             collectives(text or "")

@@ -228,6 +228,22 @@ def _operands(inside: str) -> tuple[str, ...]:
     return tuple(words[-1] for part in plain.split(",") if (words := part.split()))
 
 
+def sent_nbytes(scope: Mapping[str, Instruction], instruction: Instruction) -> int:
+    """What a device sends to others for one of a computation's instructions: in a ring, each part of a result once, or
+    twice where it is added up first.
+    """
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode not in COLLECTIVES:
+        return 0
+    read = sum(scope[operand].nbytes for operand in instruction.operands)
+    if opcode in ("all-gather", "reduce-scatter"):
+        made = instruction.nbytes - (
+            read if opcode != instruction.opcode else 0
+        )  # a start names what it reads too
+        return abs(made - read)
+    return read * (2 if opcode == "all-reduce" else 1)
+
+
 def updated_in_place(module: Module, instruction: Instruction) -> tuple[tuple[int, int], ...]:
     """Pairs (element, operand): the kernel writes only part of that element, into that operand's memory."""
     if instruction.opcode in UPDATES:

@@ -5,6 +5,7 @@ its passes as `op_name`, so that the kernels of the compiled program say whose r
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -16,7 +17,6 @@ from .._program import _compat
 from .._rewrite._kernel_choice import inline, replaced
 from .._rewrite._trace import Traced
 from ._hlo import (
-    COLLECTIVES,
     CONTROL,
     FREE,
     Instruction,
@@ -25,6 +25,7 @@ from ._hlo import (
     is_scatter_loop,
     maker,
     materialised,
+    sent_nbytes,
 )
 
 
@@ -48,21 +49,23 @@ class Written:
     """What the compiled program does with memory, by equation index.
 
     **Fields:** `sizes` in bytes of the buffers that kernels write for each equation; `kernels` the kernels that read
-    any such buffer; `loops` those of whose iterations it says as much; `sent` the equations for which devices send each
-    other something.
+    any such buffer; `loops` those of whose iterations it says as much; `summed` and `gathered` by equation the bytes
+    that a device sends to others where parts of a sum are added up, and for anything else.
     """
 
     sizes: Mapping[int, tuple[int, ...]]
     kernels: tuple[Kernel, ...]
     loops: frozenset[int] = frozenset()
-    sent: frozenset[int] = frozenset()
+    summed: Mapping[int, int] = field(default_factory=dict)
+    gathered: Mapping[int, int] = field(default_factory=dict)
 
     def renumbered(self, place: Mapping[int, int]) -> "Written":
         """The same by other indices; equations without one are left out."""
         sizes = {place[i]: sizes for i, sizes in self.sizes.items() if i in place}
         kernels = (kernel.renumbered(place) for kernel in self.kernels)
         kernels = tuple(kernel for kernel in kernels if kernel.reads)
-        return Written(sizes, kernels, self.loops, frozenset(place[i] for i in self.sent if i in place))
+        sent = ({place[i]: n for i, n in each.items() if i in place} for each in (self.summed, self.gathered))
+        return Written(sizes, kernels, self.loops, *sent)
 
     def decoded(self, place: Mapping[int, int]) -> "Written":
         """The same where what reads results of these equations reads those of others, which are as large."""
@@ -77,7 +80,8 @@ class Written:
     def with_(self, iteration: "Written") -> "Written":
         """The same with some of what the iterations of a loop write and read, by the same indices."""
         sizes, kernels = {**self.sizes, **iteration.sizes}, (*self.kernels, *iteration.kernels)
-        return Written(sizes, kernels, self.loops, self.sent | iteration.sent)
+        sent = {**self.summed, **iteration.summed}, {**self.gathered, **iteration.gathered}
+        return Written(sizes, kernels, self.loops, *sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +119,15 @@ def tagged(traced: Traced, backend: Backend) -> jex.ClosedJaxpr:
 def written(module: Module) -> Written:
     """What kernels write for the tagged equations, and what they read of that."""
     kernels = []
-    sent: set[int] = set()
+    summed: Counter[int] = Counter()
+    gathered: Counter[int] = Counter()
     for computation in executed(module):
         scope = computation.by_name()
         for instruction in computation.instructions:
-            if instruction.opcode.removesuffix("-start") in COLLECTIVES:
-                sent.update(int(tag) for tag in SEVERAL.findall(instruction.op_name))
+            if nbytes := sent_nbytes(scope, instruction):
+                kind = summed if "reduce" in instruction.opcode else gathered
+                own = {int(tag) for tag in SEVERAL.findall(instruction.op_name)}
+                kind.update(dict.fromkeys(own, nbytes // max(len(own), 1)))
             if instruction.opcode in FREE | (CONTROL - {"while", "call"}):
                 continue
             if instruction.opcode in CONTROL and not is_scatter_loop(instruction):
@@ -132,7 +139,7 @@ def written(module: Module) -> Written:
                 single = "kind=kCustom" in instruction.attributes
                 kernels.append(Kernel(_makers(module, scope, [instruction]), reads, single))
     sizes = {int(tag): sizes for tag, sizes in materialised(module, TAG).items()}
-    return Written(sizes, tuple(kernels), sent=frozenset(sent))
+    return Written(sizes, tuple(kernels), summed=summed, gathered=gathered)
 
 
 def borrowed(module: Module) -> set[tuple[int, int]]:

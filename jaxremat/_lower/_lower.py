@@ -25,6 +25,7 @@ from .._program._primitives import (
     is_flattened,
     is_heavy,
     is_light,
+    is_product,
     is_put,
     is_repeatable,
     reads_memory,
@@ -95,7 +96,7 @@ def lower(
         add(var, -1)
     beside = beside or Beside()
     nodes: list[Node] = []
-    sent = written.sent if written is not None else frozenset[int]()
+    summed, gathered = (written.summed, written.gathered) if written is not None else ({}, {})
     fuses = backend(device.platform).fuses
     late = late_equations(jaxpr.eqns, traced.loop_of, traced.loops)
     for i, eqn in enumerate(jaxpr.eqns):
@@ -118,7 +119,10 @@ def lower(
                 heavy=is_heavy(eqn) or is_gather(eqn) or in_rounds(device, eqn),
                 contraction=is_gather(eqn) or reads_memory(eqn),
                 forward=not late[i],
-                repeatable=is_repeatable(eqn) and (i not in sent or is_gather(eqn)),
+                repeatable=is_repeatable(eqn)
+                and (is_gather(eqn) or is_product(eqn) or not (i in summed or i in gathered)),
+                summed_nbytes=summed.get(i, 0) if is_product(eqn) else 0,
+                gathered_nbytes=gathered.get(i, 0) if is_product(eqn) else 0,
                 scope=_compat.name_stack_text(eqn),
                 source=_compat.user_line(eqn),
                 loop=traced.loop_of[i],

@@ -63,6 +63,8 @@ class Node:
     makes the result in another shape, so that nothing is written over it;
     `partners` nodes of the backward pass into whose kernel the compiler takes it where they run in its stage, and
     `joined_seconds` what running it once more costs there, if nothing else that runs again reads its result;
+    `summed_nbytes` and `gathered_nbytes` what a device sends to others in one iteration to add up their parts of its
+    result, and otherwise;
     `heavy` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
     can absorb; `contraction` whether its operands must be in memory, because it absorbs none of them; `forward`
     whether its outputs may be residuals; `repeatable` whether it may run twice; `scope` its JAX name stack; `source`
@@ -90,6 +92,8 @@ class Node:
     loop: int = -1
     partners: tuple[int, ...] = ()
     joined_seconds: float = 0.0
+    summed_nbytes: int = 0
+    gathered_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

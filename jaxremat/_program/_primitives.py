@@ -110,6 +110,11 @@ def is_contraction(eqn: Any) -> bool:
     return name in _CONTRACTIONS or name in _LOOPS or name in _CALLS or name in _LIBRARY or bool(eqn.effects)
 
 
+def is_product(eqn: Any) -> bool:
+    """Products and convolutions: where both operands are divided alike, every device has a part of a sum."""
+    return eqn.primitive.name in _CONTRACTIONS
+
+
 def is_flattened(eqn: Any) -> bool:
     """Whether a compiler makes the result as one of fewer dimensions: a product of matrices, whose rows or columns are
     several dimensions in the program.

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .._model._graph import Graph
+from .._model._graph import Graph, Node
+from .._model._primitive_names import GATHER
 from .._model._schedule import Schedule, idle
 from .._runtime._errors import ArgumentError
 
@@ -18,7 +19,7 @@ class Action:
     `nbytes`; `action`; `stages` in which it is recomputed, none where what reads it is recomputed nowhere either, or
     before which it comes back from the host's memory;
     `scope` the name stack; `source` the user's line; `pin` the hint that decided it, else "";
-    `named` whether the name is the user's.
+    `named` whether the name is the user's; `sent` what devices do to make it: add up, gather.
     """
 
     value: int
@@ -31,6 +32,7 @@ class Action:
     source: str
     pin: str = ""
     named: bool = False
+    sent: tuple[Literal["sum", "gather"], ...] = ()
 
     def __str__(self) -> str:
         stages = ", ".join(map(str, self.stages))
@@ -141,9 +143,15 @@ def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
                 source=node.source,
                 pin=pins.get(v, ""),
                 named=v in names,
+                sent=_sent(node),
             )
         )
     return tuple(sorted(found, key=lambda a: (-a.nbytes, a.value)))
+
+
+def _sent(node: Node) -> tuple[Literal["sum", "gather"], ...]:
+    gathers = node.primitive == GATHER or node.gathered_nbytes
+    return (*(("sum",) if node.summed_nbytes else ()), *(("gather",) if gathers else ()))
 
 
 def _names(graph: Graph) -> dict[int, str]:

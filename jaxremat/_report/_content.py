@@ -74,7 +74,7 @@ def remarks(outcome: Outcome) -> str:
     loops = "".join(f"The {form}. " for form in outcome.loops)
     loops += "".join(f"Some values are {copied}. " for copied in outcome.copies)
     spread = f"All bytes are per device (of {outcome.devices}). "
-    again = f"Devices gather {outcome.gathered_again} arrays again instead of keeping them. "
+    again = f"{outcome.sent_again[:1].upper()}{outcome.sent_again[1:]}. "
     host = (
         f"{format_nbytes(outcome.offloaded_nbytes)} of what is saved are in the host's memory meanwhile"
         + (f", for which kernels wait {outcome.waiting:.1%} of the step's time" if outcome.waiting else "")
@@ -83,7 +83,7 @@ def remarks(outcome: Outcome) -> str:
     there = (
         (host if outcome.offloaded_nbytes else "")
         + (spread if outcome.devices > 1 else "")
-        + (again if outcome.gathered_again else "")
+        + (again if outcome.sent_again else "")
     )
     said = there, (kept if outcome.respect_checkpoint else ""), (free if outcome.margin_nbytes else ""), loops
     return "".join(said).strip()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import Alive
 from .._model._form import Form
-from .._model._primitive_names import GATHER
 from .._runtime._bytes import format_nbytes
 from ._account import Account
 from ._actions import Action, Actions
@@ -72,7 +71,20 @@ class Outcome(Actions):
     @property
     def gathered_again(self) -> int:
         """How many arrays devices gather again for the backward pass instead of keeping what they have gathered."""
-        return sum(len(a.stages) for a in self.actions if a.name == GATHER)
+        return sum(len(a.stages) for a in self.actions if "gather" in a.sent)
+
+    @property
+    def summed_again(self) -> int:
+        """How many sums devices make again, and send their parts of, instead of keeping them."""
+        return sum(len(a.stages) for a in self.actions if "sum" in a.sent)
+
+    @property
+    def sent_again(self) -> str:
+        """What devices send each other again, in words; "" for nothing."""
+        gathers = f"gather {self.gathered_again} arrays" if self.gathered_again else ""
+        sums = f"add up {self.summed_again} sums" if self.summed_again else ""
+        found = " and ".join(words for words in (gathers, sums) if words)
+        return found and f"devices {found} again instead of keeping them"
 
     @property
     def peak_nbytes(self) -> int:
@@ -154,8 +166,8 @@ def describe(plan: Outcome, rows: int = 12) -> str:
             "step returns them there"
         )
     lines += [f"  {form}" for form in (*plan.loops, *plan.copies)]
-    if plan.gathered_again:
-        lines.append(f"  devices gather {plan.gathered_again} arrays again instead of keeping them")
+    if plan.sent_again:
+        lines.append(f"  {plan.sent_again}")
     if plan.respect_checkpoint:
         lines.append("  the step's own checkpoints are kept, and what they recompute is not counted above")
     if not plan.drops_nothing:

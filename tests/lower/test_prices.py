@@ -1,5 +1,6 @@
 """What running a kernel again costs, and what saving a value does, where the compiler fuses."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jaxremat._compiler._devices import DEVICES
 from jaxremat._compiler._tags import Kernel, Written
 from jaxremat._lower._lower import lower
 from jaxremat._model._simulate import extra_seconds
+from jaxremat._report._actions import actions
 from jaxremat._rewrite._trace import Traced, trace
 
 H100 = DEVICES["h100"]
@@ -44,6 +46,22 @@ def written_by_one_kernel(traced: Traced, also_read: bool) -> tuple[Written, dic
         Kernel(frozenset({last}), frozenset({dot, tanh})),
     )
     return Written(dict.fromkeys((dot, tanh, mul, second), (NBYTES,)), kernels), first
+
+
+def test_sums_of_what_devices_have_may_be_made_again_at_the_price_of_the_link() -> None:
+    """Nothing else that devices send for is made twice."""
+    traced = trace(jax.jit(jax.grad(gated)), ([struct(WIDTH, WIDTH)] * 2, struct(ROWS, WIDTH)), {})
+    written, first = written_by_one_kernel(traced, also_read=True)
+    bare = lower(traced, H100, base_nbytes=0, written=written)
+    dot, tanh = first["dot_general"], first["tanh"]
+    sent = replace(written, summed={dot: 2 * NBYTES, tanh: 8}, gathered={dot: NBYTES})
+    graph = lower(traced, H100, base_nbytes=0, written=sent)
+    assert graph.nodes[dot].repeatable and not graph.nodes[tanh].repeatable
+    more = 3 * NBYTES / H100.link + 2 * H100.launch_seconds
+    assert graph.nodes[dot].seconds == pytest.approx(bare.nodes[dot].seconds + more)
+    (made,) = graph.nodes[dot].outputs
+    found = actions(graph, complete(graph, set(graph.residuals) - {made}))
+    assert [(a.value, a.sent) for a in found if a.sent] == [(made, ("sum", "gather"))]
 
 
 @pytest.mark.parametrize("also_read", [False, True])
