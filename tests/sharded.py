@@ -66,6 +66,7 @@ def main(case: str) -> None:
         ("logical", logical),
         ("microbatches", microbatches),
         ("attention", attention),
+        ("pipeline", pipeline),
     ):
         if case.startswith(name):
             print(json.dumps(found(case)))
@@ -508,6 +509,65 @@ def in_shards(case: str) -> dict[str, Any]:
     weights = {"up": array((layers, width, 2 * width)), "down": array((layers, 2 * width, width))}
     moments = jax.device_put(tx.init(weights), NamedSharding(mesh, P()))
     return within(0.7, step, weights, moments, array((rows, width), axes))
+
+
+def pipeline(case: str) -> dict[str, Any]:
+    """Layers on devices of their own, which microbatches pass one after the other: a scan with a `ppermute`, in a
+    `shard_map` that is *checked* for what differs between devices or not.
+    """
+    import logging
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jaxremat
+
+    checked, stages, batches, rows, width, layers = "checked" in case, 8, 8, 32, 64, 4
+    mesh = Mesh(np.array(jax.devices()), ("stage",))
+
+    def stage(weights: Any, x: jax.Array) -> jax.Array:
+        for i in range(layers):
+            x = x + jnp.tanh(jax.nn.gelu(x @ weights["up"][0, i]) @ weights["down"][0, i])
+        return x
+
+    def loss_of(weights: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+        place = jax.lax.axis_index("stage")
+
+        def tick(state: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+            made = stage(weights, jnp.where(place == 0, inputs[jnp.minimum(t, batches - 1)], state))
+            ring = [(i, (i + 1) % stages) for i in range(stages)]
+            return jax.lax.ppermute(made, "stage", ring), jnp.where(place == stages - 1, made, 0)
+
+        state = jnp.zeros_like(inputs[0])
+        state = jax.lax.pcast(state, "stage", to="varying") if checked else state
+        _, made = jax.lax.scan(tick, state, jnp.arange(batches + stages - 1))
+        return ((jax.lax.psum(made[stages - 1 :], "stage") - targets) ** 2).mean()
+
+    def step(weights: Any, data: Any) -> Any:
+        mapped = jax.shard_map(
+            loss_of, mesh=mesh, in_specs=(P("stage"), P(), P()), out_specs=P(), check_vma=checked
+        )
+        loss, gradients = jax.value_and_grad(mapped)(weights, *data)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+    rng = np.random.default_rng(0)
+
+    def array(shape: tuple[int, ...], *axes: Any) -> jax.Array:
+        values = (rng.normal(size=shape) / width**0.5).astype(np.float32)
+        return jax.device_put(values, NamedSharding(mesh, P(*axes)))
+
+    shapes = {"up": (stages, layers, width, 4 * width), "down": (stages, layers, 4 * width, width)}
+    weights = {name: array(shape, "stage") for name, shape in shapes.items()}
+    data = array((batches, rows, width)), array((batches, rows, width))
+    said: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("jaxremat").addHandler(listener)
+    least = jaxremat.plan(step, weights, data, budget="min", cache=False, donate_argnums=0)
+    return within(0.5, step, weights, data) | {"least": least.peak_nbytes, "said": said}
 
 
 def pooled(_: str) -> dict[str, Any]:

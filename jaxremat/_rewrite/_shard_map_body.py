@@ -6,12 +6,14 @@ such as an optimizer's update, stays as it is.
 Law: with a body that gives what the old one gave, `Around.step` gives what the step gave.
 """
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 from jax.sharding import PartitionSpec
 
@@ -20,6 +22,15 @@ from .._program._flops import eqn_flops
 from .._program._inline import Inliner
 from .._program._primitives import inner_jaxprs, is_late
 from ._shard_map_merging import is_of_scalars, merged_shard_maps
+
+_VARYING = frozenset({"pvary", "pcast"})
+"""Equations that say that a value may differ between devices."""
+
+_INVARIANT = {"psum_invariant": jax.lax.psum_p}
+"""Those whose results differ no more, and what they are where nothing checks that."""
+
+_CHECKED_ALONE = re.compile("invariant|reduced|^shard_map$")
+"""Others that are to be had with such checks alone."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ class Around:
             or any(is_late(e) for e in eqns if e is not eqns[at] and not is_of_scalars(e))
         ):
             return None
-        found = cls(flat, at)
+        found = cls(_with_unchecked(flat, at), at)
         inside = Inliner().program(found.body).jaxpr.eqns
         return found if any(map(is_late, inside)) else None
 
@@ -86,12 +97,12 @@ class Around:
 
     def alone(self, part: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         """Some part of the body as a program by itself, which every device runs on arrays of its own."""
-        invars = [_compat.new_var(_compat.unvaried(v.aval)) for v in part.jaxpr.invars]
+        invars = [_compat.new_var(v.aval) for v in part.jaxpr.invars]
         consts = [_compat.new_var(v.aval) for v in part.jaxpr.constvars]
-        outvars = [_compat.new_var(_compat.unvaried(v.aval)) for v in part.jaxpr.outvars]
+        outvars = [_compat.new_var(v.aval) for v in part.jaxpr.outvars]
         everywhere = (PartitionSpec(),)
         eqn = self._mapped(part, [*consts, *invars], everywhere * len(invars))
-        params = {**eqn.params, "out_specs": everywhere * len(outvars), "check_vma": False}
+        params = {**eqn.params, "out_specs": everywhere * len(outvars)}
         return _compat.new_jaxpr(
             consts, part.consts, invars, outvars, [eqn.replace(outvars=outvars, params=params)]
         )
@@ -115,6 +126,68 @@ class Around:
         whole = (PartitionSpec(),) * len(jaxpr.constvars)
         params = {**self._eqn.params, "jaxpr": opened, "in_specs": (*whole, *specs)}
         return self._eqn.replace(invars=[*operands], params=params)
+
+
+def _with_unchecked(flat: jex.ClosedJaxpr, at: int) -> jex.ClosedJaxpr:
+    """The program whose `shard_map` does not check what differs between devices: it was checked when it was traced, and
+    what follows from it, such as sums of gradients, stands in the equations. So all that is done with programs of one
+    device can be done with it.
+    """
+    own, eqn = flat.jaxpr, flat.jaxpr.eqns[at]
+    if any(_CHECKED_ALONE.search(name) and name not in _INVARIANT for name in _names(eqn.params["jaxpr"])):
+        return flat
+    params = {**eqn.params, "jaxpr": _unchecked(eqn.params["jaxpr"]), "check_vma": False}
+    eqns = [*own.eqns[:at], eqn.replace(params=params), *own.eqns[at + 1 :]]
+    return _compat.new_jaxpr(own.constvars, flat.consts, own.invars, own.outvars, eqns)
+
+
+def _unchecked(jaxpr: Any) -> Any:
+    """The equations without types that say what differs between devices."""
+    if not any(map(_compat.varying_axes, _variables(jaxpr))):
+        return jaxpr
+    env: dict[Any, Any] = {}
+
+    def named(variables: Sequence[Any]) -> list[Any]:
+        env.update((v, _compat.new_var(_compat.unvaried(v.aval))) for v in variables)
+        return [env[v] for v in variables]
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [a if _compat.is_literal(a) else env[a] for a in atoms]
+
+    def inner(param: Any) -> Any:
+        if isinstance(param, (tuple, list)):
+            return type(param)(map(inner, param)) if any(hasattr(p, "jaxpr") for p in param) else param
+        if isinstance(param, jex.ClosedJaxpr):
+            return jex.ClosedJaxpr(_unchecked(param.jaxpr), param.consts)
+        return _unchecked(param) if isinstance(param, jex.Jaxpr) else param
+
+    constvars, invars = named(jaxpr.constvars), named(jaxpr.invars)
+    eqns: list[Any] = []
+    for eqn in jaxpr.eqns:
+        operands = read(eqn.invars)
+        if eqn.primitive.name in _VARYING:
+            env.update(zip(eqn.outvars, operands, strict=True))
+            continue
+        params = {name: inner(param) for name, param in eqn.params.items()}
+        if (unchecked := _INVARIANT.get(eqn.primitive.name)) is not None:
+            eqn, params = eqn.replace(primitive=unchecked), {**params, "axis_index_groups": None}
+        eqns.append(eqn.replace(invars=operands, outvars=named(eqn.outvars), params=params))
+    return jaxpr.replace(constvars=constvars, invars=invars, outvars=read(jaxpr.outvars), eqns=eqns)
+
+
+def _names(jaxpr: Any) -> Iterator[str]:
+    """The primitives of its equations, and of the inner ones."""
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        yield from chain.from_iterable(map(_names, inner_jaxprs(eqn)))
+
+
+def _variables(jaxpr: Any) -> Iterator[Any]:
+    """All variables of its equations, of the inner ones too."""
+    yield from (*jaxpr.constvars, *jaxpr.invars)
+    for eqn in jaxpr.eqns:
+        yield from eqn.outvars
+        yield from chain.from_iterable(map(_variables, inner_jaxprs(eqn)))
 
 
 def _has_shard_map(jaxpr: Any) -> bool:

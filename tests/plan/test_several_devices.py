@@ -204,6 +204,16 @@ def test_logical_axes_of_linen_modules_are_followed() -> None:
     check_within(found)
 
 
+@pytest.mark.parametrize("words", ["", ", checked"])
+def test_a_pipeline_is_planned_inside(words: str) -> None:
+    found = ask(f"pipeline{words}")
+    check_within(found)
+    assert found["least"] < found["budget"]
+    assert not found["said"]
+    assert found["same"] and found["placed_alike"]
+    assert found["sent"][0] == found["sent"][1]
+
+
 def check_sent(found: dict) -> None:
     """Nothing is sent besides what the plain step sends and what is planned."""
     plain, planned = map(Counter, found["sent"])
