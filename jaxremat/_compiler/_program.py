@@ -153,7 +153,8 @@ class Program:
             options["in_shardings"] = self.in_shardings
         if self.out_shardings is not None:
             options["out_shardings"] = self.out_shardings
-        return jax.jit(fn, compiler_options=dict(self.compiler_options) or None, **options)
+        known = self.otherwise or self.compiler_options  # a compilation adds to these, and takes none back
+        return jax.jit(fn, compiler_options=dict(known) or None, **options)
 
     @cached_property
     def _static(self) -> tuple[frozenset[int], frozenset[str]]:

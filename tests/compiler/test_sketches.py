@@ -136,6 +136,8 @@ def test_what_cannot_be_sketched_is_drafted() -> None:
     unknown = replace(of.sketch("cpu"), compiler_options=(("xla_cpu_no_such_option", True),))
     found, wanted = (each.compile(of.plain, CHAIN, {}) for each in (unknown, of.draft("cpu")))
     assert found.as_text() == wanted.as_text()
+    part = unknown.alone(train, donate_argnums=(0,))
+    assert part.compile(part.plain, CHAIN, {}).as_text() == wanted.as_text()
     with pytest.raises(Exception, match="xla_cpu_no_such_option"):
         replace(unknown, otherwise=()).compile(of.plain, CHAIN, {})
 
