@@ -49,7 +49,7 @@ class Around:
 
         Where each pass is a `shard_map` of its own, the two are merged first.
         """
-        if not _has_shard_map(closed.jaxpr):
+        if "shard_map" not in _names(closed.jaxpr):
             return None
         flat = Inliner(respect_checkpoint=respect_checkpoint).program(closed)
         candidates = chain((flat,), merged_shard_maps(flat))
@@ -97,12 +97,12 @@ class Around:
 
     def alone(self, part: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         """Some part of the body as a program by itself, which every device runs on arrays of its own."""
-        invars = [_compat.new_var(v.aval) for v in part.jaxpr.invars]
+        invars = [_compat.new_var(_compat.unvaried(v.aval)) for v in part.jaxpr.invars]
         consts = [_compat.new_var(v.aval) for v in part.jaxpr.constvars]
-        outvars = [_compat.new_var(v.aval) for v in part.jaxpr.outvars]
+        outvars = [_compat.new_var(_compat.unvaried(v.aval)) for v in part.jaxpr.outvars]
         everywhere = (PartitionSpec(),)
         eqn = self._mapped(part, [*consts, *invars], everywhere * len(invars))
-        params = {**eqn.params, "out_specs": everywhere * len(outvars)}
+        params = {**eqn.params, "out_specs": everywhere * len(outvars), "check_vma": False}
         return _compat.new_jaxpr(
             consts, part.consts, invars, outvars, [eqn.replace(outvars=outvars, params=params)]
         )
@@ -188,10 +188,3 @@ def _variables(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
         yield from eqn.outvars
         yield from chain.from_iterable(map(_variables, inner_jaxprs(eqn)))
-
-
-def _has_shard_map(jaxpr: Any) -> bool:
-    """Whether there is one anywhere in it."""
-    return any(
-        eqn.primitive.name == "shard_map" or any(map(_has_shard_map, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
-    )
