@@ -72,6 +72,7 @@ def test_the_text_is_json_for_people() -> None:
     assert DATA["actions"][0] | {"value": 0, "shape": "", "nbytes": 0, "stages": []} == {
         "value": 0, "name": "op", "shape": "", "nbytes": 0, "action": DATA["actions"][0]["action"],
         "stages": [], "scope": "", "source": DATA["actions"][0]["source"], "pin": "", "named": False,
+        "sent": [],
     }  # fmt: skip
 
 
@@ -84,6 +85,15 @@ def test_other_format_versions(version: Any) -> None:
 
 
 NO_PLAN = r"This text is no jaxremat plan \(.*\)\. Pass what `Plan\.to_json` or `Plan\.save` wrote\."
+
+
+def test_plans_from_before_sums_were_planned_are_read() -> None:
+    def before(action: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in action.items() if k != "sent"}
+
+    old = Plan.from_json(json.dumps({**DATA, "actions": [*map(before, DATA["actions"])]}))
+    assert old == Plan.from_json(json.dumps(DATA))
+    assert (old.gathered_again, old.summed_again) == (0, 0)
 
 
 def test_forms_of_format_2_are_read() -> None:
