@@ -228,20 +228,22 @@ def _operands(inside: str) -> tuple[str, ...]:
     return tuple(words[-1] for part in plain.split(",") if (words := part.split()))
 
 
-def sent_nbytes(scope: Mapping[str, Instruction], instruction: Instruction) -> int:
-    """What a device sends to others for one of a computation's instructions: in a ring, each part of a result once, or
-    twice where it is added up first.
-    """
-    opcode = instruction.opcode.removesuffix("-start")
+def results(instruction: Instruction) -> tuple[Shape, ...]:
+    """The shapes of what an instruction makes: the start of a copy or a collective names what it reads beside that."""
+    shapes, read = instruction.shapes, len(instruction.operands)
+    if not instruction.opcode.endswith("-start") or len(shapes) <= read:
+        return shapes
+    return shapes[:1] if instruction.opcode == "copy-start" else shapes[read:]
+
+
+def sent_nbytes(opcode: str, read_nbytes: int, written_nbytes: int) -> int:
+    """What a device sends to others: in a ring, each part of a result once, or twice where it is added up first."""
+    opcode = opcode.removesuffix("-start")
     if opcode not in COLLECTIVES:
         return 0
-    read = sum(scope[operand].nbytes for operand in instruction.operands)
     if opcode in ("all-gather", "reduce-scatter"):
-        made = instruction.nbytes - (
-            read if opcode != instruction.opcode else 0
-        )  # a start names what it reads too
-        return abs(made - read)
-    return read * (2 if opcode == "all-reduce" else 1)
+        return abs(written_nbytes - read_nbytes)
+    return written_nbytes * (2 if opcode == "all-reduce" else 1)
 
 
 def updated_in_place(module: Module, instruction: Instruction) -> tuple[tuple[int, int], ...]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from .._model._device_specs import KERNEL_RATE
 from ._devices import DeviceSpec
 from ._hlo import (
-    COLLECTIVES,
     CONTROL,
     FREE,
     UPDATES,
@@ -24,6 +23,8 @@ from ._hlo import (
     Instruction,
     Module,
     Shape,
+    results,
+    sent_nbytes,
     transfer,
     updated_in_place,
 )
@@ -56,13 +57,8 @@ class Kernel:
 
     @property
     def sent_nbytes(self) -> int:
-        """What a device sends to others: in a ring, each part of a result once, or twice where it is added up first."""
-        opcode = self.instruction.opcode.removesuffix("-start")
-        if opcode not in COLLECTIVES:
-            return 0
-        if opcode in ("all-gather", "reduce-scatter"):
-            return abs(self.written_nbytes - self.read_nbytes)
-        return self.written_nbytes * (2 if opcode == "all-reduce" else 1)
+        """What a device sends to others in one trip."""
+        return sent_nbytes(self.instruction.opcode, self.read_nbytes, self.written_nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +162,8 @@ def _kernel(
         _count(module, instruction, operands, elements, flops)
         reads = _reads(instruction, operands, elements, in_place=True)
         read = sum(_share(operand, n) for operand, n in zip(operands, reads, strict=True))
-        results = instruction.shapes
-        if instruction.opcode.endswith("-start") and len(results) > len(operands):
-            results = results[:1] if instruction.opcode == "copy-start" else results[len(operands) :]
-        written = _window(instruction, scope) if in_place else sum(shape.nbytes for shape in results)
+        made = sum(shape.nbytes for shape in results(instruction))
+        written = _window(instruction, scope) if in_place else made
     rate = KERNEL_RATE if _OWN.search(instruction.attributes) else 1.0
     return Kernel(instruction, computation.name, 1, tuple(sorted(flops.items())), read, written, rate)
 

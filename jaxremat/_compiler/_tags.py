@@ -25,6 +25,7 @@ from ._hlo import (
     is_scatter_loop,
     maker,
     materialised,
+    results,
     sent_nbytes,
 )
 
@@ -124,7 +125,9 @@ def written(module: Module) -> Written:
     for computation in executed(module):
         scope = computation.by_name()
         for instruction in computation.instructions:
-            if nbytes := sent_nbytes(scope, instruction):
+            read = sum(scope[operand].nbytes for operand in instruction.operands)
+            made = sum(shape.nbytes for shape in results(instruction))
+            if nbytes := sent_nbytes(instruction.opcode, read, made):
                 kind = summed if "reduce" in instruction.opcode else gathered
                 own = {int(tag) for tag in SEVERAL.findall(instruction.op_name)}
                 kind.update(dict.fromkeys(own, nbytes // max(len(own), 1)))
