@@ -2,6 +2,7 @@
 
     python -m examples.benchmarks.host_memory gpt_scanned resnet50 --shares 0.5 0.33 --save
     python -m examples.benchmarks.host_memory gpt_medium --shares block 0.12 --save
+    python -m examples.benchmarks.host_memory resnet50 --shares block --target gh200 --save
     python -m examples.benchmarks.host_memory gpt --shares --state 0.5 0.35 --save
 
 Budgets are shares of the plain step's temporaries, or what the step needs that recomputes each block by hand (`block`);
@@ -24,7 +25,8 @@ from jaxremat import InfeasibleBudgetError, Plan, format_nbytes, memory, plan, t
 
 FOLDER = "host_memory"
 SHARES = ("0.5", "0.33")
-TARGET = "h100"
+TARGETS = ("h100", "gh200")
+"""GPUs whose links to the host differ: PCIe, and NVLink-C2C, six times as fast."""
 Make = Callable[[Remat], Program]
 BLOCK = "block"
 """The budget that is the peak of rematerialisation by hand, of whole blocks."""
@@ -37,11 +39,11 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 """What can be measured: GPT-2 medium with tokens for a GPU to work on, and a hundred layers, besides the networks."""
 
 
-def measured(make: Make, share: str, *, offload: bool) -> records.Record:
+def measured(make: Make, share: str, *, target: str, offload: bool) -> records.Record:
     """One plan."""
     step = make("none")
     args = step.abstract_args()
-    common: dict[str, Any] = {"donate_argnums": (0, 1), "target": TARGET}
+    common: dict[str, Any] = {"donate_argnums": (0, 1), "target": target}
     needs = memory(step.step, *args, **common)
     if share == BLOCK:
         budget = memory(make("block").step, *args, **common).peak_nbytes
@@ -55,11 +57,11 @@ def measured(make: Make, share: str, *, offload: bool) -> records.Record:
     return row | _figures(made)
 
 
-def with_state(make: Make, share: float, *, there: bool) -> records.Record:
+def with_state(make: Make, share: float, *, target: str, there: bool) -> records.Record:
     """One plan within a share of the plain step's peak, with the optimizer's state in the host's memory or not."""
     step = make("none")
     state, batch = step.abstract_args()
-    common: dict[str, Any] = {"donate_argnums": (0,), "target": TARGET}
+    common: dict[str, Any] = {"donate_argnums": (0,), "target": target}
     needs = memory(step.step, state, batch, **common)
     budget = int(share * needs.peak_nbytes)
     row = {
@@ -97,6 +99,7 @@ def run(
     shares: Sequence[str],
     path: Path,
     *,
+    target: str = TARGETS[0],
     state: Sequence[float] = (),
     fresh: bool = False,
 ) -> records.Record:
@@ -105,21 +108,23 @@ def run(
         "kind": "host_memory",
         "network": network,
         "scale": scale,
-        "environment": records.environment(TARGET),
+        "environment": records.environment(target),
     }
 
     def make(remat: Remat) -> Program:
         return program(**PROGRAMS[network], scale=scale, remat=remat)
 
     wanted = {
-        f"{share} {'with' if offload else 'without'}": partial(measured, make, share, offload=offload)
+        f"{share} {'with' if offload else 'without'}": partial(
+            measured, make, share, target=target, offload=offload
+        )
         for share in shares
         for offload in (False, True)
     }
     for share in state:
         for there in (False, True):
             name = f"{share:g} of the peak, state {'there' if there else 'here'}"
-            wanted[name] = partial(with_state, make, share, there=there)
+            wanted[name] = partial(with_state, make, share, target=target, there=there)
     return records.completed(path, about, wanted, fresh=fresh)
 
 
@@ -127,9 +132,10 @@ def markdown(found: Sequence[records.Record]) -> str:
     """All networks in one table, with its title."""
     lines = [
         "### The host's memory",
-        "By the compiler for the H100; copies at the rate of its PCIe link. Budgets are shares of the plain step's\n"
-        "temporaries; overheads are rooflines of the compiled programs, with what kernels wait for copies.",
-        f"| step | share | without it | overhead | with it | overhead | on the host |\n|---|{'---:|' * 6}",
+        "By the compilers for these GPUs; copies at the rates of the H100's PCIe link, and of the memory behind the\n"
+        "GH200's NVLink-C2C. Budgets are shares of the plain step's temporaries; overheads are rooflines of the\n"
+        "compiled programs, with what kernels wait for copies.",
+        f"| step | GPU | share | without it | overhead | with it | overhead | on the host |\n|---|---|{'---:|' * 6}",
     ]
     for record in found:
         for name in (name for name in record["rows"] if name.endswith("without")):
@@ -139,9 +145,9 @@ def markdown(found: Sequence[records.Record]) -> str:
                 continue
             there = format_nbytes(with_it.get("offloaded_nbytes", 0))
             cells = [*_peak_and_overhead(record["rows"][name]), *_peak_and_overhead(with_it), there]
-            title = f"{record['network']}, {record['scale']}"
+            title = [f"{record['network']}, {record['scale']}", record["environment"]["platform"].upper()]
             budget = "per block's peak" if share == BLOCK else f"{float(share):.0%}"
-            lines[-1] += f"\n| {' | '.join([title, budget, *cells])} |"
+            lines[-1] += f"\n| {' | '.join([*title, budget, *cells])} |"
     return "\n\n".join([*lines, *_states(found)]) if found else ""
 
 
@@ -182,13 +188,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--scale", choices=("full", "small", "tiny"), default="full")
     parser.add_argument("--shares", nargs="*", default=SHARES, help=f"of the temporaries, or {BLOCK}")
     parser.add_argument("--state", nargs="*", type=float, default=())
+    parser.add_argument("--target", choices=TARGETS, default=TARGETS[0])
     parser.add_argument("--fresh", action="store_true", help="measure all rows anew")
     parser.add_argument("--save", action="store_true", help="write into results/ rather than out/")
     given = parser.parse_args(argv)
     folder = (records.RESULTS if given.save else records.OUT) / FOLDER
     for network in given.networks:
-        path = folder / f"{network}-{given.scale}.json"
-        print(markdown([run(network, given.scale, given.shares, path, state=given.state, fresh=given.fresh)]))
+        name = (
+            f"{network}-{given.scale}"
+            if given.target == TARGETS[0]
+            else f"{network}-{given.scale}-{given.target}"
+        )
+        path = folder / f"{name}.json"
+        found = run(
+            network,
+            given.scale,
+            given.shares,
+            path,
+            target=given.target,
+            state=given.state,
+            fresh=given.fresh,
+        )
+        print(markdown([found]))
 
 
 if __name__ == "__main__":

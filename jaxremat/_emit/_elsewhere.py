@@ -3,8 +3,9 @@
 Copies run beside the kernels, and the compiler begins each as early and waits for it as late as it can. So a copy to
 the host passes, on its way to nowhere else, a fence with an operand of its exit: a product of the forward pass, which
 thereby waits until the copy is over and the device's memory free. Before the stage of the way back the copy passes the
-stage's fence, behind which that begins; its first reader waits for it. All that reads the value from then on reads what
-came back, fused values that are made of it included.
+stage's fence, behind which that begins. The fence of the stage by which it is over waits for it, or its first reader:
+the compiler has few copies under way at once, and by itself waits wherever it is when another begins. All that reads
+the value from then on reads what came back, fused values that are made of it included.
 
 Stacks of loops: see `_stacks_elsewhere`.
 
@@ -35,6 +36,11 @@ class Elsewhere:
         self.leaving: dict[int, list[int]] = {}  # node -> the values whose way to the host begins behind it
         for copy in self.copies:
             self.leaving.setdefault(copy.left, []).append(copy.value)
+        first = emitter.graph.away.first([copy.value for copy in self.copies], emitter.schedule.recomputed)
+        self.back: dict[int, list[Any]] = {}  # stage -> what has come back before it
+        for copy in self.copies:
+            if copy.over <= first[copy.value].stage:
+                self.back.setdefault(copy.over, []).append(emitter.variable[copy.value])
 
     def leave(self, n: int) -> None:
         """Append the copies to the host that begin behind a node of the forward pass."""

@@ -253,8 +253,16 @@ DEVICES: Mapping[str, DeviceSpec] = {
         "NVIDIA H200", 141, 4.8, 67, 67, host=64, f16=989, bf16=989, tf32=494, f8=1979,
         chip=_chip((9, 0), 132, 50, 1.98, 4800, link=450e9, **_HOPPER),
     ),
+    "gh200": _gpu(
+        "NVIDIA GH200", 96, 4.0, 67, 67, host=384, f16=989, bf16=989, tf32=494, f8=1979,
+        chip=_chip((9, 0), 132, 50, 1.98, 4022.784, link=450e9, **_HOPPER),
+    ),
     "b200": _gpu(
         "NVIDIA B200", 180, 8.0, 80, 40, host=64, f16=2250, bf16=2250, tf32=1100, f8=4500,
+        chip=_chip((10, 0), 148, 126, 1.965, 7672.32, link=900e9, **_HOPPER),
+    ),
+    "gb200": _gpu(
+        "NVIDIA GB200", 186, 8.0, 90, 45, host=225, f16=2500, bf16=2500, tf32=1250, f8=5000,
         chip=_chip((10, 0), 148, 126, 1.965, 7672.32, link=900e9, **_HOPPER),
     ),
     "a100-40": _gpu(
@@ -299,11 +307,12 @@ DEVICES: Mapping[str, DeviceSpec] = {
 _KINDS: tuple[tuple[frozenset[str], str], ...] = tuple(
     (frozenset(words.split()), key)
     for words, key in (
+        ("gh200", "gh200"),
         ("h200", "h200"),
         ("h100 pcie", "h100-pcie"),
         ("h100", "h100"),
         ("b200", "b200"),
-        ("gb200", "b200"),
+        ("gb200", "gb200"),
         ("a100 40gb", "a100-40"),
         ("a100", "a100-80"),
         ("l4", "l4"),

@@ -2,8 +2,9 @@
 
 A value leaves the device's memory when its copy is there: an *exit* waits for that, a product of the forward pass or
 the beginning of a stage. Copies leave one after the other as they are made. The way back begins before a stage, early
-enough for the stage that reads the value first; copies come back one after the other, and a stage waits for those that
-are late. What a loop stacks leaves and comes back slice by slice (see `_stack_copies`); what else is in a loop stays.
+enough for the stage that reads the value first, and for few to be under way at once; copies come back one after the
+other, and a stage waits for those that are late. What a loop stacks leaves and comes back slice by slice (see
+`_stack_copies`); what else is in a loop stays.
 
 The compiler begins any copy so long before it has to be over as it takes copies to last. Kernels wait for what longer
 ones take besides, so that values of which copies take longer stay.
@@ -15,7 +16,7 @@ copy is over at its exit whatever else is decided, and only copies back are ever
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -48,14 +49,16 @@ class HostCopy(NamedTuple):
     """A value that is in host memory meanwhile.
 
     **Fields:** `value`; `left` the node behind which its way to the host begins, its producer or the exit of another;
-    `gone` its exit, the node before which it has left; `begun` the stage before which its way back begins. Of a stack
-    these are the first node behind its loop and the first stage of the loop that reads it.
+    `gone` its exit, the node before which it has left; `begun` the stage before which its way back begins; `over` the
+    one before which it has come back, -1 where its first reader waits for it. Of a stack `gone` and `begun` are the
+    first node behind its loop and the first stage of the loop that reads it.
     """
 
     value: int
     left: int
     gone: int
     begun: int
+    over: int = -1
 
 
 class Transit(NamedTuple):
@@ -126,7 +129,7 @@ class Away:
         graph = self.graph
         if graph.host is None or not graph.counts_forward:
             return {}
-        able = [v for v in self._first if self._able(v)]
+        able = [v for v in self._first if self._may_leave(v)]
         producer = [graph.values[v].producer for v in able]
         placed = (
             self._placed(v, n, self.made(v), self._first[v]) for v, n in zip(able, producer, strict=True)
@@ -169,7 +172,28 @@ class Away:
                 leaving.append(copy)
                 free = max(free, ready) + self.copy_seconds(v)
                 room -= nbytes
-        return frozenset((*found, *leaving))
+        return frozenset((*found, *self._in_turn(leaving, first)))
+
+    def _in_turn(self, copies: Iterable[HostCopy], first: Mapping[int, Reading]) -> list[HostCopy]:
+        """The copies with ways back that begin so early that no more than `AT_ONCE` are under way, where there are
+        stages for that.
+        """
+        starts, stages = self.starts, self.graph.stages
+        back: list[HostCopy] = []
+        for copy in sorted(copies, key=lambda copy: (first[copy.value], copy), reverse=True):
+            if len(back) >= AT_ONCE:
+                begins = starts[stages[back[-AT_ONCE].begun].start]
+                earlier = self._begun_before(copy.value, copy.begun, begins, copy.gone)
+                copy = copy._replace(begun=earlier) if earlier >= 0 else copy
+            back.append(copy)
+        found: list[HostCopy] = []
+        free = 0.0  # when the link is
+        for copy in sorted(back, key=lambda copy: (copy.begun, first[copy.value], copy)):
+            free = max(free, starts[stages[copy.begun].start]) + self.copy_seconds(copy.value)
+            later = range(copy.begun + 1, first[copy.value].stage + 1)
+            over = next((k for k in later if starts[stages[k].start] >= free), -1)
+            found.append(copy._replace(over=over))
+        return found
 
     def first(self, values: Collection[int], recomputed: Sequence[Sequence[int]]) -> dict[int, Reading]:
         """Who reads each of these values first."""
@@ -240,13 +264,21 @@ class Away:
 
     def begins(self, v: int, reading: Reading, gone: int) -> int:
         """The stage before which a value's way back begins for a reader, -1 where it is not gone by then."""
-        graph, stage = self.graph, self.graph.stages[reading.stage]
-        need = self.starts[stage.start if reading.node < 0 else reading.node]
-        able = [k for k in self._stages if gone < graph.stages[k].start <= stage.start]
-        in_time = bisect_right(
-            able, need - LEAD * self.copy_seconds(v), key=lambda k: self.starts[graph.stages[k].start]
-        )
-        return able[max(in_time - 1, 0)] if able else -1
+        start = self.graph.stages[reading.stage].start
+        need = self.starts[start if reading.node < 0 else reading.node]
+        begun = self._begun_before(v, reading.stage, need, gone)
+        return begun if begun >= 0 else next(iter(self._able(reading.stage, gone)), -1)
+
+    def _begun_before(self, v: int, last: int, need: float, gone: int) -> int:
+        """The last stage up to another before which a value's way back begins in time, -1 where there is none."""
+        starts, stages, begin = self.starts, self.graph.stages, need - LEAD * self.copy_seconds(v)
+        able = reversed(self._able(last, gone))
+        return next((k for k in able if starts[stages[k].start] <= begin), -1)
+
+    def _able(self, last: int, gone: int) -> list[int]:
+        """The stages up to another before which a way back may begin of what is gone before a node."""
+        stages = self.graph.stages
+        return [k for k in self._stages if gone < stages[k].start <= stages[last].start]
 
     def _placed(self, v: int, left: int, begins: float, reading: Reading) -> HostCopy | None:
         over = begins + REST * self.copy_seconds(v)
@@ -257,7 +289,7 @@ class Away:
         begun = self.begins(v, reading, self._exits[at])
         return HostCopy(v, left, self._exits[at], begun) if begun >= 0 else None
 
-    def _able(self, v: int) -> bool:
+    def _may_leave(self, v: int) -> bool:
         graph, value = self.graph, self.graph.values[v]
         own = value.materialised and not value.is_output and not value.length
         outside = graph.nodes[value.producer].loop < 0 and v not in self._in_loops

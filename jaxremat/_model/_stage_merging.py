@@ -10,6 +10,7 @@ from bisect import bisect_left
 from dataclasses import replace
 
 from ._graph import Graph, Stage
+from ._host_copies import HostCopy
 from ._schedule import Schedule
 
 
@@ -48,8 +49,14 @@ def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
         schedule.saved,
         tuple(schedule.recomputed[k] for k in first),
         kept,
-        frozenset(copy._replace(begun=new_of[copy.begun]) for copy in schedule.offloaded),
+        frozenset(_merged(copy, first) for copy in schedule.offloaded),
     )
+
+
+def _merged(copy: HostCopy, first: list[int]) -> HostCopy:
+    """A copy in terms of the stages that are left. Where its value is read before one of them begins, none waits."""
+    over = bisect_left(first, copy.over) if copy.over >= 0 else -1
+    return copy._replace(begun=bisect_left(first, copy.begun), over=over if over < len(first) else -1)
 
 
 def _waiting(graph: Graph, waits: dict[int, int], first: list[int]) -> dict[int, int]:

@@ -39,6 +39,11 @@ def read(kind: Any, data: Any, where: str = "the text") -> Any:
         make: Any = kind
         return make(**{name: read(_hints(kind)[name], value, name) for name, value in data.items()})
     if hasattr(kind, "_fields"):
+        if isinstance(data, list):  # written before the last fields were there
+            data = [
+                *data,
+                *(kind._field_defaults[n] for n in kind._fields[len(data) :] if n in kind._field_defaults),
+            ]
         return kind(*_each([_hints(kind)[name] for name in kind._fields], data, kind._fields))
     wanted = (int, float) if kind is float else kind
     if not isinstance(data, wanted) or (isinstance(data, bool) and kind is not bool):

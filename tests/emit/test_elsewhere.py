@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxremat._compiler._program import Program
 from jaxremat._emit._emit import FENCES, emit
 from jaxremat._model._device_specs import DEVICES
 from jaxremat._model._host_copies import HostMemory
+from jaxremat._model._stack_copies import AT_ONCE
 from jaxremat._model._stages import cuttings
 from jaxremat._plan._baseline import Baseline
 from jaxremat._plan._verify import make_plan_of
@@ -42,9 +44,15 @@ def images(batch: int, size: int, channels: int, layers: int) -> Any:
     return [kernel] * layers, jax.ShapeDtypeStruct((batch, size, size, channels), jnp.float32)
 
 
+def squares(width: int, layers: int) -> Any:
+    square = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    return [(square,) * 3] * layers, square
+
+
 SMALL = {
     "matrices": matrices(1024, 256, 3),
     "images": images(8, 64, 32, 5),
+    "branches": squares(1024, 4),
     "loop": layers(1024, 256, 4),
     "reversed loop": layers(1024, 256, 4),
     "loop in a loop": layers(2048, 256, 4),
@@ -54,6 +62,7 @@ SMALL = {
 LARGE = {
     "matrices": matrices(4096, 4096, 5),
     "images": images(8, 64, 2048, 5),
+    "branches": squares(4096, 5),
     "loop": layers(16384, 4096, 8),
     "loop in a loop": layers(32768, 4096, 8),
 }
@@ -82,6 +91,19 @@ def conv(weights: Any, x: Any) -> Any:
             h = jnp.tanh(
                 jax.lax.conv_general_dilated(h, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
             )
+        return jnp.mean(h**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def branches(weights: Any, x: Any) -> Any:
+    """The same of layers that add up three branches each, so that a stage reads many values."""
+
+    def loss(weights: Any) -> jax.Array:
+        h = x
+        for layer in weights:
+            h = h + sum(jnp.tanh(h @ w) for w in layer)
         return jnp.mean(h**2)
 
     value, gradients = jax.value_and_grad(loss)(weights)
@@ -121,6 +143,7 @@ def accumulated(weights: Any, x: Any) -> Any:
 STEPS = {
     "matrices": mlp,
     "images": conv,
+    "branches": branches,
     "loop": scanned,
     "reversed loop": functools.partial(scanned, reverse=True),
     "loop in a loop": accumulated,
@@ -140,11 +163,11 @@ class Everything:
 
 
 @functools.cache
-def planned(kind: str, again: bool = False) -> tuple[Plan, Module]:
+def planned(kind: str, again: bool = False, target: str = "h100", stages: int = 0) -> tuple[Plan, Module]:
     """The plan of that schedule for a GPU, and what its compiler makes of it."""
-    decorated = jaxremat.optimize("min", donate_argnums=0, target="h100", offload=True)(STEPS[kind])
+    decorated = jaxremat.optimize("min", donate_argnums=0, target=target, offload=True)(STEPS[kind])
     baseline, request = decorated._prepare(LARGE[kind], {})
-    graph = cuttings(baseline.graph)[0]
+    graph = cuttings(baseline.graph)[stages]
     found = make_plan_of(baseline, request, graph, Everything(again).solve(graph, None, time_limit=1.0))
     assert found.compiled is not None
     return found.plan, parse(found.compiled.as_text() or "")
@@ -228,6 +251,16 @@ def test_copies_back_begin_in_their_stages() -> None:
     assert all(n > min(fences.values()) for n in begun)
     left = [place[f"{i.operands[0]}"] for i in instructions if i.opcode == "copy-done" and i.shapes[0].space]
     assert len(left) == len(begun) and max(left) < begun[-1]  # all have left before the last comes back
+
+
+def test_no_kernel_waits_for_copies_that_have_time() -> None:
+    """Were more copies back under way than the compiler has at once, it would wait for each to begin the next."""
+    plan, module = planned("branches", target="gh200", stages=-1)
+    back = Counter(copy.begun for copy in plan.offloaded)
+    assert sum(back.values()) > 2 * AT_ONCE and max(back.values()) == AT_ONCE
+    assert any(copy.over > copy.begun for copy in plan.offloaded)
+    traffic = host_traffic(module, DEVICES["gh200"])  # it waits for the last that leave
+    assert traffic.wait_seconds < 0.25 * traffic.fetched_nbytes / DEVICES["gh200"].host_link
 
 
 def test_the_device_has_less_in_memory() -> None:

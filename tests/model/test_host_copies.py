@@ -91,6 +91,30 @@ def test_a_value_that_is_read_to_recompute_comes_back_for_that() -> None:
     assert copy.begun < 5  # stage 5 recomputes the third value, of the first
 
 
+def test_few_copies_are_on_their_way_back_at_once() -> None:
+    """What one stage reads comes back before two."""
+    build = Builder()
+    x = build.argument()
+    made = []
+    for _ in range(16):
+        (x,) = build.node([x], [4], contraction=True)
+        made.append(x)
+    cotangent = x
+    for last in (15, 11, 7, 3):
+        build.stage()
+        read = made[last - 3 : last + 1]
+        (cotangent,) = build.node([*read, cotangent], [1], seconds=8.0, contraction=True)
+    graph = replace(build.graph(), host=HostMemory(16.0 * UNIT))
+    away = [v for v in made[:8] if v in graph.away.alone]
+    assert len(away) == 8 and {graph.away.alone[v].begun for v in made[:4]} == {2}
+    begun = {copy.value: copy.begun for copy in complete(graph, graph.residuals, (), away).offloaded}
+    assert sorted(begun[v] for v in made[:4]) == [1, 1, 2, 2]
+    # what is read before that is over by then
+    assert sorted(begun[v] for v in made[4:8]) == [0, 0, 1, 1]
+    over = {copy.value: copy.over for copy in complete(graph, graph.residuals, (), away).offloaded}
+    assert all(over[v] == begun[v] + 1 for v in made[:8])
+
+
 def test_small_values_outputs_and_what_is_pinned_stay() -> None:
     graph = layers(6, link=4.0)
     values = list(graph.values)

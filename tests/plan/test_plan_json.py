@@ -21,6 +21,7 @@ from jaxremat import (
     complete,
 )
 from jaxremat._model._form import Form
+from jaxremat._model._host_copies import HostCopy
 from jaxremat._model._optimizer_updates import with_updates
 
 GRAPH = blocks(3)
@@ -53,6 +54,13 @@ def test_the_plan_of_a_graph_gives_its_schedule_back() -> None:
             assert layout == replace(graph, stages=with_updates(graph, cuts))
             assert plan.schedule(layout) == schedule
             assert plan.drops_nothing == schedule.drops_nothing
+
+
+def test_copies_that_were_planned_before_they_said_when_they_are_over_are_read() -> None:
+    data = {**DATA, "offloaded": [[3, 1, 2, 4], [5, 2, 4, 4, 6]]}
+    assert Plan.from_json(json.dumps(data)).offloaded == (HostCopy(3, 1, 2, 4, -1), HostCopy(5, 2, 4, 4, 6))
+    with pytest.raises(PlanMismatchError):
+        Plan.from_json(json.dumps({**DATA, "offloaded": [[3, 1, 2]]}))
 
 
 def test_sums_of_bytes() -> None:
