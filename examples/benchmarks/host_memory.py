@@ -34,9 +34,11 @@ BLOCK = "block"
 PROGRAMS: dict[str, dict[str, Any]] = {
     **{name: {"name": name} for name in NAMES},
     "gpt_medium": {"name": "gpt_scanned", "batch": 8, "length": 1024},
+    "gpt_1b": {"name": "gpt_scanned", "layers": 80},
     "deep": {"name": "gpt_scanned", "layers": 100, "width": 768, "heads": 12, "batch": 8},
 }
-"""What can be measured: GPT-2 medium with tokens for a GPU to work on, and a hundred layers, besides the networks."""
+"""What can be measured besides the networks: GPT-2 medium with tokens for a GPU to work on, with three times the
+parameters, and a hundred layers."""
 
 
 def measured(make: Make, share: str, *, target: str, offload: bool) -> records.Record:

@@ -25,7 +25,8 @@ from .._model._schedule import Schedule, complete, everything
 from .._model._stage_merging import merged
 from .._model._stages import uncut
 from .._program import _compat
-from .._program._primitives import inner_jaxprs, is_loop_edge, is_loop_slice
+from .._program._host_arguments import to_host
+from .._program._primitives import inner_jaxprs, is_loop_edge, is_loop_slice, on_host
 from .._rewrite._kernel_choice import inline, replaced
 from .._rewrite._loop_closing import before_fences, closed_within, name_before, scan_of
 from .._rewrite._loop_opening import ALONE, BACKWARD, FORWARD, Loop, append, operands, row_at, row_written
@@ -62,12 +63,24 @@ class Iteration:
         **Arguments:** `named` gives the sharding of a variable of the whole step `traced`, None where that is not
         known.
         """
+        variables = self.closed.jaxpr.invars
         types = [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=named(name))
-            for v, name in zip(self.closed.jaxpr.invars, (*self.arrays, *self.arguments), strict=True)
+            for v, name in zip(variables, (*self.arrays, *self.arguments), strict=True)
+        ]
+        types = [
+            to_host(t, least_nbytes=0) if on_host(v.aval) else t
+            for t, v in zip(types, variables, strict=True)
         ]
         alone = program.alone(program.fn, donate_argnums=tuple(range(self.written)))
-        jitted = alone.jit(jex.jaxpr_as_fun(traced.alone(self.closed)))
+        evaluate = jex.jaxpr_as_fun(traced.alone(self.closed))
+
+        def iteration(*args: jax.Array) -> list[jax.Array]:
+            """What JAX is to return in the host's memory it looks for among copies there."""
+            results = evaluate(*args)
+            return [jax.device_put(a, jax.memory.Space.Host) if on_host(a.aval) else a for a in results]
+
+        jitted = alone.jit(iteration)
         return parse(alone.compile(jitted, tuple(types), {}).as_text() or "")
 
 

@@ -35,7 +35,7 @@ from .._program import _compat
 from .._program._common_subexpressions import Equals
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
-from .._program._primitives import inner_jaxprs, is_late, is_light, is_pointwise
+from .._program._primitives import inner_jaxprs, is_late, is_light, is_pointwise, on_host
 from .._program._splice import inlined
 from ._pooling_places import by_place
 
@@ -186,7 +186,9 @@ def append(
     into: list[Any], fn: Callable[..., Any], arguments: Sequence[Any], like: Any, made: Any = None
 ) -> Any:
     """Append the equations of a function of these arguments; returns its result, of the given name if any."""
-    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in arguments]
+    types = [
+        a.aval if on_host(a.aval) else jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in arguments
+    ]
     named = () if made is None else (made,)
     eqns, (result,) = inlined(jax.make_jaxpr(fn)(*types), arguments, like.source_info, named)
     into.extend(eqns)

@@ -8,7 +8,8 @@ iteration can make it,
     P' = P - rate * G                    ->          p' = p - rate * (this iteration's gradient)
 
 and there is no stack of gradients any more. Where the step's caller donates `P`, its rows are written over (see
-`_in_place_stacks`): no second stack is there at any time. A norm of a whole stack is one of each row first.
+`_in_place_stacks`): no second stack is there at any time. What is in the host's memory comes to the device row by row,
+and goes back so. A norm of a whole stack is one of each row first.
 
 Law: every row is made by the same operations as before. Work is moved only where that leaves fewer bytes stacked.
 """
@@ -23,7 +24,16 @@ import jax.extend.core as jex
 
 from .._program import _compat
 from .._program._flops import aval_nbytes
-from .._program._primitives import PLACES, is_contraction, is_placed, is_pointwise, is_repeatable
+from .._program._primitives import (
+    PLACES,
+    is_contraction,
+    is_fetch,
+    is_placed,
+    is_pointwise,
+    is_put,
+    is_repeatable,
+    on_host,
+)
 from ._loop_segments import backward_of
 
 
@@ -80,14 +90,19 @@ def _aliases(jaxpr: Any, donated: Sequence[bool]) -> dict[Any, Any]:
     free: dict[Any, deque[Any]] = {}
     for v, is_so in zip(jaxpr.invars, donated, strict=False):
         if is_so and v in read:
-            free.setdefault((v.aval.shape, v.aval.dtype), deque()).append(v)
+            free.setdefault(_alike(v), deque()).append(v)
     found: dict[Any, Any] = {}
     for a in jaxpr.outvars:
-        if left := free.get((a.aval.shape, a.aval.dtype)):
+        if left := free.get(_alike(a)):
             argument = left.popleft()
             if not _compat.is_literal(a):
                 found.setdefault(a, argument)
     return found
+
+
+def _alike(atom: Any) -> tuple[Any, ...]:
+    """What results have in common with the argument whose memory they take."""
+    return atom.aval.shape, atom.aval.dtype, on_host(atom.aval)
 
 
 @dataclass(frozen=True)
@@ -196,6 +211,8 @@ class _Loop:
             return len(eqn.invars) == 1 and (_repeats(eqn) or operand[0] == self.length)
         if not operand or operand[0] != self.length:
             return False
+        if is_fetch(eqn) or is_put(eqn):
+            return True
         if name == "reshape":
             return eqn.params.get("dimensions") is None and prod(operand) > 0
         if name == "transpose":

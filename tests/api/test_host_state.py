@@ -34,6 +34,18 @@ def step(weights: Any, state: Any, x: Any) -> Any:
     return optax.apply_updates(weights, steps), state, value
 
 
+def scanned(weights: Any, state: Any, x: Any) -> Any:
+    """The same with the layers in a scan."""
+
+    def loss(weights: Any) -> jax.Array:
+        h, _ = jax.lax.scan(lambda h, w: (h + jax.nn.gelu(h @ w[0]) @ w[1], None), x, weights)
+        return jnp.mean(h**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    steps, state = ADAM.update(gradients, state, weights)
+    return optax.apply_updates(weights, steps), state, value
+
+
 def shapes(width: int = WIDTH, layers: int = LAYERS, rows: int = ROWS) -> tuple[Any, Any, Any]:
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.float32)
@@ -130,6 +142,19 @@ class TestForAGpu:
     def test_what_is_not_donated_stays(self) -> None:
         with pytest.raises(InfeasibleBudgetError):
             self.plan(3 * self.state_nbytes // 2, offload=True, donate_argnums=0)
+
+    def test_stacks_come_and_go_row_by_row(self) -> None:
+        """With the layers in a scan neither the state of all layers is on the device, nor their gradients."""
+        weights, x = self.args[0], self.args[2]
+        stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((16, *a.shape), a.dtype), weights[0])
+        nbytes = sum(a.size * 4 for a in stacked)
+        there = jaxremat.to_host(jax.eval_shape(ADAM.init, stacked))
+        options: dict[str, Any] = {"donate_argnums": (0, 1), "target": "h100"}
+        plain = jaxremat.memory(scanned, stacked, there, x, **options)
+        plan = jaxremat.plan(scanned, stacked, there, x, budget="min", planning_seconds=10.0, **options)
+        assert plain.peak_nbytes > 3 * nbytes
+        assert plan.peak_nbytes < 1.6 * nbytes
+        assert plan.compiled_overhead is not None and plan.compiled_overhead < 0.1
 
     @pytest.mark.slow
     def test_too_little_for_all_of_it_is_refused_with_what_is_needed_then(self) -> None:

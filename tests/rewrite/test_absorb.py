@@ -19,6 +19,9 @@ from test_trace import assert_well_formed
 from zoo_loops import LAYERS, LOOPS, WIDTH, _batch, _block, _stacked
 
 import jaxremat
+from jaxremat._program import _compat
+from jaxremat._program._host_arguments import from_host
+from jaxremat._program._primitives import is_fetch, is_put, on_host
 from jaxremat._rewrite._trace import Traced, trace
 from jaxremat._rewrite._update_absorption import Gain
 
@@ -93,6 +96,38 @@ def test_no_stack_of_gradients_is_left(name: str) -> None:
     assert gain.written_nbytes % STACK_NBYTES == 0
     assert len(between(emitted(found, []))) == 2
     assert between(check(step, args)) == []
+
+
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_rows_of_a_state_in_the_hosts_memory_are_fetched_and_put_back_in_the_loop(name: str) -> None:
+    """No stack of it is on the device: what the loop makes of a row is written over that, where it is."""
+    step, ((params, state), batch) = step_of(OPTIMIZERS[name])
+    args = (params, jaxremat.to_host(state, least_nbytes=1000)), batch
+    planned = check(from_host(step), args)
+    assert between(planned) == []
+    outside = [eqn for eqn in planned.eqns if is_fetch(eqn) or is_put(eqn)]
+    assert all(len(eqn.outvars[0].aval.shape) < 3 for eqn in outside)
+    (loop,) = scans(planned)[-1:]
+    body = loop.params["jaxpr"].jaxpr.eqns
+    stacks = sum(leaf.ndim > 2 for leaf in jax.tree.leaves(state))
+    assert stacks > 0
+    for copies in (is_fetch, is_put):
+        assert sum(copies(eqn) and eqn.outvars[0].aval.ndim == 2 for eqn in body) == stacks
+    carried = loop.outvars[: _compat.scan_counts(loop)[1]]
+    assert sum(on_host(v.aval) and v.aval.ndim > 2 for v in carried) == stacks
+
+
+def test_a_planned_step_returns_such_a_state_to_the_hosts_memory() -> None:
+    step, ((params, state), batch) = step_of(OPTIMIZERS["adam"])
+    want = jax.jit(step)((params, state), batch)
+    there = jaxremat.to_host(state, least_nbytes=1000)
+    args = (params, there), batch
+    planned = jaxremat.optimize("min", donate_argnums=0, cache=False, planning_seconds=5.0)(step)
+    assert any(choice.kind == "loop" for choice in planned.plan(*args).form.choices)
+    (_, got_state), _ = got = planned(*args)
+    assert_same(want, got)
+    kinds = [(leaf.ndim > 2, leaf.sharding.memory_kind) for leaf in jax.tree.leaves(got_state)]
+    assert {kind for is_stack, kind in kinds if is_stack} == {"pinned_host"}
 
 
 def test_half_of_a_state_in_bfloat16() -> None:
