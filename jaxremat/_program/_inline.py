@@ -23,6 +23,7 @@ _CALLS = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }

@@ -26,7 +26,19 @@ _CONTRACTIONS = frozenset(
     }
 )
 _LOOPS = frozenset(
-    {"scan", "while", "cond", "shard_map", "jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"}
+    {
+        "scan",
+        "while",
+        "cond",
+        "shard_map",
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "eval_jaxpr",
+        "checkpoint",
+        "remat2",
+    }
 )
 _CALLS = frozenset(
     {
@@ -81,16 +93,16 @@ _LIGHT = frozenset(
 )
 _COSTLY = frozenset(
     {
-        "exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "sinh", "cosh", "erf", "erfc", "erf_inv",
+        "exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "tanh", "sinh", "cosh", "erf", "erfc", "erf_inv",
         "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "asinh", "acosh", "atanh", "pow", "cbrt", "lgamma",
         "digamma", "igamma", "igammac", "random_bits", "threefry2x32",
     }
 )  # fmt: skip
 _POINTWISE = _COSTLY - {"random_bits", "threefry2x32"} | {
     "abs", "add", "add_any", "and", "ceil", "clamp", "conj", "convert_element_type", "copy", "div", "eq", "floor", "ge",
-    "gt", "imag", "integer_pow", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
-    "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sqrt", "square", "stop_gradient", "sub", "xor",
+    "gt", "imag", "integer_pow", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
+    "one_minus_square", "or", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sqrt", "square", "stop_gradient", "sub", "xor",
 }  # fmt: skip
 _COLLECTIVES = frozenset(
     {
