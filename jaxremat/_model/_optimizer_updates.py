@@ -26,6 +26,17 @@ def with_updates(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
     return _Updates(graph, cuts).stages()
 
 
+def sums(graph: Graph) -> list[tuple[int, ...]]:
+    """For each stage what reductions leave behind that ends lines of work, where the stage has products to finish.
+
+    As they read what those read, they are done with them. But where copies run beside the kernels, the compiler orders
+    kernels by that, and puts off what nobody waits for, with all that it is made of.
+    """
+    cuts = [*(stage.start for stage in graph.stages), len(graph.nodes)]
+    updates = _Updates(graph, cuts)
+    return [tuple(updates.sums(range(a, b))) for a, b in pairwise(cuts)]
+
+
 def past_updates(graph: Graph, cuts: Sequence[int]) -> list[int]:
     """The cuts, moved behind the pointwise ends of lines of work that follow them, so that no update is cut off."""
     final = _last_contractions(graph, _readers(graph))
@@ -110,10 +121,23 @@ class _Updates:
         libraries write in a layout of their own: the updated arguments would pass in that layout, and be copied. What
         the backward pass goes on from needs no fence to be done in time.
         """
+        ends = self._ends(nodes)
+        return self._left_behind([(n, v) for n, v in ends if n.contraction] or ends, nodes)
+
+    def sums(self, nodes: range) -> list[int]:
+        """What the stage's reductions leave behind, if what it finishes are products alone."""
+        ends = self._ends(nodes)
+        reduced = [(n, v) for n, v in ends if not n.contraction]
+        return self._left_behind(reduced, nodes) if len(reduced) < len(ends) else []
+
+    def _ends(self, nodes: range) -> list[tuple[Node, int]]:
+        """The results of heavy work that end lines of it, and who makes them."""
         ends = [(n, v) for n in self._heavy(nodes) if n.id in self.final for v in n.outputs]
-        ends = [(n, v) for n, v in ends if self._counts(n.id, v)]
+        return [(n, v) for n, v in ends if self._counts(n.id, v)]
+
+    def _left_behind(self, ends: Sequence[tuple[Node, int]], nodes: range) -> list[int]:
         found: dict[int, None] = {}
-        for node, v in [(n, v) for n, v in ends if n.contraction] or ends:
+        for node, v in ends:
             updated = () if node.primitive in _OWN_LAYOUT else self._updated(v, nodes)
             found.update(dict.fromkeys(updated or (self._moved(v, nodes),)))
         return list(found)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ._graph import Graph, Stage
 from ._host_copies import HostCopy
+from ._optimizer_updates import sums
 from ._schedule import Schedule
 
 
@@ -32,6 +33,7 @@ def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
         if nodes or k in copying or k == 0 or loop_of[k] != loop_of[k - 1]
     ]
     new_of = {k: i for i, k in enumerate(first)}
+    graph = replace(graph, stages=_finishing_sums(graph)) if schedule.offloaded else graph
     groups = [graph.stages[k:stop] for k, stop in zip(first, [*first[1:], len(graph.stages)], strict=True)]
     fences = {n: bisect_left(first, fence) for stage in graph.stages for n, fence in stage.deferred}
     waits = _waiting(graph, fences, first)
@@ -51,6 +53,12 @@ def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
         kept,
         frozenset(_merged(copy, first) for copy in schedule.offloaded),
     )
+
+
+def _finishing_sums(graph: Graph) -> tuple[Stage, ...]:
+    """The stages, which finish what reductions leave behind too."""
+    each = zip(graph.stages, sums(graph), strict=True)
+    return tuple(replace(stage, finished=(*stage.finished, *left)) for stage, left in each)
 
 
 def _merged(copy: HostCopy, first: list[int]) -> HostCopy:

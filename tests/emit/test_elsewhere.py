@@ -27,9 +27,10 @@ from jaxremat._plan._baseline import Baseline
 from jaxremat._plan._verify import make_plan_of
 
 
-def matrices(rows: int, width: int, layers: int) -> Any:
-    up, down = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((width, 4 * width), (4 * width, width)))
-    return [(up, down)] * layers, jax.ShapeDtypeStruct((rows, width), jnp.float32)
+def matrices(rows: int, width: int, layers: int, *, biases: bool = False) -> Any:
+    sizes = ((width, 4 * width), (4 * width, width), *([(4 * width,)] if biases else []))
+    layer = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in sizes)
+    return [layer] * layers, jax.ShapeDtypeStruct((rows, width), jnp.float32)
 
 
 def layers(rows: int, width: int, count: int) -> Any:
@@ -53,6 +54,7 @@ SMALL = {
     "matrices": matrices(1024, 256, 3),
     "images": images(8, 64, 32, 5),
     "branches": squares(1024, 4),
+    "biases": matrices(1024, 256, 3, biases=True),
     "loop": layers(1024, 256, 4),
     "reversed loop": layers(1024, 256, 4),
     "loop in a loop": layers(2048, 256, 4),
@@ -63,6 +65,7 @@ LARGE = {
     "matrices": matrices(4096, 4096, 5),
     "images": images(8, 64, 2048, 5),
     "branches": squares(4096, 5),
+    "biases": matrices(4096, 4096, 5, biases=True),
     "loop": layers(16384, 4096, 8),
     "loop in a loop": layers(32768, 4096, 8),
 }
@@ -110,6 +113,19 @@ def branches(weights: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
 
+def biased(weights: Any, x: Any) -> Any:
+    """The first network with biases, whose gradients are sums of what those of matrices read."""
+
+    def loss(weights: Any) -> jax.Array:
+        h = x
+        for up, down, bias in weights:
+            h = h + jax.nn.gelu(h @ up + bias) @ down
+        return jnp.mean(h**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
 def scanned(weights: Any, x: Any, reverse: bool = False) -> Any:
     """The first network with its layers in a scan."""
 
@@ -144,6 +160,7 @@ STEPS = {
     "matrices": mlp,
     "images": conv,
     "branches": branches,
+    "biases": biased,
     "loop": scanned,
     "reversed loop": functools.partial(scanned, reverse=True),
     "loop in a loop": accumulated,
@@ -261,6 +278,20 @@ def test_no_kernel_waits_for_copies_that_have_time() -> None:
     assert any(copy.over > copy.begun for copy in plan.offloaded)
     traffic = host_traffic(module, DEVICES["gh200"])  # it waits for the last that leave
     assert traffic.wait_seconds < 0.25 * traffic.fetched_nbytes / DEVICES["gh200"].host_link
+
+
+def test_gradients_of_biases_are_done_with_those_of_their_matrices() -> None:
+    """Beside copies the compiler puts off what nobody waits for, and keeps what it is made of until then."""
+    _, module = planned("biases")
+    instructions = module.computations[module.entry].instructions
+    made = [n for n, i in enumerate(instructions) if i.opcode == "fusion" and (4 * 4096,) in shapes_of(i)]
+    fences = [n for n, i in enumerate(instructions) if i.opcode == "tuple" and "fence_" in i.op_name]
+    assert len(made) >= 5
+    assert sum(n < fences[-1] for n in made) >= 0.6 * len(made)
+
+
+def shapes_of(instruction: Any) -> list[tuple[int, ...]]:
+    return [tuple(shape.dims) for shape in instruction.shapes]
 
 
 def test_the_device_has_less_in_memory() -> None:
