@@ -15,7 +15,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow browser lint package format demo bench docs lock clean distclean
+.PHONY: help setup test test-slow test-newest browser lint package format demo bench docs lock clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -64,6 +64,21 @@ test: setup ## the fast tests, on the CPU
 
 test-slow: setup ## the tests marked slow, and only those
 	$(PYTEST) -m slow $(ARGS)
+
+# Python 3.11 has jax 0.10. With a newer Python, of the PATH or of pyenv, jax is a newer one too: what depends on its
+# equations and its compilers is tested with both. Where there is no such Python, nothing is tested, and it says so.
+NEWER := python3.14 python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python)
+ON_NEWER := tests/program tests/lower tests/rewrite tests/emit tests/attention
+
+test-newest: ## tests of tracing, rewriting and emitting, with the newest jax, in an environment of its own
+	@set -eu; \
+	for candidate in $(NEWER); do \
+		if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \
+			exec $(MAKE) --no-print-directory VENV=$(VENV)/newest PYTHON="$$candidate" \
+				test ARGS="$(if $(ARGS),$(ARGS),$(ON_NEWER))"; \
+		fi; \
+	done; \
+	echo "make test-newest: nothing tested, for there is no Python newer than 3.11"
 
 # The tests of HTML reports look at them in a browser, and are skipped without one: CI installs it first.
 browser: ## install Chromium for the tests of reports, with apt-get, as root

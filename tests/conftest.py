@@ -8,6 +8,7 @@ planner has to plan.
 
 import os
 
+import jax
 import pytest
 from hypothesis import Phase, settings
 
@@ -16,6 +17,11 @@ settings.register_profile(
 )
 settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if (marker := item.get_closest_marker("jax_0_10")) and jax.__version_info__ >= (0, 11):
+        pytest.skip(f"jax 0.10's: {marker.args[0]}")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -127,6 +127,7 @@ def test_dots_computes_no_contraction_twice_and_min_does(emit: str) -> None:
         assert dots("min") > plain
 
 
+@pytest.mark.jax_0_10("bytes that gelu's gradient reads")
 def test_min_is_the_fastest_of_what_holds_about_the_least() -> None:
     def mlp(x: Any, ws: Any) -> Any:
         for a, b in ws:

@@ -237,6 +237,7 @@ def test_shares_are_of_the_targets_memory() -> None:
     assert plan.drops_nothing
 
 
+@pytest.mark.jax_0_10("memory of a step on the CPU")
 def test_on_the_target_itself_the_peak_is_compared_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device's own compiler has the last word; here the CPU stands in for the target."""
 
@@ -262,6 +263,7 @@ def test_on_the_target_itself_the_peak_is_compared_with_the_budget(monkeypatch: 
         tight(*args)
 
 
+@pytest.mark.jax_0_10("XLA has products without a tiling")
 def test_a_product_that_triton_has_no_tiling_for(caplog: pytest.LogCaptureFixture) -> None:
     """XLA refuses attention over an odd length before it has tried anything else than Triton."""
 

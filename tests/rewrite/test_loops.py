@@ -379,6 +379,7 @@ def test_smaller_budgets_have_deeper_loops() -> None:
     assert plain < two < three
 
 
+@pytest.mark.jax_0_10("the forms that 28 carries ask for")
 def test_forms_are_made_when_they_are_needed() -> None:
     step, args = deep(64)
     program = Program(

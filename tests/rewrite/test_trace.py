@@ -162,7 +162,12 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+AS_ROUNDED = pytest.mark.jax_0_10("XLA for the CPU rounds a checkpointed layer as the layer itself")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=AS_ROUNDED if name == "checkpoint" else ()) for name in PROGRAMS]
+)
 def test_programs_compute_the_same(name: str) -> None:
     fn, args = PROGRAMS[name]
     assert_same(fn, *args)
@@ -216,6 +221,7 @@ def test_names_become_labels_and_no_equations() -> None:
     assert found.jaxpr.jaxpr.eqns[1].outvars[0] is by_name["the cosine"]
 
 
+@pytest.mark.jax_0_10("functions of jax.nn have the caller's lines")
 def test_name_stacks_are_kept_through_calls() -> None:
     @jax.jit
     def inner(x: Any) -> Any:
