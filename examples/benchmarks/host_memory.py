@@ -27,6 +27,8 @@ FOLDER = "host_memory"
 SHARES = ("0.5", "0.33")
 TARGETS = ("h100", "gh200")
 """GPUs whose links to the host differ: PCIe, and NVLink-C2C, six times as fast."""
+PLANNING_SECONDS = 300.0
+"""So long that no row depends on how busy this machine is."""
 Make = Callable[[Remat], Program]
 BLOCK = "block"
 """The budget that is the peak of rematerialisation by hand, of whole blocks."""
@@ -52,8 +54,9 @@ def measured(make: Make, share: str, *, target: str, offload: bool) -> records.R
     else:
         budget = needs.base_nbytes + int(float(share) * needs.temporaries_nbytes)
     row = {"plain_nbytes": needs.peak_nbytes, "budget_nbytes": budget, "library": records.library_version()}
+    planning = common | {"planning_seconds": PLANNING_SECONDS}
     try:
-        made = plan(step.step, *args, budget=budget, offload=offload, cache=False, **common)
+        made = plan(step.step, *args, budget=budget, offload=offload, cache=False, **planning)
     except InfeasibleBudgetError as error:
         return {**row, "least_nbytes": error.min_peak_nbytes}
     return row | _figures(made)
