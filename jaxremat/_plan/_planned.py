@@ -52,11 +52,15 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
     if found != plan.fingerprint:
         baseline = baseline.ordered_before
     if baseline.fingerprint != plan.fingerprint:
+        afresh = "Plan this step afresh, with `optimize(budget)`."
+        if plan.devices != (here := baseline.division.devices):
+            raise PlanMismatchError(
+                f"The plan is for a mesh of {_devices(plan.devices)}, this step is on {_devices(here)}. {afresh}"
+            )
         raise PlanMismatchError(
             f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: its code, the "
-            "shapes or types of its arguments, its static arguments, its donated arguments or the version of jax "
-            "differ. "
-            "Plan this step afresh, with `optimize(budget)`."
+            "shapes, types or shardings of its arguments, its static arguments, its donated arguments or the version "
+            f"of jax differ. {afresh}"
         )
     if plan.offloaded and baseline.device.platform == "cpu":
         raise PlanMismatchError(
@@ -85,6 +89,10 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
         alive=alive_at_peak(text_of(compiled)),
     )
     return Planned(plan, jitted, compiled) if to_run else planned(baseline, plan, jitted, compiled)
+
+
+def _devices(count: int) -> str:
+    return "one device" if count == 1 else f"{count} devices"
 
 
 def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:

@@ -1,10 +1,14 @@
 """Steps on several devices are planned by what one device has, and send each other no more than the plan says."""
 
 from collections import Counter
+from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 from sharded import ask
 
+import jaxremat
 from examples.benchmarks.sharded import measured
 
 CASES = ("fsdp", "uneven", "scan", "explicit", "shard_map")
@@ -225,3 +229,14 @@ def check_within(found: dict) -> None:
     assert abs(found["predicted"] / found["compiled"] - 1) < 0.1
     assert found["sent"][1].keys() <= found["sent"][0].keys()
     assert all(again == pytest.approx(plain, rel=1e-4) for plain, again in found["losses"])
+
+
+def test_a_plan_of_another_mesh_is_refused_as_such() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+    args = jnp.ones((8, 8)), jnp.ones((64, 8))
+    plan = jaxremat.plan(step, *args, budget="1GiB", cache=False)
+    of_four = replace(plan, devices=4, fingerprint=plan.fingerprint[::-1])
+    with pytest.raises(jaxremat.PlanMismatchError, match=r"mesh of 4 devices, this step is on one device\."):
+        jaxremat.optimize(plan=of_four)(step).plan(*args)
