@@ -343,7 +343,8 @@ class Emitter:
         """Append the stage's fence in a loop, -1 for none; returns the fenced names of what passes through."""
         through = [*passing(self, k, wanted, loop), *self.elsewhere.through(k), *self.streams.through(k)]
         through = list(dict.fromkeys(through))
-        over = [*self.streams.over(k), *self.elsewhere.back.get(k, ())]
+        # What is outside of a loop is over before the loop, or behind it.
+        over = [*self.streams.over(k), *self.elsewhere.back.get(k, ())] if loop < 0 else []
         due = any(until <= k for until in self.waiting.values())
         waits_for = [*trigger(self, k), *parts(self, k), *over]
         return self.fenced(through, waits_for, f"fence_{k}", loop) if through or due or over else {}

@@ -190,7 +190,7 @@ class Away:
         free = 0.0  # when the link is
         for copy in sorted(back, key=lambda copy: (copy.begun, first[copy.value], copy)):
             free = max(free, starts[stages[copy.begun].start]) + self.copy_seconds(copy.value)
-            later = range(copy.begun + 1, first[copy.value].stage + 1)
+            later = (k for k in self._stages if copy.begun < k <= first[copy.value].stage)
             over = next((k for k in later if starts[stages[k].start] >= free), -1)
             found.append(copy._replace(over=over))
         return found

@@ -130,6 +130,47 @@ def test_a_planned_step_returns_such_a_state_to_the_hosts_memory() -> None:
     assert {kind for is_stack, kind in kinds if is_stack} == {"pinned_host"}
 
 
+def test_copies_of_one_scan_s_state_are_over_outside_of_the_other(caplog: pytest.LogCaptureFixture) -> None:
+    """Updates behind the first backward scan are copied to the host while the second runs."""
+    tx = optax.lion(1e-3, weight_decay=0.1)
+
+    def group(h: jax.Array, weights: Any) -> jax.Array:
+        def layer(h: jax.Array, w: Any) -> Any:
+            made = jax.nn.silu(h @ w["gate"]) * (h @ w["in"])
+            return h + (made @ w["out"]) * w["scale"], None
+
+        return lax.scan(layer, h, weights)[0]
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        def of_both(params: Any) -> jax.Array:
+            h = group(x, params["early"])
+            return jnp.mean(group(h.reshape(len(h) // 2, -1) @ params["merge"], params["late"]) ** 2)
+
+        value, grads = jax.value_and_grad(of_both)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    keys = iter(jax.random.split(jax.random.key(0), 10))
+
+    def made(*shape: int) -> jax.Array:
+        return 0.1 * jax.random.normal(next(keys), shape)
+
+    def stack(n: int) -> dict[str, jax.Array]:
+        return {
+            "in": made(n, 64, 256),
+            "out": made(n, 256, 64),
+            "gate": made(n, 64, 256),
+            "scale": made(n, 64),
+        }
+
+    params = {"early": stack(3), "late": stack(5), "merge": made(128, 64)}
+    state, x = tx.init(params), made(512, 64)
+    want = jax.jit(step)(params, state, x)
+    planned = jaxremat.optimize("min", donate_argnums=(0, 1), cache=False)(step)
+    assert_same(want, planned(params, jaxremat.to_host(state, least_nbytes=1000), x))
+    assert "defect" not in caplog.text
+
+
 def test_half_of_a_state_in_bfloat16() -> None:
     """Parameters in bfloat16, their copies in float32: the gradients are converted row by row."""
 
