@@ -54,9 +54,9 @@ def measured(make: Make, share: str, *, target: str, offload: bool) -> records.R
     else:
         budget = needs.base_nbytes + int(float(share) * needs.temporaries_nbytes)
     row = {"plain_nbytes": needs.peak_nbytes, "budget_nbytes": budget, "library": records.library_version()}
-    planning = common | {"planning_seconds": PLANNING_SECONDS}
+    planning = common | {"planning_seconds": PLANNING_SECONDS, "cache": False}
     try:
-        made = plan(step.step, *args, budget=budget, offload=offload, cache=False, **planning)
+        made = plan(step.step, *args, budget=budget, offload=offload, **planning)
     except InfeasibleBudgetError as error:
         return {**row, "least_nbytes": error.min_peak_nbytes}
     return row | _figures(made)

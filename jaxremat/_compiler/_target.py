@@ -111,6 +111,11 @@ class Target:
         return TargetLowered(self, lowered, options)
 
 
+def in_words(devices: int) -> str:
+    """How many that are."""
+    return "one device" if devices == 1 else f"{devices} devices"
+
+
 def mismatch(target: Target, devices: int) -> TargetError:
     """What to say of a step that is on another number of devices than the target has."""
     if devices == 1:
@@ -120,9 +125,8 @@ def mismatch(target: Target, devices: int) -> TargetError:
             f'P("data")))` with `mesh = jax.sharding.AbstractMesh(({target.devices},), ("data",))`, or write '
             f"`target={target.device!r}`."
         )
-    has = "one device" if target.devices == 1 else f"{target.devices} devices"
     return TargetError(
-        f"`target={target.name!r}` has {has}, and the step's mesh has {devices}. Write "
+        f"`target={target.name!r}` has {in_words(target.devices)}, and the step's mesh has {devices}. Write "
         f'`target="{target.device}x{devices}"` (of several hosts `"{target.device}:HOSTSxDEVICES"`), or pass arguments '
         f"on a mesh of {target.devices}."
     )

@@ -39,7 +39,7 @@ class Elsewhere:
         first = emitter.graph.away.first([copy.value for copy in self.copies], emitter.schedule.recomputed)
         self.back: dict[int, list[Any]] = {}  # stage -> what has come back before it
         for copy in self.copies:
-            if copy.over <= first[copy.value].stage:
+            if 0 <= copy.over <= first[copy.value].stage:
                 self.back.setdefault(copy.over, []).append(emitter.variable[copy.value])
 
     def leave(self, n: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
+from .._compiler._target import in_words
 from .._model._schedule import check
 from .._report._actions import actions
 from .._runtime._bytes import format_nbytes
@@ -55,7 +56,7 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
         afresh = "Plan this step afresh, with `optimize(budget)`."
         if plan.devices != (here := baseline.division.devices):
             raise PlanMismatchError(
-                f"The plan is for a mesh of {_devices(plan.devices)}, this step is on {_devices(here)}. {afresh}"
+                f"The plan is for a mesh of {in_words(plan.devices)}, this step is on {in_words(here)}. {afresh}"
             )
         raise PlanMismatchError(
             f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: its code, the "
@@ -89,10 +90,6 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
         alive=alive_at_peak(text_of(compiled)),
     )
     return Planned(plan, jitted, compiled) if to_run else planned(baseline, plan, jitted, compiled)
-
-
-def _devices(count: int) -> str:
-    return "one device" if count == 1 else f"{count} devices"
 
 
 def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:

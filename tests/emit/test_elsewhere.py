@@ -72,17 +72,22 @@ LARGE = {
 """Arguments of which products take about as long as copies of their results to the host, for a GPU."""
 
 
+def updated(weights: Any, loss: Any) -> Any:
+    """The weights after one SGD step, and the loss before it."""
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
 def mlp(weights: Any, x: Any) -> Any:
     """One SGD step of an unrolled network with activations that are made of another value in memory."""
 
     def loss(weights: Any) -> jax.Array:
         h = x
-        for up, down in weights:
-            h = h + jax.nn.gelu(h @ up) @ down
+        for up, down, *bias in weights:
+            h = h + jax.nn.gelu(sum(bias, h @ up)) @ down
         return jnp.mean(h**2)
 
-    value, gradients = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+    return updated(weights, loss)
 
 
 def conv(weights: Any, x: Any) -> Any:
@@ -96,8 +101,7 @@ def conv(weights: Any, x: Any) -> Any:
             )
         return jnp.mean(h**2)
 
-    value, gradients = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+    return updated(weights, loss)
 
 
 def branches(weights: Any, x: Any) -> Any:
@@ -109,21 +113,7 @@ def branches(weights: Any, x: Any) -> Any:
             h = h + sum(jnp.tanh(h @ w) for w in layer)
         return jnp.mean(h**2)
 
-    value, gradients = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
-
-
-def biased(weights: Any, x: Any) -> Any:
-    """The first network with biases, whose gradients are sums of what those of matrices read."""
-
-    def loss(weights: Any) -> jax.Array:
-        h = x
-        for up, down, bias in weights:
-            h = h + jax.nn.gelu(h @ up + bias) @ down
-        return jnp.mean(h**2)
-
-    value, gradients = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+    return updated(weights, loss)
 
 
 def scanned(weights: Any, x: Any, reverse: bool = False) -> Any:
@@ -137,8 +127,7 @@ def scanned(weights: Any, x: Any, reverse: bool = False) -> Any:
         h, means = jax.lax.scan(layer, x, weights, reverse=reverse)
         return jnp.mean(h**2) + jnp.sum(jnp.sin(means))
 
-    value, gradients = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+    return updated(weights, loss)
 
 
 def accumulated(weights: Any, x: Any) -> Any:
@@ -160,7 +149,7 @@ STEPS = {
     "matrices": mlp,
     "images": conv,
     "branches": branches,
-    "biases": biased,
+    "biases": mlp,
     "loop": scanned,
     "reversed loop": functools.partial(scanned, reverse=True),
     "loop in a loop": accumulated,
