@@ -1,4 +1,5 @@
-"""Settings of the whole test suite: property tests draw the same examples on every machine.
+"""Settings of the whole test suite: property tests draw the same examples on every machine, and plans are made for the
+same processor.
 
 `HYPOTHESIS_PROFILE=explore` draws new ones, more of them, and shrinks what fails, which may take minutes.
 
@@ -11,6 +12,9 @@ import os
 import jax
 import pytest
 from hypothesis import Phase, settings
+
+from jaxremat._compiler._devices import DeviceSpec, cpu_file, cpu_text
+from jaxremat._runtime._cache_folder import store
 
 settings.register_profile(
     "same", deadline=None, derandomize=True, max_examples=40, phases=[Phase.explicit, Phase.generate]
@@ -27,3 +31,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAXREMAT_CACHE"] = str(config.rootpath / ".pytest_cache" / "jaxremat")
     os.environ["JAXREMAT_PLAN_CACHE"] = "0"
+    # The figures of one processor, wherever the tests run: which of two plans is cheaper depends on them.
+    rates = (("f32", 1.6e11), ("bf16", 1.6e11), ("f64", 8.7e10))
+    key, path = cpu_file()
+    store(path, cpu_text(key, DeviceSpec(key, "cpu", 24 << 30, 4.5e10, rates, 2e-6, 4.5e10)))

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -69,10 +68,7 @@ def measure_cpu() -> DeviceSpec:
     The cache is one JSON file per processor model, core count and jax version, in `$JAXREMAT_CACHE` or
     `~/.cache/jaxremat`. See `_cache_folder` for files that cannot be read or written.
     """
-    import jax  # here and in `_measure` alone: the rest of the module runs without it
-
-    key = f"{_processor()}, {_cores()} cores, jax {jax.__version__}"
-    path = cache_dir() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    key, path = cpu_file()
 
     def parse(text: str) -> DeviceSpec:
         stored = json.loads(text)
@@ -82,10 +78,21 @@ def measure_cpu() -> DeviceSpec:
 
     if (known := read(path, parse)) is not None:
         return known
-    text = json.dumps({"key": key, "spec": _measure(key).to_json()}, indent=1)
-    return settle(
-        path, text, parse
-    )  # that of another process that measured at the same time, if it was first
+    # that of another process that measured at the same time, if it was first
+    return settle(path, cpu_text(key, _measure(key)), parse)
+
+
+def cpu_file() -> tuple[str, Path]:
+    """What this processor's file in the cache says it is of, and where it is."""
+    import jax  # here and in `_measure` alone: the rest of the module runs without it
+
+    key = f"{_processor()}, {_cores()} cores, jax {jax.__version__}"
+    return key, cache_dir() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def cpu_text(key: str, spec: DeviceSpec) -> str:
+    """What the file holds."""
+    return json.dumps({"key": key, "spec": spec.to_json()}, indent=1)
 
 
 _SIDE = 512  # of the measured products: milliseconds each, large enough for the rate to have levelled off
@@ -93,11 +100,11 @@ _STREAM_ELEMENTS = 1 << 24  # of f32, 64 MiB: beyond the caches of most processo
 
 
 def _measure(name: str) -> DeviceSpec:
-    """Median rates of matrix products and of a streaming kernel, rounded so that noise rarely shows."""
+    """The best rates of matrix products and of a streaming kernel, rounded: noise only ever makes them slower."""
     import jax
     import numpy as np
 
-    def seconds(fn: Any, start: Any, repeats: int = 9) -> float:
+    def seconds(fn: Any, start: Any, repeats: int = 15) -> float:
         # Compiled ahead of time and fed its own result: works inside somebody's trace too, and the donated
         # buffer is written in place, so that no page faults of fresh memory are in the time.
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -108,7 +115,7 @@ def _measure(name: str) -> DeviceSpec:
             before = time.perf_counter()
             value = jax.block_until_ready(compiled(value))
             times.append(time.perf_counter() - before)
-        return statistics.median(times)
+        return min(times)
 
     rates = []
     with jax.enable_x64(True):

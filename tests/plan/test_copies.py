@@ -1,6 +1,6 @@
 """Plans that keep values in fewer bits: what they save, what becomes of losses and gradients, and what they say."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ from jax import lax
 
 import jaxremat
 from jaxremat import ArgumentError
-from jaxremat._model._device_specs import DeviceSpec
 
 ROWS, WIDTH, LAYERS = 2048, 128, 6
 KINDS = {"bf16_residuals": "bfloat16", "fp8_residuals": "float8", "int8_residuals": "int8"}
@@ -57,18 +56,8 @@ def planned(net: Any, share: float, *kinds: str, dtype: Any = jnp.float32) -> tu
     return made, made.plan(*args)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def figures() -> Iterator[None]:
-    """Those of one CPU, wherever the tests run: which of two plans is cheaper depends on them."""
-    rates = (("f32", 1.1e11), ("bf16", 1.0e11), ("f64", 1.0e11))
-    spec = DeviceSpec("a CPU", "cpu", 24 << 30, 5.8e10, rates, 2e-6, 5.8e10)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("jaxremat._compiler._devices.measure_cpu", lambda: spec)
-        yield
-
-
 @pytest.fixture(scope="module")
-def exact(figures: None) -> Any:
+def exact() -> Any:
     return planned(unrolled, 0.6)[1]
 
 
