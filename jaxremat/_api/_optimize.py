@@ -100,24 +100,24 @@ def optimize(
       path of globs within a name stack (`jaxremat.Node.scope`, ended by the primitive or a `checkpoint_name`), or
       within a source line, or a compiled regular expression; what it matches is `"save"`d, `"recompute"`d or
       `"offload"`ed, or a `"stage"` of the backward pass begins where the backward pass of what it matches does.
-
     - `planning_seconds`: when to stop looking for a better plan, counted from the first call; what is being compiled is
       finished. By default after the time of three compilations of the plain step and 15 s once a plan fits, of six and
-      30 s while none does; without limit where `effort="thorough"`. `Plan.planning` says what it took, and whether the
-      search was cut short.
+      30 s while none does; without limit where `effort="thorough"`. `Plan.planning` says what it took, and whether it
+      was cut short.
     - `offload`: let the planner keep saved values in the host's memory between their readers, where that costs less
       than computing them again. Plans without are looked for first, so that planning may take twice as long.
       Where nothing fits, or only what is dear, it keeps donated arguments there that are read to be updated alone, as
-      an optimizer's state: the step returns them there, and a warning says so (see `Plan.on_host`).
-      A CPU has no other memory: with True a warning says so. `"auto"` is True where there is one.
-    - `host_budget`: what these values may take of the host's memory, all devices of the process together: bytes or
-      text, by default half of the machine's, or without limit for a `target`.
+      an optimizer's state: the step returns them there, and a warning says so (see `Plan.on_host`). A CPU has none:
+      with True a warning says so. `"auto"` is True where there is one.
+    - `host_budget`: what these may take there, all devices of the process together: bytes or text, by default half of
+      the machine's memory, without limit for a `target`.
     - `allow`: what the planner may do besides, where that is cheaper. `"attention"`: without its matrix of scores.
       `"rows"`: work on large values (logits), some rows after the others. `"microbatches"`: a part of the batch after
       the others, gradients added up, where no statistics cross it. All draw the same random numbers, and compute the
       same but for the order of sums; these are `jaxremat.EXACT`, the default. `"bf16_residuals"`, `"fp8_residuals"`,
-      `"int8_residuals"`: keep values for the backward pass in bfloat16, or in 8 bits with a scale for each 128 of them.
-      The forward pass stays as it is, gradients are rounded: `jaxremat.compare` says how much.
+      `"int8_residuals"`: keep values for the backward pass in bfloat16, or in 8 bits with a scale for each 128;
+      `"reversible"`: undo blocks whose input follows from their output, as couplings' does. With any of these the
+      forward pass stays as it is, gradients are rounded: `jaxremat.compare` says how much.
 
     **Returns:** a decorator that gives a `Step`.
 

@@ -16,7 +16,7 @@ import typer
 from .._api._optimize import Step, optimize
 from .._compiler._program import Program
 from .._compiler._target import Target, targets
-from .._model._form_offers import EXACT
+from .._model._form_offers import EXACT, REVERSIBLE
 from .._runtime._bytes import Budget
 from .._runtime._errors import ArgumentError, TargetError
 from .._solver import Chen, Greedy, Milp, MinCut, RecomputeAll
@@ -167,6 +167,9 @@ class Planning:
         Literal["bf16", "fp8", "int8"] | None,
         typer.Option(help="Let values be kept so, which rounds gradients."),
     ] = None
+    reversible: Annotated[bool | None, typer.Option(help="Undo reversible blocks, which rounds gradients.")] = (
+        None
+    )
     verify: Annotated[bool | None, typer.Option(help="Compile the plan and read its peak.")] = None
     cache: Annotated[bool | None, typer.Option(help="Look for the plan in the cache first.")] = None
 
@@ -191,6 +194,7 @@ class Planning:
         """`allow`, None for what it is by default."""
         exact = tuple(name for name in EXACT if name != "microbatches" or self.microbatches is not False)
         allowed = (*exact, f"{self.residuals}_residuals") if self.residuals else exact
+        allowed = (*allowed, REVERSIBLE) if self.reversible else allowed
         return None if allowed == EXACT else allowed
 
 

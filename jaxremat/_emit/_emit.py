@@ -18,6 +18,7 @@ dropped equations behind it. Tied as follows:
 - saved values that the compiler might make again in the backward pass's kernels pass through the first fence.
 - what is in host memory meanwhile leaves behind its producer, and comes back behind a fence (see `_elsewhere`), or
   within loops (see `_stacks_elsewhere`).
+- what undoes blocks waits for a cotangent behind a fence of its own (see `_undone_blocks`).
 - what the user's own program copies from the host's memory, or there, begins and is over where the graph has it (see
   `_streams`).
 - in a loop of the backward pass all happens within an iteration: clones of what an iteration of the forward loop made,
@@ -62,6 +63,7 @@ from ._placement import entered, places
 from ._stacks_elsewhere import StacksElsewhere
 from ._streams import Streams
 from ._triggers import finished, parts, trigger
+from ._undone_blocks import before_blocks
 from ._weight_copies import behind_operand
 from ._weight_gradients import put_in_order
 
@@ -148,6 +150,7 @@ class Emitter:
         self.decoding = Decoding(self)
         self.elsewhere = Elsewhere(self)
         self.stacks_elsewhere = StacksElsewhere(self)
+        self.blocks = before_blocks(self)
 
     def run(self) -> list[Any]:
         """Append everything; returns the step's outputs by their final names."""
@@ -233,6 +236,8 @@ class Emitter:
         for n in nodes:
             if n in self.streams.begun:
                 continue
+            if n in self.blocks:
+                self.fenced([], self.blocks[n], "fence_block", -1)
             self.streams.hold(n, renamed)
             eqn = self.decoding.as_made(n, self.source[n])
             if self.ordered:

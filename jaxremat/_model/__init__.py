@@ -7,5 +7,6 @@ Reading order: `_graph`, `_stages` (where the backward pass may stop and recompu
 (on a `_tape`), `_timeline`; then what the graph derives: `_reuse`, `_unnamed_buffers`, `_later_passes` (of steps that
 differentiate several times), `_optimizer_updates`, `_stage_merging`; what surrounds it: `_backend`, `_device_specs`,
 `_primitive_names`, `_pins`; which forms the step may take: `_form`, what `_loop_levels`, `_inner_offers`,
-`_row_offers` and `_copy_offers` offer, `_form_offers`; and `_example_graphs`, on which planners are tried.
+`_row_offers`, `_copy_offers` and `_reversed_offers` offer, `_form_offers`; and `_example_graphs`, on which planners are
+tried.
 """

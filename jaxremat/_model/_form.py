@@ -11,11 +11,12 @@ from typing import NamedTuple, Self
 Setting = tuple[int, ...]
 """How a site is done: numbers that its kind gives a meaning to, none as it was."""
 
-LOOP, ROWS, COPIES, INNER, ATTENTION = "loop", "rows", "copies", "inner", "attention"
+LOOP, ROWS, COPIES, INNER, ATTENTION, REVERSED = "loop", "rows", "copies", "inner", "attention", "reversed"
 """Kinds of sites. Of a pair of loops the setting is its lengths by level and those of its parts (see `_loop_levels`),
 of a region of rows how many chunks it is done in, of values the codes of the ways to keep them in fewer bits, of the
 pairs inside of pairs, which are one site, a one: they are laid open; of attention, which is one site too, a one where
-it is done in parts, a two in kernels.
+it is done in parts, a two in kernels; of what can be undone, which is site 0 outside of loops and else one more than
+the number of the pair of loops, a one where the way back computes it from what comes out of it.
 """
 
 _UNNAMED = "site"
@@ -49,8 +50,12 @@ class Form:
 
     @classmethod
     def of(cls, *choices: Choice) -> Self:
-        """The form with these choices, the later ones in place of earlier ones for the same site."""
+        """The form with these choices, the later ones in place of earlier ones for the same site. A pair of loops that
+        is undone is in no levels.
+        """
         found = {choice[:2]: choice for choice in choices}
+        for pair in [site - 1 for kind, site in found if kind == REVERSED]:
+            found.pop((LOOP, pair), None)
         return cls(tuple(found[site] for site in sorted(found) if found[site].setting))
 
     @classmethod

@@ -17,6 +17,11 @@ EXACT = ("attention", "microbatches", "rows")
 after the others, and some of its rows so.
 """
 
+REVERSIBLE = "reversible"
+"""What they may allow besides: blocks undone on the way back, whose values are those of the forward pass but for
+rounding.
+"""
+
 
 class Offers(Protocol):
     """What one kind of sites offers.
@@ -96,7 +101,7 @@ class Forms:
         """The plain form, and deeper and deeper ones but for those of most of the step, with what changes numbers."""
         plain = [PLAIN, *(deeper.form for deeper in self.deeper() if not deeper.whole)]
         rungs = [rung for offers in self.others if not offers.exact for rung in offers.rungs()]
-        return tuple(self.promise(form.also(*rung)) for rung in rungs for form in plain)
+        return tuple(map(self.promise, dict.fromkeys(form.also(*rung) for rung in rungs for form in plain)))
 
     def is_inexact(self, form: Form) -> bool:
         """Whether any of its choices changes numbers."""

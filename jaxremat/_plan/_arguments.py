@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .._model._form_offers import EXACT
+from .._model._form_offers import EXACT, REVERSIBLE
 from .._rewrite._encodings import INEXACT
 from .._runtime._bytes import Budget, parse_nbytes
 from .._runtime._errors import ArgumentError
@@ -40,7 +40,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 def parse_forms(allow: object) -> tuple[str, ...]:
     """The forms that a plan may use. **Raises:** `ArgumentError`."""
     given = (allow,) if isinstance(allow, str) else allow
-    known = (*EXACT, *INEXACT)
+    known = (*EXACT, REVERSIBLE, *INEXACT)
     if not isinstance(given, Iterable) or not set(given) <= set(known):
         known = ", ".join(f'"{name}"' for name in known)
         raise ArgumentError(f"`allow={allow!r}` is unknown. Write some of {known}, or `()` for none of them.")

@@ -13,18 +13,23 @@ from .._compiler._devices import DeviceSpec
 from .._model._attention_offers import AttentionOffers
 from .._model._copy_offers import CopyOffers
 from .._model._form import Worth
-from .._model._form_offers import Forms, Offers
+from .._model._form_offers import REVERSIBLE, Forms, Offers
 from .._model._graph import Graph
 from .._model._inner_offers import InnerOffers
 from .._model._loop_levels import LoopOffers
+from .._model._reversed_offers import ReversedOffers
 from .._model._row_offers import RowOffers
 from .._model._schedule import everything
 from .._model._simulate import simulate
+from .._program._flops import alone_seconds, aval_nbytes
+from .._program._primitives import is_heavy
 from .._rewrite._encodings import allowed, fewer_nbytes
 from .._rewrite._inner_loops import fewer_nbytes as inner_nbytes
 from .._rewrite._inner_loops import inner_pairs
 from .._rewrite._laid_open import scopes
-from .._rewrite._loop_opening import FORWARD
+from .._rewrite._loop_opening import BACKWARD, FORWARD
+from .._rewrite._reversed_chains import chains
+from .._rewrite._reversed_loops import reversible_nbytes
 from .._rewrite._row_regions import Region
 from .._rewrite._trace import Traced
 
@@ -135,5 +140,25 @@ def _copies(sites: Sites) -> Offers | None:
     return CopyOffers(codes, found) if found else None
 
 
-OFFERS: Sequence[Callable[[Sites], Offers | None]] = (_attention, _rows, _inner, _copies)
+def _reversed(sites: Sites) -> Offers | None:
+    """Blocks undone on the way back."""
+    traced, graph = sites.traced, sites.graph
+    if REVERSIBLE not in sites.allow or sites.decided or traced.around or traced.devices > 1:
+        return None
+    found: dict[int, Worth] = {}
+    for number, loop in enumerate(graph.pairs):
+        backward = [each.eqn for each in traced.loops if each.group == loop and each.role == BACKWARD]
+        carried = reversible_nbytes(traced.loops[loop].eqn, backward[0]) if len(backward) == 1 else 0
+        if carried:
+            again = math.fsum(node.seconds for node in graph.nodes if node.loop == loop)
+            found[number + 1] = Worth(graph.trips[loop] * carried, again)
+    blocks = [block for chain in chains(traced.jaxpr, traced.loop_of, traced.loops) for block in chain]
+    if blocks:
+        fewer = sum(aval_nbytes(v.aval) for block in blocks for v in block.names)
+        again = math.fsum(alone_seconds(sites.device, e) for b in blocks for e in b.eqns if is_heavy(e))
+        found[0] = Worth(fewer, again)
+    return ReversedOffers(found) if found else None
+
+
+OFFERS: Sequence[Callable[[Sites], Offers | None]] = (_attention, _rows, _inner, _copies, _reversed)
 """What kinds of sites offer, those of exact forms first."""

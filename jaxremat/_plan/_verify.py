@@ -338,6 +338,7 @@ class _Planner:
                 traced.rows,
                 self.baseline.form(graph.form).inner,
                 self.baseline.form(graph.form).attention,
+                self.baseline.form(graph.form).chain,
                 devices=1 if schedule.drops_nothing else traced.devices,
             ),
             copies=copies(self.baseline.form(graph.form), graph, schedule),

@@ -97,6 +97,12 @@ def has_scope(eqn: Any, scope: str) -> bool:
     return any(part.name == scope for part in eqn.source_info.name_stack.stack)
 
 
+def last_scope(eqn: Any) -> str:
+    """The last name in the equation's name stack, "" where it has none."""
+    parts = eqn.source_info.name_stack.stack
+    return parts[-1].name if parts else ""
+
+
 REMATTED = "rematted_computation"
 """How JAX names the forward pass that a checkpoint runs again in the backward pass."""
 
@@ -106,6 +112,12 @@ def as_forward(eqn: Any) -> Any:
     info = eqn.source_info
     own = (part for part in info.name_stack.stack if part.name not in ("transpose", REMATTED))
     return eqn.replace(source_info=info.replace(name_stack=_source.NameStack(tuple(own))))
+
+
+def as_backward(eqn: Any, like: Any, scope: str) -> Any:
+    """An equation that the backward pass runs for another, under that one's names, one more, and its own line."""
+    stack = like.source_info.name_stack.extend(scope)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
 def root_source(eqn: Any) -> Any:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._model._form import LOOP, ROWS, Form, Setting
+from .._model._form import LOOP, REVERSED, ROWS, Form, Setting
 from .._model._loop_levels import parts
 
 
@@ -16,7 +16,8 @@ class LoopForm:
     as in `Plan.form`, none of rows that stay together; `source` the user's line; `rows` whether it is no loop of
     the user's; `whole` whether these are most of the step, in microbatches; `inner` whether it is a loop within another
     that the way back runs again and is planned inside, of no levels; `attention` whether it is attention, at that line
-    so many times, of no levels, `kernels` whether in kernels.
+    so many times, of no levels, `kernels` whether in kernels; `undone` whether it is a loop, or blocks if it has no
+    length, whose values the way back computes from what comes out, of no levels.
     """
 
     length: int
@@ -27,6 +28,7 @@ class LoopForm:
     inner: bool = False
     attention: bool = False
     kernels: bool = False
+    undone: bool = False
 
     def __str__(self) -> str:
         if self.whole:
@@ -41,9 +43,15 @@ class LoopForm:
             return (
                 f"rows{where}, and what makes and reads them: in {self.levels[0]} chunks, one after the other"
             )
+        if self.undone and not self.length:
+            return (
+                f"blocks{where}: undone on the way back, one after the other, from what comes out of the last"
+            )
         loop = f"loop of {self.length} iterations{where}"
         if self.inner:
             return f"inner {loop}: runs again on the way back, planned inside"
+        if self.undone:
+            return f"{loop}: undone on the way back, from what it ends with"
         levels, behind = parts(self.length, self.levels)
         if len(levels) > 1:
             rest = f", and {sum(behind)} behind them" if behind else ""
@@ -65,15 +73,17 @@ def loop_forms(
     rows: Sequence[tuple[int, str, bool]] = (),
     inner: Sequence[tuple[int, str]] = (),
     attention: Sequence[tuple[str, bool]] = (),
+    chain: str = "",
     devices: int = 1,
 ) -> tuple[LoopForm, ...]:
     """Of the loops that are not left as they are, and of the rows that are in chunks, or would be on one device.
 
     **Arguments:** `rows` of each region that may be, with the user's line, and whether it is most of the step; `inner`
     the lengths of inner loops that are laid open, and the user's lines; `attention` the user's line of each that is
-    done without its matrix of scores, and whether in kernels; `devices` how many the compiler divides the step among.
+    done without its matrix of scores, and whether in kernels; `chain` the user's line of the first undone block;
+    `devices` how many the compiler divides the step among.
     """
-    levels, chunks = form.settings(LOOP), form.settings(ROWS)
+    levels, chunks, undone = form.settings(LOOP), form.settings(ROWS), form.settings(REVERSED)
     none: Setting = ()
     loops = [
         LoopForm(length, levels[i], source)
@@ -91,6 +101,8 @@ def loop_forms(
     ]
     return (
         *loops,
+        *(LoopForm(lengths[site - 1], (), sources[site - 1], undone=True) for site in sorted(undone) if site),
+        *(LoopForm(0, (), chain, undone=True) for site in undone if not site),
         *attending,
         *(LoopForm(length, (), source, inner=True) for length, source in inner),
         *regions,

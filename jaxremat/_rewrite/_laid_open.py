@@ -14,6 +14,7 @@ from .._program._common_subexpressions import Equals
 from .._program._inline import Inliner
 from ._inner_loops import open_inner
 from ._loop_opening import ALONE, BACKWARD, Loop, Opened, open_loops
+from ._reversed_chains import chains_in_reverse
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,13 @@ def attended(opened: LaidOpen, places: Mapping[Pattern, Places] | None, how: int
     return replace(
         opened, closed=made.closed, loop_of=[opened.loop_of[i] for i in made.origin], merged_of=place
     )
+
+
+def in_reverse(opened: LaidOpen) -> LaidOpen:
+    """The same with chains of blocks undone in the backward pass, where they can be."""
+    made = chains_in_reverse(opened.closed, opened.loop_of, opened.loops)
+    place = [made.place[i] if i >= 0 else -1 for i in opened.merged_of]
+    return replace(opened, closed=made.closed, loop_of=made.loop_of, merged_of=place)
 
 
 def scopes(loop_of: Sequence[int], loops: Sequence[Loop]) -> list[int]:

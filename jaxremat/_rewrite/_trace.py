@@ -19,7 +19,7 @@ import jax.extend.core as jex
 from .._attention._operations import ATTENTION as ATTEND
 from .._attention._pattern import Pattern
 from .._attention._places import Places
-from .._model._form import ATTENTION, COPIES, INNER, LOOP, PLAIN, ROWS, Form
+from .._model._form import ATTENTION, COPIES, INNER, LOOP, PLAIN, REVERSED, ROWS, Form
 from .._program import _compat
 from .._program._hints import Hint, hidden
 from .._program._inline import Inliner
@@ -28,7 +28,7 @@ from .._runtime._garbage import uncollected
 from ._cotangent_chains import with_names
 from ._encodings import Encoded, with_copies
 from ._gathered_operands import Gather, gathered
-from ._laid_open import alive, attended, laid_open, merged_equals
+from ._laid_open import alive, attended, in_reverse, laid_open, merged_equals
 from ._loop_opening import BACKWARD, FORWARD, Loop
 from ._loop_segments import backward_of, cuttable, segmented
 from ._masks import with_results
@@ -36,6 +36,8 @@ from ._memory_order import memory_order
 from ._microbatches import microbatches
 from ._passes import behind_backward
 from ._pooling_places import pooled_by_place
+from ._reversed_chains import block_of
+from ._reversed_loops import loops_in_reverse
 from ._row_chunks import chunked
 from ._row_regions import Region, regions
 from ._shard_map_body import Around
@@ -173,6 +175,12 @@ class Traced:
         eqns = (eqn for eqn in self.jaxpr.jaxpr.eqns if eqn.primitive is ATTEND)
         return [(_compat.user_line(eqn), eqn.params["kernels"]) for eqn in eqns]
 
+    @property
+    def chain(self) -> str:
+        """The user's line of the first block that the way back undoes."""
+        undone = (eqn for eqn in reversed(self.jaxpr.jaxpr.eqns) if block_of(eqn) is not None)
+        return next((line for line in map(_compat.user_line, undone) if line), "")
+
     def places(self, other: "Traced") -> dict[int, int]:
         """For this form's equations those of another form that compute the same, as far as there are any."""
         return {i: j for i, j in zip(self.origin, other.origin, strict=True) if i >= 0 and j >= 0}
@@ -248,21 +256,27 @@ def normalise(
         known = () if apart else (*regions(once), *(() if respect_checkpoint else microbatches(once)))
     site, (count,) = next(iter(form.settings(ROWS).items()), (-1, (0,)))
     region = known[site] if site >= 0 else None
+    undone = [pair + 1 in form.settings(REVERSED) for pair in range(len(lengths))]
     levels = [form.settings(LOOP).get(pair, ()) for pair in range(len(lengths))]
     labels = {first(v): name for v, name in reversed(inliner.labels.items())}
     parted, of_parted = chunked(once, region, count, labels)
     if region is not None and region.whole:  # which loops are within then
-        outside = (
+        outside = [
             i not in region.ways and not region.ways.keys() >= set(own)
             for i, own in backward_of(once.jaxpr.eqns).items()
-        )
-        levels = list(compress(levels, outside))
-    inside = absorbed(parted, donated, list(map(bool, levels)))
-    cut, of_inside = segmented(inside.closed, inliner, levels, inside.over)
+        ]
+        levels, undone = list(compress(levels, outside)), list(compress(undone, outside))
+    inside = absorbed(parted, donated, [bool(own) or so for own, so in zip(levels, undone, strict=True)])
+    back = loops_in_reverse(inside.closed, inliner, [pair for pair, so in enumerate(undone) if so])
+    levels = [own for pair, own in enumerate(levels) if pair not in back.numbers]
+    cut, of_inside = segmented(back.closed, inliner, levels, inside.over)
+    of_inside = [back.origin[i] if i >= 0 else -1 for i in of_inside]
     of_once = [of_parted[j] if i >= 0 and (j := inside.origin[i]) >= 0 else -1 for i in of_inside]
     opened = laid_open(cut, inliner, inside.over, inner=bool(form.settings(INNER)))
     opened = attended(opened, attention_places, *form.settings(ATTENTION).get(0, ()))
     again = opened.read
+    if 0 in form.settings(REVERSED):
+        opened = in_reverse(opened)
     copied = with_copies(opened.closed, opened.loop_of, opened.loops, form.settings(COPIES).get(0, ()))
     merged, loop_of = copied.closed, copied.loop_of
     place_of = [copied.place[i] if i >= 0 else -1 for i in opened.merged_of]

@@ -1,0 +1,176 @@
+"""Equations -> the same, whose backward pass computes a chain of blocks' values from what comes out of the last.
+
+Where what comes out of a block gives what went in (see `_inverses`), as of reversible couplings, the blocks are undone
+one after the other, the last first, right before the backward pass wants what is inside of them. Of the whole chain
+only what comes out of it need be kept.
+
+A block is found as the least stretch of the forward pass, from its end on, of which all follows that is read on its way
+from before: what is in memory there. What takes no contraction to make is taken for known.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.extend.core as jex
+
+from .._program import _compat
+from .._program._flops import aval_nbytes
+from .._program._primitives import SUMS, is_contraction
+from ._inverses import Following
+from ._loop_opening import Loop
+from ._passes import late_equations
+
+LONGEST = 1024
+"""A block has at most so many equations."""
+
+BLOCKS = 2
+"""A chain has at least so many blocks with contractions in them."""
+
+ENDS = (*SUMS, "sub", "mul", "concatenate")
+"""What a chain may end with."""
+
+LARGE = 1e-3
+"""What holds less than this share of the largest value is no end of a chain."""
+
+_UNDONE = "undone_"
+"""How the equations that undo blocks are named, before the block's number."""
+
+
+def block_of(eqn: Any) -> int | None:
+    """The number of the block that an equation of the backward pass undoes, None where it does not."""
+    name = _compat.last_scope(eqn)
+    return int(name.removeprefix(_UNDONE)) if name.startswith(_UNDONE) else None
+
+
+@dataclass(frozen=True)
+class Block:
+    """What the backward pass computes of a block.
+
+    **Fields:** `eqns` in order; `names` what they call values of the forward pass that the backward pass reads.
+    """
+
+    eqns: tuple[Any, ...]
+    names: dict[Any, Any]
+
+
+def chains(closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop]) -> list[list[Block]]:
+    """The chains of a program with its loops laid open: of each its blocks, the last first."""
+    late = late_equations(closed.jaxpr.eqns, loop_of, loops)
+    program = _Program(closed, loop_of, late)
+    found: list[list[Block]] = []
+    stop = len(program.forward)
+    while stop > 0:
+        chain, start = program.chain(stop) if program.ends(stop) else ([], stop)
+        if chain:
+            found.append(chain)
+        stop = start if chain else stop - 1
+    return found
+
+
+class _Program:
+    """The forward pass as a row of equations, and what its values are."""
+
+    def __init__(self, closed: jex.ClosedJaxpr, loop_of: Sequence[int], late: Sequence[bool]):
+        eqns = closed.jaxpr.eqns
+        flags = list(zip(eqns, loop_of, late, strict=True))
+        self.forward = [eqn for eqn, _, is_late in flags if not is_late]
+        self.in_loop = [loop >= 0 for _, loop, is_late in flags if not is_late]
+        self.wanted = {a for eqn, _, is_late in flags if is_late for a in _compat.variables(eqn.invars)}
+        self.maker = {v: eqn for eqn in self.forward for v in eqn.outvars}
+        self.last: dict[Any, int] = {}  # where the forward pass reads a value last
+        self.deep: set[Any] = set()  # what takes contractions to make
+        self.given = {*closed.jaxpr.invars, *closed.jaxpr.constvars}
+        for i, eqn in enumerate(self.forward):
+            read = _compat.variables(eqn.invars)
+            self.last.update(dict.fromkeys(read, i))
+            if is_contraction(eqn) or self.in_loop[i] or not self.deep.isdisjoint(read):
+                self.deep.update(eqn.outvars)
+            else:
+                self.given.update(eqn.outvars)
+        self.large = LARGE * max((aval_nbytes(v.aval) for v in self.maker), default=0)
+
+    def ends(self, stop: int) -> bool:
+        """Whether a chain may end before that equation."""
+        eqn = self.forward[stop - 1]
+        if eqn.primitive.name not in ENDS or self.in_loop[stop - 1]:
+            return False
+        (v,) = eqn.outvars
+        return v in self.deep and v in self.last and aval_nbytes(v.aval) >= self.large
+
+    def chain(self, stop: int) -> tuple[list[Block], int]:
+        """The blocks of the chain that ends before that equation, and where the first of them begins."""
+        known = Following(self.maker.get)
+        known.know({v: v for v in self.given})
+        there = {
+            v for i in range(stop) for v in self.forward[i].outvars if self.last.get(v, -1) >= stop
+        } & self.deep
+        known.know({v: v for v in there})
+        edges, made = [stop], [0]
+        i = stop - 1
+        while i >= 0 and not self.in_loop[i] and edges[-1] - i <= LONGEST:
+            eqn = self.forward[i]
+            known.learn(eqn)
+            there.difference_update(eqn.outvars)
+            there.update(a for a in _compat.variables(eqn.invars) if a in self.deep)
+            if there and there <= known.name.keys():
+                edges.append(i)
+                made.append(len(known.eqns))
+            i -= 1
+        return self._blocks(known, edges, made)
+
+    def _blocks(self, known: Following, edges: Sequence[int], made: Sequence[int]) -> tuple[list[Block], int]:
+        """The blocks of which the backward pass wants something, if there are several."""
+        inside = self.forward[edges[-1] : edges[0]]
+        names = {
+            v: known.name[v] for eqn in inside for v in eqn.outvars if v in self.wanted and v in known.name
+        }
+        names = {v: name for v, name in names.items() if name is not v and v in self.deep}
+        needed = {id(eqn) for eqn in known.needed(names)}
+        found: list[Block] = []
+        for start, end in zip(made, (*made[1:], len(known.eqns)), strict=True):
+            eqns = tuple(eqn for eqn in known.eqns[start:end] if id(eqn) in needed)
+            own = {v for eqn in eqns for v in eqn.outvars}
+            found.append(Block(eqns, {v: name for v, name in names.items() if name in own}))
+        deep = sum(any(map(is_contraction, block.eqns)) for block in found)
+        return ([block for block in found if block.eqns], edges[-1]) if deep >= BLOCKS else ([], edges[0])
+
+
+@dataclass(frozen=True)
+class Undone:
+    """**Fields:** `closed` the equations; `loop_of` the loop of each; `place` of each older equation."""
+
+    closed: jex.ClosedJaxpr
+    loop_of: list[int]
+    place: list[int]
+
+
+def chains_in_reverse(closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop]) -> Undone:
+    """The program in which the backward pass computes what it wants of chains from what comes out of these."""
+    jaxpr = closed.jaxpr
+    late = late_equations(jaxpr.eqns, loop_of, loops)
+    before: dict[int, list[Block]] = {}  # equation of the backward pass -> what it needs first
+    names: dict[Any, Any] = {}
+    backward = (i for i in reversed(range(len(late))) if late[i])
+    reads = {a: i for i in backward for a in _compat.variables(jaxpr.eqns[i].invars)}  # where first
+    for chain in chains(closed, loop_of, loops):
+        at = len(jaxpr.eqns)
+        for block in reversed(chain):
+            at = min([at, *(reads[v] for v in block.names)])
+            before.setdefault(at, []).insert(0, block)
+            names |= block.names
+    eqns: list[Any] = []
+    loop: list[int] = []
+    place: list[int] = []
+    count = 0
+    for i, eqn in enumerate(jaxpr.eqns):
+        for block in before.get(i, ()):
+            eqns += [_compat.as_backward(each, eqn, f"{_UNDONE}{count}") for each in block.eqns]
+            count += 1
+        loop += [-1] * (len(eqns) - len(loop))
+        place.append(len(eqns))
+        invars = [a if _compat.is_literal(a) or not late[i] else names.get(a, a) for a in eqn.invars]
+        eqns.append(eqn.replace(invars=invars))
+        loop.append(loop_of[i])
+    made = _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, eqns)
+    return Undone(made, loop, place)

@@ -1,0 +1,155 @@
+"""Flat equations -> the same with pairs of scans that keep nothing but what the forward scan ends with.
+
+Where an iteration's carries follow from those that it leaves (see `_inverses`), as of reversible couplings, the way
+back needs no carry kept: a pair
+
+    c, R = scan(forward, c0, X)                g, Y = scan(backward, g0, (R, X), reverse)
+
+becomes a forward scan that stacks nothing, and one that makes of `c` the carry of the iteration before, with it what
+the backward scan would have read, and runs that:
+
+    c = scan(forward, c0, X)                   g, c, Y = scan(R, c = back(c, X); backward, (g0, c), X, reverse)
+
+The latter holds a forward and a backward pass, and is planned as any loop that does.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.extend.core as jex
+
+from .._program import _compat
+from .._program._flops import aval_nbytes
+from .._program._inline import Inliner
+from .._program._primitives import is_contraction
+from ._inverses import Following
+from ._loop_opening import APART, operands
+from ._loop_segments import backward_of
+
+
+@dataclass(frozen=True)
+class InReverse:
+    """**Fields:** `closed` the equations; `origin` for each its index before, -1 for new ones; the `numbers` of the
+    pairs that run back without what they had kept.
+    """
+
+    closed: jex.ClosedJaxpr
+    origin: list[int]
+    numbers: frozenset[int]
+
+
+def loops_in_reverse(flat: jex.ClosedJaxpr, inliner: Inliner, chosen: Collection[int]) -> InReverse:
+    """The program in which these of its pairs, by number, run back without what they had kept, where they can."""
+    if not chosen:
+        return InReverse(flat, list(range(len(flat.jaxpr.eqns))), frozenset())
+    eqns = flat.jaxpr.eqns
+    returned = set(_compat.variables(flat.jaxpr.outvars))
+    replaced: dict[int, Any] = {}
+    numbers: set[int] = set()
+    for number, (i, own) in enumerate(backward_of(eqns).items()):
+        if number not in chosen or len(own) != 1:
+            continue
+        (back,) = own
+        read = {a for j, eqn in enumerate(eqns) if j not in (i, back) for a in _compat.variables(eqn.invars)}
+        pair = _Pair(eqns[i], eqns[back], inliner)
+        if pair.known is not None:
+            kept = [v in returned or v in read for v in eqns[i].outvars[pair.carries :]]
+            replaced[i] = _compat.with_results(eqns[i], [*[True] * pair.carries, *kept])
+            replaced[back] = pair.apart()
+            numbers.add(number)
+    found = [replaced.get(i, eqn) for i, eqn in enumerate(eqns)]
+    made = _compat.new_jaxpr(inliner.constvars, inliner.consts, flat.jaxpr.invars, flat.jaxpr.outvars, found)
+    return InReverse(made, [-1 if i in replaced else i for i in range(len(eqns))], frozenset(numbers))
+
+
+def reversible_nbytes(forward: Any, backward: Any) -> int:
+    """Bytes of the carries of a pair of scans that need not be kept for each iteration, 0 where they do not follow."""
+    pair = _Pair(forward, backward, Inliner())
+    if pair.known is None or not any(map(is_contraction, pair.again)):
+        return 0
+    return sum(aval_nbytes(pair.left[i].aval) for i in pair.kept)
+
+
+class _Pair:
+    """A forward scan and its backward scan.
+
+    **Fields:** how many `carries` the forward scan has, and which of them are `kept` to go back from; `known` what
+    follows from those that an iteration leaves, None where that is not all that the backward scan reads; the equations
+    `again` that make this.
+    """
+
+    def __init__(self, forward: Any, backward: Any, inliner: Inliner):
+        self.forward, self.backward, self.inliner = forward, backward, inliner
+        consts, init, scanned = operands(forward)
+        self.carries = len(init)
+        self.consts = [_compat.new_var(a.aval) for a in consts]
+        self.rows = [_compat.new_var(jex.mapped_aval(self._length, 0, a.aval)) for a in scanned]
+        self.left = [_compat.new_var(a.aval) for a in init]  # what the iteration left
+        self.known: Following | None = None
+        self.kept: list[int] = []
+        self.again: list[Any] = []
+        self._follow([_compat.new_var(a.aval) for a in init])
+
+    @property
+    def _length(self) -> int:
+        return self.forward.params["length"]
+
+    def _follow(self, found: Sequence[Any]) -> None:
+        """Look for what follows; `found` are the carries as the iteration finds them."""
+        eqns: list[Any] = []
+        inside = [*self.consts, *found, *self.rows]
+        info = self.forward.source_info
+        results = self.inliner.body(self.forward.params["jaxpr"], inside, info, eqns)
+        known = Following({v: eqn for eqn in eqns for v in eqn.outvars}.get)
+        for eqn in eqns:
+            known.learn(eqn)
+        known.know({v: v for v in (*self.consts, *self.rows, *self.inliner.constvars)})
+        ends = zip(results, self.left, strict=False)
+        known.know({a: v for a, v in ends if not _compat.is_literal(a)})
+        stacked = dict(zip(self.forward.outvars[self.carries :], results[self.carries :], strict=True))
+        self.residuals = {v: a for v, a in stacked.items() if v in operands(self.backward)[2]}
+        wanted = list(_compat.variables(self.residuals.values()))
+        while all(v in known.name for v in wanted):
+            again = known.needed(wanted)
+            read = {a for eqn in again for a in _compat.variables(eqn.invars)}
+            read.update(known.name[v] for v in wanted)
+            kept = [i for i, v in enumerate(self.left) if v in read]
+            more = [found[i] for i in kept if found[i] not in wanted]
+            if not more:
+                self.known, self.kept, self.again = known, kept, again
+                self.found = [known.name[found[i]] for i in kept]
+                return
+            wanted += more
+
+    def apart(self) -> Any:
+        """The scan that runs both passes of an iteration on its way back."""
+        assert self.known is not None
+        consts, init, scanned = operands(self.backward)
+        own_consts = [_compat.new_var(a.aval) for a in consts]
+        carried = [_compat.new_var(a.aval) for a in init]
+        rows = {
+            a: _compat.new_var(jex.mapped_aval(self._length, 0, a.aval))
+            for a in scanned
+            if a not in self.residuals
+        }
+        given = {v: self.known.read(a) for v, a in self.residuals.items()} | rows
+        body = list(self.again)
+        inside = [*own_consts, *carried, *(given[a] for a in scanned)]
+        results = self.inliner.body(self.backward.params["jaxpr"], inside, self.backward.source_info, body)
+        before, ends = operands(self.forward), self.forward.outvars
+        read = {a for eqn in body for a in _compat.variables(eqn.invars)} | set(_compat.variables(results))
+        fixed = [v for v in self.inliner.constvars if v in read]
+        left = [self.left[i] for i in self.kept]
+        invars = [*fixed, *self.consts, *own_consts, *left, *carried, *self.rows, *rows.values()]
+        closed = _compat.new_jaxpr((), (), invars, [*self.found, *results], body)
+        starts = [*(ends[i] for i in self.kept), *init]
+        lasts = [*(_compat.new_var(v.aval) for v in left), *self.backward.outvars[: len(init)]]
+        scan = _compat.scan_like(
+            self.backward,
+            closed,
+            self._length,
+            ([*fixed, *before[0], *consts], starts, [*before[2], *rows]),
+            (lasts, self.backward.outvars[len(init) :]),
+        )
+        return scan.replace(primitive=APART, source_info=_compat.root_source(self.backward))

@@ -1,0 +1,122 @@
+"""Plans of reversible networks: what they need, what they cost, what they say, and that nobody gets one unasked."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxremat
+from jaxremat import ArgumentError
+from jaxremat._model._form import REVERSED
+
+ROWS, WIDTH, DEPTH = 512, 64, 16
+
+
+def coupled(pair: Any, layer: Any) -> Any:
+    x1, x2 = pair
+    y1 = x1 + jnp.tanh(x2 @ layer["f"]) @ layer["down"]
+    return y1, x2 + jax.nn.gelu(y1 @ layer["g"])
+
+
+def unrolled(weights: Any, x: Any) -> jax.Array:
+    pair = (x @ weights[0]["g"], x)
+    for layer in weights:
+        pair = coupled(pair, layer)
+    return normalised(pair)
+
+
+def scanned(weights: Any, x: Any) -> jax.Array:
+    pair = (x @ weights["g"][0], x)
+    return normalised(lax.scan(lambda pair, layer: (coupled(pair, layer), None), pair, weights)[0])
+
+
+def normalised(pair: Any) -> jax.Array:
+    """Statistics cross the batch, so that it cannot be done part after part."""
+    a, b = ((each - each.mean(0)) / (each.std(0) + 1) for each in pair)
+    return jnp.mean(jnp.sin(a * b))
+
+
+def training(net: Callable[..., Any]) -> Callable[..., Any]:
+    def step(weights: Any, x: Any) -> Any:
+        loss, gradients = jax.value_and_grad(net)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+    return step
+
+
+def arguments(net: Any) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> Any:
+        return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
+
+    layers = [
+        {"f": normal(WIDTH, 2 * WIDTH), "down": normal(2 * WIDTH, WIDTH), "g": normal(WIDTH, WIDTH)}
+        for _ in range(DEPTH)
+    ]
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), *layers)
+    return stacked if net is scanned else layers, normal(ROWS, WIDTH)
+
+
+def planned(net: Any, share: float, **options: Any) -> tuple[Any, Any]:
+    step, args = training(net), arguments(net)
+    needs = jaxremat.memory(step, *args, donate_argnums=0)
+    budget = needs.base_nbytes + int(share * needs.temporaries_nbytes)
+    made = jaxremat.optimize(budget, donate_argnums=0, cache=False, **options)(step)
+    return made, made.plan(*args)
+
+
+SAID = {
+    unrolled: "blocks at test_reversed_plans.py:{} (coupled): undone on the way back, one after the other",
+    scanned: "loop of 16 iterations at test_reversed_plans.py:{} (scanned): undone on the way back",
+}
+
+
+@pytest.mark.parametrize(("net", "share"), [(unrolled, 0.23), (scanned, 0.08)], ids=["unrolled", "scanned"])
+def test_what_can_be_undone_is_where_that_is_allowed(net: Any, share: float) -> None:
+    step, plan = planned(net, share, allow=("reversible",))
+    assert plan.form.settings(REVERSED)
+    assert plan.compiled_peak_nbytes <= plan.budget_nbytes
+    assert plan.overhead < 0.5
+    (form,) = plan.loops
+    before, after = SAID[net].split("{}")
+    assert str(form).startswith(before) and after in str(form)
+    assert str(form) in str(plan)
+    assert str(form) in " ".join(str(plan.report()).split())
+    assert jaxremat.Plan.from_json(plan.to_json()) == plan
+    args = arguments(net)
+    want = jax.jit(training(net))(*args)
+    for a, b in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    again = jaxremat.optimize(plan=jaxremat.Plan.from_json(plan.to_json()), donate_argnums=0)(training(net))
+    jax.tree.map(np.testing.assert_array_equal, again(*arguments(net)), step(*arguments(net)))
+
+
+def test_it_needs_less_than_recomputing_can() -> None:
+    """Of a long loop all carries but one are computed back."""
+    step, args = training(scanned), arguments(scanned)
+    least = {
+        kinds: jaxremat.plan(step, *args, budget="min", donate_argnums=0, allow=kinds, cache=False)
+        for kinds in ((), ("reversible",))
+    }
+    found = {
+        kinds: plan.memory.temporaries_nbytes for kinds, plan in least.items() if plan.memory is not None
+    }
+    assert found["reversible",] < 0.6 * found[()]
+    assert least["reversible",].overhead < least[()].overhead
+
+
+def test_nothing_is_undone_unasked() -> None:
+    _, plan = planned(scanned, 0.3)
+    assert not plan.form.settings(REVERSED)
+    with pytest.raises(ArgumentError, match='"reversible"'):
+        jaxremat.optimize("1GiB", allow=("reversable",))
+
+
+def test_nothing_is_undone_where_the_user_decides() -> None:
+    _, plan = planned(scanned, 0.3, allow=("reversible",), pins={"tanh": "recompute"})
+    assert not plan.form.settings(REVERSED)
