@@ -167,9 +167,9 @@ class Planning:
         Literal["bf16", "fp8", "int8"] | None,
         typer.Option(help="Let values be kept so, which rounds gradients."),
     ] = None
-    reversible: Annotated[bool | None, typer.Option(help="Undo reversible blocks, which rounds gradients.")] = (
-        None
-    )
+    reversible: Annotated[
+        bool | None, typer.Option(help="Undo reversible blocks, which rounds gradients.")
+    ] = None
     verify: Annotated[bool | None, typer.Option(help="Compile the plan and read its peak.")] = None
     cache: Annotated[bool | None, typer.Option(help="Look for the plan in the cache first.")] = None
 
