@@ -8,7 +8,7 @@ import numpy as np
 from .._model._form_offers import EXACT, REVERSIBLE
 from .._rewrite._encodings import INEXACT
 from .._runtime._bytes import Budget, parse_nbytes
-from .._runtime._errors import ArgumentError
+from .._runtime._errors import ArgumentError, BudgetError
 from .._solver import Solver
 
 
@@ -58,4 +58,10 @@ def check_host_memory(offload: object, host_budget: Budget) -> None:
             f"`host_budget={host_budget!r}` is for values in the host's memory, and nothing is moved there without "
             '`offload=True` or `offload="auto"`. Write both, or neither.'
         )
-    parse_nbytes(host_budget)
+    try:
+        parse_nbytes(host_budget)
+    except BudgetError:
+        raise BudgetError(
+            f"`host_budget={host_budget!r}` is no number of bytes. Write an int of bytes, or text such as "
+            '"64GiB"; None is half of the machine\'s memory.'
+        ) from None

@@ -404,7 +404,7 @@ def test_the_host_has_a_budget_of_its_own() -> None:
     [
         ({"offload": "always"}, "`offload='always'`"),
         ({"host_budget": "1GiB"}, "`offload=True`"),
-        ({"offload": True, "host_budget": "much"}, "'much'"),
+        ({"offload": True, "host_budget": "much"}, "`host_budget='much'`"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], said: str) -> None:
