@@ -6,7 +6,7 @@ is differentiated, and what that gives is looked up among the equations: so what
 gradient, in whatever way the softmax was written.
 
 Law: nothing else reads anything of the size of the scores. What is returned of it, or has a gradient of its own, as a
-learned bias has, leaves an attention as it is.
+learned bias has, leaves an attention as it is. What nothing differentiates, as a reference model's, has no gradient.
 """
 
 import math
@@ -31,7 +31,8 @@ LEAST_SHARE = 2
 @dataclass(frozen=True)
 class Site:
     """One attention. **Fields:** `operands` queries, keys and values; `leaves` as of the `pattern`; its `scores`; the
-    `result`, made by equation `at`; its `gradient`; the equations, `forward` and `backward`, that are for this alone.
+    `result`, made by equation `at`; its `gradient`, if any; the equations, `forward` and `backward`, that are for this
+    alone.
     """
 
     operands: tuple[Any, Any, Any]
@@ -40,7 +41,7 @@ class Site:
     result: Any
     at: int
     pattern: Pattern
-    gradient: Gradient
+    gradient: Gradient | None
     forward: frozenset[int]
     backward: frozenset[int]
 
@@ -151,9 +152,7 @@ def _matched(program: Program, at: int, side: int, softmax: Softmax) -> Site | N
         return None
     forward, fixed = between(program, result, operands)
     gradient, backward = gradient_of(program, forward, operands, fixed, result, program.scopes[at])
-    if gradient is None:
-        return None
-    kept = {result, *(v for v in gradient.results if v is not None)}
+    kept = {result, *(v for v in (gradient.results if gradient else ()) if v is not None)}
     own = set(forward) | {i for i in backward if _compat.variables(program.eqns[i].invars)}
     large = (v for i in own for v in program.eqns[i].outvars if v not in kept and count(v) >= size)
     if any(v in program.returned or not own.issuperset(program.readers.get(v, ())) for v in large):

@@ -61,11 +61,12 @@ def _flops(made: Layout, blocks: Blocks, products: tuple[int, int]) -> float:
     return 2.0 * whole * (products[0] * query + products[1] * value)
 
 
-def kernels_seconds(pattern: Pattern, device: DeviceSpec) -> float:
-    """About what attention and its gradient take in kernels."""
+def kernels_seconds(pattern: Pattern, device: DeviceSpec, *, gradient: bool) -> float:
+    """About what attention takes in kernels, and its gradient if it has one."""
     dtype = {"bfloat16": "bf16", "float16": "f16"}.get(str(pattern.types[1]), "f32")
-    flops = sum(pattern.flops(gradient=gradient, kernels=True) for gradient in (False, True))
-    return flops / (device.peak(dtype) * KERNEL_RATE) + 3 * device.launch_seconds
+    passes = (False, True) if gradient else (False,)
+    flops = sum(pattern.flops(gradient=each, kernels=True) for each in passes)
+    return flops / (device.peak(dtype) * KERNEL_RATE) + (2 * len(passes) - 1) * device.launch_seconds
 
 
 def attend_in_kernels(

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import batching, mlir
 
+from .._program._primitives import inner_eqns
 from ._kernels import attend_in_kernels, fits, gradient_in_kernels
 from ._pattern import Axes, Pattern, canonical, in_order, results_of, run
 from ._places import Places
@@ -269,3 +270,8 @@ def of_one_device(eqn: Any) -> Any:
 def is_attention(eqn: Any) -> bool:
     """Whether it is one of these operations."""
     return eqn.primitive is ATTENTION or eqn.primitive is GRADIENT
+
+
+def attends(eqn: Any) -> bool:
+    """Whether it is one of them, or has some in its bodies."""
+    return any(map(is_attention, (eqn, *inner_eqns(eqn))))

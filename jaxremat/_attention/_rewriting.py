@@ -52,12 +52,15 @@ def attending(
         params = {"pattern": site.pattern, "kernels": kernels, "places": where}
         info = _compat.in_scope(jaxpr.eqns[site.at], "attention").source_info
         forward = _eqn(ATTENTION, (*site.operands, *site.leaves), params, [site.result, None, None], info)
+        instead[site.at] = [forward]
+        if site.gradient is None:
+            continue
         sums = forward.outvars[1:]
         read = (*site.operands, *((site.result,) if kernels else ()), *sums, site.gradient.cotangent)
         at = site.gradient.at
         info = _compat.in_scope(jaxpr.eqns[at], "attention").source_info
         backward = _eqn(GRADIENT, (*read, *site.leaves), params, site.gradient.results, info)
-        instead[site.at], instead[at] = [forward], [backward]
+        instead[at] = [backward]
         made = {*site.gradient.results, site.result}
         gone.update(i for i in (site.at, *site.backward) if not made.isdisjoint(jaxpr.eqns[i].outvars))
     eqns: list[Any] = []

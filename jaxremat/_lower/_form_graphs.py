@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .._attention._operations import is_attention
+from .._attention._operations import attends
 from .._compiler._hlo import Module
 from .._compiler._library_kernels import library_seconds
 from .._compiler._measured_times import measure
@@ -22,8 +22,9 @@ from .._compiler._tags import Beside, Written, borrowed, constants, written
 from .._compiler._workspace import alone_seconds, workspaces
 from .._model._backend import Backend, backend
 from .._model._device_specs import DeviceSpec
-from .._model._form import PLAIN, Form
+from .._model._form import PLAIN, REVERSED, Form
 from .._model._graph import Graph
+from .._model._loop_levels import deep
 from .._model._pins import Patterns
 from .._model._unnamed_buffers import borrows
 from .._program._primitives import is_relabelling
@@ -167,12 +168,13 @@ class FormGraphs:
         """What the loops of this form take longer than the plain step's where they stack nothing and find all saved;
         None where that is not known.
         """
+        if traced.form.settings(REVERSED):
+            return None
         there, _ = self.division.local(traced)
-        apart = [
-            eqn
-            for eqn, loop in zip(there.jaxpr.jaxpr.eqns, traced.loop_of, strict=True)
-            if is_in_chunks(eqn) or (is_attention(eqn) and loop < 0)
-        ]
+        both = zip(there.jaxpr.jaxpr.eqns, traced.loop_of, strict=True)
+        apart = [eqn for eqn, loop in both if is_in_chunks(eqn) or (attends(eqn) and loop < 0)]
+        if deep(traced.form):  # whose forward passes are counted by their iterations
+            apart = [eqn for eqn in apart if eqn.primitive.name != "scan" or is_in_chunks(eqn)]
         in_chunks = math.fsum(alone_seconds(apart, self.program, self.device))
         looped = known(traced.loops, traced.form) and known(self.plain.loops, PLAIN)
         if not (in_chunks or looped or traced.microbatches):
@@ -227,7 +229,7 @@ class FormGraphs:
             called = self._called if self.backend.fuses else {}
             known = {j: called[i] for i, j in self.plain.places(traced).items() if i in called}
             eqns = self.division.local(traced)[0].jaxpr.jaxpr.eqns
-            own = [i for i, eqn in enumerate(eqns) if is_attention(eqn)]
+            own = [i for i, eqn in enumerate(eqns) if attends(eqn)]
             alone = alone_seconds([eqns[i] for i in own], self.program, self.device)
             return known | dict(zip(own, alone, strict=True)) or None
         least = int(temporaries_nbytes * _MEASURED_SHARE)

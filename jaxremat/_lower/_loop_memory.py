@@ -4,7 +4,7 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
-from .._attention._operations import is_attention
+from .._attention._operations import attends
 from .._model._graph import Node, Value
 from .._program._primitives import is_loop_edge, is_view
 from .._rewrite._loop_opening import Loop
@@ -36,8 +36,10 @@ def crossing_values(
 
 
 def is_whole(eqn: Any) -> bool:
-    """Whether an equation is many, of which only the results are in memory: rows in chunks, attention in parts."""
-    return is_in_chunks(eqn) or is_attention(eqn)
+    """Whether an equation is many, of which only the results are in memory: rows in chunks, attention in parts, and
+    what has such in its body.
+    """
+    return is_in_chunks(eqn) or attends(eqn)
 
 
 def carried_values(eqns: Sequence[Any], nodes: Sequence[Node]) -> set[int]:

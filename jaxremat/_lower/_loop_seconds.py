@@ -149,21 +149,28 @@ def plain_seconds(module: Module, device: DeviceSpec) -> float:
 def moved_seconds(
     module: Module, places: Mapping[int, int], device: DeviceSpec, *, most: bool = False
 ) -> float:
-    """Seconds of the plain program's kernels outside of loops that only make what a form makes within.
+    """Seconds of the plain program's kernels outside of pairs of loops that only make what a form makes otherwise.
 
     **Arguments:** `places` for the equations that the form has too, by index, what they are there; `most` whether that
     makes most of the step within, and so what is of no equation.
     """
-    scope = module.computations[module.entry].by_name()
+    entry = module.computations[module.entry]
+    scope = entry.by_name()
 
     def gone(instruction: Instruction) -> bool:
         makers = [maker(module, TAG, scope, instruction, leaf) for leaf in range(len(instruction.shapes))]
         return all(int(tag) not in places if isinstance(tag, str) else most for tag in makers)
 
+    bodies: set[str] = set()  # of loops that are gone as a whole
+    for instruction in entry.instructions:
+        tags = TAG.findall(instruction.op_name) if instruction.opcode == "while" else []
+        if tags and all(int(tag) not in places for tag in tags):
+            bodies.update(_within(module, instruction))
     return math.fsum(
-        seconds_of(kernel, device)
+        kernel.trips * seconds_of(kernel, device)
         for kernel in kernels(module)
-        if kernel.computation == module.entry and kernel.instruction.shapes and gone(kernel.instruction)
+        if kernel.computation in bodies
+        or (kernel.computation == module.entry and kernel.instruction.shapes and gone(kernel.instruction))
     )
 
 

@@ -4,10 +4,11 @@
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from .._attention._finding import attention
+from .._attention._finding import Site, attention
 from .._attention._kernels import LEAST_CAPABILITY, kernels_seconds
 from .._compiler._devices import DeviceSpec
 from .._model._attention_offers import AttentionOffers
@@ -26,7 +27,7 @@ from .._program._primitives import is_heavy
 from .._rewrite._encodings import allowed, fewer_nbytes
 from .._rewrite._inner_loops import fewer_nbytes as inner_nbytes
 from .._rewrite._inner_loops import inner_pairs
-from .._rewrite._laid_open import scopes
+from .._rewrite._laid_open import alive, closed_loop, scopes
 from .._rewrite._loop_opening import BACKWARD, FORWARD
 from .._rewrite._reversed_chains import chains
 from .._rewrite._reversed_loops import reversible_nbytes
@@ -111,7 +112,8 @@ def _attention(sites: Sites) -> Offers | None:
     closed, loops, places = traced.jaxpr, traced.loops, traced.attention_places
     found = attention(closed, scopes(traced.loop_of, loops), [True] * len(traced.loop_of))
     found = [site for site in found if places is None or site.pattern in places]
-    if not found:
+    within = [] if places is not None else list(_attention_inside(closed, 1))
+    if not (found or within):
         return None
     how = 2 if device.chip is not None and device.chip.capability >= LEAST_CAPABILITY else 1
     fewer, more = 0, 0.0
@@ -124,11 +126,27 @@ def _attention(sites: Sites) -> Offers | None:
         once, back = (
             math.fsum(graph.nodes[i].seconds for i in each) for each in (site.forward, site.backward)
         )
+        differentiated = site.gradient is not None
         if how > 1:
-            more += trips * (kernels_seconds(pattern, device) - once - back)
-        else:
+            more += trips * (kernels_seconds(pattern, device, gradient=differentiated) - once - back)
+        elif differentiated:
             more += trips * once
+    for site, eqns, trips in within:
+        fewer = max(fewer, site.pattern.scores_nbytes)
+        if how > 1:
+            once = math.fsum(alone_seconds(device, eqns[i]) for i in site.forward if is_heavy(eqns[i]))
+            more += trips * (kernels_seconds(site.pattern, device, gradient=False) - once)
     return AttentionOffers(how, fewer, more)
+
+
+def _attention_inside(closed: Any, trips: int) -> Iterator[tuple[Site, Sequence[Any], int]]:
+    """Attention in the bodies of loops that are not laid open, with the equations of each and how often it is done."""
+    for eqn in closed.jaxpr.eqns:
+        if (body := closed_loop(eqn)) is not None:
+            often = trips * eqn.params["length"]
+            for site in attention(body, [-1] * len(body.jaxpr.eqns), alive(body)):
+                yield site, body.jaxpr.eqns, often
+            yield from _attention_inside(body, often)
 
 
 def _copies(sites: Sites) -> Offers | None:

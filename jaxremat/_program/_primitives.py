@@ -294,3 +294,9 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
             if hasattr(jaxpr, "eqns"):
                 found.append(jaxpr)
     return found
+
+
+def inner_eqns(eqn: Any) -> list[Any]:
+    """The equations of an equation's bodies, and of the bodies in those."""
+    found = [inner for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns]
+    return found + [deeper for inner in found for deeper in inner_eqns(inner)]

@@ -1,5 +1,6 @@
 """Flat equations -> the same with loops laid open and equals merged, within each loop and its pair."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,7 +53,8 @@ def laid_open(flat: jex.ClosedJaxpr, inliner: Inliner, over: Mapping[Any, Any], 
 
 
 def attended(opened: LaidOpen, places: Mapping[Pattern, Places] | None, how: int = 0) -> LaidOpen:
-    """The same with attention without its matrix of scores.
+    """The same with attention without its matrix of scores, on one device in the bodies of loops that are not laid
+    open too.
 
     **Arguments:** `places` as of `attending`; `how` as in a `Form`: 0 as it is written, 1 in parts, 2 in kernels.
     """
@@ -60,10 +62,36 @@ def attended(opened: LaidOpen, places: Mapping[Pattern, Places] | None, how: int
         return opened
     own, needed = scopes(opened.loop_of, opened.loops), alive(opened.closed)
     made = attending(opened.closed, own, needed, kernels=how > 1, places=places)
+    jaxpr = made.closed.jaxpr
+    eqns = jaxpr.eqns if places is not None else [_attended_inside(eqn, how) for eqn in jaxpr.eqns]
+    closed = _compat.new_jaxpr(jaxpr.constvars, made.closed.consts, jaxpr.invars, jaxpr.outvars, eqns)
+    other = {i for i, (a, b) in enumerate(zip(jaxpr.eqns, eqns, strict=True)) if a is not b}
     place = [made.place[i] if i >= 0 else -1 for i in opened.merged_of]
-    return replace(
-        opened, closed=made.closed, loop_of=[opened.loop_of[i] for i in made.origin], merged_of=place
-    )
+    place = [-1 if i in other else i for i in place]
+    return replace(opened, closed=closed, loop_of=[opened.loop_of[i] for i in made.origin], merged_of=place)
+
+
+def closed_loop(eqn: Any) -> jex.ClosedJaxpr | None:
+    """The body of a loop that is not laid open, flat."""
+    if eqn.primitive.name != "scan" or eqn.effects:
+        return None
+    return Inliner().program(eqn.params["jaxpr"])
+
+
+def _attended_inside(eqn: Any, how: int) -> Any:
+    """A loop that is not laid open, with attention so in its body; any other equation as it is."""
+    if (body := closed_loop(eqn)) is None:
+        return eqn
+    count = len(body.jaxpr.eqns)
+    within = LaidOpen(body, [-1] * count, (), tuple(range(count)), list(range(count)), lambda a: a)
+    made = attended(within, None, how).closed
+    same = len(made.jaxpr.eqns) == count and all(map(operator.is_, made.jaxpr.eqns, body.jaxpr.eqns))
+    if same:
+        return eqn
+    jaxpr = made.jaxpr
+    eqns = [each for each, needed in zip(jaxpr.eqns, alive(made), strict=True) if needed]
+    made = _compat.new_jaxpr(jaxpr.constvars, made.consts, jaxpr.invars, jaxpr.outvars, eqns)
+    return eqn.replace(params={**eqn.params, "jaxpr": made})
 
 
 def in_reverse(opened: LaidOpen) -> LaidOpen:

@@ -35,7 +35,7 @@ from .._program import _compat
 from .._program._common_subexpressions import Equals
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
-from .._program._primitives import inner_jaxprs, is_late, is_light, is_pointwise, on_host
+from .._program._primitives import inner_eqns, inner_jaxprs, is_late, is_light, is_pointwise, on_host
 from .._program._splice import inlined
 from ._pooling_places import by_place
 
@@ -239,21 +239,15 @@ def _is_recurrence(forward: Any, backward: Any) -> bool:
     recurrence does: there is nothing to choose in an iteration, and the scan may be run again as a whole.
     None that `_loop_segments` made is one: it reads rows of whole arrays, which only a loop laid open may.
     """
-    if any(inner.primitive is PART for eqn in (forward, backward) for inner in _inner(eqn)):
+    if any(inner.primitive is PART for eqn in (forward, backward) for inner in inner_eqns(eqn)):
         return False
     kept = forward.outvars[len(operands(forward)[1]) :]
     stacked = sum(aval_nbytes(a.aval) for a in operands(backward)[2] if a in kept)
     scanned = sum(aval_nbytes(a.aval) for a in operands(forward)[2])
-    inside = (eqn for eqn in _inner(forward) if not inner_jaxprs(eqn))
+    inside = (eqn for eqn in inner_eqns(forward) if not inner_jaxprs(eqn))
     return stacked <= scanned and all(is_pointwise(eqn) or is_light(eqn) for eqn in inside)
 
 
 def _has_both_passes(eqn: Any) -> bool:
     """Whether a scan's body differentiates something: backward equations stand in it, and others before them."""
-    return not is_late(eqn) and any(map(is_late, _inner(eqn)))
-
-
-def _inner(eqn: Any) -> list[Any]:
-    """The equations of an equation's bodies, and of the bodies in those."""
-    found = [inner for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns]
-    return found + [deeper for inner in found for deeper in _inner(inner)]
+    return not is_late(eqn) and any(map(is_late, inner_eqns(eqn)))

@@ -23,6 +23,7 @@ from .._model._form import ATTENTION, COPIES, INNER, LOOP, PLAIN, REVERSED, ROWS
 from .._program import _compat
 from .._program._hints import Hint, hidden
 from .._program._inline import Inliner
+from .._program._primitives import inner_eqns
 from .._runtime._errors import JaxrematWarning
 from .._runtime._garbage import uncollected
 from ._cotangent_chains import with_names
@@ -172,8 +173,8 @@ class Traced:
     @property
     def attention(self) -> list[tuple[str, bool]]:
         """Of each attention that is done without its matrix of scores the user's line, and whether in kernels."""
-        eqns = (eqn for eqn in self.jaxpr.jaxpr.eqns if eqn.primitive is ATTEND)
-        return [(_compat.user_line(eqn), eqn.params["kernels"]) for eqn in eqns]
+        eqns = [each for eqn in self.jaxpr.jaxpr.eqns for each in (eqn, *inner_eqns(eqn))]
+        return [(_compat.user_line(e), e.params["kernels"]) for e in eqns if e.primitive is ATTEND]
 
     @property
     def chain(self) -> str:

@@ -24,7 +24,7 @@ def test_found_with_its_gradient(attend: Attend) -> None:
     found = sites(case.step, *case.args)
     assert len(found) == 2
     for site in found:
-        assert None not in site.gradient.results
+        assert site.gradient is not None and None not in site.gradient.results
         for operand, gradient in zip(site.operands, site.gradient.results, strict=True):
             assert operand.aval.shape == gradient.aval.shape
 

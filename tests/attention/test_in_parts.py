@@ -10,8 +10,10 @@ import pytest
 from attentions import BATCH, FOUND, HEADS, LENGTH, SHORT, Attend, assert_close, attending, masked
 from test_trace import runnable
 
-from jaxremat._attention._operations import division, is_attention
-from jaxremat._model._form import ATTENTION, Choice, Form
+from jaxremat._attention._operations import ATTENTION as ATTEND
+from jaxremat._attention._operations import attends, division, is_attention
+from jaxremat._model._form import ATTENTION, LOOP, REVERSED, Choice, Form
+from jaxremat._program._primitives import inner_eqns
 from jaxremat._rewrite._trace import Traced, trace
 
 IN_PARTS = Form.of(Choice(ATTENTION, 0, (1,)))
@@ -97,3 +99,68 @@ def test_several_examples_at_once() -> None:
     found = jax.jit(jax.vmap(run))(*leaves)
     for i in range(2):
         assert_close([a[i] for a in found], jax.jit(run)(*(a[i] for a in leaves)), 1e-5)
+
+
+def distilled(attend: Attend, *, scanned: bool) -> Any:
+    """A step whose loss reads what a network makes that nothing differentiates, and its arguments."""
+    case = attending(attend, layers=2)
+    weights, x = case.args
+
+    def layer(h: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        q, k, v = (jnp.einsum("bti,ihd->bthd", h, w["into"][i]) for i in range(3))
+        return h + jnp.tanh(attend(2 * q, k, v).reshape(h.shape) @ w["back"]), None
+
+    def network(weights: Any, x: jax.Array) -> jax.Array:
+        if scanned:
+            return jax.lax.scan(layer, x, weights)[0]
+        for i in range(2):
+            x, _ = layer(x, jax.tree.map(lambda w, i=i: w[i], weights))
+        return x
+
+    def step(student: jax.Array, teacher: Any, x: jax.Array) -> Any:
+        def loss(student: jax.Array) -> jax.Array:
+            return ((jnp.tanh(x @ student) - network(teacher, x)) ** 2).sum()
+
+        return jax.value_and_grad(loss)(student)
+
+    return step, (jnp.eye(x.shape[-1]), weights, x)
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("name", ["plain", "masked", "padded", "dropout", "bfloat16"])
+def test_where_nothing_differentiates_it(name: str, scanned: bool) -> None:
+    """In the bodies of loops too, which stay closed."""
+    step, args = distilled(FOUND[name], scanned=scanned)
+    changed = in_parts(step, *args)
+    eqns = changed.jaxpr.jaxpr.eqns
+    done = [inner for eqn in eqns for inner in (eqn, *inner_eqns(eqn)) if is_attention(inner)]
+    assert [eqn.primitive for eqn in done] == [ATTEND] * (1 if scanned else 2)
+    assert len(changed.attention) == len(done)
+    assert any(attends(eqn) and not is_attention(eqn) for eqn in eqns) is scanned
+    found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(args))
+    assert_close(found, jax.tree.leaves(jax.jit(step)(*args)), 5e-2 if name == "bfloat16" else 2e-5)
+
+
+@pytest.mark.parametrize(
+    "choice", [Choice(LOOP, 0, (2, 3)), Choice(REVERSED, 1, (1,))], ids=["levels", "undone"]
+)
+def test_forward_passes_that_forms_run_by_themselves(choice: Choice) -> None:
+    case = attending(masked, layers=6, scanned=True)
+    weights, x = case.args
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        def layer(pair: Any, w: Any) -> Any:
+            a, b = pair
+            q, k, v = (jnp.einsum("bti,ihd->bthd", b, w["into"][i]) for i in range(3))
+            a = a + jnp.tanh(masked(q, k, v).reshape(x.shape) @ w["back"])
+            return (a, b + jnp.tanh(a)), None
+
+        return jax.value_and_grad(lambda w: (jax.lax.scan(layer, (x, x), w)[0][1] ** 2).sum())(weights)
+
+    changed = trace(jax.jit(step), (weights, x), {}).in_form(IN_PARTS.also(choice))
+    closed = [eqn for eqn in changed.jaxpr.jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert closed and all(map(attends, closed))
+    inside = (v.aval for eqn in closed for inner in inner_eqns(eqn) for v in inner.outvars)
+    assert all(a.shape.count(LENGTH) < 2 for a in inside if jnp.issubdtype(a.dtype, jnp.floating))
+    found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves((weights, x)))
+    assert_close(found, jax.tree.leaves(jax.jit(step)(weights, x)), 2e-5)
