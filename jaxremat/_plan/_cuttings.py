@@ -61,8 +61,11 @@ class Cuttings:
         """When a form's cuttings are looked at: those of exact forms first, then those of others, and those with the
         host's memory last.
         """
-        inexact = self.forms is not None and self.forms.is_inexact(graph.form)
+        inexact = self._is_inexact(graph.form)
         return HOST if graph.host is not None else INEXACTLY if inexact else EXACTLY
+
+    def _is_inexact(self, form: Form) -> bool:
+        return self.forms is not None and self.forms.is_inexact(form)
 
     @property
     def turns(self) -> list[int]:
@@ -123,17 +126,19 @@ class Cuttings:
 
     def make_lowest(self, most_seconds: float) -> None:
         """Add the cuttings of the forms that may need the least memory at a bearable overhead, of all that are not made
-        yet: the first that is near the least of all, of those without levels, and of microbatches; no others are made
-        then.
+        yet: the first that is near the least of all, of those without levels, of those that change numbers, and of
+        microbatches; no others are made then.
         """
         most_seconds -= self.graph.extra_seconds
         known = [*self.passed, *self.left[False], *self.left[True]]
         able = [promise for promise in known if promise.more_seconds <= most_seconds]
         parts = [promise for promise in able if not promise.whole]
         made: list[Promise] = []
+        exact = [promise for promise in parts if not self._is_inexact(promise.form)]
         for promises in (
-            [promise for promise in parts if not deep(promise.form)],
-            parts,
+            [promise for promise in exact if not deep(promise.form)],
+            exact,
+            [promise for promise in parts if promise not in exact],
             [promise for promise in able if promise.whole],
         ):
             slack = LEAST_SLACK * self.temporaries_nbytes

@@ -18,6 +18,7 @@ from .kinds import Depthwise, EncoderDecoder, Highway
 from .mobilenet import MobileNetV2, Stage
 from .rematerialisation import Remat
 from .resnet import ResNet
+from .reversible import RevNet, RevTransformer
 from .training import Program, make_program
 from .unet import UNet
 from .vgg import VGG
@@ -181,11 +182,31 @@ _KINDS: dict[str, Recipe] = {
     "sharpness": replace(_HIGHWAY, sharpness=0.05),
 }
 
+_REVERSIBLE: dict[str, Recipe] = {
+    "revnet": Recipe(
+        RevNet,
+        _SGD,
+        full=Size(Images(128, 32), {}),
+        small=Size(Images(32, 16), {"depths": (3, 3), "widths": (32, 64)}),
+        tiny=Size(Images(4, 8), {"depths": (2, 2), "widths": (8, 16), "classes": 10}),
+    ),
+    "revtransformer": Recipe(
+        RevTransformer,
+        _SGD,
+        full=Size(Tokens(1, 4096), {}),
+        small=Size(Tokens(1, 256), {"layers": 8, "width": 128, "heads": 4, "vocabulary": 1024}),
+        tiny=Size(Tokens(2, 16), {"layers": 3, "width": 32, "heads": 4, "vocabulary": 64, "context": 32}),
+    ),
+}
+
 NAMES: tuple[str, ...] = tuple(_RECIPES)
 """The networks that ``program`` knows by their papers' names."""
 
 KINDS: tuple[str, ...] = tuple(_KINDS)
 """More that it knows, of kinds that those lack."""
+
+REVERSIBLE: tuple[str, ...] = tuple(_REVERSIBLE)
+"""And those whose blocks can be undone."""
 
 
 def program(
@@ -202,7 +223,7 @@ def program(
     ``dtype`` is what the network computes in; parameters and loss are float32. ``sizes``
     overrides fields of the network or of its data, such as ``layers`` or ``pixels``.
     """
-    known = _RECIPES | _KINDS
+    known = _RECIPES | _KINDS | _REVERSIBLE
     if name not in known:
         raise ValueError(f"no network is called {name!r}; there are {', '.join(known)}")
     if scale not in ("full", "small", "tiny"):

@@ -83,9 +83,7 @@ class Block(nn.Module):
         return x + nn.Dropout(self.dropout, deterministic=False)(y)
 
 
-def in_turn(
-    block: partial[Any], count: int, x: jax.Array, *, scanned: bool, remat: Remat = "none"
-) -> jax.Array:
+def in_turn(block: partial[Any], count: int, x: Any, *, scanned: bool, remat: Remat = "none") -> Any:
     """Run ``count`` blocks one after the other, each a module of its own or all one loop over stacked weights.
 
     To be called within a compact module; ``block`` takes the name. With ``remat`` "scan" the loop is one of loops, of
