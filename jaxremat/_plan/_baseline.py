@@ -331,7 +331,8 @@ class Baseline:
         """Those that the step may take, by this graph of the plain one."""
         traced, there = self.traced, self.division.local(self.traced)[0]
         decided = bool(self.pins or traced.hints)
-        return forms(Sites(traced, there, graph, self.device, self.allow, decided))
+        here = self.here if self.device.platform != "cpu" else None
+        return forms(Sites(traced, there, graph, self.device, here, self.allow, decided))
 
     def graph_of(self, form: Form, *, rough: bool = False) -> Graph:
         """The graph of such a form, its time counted from the plain step's."""

@@ -11,6 +11,7 @@ from typing import Any
 from .._attention._finding import Site, attention
 from .._attention._kernels import LEAST_CAPABILITY, kernels_seconds
 from .._compiler._devices import DeviceSpec
+from .._compiler._tried_kernels import kernels_work
 from .._model._attention_offers import AttentionOffers
 from .._model._copy_offers import CopyOffers
 from .._model._form import Worth
@@ -42,14 +43,15 @@ ROW_COPIES = 2
 class Sites:
     """The plain step, whose sites may be done otherwise.
 
-    **Fields:** `traced`, and `there` as one device has it; `graph`; `device`; what is allowed by `allow`; `decided`
-    whether the user says what is saved.
+    **Fields:** `traced`, and `there` as one device has it; `graph`; `device`, and `here` the GPU if it is at hand;
+    what is allowed by `allow`; `decided` whether the user says what is saved.
     """
 
     traced: Traced
     there: Traced
     graph: Graph
     device: DeviceSpec
+    here: Any
     allow: Collection[str]
     decided: bool
 
@@ -115,7 +117,10 @@ def _attention(sites: Sites) -> Offers | None:
     within = [] if places is not None else list(_attention_inside(closed, 1))
     if not (found or within):
         return None
-    how = 2 if device.chip is not None and device.chip.capability >= LEAST_CAPABILITY else 1
+    able = device.chip is not None and device.chip.capability >= LEAST_CAPABILITY
+    if able and sites.here is not None:
+        able = kernels_work([*found, *(site for site, _, _ in within)], sites.here)
+    how = 2 if able else 1
     fewer, more = 0, 0.0
     for site in found:
         trips = graph.trips[traced.loop_of[site.at]] if traced.loop_of[site.at] >= 0 else 1

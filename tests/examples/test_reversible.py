@@ -1,0 +1,55 @@
+"""Networks whose blocks can be undone, and the table of what that is worth."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from examples.benchmarks import records, reversible
+from examples.benchmarks.networks import program
+from jaxremat._rewrite._reversed_chains import chains
+from jaxremat._rewrite._reversed_loops import reversible_nbytes
+from jaxremat._rewrite._trace import Traced, trace
+
+
+def traced(network: str) -> Traced:
+    step = program(network, scale="tiny")
+    return trace(jax.jit(step.step, donate_argnums=step.donate_argnums), step.abstract_args(), {})
+
+
+def test_each_stage_of_the_residual_network_can_be_undone() -> None:
+    step = traced("revnet")
+    found = chains(step.jaxpr, step.loop_of, step.loops)
+    assert len(found) == 2
+    assert all(len(chain) >= 3 for chain in found)
+
+
+def test_the_transformer_s_loop_carries_both_streams_back() -> None:
+    forward, backward = traced("revtransformer").loops
+    tokens, width = 2 * 16, 32
+    assert reversible_nbytes(forward.eqn, backward.eqn) == 2 * 4 * tokens * width
+
+
+def test_the_table_sets_plans_that_undo_blocks_beside_those_that_do_not() -> None:
+    rows = {
+        reversible.WITHOUT: {"plain_nbytes": 2**30, "peak_nbytes": 2**29, "compiled_overhead": 0.25},
+        reversible.AT: {"plain_nbytes": 2**30, "peak_nbytes": 2**28, "compiled_overhead": 0.111},
+        reversible.WITH: {"plain_nbytes": 2**30, "peak_nbytes": 2**27, "compiled_overhead": 0.2},
+    }
+    about = {"network": "revnet", "scale": "full", "environment": {"platform": "h100"}}
+    table = reversible.markdown([{**about, "rows": rows}, {**about, "rows": {}}])
+    assert table.endswith("| revnet, full | h100 | 1.00 GiB | 512 MiB | +25.0% | +11.1% | 128 MiB | +20.0% |")
+    assert reversible.markdown([]) == ""
+
+
+def test_rows_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = []
+
+    def measured(step: object, budget: object, *_: object) -> records.Record:
+        budgets.append(budget)
+        return {"peak_nbytes": 7, "plain_nbytes": 9, "compiled_overhead": 0.0}
+
+    monkeypatch.setattr(reversible, "measured", measured)
+    for _ in range(2):
+        reversible.run("revnet", "tiny", None, tmp_path / "revnet.json")
+    assert budgets == ["min", "min", 7]
