@@ -17,7 +17,7 @@ from typing import Any
 
 from examples.benchmarks import records
 from examples.benchmarks.networks import REVERSIBLE, Program, program
-from jaxremat import EXACT, format_nbytes, plan
+from jaxremat import EXACT, InfeasibleBudgetError, format_nbytes, plan
 
 FOLDER = "reversible"
 WITHOUT, WITH, AT = "least without", "least with", "with, at the least without"
@@ -27,7 +27,10 @@ UNDONE = (*EXACT, "reversible")
 def measured(step: Program, budget: Any, allow: Sequence[str], target: str | None) -> records.Record:
     """One plan."""
     common = {"donate_argnums": step.donate_argnums, "target": target, "cache": False}
-    made = plan(step.step, *step.abstract_args(), budget=budget, allow=tuple(allow), **common)
+    try:
+        made = plan(step.step, *step.abstract_args(), budget=budget, allow=tuple(allow), **common)
+    except InfeasibleBudgetError as error:
+        return {"least_nbytes": error.min_peak_nbytes, "library": records.library_version()}
     return {
         "plain_nbytes": made.baseline_peak_nbytes,
         "peak_nbytes": made.compiled_peak_nbytes,
@@ -72,7 +75,8 @@ def markdown(found: Sequence[records.Record]) -> str:
         cells.append(format_nbytes(rows[WITHOUT]["plain_nbytes"]))
         for name in (WITHOUT, AT, WITH):
             peak = [] if name == AT else [format_nbytes(rows[name]["peak_nbytes"])]
-            cells += [*peak, f"{rows[name]['compiled_overhead']:+.1%}"]
+            overhead = rows[name].get("compiled_overhead")
+            cells += [*peak, "none" if overhead is None else f"{overhead:+.1%}"]
         lines[-1] += f"\n| {' | '.join(cells)} |"
     return "\n\n".join(lines) if found else ""
 

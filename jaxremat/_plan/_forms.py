@@ -133,9 +133,9 @@ def _attention(sites: Sites) -> Offers | None:
         )
         differentiated = site.gradient is not None
         if how > 1:
-            more += trips * (kernels_seconds(pattern, device, gradient=differentiated) - once - back)
+            more += trips * kernels_seconds(pattern, device, gradient=differentiated) - once - back
         elif differentiated:
-            more += trips * once
+            more += once
     for site, eqns, trips in within:
         fewer = max(fewer, site.pattern.scores_nbytes)
         if how > 1:

@@ -16,6 +16,7 @@ from .._program._inline import Inliner
 from ._inner_loops import open_inner
 from ._loop_opening import ALONE, BACKWARD, Loop, Opened, open_loops
 from ._reversed_chains import chains_in_reverse
+from ._sinking import sink_into
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,11 @@ def attended(opened: LaidOpen, places: Mapping[Pattern, Places] | None, how: int
     own, needed = scopes(opened.loop_of, opened.loops), alive(opened.closed)
     made = attending(opened.closed, own, needed, kernels=how > 1, places=places)
     jaxpr = made.closed.jaxpr
-    eqns = jaxpr.eqns if places is not None else [_attended_inside(eqn, how) for eqn in jaxpr.eqns]
+    eqns = list(jaxpr.eqns)
+    if places is None:
+        closed_loops = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == "scan"}
+        for i, sunk in enumerate(sink_into(eqns, closed_loops)):
+            eqns[i] = (_attended_inside(sunk, how) if i in closed_loops else None) or eqns[i]
     closed = _compat.new_jaxpr(jaxpr.constvars, made.closed.consts, jaxpr.invars, jaxpr.outvars, eqns)
     other = {i for i, (a, b) in enumerate(zip(jaxpr.eqns, eqns, strict=True)) if a is not b}
     place = [made.place[i] if i >= 0 else -1 for i in opened.merged_of]
@@ -78,16 +83,16 @@ def closed_loop(eqn: Any) -> jex.ClosedJaxpr | None:
     return Inliner().program(eqn.params["jaxpr"])
 
 
-def _attended_inside(eqn: Any, how: int) -> Any:
-    """A loop that is not laid open, with attention so in its body; any other equation as it is."""
+def _attended_inside(eqn: Any, how: int) -> Any | None:
+    """A loop that is not laid open, with attention so in its body; None of one that has none."""
     if (body := closed_loop(eqn)) is None:
-        return eqn
+        return None
     count = len(body.jaxpr.eqns)
     within = LaidOpen(body, [-1] * count, (), tuple(range(count)), list(range(count)), lambda a: a)
     made = attended(within, None, how).closed
     same = len(made.jaxpr.eqns) == count and all(map(operator.is_, made.jaxpr.eqns, body.jaxpr.eqns))
     if same:
-        return eqn
+        return None
     jaxpr = made.jaxpr
     eqns = [each for each, needed in zip(jaxpr.eqns, alive(made), strict=True) if needed]
     made = _compat.new_jaxpr(jaxpr.constvars, made.consts, jaxpr.invars, jaxpr.outvars, eqns)

@@ -26,6 +26,7 @@ from .._program._primitives import is_contraction
 from ._inverses import Following
 from ._loop_opening import APART, operands
 from ._loop_segments import backward_of
+from ._sinking import sink_into
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,13 @@ def loops_in_reverse(flat: jex.ClosedJaxpr, inliner: Inliner, chosen: Collection
     """The program in which these of its pairs, by number, run back without what they had kept, where they can."""
     if not chosen:
         return InReverse(flat, list(range(len(flat.jaxpr.eqns))), frozenset())
-    eqns = flat.jaxpr.eqns
+    pairs = backward_of(flat.jaxpr.eqns)
+    scans = {n for number, (i, own) in enumerate(pairs.items()) if number in chosen for n in (i, *own)}
+    eqns = sink_into(flat.jaxpr.eqns, scans)
     returned = set(_compat.variables(flat.jaxpr.outvars))
     replaced: dict[int, Any] = {}
     numbers: set[int] = set()
-    for number, (i, own) in enumerate(backward_of(eqns).items()):
+    for number, (i, own) in enumerate(pairs.items()):
         if number not in chosen or len(own) != 1:
             continue
         (back,) = own

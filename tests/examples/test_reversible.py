@@ -37,8 +37,11 @@ def test_the_table_sets_plans_that_undo_blocks_beside_those_that_do_not() -> Non
         reversible.WITH: {"plain_nbytes": 2**30, "peak_nbytes": 2**27, "compiled_overhead": 0.2},
     }
     about = {"network": "revnet", "scale": "full", "environment": {"platform": "h100"}}
-    table = reversible.markdown([{**about, "rows": rows}, {**about, "rows": {}}])
-    assert table.endswith("| revnet, full | h100 | 1.00 GiB | 512 MiB | +25.0% | +11.1% | 128 MiB | +20.0% |")
+    refused = rows | {reversible.AT: {"least_nbytes": 2**30}}
+    found = [{**about, "rows": rows}, {**about, "rows": {}}, {**about, "rows": refused}]
+    *_, first, second = reversible.markdown(found).splitlines()
+    assert first == "| revnet, full | h100 | 1.00 GiB | 512 MiB | +25.0% | +11.1% | 128 MiB | +20.0% |"
+    assert second == "| revnet, full | h100 | 1.00 GiB | 512 MiB | +25.0% | none | 128 MiB | +20.0% |"
     assert reversible.markdown([]) == ""
 
 
