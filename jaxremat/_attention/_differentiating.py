@@ -16,8 +16,8 @@ from ._reading import Program
 
 @dataclass(frozen=True)
 class Gradient:
-    """**Fields:** the `cotangent` of the result; for queries, keys and values the variable that is their gradient, None
-    where there is none; `at` the first of the equations that make these.
+    """**Fields:** the `cotangent` of the result; for queries, keys and values, and other operands, the variable that is
+    their gradient, None where there is none; `at` the first of the equations that make these.
     """
 
     cotangent: Any
@@ -47,7 +47,7 @@ def between(program: Program, result: Any, operands: Sequence[Any]) -> tuple[lis
 def gradient_of(
     program: Program,
     forward: Sequence[int],
-    operands: tuple[Any, Any, Any],
+    operands: Sequence[Any],
     fixed: Sequence[Any],
     result: Any,
     scope: int,
@@ -92,20 +92,21 @@ def _cotangents(program: Program, values: Any, result: Any, scope: int) -> list[
 def _differentiated(
     program: Program,
     forward: Sequence[int],
-    operands: tuple[Any, ...],
+    operands: Sequence[Any],
     fixed: Sequence[Any],
     result: Any,
 ) -> Iterable[jex.ClosedJaxpr]:
     """Operands, what is `fixed`, cotangent -> gradients, with the maxima as constants, and as they are."""
     eqns = [program.eqns[i] for i in forward]
     closed = _compat.new_jaxpr((), (), [*operands, *fixed], [result], eqns)
-    text = str(closed)
+    text = f"{len(operands)} of {closed}"
     if text not in program.gradients:
-        program.gradients[text] = [_pulled(closed, constant=constant) for constant in (True, False)]
+        count = len(operands)
+        program.gradients[text] = [_pulled(closed, count, constant=constant) for constant in (True, False)]
     return program.gradients[text]
 
 
-def _pulled(closed: jex.ClosedJaxpr, *, constant: bool) -> jex.ClosedJaxpr:
+def _pulled(closed: jex.ClosedJaxpr, count: int, *, constant: bool) -> jex.ClosedJaxpr:
     jaxpr = closed.jaxpr
 
     def run(*operands: Any) -> Any:
@@ -121,8 +122,8 @@ def _pulled(closed: jex.ClosedJaxpr, *, constant: bool) -> jex.ClosedJaxpr:
 
     def pulled(*arguments: Any) -> Any:
         *operands, cotangent = arguments
-        fixed = operands[3:]
-        _, pull = jax.vjp(lambda *of: run(*of, *fixed), *operands[:3])
+        fixed = operands[count:]
+        _, pull = jax.vjp(lambda *of: run(*of, *fixed), *operands[:count])
         return pull(cotangent)
 
     types = [_typed(v) for v in (*jaxpr.invars, jaxpr.outvars[0])]

@@ -5,16 +5,18 @@ Forward it is read backward from the product, each value with the axes of scores
 is differentiated, and what that gives is looked up among the equations: so what stands in its place is known to be the
 gradient, in whatever way the softmax was written.
 
-Law: nothing else reads anything of the size of the scores. What is returned of it, or has a gradient of its own, as a
-learned bias has, leaves an attention as it is. What nothing differentiates, as a reference model's, has no gradient.
+Law: nothing else reads anything of the size of the scores, or what is made of that: what is returned of it leaves an
+attention as it is. What nothing differentiates, as a reference model's, has no gradient.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import jax.extend.core as jex
+import jax.numpy as jnp
 import numpy as np
 
 from .._program import _compat
@@ -77,7 +79,10 @@ def _site(program: Program, at: int, side: int) -> Site | None:
         softmax = softmax_in(program, weights, axes, wide[0])
         if softmax is None:
             return None
-        return _matched(program, at, side, softmax)
+        site = _matched(program, at, side, softmax, None)
+        if site is None and program.scopes[at] >= 0:  # of a bias the gradient is that of what the loop reads
+            site = _matched(program, at, side, softmax, program.scopes[at])
+        return site
     except UnlikeError:
         return None
 
@@ -111,20 +116,21 @@ def _product(eqn: Any, side: int, axes: Axes, fresh: int) -> tuple[Product, int]
     return Product(dict(eqn.params), axes, tuple(columns), result, swapped=side == 1), fresh
 
 
-def _matched(program: Program, at: int, side: int, softmax: Softmax) -> Site | None:
+def _matched(program: Program, at: int, side: int, softmax: Softmax, scope: int | None) -> Site | None:
+    """**Arguments:** `scope` as of `Reading`."""
     eqn = program.eqns[at]
     weights, values = eqn.invars[side], eqn.invars[1 - side]
     rank = len(weights.aval.shape)
     size = count(weights)
     leaves: dict[tuple[Any, Axes], int] = {}
-    after = LinearReading(program, softmax.weights, softmax.axes, size, leaves)
+    after = LinearReading(program, softmax.weights, softmax.axes, size, leaves, scope)
     after.value(weights, tuple(range(rank)))
     mixed, fresh = _product(eqn, side, tuple(range(rank)), rank)
     dots = _dots(program, softmax.of, softmax.axes, size)
     if len(dots) != 1:
         return None
     ((scored, axes),) = dots.items()
-    before = Reading(program, scored, axes, size, leaves)
+    before = Reading(program, scored, axes, size, leaves, scope)
     before.value(softmax.of, softmax.axes)
     dot = program.eqns[program.maker[scored]]
     scores = _scores(dot, axes, softmax.key, fresh)
@@ -150,16 +156,33 @@ def _matched(program: Program, at: int, side: int, softmax: Softmax) -> Site | N
     read = tuple(a for a, _ in leaves)
     if any(on_host(a.aval) or on_mesh(a.aval) or _compat.varying_axes(a) for a in (*operands, *read)):
         return None
-    forward, fixed = between(program, result, operands)
-    gradient, backward = gradient_of(program, forward, operands, fixed, result, program.scopes[at])
+    able = [i for i, a in enumerate(read) if _may_be_learned(i, read, pattern)]
+    differentiated = (*operands, *(read[i] for i in able))
+    forward, fixed = between(program, result, differentiated)
+    gradient, backward = gradient_of(program, forward, differentiated, fixed, result, program.scopes[at])
+    if gradient is not None:
+        wanted = [v is not None for v in gradient.results[3:]]
+        pattern = replace(pattern, learned=tuple(compress(able, wanted)))
+        own = (*gradient.results[:3], *compress(gradient.results[3:], wanted))
+        gradient = replace(gradient, results=own)
     kept = {result, *(v for v in (gradient.results if gradient else ()) if v is not None)}
     own = set(forward) | {i for i in backward if _compat.variables(program.eqns[i].invars)}
-    large = (v for i in own for v in program.eqns[i].outvars if v not in kept and count(v) >= size)
-    if any(v in program.returned or not own.issuperset(program.readers.get(v, ())) for v in large):
+    made: set[Any] = set()  # of scores, and of what is passed back to them
+    for i in sorted(own):
+        eqn = program.eqns[i]
+        if any(count(a) >= size or a in made for a in (*_compat.variables(eqn.invars), *eqn.outvars)):
+            made.update(v for v in eqn.outvars if v not in kept)
+    if any(v in program.returned or not own.issuperset(program.readers.get(v, ())) for v in made):
         return None
     return Site(
         operands, read, scored, result, at, pattern, gradient, frozenset(forward), frozenset(backward)
     )
+
+
+def _may_be_learned(i: int, leaves: Sequence[Any], pattern: Pattern) -> bool:
+    """Whether a leaf is one of floats that stands before the softmax alone, and in one place."""
+    alone = leaves.count(leaves[i]) == 1 and not any(1 + i in step.operands for step in pattern.after)
+    return alone and bool(jnp.issubdtype(leaves[i].aval.dtype, jnp.floating))
 
 
 def _beside(axes: Axes, a: Any, rank: int) -> int:

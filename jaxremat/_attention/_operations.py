@@ -1,7 +1,8 @@
 """The two operations that stand in an attention's place, forward and backward, neither of which makes all scores.
 
     attention            queries, keys, values, leaves -> result, largest, total
-    attention_gradient   queries, keys, values, [result], largest, total, cotangent, leaves -> their gradients
+    attention_gradient   queries, keys, values, [result], largest, total, cotangent, leaves
+                         -> gradients of queries, keys, values, and of learned leaves
 
 `largest` of a row's scores and the `total` of their exponentials above that are all that the gradient wants of the
 softmax. In XLA's operations, part after part along one axis of the scores: each part does what the step did, once more
@@ -27,7 +28,7 @@ from jax.interpreters import batching, mlir
 
 from .._program._primitives import inner_eqns
 from ._kernels import attend_in_kernels, fits, gradient_in_kernels
-from ._pattern import Axes, Pattern, canonical, in_order, results_of, run
+from ._pattern import Axes, Pattern, as_it_was, canonical, in_order, results_of, run
 from ._places import Places
 
 ATTENTION: Any = jex.Primitive("attention")
@@ -85,16 +86,19 @@ def attend(
 
 
 def attend_gradient(*operands: jax.Array, pattern: Pattern, kernels: bool) -> list[jax.Array]:
-    """Gradients with respect to queries, keys and values, part after part."""
+    """Gradients with respect to queries, keys, values and learned leaves, part after part."""
     queries, keys, values, *rest = operands
     largest, total, cotangent, *leaves = rest[1:] if kernels else rest
     parts = _Parts(pattern)
     own = tuple(range(len(pattern.sizes)))
     read, _ = pattern.axes(gradient=True)
+    ordered = in_order(leaves, pattern)
     of = [
         *zip((queries, keys, values, largest, total, cotangent), read, strict=True),
-        *((a, own) for a in in_order(leaves, pattern)),
+        *((a, own) for a in ordered),
     ]
+    learned = [ordered[i] for i in pattern.learned]
+    spread = [tuple(d if n > 1 else None for d, n in enumerate(a.shape)) for a in learned]
 
     def part(
         start: Any,
@@ -106,15 +110,21 @@ def attend_gradient(*operands: jax.Array, pattern: Pattern, kernels: bool) -> li
         cotangent: Any,
         *leaves: Any,
     ) -> list[jax.Array]:
-        x, scored = jax.vjp(lambda q, k: parts.scores(start, q, k, leaves), queries, keys)
+        def scores(queries: Any, keys: Any, *learned: Any) -> Any:
+            biases = dict(zip(pattern.learned, learned, strict=True))
+            return parts.scores(start, queries, keys, [biases.get(i, a) for i, a in enumerate(leaves)])
+
+        x, scored = jax.vjp(scores, queries, keys, *(leaves[i] for i in pattern.learned))
         weights = jnp.exp(x - largest.astype(x.dtype)) / total.astype(x.dtype)
         _, mixed = jax.vjp(lambda w, v: pattern.mixed(parts.mixing(start, w, leaves), v), weights, values)
         to_weights, to_values = mixed(cotangent)
         mean = (weights * to_weights).sum(pattern.key, keepdims=True)
-        to_queries, to_keys = scored(weights * (to_weights - mean))
-        return [to_queries, to_keys, to_values]
+        to_queries, to_keys, *to_leaves = scored(weights * (to_weights - mean))
+        return [to_queries, to_keys, to_values, *to_leaves]
 
-    return parts.run(part, of, [(a, axes) for a, axes in of[:3]])
+    found = parts.run(part, of, [*of[:3], *zip(learned, spread, strict=True)])
+    places = zip(pattern.learned, found[3:], strict=True)
+    return [*found[:3], *(as_it_was(a, pattern.leaves[i], leaves[i].shape) for i, a in places)]
 
 
 class _Parts:
@@ -233,7 +243,7 @@ def _define(primitive: Any, fn: Any, in_kernels: Any, *, gradient: bool) -> None
         return made, (0,) * len(made)
 
     def on_gpu(*operands: Any, pattern: Pattern, kernels: bool) -> Any:
-        able = kernels and fits(pattern, operands)
+        able = kernels and fits(pattern, operands) and not (gradient and pattern.learned)
         return (in_kernels if able else fn)(*operands, pattern=pattern, kernels=kernels)
 
     def lowered(*args: Any, places: Places | None, **params: Any) -> Any:

@@ -75,7 +75,8 @@ class Product:
 class Pattern:
     """**Fields:** `sizes` of the axes of scores; `key` the axis that the softmax is along; the products `scores` and
     `mixed`; the steps `before` and `after` the softmax; the axes of its `leaves`; `types` of what the softmax is of,
-    and of the result; `widths` how many numbers a query and a value has.
+    and of the result; `widths` how many numbers a query and a value has; the `learned` leaves by number, of which the
+    gradient is wanted too.
     """
 
     sizes: tuple[int, ...]
@@ -87,6 +88,7 @@ class Pattern:
     leaves: tuple[Axes, ...]
     types: tuple[Any, Any]
     widths: tuple[int, int]
+    learned: tuple[int, ...] = ()
 
     @cached_property
     def _text(self) -> str:
@@ -99,6 +101,7 @@ class Pattern:
             self.after,
             self.leaves,
             self.widths,
+            self.learned,
         )
         return repr((*fields, tuple(map(str, self.types))))
 
@@ -132,7 +135,8 @@ class Pattern:
         read, result = (self.scores.rows, self.scores.columns, self.mixed.columns), self.mixed.result
         if not gradient:
             return read, (result, sums, sums)
-        return (*read, *((result,) if kernels else ()), sums, sums, result), read
+        made = (*read, *(self.leaves[i] for i in self.learned))
+        return (*read, *((result,) if kernels else ()), sums, sums, result), made
 
     def flops(self, *, gradient: bool, kernels: bool) -> float:
         """Floating-point operations of its products: two, or their five in the gradient, for which kernels make the
@@ -170,6 +174,15 @@ def canonical(array: jax.Array, axes: Axes, rank: int) -> jax.Array:
     have = dict(zip((axis for axis, _ in order), array.shape, strict=True))
     shape = [have.get(axis, 1) for axis in range(rank)]
     return lax.reshape(array, shape) if tuple(shape) != array.shape else array
+
+
+def as_it_was(array: jax.Array, axes: Axes, shape: Sequence[int]) -> jax.Array:
+    """The inverse of `canonical`, for an array that was of this shape."""
+    kept = [d for d, axis in enumerate(axes) if axis is not None]
+    order = sorted(range(len(kept)), key=lambda i: axes[kept[i]] or 0)
+    array = lax.reshape(array, [shape[kept[i]] for i in order])
+    array = lax.transpose(array, [order.index(i) for i in range(len(kept))]) if len(kept) > 1 else array
+    return lax.reshape(array, shape) if array.shape != tuple(shape) else array
 
 
 def run(

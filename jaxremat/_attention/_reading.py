@@ -148,14 +148,20 @@ def constant(program: Program, a: Any) -> float | None:
 
 class Reading:
     """Reads a value entry by entry, backward, down to a source; **arguments:** the `source` and its `axes`; `count` of
-    the scores; `leaves` so far, which are added to.
+    the scores; `leaves` so far, which are added to; `scope` that floats are not followed out of, None where they are.
     """
 
     def __init__(
-        self, program: Program, source: Any, axes: Axes, count: int, leaves: dict[tuple[Any, Axes], int]
+        self,
+        program: Program,
+        source: Any,
+        axes: Axes,
+        count: int,
+        leaves: dict[tuple[Any, Axes], int],
+        scope: int | None = None,
     ):
         self.program, self.source, self.axes, self.count = program, source, axes, count
-        self.leaves = leaves
+        self.leaves, self.scope = leaves, scope
         self.steps: list[tuple[Any, Mapping[str, Any], list[Any], int | None]] = []
         self._known: dict[tuple[Any, Axes], Any] = {}
         self._dependent: dict[Any, bool] = {source: True}
@@ -191,6 +197,9 @@ class Reading:
         if (number := constant(self.program, a)) is not None:
             return Scalar(number, np.dtype(a.aval.dtype))
         if eqn is None or (not dependent and self._price(a) >= aval_nbytes(a.aval)):
+            return self._leaf(a, axes)
+        outside = self.scope is not None and self.program.scopes[self.program.maker[a]] != self.scope
+        if outside and jax.numpy.issubdtype(a.aval.dtype, jax.numpy.floating):
             return self._leaf(a, axes)
         if eqn.primitive.name == "iota":
             axis = axes[eqn.params["dimension"]]

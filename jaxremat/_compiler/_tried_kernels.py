@@ -75,7 +75,8 @@ def _failure(site: Site, device: Any) -> str:
                 jax.jit(functools.partial(_both_passes, small, kernels))(operands, cotangent)
                 for kernels in (True, False)
             )
-            names = ("result", "gradient of queries", "gradient of keys", "gradient of values")
+            names = ["result", "gradient of queries", "gradient of keys", "gradient of values"]
+            names += ["gradient of a bias"] * len(pattern.learned)
             for name, a, b in zip(names, found, wanted, strict=True):
                 a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
                 largest = float(np.nanmax(np.abs(b), initial=0.0))

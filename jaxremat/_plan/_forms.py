@@ -132,7 +132,7 @@ def _attention(sites: Sites) -> Offers | None:
             math.fsum(graph.nodes[i].seconds for i in each) for each in (site.forward, site.backward)
         )
         differentiated = site.gradient is not None
-        if how > 1:
+        if how > 1 and not pattern.learned:
             more += trips * kernels_seconds(pattern, device, gradient=differentiated) - once - back
         elif differentiated:
             more += once

@@ -164,3 +164,69 @@ def test_forward_passes_that_forms_run_by_themselves(choice: Choice) -> None:
     assert all(a.shape.count(LENGTH) < 2 for a in inside if jnp.issubdtype(a.dtype, jnp.floating))
     found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves((weights, x)))
     assert_close(found, jax.tree.leaves(jax.jit(step)(weights, x)), 2e-5)
+
+
+def of_buckets(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.Array:
+    """A bias by distance, learned for each of some buckets, as T5's."""
+    apart = jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)[None, :]
+    bias = table[jnp.clip(apart + 8, 0, 15)].transpose(2, 0, 1)[None]
+    x = jnp.where(apart >= 0, jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias, -1e9)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(x), v)
+
+
+def of_places(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+    """A bias that is learned for each pair of places, in bfloat16."""
+    x = jnp.einsum("bqhd,bkhd->bhqk", q, k) + 2 * bias.astype(jnp.float32)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(x), v)
+
+
+def of_slopes(q: jax.Array, k: jax.Array, v: jax.Array, slopes: jax.Array) -> jax.Array:
+    """A bias that grows with the distance, by a slope that each head learns, behind a soft cap."""
+    apart = jnp.abs(jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)[None, :])
+    x = 5 * jnp.tanh(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 5) - jnp.exp(slopes)[:, None, None] * apart
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(x), v)
+
+
+LEARNED = {
+    of_buckets: jnp.linspace(-1, 1, 16 * HEADS).reshape(16, HEADS),
+    of_places: jnp.sin(jnp.arange(HEADS * LENGTH * LENGTH))
+    .reshape(HEADS, LENGTH, LENGTH)
+    .astype(jnp.bfloat16),
+    of_slopes: jnp.linspace(-3, -1, HEADS),
+}
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("attend", LEARNED, ids=lambda attend: attend.__name__)
+def test_biases_that_are_learned(attend: Any, scanned: bool) -> None:
+    """One for all layers."""
+    weights, x = attending(masked, layers=2).args
+
+    def layer(h: jax.Array, w: Any, bias: jax.Array) -> jax.Array:
+        q, k, v = (jnp.einsum("bti,ihd->bthd", h, w["into"][i]) for i in range(3))
+        return h + jnp.tanh(attend(q, k, v, bias).reshape(h.shape) @ w["back"])
+
+    def step(weights: Any, bias: jax.Array, x: jax.Array) -> Any:
+        def loss(weights: Any, bias: jax.Array) -> jax.Array:
+            if scanned:
+                return (jax.lax.scan(lambda h, w: (layer(h, w, bias), None), x, weights)[0] ** 2).sum()
+            h = x
+            for i in range(2):
+                h = layer(h, jax.tree.map(lambda w, i=i: w[i], weights), bias)
+            return (h**2).sum()
+
+        return jax.value_and_grad(loss, (0, 1))(weights, bias)
+
+    args = weights, LEARNED[attend], x
+    changed = in_parts(step, *args)
+    done = [eqn for eqn in changed.jaxpr.jaxpr.eqns if is_attention(eqn)]
+    assert len(done) == (2 if scanned else 4)
+    (learned,) = {eqn.params["pattern"].learned for eqn in done}
+    assert len(learned) == 1
+    made = (v.aval for eqn in changed.jaxpr.jaxpr.eqns for v in eqn.outvars)
+    assert all(
+        a.size < BATCH * HEADS * LENGTH * LENGTH for a in made if jnp.issubdtype(a.dtype, jnp.floating)
+    )
+    found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(args))
+    wanted = jax.tree.leaves(jax.jit(step)(*args))
+    assert_close(found, wanted, 2e-2 if attend is of_places else 2e-5)
