@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from test_trace import runnable
 
 from jaxremat._model._form import LOOP, PLAIN, REVERSED, Choice, Form
 from jaxremat._program import _compat
-from jaxremat._rewrite._loop_closing import close_loops
 from jaxremat._rewrite._reversed_chains import block_of, chains
 from jaxremat._rewrite._trace import Traced, trace
 
@@ -109,14 +109,6 @@ def traced(net: Net, *choices: Choice) -> Traced:
     return trace(jax.jit(training(net), donate_argnums=0), args, {}).in_form(Form.of(*choices))
 
 
-def closed(step: Traced) -> jex.ClosedJaxpr:
-    jaxpr = step.jaxpr.jaxpr
-    eqns = close_loops(jaxpr.eqns, step.loop_of, step.loops)
-    found = _compat.new_jaxpr(jaxpr.constvars, step.jaxpr.consts, jaxpr.invars, jaxpr.outvars, eqns)
-    _compat.check_jaxpr(found)
-    return found
-
-
 def results(program: jex.ClosedJaxpr) -> list[Any]:
     args = layers(), jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
     return jex.jaxpr_as_fun(program)(*jax.tree.leaves(args))
@@ -137,13 +129,15 @@ NETS = {
 @pytest.mark.parametrize("name", NETS)
 def test_results_are_the_same_but_for_rounding(name: str) -> None:
     net, choice = NETS[name]
-    for found, want in zip(results(closed(traced(net, choice))), results(closed(traced(net))), strict=True):
+    for found, want in zip(
+        results(runnable(traced(net, choice))), results(runnable(traced(net))), strict=True
+    ):
         np.testing.assert_allclose(found, want, rtol=2e-5, atol=2e-5)
 
 
 def kept_nbytes(step: Traced) -> int:
     """What the backward pass reads of the forward pass, but for weights."""
-    program = closed(step).jaxpr
+    program = runnable(step).jaxpr
     undoing = [i for i, eqn in enumerate(program.eqns) if "transpose(" in _compat.name_stack_text(eqn)]
     made = {v for eqn in program.eqns[: undoing[0]] for v in eqn.outvars}
     read = {a for eqn in program.eqns[undoing[0] :] for a in _compat.variables(eqn.invars)}
@@ -173,7 +167,7 @@ def test_each_chain_is_found() -> None:
 def test_what_cannot_be_undone_is_left(net: Net, choice: Choice) -> None:
     step = traced(net)
     assert chains(step.jaxpr, step.loop_of, step.loops) == []
-    assert str(closed(traced(net, choice))) == str(closed(step))
+    assert str(runnable(traced(net, choice))) == str(runnable(step))
 
 
 def test_a_loop_that_is_undone_is_in_no_levels() -> None:
