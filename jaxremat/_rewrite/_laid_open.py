@@ -70,10 +70,8 @@ def attended(opened: LaidOpen, places: Mapping[Pattern, Places] | None, how: int
         for i, sunk in enumerate(sink_into(eqns, closed_loops)):
             eqns[i] = (_attended_inside(sunk, how) if i in closed_loops else None) or eqns[i]
     closed = _compat.new_jaxpr(jaxpr.constvars, made.closed.consts, jaxpr.invars, jaxpr.outvars, eqns)
-    other = {i for i, (a, b) in enumerate(zip(jaxpr.eqns, eqns, strict=True)) if a is not b}
-    place = [made.place[i] if i >= 0 else -1 for i in opened.merged_of]
-    place = [-1 if i in other else i for i in place]
-    return replace(opened, closed=closed, loop_of=[opened.loop_of[i] for i in made.origin], merged_of=place)
+    place = [i if i >= 0 and eqns[i] is jaxpr.eqns[i] else -1 for i in made.place]
+    return _moved(opened, closed, [opened.loop_of[i] for i in made.origin], place)
 
 
 def closed_loop(eqn: Any) -> jex.ClosedJaxpr | None:
@@ -102,8 +100,13 @@ def _attended_inside(eqn: Any, how: int) -> Any | None:
 def in_reverse(opened: LaidOpen) -> LaidOpen:
     """The same with chains of blocks undone in the backward pass, where they can be."""
     made = chains_in_reverse(opened.closed, opened.loop_of, opened.loops)
-    place = [made.place[i] if i >= 0 else -1 for i in opened.merged_of]
-    return replace(opened, closed=made.closed, loop_of=made.loop_of, merged_of=place)
+    return _moved(opened, made.closed, made.loop_of, made.place)
+
+
+def _moved(opened: LaidOpen, closed: jex.ClosedJaxpr, loop_of: list[int], place: Sequence[int]) -> LaidOpen:
+    """The same with other equations. **Arguments:** `place` of each of those that were there, -1 for none."""
+    merged_of = [place[i] if i >= 0 else -1 for i in opened.merged_of]
+    return replace(opened, closed=closed, loop_of=loop_of, merged_of=merged_of)
 
 
 def scopes(loop_of: Sequence[int], loops: Sequence[Loop]) -> list[int]:

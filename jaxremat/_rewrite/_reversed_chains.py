@@ -56,7 +56,10 @@ class Block:
 
 def chains(closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop]) -> list[list[Block]]:
     """The chains of a program with its loops laid open: of each its blocks, the last first."""
-    late = late_equations(closed.jaxpr.eqns, loop_of, loops)
+    return _chains(closed, loop_of, late_equations(closed.jaxpr.eqns, loop_of, loops))
+
+
+def _chains(closed: jex.ClosedJaxpr, loop_of: Sequence[int], late: Sequence[bool]) -> list[list[Block]]:
     program = _Program(closed, loop_of, late)
     found: list[list[Block]] = []
     stop = len(program.forward)
@@ -153,7 +156,7 @@ def chains_in_reverse(closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Se
     names: dict[Any, Any] = {}
     backward = (i for i in reversed(range(len(late))) if late[i])
     reads = {a: i for i in backward for a in _compat.variables(jaxpr.eqns[i].invars)}  # where first
-    for chain in chains(closed, loop_of, loops):
+    for chain in _chains(closed, loop_of, late):
         at = len(jaxpr.eqns)
         for block in reversed(chain):
             at = min([at, *(reads[v] for v in block.names)])
