@@ -13,6 +13,7 @@ import jax
 import pytest
 from hypothesis import Phase, settings
 
+from jaxremat._compiler import _devices
 from jaxremat._compiler._devices import DeviceSpec, cpu_file, cpu_text
 from jaxremat._runtime._cache_folder import store
 
@@ -28,10 +29,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"jax 0.10's: {marker.args[0]}")
 
 
+# The figures of one processor, wherever the tests run: which of two plans is cheaper depends on them.
+RATES = (("f32", 1.6e11), ("bf16", 1.6e11), ("f64", 8.7e10))
+measure = _devices._measure
+
+
+def one_processor(name: str) -> DeviceSpec:
+    """What the tests find when they measure the processor, in whichever folder of theirs."""
+    return DeviceSpec(name, "cpu", 24 << 30, 4.5e10, RATES, 2e-6, 4.5e10)
+
+
+@pytest.fixture
+def really_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_devices, "_measure", measure)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAXREMAT_CACHE"] = str(config.rootpath / ".pytest_cache" / "jaxremat")
     os.environ["JAXREMAT_PLAN_CACHE"] = "0"
-    # The figures of one processor, wherever the tests run: which of two plans is cheaper depends on them.
-    rates = (("f32", 1.6e11), ("bf16", 1.6e11), ("f64", 8.7e10))
     key, path = cpu_file()
-    store(path, cpu_text(key, DeviceSpec(key, "cpu", 24 << 30, 4.5e10, rates, 2e-6, 4.5e10)))
+    store(path, cpu_text(key, one_processor(key)))  # for processes that the tests start
+    _devices._measure = one_processor

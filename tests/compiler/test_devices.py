@@ -164,6 +164,7 @@ def test_a_folder_that_cannot_be_written_is_tolerated(
     assert len(counted) == 1
 
 
+@pytest.mark.usefixtures("really_measured")
 def test_the_measurement_is_rounded_and_leaves_jax_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -178,6 +179,7 @@ def test_the_measurement_is_rounded_and_leaves_jax_alone(
     assert jax.numpy.ones(()).dtype == "float32"  # x64 was on during the measurement only
 
 
+@pytest.mark.usefixtures("really_measured")
 def test_the_measurement_works_inside_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_devices, "_SIDE", 64)
     monkeypatch.setattr(_devices, "_STREAM_ELEMENTS", 1 << 12)

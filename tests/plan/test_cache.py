@@ -21,7 +21,6 @@ from test_optimize import stripped
 
 import jaxremat
 from jaxremat import InfeasibleBudgetError, JaxrematWarning, MinCut, Plan, Solution
-from jaxremat._compiler._devices import measure_cpu
 from jaxremat._compiler._memory_stats import MemoryStats
 from jaxremat._plan import _plan_cache as _cache
 from jaxremat._runtime import _cache_folder as _disk
@@ -52,8 +51,6 @@ def plan(*args: Any, budget: Any = BUDGET, donate_argnums: Any = 0, **options: A
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where plans are kept, in a cache folder of the test's own that is in use; it knows this processor."""
-    measure_cpu.cache_clear()  # tests before may have measured it in folders of their own
-    measure_cpu()
     for path in _disk.cache_dir().glob("cpu-*.json"):
         shutil.copy(path, tmp_path)
     monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
