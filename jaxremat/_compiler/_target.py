@@ -171,8 +171,8 @@ def _compile(
     try:
         try:
             return ask(WORKER, (*asked, dict(options)))
-        except WorkerRefusedError as error:
-            if _NO_TILING not in str(error):
+        except WorkerLostError as error:  # or it refused
+            if not any(words in str(error) for words in _NO_TILING):
                 raise
             logger.info(
                 "compiling again without Triton's matrix products, for one of which XLA finds no tiling"
@@ -184,9 +184,10 @@ def _compile(
         raise TargetError(f"The process that compiles for GPUs is lost: {error}") from None
 
 
-_NO_TILING = "find output tile sizes"
+_NO_TILING = ("find output tile sizes", "triton_tiling_propagation")
 """In what XLA says of a product that it would give to Triton, of a shape that no tiling fits (attention over an odd
-length). With the device at hand it would try cuBLAS too, and take what is faster.
+length), or where it fails a check of its own while it looks for what to fuse with one (images of which every other
+row and column is read). With the device at hand it would try cuBLAS too where it refuses, and take what is faster.
 """
 
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}

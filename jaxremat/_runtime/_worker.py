@@ -30,7 +30,7 @@ _MOST_IDLE = 2
 
 
 _LINES_SHOWN = 10
-"""Of what a worker printed last before it ended."""
+"""Of what a worker printed last before it ended, or from the check on that failed in it."""
 
 
 class WorkerLostError(Exception):
@@ -149,7 +149,9 @@ class Worker:
         except subprocess.TimeoutExpired:
             return WorkerLostError("closed its output")
         self.printed.seek(0)
-        last = self.printed.read().decode(errors="replace").strip().splitlines()[-_LINES_SHOWN:]
+        lines = self.printed.read().decode(errors="replace").strip().splitlines()
+        checks = [i for i, line in enumerate(lines) if "Check failed" in line]
+        last = lines[checks[-1] :][:_LINES_SHOWN] if checks else lines[-_LINES_SHOWN:]
         how = signal.Signals(-code).name if code < 0 else f"ended with exit status {code}"
         return WorkerLostError("\n".join([f"{how}: {last[0]}", *last[1:]]) if last else how)
 

@@ -282,6 +282,20 @@ def test_a_product_that_triton_has_no_tiling_for(caplog: pytest.LogCaptureFixtur
     assert found.peak_nbytes > 2 * 32 * 32 * 4
 
 
+@pytest.mark.jax_0_10("XLA fails a check of its own")
+def test_a_product_in_which_triton_s_tiling_fails_a_check(caplog: pytest.LogCaptureFixture) -> None:
+    """XLA ends the process over the gradient of a product that reads every other row and column of images."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(x[:, ::2, ::2] @ w)
+
+    args = jax.ShapeDtypeStruct((64, 128), jnp.float32), jax.ShapeDtypeStruct((32, 28, 28, 64), jnp.float32)
+    with caplog.at_level("INFO", logger="jaxremat"):
+        found = jaxremat.memory(jax.grad(loss), *args, target="h100")
+    assert "without Triton's matrix products" in caplog.text
+    assert found.outputs_nbytes == 64 * 128 * 4
+
+
 def test_what_cannot_be_compiled_is_said() -> None:
     def step(x: jax.Array) -> jax.Array:
         return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x).sum()
@@ -311,9 +325,16 @@ def test_a_worker_that_dies_while_it_compiles_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = tmp_path / "crash.py"
-    script.write_text("import os\ndef answer(request):\n    os.abort()\n")
+    script.write_text(
+        "import os, sys\n"
+        "def answer(request):\n"
+        "    print('Check failed: it is (0 vs. 1)', *range(50), sep='\\n', file=sys.stderr, flush=True)\n"
+        "    os.abort()\n"
+    )
     monkeypatch.setattr(_target, "WORKER", script)
-    with pytest.raises(TargetError, match="The process that compiles for GPUs is lost: SIGABRT"):
+    with pytest.raises(
+        TargetError, match=r"that compiles for GPUs is lost: SIGABRT: Check failed: it is \(0"
+    ):
         jaxremat.memory(lambda x: jnp.cos(x).sum(), MATRIX, target="h100")
 
 
