@@ -1,5 +1,6 @@
 """Plans of reversible networks: what they need, what they cost, what they say, and that nobody gets one unasked."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -70,15 +71,20 @@ def planned(net: Any, share: float, **options: Any) -> tuple[Any, Any]:
     return made, made.plan(*args)
 
 
+@functools.cache
+def undone(net: Any) -> tuple[Any, Any]:
+    return planned(net, {unrolled: 0.23, scanned: 0.08}[net], allow=("reversible",))
+
+
 SAID = {
     unrolled: "blocks at test_reversed_plans.py:{} (coupled): undone on the way back, one after the other",
     scanned: "loop of 16 iterations at test_reversed_plans.py:{} (scanned): undone on the way back",
 }
 
 
-@pytest.mark.parametrize(("net", "share"), [(unrolled, 0.23), (scanned, 0.08)], ids=["unrolled", "scanned"])
-def test_what_can_be_undone_is_where_that_is_allowed(net: Any, share: float) -> None:
-    step, plan = planned(net, share, allow=("reversible",))
+@pytest.mark.parametrize("net", [unrolled, scanned])
+def test_what_can_be_undone_is_where_that_is_allowed(net: Any) -> None:
+    step, plan = undone(net)
     assert plan.form.settings(REVERSED)
     assert plan.compiled_peak_nbytes <= plan.budget_nbytes
     assert plan.overhead < 0.5
@@ -94,6 +100,23 @@ def test_what_can_be_undone_is_where_that_is_allowed(net: Any, share: float) -> 
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     again = jaxremat.optimize(plan=jaxremat.Plan.from_json(plan.to_json()), donate_argnums=0)(training(net))
     jax.tree.map(np.testing.assert_array_equal, again(*arguments(net)), step(*arguments(net)))
+
+
+@pytest.mark.parametrize("net", [unrolled, scanned])
+def test_training_goes_as_without(net: Any) -> None:
+    made, plan = undone(net)
+    assert plan.form.settings(REVERSED)
+    curves = []
+    for step in (jax.jit(training(net)), made):
+        weights, x = arguments(net)
+        losses = []
+        for _ in range(20):
+            weights, loss = step(weights, x)
+            losses.append(float(loss))
+        curves.append(losses)
+    want, found = np.asarray(curves)
+    assert want[-1] < 0.5 * want[0]
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-3 * np.ptp(want))
 
 
 def test_it_needs_less_than_recomputing_can() -> None:
