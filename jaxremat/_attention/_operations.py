@@ -243,7 +243,7 @@ def _define(primitive: Any, fn: Any, in_kernels: Any, *, gradient: bool) -> None
         return made, (0,) * len(made)
 
     def on_gpu(*operands: Any, pattern: Pattern, kernels: bool) -> Any:
-        able = kernels and fits(pattern, operands) and not (gradient and pattern.learned)
+        able = kernels and _able(pattern, operands)[gradient]
         return (in_kernels if able else fn)(*operands, pattern=pattern, kernels=kernels)
 
     def lowered(*args: Any, places: Places | None, **params: Any) -> Any:
@@ -275,6 +275,19 @@ def of_one_device(eqn: Any) -> Any:
     if places is None:
         return eqn
     return eqn.replace(params={**eqn.params, "pattern": places.part(pattern), "places": None})
+
+
+def _able(pattern: Pattern, operands: Sequence[Any]) -> tuple[bool, bool]:
+    """Whether there are kernels for a pattern of such operands, and for its gradient."""
+    forward = fits(pattern, operands)
+    return forward, forward and not pattern.learned
+
+
+def runs_in_kernels(eqn: Any) -> tuple[bool, bool]:
+    """Whether an attention is in kernels on a GPU, and its gradient."""
+    pattern = of_one_device(eqn).params["pattern"]
+    forward, gradient = _able(pattern, [v.aval for v in eqn.invars])
+    return eqn.params["kernels"] and forward, eqn.params["kernels"] and gradient
 
 
 def is_attention(eqn: Any) -> bool:

@@ -16,8 +16,8 @@ class LoopForm:
     as in `Plan.form`, none of rows that stay together; `source` the user's line; `rows` whether it is no loop of
     the user's; `whole` whether these are most of the step, in microbatches; `inner` whether it is a loop within another
     that the way back runs again and is planned inside, of no levels; `attention` whether it is attention, at that line
-    so many times, of no levels, `kernels` whether in kernels; `undone` whether it is a loop, or blocks if it has no
-    length, whose values the way back computes from what comes out, of no levels.
+    so many times, of no levels, `kernels` whether in kernels and `gradient` whether its gradient is; `undone` whether
+    it is a loop, or blocks if it has no length, whose values the way back computes from what comes out, of no levels.
     """
 
     length: int
@@ -28,6 +28,7 @@ class LoopForm:
     inner: bool = False
     attention: bool = False
     kernels: bool = False
+    gradient: bool = False
     undone: bool = False
 
     def __str__(self) -> str:
@@ -36,7 +37,8 @@ class LoopForm:
         where = f" at {self.source}" if self.source else ""
         if self.attention:
             how = "in kernels" if self.kernels else "part after part"
-            return f"attention{where}{_times(self.length)}: without its matrix of scores, {how}"
+            back = ", and part after part on the way back" if self.kernels and not self.gradient else ""
+            return f"attention{where}{_times(self.length)}: without its matrix of scores, {how}{back}"
         if self.rows:
             if not self.levels:
                 return f"rows{where}: not in chunks, because they are on several devices"
@@ -72,7 +74,7 @@ def loop_forms(
     sources: Sequence[str],
     rows: Sequence[tuple[int, str, bool]] = (),
     inner: Sequence[tuple[int, str]] = (),
-    attention: Sequence[tuple[str, bool]] = (),
+    attention: Sequence[tuple[str, bool, bool]] = (),
     chain: str = "",
     devices: int = 1,
 ) -> tuple[LoopForm, ...]:
@@ -80,8 +82,8 @@ def loop_forms(
 
     **Arguments:** `rows` of each region that may be, with the user's line, and whether it is most of the step; `inner`
     the lengths of inner loops that are laid open, and the user's lines; `attention` the user's line of each that is
-    done without its matrix of scores, and whether in kernels; `chain` the user's line of the first undone block;
-    `devices` how many the compiler divides the step among.
+    done without its matrix of scores, whether in kernels, and whether its gradient is; `chain` the user's line of the
+    first undone block; `devices` how many the compiler divides the step among.
     """
     levels, chunks, undone = form.settings(LOOP), form.settings(ROWS), form.settings(REVERSED)
     none: Setting = ()
@@ -96,8 +98,8 @@ def loop_forms(
         if i in chunks or (not whole and devices > 1)
     ]
     attending = [
-        LoopForm(count, (), source, attention=True, kernels=kernels)
-        for (source, kernels), count in Counter(attention).items()
+        LoopForm(count, (), source, attention=True, kernels=kernels, gradient=gradient)
+        for (source, kernels, gradient), count in Counter(attention).items()
     ]
     return (
         *loops,

@@ -17,6 +17,7 @@ import jax
 import jax.extend.core as jex
 
 from .._attention._operations import ATTENTION as ATTEND
+from .._attention._operations import runs_in_kernels
 from .._attention._pattern import Pattern
 from .._attention._places import Places
 from .._model._form import ATTENTION, COPIES, INNER, LOOP, PLAIN, REVERSED, ROWS, Form
@@ -171,10 +172,12 @@ class Traced:
         return [(each.length, _compat.user_line(each.eqn)) for each in found]
 
     @property
-    def attention(self) -> list[tuple[str, bool]]:
-        """Of each attention that is done without its matrix of scores the user's line, and whether in kernels."""
+    def attention(self) -> list[tuple[str, bool, bool]]:
+        """Of each attention that is done without its matrix of scores the user's line, whether it is in kernels, and
+        whether its gradient is if it has one.
+        """
         eqns = [each for eqn in self.jaxpr.jaxpr.eqns for each in (eqn, *inner_eqns(eqn))]
-        return [(_compat.user_line(e), e.params["kernels"]) for e in eqns if e.primitive is ATTEND]
+        return [(_compat.user_line(e), *runs_in_kernels(e)) for e in eqns if e.primitive is ATTEND]
 
     @property
     def chain(self) -> str:

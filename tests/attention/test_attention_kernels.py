@@ -22,6 +22,7 @@ from jaxremat._compiler._roofline import kernels
 from jaxremat._compiler._target import Target
 from jaxremat._model._device_specs import KERNEL_RATE
 from jaxremat._model._form import ATTENTION, Choice, Form
+from jaxremat._report._loop_forms import loop_forms
 from jaxremat._rewrite._laid_open import alive
 from jaxremat._rewrite._trace import trace
 
@@ -102,6 +103,37 @@ def test_what_there_are_no_kernels_for() -> None:
     assert not fits(site.pattern, [a.update(dtype=jnp.dtype("float64")) for a in operands])
     wide = Pattern(**{**vars(site.pattern), "widths": (512, 8)})
     assert not fits(wide, operands)
+
+
+@pytest.mark.parametrize(
+    ("attend", "fit", "how"),
+    [
+        (masked, (True, True), "in kernels"),
+        (_turned_by_bits, (False, False), "part after part"),
+    ],
+)
+def test_what_is_in_kernels_is_said(attend: Attend, fit: tuple[bool, bool], how: str) -> None:
+    case = attending(attend)
+    ((line, *found),) = trace(jax.jit(case.step), case.args, {}).in_form(IN_KERNELS).attention
+    assert tuple(found) == fit
+    (said,) = loop_forms((), IN_KERNELS, (), attention=[(line, *fit)])
+    assert str(said) == f"attention at {line}: without its matrix of scores, {how}"
+
+
+def test_of_a_learned_bias_the_gradient_is_in_no_kernel() -> None:
+    def step(bias: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        def loss(bias: jax.Array, q: jax.Array) -> jax.Array:
+            x = jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias
+            return (jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(x), v) ** 2).sum()
+
+        return jax.grad(loss, (0, 1))(bias, q)
+
+    each = jax.ShapeDtypeStruct((2, LENGTH, 4, WIDTH), jnp.float32)
+    bias = jax.ShapeDtypeStruct((4, LENGTH, LENGTH), jnp.float32)
+    ((line, *fit),) = trace(jax.jit(step), (bias, each, each, each), {}).in_form(IN_KERNELS).attention
+    assert fit == [True, False]
+    (said,) = loop_forms((), IN_KERNELS, (), attention=[(line, True, False)])
+    assert str(said).endswith("in kernels, and part after part on the way back")
 
 
 def compiled(attend: Attend, form: Form, length: int, target: str = "h100", width: int = WIDTH) -> Any:
