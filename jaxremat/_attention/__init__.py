@@ -5,5 +5,5 @@ or in kernels of a GPU. Law: they compute what the equations computed, up to the
 
 Reading order: `_pattern` (what one attention computes, of any layout); `_reading`, `_softmax`, `_differentiating`,
 `_finding` (equations -> where attention is, forward and backward); `_operations` (the two, part after part); `_tiles`,
-`_kernels` (the same, a tile at a time); `_rewriting` (which puts them in place).
+`_kernels`, `_gradient_kernels` (the same, a tile at a time); `_rewriting` (which puts them in place).
 """

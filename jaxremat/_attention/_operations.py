@@ -27,7 +27,8 @@ from jax import lax
 from jax.interpreters import batching, mlir
 
 from .._program._primitives import inner_eqns
-from ._kernels import attend_in_kernels, fits, gradient_in_kernels
+from ._gradient_kernels import gradient_in_kernels
+from ._kernels import attend_in_kernels, fits, gradient_fits
 from ._pattern import Axes, Pattern, as_it_was, canonical, in_order, results_of, run
 from ._places import Places
 
@@ -243,7 +244,7 @@ def _define(primitive: Any, fn: Any, in_kernels: Any, *, gradient: bool) -> None
         return made, (0,) * len(made)
 
     def on_gpu(*operands: Any, pattern: Pattern, kernels: bool) -> Any:
-        able = kernels and _able(pattern, operands)[gradient]
+        able = kernels and (gradient_fits if gradient else fits)(pattern, operands)
         return (in_kernels if able else fn)(*operands, pattern=pattern, kernels=kernels)
 
     def lowered(*args: Any, places: Places | None, **params: Any) -> Any:
@@ -277,17 +278,12 @@ def of_one_device(eqn: Any) -> Any:
     return eqn.replace(params={**eqn.params, "pattern": places.part(pattern), "places": None})
 
 
-def _able(pattern: Pattern, operands: Sequence[Any]) -> tuple[bool, bool]:
-    """Whether there are kernels for a pattern of such operands, and for its gradient."""
-    forward = fits(pattern, operands)
-    return forward, forward and not pattern.learned
-
-
 def runs_in_kernels(eqn: Any) -> tuple[bool, bool]:
     """Whether an attention is in kernels on a GPU, and its gradient."""
     pattern = of_one_device(eqn).params["pattern"]
-    forward, gradient = _able(pattern, [v.aval for v in eqn.invars])
-    return eqn.params["kernels"] and forward, eqn.params["kernels"] and gradient
+    operands = [v.aval for v in eqn.invars]
+    asked = eqn.params["kernels"]
+    return asked and fits(pattern, operands), asked and gradient_fits(pattern, operands)
 
 
 def is_attention(eqn: Any) -> bool:

@@ -140,10 +140,11 @@ class Pattern:
 
     def flops(self, *, gradient: bool, kernels: bool) -> float:
         """Floating-point operations of its products: two, or their five in the gradient, for which kernels make the
-        scores and what is passed back to them twice.
+        scores and what is passed back to them twice, and once more for each learned leaf.
         """
         query, value = self.widths
-        of_query, of_value = (1, 1) if not gradient else (4, 3) if kernels else (3, 2)
+        again = 1 + len(self.learned) if kernels else 0
+        of_query, of_value = (3 + again, 2 + again) if gradient else (1, 1)
         return 2.0 * self.scores_count * (of_query * query + of_value * value)
 
 

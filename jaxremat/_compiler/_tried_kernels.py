@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._attention import _kernels, _tiles
+from .._attention import _gradient_kernels, _kernels, _tiles
 from .._attention._finding import Site
 from .._attention._operations import ATTENTION, GRADIENT
 from .._attention._pattern import Axes, Pattern
@@ -33,7 +33,9 @@ APART = 0.05
 
 def kernels_work(sites: Sequence[Site], device: Any) -> bool:
     """Whether kernels do what all of these attentions do, on a `jax.Device`. Where they do not, a warning says so."""
-    written = b"".join(Path(str(module.__file__)).read_bytes() for module in (_kernels, _tiles))
+    written = b"".join(
+        Path(str(module.__file__)).read_bytes() for module in (_kernels, _gradient_kernels, _tiles)
+    )
     where = (str(device.device_kind), jax.__version__, hashlib.sha256(written).hexdigest())
     distinct = {site.pattern: site for site in sites}.values()
     with (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._attention._finding import Site, attention
-from .._attention._kernels import LEAST_CAPABILITY, kernels_seconds
+from .._attention._kernels import LEAST_CAPABILITY, gradient_fits, kernels_seconds
 from .._compiler._devices import DeviceSpec
 from .._compiler._tried_kernels import kernels_work
 from .._model._attention_offers import AttentionOffers
@@ -132,7 +132,7 @@ def _attention(sites: Sites) -> Offers | None:
             math.fsum(graph.nodes[i].seconds for i in each) for each in (site.forward, site.backward)
         )
         differentiated = site.gradient is not None
-        if how > 1 and not pattern.learned:
+        if how > 1 and gradient_fits(pattern, [a.aval for a in (*site.operands, *site.leaves)]):
             more += trips * kernels_seconds(pattern, device, gradient=differentiated) - once - back
         elif differentiated:
             more += once

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attentions import FOUND, LENGTH, SHORT, WIDTH, Attend, assert_close, attending, masked
+from test_in_parts import LEARNED, of_buckets, of_places, of_slopes
 from test_trace import runnable
 
 from jaxremat import MemoryStats
 from jaxremat._attention._finding import Site, attention
-from jaxremat._attention._kernels import attend_in_kernels, fits, gradient_in_kernels
+from jaxremat._attention._gradient_kernels import gradient_in_kernels
+from jaxremat._attention._kernels import attend_in_kernels, fits
 from jaxremat._attention._operations import attend as attend_in_parts
 from jaxremat._attention._operations import attend_gradient
 from jaxremat._attention._pattern import Pattern
@@ -120,17 +122,57 @@ def test_what_is_in_kernels_is_said(attend: Attend, fit: tuple[bool, bool], how:
     assert str(said) == f"attention at {line}: without its matrix of scores, {how}"
 
 
-def test_of_a_learned_bias_the_gradient_is_in_no_kernel() -> None:
+def learning(attend: Any, bias: jax.Array, length: int = LENGTH, heads: int = 4) -> Any:
+    """A step that learns a bias, and its arguments."""
+
     def step(bias: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        def loss(bias: jax.Array, q: jax.Array) -> jax.Array:
-            x = jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias
-            return (jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(x), v) ** 2).sum()
+        def loss(bias: jax.Array, *of: jax.Array) -> jax.Array:
+            return (attend(*of, bias) ** 2).sum()
 
-        return jax.grad(loss, (0, 1))(bias, q)
+        return jax.grad(loss, (0, 1, 2, 3))(bias, q, k, v)
 
-    each = jax.ShapeDtypeStruct((2, LENGTH, 4, WIDTH), jnp.float32)
-    bias = jax.ShapeDtypeStruct((4, LENGTH, LENGTH), jnp.float32)
-    ((line, *fit),) = trace(jax.jit(step), (bias, each, each, each), {}).in_form(IN_KERNELS).attention
+    each = jax.ShapeDtypeStruct((2, length, heads, WIDTH), jnp.float32)
+    return step, (jax.ShapeDtypeStruct(bias.shape, bias.dtype), each, each, each)
+
+
+def _of_pairs(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+    """A bias that each example makes for itself."""
+    x = jnp.where(
+        jnp.arange(q.shape[1])[:, None] >= 3, jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.3 + bias, -1e9
+    )
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(x), v)
+
+
+def _of_all_heads(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array) -> jax.Array:
+    """A bias that heads share, in front of a soft cap; keys and values are shared too."""
+    k, v = k[:, :, :1], v[:, :, :1]
+    x = jnp.einsum("bqhd,bkd->bhqk", q, k[:, :, 0]) + bias.T
+    return jnp.einsum("bhqk,bkd->bqhd", jax.nn.softmax(9 * jnp.tanh(x / 9)), v[:, :, 0])
+
+
+TILES = {
+    "buckets": (of_buckets, LEARNED[of_buckets], LENGTH),
+    "places": (of_places, LEARNED[of_places], LENGTH),
+    "pairs": (_of_pairs, jnp.zeros((2, 4, 70, 70)), 70),
+    "all heads": (_of_all_heads, jnp.zeros((130, 130)), 130),
+}
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_biases_that_are_learned(name: str) -> None:
+    attend, bias, length = TILES[name]
+    step, args = learning(attend, bias, length)
+    traced = trace(jax.jit(step), args, {})
+    (site,) = attention(traced.jaxpr, [-1] * len(traced.loop_of), alive(traced.jaxpr))
+    assert len(site.pattern.learned) == 1
+    compare(site, 5e-2 if bias.dtype == jnp.bfloat16 else 2e-5)
+    ((_, *fit),) = traced.in_form(IN_KERNELS).attention
+    assert fit == [True, True]
+
+
+def test_of_learned_slopes_the_gradient_is_in_no_kernel() -> None:
+    step, args = learning(of_slopes, LEARNED[of_slopes])
+    ((line, *fit),) = trace(jax.jit(step), args, {}).in_form(IN_KERNELS).attention
     assert fit == [True, False]
     (said,) = loop_forms((), IN_KERNELS, (), attention=[(line, True, False)])
     assert str(said).endswith("in kernels, and part after part on the way back")
@@ -138,11 +180,15 @@ def test_of_a_learned_bias_the_gradient_is_in_no_kernel() -> None:
 
 def compiled(attend: Attend, form: Form, length: int, target: str = "h100", width: int = WIDTH) -> Any:
     case = attending(attend, length=length, width=width)
-    traced = trace(jax.jit(case.step), case.args, {}).in_form(form)
+    return compiled_step(case.step, case.args, form, target)
+
+
+def compiled_step(step: Any, args: Any, form: Form, target: str = "h100") -> Any:
+    traced = trace(jax.jit(step), args, {}).in_form(form)
     program = Program(
         lambda: None, compiler_options=tuple(compiler_options("gpu").items()), target=Target(target)
     )
-    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.tree.leaves(case.args)]
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.tree.leaves(args)]
     return program.compile(program.jit(jex.jaxpr_as_fun(runnable(traced))), tuple(types), {})
 
 
@@ -159,6 +205,17 @@ def test_a_gpu_has_no_matrix_of_scores(name: str) -> None:
         assert kernel.rate == KERNEL_RATE
         ((_, flops),) = kernel.flops
         assert flops >= 2 * 2 * scores / 4 * 8
+
+
+def test_the_gradient_of_a_bias_needs_no_matrix_of_scores() -> None:
+    """But for the bias's own, of one example."""
+    step, args = learning(_of_all_heads, jnp.zeros((512, 512)), 512, heads=8)
+    whole, within = (compiled_step(step, args, form) for form in (Form(), IN_KERNELS))
+    scores = 2 * 8 * 512 * 512 * 4
+    temporaries = [MemoryStats.of(each).temporaries_nbytes for each in (whole, within)]
+    assert temporaries[0] > 1.5 * scores
+    assert temporaries[1] < 0.3 * scores
+    assert len([k for k in kernels(parse(within.as_text())) if k.rate != 1]) == 4
 
 
 @pytest.mark.slow
