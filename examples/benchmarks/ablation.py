@@ -48,6 +48,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "dropout": {"dtype": "bfloat16"},
     "depthwise": {},
     "encoder_decoder": {},
+    "distances": {},
     "highway": {},
     "sharpness": {},
     "loops in loops": {"name": "gpt_scanned", "remat": "scan"},

@@ -65,13 +65,16 @@ class Depthwise(nn.Module):
 class EncoderDecoder(nn.Module):
     """Transformer with an encoder, and a decoder that attends to it (Vaswani et al. 2017), with RMS normalisation.
 
-    Takes sources and targets of one length, stacked: `[batch, 2, length]`.
+    Takes sources and targets of one length, stacked: `[batch, 2, length]`. With `distances`, heads add to their scores
+    a number that they learn for each of so many distances, the same in all layers, as in T5 (Raffel et al. 2019,
+    arXiv:1910.10683).
     """
 
     layers: int = 4
     width: int = 768
     heads: int = 12
     vocabulary: int = 16384
+    distances: int = 0
     remat: Remat = "none"
     dtype: DTypeLike = jnp.float32
 
@@ -82,20 +85,41 @@ class EncoderDecoder(nn.Module):
         )
         places = self.param("positions", small_normal, (tokens.shape[-1], self.width)).astype(self.dtype)
         source, target = embed(tokens[:, 0]) + places, embed(tokens[:, 1]) + places
+        among_source, among_target = (self._bias(name, tokens.shape[-1]) for name in ("encoder", "decoder"))
         for index in range(self.layers):
-            source = source + self._attend(f"encoder{index}_self", source, source)
+            source = source + self._attend(f"encoder{index}_self", source, source, bias=among_source)
             source = source + self._feed(f"encoder{index}", source)
         source = nn.RMSNorm(dtype=self.dtype, name="encoded")(source)
         causal = nn.make_causal_mask(tokens[:, 1])
         for index in range(self.layers):
-            target = target + self._attend(f"decoder{index}_self", target, target, causal)
+            target = target + self._attend(f"decoder{index}_self", target, target, causal, among_target)
             target = target + self._attend(f"decoder{index}_cross", target, source)
             target = target + self._feed(f"decoder{index}", target)
         return embed.attend(nn.RMSNorm(dtype=self.dtype, name="decoded")(target))
 
-    def _attend(self, name: str, x: jax.Array, to: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    def _bias(self, name: str, length: int) -> jax.Array | None:
+        if not self.distances:
+            return None
+        table = self.param(f"{name}_distances", small_normal, (self.distances, self.heads))
+        places = jnp.arange(length)
+        apart = places[:, None] - places + self.distances // 2
+        return table[jnp.clip(apart, 0, self.distances - 1)].transpose(2, 0, 1)[None]
+
+    def _attend(
+        self,
+        name: str,
+        x: jax.Array,
+        to: jax.Array,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+    ) -> jax.Array:
         attention = nn.MultiHeadDotProductAttention(
-            self.heads, dtype=self.dtype, kernel_init=small_normal, use_bias=False, name=name
+            self.heads,
+            dtype=self.dtype,
+            kernel_init=small_normal,
+            use_bias=False,
+            attention_fn=partial(nn.dot_product_attention, bias=bias),
+            name=name,
         )
         y = nn.RMSNorm(dtype=self.dtype, name=f"{name}_norm")(x)
         return attention(y, y if to is x else to, mask=mask)

@@ -178,6 +178,15 @@ _KINDS: dict[str, Recipe] = {
         small=Size(Pairs(4, 64), {"layers": 3, "width": 256, "heads": 4, "vocabulary": 2048}),
         tiny=Size(Pairs(2, 16), {"layers": 1, "width": 32, "heads": 4, "vocabulary": 64}),
     ),
+    "distances": Recipe(
+        EncoderDecoder,
+        _CLIPPED,
+        full=Size(Pairs(4, 1024), {"distances": 32}),
+        small=Size(
+            Pairs(4, 64), {"layers": 3, "width": 256, "heads": 4, "vocabulary": 2048, "distances": 32}
+        ),
+        tiny=Size(Pairs(2, 16), {"layers": 1, "width": 32, "heads": 4, "vocabulary": 64, "distances": 8}),
+    ),
     "highway": _HIGHWAY,
     "sharpness": replace(_HIGHWAY, sharpness=0.05),
 }
