@@ -33,6 +33,7 @@ from .._program._primitives import (
 from .._rewrite._gathered_operands import is_gather
 from .._rewrite._loop_opening import FORWARD, Loop
 from .._rewrite._passes import late_equations
+from .._rewrite._selections import of_one_run
 from .._rewrite._sinking import sunk_values
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
@@ -99,6 +100,7 @@ def lower(
     summed, gathered = (written.summed, written.gathered) if written is not None else ({}, {})
     fuses = backend(device.platform).fuses
     late = late_equations(jaxpr.eqns, traced.loop_of, traced.loops)
+    once = of_one_run(jaxpr.eqns, late)
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
         loop = traced.loops[traced.loop_of[i]] if traced.loop_of[i] >= 0 else None
@@ -120,6 +122,7 @@ def lower(
                 contraction=is_gather(eqn) or reads_memory(eqn),
                 forward=not late[i],
                 repeatable=is_repeatable(eqn)
+                and i not in once
                 and (is_gather(eqn) or is_product(eqn) or not (i in summed or i in gathered)),
                 summed_nbytes=summed.get(i, 0) if is_product(eqn) else 0,
                 gathered_nbytes=gathered.get(i, 0) if is_product(eqn) else 0,

@@ -4,6 +4,7 @@ Law: the same result, up to rounding. They stand in every planned step, whatever
 
 - XLA:CPU computes the gradient of a depthwise convolution as one of all channels with all, see `_depthwise_gradient`.
 - XLA:CPU makes a cotangent that is pointwise work on others in each kernel that reads it, see `_cotangent_chains`.
+- Compilers make pointwise work anew in a kernel that selects and in one that compares with that, see `_selections`.
 - XLA:GPU recognises a transposed convolution by its reversed kernel, as automatic differentiation writes it; without
   that it spreads the operand out between zeros, in memory, and convolves those too.
 """
@@ -19,18 +20,19 @@ from .._program._primitives import is_late
 from .._program._splice import inlined
 from ._cotangent_chains import in_memory, is_named
 from ._depthwise_gradient import is_depthwise_gradient, summed
+from ._selections import is_marked
 
 
 def replaced(backend: Backend) -> Callable[[Any], bool]:
     """Which equations have such an implementation for this compiler."""
     if backend.fuses:
-        return is_transposed
-    return lambda eqn: is_depthwise_gradient(eqn) or is_named(eqn)
+        return lambda eqn: is_transposed(eqn) or is_marked(eqn)
+    return lambda eqn: is_depthwise_gradient(eqn) or is_named(eqn) or is_marked(eqn)
 
 
 def inline(eqn: Any) -> list[Any]:
     """The equations in place of one that is to be replaced."""
-    if is_named(eqn):
+    if is_named(eqn) or is_marked(eqn):
         return in_memory(eqn)
     better = summed(eqn) if is_depthwise_gradient(eqn) else reversed_twice(eqn)
     return inlined(better, eqn.invars, eqn.source_info, eqn.outvars)[0]

@@ -34,6 +34,7 @@ from .._model._loop_levels import nested, parts
 from .._program import _compat
 from .._program._inline import Inliner
 from ._loop_opening import APART, PART, append, operands, pairs, row_at, row_written
+from ._selections import settled
 from ._sinking import sink_into
 
 Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], Sequence[Any], Sequence[Any]]]
@@ -378,7 +379,7 @@ def _loop(
     known, carried = _fresh(consts), _fresh(init)
     slices = [_compat.new_var(jex.mapped_aval(length, 0, a.aval)) for a in scanned]
     eqns, lasts, stacked = body(known, carried, slices)
-    closed = _compat.new_jaxpr((), (), [*known, *carried, *slices], [*lasts, *stacked], eqns)
+    closed = settled(_compat.new_jaxpr((), (), [*known, *carried, *slices], [*lasts, *stacked], eqns))
     stacks = [_compat.new_var(jex.unmapped_aval(length, 0, a.aval)) for a in stacked]
     results = list(ends) if ends is not None else _fresh(init)
     return _compat.scan_like(like, closed, length, arguments, (results, stacks))

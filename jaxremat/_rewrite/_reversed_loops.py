@@ -26,6 +26,7 @@ from .._program._primitives import is_contraction
 from ._inverses import Following
 from ._loop_opening import APART, operands
 from ._loop_segments import backward_of
+from ._selections import settled
 from ._sinking import sink_into
 
 
@@ -145,7 +146,7 @@ class _Pair:
         fixed = [v for v in self.inliner.constvars if v in read]
         left = [self.left[i] for i in self.kept]
         invars = [*fixed, *self.consts, *own_consts, *left, *carried, *self.rows, *rows.values()]
-        closed = _compat.new_jaxpr((), (), invars, [*self.found, *results], body)
+        closed = settled(_compat.new_jaxpr((), (), invars, [*self.found, *results], body))
         starts = [*(ends[i] for i in self.kept), *init]
         lasts = [*(_compat.new_var(v.aval) for v in left), *self.backward.outvars[: len(init)]]
         scan = _compat.scan_like(

@@ -26,6 +26,7 @@ from .._program._splice import inlined
 from ._loop_opening import append
 from ._row_regions import Readers, Region, edges
 from ._row_rules import is_scattered, sum_type
+from ._selections import settled
 
 NONE: Mapping[Any, str] = MappingProxyType({})
 
@@ -214,7 +215,8 @@ class _Chunks:
                 made = _compat.new_var(env[v].aval)
                 eqns.append(_compat.name_eqn(env[v], made, name, eqn.source_info))
         results = [self._added(eqns, v, so_far[v], env[v], index) for v in self.leaves]
-        return _compat.new_jaxpr((), (), [index, *state, *operands], results, eqns)
+        made = _compat.new_jaxpr((), (), [index, *state, *operands], results, eqns)
+        return made if self.region.whole else settled(made)
 
     def _aval(self, v: Any, dimension: int | None, params: Mapping[str, Any]) -> Any:
         if dimension is None:

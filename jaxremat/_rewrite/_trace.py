@@ -42,6 +42,7 @@ from ._reversed_chains import block_of
 from ._reversed_loops import loops_in_reverse
 from ._row_chunks import chunked
 from ._row_regions import Region, regions
+from ._selections import marked
 from ._shard_map_body import Around
 from ._streamed_copies import streamed
 from ._undone_checkpoints import forward_again
@@ -281,7 +282,8 @@ def normalise(
     again = opened.read
     if 0 in form.settings(REVERSED):
         opened = in_reverse(opened)
-    copied = with_copies(opened.closed, opened.loop_of, opened.loops, form.settings(COPIES).get(0, ()))
+    whole = marked(opened.closed)
+    copied = with_copies(whole, opened.loop_of, opened.loops, form.settings(COPIES).get(0, ()))
     merged, loop_of = copied.closed, copied.loop_of
     place_of = [copied.place[i] if i >= 0 else -1 for i in opened.merged_of]
     kept = alive(merged)
