@@ -1,7 +1,7 @@
 """Plain step, planned step, arguments -> how far their results are apart."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,6 +18,9 @@ Run = Callable[..., Any]
 ROUNDINGS = 8.0
 """What results may differ by, as a multiple of what the plain step's move by when its arguments move by their last bit:
 programs that add in another order differ that much."""
+
+NOTHING = float(np.finfo(np.float32).eps) ** 2
+"""Of the largest of all results, what is as good as nothing."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,19 @@ class Comparison:
         return max(self.leaves, key=lambda leaf: leaf.relative)
 
     def __str__(self) -> str:
-        ordered = sorted(self.leaves, key=lambda leaf: -leaf.relative)
-        width = max(len(leaf.path) for leaf in ordered)
-        return "\n".join(f"{leaf.relative:8.1e}  {leaf.path:<{width}}  {leaf.shape}" for leaf in ordered)
+        ordered = sorted(self.leaves, key=lambda leaf: (leaf.agrees, -leaf.relative))
+        width = max((len(leaf.path) for leaf in ordered), default=0)
+        apart = sum(not leaf.agrees for leaf in ordered)
+        first = (
+            f"{apart} of {len(ordered)} results are further apart than rounding explains:"
+            if apart
+            else f"{len(ordered)} results, no further apart than rounding explains:"
+        )
+        lines = [
+            f"{leaf.relative:8.1e}  {leaf.path:<{width}}  {leaf.shape}{'' if leaf.agrees else '  differs'}"
+            for leaf in ordered
+        ]
+        return "\n".join([first, *lines])
 
 
 def compare(step: Step, *args: Any, rtol: float = 1e-3, **kwargs: Any) -> Comparison:
@@ -114,7 +127,12 @@ def differences(plain: Run, planned: Run, args: Any, kwargs: Any, rtol: float) -
         results(plain, *_nudged((args, kwargs))),
         strict=True,
     )
-    return [_leaf(path, a, b, c, before.get(path), rtol) for (path, a), (_, b), (_, c) in rows]
+    leaves = [_leaf(path, a, b, c, before.get(path), rtol) for (path, a), (_, b), (_, c) in rows]
+    # A gradient that is zero but for rounding has no scale of its own, nor has its square among second moments.
+    largest = max((leaf.scale for leaf in leaves if leaf.allowed and np.isfinite(leaf.scale)), default=0.0)
+    return [
+        replace(leaf, allowed=max(leaf.allowed, NOTHING * largest * (leaf.rounding > 0))) for leaf in leaves
+    ]
 
 
 def _leaf(path: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, before: Any, rtol: float) -> Leaf:
