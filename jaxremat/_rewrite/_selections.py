@@ -70,12 +70,14 @@ def of_one_run(eqns: Sequence[Any], late: Sequence[bool]) -> set[int]:
     return {j for i, shared in _compared(eqns).items() for j in (shared if late[i] else (i,))}
 
 
-def marked(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+def marked(closed: jex.ClosedJaxpr, alive: Sequence[bool]) -> jex.ClosedJaxpr:
     """The equations, as many, those under one more name that a compiler should not repeat in a kernel that selects and
     in one that compares: what it makes twice may differ in its last bit too.
+
+    **Arguments:** `alive` of each equation whether anything needs it.
     """
     direct = compared_directly(closed)
-    made = _made_twice(direct.jaxpr.eqns)
+    made = _made_twice(direct.jaxpr.eqns, alive)
     return _with(
         direct, [_compat.in_scope(e, _SCOPE) if i in made else e for i, e in enumerate(direct.jaxpr.eqns)]
     )
@@ -89,7 +91,7 @@ def is_marked(eqn: Any) -> bool:
 def settled(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """The equations of a body that is compiled as it stands, where what both are of passes a fence."""
     direct = compared_directly(closed)
-    made = _made_twice(direct.jaxpr.eqns)
+    made = _made_twice(direct.jaxpr.eqns, _alive(direct.jaxpr))
     parts = (in_memory(e) if i in made else [e] for i, e in enumerate(direct.jaxpr.eqns))
     return _with(direct, [eqn for part in parts for eqn in part])
 
@@ -99,9 +101,19 @@ def _with(closed: jex.ClosedJaxpr, eqns: list[Any]) -> jex.ClosedJaxpr:
     return _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, eqns)
 
 
-def _made_twice(eqns: Sequence[Any]) -> set[int]:
+def _alive(jaxpr: Any) -> list[bool]:
+    needed = set(_compat.variables(jaxpr.outvars))
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        found.append(bool(eqn.effects) or not needed.isdisjoint(eqn.outvars))
+        if found[-1]:
+            needed.update(_compat.variables(eqn.invars))
+    return found[::-1]
+
+
+def _made_twice(eqns: Sequence[Any], alive: Sequence[bool]) -> set[int]:
     """The equations that compilers repeat in a kernel that selects and in one that compares."""
-    shared = frozenset().union(*_compared(eqns).values())
+    shared = {j for i, own in _compared(eqns).items() if alive[i] for j in own}
     return {i for i in shared if is_pointwise(eqns[i]) and len(eqns[i].outvars) == 1}
 
 

@@ -282,7 +282,7 @@ def normalise(
     again = opened.read
     if 0 in form.settings(REVERSED):
         opened = in_reverse(opened)
-    whole = marked(opened.closed)
+    whole = marked(opened.closed, alive(opened.closed))
     copied = with_copies(whole, opened.loop_of, opened.loops, form.settings(COPIES).get(0, ()))
     merged, loop_of = copied.closed, copied.loop_of
     place_of = [copied.place[i] if i >= 0 else -1 for i in opened.merged_of]

@@ -18,6 +18,7 @@ from jaxremat._compiler._program import compiler_options
 from jaxremat._lower._lower import lower
 from jaxremat._model._form import ROWS as IN_CHUNKS
 from jaxremat._program._inline import Inliner
+from jaxremat._rewrite._laid_open import alive
 from jaxremat._rewrite._selections import compared_directly, is_marked, marked, of_one_run, settled
 from jaxremat._rewrite._trace import trace
 
@@ -82,7 +83,8 @@ def test_what_may_not_run_again(compare: Callable[[Any], Any], exposed: bool, la
     def run(x: jax.Array) -> jax.Array:
         return compare(jnp.sin(x))
 
-    eqns = marked(flattened(run, jnp.ones((4, 8)))).jaxpr.eqns
+    flat = flattened(run, jnp.ones((4, 8)))
+    eqns = marked(flat, alive(flat)).jaxpr.eqns
     once = of_one_run(eqns, [late] * len(eqns))
     (sine,) = (i for i, eqn in enumerate(eqns) if eqn.primitive.name == "sin")
     assert is_marked(eqns[sine]) == exposed
