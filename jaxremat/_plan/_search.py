@@ -329,7 +329,7 @@ class Search:
 
     def _least(self, budget: int | None) -> None:
         """Compile the schedules of least predicted peak; with a budget, until one fits at a bearable overhead, and
-        without one only those that promise to be bearable, if there are any. Behind the deadline only forms of which
+        without one, the least first, only those that promise to be bearable, if there are any. Behind the deadline only forms of which
         none was compiled and one promises to fit: nothing is refused that was not looked at.
         """
         fits = budget is not None and self.best(budget) is not None
@@ -343,7 +343,8 @@ class Search:
                 known = cheap or ([] if self.trials else known)
             peaks = [simulate(cut, found.schedule).peak_nbytes for cut, found in known]
             likely = min(peaks, default=0) + UNLIKELY * self.temporaries_nbytes
-            for (cut, solution), peak in zip(known, peaks, strict=True):
+            order = range(len(known)) if budget else sorted(range(len(known)), key=peaks.__getitem__)
+            for (cut, solution), peak in ((known[i], peaks[i]) for i in order):
                 if peak > likely or (budget and self._no_lower(cut, solution, solver, peak, budget)):
                     continue
                 fits = budget is not None and self._bearable(self.best(budget))
