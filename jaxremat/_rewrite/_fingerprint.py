@@ -7,12 +7,16 @@ from typing import Any
 from .._program import _compat
 from ._trace import Traced
 
+_ASKED = {"ge": "max", "le": "min"}
+"""Of which selection a comparison is whether an operand is the result."""
+
 
 def fingerprint(traced: Traced) -> str:
     """A hash of the normalised program: primitives, parameters, types and data flow, without names and places."""
     jaxpr = traced.jaxpr.jaxpr
     index: dict[Any, int] = {}
     digest = hashlib.sha256()
+    selected: dict[tuple[str, frozenset[str]], str] = {}
 
     def atom(a: Any) -> str:
         return f"{a.val!r}:{a.aval}" if _compat.is_literal(a) else str(index[a])
@@ -30,8 +34,14 @@ def fingerprint(traced: Traced) -> str:
         params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
         # Masks tell nothing apart by what they read here, so that plans made before they did are still found.
         read = (a if _compat.is_literal(a) else traced.masked.get(i, a) for a in eqn.invars)
-        ins = " ".join(map(atom, read))
-        digest.update(f"{define(eqn.outvars)}={eqn.primitive.name} {ins} {params} {loop_of}\n".encode())
+        name, ins = eqn.primitive.name, [*map(atom, read)]
+        outs = define(eqn.outvars)
+        if name in ("max", "min"):
+            selected[name, frozenset(ins)] = atom(eqn.outvars[0])
+        # Nor do comparisons with the other operand of a selection, which were with its result: see `_selections`.
+        elif name in _ASKED and (result := selected.get((_ASKED[name], frozenset(ins)))):
+            name, ins = "eq", [ins[0], result]
+        digest.update(f"{outs}={name} {' '.join(ins)} {params} {loop_of}\n".encode())
     digest.update(" ".join(map(atom, jaxpr.outvars)).encode())
     if traced.around is not None:
         digest.update(traced.around.words.encode())
