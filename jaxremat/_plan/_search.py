@@ -329,8 +329,8 @@ class Search:
 
     def _least(self, budget: int | None) -> None:
         """Compile the schedules of least predicted peak; with a budget, until one fits at a bearable overhead, and
-        without one, the least first, only those that promise to be bearable, if there are any. Behind the deadline only forms of which
-        none was compiled and one promises to fit: nothing is refused that was not looked at.
+        without one, the least first, only those that promise to be bearable, if there are any. Behind the deadline only
+        forms of which none was compiled and one promises to fit: nothing is refused that was not looked at.
         """
         fits = budget is not None and self.best(budget) is not None
         if not fits or self.deadline.allows(fits):
