@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import numpy as np
+from jax import lax
 
 from .._program import _compat
 from .._program._common_subexpressions import Equals
@@ -26,6 +27,34 @@ LINEAR = frozenset({"convert_element_type", "mul", "div", "select_n"})
 
 class UnlikeError(Exception):
     """What was read is no attention."""
+
+
+@dataclass
+class _UpToShape(Equals):
+    """Equals where dimensions of one entry may be added up, taken away and put back: what differentiation makes of a
+    batch of one example, and what chunks of one have of a step that was differentiated for more.
+    """
+
+    _of: dict[Any, Any] = field(default_factory=dict)
+
+    def add(self, eqn: Any, scope: int = -1, late: bool | None = None) -> None:
+        if _shapes(eqn):
+            (made,) = eqn.outvars
+            whole = self.read(eqn.invars[0])
+            self._of[made] = whole = self._of.get(whole, whole)
+            eqn = eqn.replace(primitive=lax.reshape_p, invars=[whole], params={"new_sizes": made.aval.shape})
+        super().add(eqn, scope, late)
+
+
+def _shapes(eqn: Any) -> bool:
+    """Whether the result has the entries of the operand, in order."""
+    if len(eqn.invars) != 1 or _compat.is_literal(eqn.invars[0]):
+        return False
+    in_order = eqn.primitive.name != "reshape" or eqn.params["dimensions"] is None
+    return eqn.primitive.name in _SHAPING and in_order and count(eqn.invars[0]) == count(eqn.outvars[0])
+
+
+_SHAPING = frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "reduce_sum"})
 
 
 @dataclass
@@ -61,7 +90,7 @@ class Program:
     @cached_property
     def equals(self) -> Equals:
         """All equations, to look others up among them."""
-        found = Equals(Inliner())
+        found = _UpToShape(Inliner())
         for eqn, scope in zip(self.eqns, self.scopes, strict=True):
             found.add(eqn, scope)
         return found

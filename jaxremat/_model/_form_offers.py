@@ -53,10 +53,14 @@ class Promise:
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms that a step may take. **Fields:** what its `loops` offer, and the `others`."""
+    """The forms that a step may take.
+
+    **Fields:** what its `loops` offer, and the `others`; the kinds of those that most of the step may have `in_chunks`.
+    """
 
     loops: LoopOffers
     others: tuple[Offers, ...] = ()
+    in_chunks: tuple[str, ...] = ()
 
     @property
     def offers(self) -> tuple[Offers, ...]:
@@ -76,7 +80,7 @@ class Forms:
 
     def deeper(self) -> tuple[Promise, ...]:
         """Deeper and deeper exact forms: those of each kind in turn, alone and with what saves most of the kinds
-        before; those of most of the step behind all that is cheaper.
+        before; those of most of the step behind all that is cheaper, alone and with what chunks may have besides.
         """
         parts: list[Promise] = []
         wholes: list[Promise] = []
@@ -85,7 +89,9 @@ class Forms:
             if not offers.exact:
                 continue
             rungs = [self.promise(Form.of(*rung)) for rung in offers.rungs()]
-            wholes += [rung for rung in rungs if rung.whole]
+            within = [choice for choice in before.choices if choice.kind in self.in_chunks]
+            for whole in (rung for rung in rungs if rung.whole):
+                wholes += [whole, *([self.promise(whole.form.also(*within))] if within else [])]
             rungs = [rung for rung in rungs if not rung.whole]
             for rung in rungs:
                 parts.append(rung)

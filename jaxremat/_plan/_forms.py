@@ -14,7 +14,7 @@ from .._compiler._devices import DeviceSpec
 from .._compiler._tried_kernels import kernels_work
 from .._model._attention_offers import AttentionOffers
 from .._model._copy_offers import CopyOffers
-from .._model._form import Worth
+from .._model._form import ATTENTION, Worth
 from .._model._form_offers import REVERSIBLE, Forms, Offers
 from .._model._graph import Graph
 from .._model._inner_offers import InnerOffers
@@ -59,7 +59,9 @@ class Sites:
 def forms(sites: Sites) -> Forms:
     """The forms that a step may take."""
     offered = (offers(sites) for offers in OFFERS)
-    return Forms(_loops(sites), tuple(offers for offers in offered if offers is not None))
+    there = tuple(offers for offers in offered if offers is not None)
+    alone = sites.traced.attention_places is None  # of chunks it is not known where each device's part lies
+    return Forms(_loops(sites), there, in_chunks=(ATTENTION,) if alone else ())
 
 
 def _loops(sites: Sites) -> LoopOffers:

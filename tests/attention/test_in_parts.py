@@ -12,7 +12,7 @@ from test_trace import runnable
 
 from jaxremat._attention._operations import ATTENTION as ATTEND
 from jaxremat._attention._operations import attends, division, is_attention
-from jaxremat._model._form import ATTENTION, LOOP, REVERSED, Choice, Form
+from jaxremat._model._form import ATTENTION, LOOP, REVERSED, ROWS, Choice, Form
 from jaxremat._program._primitives import inner_eqns
 from jaxremat._rewrite._trace import Traced, trace
 
@@ -39,6 +39,33 @@ def test_the_same_numbers(attend: Attend) -> None:
     wanted = jax.jit(case.step)(*case.args)
     found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(case.args))
     assert_close(found, jax.tree.leaves(wanted), 5e-2 if attend in SHORT else 2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_in_microbatches(rows: int) -> None:
+    """Of one example too: of such gradients are written otherwise."""
+    weights = attending(masked, layers=2).args[0]
+    x = jax.random.normal(jax.random.key(5), (8, 4 * LENGTH, weights["back"].shape[-1]))
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        def loss(weights: Any) -> jax.Array:
+            h = x
+            for i in range(2):
+                q, k, v = (jnp.einsum("bti,ihd->bthd", h, weights["into"][i, j]) for j in range(3))
+                h = h + jnp.tanh(masked(q, k, v).reshape(h.shape) @ weights["back"][i])
+            return (h**2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients), value
+
+    plain = trace(jax.jit(step), (weights, x), {})
+    ((site, (length, _, whole)),) = ((i, row) for i, row in enumerate(plain.rows) if row[2])
+    assert whole and length == 8
+    changed = plain.in_form(IN_PARTS.also(Choice(ROWS, site, (8 // rows,))))
+    done = [eqn for eqn in changed.jaxpr.jaxpr.eqns if is_attention(eqn)]
+    assert len(done) == 4
+    found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves((weights, x)))
+    assert_close(found, jax.tree.leaves(jax.jit(step)(weights, x)), 2e-5)
 
 
 @pytest.mark.parametrize("attend", FOUND.values(), ids=FOUND)

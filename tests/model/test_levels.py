@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxremat import Graph
+from jaxremat._model._attention_offers import AttentionOffers
 from jaxremat._model._copy_offers import CopyOffers
-from jaxremat._model._form import COPIES, LOOP, PLAIN, ROWS, Choice, Form, Worth
+from jaxremat._model._form import ATTENTION, COPIES, LOOP, PLAIN, ROWS, Choice, Form, Worth
 from jaxremat._model._form_offers import Forms, Promise
 from jaxremat._model._graph import Pin
 from jaxremat._model._loop_levels import LoopOffers, carries, choices, nested, parts
@@ -167,6 +168,20 @@ def test_kinds_are_combined_with_what_saves_most_of_those_before_and_most_of_the
     assert [each.form for each in inexact] == [f.also(copied) for f in (PLAIN, two, four, levels, both)]
     assert [each.fewer_nbytes for each in inexact] == [7, 17, 22, 55, 70]
     assert [forms.is_inexact(form) for form in (inexact[-1].form, both)] == [True, False]
+
+
+def test_most_of_the_step_in_chunks_may_have_what_chunks_may_have() -> None:
+    attention = AttentionOffers(2, 50, -1.0)
+    rows = RowOffers(({2: Worth(90, 0.5, whole=True), 4: Worth(95, 0.7, whole=True)},))
+    loops = LoopOffers((), (), (), (), (), ())
+    (within,) = attention.rungs()
+    alone = [rung.form for rung in Forms(loops, (attention, rows)).deeper()]
+    assert alone == [Form.of(*within), of_chunks(2), of_chunks(4)]
+    found = Forms(loops, (attention, rows), in_chunks=(ATTENTION,)).deeper()
+    both = [of_chunks(n).also(*within) for n in (2, 4)]
+    assert {rung.form for rung in found} == {*alone, *both}
+    assert [rung.fewer_nbytes for rung in found if rung.form in both] == [140, 145]
+    assert all(rung.whole for rung in found if rung.form in both)
 
 
 def test_a_form_names_only_what_is_otherwise() -> None:
