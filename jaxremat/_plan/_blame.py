@@ -16,6 +16,11 @@ MOST_TRIED = 24
 
 _TRY_SECONDS = 1.0
 
+_AS_WRITTEN = (
+    "Where there are hints or `pins`, attention, rows and microbatches are done as they are written: without any, less "
+    "may be enough."
+)
+
 
 def blamed(
     error: InfeasibleBudgetError,
@@ -33,6 +38,7 @@ def blamed(
         return error
     free = least_without()
     if free > room_nbytes:
+        error.args = (f"{error} {_AS_WRITTEN}",)
         return error
     costs = _costs(graph)
     named = [f"{origin} ({_more(nbytes)})" for origin, nbytes in costs[:MOST_NAMED]]

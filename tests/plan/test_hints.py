@@ -246,6 +246,7 @@ def test_hints_that_make_a_budget_infeasible_are_named() -> None:
     with pytest.raises(jaxremat.InfeasibleBudgetError, match="or a smaller batch") as plain:
         jaxremat.plan(partial(train, marks=marks), *arguments(), budget=1000, solver=MinCut())
     assert not isinstance(plain.value, InfeasibleHintError)
+    assert "without any, less may be enough" in str(plain.value)
 
 
 def in_a_scan(weights: Any, x: jax.Array, *, marks: Any) -> Any:
