@@ -84,8 +84,8 @@ def marked(closed: jex.ClosedJaxpr, alive: Sequence[bool]) -> jex.ClosedJaxpr:
 
 
 def is_marked(eqn: Any) -> bool:
-    """Whether it is one of those."""
-    return _compat.has_scope(eqn, _SCOPE)
+    """Whether it is one of those. Loops and calls may have their names from one."""
+    return _compat.has_scope(eqn, _SCOPE) and is_pointwise(eqn)
 
 
 def settled(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -124,7 +124,8 @@ def _compared(eqns: Sequence[Any]) -> dict[int, frozenset[int]]:
     found: dict[int, frozenset[int]] = {}
     for i, eqn in enumerate(eqns):
         read = [sources.get(v, frozenset()) for v in _compat.variables(eqn.invars) if _is_real(v)]
-        if eqn.primitive.name in _COMPARING and len(read) == 2 and (shared := read[0] & read[1]):
+        two = eqn.primitive.name in _COMPARING and len(read) == 2 and eqn.invars[0] is not eqn.invars[1]
+        if two and (shared := read[0] & read[1]):
             found[i] = shared
         own = frozenset().union(*read) if eqn.primitive.name in _SELECTING else frozenset({i})
         sources.update(dict.fromkeys(eqn.outvars, own))

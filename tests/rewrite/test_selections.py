@@ -64,6 +64,10 @@ def _larger_than_a_constant(x: jax.Array) -> jax.Array:
     return x > 0
 
 
+def _no_number(x: jax.Array) -> jax.Array:
+    return x != x
+
+
 def _than_the_mean(x: jax.Array) -> jax.Array:
     return x > x.mean(-1, keepdims=True)
 
@@ -77,6 +81,7 @@ def _than_the_mean(x: jax.Array) -> jax.Array:
         (_of_the_best, True),
         (_larger_than_a_constant, False),
         (_than_the_mean, False),
+        (_no_number, False),
     ],
 )
 def test_what_may_not_run_again(compare: Callable[[Any], Any], exposed: bool, late: bool) -> None:
