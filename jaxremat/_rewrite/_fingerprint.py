@@ -5,9 +5,10 @@ import re
 from typing import Any
 
 from .._program import _compat
+from ._selections import INSTEAD
 from ._trace import Traced
 
-_ASKED = {"ge": "max", "le": "min"}
+_ASKED = {asks.name: selects.name for selects, asks in INSTEAD.items()}
 """Of which selection a comparison is whether an operand is the result."""
 
 
@@ -36,7 +37,7 @@ def fingerprint(traced: Traced) -> str:
         read = (a if _compat.is_literal(a) else traced.masked.get(i, a) for a in eqn.invars)
         name, ins = eqn.primitive.name, [*map(atom, read)]
         outs = define(eqn.outvars)
-        if name in ("max", "min"):
+        if name in _ASKED.values():
             selected[name, frozenset(ins)] = atom(eqn.outvars[0])
         # Nor do comparisons with the other operand of a selection, which were with its result: see `_selections`.
         elif name in _ASKED and (result := selected.get((_ASKED[name], frozenset(ins)))):

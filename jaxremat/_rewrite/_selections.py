@@ -20,7 +20,7 @@ from .._program import _compat
 from .._program._primitives import LOOP_EDGES, LOOP_SLICES, is_pointwise
 from ._cotangent_chains import in_memory
 
-_INSTEAD = {lax.max_p: lax.ge_p, lax.min_p: lax.le_p}
+INSTEAD = {lax.max_p: lax.ge_p, lax.min_p: lax.le_p}
 """What an operand is to the other one if it is the result."""
 
 _SCOPE = "selected_from"
@@ -44,7 +44,7 @@ def compared_directly(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     chosen: dict[Any, Any] = {}
     eqns = []
     for eqn in closed.jaxpr.eqns:
-        if eqn.primitive in _INSTEAD:
+        if eqn.primitive in INSTEAD:
             chosen[eqn.outvars[0]] = eqn
         elif eqn.primitive is lax.eq_p:
             eqn = _directly(eqn, chosen)
@@ -57,7 +57,7 @@ def _directly(eqn: Any, chosen: dict[Any, Any]) -> Any:
         choice = None if _compat.is_literal(result) else chosen.get(result)
         if choice is not None and any(one is operand for operand in choice.invars):
             a, b = choice.invars
-            primitive = _INSTEAD[choice.primitive]
+            primitive = INSTEAD[choice.primitive]
             return eqn.replace(invars=[one, b if one is a else a], primitive=primitive)
     return eqn
 
