@@ -37,7 +37,7 @@ import jax.extend.core as jex
 from .._model._graph import Graph
 from .._model._later_passes import later_passes
 from .._model._primitive_names import FETCH
-from .._model._schedule import Schedule
+from .._model._schedule import Passing, Schedule
 from .._model._stage_merging import merged
 from .._program import _compat
 from .._rewrite._kernel_choice import inline, replaced
@@ -49,6 +49,7 @@ from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
 from ._clones import make_apart
 from ._decoding import Decoding
+from ._detaching import detach
 from ._differentiable_barrier import fence
 from ._elsewhere import Elsewhere
 from ._fence_operands import ZERO as PASSING_ZERO
@@ -77,11 +78,18 @@ the next gradients that read the same operand, which puts the weight gradient of
 
 
 @uncollected
-def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finished") -> jex.ClosedJaxpr:
+def emit(
+    traced: Traced,
+    graph: Graph,
+    schedule: Schedule,
+    fence: str = "finished",
+    detached: Sequence[Passing] = (),
+) -> jex.ClosedJaxpr:
     """The planned step as a jaxpr whose types are checked, those of its loops too; node ids of `graph` are equation
     indices of `traced.jaxpr`. Where that is a body, so is this.
 
-    **Arguments:** `fence` is one of `FENCES`.
+    **Arguments:** `fence` is one of `FENCES`; `detached` the barriers' operands that are put behind barriers of their
+    own, see `_detaching`.
     """
     graph, schedule = merged(graph, schedule) if graph.backend.fuses else (graph, schedule)
     jaxpr = traced.jaxpr.jaxpr
@@ -90,8 +98,10 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
     else:
         emitter = Emitter(traced, graph, schedule, fence)
         outvars = emitter.run()
-        sections = sink(emitter.eqns, emitter.loop_of, traced.loops)
-        eqns = close_loops(*sections, traced.loops, hoists=graph.backend.hoists)
+        eqns, loop_of = sink(emitter.eqns, emitter.loop_of, traced.loops)
+        if detached:
+            eqns, loop_of, outvars = detach(eqns, loop_of, traced.loops, outvars, detached)
+        eqns = close_loops(eqns, loop_of, traced.loops, hoists=graph.backend.hoists)
         eqns = without_unread(eqns, outvars)
         planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
     _compat.check_jaxpr(traced.step(planned))

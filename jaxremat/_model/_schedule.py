@@ -11,6 +11,9 @@ from .._runtime._errors import SolverError
 from ._graph import Graph
 from ._host_copies import HostCopy
 
+Passing = tuple[str, int]
+"""A barrier of an emitted schedule by its name, and the position of one of its operands."""
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

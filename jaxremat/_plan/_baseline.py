@@ -5,6 +5,7 @@ Law: each part is made when it is first asked for, and once, however many budget
 
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from .._model._form_offers import EXACT, Forms
 from .._model._graph import Graph
 from .._model._host_copies import HostMemory
 from .._model._pins import Patterns
-from .._model._schedule import Schedule, complete, everything
+from .._model._schedule import Passing, Schedule, complete, everything
 from .._model._simulate import simulate
 from .._rewrite._fingerprint import fingerprint
 from .._rewrite._kernel_choice import replaced
@@ -350,10 +351,12 @@ class Baseline:
             )
         return self._graphs[key]
 
-    def jitted(self, graph: Graph, schedule: Schedule, fence: str = FENCES[0]) -> Any:
+    def jitted(
+        self, graph: Graph, schedule: Schedule, fence: str = FENCES[0], detached: Sequence[Passing] = ()
+    ) -> Any:
         """The step that follows a schedule of one of its graphs."""
         traced = self.form(graph.form)
-        return self.program.evaluating(emit(traced, graph, schedule, fence), traced)
+        return self.program.evaluating(emit(traced, graph, schedule, fence, detached), traced)
 
     @cached_property
     def draft(self) -> Program:

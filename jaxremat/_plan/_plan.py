@@ -7,7 +7,7 @@ from .._model._form import Form
 from .._model._graph import Graph
 from .._model._host_copies import HostCopy
 from .._model._optimizer_updates import with_updates
-from .._model._schedule import Schedule, complete
+from .._model._schedule import Passing, Schedule, complete
 from .._report import Report
 from .._report._outcome import Outcome
 from .._runtime._errors import PlanMismatchError
@@ -46,6 +46,8 @@ class Plan(Outcome, Written):
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `fence`,
       `offloaded` what the emitter needs. Of these `unrepeated` are the operations that may not run twice, some of
       which only the compiled plain step tells: those with which devices send each other something.
+    - `detached` the operands of barriers that stand behind barriers of their own, so that XLA does not overwrite them
+      while they are read.
     - `on_host` the places, among the leaves of the traced arguments, of those that the plan keeps in the host's memory
       from step to step, and `on_host_nbytes` what they would take of the device's.
     """
@@ -63,6 +65,7 @@ class Plan(Outcome, Written):
     unrepeated: tuple[int, ...] = ()
     offloaded: tuple[HostCopy, ...] = ()
     on_host: tuple[int, ...] = ()
+    detached: tuple[Passing, ...] = ()
 
     @classmethod
     def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:

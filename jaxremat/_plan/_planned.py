@@ -12,12 +12,14 @@ from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
 from .._compiler._target import in_words
-from .._model._schedule import check
+from .._model._graph import Graph
+from .._model._schedule import Schedule, check
 from .._report._actions import actions
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
 from .._runtime._progress import phase
 from ._baseline import Baseline, text_of
+from ._compiled_schedule import CompiledSchedule, OverwrittenReadError, compile_schedule
 from ._plan import Plan
 
 
@@ -68,17 +70,23 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
             f"The plan keeps {len(plan.offloaded)} values in the host's memory meanwhile, and a CPU has no memory "
             "besides that. Plan for this device without `offload=True`."
         )
+    compiled = None
     if not plan.stages:
         jitted = baseline.program.plain
     else:
         graph = plan.layout(baseline.bare(plan.form))
         schedule = check(graph, plan.schedule(graph))
         plan = replace(plan, actions=actions(graph, schedule))  # with lines of the code as it is today
-        jitted = baseline.jitted(graph, schedule, plan.fence)
+        if verify or to_run:
+            made = _compiled(baseline, plan, graph, schedule, to_run=to_run)
+            jitted, compiled, plan = made.jitted, made.compiled, replace(plan, detached=made.detached)
+        else:
+            jitted = baseline.jitted(graph, schedule, plan.fence, plan.detached)
     if not verify and not to_run:
         return Planned(plan, jitted, None)
-    with phase("compiling the plan", kind="compile"):
-        compiled = baseline.finished(jitted) if to_run else baseline.compile(jitted)
+    if compiled is None:
+        with phase("compiling the plan", kind="compile"):
+            compiled = baseline.finished(jitted) if to_run else baseline.compile(jitted)
     if not verify:
         return Planned(plan, jitted, compiled)
     memory = confirm(plan, compiled)
@@ -90,6 +98,19 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
         alive=alive_at_peak(text_of(compiled)),
     )
     return Planned(plan, jitted, compiled) if to_run else planned(baseline, plan, jitted, compiled)
+
+
+def _compiled(
+    baseline: Baseline, plan: Plan, graph: Graph, schedule: Schedule, *, to_run: bool
+) -> CompiledSchedule:
+    """Compile a plan's step. **Raises:** `PlanMismatchError` where this compiler would overwrite what it reads."""
+    try:
+        with phase("compiling the plan", kind="compile"):
+            return compile_schedule(baseline, graph, schedule, plan.fence, plan.detached, to_run=to_run)
+    except OverwrittenReadError as error:
+        raise PlanMismatchError(
+            f"The plan gives wrong results with this compiler: {error}. Plan this step afresh, with `optimize(budget)`."
+        ) from error
 
 
 def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:

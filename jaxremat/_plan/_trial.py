@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from .._compiler._program import Compiled
 from .._model._graph import Graph
+from .._model._schedule import Passing
 from .._model._simulate import Profile, simulate
 from .._report._outcome import Round
 from .._solver import Solution
@@ -28,7 +29,7 @@ of a step."""
 class Trial:
     """One emitted and compiled schedule, of a graph with some cutting into stages.
 
-    **Fields:** `ended_seconds` since planning began when it was there.
+    **Fields:** `detached` as of `_emit.emit`; `ended_seconds` since planning began when it was there.
     """
 
     graph: Graph
@@ -40,6 +41,7 @@ class Trial:
     peak_nbytes: int
     compiled_overhead: float
     compile_seconds: float
+    detached: tuple[Passing, ...] = ()
     solve_seconds: float = 0.0
     ended_seconds: float = 0.0
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from .._compiler._hlo import parse
 from .._compiler._host_traffic import seconds_with_copies
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import alive_at_peak
@@ -33,6 +32,7 @@ from .._runtime._progress import Stopwatch, phase, timed
 from .._solver import Solution
 from ._baseline import Baseline, text_of
 from ._blame import blamed, without
+from ._compiled_schedule import compile_schedule
 from ._copies import copies
 from ._deadline import Deadline
 from ._defects import run_as_written
@@ -195,6 +195,7 @@ class _Planner:
             self._confirmed(plan, trial.compiled),
             compiled_overhead=trial.compiled_overhead,
             fence=trial.fence,
+            detached=trial.detached,
         )
         return planned(self.baseline, plan, trial.jitted, trial.compiled)
 
@@ -271,17 +272,17 @@ class _Planner:
         self.tried += 1
         began = time.monotonic()
         with phase(f"compiling plan {self.tried}", kind="compile"):
-            jitted = baseline.jitted(graph, solution.schedule, fence)
-            compiled = baseline.compile(jitted)
-        seconds = seconds_with_copies(parse(text_of(compiled)), baseline.device)
+            made = compile_schedule(baseline, graph, solution.schedule, fence)
+        seconds = seconds_with_copies(made.module, baseline.device)
         trial = Trial(
             graph=graph,
             solution=solution,
             fence=fence,
             profile=profile,
-            jitted=jitted,
-            compiled=compiled,
-            peak_nbytes=MemoryStats.of(compiled).peak_nbytes,
+            jitted=made.jitted,
+            compiled=made.compiled,
+            detached=made.detached,
+            peak_nbytes=MemoryStats.of(made.compiled).peak_nbytes,
             compiled_overhead=seconds / baseline.seconds - 1
             if baseline.seconds
             else 0.0,  # of a step of nothing

@@ -1,0 +1,68 @@
+"""Schedule -> the step that follows it, compiled, in which XLA overwrites nothing that is still read.
+
+Invariant: every planned step that runs has passed `overwritten_reads`. Where that finds a kernel, the array that it
+reads twice is put behind a barrier of its own, and the step is compiled once more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .._compiler._hlo import Module, parse
+from .._compiler._overwritten_reads import OverwrittenRead, overwritten_reads
+from .._compiler._program import Compiled
+from .._emit._detaching import SCOPE
+from .._model._graph import Graph
+from .._model._schedule import Passing, Schedule
+from ._baseline import Baseline, text_of
+
+ROUNDS = 3
+"""Compilations at most. Putting an array behind a barrier divides kernels, so that others may read two names then."""
+
+
+class OverwrittenReadError(RuntimeError):
+    """A schedule of which the compiler makes a kernel that may overwrite what it still reads."""
+
+
+@dataclass(frozen=True)
+class CompiledSchedule:
+    """**Fields:** `jitted` the step; `module` the HLO of `compiled`; `detached` as of `_emit.emit`."""
+
+    jitted: Any
+    compiled: Compiled
+    module: Module
+    detached: tuple[Passing, ...]
+
+
+def compile_schedule(
+    baseline: Baseline,
+    graph: Graph,
+    schedule: Schedule,
+    fence: str,
+    detached: Sequence[Passing] = (),
+    *,
+    to_run: bool = False,
+) -> CompiledSchedule:
+    """Emit and compile a schedule of one of a baseline's graphs.
+
+    **Arguments:** `detached` what is known to be read twice; `to_run` whether it is compiled to run, not to be read.
+
+    **Raises:** `OverwrittenReadError` where the compiler makes such kernels all the same.
+    """
+    known = tuple(detached)
+    reads: Sequence[OverwrittenRead] = ()
+    for _ in range(ROUNDS):
+        jitted = baseline.jitted(graph, schedule, fence, known)
+        compiled = baseline.finished(jitted) if to_run else baseline.compile(jitted)
+        module = parse(text_of(compiled))
+        reads = overwritten_reads(module)
+        if not reads:
+            return CompiledSchedule(jitted, compiled, module, known)
+        more = {(name, read.position) for read in reads for name in SCOPE.findall(read.barrier)[-1:]}
+        if more <= set(known):
+            break
+        known = tuple(sorted({*known, *more}))
+    raise OverwrittenReadError(
+        f"the compiler lets the kernel `{reads[0].kernel}` write over an array that it still reads "
+        f"through a barrier ({reads[0].barrier or 'none'}, operand {reads[0].position})"
+    )
