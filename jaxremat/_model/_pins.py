@@ -118,7 +118,8 @@ def with_pins(graph: Graph, pins: Sequence[Pin]) -> Graph:
         if pin.action == "recompute" and not node.repeatable:
             raise HintError(
                 f"{pin.origin} cannot be honoured: `{node.primitive}` may run only once (it has an effect, is a "
-                "collective, or ties a loop to the rest), so that its result can only be saved. Leave it out."
+                "collective, decides what must not be decided twice, or ties a loop to the rest), so that its result "
+                "can only be saved. Leave it out."
             )
     return found
 

@@ -21,7 +21,13 @@ ROUNDS = 3
 
 
 class OverwrittenReadError(RuntimeError):
-    """A schedule of which the compiler makes a kernel that may overwrite what it still reads."""
+    """A schedule of which the compiler makes kernels that may overwrite what they still read."""
+
+    def __init__(self, first: OverwrittenRead, *others: OverwrittenRead) -> None:
+        super().__init__(
+            f"the compiler lets the kernel `{first.kernel}` write over an array that it still reads through a barrier "
+            f"({first.barrier or 'none'}, operand {first.position}), and {len(others)} more kernels"
+        )
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,9 @@ def compile_schedule(
     **Raises:** `OverwrittenReadError` where the compiler makes such kernels all the same.
     """
     known = tuple(detached)
-    reads: Sequence[OverwrittenRead] = ()
-    for _ in range(ROUNDS):
+    attempt = 0
+    while True:
+        attempt += 1
         jitted = baseline.jitted(graph, schedule, fence, known)
         compiled = baseline.finished(jitted) if to_run else baseline.compile(jitted)
         module = parse(text_of(compiled))
@@ -59,10 +66,6 @@ def compile_schedule(
         if not reads:
             return CompiledSchedule(jitted, compiled, module, known)
         more = {(name, read.position) for read in reads for name in SCOPE.findall(read.barrier)[-1:]}
-        if more <= set(known):
-            break
+        if attempt == ROUNDS or more <= set(known):
+            raise OverwrittenReadError(*reads)
         known = tuple(sorted({*known, *more}))
-    raise OverwrittenReadError(
-        f"the compiler lets the kernel `{reads[0].kernel}` write over an array that it still reads "
-        f"through a barrier ({reads[0].barrier or 'none'}, operand {reads[0].position})"
-    )

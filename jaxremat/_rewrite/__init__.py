@@ -10,6 +10,6 @@ again, `_inner_loops` those inside of iterations, `_laid_open` merges equals; `_
 chunk after chunk); `_pooling_places`, `_depthwise_gradient`, `_cotangent_chains`, `_kernel_choice` (equations of
 which the compiler makes better kernels); `_passes`, `_encodings` (values kept in fewer bits);
 `_inverses`, `_reversed_loops`, `_reversed_chains` (blocks undone on the way back); `_undone_checkpoints`,
-`_gathered_operands`, `_shard_map_body`, `_memory_order`, `_streamed_copies`; `_masks` (which read results in place of
-operands); `_fingerprint`.
+`_gathered_operands`, `_shard_map_body`, `_memory_order`, `_streamed_copies`; `_decisions` and `_selections` (what is
+decided once); `_masks` (which read results in place of operands); `_fingerprint`.
 """

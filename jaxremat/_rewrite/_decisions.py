@@ -1,0 +1,212 @@
+"""Equations -> the decisions among them that run once, whatever is recomputed.
+
+A decision makes something discrete of floats: a comparison, the indices of a sort, an argmax, a cast to integers. Two
+runs of the same equations differ in the last bit where a compiler makes other kernels of them, and so may what they
+decide. A mask of one run and the numbers of another do no harm where only entries within rounding of the threshold
+change sides: the step itself is as uncertain there. Two kinds of decision do harm:
+
+1. A comparison that holds *by construction*: of a value with what was selected from it (the largest, the k-th of a
+   sort, a running maximum, a median), as they are or after arithmetic: `y - y.max() >= 0`. Made of two runs it fails
+   for the very entry that was selected. Such a comparison runs once; one in the backward pass compares what runs once.
+2. Whatever ends in integers: positions, indices, counts. One that changes moves all that is placed behind it. What was
+   placed by one run must not be read by another, so these run once, and so do the masks that they count and the
+   roundings that they are cast from.
+
+Invariant: whatever a schedule recomputes, a decision of these kinds and what it is combined with are of one run.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from .._program import _compat
+from .._program._flops import aval_nbytes
+from .._program._primitives import LOOP_EDGES, LOOP_SLICES, inner_eqns, inner_jaxprs, is_pointwise
+
+_COMPARISONS = frozenset({"eq", "ne", "ge", "gt", "le", "lt", "eq_to", "le_to", "lt_to"})
+_ROUNDINGS = frozenset({"ceil", "floor", "round", "sign"})
+_CHOICES = frozenset(
+    {
+        "clamp", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "reduce_window_max",
+        "reduce_window_min", "scatter-max", "scatter-min", "scatter_max", "scatter_min", "sort", "top_k",
+    }
+)  # fmt: skip
+"""Their results' entries are operands' entries, chosen by comparison."""
+
+_MOVES = frozenset(
+    {
+        "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice",
+        "dynamic_update_slice", "expand_dims", "gather", "jaxremat_hint", "optimization_barrier", "pad", "reshape",
+        "rev", "scatter", "select_n", "slice", "split", "squeeze", "stop_gradient", "transpose",
+        *LOOP_EDGES, *LOOP_SLICES,
+    }
+)  # fmt: skip
+"""Their results' entries are operands' entries."""
+
+_DIFFERENCES = frozenset({"sub", "div"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where a value's entries come from: sets of equations, as bits.
+
+    **Fields:** `same` made entries that are this value's as they are; `through` made what this is by pointwise
+    arithmetic of; `chosen` made what a choice on the way was taken from; `tied` made both sides of a difference of a
+    value and what was chosen from it; `masks` are the comparisons that a mask comes from, `roundings` those of a
+    number.
+    """
+
+    same: int = 0
+    through: int = 0
+    chosen: int = 0
+    tied: int = 0
+    masks: int = 0
+    roundings: int = 0
+
+
+_NONE = _Origin()
+
+
+def _union(origins: Sequence[_Origin]) -> _Origin:
+    fields = [0] * 6
+    for origin in origins:
+        each = (origin.same, origin.through, origin.chosen, origin.tied, origin.masks, origin.roundings)
+        fields = [a | b for a, b in zip(fields, each, strict=True)]
+    return _Origin(*fields)
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """**Fields:** `compared` for each comparison that holds by construction the equations that made both sides;
+    `counted` the equations of decisions that end in integers.
+    """
+
+    compared: dict[int, frozenset[int]]
+    counted: frozenset[int]
+
+
+def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
+    """Return the decisions among flat equations that must be of one run with what they are combined with."""
+    origins: dict[Var, _Origin] = {}
+    through: list[int] = []  # of each equation's results
+    compared: dict[int, frozenset[int]] = {}
+    counted = 0
+    for i, eqn in enumerate(eqns):
+        read = [origins.get(v, _NONE) for v in _compat.variables(eqn.invars)]
+        if shared := _shared(eqn, read):
+            compared[i] = frozenset(_latest(shared, through))
+        result = _result(i, eqn, read)
+        through.append(result.through)
+        origins.update(dict.fromkeys(eqn.outvars, result))
+        if any(_is_integer(v) for v in eqn.outvars) and eqn.primitive.name != "bitcast_convert_type":
+            together = _union(read)
+            counted |= together.masks
+            if _decides(eqn):
+                counted |= together.roundings | 1 << i
+    return Decisions(compared, frozenset(_bits(counted)))
+
+
+def of_one_run(eqns: Sequence[JaxprEqn], late: Sequence[bool]) -> set[int]:
+    """Return the equations that may not run again.
+
+    **Arguments:** `late` for each equation whether it is of the backward pass.
+    """
+    found = decisions(eqns)
+    once = {j for i, shared in found.compared.items() for j in (shared if late[i] else (i,))}
+    return once | {i for i in found.counted if not late[i]}
+
+
+def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin]) -> _Origin:
+    """Return where the results of an equation come from."""
+    name, own = eqn.primitive.name, 1 << i
+    together = _union(read)
+    if name in _COMPARISONS and any(_is_real(a) for a in eqn.invars):
+        return _Origin(masks=own)
+    if name in _ROUNDINGS:
+        return _Origin(same=own, through=own, roundings=own)
+    if name in _CHOICES or name in _MOVES:
+        chosen = together.chosen | (together.through if name in _CHOICES else 0)
+        return _Origin(
+            together.same, together.through, chosen, together.tied, together.masks, together.roundings
+        )
+    if is_pointwise(eqn) and _is_real(eqn.outvars[0]):
+        tied = together.tied | (_of_choices(read, exact=False) if name in _DIFFERENCES else 0)
+        return _Origin(own, own | together.through, together.chosen, tied, 0, together.roundings)
+    if any(_is_real(v) for v in eqn.outvars):
+        return _Origin(own, own)
+    return _Origin(masks=0 if any(_is_integer(v) for v in eqn.outvars) else together.masks)
+
+
+def _shared(eqn: JaxprEqn, read: Sequence[_Origin]) -> int:
+    """Return the equations that made both sides of what an equation compares, as bits."""
+    name = eqn.primitive.name
+    if name in _ROUNDINGS or (name in _COMPARISONS and len(read) == 1 and not _is_infinite(eqn)):
+        return _union(read).tied
+    if name in _COMPARISONS and len(read) == 2 and eqn.invars[0] is not eqn.invars[1]:
+        return _of_choices(read, exact=True) | _union(read).tied
+    if inner_jaxprs(eqn) and any(e.primitive.name in _COMPARISONS for e in inner_eqns(eqn)):
+        return _of_choices(read, exact=False)
+    return 0
+
+
+def _of_choices(read: Sequence[_Origin], *, exact: bool) -> int:
+    """Return what made two operands of which one was chosen from the other, or, `exact`, both the same entries."""
+    found = 0
+    for one, other in permutations(read, 2):
+        found |= one.through & other.chosen
+        found |= one.same & other.same if exact else 0
+    return found
+
+
+def _latest(equations: int, through: Sequence[int]) -> Iterator[int]:
+    """Yield those of a set of equations that no other of them is made through."""
+    chosen = list(_bits(equations))
+    for i in chosen:
+        if not any(through[j] >> i & 1 for j in chosen if j != i):
+            yield i
+
+
+def _bits(equations: int) -> Iterator[int]:
+    while equations:
+        lowest = equations & -equations
+        yield lowest.bit_length() - 1
+        equations ^= lowest
+
+
+def _decides(eqn: JaxprEqn) -> bool:
+    """Return whether an equation makes integers of floats, in no more bytes of anything else."""
+    if not any(_is_real(a) for a in eqn.invars):
+        return False
+    bodies = inner_jaxprs(eqn)
+    if not bodies:
+        return eqn.primitive.name not in _MOVES or eqn.primitive.name == "convert_element_type"
+    integers = sum(aval_nbytes(v.aval) for v in eqn.outvars if not _is_real(v))
+    return 2 * integers >= sum(aval_nbytes(v.aval) for v in eqn.outvars) and any(map(_body_decides, bodies))
+
+
+def _body_decides(body: Jaxpr) -> bool:
+    """Return whether an integer that a body hands on is made of floats."""
+    of_floats: set[Var] = set()
+    for eqn in body.eqns:
+        if any(_is_real(a) or (isinstance(a, Var) and a in of_floats) for a in eqn.invars):
+            of_floats.update(eqn.outvars)
+    return any(isinstance(v, Var) and v in of_floats and _is_integer(v) for v in body.outvars)
+
+
+def _is_real(atom: Var | Literal) -> bool:
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _is_integer(atom: Var | Literal) -> bool:
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+
+
+def _is_infinite(eqn: JaxprEqn) -> bool:
+    """Return whether one side of a comparison is infinite: no difference of finite values is."""
+    return any(isinstance(a, Literal) and np.isinf(np.asarray(a.val, np.float64)).all() for a in eqn.invars)
