@@ -49,6 +49,10 @@ def really_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_devices, "_measure", measure)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-golden", action="store_true", help="write tests/plan/golden.json anew")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAXREMAT_CACHE"] = str(config.rootpath / ".pytest_cache" / "jaxremat")
     os.environ["JAXREMAT_PLAN_CACHE"] = "0"
