@@ -48,6 +48,7 @@ def begin() -> None:
 def suspend(suspended: bool) -> None:
     """Compile anew, or again what is not kept."""
     global _suspended
+    suspended = suspended or not _WANTED
     if _suspended != suspended:
         _suspended = suspended
         jax.config.update("jax_enable_compilation_cache", not suspended)
@@ -55,7 +56,8 @@ def suspend(suspended: bool) -> None:
         compilation_cache.reset_cache()  # else JAX goes on with what it found at first
 
 
-_suspended = False
+_WANTED: bool = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+_suspended = not _WANTED
 
 
 def ask(script: Path, request: Any, seconds: float = math.inf) -> Any:

@@ -64,3 +64,13 @@ def test_there_is_a_recipe_for_each_thing_that_is_often_added() -> None:
             and "](jaxremat/" in recipe
             and "](tests/" in recipe
         )
+
+
+def test_quick_tests_are_of_every_room() -> None:
+    makefile = (house.ROOT / "Makefile").read_text()
+    chosen = (
+        makefile.partition("QUICK := $(addprefix tests/,")[2].partition(")")[0].replace("\\\n", " ").split()
+    )
+    assert [name for name in chosen if not (house.ROOT / "tests" / name).exists()] == []
+    rooms = {path.parent.name for path in (house.ROOT / "tests").glob("*/test_*.py")}
+    assert rooms - {name.partition("/")[0] for name in chosen} == {"package"}  # which builds distributions
