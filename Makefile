@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 # ARGS reaches pytest: make test ARGS="-k simulate -x"
-PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2
+# Each worker begins with its half of the files, so that what a module has planned or compiled is there for its tests.
+PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # `make setup PYTHON=/path/to/python3.12` chooses the interpreter; otherwise the first of these that is new enough.
 PYTHON ?=
@@ -15,7 +16,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-slow test-newest browser lint package format demo bench docs lock clean distclean
+.PHONY: help setup test test-quick test-slow test-newest browser lint package format demo bench docs lock clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -60,17 +61,35 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 test: setup ## the fast tests, on the CPU
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --durations=20 $(ARGS)
+
+# At most a minute and a half: files of every room, and golden facts of steps.
+QUICK := $(addprefix tests/,test_house.py test_structure.py api/test_bad_input.py api/test_comparison.py \
+	api/test_end_to_end.py attention/test_attention_found.py cli/test_doctor.py compiler/test_alive.py \
+	compiler/test_devices.py compiler/test_hlo.py compiler/test_roofline.py compiler/test_tags.py docs/test_pictures.py \
+	emit/test_parts.py emit/test_segmentation.py examples/test_engines.py examples/test_residuals.py \
+	lower/test_epilogues.py lower/test_loop_memory.py model/test_host_copies.py model/test_levels.py \
+	model/test_merge.py model/test_simulate.py model/test_timeline.py model/test_updates.py plan/test_deadline.py \
+	plan/test_golden.py plan/test_plan_json.py plan/test_search.py program report/test_report.py \
+	rewrite/test_cotangent_chains.py rewrite/test_inverses.py runtime/test_budget.py solver/test_check_solver.py \
+	solver/test_hull.py)
+
+test-quick: setup ## some tests of every room
+	$(PYTEST) $(QUICK) $(ARGS)
 
 test-slow: setup ## the tests marked slow, and only those
 	$(PYTEST) -m slow $(ARGS)
 
-# Python 3.11 has jax 0.10. With a newer Python, of the PATH or of pyenv, jax is a newer one too: what depends on its
-# equations and its compilers is tested with both. Where there is no such Python, nothing is tested, and it says so.
+# Python 3.11 has jax 0.10. With a newer Python, of the PATH or of pyenv, jax is a newer one too: what reads and makes its
+# equations is tested with both, and a little of everything else. Where there is no such Python, nothing is tested, and it
+# says so.
 NEWER := python3.14 python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python)
-ON_NEWER := tests/program tests/lower tests/rewrite tests/emit tests/attention
+READING := $(addprefix tests/,program emit/test_emit.py emit/test_policies.py rewrite/test_calls.py \
+	rewrite/test_checkpoints.py rewrite/test_loops.py rewrite/test_selections.py rewrite/test_shard_map_body.py \
+	rewrite/test_trace.py rewrite/test_undone_checkpoints.py)
+ON_NEWER := $(READING) $(QUICK)
 
-test-newest: ## tests of tracing, rewriting and emitting, with the newest jax, in an environment of its own
+test-newest: ## tests of what reads and makes jaxprs, with the newest jax, in an environment of its own
 	@set -eu; \
 	for candidate in $(NEWER); do \
 		if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then \

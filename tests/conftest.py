@@ -3,14 +3,15 @@ same processor.
 
 `HYPOTHESIS_PROFILE=explore` draws new ones, more of them, and shrinks what fails, which may take minutes.
 
-Figures of single operations are kept from run to run in a folder of the tests' own. Plans are not: a test of the
-planner has to plan.
+Figures of single operations are kept from run to run in a folder of the tests' own, and so is what compilers make of
+programs (`recorded`). Plans are not: a test of the planner has to plan.
 """
 
 import os
 
 import jax
 import pytest
+import recorded
 from hypothesis import Phase, settings
 
 from jaxremat._compiler import _devices
@@ -24,7 +25,11 @@ settings.register_profile("explore", deadline=None, max_examples=1000, print_blo
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
+recorded.begin()  # before test modules are imported
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    recorded.suspend(any(item.get_closest_marker(name) for name in ("uncached", "slow")))
     if (marker := item.get_closest_marker("jax_0_10")) and jax.__version_info__ >= (0, 11):
         pytest.skip(f"jax 0.10's: {marker.args[0]}")
 
@@ -44,9 +49,15 @@ def really_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_devices, "_measure", measure)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-golden", action="store_true", help="write tests/plan/golden.json anew")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAXREMAT_CACHE"] = str(config.rootpath / ".pytest_cache" / "jaxremat")
     os.environ["JAXREMAT_PLAN_CACHE"] = "0"
     key, path = cpu_file()
     store(path, cpu_text(key, one_processor(key)))  # for processes that the tests start
     _devices._measure = one_processor
+    if not hasattr(config, "workerinput"):
+        recorded.prune()

@@ -1,36 +1,63 @@
-"""A step on eight devices of the host, run by itself with what it says as JSON: `python sharded.py CASE`.
+"""Steps on eight devices of the host, in a process of their own that says in JSON what became of each.
 
-The number of the host's devices is fixed when JAX starts, so that tests start this in a process of its own.
+    echo CASE | python sharded.py
+
+The number of the host's devices is fixed when JAX starts, so that tests start this, once for all the cases they ask.
 """
 
+import atexit
+import functools
 import json
 import os
 import re
+import select
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 
 def ask(case: str) -> dict[str, Any]:
     """What a case says."""
-    found = subprocess.run(
-        [sys.executable, __file__, case],
+    process, printed = _started()
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{case}\n")
+    process.stdin.flush()
+    line = process.stdout.readline() if select.select([process.stdout], [], [], 400)[0] else ""
+    if not line:
+        process.kill()
+        _started.cache_clear()
+        printed.seek(0)
+        raise AssertionError(f"no answer to {case!r}: {printed.read()[-4000:]}")
+    found = json.loads(line)
+    assert "failed" not in found, found["failed"]
+    return found
+
+
+@functools.cache
+def _started() -> tuple[subprocess.Popen[str], IO[str]]:
+    """The process, and where it prints what is no answer."""
+    printed = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the process
+    process = subprocess.Popen(
+        [sys.executable, __file__],
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
             "PYTHONPATH": str(Path(__file__).parents[1]),
         },
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=printed,
         text=True,
-        timeout=400,
     )
-    assert found.returncode == 0, found.stderr[-4000:]
-    return json.loads(found.stdout.splitlines()[-1])
+    atexit.register(process.kill)
+    return process, printed
 
 
 def collectives(text: str) -> dict[str, int]:
@@ -41,8 +68,8 @@ def collectives(text: str) -> dict[str, int]:
     return dict(counts)
 
 
-def main(case: str) -> None:
-    """Print what the case says."""
+def said(case: str) -> dict[str, Any]:
+    """What becomes of the case."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -69,8 +96,7 @@ def main(case: str) -> None:
         ("pipeline", pipeline),
     ):
         if case.startswith(name):
-            print(json.dumps(found(case)))
-            return
+            return found(case)
     kind = AxisType.Explicit if case == "explicit" else AxisType.Auto
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(kind,))
     width, rows, layers = 128, 1000 if case == "uneven" else 1024, 3
@@ -148,7 +174,7 @@ def main(case: str) -> None:
             "unrepeated": plan.unrepeated,
             "followed": followed.lower(*args).as_text() == planned.lower(*args).as_text(),
         }
-    print(json.dumps({"parts": parts, "sent": collectives(plain.as_text()), "plans": plans}))
+    return {"parts": parts, "sent": collectives(plain.as_text()), "plans": plans}
 
 
 def of_objects(case: str) -> dict[str, Any]:
@@ -731,5 +757,19 @@ def within(share: float, step: Any, *args: Any, **options: Any) -> dict[str, Any
     }
 
 
+def serve() -> None:
+    """Answer each case on a line of the input with a line of the output."""
+    import jax
+
+    answers, sys.stdout = sys.stdout, sys.stderr  # what else is printed is no answer
+    for line in sys.stdin:
+        try:
+            found = said(line.rstrip("\n"))
+        except Exception:
+            found = {"failed": traceback.format_exc()}
+        print(json.dumps(found), file=answers, flush=True)
+        jax.clear_caches()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve()

@@ -3,7 +3,6 @@
 import re
 
 import house
-import pytest
 
 TEXT = house.PAGE.read_text()
 LINKS = re.findall(r"\[([^\]]+)\]\(([^)#:]+)\)", TEXT)
@@ -33,14 +32,19 @@ def test_arrows_that_others_imply_are_left_out() -> None:
     assert all(house.reached(room, few) == house.reached(room, found) for room in rooms)
 
 
-@pytest.mark.parametrize(("words", "path"), LINKS)
-def test_links_lead_to_what_they_name(words: str, path: str) -> None:
+def leads_astray(words: str, path: str) -> bool:
+    """Return whether there is no such file, or the words name something that stands nowhere in it."""
+    target, name = house.ROOT / path, words.strip("`")
+    if not target.is_file() or not re.fullmatch(r"`\w+`", words) or name in (target.stem, target.parent.name):
+        return not target.exists()
+    return not re.search(rf"(def|class) {name}\b|^{name}\b", target.read_text(), re.MULTILINE)
+
+
+def test_links_lead_to_what_they_name() -> None:
     """A link whose words are a name in code leads to a file in which that name stands."""
-    target = house.ROOT / path
-    assert target.exists()
-    name = words.strip("`")
-    if target.is_file() and re.fullmatch(r"`\w+`", words) and name not in (target.stem, target.parent.name):
-        assert re.search(rf"(def|class) {name}\b|^{name}\b", target.read_text(), re.MULTILINE)
+    assert len(LINKS) > 30
+    assert [link for link in LINKS if leads_astray(*link)] == []
+    assert leads_astray("`no_such_name`", "tests/house.py") and leads_astray("house", "tests/no_house.py")
 
 
 def test_there_is_a_recipe_for_each_thing_that_is_often_added() -> None:
@@ -60,3 +64,13 @@ def test_there_is_a_recipe_for_each_thing_that_is_often_added() -> None:
             and "](jaxremat/" in recipe
             and "](tests/" in recipe
         )
+
+
+def test_quick_tests_are_of_every_room() -> None:
+    makefile = (house.ROOT / "Makefile").read_text()
+    chosen = (
+        makefile.partition("QUICK := $(addprefix tests/,")[2].partition(")")[0].replace("\\\n", " ").split()
+    )
+    assert [name for name in chosen if not (house.ROOT / "tests" / name).exists()] == []
+    rooms = {path.parent.name for path in (house.ROOT / "tests").glob("*/test_*.py")}
+    assert rooms - {name.partition("/")[0] for name in chosen} == {"package"}  # which builds distributions

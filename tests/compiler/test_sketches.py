@@ -130,6 +130,7 @@ def test_where_checkpoints_are_undone_seconds_are_compared_and_nothing_is_sketch
     assert [EMITTERS in each for each in options] == [False]
 
 
+@pytest.mark.uncached  # tables of source lines are in another order once a program has been read from the cache
 def test_what_cannot_be_sketched_is_drafted() -> None:
     """A version of jax that knows no such option compiles with the others."""
     of = placed(Program(train, donate_argnums=(0,)), CHAIN, {})

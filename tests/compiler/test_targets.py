@@ -310,6 +310,7 @@ def worker() -> _worker.Worker:
     return _worker._idle[_target.WORKER][-1]
 
 
+@pytest.mark.uncached
 def test_a_dead_worker_is_replaced() -> None:
     _target._compile.cache_clear()
     jaxremat.memory(square, MATRIX, target="h100")
@@ -338,6 +339,7 @@ def test_a_worker_that_dies_while_it_compiles_is_an_error(
         jaxremat.memory(lambda x: jnp.cos(x).sum(), MATRIX, target="h100")
 
 
+@pytest.mark.uncached
 def test_a_worker_that_is_asked_no_further_answers_nothing_to_the_next_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

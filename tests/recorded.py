@@ -1,0 +1,92 @@
+"""What compilers made of a program, kept from run to run in folders of the tests' own, git-ignored.
+
+XLA for the host: JAX's persistent compilation cache, by environment variables, so that processes which tests start have
+it too. XLA for GPUs: answers of the worker by a hash of all that it is asked. Law: what is read is what the compiler of
+the same version made of the same program. `@pytest.mark.uncached` and slow tests compile anew.
+"""
+
+import gzip
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxremat._compiler import _target
+from jaxremat._runtime import _worker
+
+ROOT = Path(__file__).parents[1]
+HOST, TARGETS = ROOT / ".cache" / "xla", ROOT / ".cache" / "targets"
+MOST_NBYTES = 3 << 30
+"""What a folder may hold before a run."""
+
+# Tags are read from metadata, which must be the same. Only the innermost source line is kept, relative to the project:
+# neither an edit elsewhere nor another caller or folder makes another program.
+SETTINGS: dict[str, str | float] = {
+    "jax_compilation_cache_dir": str(HOST),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_compilation_cache_include_metadata_in_key": True,
+    "jax_traceback_in_locations_limit": 1,
+    "jax_hlo_source_file_canonicalization_regex": f"^{ROOT}",
+}
+
+
+def begin() -> None:
+    """Keep compiled programs, where the environment does not say otherwise."""
+    for name, value in SETTINGS.items():
+        if name.upper() not in os.environ:
+            os.environ[name.upper()] = str(value)
+            jax.config.update(name, value)
+    _target.ask = ask
+
+
+def suspend(suspended: bool) -> None:
+    """Compile anew, or again what is not kept."""
+    global _suspended
+    suspended = suspended or not _WANTED
+    if _suspended != suspended:
+        _suspended = suspended
+        jax.config.update("jax_enable_compilation_cache", not suspended)
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = str(not suspended)
+        compilation_cache.reset_cache()  # else JAX goes on with what it found at first
+
+
+_WANTED: bool = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+_suspended = not _WANTED
+
+
+def ask(script: Path, request: Any, seconds: float = math.inf) -> Any:
+    """What `_worker.ask` answers, or has answered to the same request."""
+    if _suspended or script != _target.WORKER:
+        return _worker.ask(script, request, seconds)
+    config, topology, module, options = request
+    named = repr((_target.compilers(), config, topology, sorted(options.items())))
+    key = hashlib.sha256(named.encode() + module).hexdigest()
+    path = TARGETS / f"{key}.json.gz"
+    if path.exists():
+        figures, text = json.loads(gzip.decompress(path.read_bytes()))
+        return figures, text
+    answer = _worker.ask(script, request, seconds)
+    TARGETS.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_bytes(gzip.compress(json.dumps(answer).encode(), 6))
+    draft.replace(path)
+    return answer
+
+
+def prune() -> None:
+    """Remove what is oldest, down to half of what a folder may hold, from one that holds more."""
+    for folder in (HOST, TARGETS):
+        files = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in folder.glob("*"))
+        held = sum(nbytes for _, nbytes, _ in files)
+        if held > MOST_NBYTES:
+            for _, nbytes, file in files:
+                file.unlink(missing_ok=True)
+                held -= nbytes
+                if held <= MOST_NBYTES // 2:
+                    break
