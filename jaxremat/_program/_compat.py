@@ -214,6 +214,11 @@ def with_results(eqn: Any, wanted: Sequence[bool]) -> Any:
     return fewer
 
 
+def pruned(closed: jex.ClosedJaxpr) -> Any:
+    """The open jaxpr without what no result and no effect needs, in its bodies too."""
+    return _partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[0]
+
+
 def scan_like(
     eqn: Any,
     body: Any,
