@@ -20,6 +20,7 @@ from .._plan._baseline import Baseline
 from .._plan._plan import Plan
 from .._plan._planned import Planned, confirm
 from .._plan._request import Offload, Options, Request
+from .._program import _compat
 from .._report import Report
 from .._runtime._bytes import Budget, parse_budget, parse_margin
 from .._runtime._errors import ArgumentError, JaxrematWarning
@@ -28,6 +29,7 @@ from .._runtime._progress_bars import shown
 from .._solver import Milp, Solver
 from ._argument_kinds import kind_of
 from ._bound_step import Bound
+from ._call_keys import KeyLocks, key_of, type_of
 from ._host_state import Arrangement, usable
 from ._nnx_objects import OfObjects
 from ._strict_trees import OfLeaves
@@ -209,6 +211,7 @@ class _Recent(NamedTuple):
     tree: Any
     static: tuple[Any, ...]
     key: Any
+    settings: Any
     run: jax.stages.Compiled
 
 
@@ -228,13 +231,14 @@ class Step:
         self._given = plan
         self._options = options
         self._planned: dict[Any, Planned] = {}
+        self._locks = KeyLocks()
         self._recent: _Recent | None = None
         self._by_kind: dict[Any, OfObjects | OfLeaves] = {}
         self._arrangement = Arrangement(program, self._prepare)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recent = self._recent
-        if recent is None:
+        if recent is None or recent.settings != _compat.settings():
             return self._slow_call(args, kwargs)
         dynamic = self._program.dynamic(args, kwargs) if self._program.has_static else (args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
@@ -242,7 +246,7 @@ class Step:
             types = [leaf.aval for leaf in leaves]
         except AttributeError:  # NumPy arrays and Python scalars
             try:
-                types = [_type_of(leaf) for leaf in leaves]
+                types = [type_of(leaf) for leaf in leaves]
             except TypeError:
                 return self._slow_call(args, kwargs)
         if types != recent.types or tree != recent.tree:
@@ -251,6 +255,8 @@ class Step:
             return self._slow_call(args, kwargs)
         try:
             return recent.run(*dynamic[0], **dynamic[1])
+        except _compat.SpecialValueError as error:
+            _compat.explain_special_value(error, self._program.fn, args, kwargs)
         except (TypeError, ValueError):
             if not any(isinstance(leaf, Tracer) for leaf in leaves) and recent.key == self._key(args, kwargs):
                 raise
@@ -266,6 +272,8 @@ class Step:
         return self._by_kind[kind] if kind is not None else None
 
     def _slow_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _compat.is_jit_disabled():
+            return self._program.fn(*args, **kwargs)
         if (through := self._through(args, kwargs)) is not None:
             return through.call(args, kwargs)
         dynamic = self._program.dynamic(args, kwargs)
@@ -287,11 +295,16 @@ class Step:
             dynamic = self._program.dynamic(args, kwargs)
             leaves, key = jax.tree.leaves(dynamic), self._key(args, kwargs)
             self._planned[key] = planned
-        run = self._executable(planned, args, kwargs)
+        with self._locks.held(key):
+            run = self._executable(planned, args, kwargs)
         self._arrangement.give_up(planned.plan, *given)  # only now: what fails before loses nothing
         static = self._program.static(args, kwargs)
-        self._recent = _Recent([_type_of(leaf) for leaf in leaves], tree, static, key, run)
-        return run(*dynamic[0], **dynamic[1])
+        types = [type_of(leaf) for leaf in leaves]
+        self._recent = _Recent(types, tree, static, key, _compat.settings(), run)
+        try:
+            return run(*dynamic[0], **dynamic[1])
+        except _compat.SpecialValueError as error:
+            _compat.explain_special_value(error, self._program.fn, args, kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
@@ -342,11 +355,10 @@ class Step:
 
     def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any = None) -> Planned:
         key = self._key(args, kwargs) if key is None else key
-        planned = self._planned.get(key)
-        if planned is None:
-            planned = self._make(args, kwargs)
-            self._planned[key] = planned
-        return planned
+        with self._locks.held(key):
+            if key not in self._planned:
+                self._planned[key] = self._make(args, kwargs)
+            return self._planned[key]
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         with shown(self._options.progress), timed():
@@ -371,30 +383,4 @@ class Step:
         return baseline, Request(self._budget, options, reported)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, tree = jax.tree.flatten_with_path(self._program.dynamic(args, kwargs))
-        types = []
-        for path, leaf in leaves:
-            try:
-                aval = _type_of(leaf)
-            except TypeError:
-                raise ArgumentError(
-                    f"The argument {jax.tree_util.keystr(path)} is a {type(leaf).__name__} ({leaf!r:.60}), "
-                    "which is no array. "
-                    "Make it static with `static_argnums` or `static_argnames`, or close over it."
-                ) from None
-            types.append((aval, getattr(leaf, "sharding", None)))
-        try:
-            key = (tree, tuple(types), self._program.static(args, kwargs))
-            hash(key)
-        except TypeError as error:
-            raise ArgumentError(
-                f"A static argument cannot be hashed ({error}). Pass a hashable object, such as a tuple."
-            ) from None
-        return key
-
-
-def _type_of(leaf: Any) -> Any:
-    """The array type of an argument leaf. **Raises:** TypeError where it is no array."""
-    if isinstance(leaf, jax.Array):
-        return leaf.aval
-    return jax.typeof(leaf)  # of a struct too, with the mesh of its sharding, as in an array's
+        return key_of(self._program, args, kwargs)
