@@ -213,11 +213,12 @@ class Program:
         """`jit` of a function with the program's signature that evaluates a flat jaxpr of it."""
         evaluate = jex.jaxpr_as_fun(traced.step(closed))
         name = getattr(self.fn, "__name__", "step")
-        types = traced.step(traced.closed).out_avals
+        types = traced.step(traced.closed).out_avals[: traced.out_tree.num_leaves]
 
         def step(*args: Any, **kwargs: Any) -> Any:
             leaves = jax.tree.leaves(self.dynamic(args, kwargs))
-            results = [_as_weak(*each) for each in zip(evaluate(*leaves), types, strict=True)]
+            made = traced.references.run(evaluate, leaves) if traced.references else evaluate(*leaves)
+            results = [_as_weak(*each) for each in zip(made, types, strict=True)]
             return jax.tree.unflatten(traced.out_tree, results)
 
         step.__name__ = step.__qualname__ = name

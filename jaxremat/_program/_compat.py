@@ -20,6 +20,8 @@ from jax._src import source_info_util as _source
 from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
+from jax._src.state import discharge as _discharge
+from jax._src.state import types as _state
 from jax.experimental.layout import Layout as _MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
@@ -50,6 +52,25 @@ def new_jaxpr(
     debug_info = _core.DebugInfo("planned", "jaxremat", tuple(f"x{i}" for i in range(len(invars))), None)
     jaxpr = jex.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info)
     return jex.ClosedJaxpr(jaxpr, list(consts))
+
+
+def is_reference(var: Any) -> bool:
+    """Whether a variable is what `jax.new_ref` makes."""
+    return isinstance(var.aval, _state.AbstractRef)
+
+
+def has_references(closed: jex.ClosedJaxpr) -> bool:
+    """Whether a program reads or writes references: arguments, closed over, or of its own."""
+    jaxpr = closed.jaxpr
+    inside = _core.internal_mutable_array_effect in jaxpr.effects
+    return inside or any(map(is_reference, (*jaxpr.constvars, *jaxpr.invars)))
+
+
+def discharged(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The program with values for references, and what arguments that are references hold at its end behind its
+    results. **Raises:** NotImplementedError for primitives of which JAX does not know how.
+    """
+    return _discharge.discharge_state(closed)
 
 
 def load_plugins_in(context: Callable[[], AbstractContextManager[None]]) -> None:

@@ -1,4 +1,4 @@
-"""JAX's settings are part of what is planned, as they are of `jit`'s cache; those for debugging act as they do there."""
+"""JAX's settings are part of what is planned, as they are of `jit`'s cache; those for debugging act as there."""
 
 import threading
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.core import Tracer
 from test_optimize import assert_same
 
 import jaxremat
@@ -89,7 +90,7 @@ def test_without_jit_the_function_runs_as_it_is() -> None:
     concrete: list[bool] = []
 
     def watched(p: jax.Array, x: jax.Array) -> Any:
-        concrete.append(not isinstance(p, jax.core.Tracer))
+        concrete.append(not isinstance(p, Tracer))
         return step(p, x)
 
     own = planned(watched)
