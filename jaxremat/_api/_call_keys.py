@@ -4,9 +4,10 @@ Law: equal keys have equal plans. As in `jax.jit`'s cache a key has the types an
 static, and JAX's settings (`enable_x64`, precisions, meshes, ...), which decide what is traced and how it is compiled.
 """
 
+import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -47,6 +48,30 @@ def type_of(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         return leaf.aval
     return jax.typeof(leaf)  # of a struct too, with the mesh of its sharding, as in an array's
+
+
+@contextmanager
+def naming_static(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Add to what JAX says of a function that decides by a traced value which arguments might be static: Python numbers
+    that are not.
+    """
+    try:
+        yield
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
+        with suppress(TypeError, ValueError):  # a signature that cannot be read
+            given = inspect.signature(program.fn).bind(*args, **kwargs).arguments
+            static = {name for name, _ in program.static(args, kwargs)}
+            names = [
+                n for i, n in enumerate(given) if isinstance(given[n], int) and static.isdisjoint({i, n})
+            ]
+            if names:
+                said = " and ".join(f"`{name}` is {given[name]!r}" for name in names)
+                written = names[0] if len(names) == 1 else tuple(names)
+                error.add_note(
+                    f"{said}: what decides in Python what a step does has to be static. Write "
+                    f"`optimize(..., static_argnames={written!r})`."
+                )
+        raise
 
 
 class KeyLocks:

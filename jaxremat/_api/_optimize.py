@@ -29,8 +29,9 @@ from .._runtime._progress_bars import shown
 from .._solver import Milp, Solver
 from ._argument_kinds import kind_of
 from ._bound_step import Bound
-from ._call_keys import KeyLocks, key_of, type_of
+from ._call_keys import KeyLocks, key_of, naming_static, type_of
 from ._host_state import Arrangement, usable
+from ._jitted_functions import handed_over
 from ._nnx_objects import OfObjects
 from ._strict_trees import OfLeaves
 
@@ -74,7 +75,8 @@ def optimize(
       5 % more temporaries.
     - `plan`: a plan made before, in place of a budget; needs no solver.
     - `donate_argnums`, `donate_argnames`, `static_argnums`, `static_argnames`, `in_shardings`, `out_shardings`,
-      `compiler_options`: as in `jax.jit`. What the backend needs for fences to count is added to the options.
+      `compiler_options`: as in `jax.jit`. What the backend needs for fences to count is added to the options. A jitted
+      function brings its own along.
     - `solver`: a `jaxremat.Solver`; None for `jaxremat.Milp()`.
     - `time_limit`: seconds for each solve; the incumbent and its honest gap are used when it ends. Ctrl-C ends planning
       at once, also within a solve.
@@ -169,18 +171,25 @@ def optimize(
     if plan is None and isinstance(budget, (str, int, float)):
         parse_budget(budget, 1 << 40)  # a budget that can never be read is refused where it is written
 
+    jitting = {
+        "donate_argnums": donate_argnums, "donate_argnames": donate_argnames, "static_argnums": static_argnums,
+        "static_argnames": static_argnames, "in_shardings": in_shardings, "out_shardings": out_shardings,
+        "compiler_options": compiler_options,
+    }  # fmt: skip
+
     def decorate(fn: Callable[..., Any]) -> Step:
         if not callable(fn):
             raise ArgumentError(f"`optimize` decorates functions; it was given a {type(fn).__name__}.")
+        fn, of_jit = handed_over(fn, jitting)
         program = Program(
             fn=fn,
-            static_argnums=as_tuple(static_argnums),
-            static_argnames=as_tuple(static_argnames),
-            donate_argnums=as_tuple(donate_argnums),
-            donate_argnames=as_tuple(donate_argnames),
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            compiler_options=tuple(sorted((compiler_options or {}).items())),
+            static_argnums=as_tuple(of_jit["static_argnums"]),
+            static_argnames=as_tuple(of_jit["static_argnames"]),
+            donate_argnums=as_tuple(of_jit["donate_argnums"]),
+            donate_argnames=as_tuple(of_jit["donate_argnames"]),
+            in_shardings=of_jit["in_shardings"],
+            out_shardings=of_jit["out_shardings"],
+            compiler_options=tuple(sorted((of_jit["compiler_options"] or {}).items())),
             target=device,
         )
         options = Options(
@@ -361,7 +370,7 @@ class Step:
             return self._planned[key]
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        with shown(self._options.progress), timed():
+        with shown(self._options.progress), timed(), naming_static(self._program, args, kwargs):
             return self._arrangement.planned(self._given, args, kwargs)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Baseline, Request]:

@@ -169,6 +169,28 @@ def is_plain_call(params: dict[str, Any]) -> bool:
     )
 
 
+_JITTED: type = type(jax.jit(lambda: None))
+
+
+def jit_options(fn: Any) -> dict[str, Any] | None:
+    """What `jax.jit` was given with a function, by name, None or () for what it was not; None of a function that is not
+    jitted. Numbers and names of arguments are both there where one of them is given.
+    """
+    if not isinstance(fn, _JITTED):
+        return None
+    info: Any = fn._jit_info  # type: ignore[attr-defined]
+    options = {name: getattr(info, name) for name in (
+        "donate_argnums", "donate_argnames", "static_argnums", "static_argnames", "device", "backend"
+    )}  # fmt: skip
+    for name in ("in_shardings", "out_shardings"):
+        leaves = [None if isinstance(s, _UNSPECIFIED) else s for s in getattr(info, f"{name}_leaves")]
+        given = any(leaf is not None for leaf in leaves)
+        options[name] = jax.tree.unflatten(getattr(info, f"{name}_treedef"), leaves) if given else None
+    options["layouts"] = any(leaf is not None for leaf in (*info.in_layouts_leaves, *info.out_layouts_leaves))
+    options["compiler_options"] = dict(info.compiler_options_kvs) or None
+    return options
+
+
 def varying_axes(var: Any) -> frozenset[Any]:
     """The axes of a `shard_map`'s mesh over which a variable's values differ."""
     kind = getattr(var.aval, "manual_axis_type", None)
