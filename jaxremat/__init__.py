@@ -15,12 +15,12 @@ from ._api._comparison import Comparison as Comparison
 from ._api._comparison import compare as compare
 from ._api._names import name_values as name_values
 from ._api._names import policy as policy
-from ._api._optimize import Step as Step
 from ._api._optimize import optimize as optimize
 from ._api._planning import cost as cost
 from ._api._planning import memory as memory
 from ._api._planning import plan as plan
 from ._api._planning import search_plan as search_plan
+from ._api._step import Step as Step
 from ._api._sweep import sweep as sweep
 from ._compiler._memory_stats import MemoryStats as MemoryStats
 from ._compiler._peak_contents import Alive as Alive

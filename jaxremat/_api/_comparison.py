@@ -11,7 +11,7 @@ import numpy as np
 from .._compiler._program import placed
 from .._runtime._errors import ArgumentError
 from ._nnx_objects import has_objects
-from ._optimize import Step
+from ._step import Step
 
 Run = Callable[..., Any]
 

@@ -11,7 +11,8 @@ from .._plan._plan import Plan
 from .._runtime._bytes import Budget
 from .._solver import Milp, Solver, Sublinear
 from ._argument_kinds import kind_of
-from ._optimize import Step, optimize
+from ._optimize import optimize
+from ._step import Step
 
 
 def plan(fn: Callable[..., Any], *args: Any, budget: Budget, **options: Any) -> Plan:

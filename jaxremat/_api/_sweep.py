@@ -27,7 +27,8 @@ from .._runtime._progress import Phase, phase
 from .._runtime._progress_bars import shown
 from .._solver import Chen, RecomputeAll, SaveDots, Solution
 from .._solver._hull import Bound, Priced, Vertex, cheapest, hull, improves, vertex
-from ._optimize import Step, optimize
+from ._optimize import optimize
+from ._step import Step
 
 POLICIES = {"dots saved": SaveDots(), "√n checkpoints": Chen(), "recompute all": RecomputeAll()}
 """Rules by hand. The first is `jax.checkpoint_policies.dots_saveable`."""

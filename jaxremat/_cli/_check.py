@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 
 from .._api._comparison import Leaf, differences
-from .._api._optimize import Step
+from .._api._step import Step
 from .._compiler._program import placed
 from .._compiler._target import Target
 from .._model._device_specs import find

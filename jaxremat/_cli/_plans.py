@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from .._api._optimize import Step
 from .._api._planning import memory as memory_of
+from .._api._step import Step
 from .._api._sweep import sweep as frontier_of
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._target import Target

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from .._api._optimize import Step, optimize
+from .._api._optimize import optimize
+from .._api._step import Step
 from .._compiler._program import Program
 from .._compiler._target import Target, targets
 from .._model._form_offers import EXACT, REVERSIBLE

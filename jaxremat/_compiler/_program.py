@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
+from .._program import _compat
 from .._program._host_arguments import any_on_host, from_host
 from .._rewrite._trace import Traced
 from .._runtime._errors import TargetError
@@ -212,11 +213,12 @@ class Program:
         """`jit` of a function with the program's signature that evaluates a flat jaxpr of it."""
         evaluate = jex.jaxpr_as_fun(traced.step(closed))
         name = getattr(self.fn, "__name__", "step")
-        types = traced.step(traced.closed).out_avals
+        types = traced.step(traced.closed).out_avals[: traced.out_tree.num_leaves]
 
         def step(*args: Any, **kwargs: Any) -> Any:
             leaves = jax.tree.leaves(self.dynamic(args, kwargs))
-            results = [_as_weak(*each) for each in zip(evaluate(*leaves), types, strict=True)]
+            made = traced.references.run(evaluate, leaves) if traced.references else evaluate(*leaves)
+            results = [_as_weak(*each) for each in zip(made, types, strict=True)]
             return jax.tree.unflatten(traced.out_tree, results)
 
         step.__name__ = step.__qualname__ = name
@@ -262,14 +264,14 @@ def _from_host(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The device that the step will run on: that of its first array or struct with a sharding, else the default. Of
-    several it is the first, of this process if it has one.
+    """The device that the step will run on: that of its first array that is committed to one or struct with a sharding,
+    else the default. Of several it is the first, of this process if it has one.
     """
     for leaf in jax.tree.leaves((args, kwargs)):
         sharding = getattr(leaf, "sharding", None)
-        if sharding is not None and not _is_abstract(sharding):
+        if sharding is not None and not _is_abstract(sharding) and getattr(leaf, "committed", True):
             return min(sharding.device_set, key=lambda d: (d.process_index != jax.process_index(), d.id))
-    return jax.local_devices()[0]
+    return _compat.default_device()
 
 
 def processes_of(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:

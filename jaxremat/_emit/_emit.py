@@ -25,7 +25,8 @@ dropped equations behind it. Tied as follows:
   fused values always among them, lest they be stacked, and fences between the loop's own stages. At its start there is
   none: an iteration is held back by the one before, and the first by a fence through which the loop's carries pass.
 
-Law: what the schedule does not drop is read in the original. A schedule that drops nothing still has fences, behind
+Laws: what runs once (effects, draws) does so as often as in the traced step, in the same order; what the schedule does
+not drop is read in the original. A schedule that drops nothing still has fences, behind
 which updates wait until they may overwrite their argument; a graph without stages gives the traced jaxpr.
 """
 
@@ -40,6 +41,7 @@ from .._model._primitive_names import FETCH
 from .._model._schedule import Passing, Schedule
 from .._model._stage_merging import merged
 from .._program import _compat
+from .._program._run_counts import check_runs
 from .._rewrite._kernel_choice import inline, replaced
 from .._rewrite._loop_closing import close_loops, without_unread
 from .._rewrite._loop_opening import CARRY, LAST, SLICE, STACK
@@ -105,6 +107,7 @@ def emit(
         eqns = without_unread(eqns, outvars)
         planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
     _compat.check_jaxpr(traced.step(planned))
+    check_runs(planned, traced.flat)
     return planned
 
 

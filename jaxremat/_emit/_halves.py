@@ -13,6 +13,8 @@ from .._model._graph import Graph
 from .._model._schedule import Schedule
 from .._model._stage_merging import merged
 from .._program import _compat
+from .._program._primitives import runs_once
+from .._program._run_counts import check_runs
 from .._rewrite._loop_closing import close_loops, without_unread
 from .._rewrite._loop_opening import Loop
 from .._rewrite._sinking import sink
@@ -54,7 +56,7 @@ def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     early, late = eqns[:stop], without_unread(eqns[stop:], gradients)
     made = {v for eqn in early for v in eqn.outvars}
     needed = dict.fromkeys(a for a in (*(a for eqn in late for a in eqn.invars), *gradients) if _is_var(a))
-    bare = [eqn for eqn in early if not any(map(_is_var, eqn.invars)) and not eqn.effects]
+    bare = [eqn for eqn in early if not any(map(_is_var, eqn.invars)) and not runs_once(eqn)]
     late = [*(eqn for eqn in bare if any(v in needed for v in eqn.outvars)), *late]  # zeros and the like
     made.difference_update(v for eqn in bare for v in eqn.outvars)
     kept = [a for a in needed if a in made]
@@ -65,6 +67,7 @@ def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     backward = _compat.new_jaxpr(jaxpr.constvars, consts, operands, gradients, late)
     _compat.check_jaxpr(forward)
     _compat.check_jaxpr(backward)
+    check_runs(_compat.new_jaxpr((), (), (), [*results, *gradients], [*early, *late]), traced.flat)
     return Halves(forward, backward, read, joint.results)
 
 

@@ -21,6 +21,7 @@ from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import is_late
+from .._program._references import of_values
 from .._rewrite._trace import Traced, normalise
 from .._runtime._errors import ArgumentError
 from ._bodies import Body, bodies, numbered
@@ -85,6 +86,13 @@ def is_inexact(aval: Any) -> bool:
 def flattened(fn: Callable[..., Any], leaves: Sequence[Any]) -> Function:
     """A function of flat arguments, for arguments of these types; it may close over tracers."""
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*leaves)
+    closed, references = of_values(closed)
+    if references is not None and (references.held or references.places):
+        raise ArgumentError(
+            "The function reads or writes a reference (`jax.new_ref`) that it is given or closes over, and what is "
+            "planned here is differentiated as a function of values. Make the reference within the function; or read "
+            "it before, pass the value, return the new one and write it behind."
+        )
     inliner = Inliner(derivatives=True)
     flat = inliner.program(closed)
     jaxpr = flat.jaxpr

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._program import _compat
 from .._program._inline import Inliner
+from .._program._primitives import runs_once
 from .._program._splice import inlined
 
 
@@ -59,7 +60,11 @@ def named_behind(
 
 
 def _self_reading(eqn: Any, names: dict[int, str]) -> list[Any] | None:
-    """The equation as a `custom_jvp` function, None where its derivative reads none of the named results."""
+    """The equation as a `custom_jvp` function, None where its derivative reads none of the named results, or where it
+    runs once.
+    """
+    if runs_once(eqn):
+        return None
     operands = list(dict.fromkeys(a for a in eqn.invars if names and not _compat.is_literal(a)))
     smooth = [jnp.issubdtype(getattr(v.aval, "dtype", np.int32), np.inexact) for v in operands]
     results = [jnp.issubdtype(getattr(v.aval, "dtype", np.int32), np.inexact) for v in eqn.outvars]

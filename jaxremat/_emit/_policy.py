@@ -57,7 +57,7 @@ def _evaluated(
         made = [v for i in segment.own for v in jaxpr.eqns[i].outvars if v in wanted[segment]]
         closed = _piece(body, segment, made, names)
         piece = jex.jaxpr_as_fun(closed)
-        if not eqn.effects:
+        if body.numbers[at] not in cut.alone:
             policy = jax.checkpoint_policies.save_only_these_names(*sorted(names))
             flags = tuple(prevented.get(a, len(segments) > 1) for a in closed.jaxpr.invars)
             one = all(flags) if len(set(flags)) <= 1 else flags

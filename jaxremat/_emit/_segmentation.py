@@ -3,9 +3,11 @@
 One `jax.checkpoint` recomputes all that it drops at once, right before its own part of the backward pass. So each stage
 of the backward pass becomes a segment of the forward pass: the equations whose derivatives run in it. What one segment
 makes and another reads is an argument of that `jax.checkpoint`, and as such kept. A fused value is none: it is computed
-again in the segment that reads it.
+again in the segment that reads it. A call that holds what runs once (an effect, a draw, a call of the host) is a
+segment of its own, and no `jax.checkpoint`: a policy knows nothing of what is inside.
 
-Law: the segments of a body hold each of its equations, in order; besides, those that are computed again.
+Law: the segments of a body hold each of its equations, in order; besides, those that are computed again, none of which
+runs once.
 """
 
 from collections import Counter
@@ -17,7 +19,7 @@ from .._model._graph import Graph, Pin
 from .._model._schedule import Schedule
 from .._program import _compat
 from .._program._flops import aval_nbytes
-from .._program._primitives import is_light
+from .._program._primitives import inner_jaxprs, is_light, runs_once
 from .._rewrite._loop_opening import FORWARD
 from ._bodies import Body, name_of, number_of
 from ._joint import Joint
@@ -39,11 +41,13 @@ class Segment:
 @dataclass(frozen=True)
 class Segmentation:
     """**Fields:** `segments` by the number of each body's first equation; `opened` the numbers of the scans whose
-    bodies are bodies with segments of their own; `crossing` the names of the values that segments hand on to others.
+    bodies are bodies with segments of their own; `alone` those of the equations that no `jax.checkpoint` may hold;
+    `crossing` the names of the values that segments hand on to others.
     """
 
     segments: Mapping[int, tuple[Segment, ...]]
     opened: frozenset[int]
+    alone: frozenset[int]
     crossing: frozenset[str]
 
 
@@ -57,13 +61,27 @@ def segmentation(joint: Joint, graph: Graph) -> Segmentation:
             stage_of.setdefault(number, graph.stage_of[node.id])
     scans = (_compat.name_stack_text(loop.eqn) for loop in joint.traced.loops if loop.role == FORWARD)
     opened = frozenset(number for number in map(number_of, scans) if number is not None)
+    alone = _alone(joint)
     known = {v.name: v.materialised for v in graph.values if v.name and graph.is_residual(v.id)}
     segments: dict[int, tuple[Segment, ...]] = {}
     crossing: set[str] = set()
     for each in _cut_bodies(joint.body, opened):
-        own = _cut(each, stage_of, opened)
-        segments[each.numbers[0]] = _completed(each, own, known, opened, crossing)
-    return Segmentation(segments, opened, frozenset(crossing))
+        own = _cut(each, stage_of, opened | alone)
+        segments[each.numbers[0]] = _completed(each, own, known, opened, alone, crossing)
+    return Segmentation(segments, opened, alone, frozenset(crossing))
+
+
+def _alone(joint: Joint) -> frozenset[int]:
+    """The numbers of the equations that have effects, or of which a pass holds what runs once, if only within a body or
+    a derivative of their own: no name can be given to what is made there.
+    """
+    once = {number_of(_compat.name_stack_text(e)) for e in joint.traced.flat.jaxpr.eqns if runs_once(e)}
+    return frozenset(
+        number
+        for body in joint.body.walk()
+        for number, eqn in zip(body.numbers, body.jaxpr.eqns, strict=True)
+        if eqn.effects or ((number in once or runs_once(eqn)) and inner_jaxprs(eqn))
+    )
 
 
 def restricted(graph: Graph, cut: Segmentation) -> Graph:
@@ -109,8 +127,8 @@ def _cut_bodies(body: Body, opened: Collection[int]) -> list[Body]:
     return found + [deeper for inner in scanned for deeper in _cut_bodies(inner, opened)]
 
 
-def _cut(body: Body, stage_of: Mapping[int, int], opened: Collection[int]) -> list[list[int]]:
-    """The positions of a body's equations by stage, the last stage first; scans that are opened stand alone."""
+def _cut(body: Body, stage_of: Mapping[int, int], single: Collection[int]) -> list[list[int]]:
+    """The positions of a body's equations by stage, the last stage first; those of these numbers are groups."""
     groups: list[list[int]] = []
     last_first = list(reversed(range(len(body.numbers))))
     voting = [i for i in last_first if body.numbers[i] in stage_of]
@@ -119,8 +137,7 @@ def _cut(body: Body, stage_of: Mapping[int, int], opened: Collection[int]) -> li
     stage, key = 0, None
     for i in last_first:
         stage = fitted.get(i, stage)
-        alone = body.numbers[i] in opened or body.jaxpr.eqns[i].effects
-        before, key = key, ("alone", i) if alone else ("stage", stage)
+        before, key = key, ("alone", i) if body.numbers[i] in single else ("stage", stage)
         if key != before:
             groups.append([])
         groups[-1].append(i)
@@ -162,6 +179,7 @@ def _completed(
     groups: Sequence[Sequence[int]],
     known: Mapping[str, bool],
     opened: Collection[int],
+    alone: Collection[int],
     crossing: set[str],
 ) -> tuple[Segment, ...]:
     """The segments, with what is fused computed where it is read; adds what they hand on to `crossing`."""
@@ -178,7 +196,7 @@ def _completed(
             i, j = maker[a]
             name = name_of(body.numbers[i], j)
             in_memory = known.get(name, not is_light(jaxpr.eqns[i]))
-            if in_memory or body.numbers[group[0]] in opened or jaxpr.eqns[i].effects:
+            if in_memory or body.numbers[group[0]] in opened or body.numbers[i] in alone:
                 crossing.add(name)
             else:
                 again.add(i)

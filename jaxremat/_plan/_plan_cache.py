@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import jax
 from jaxlib import version as jaxlib
 
+from .._program import _compat
 from .._runtime._bytes import parse_budget, parse_margin
 from .._runtime._cache_folder import cache_dir, read, store, touch, trim
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
@@ -180,6 +181,7 @@ def key_of(
         "runtime": here and [str(here.device_kind), str(here.client.platform_version)],
         "shardings": [repr(program.in_shardings), repr(program.out_shardings), shardings],
         "compiler": [repr(program.compiler_options), os.environ.get("XLA_FLAGS", "")],
+        "settings": _compat.settings_in_words(),
         "versions": [jax.__version__, jaxlib.__version__, sources()],
     }
     return _digest(json.dumps(key, sort_keys=True))

@@ -31,7 +31,7 @@ def movable(baseline: Baseline) -> dict[int, int]:
     """
     program = baseline.program
     given = program.in_shardings is not None or program.out_shardings is not None  # as which they must stay
-    if baseline.host is None or given or baseline.traced.around:
+    if baseline.host is None or given or baseline.traced.around or baseline.traced.references:
         return {}
     graph, first = baseline.rough, len(baseline.traced.jaxpr.jaxpr.constvars)
     sizes = {v - first: graph.values[v].nbytes for v in updated_alone(graph)}

@@ -1,8 +1,9 @@
 """Flat equations -> the same with equals computed once, what loops of the backward pass repeat among them.
 
-Two pure equations are equal where primitive, operands, parameters and types are. A scan or a `cond` of the backward
-pass that repeats one of the forward pass, as under the user's own `jax.checkpoint`, has another body: it gives what is
-to be kept for differentiation as well. It is *joined* to the earlier one, which then gives both, where
+Two pure equations are equal where primitive, operands, parameters and types are; one that runs once has no equal. A
+scan or a `cond` of the backward pass that repeats one of the forward pass, as under the user's own `jax.checkpoint`,
+has another body: it gives what is to be kept for differentiation as well. It is *joined* to the earlier one, which then
+gives both, where
 
 - its operands are the other's, or what the other stacks, or are there as early, or are made of constants alone: these
   are then made within its body;
@@ -22,7 +23,7 @@ import numpy as np
 
 from . import _compat
 from ._inline import Inliner
-from ._primitives import is_contraction, is_fence, is_heavy, is_loop_edge, is_loop_slice
+from ._primitives import is_contraction, is_fence, is_heavy, is_loop_edge, is_loop_slice, runs_once
 from ._splice import inlined
 
 
@@ -61,12 +62,13 @@ class Equals:
         **Arguments:** `scope` within which equals are merged; `late` whether it is of the backward pass, by default as
         its name stack says.
         """
-        joins = eqn.primitive.name in _JOINED and not eqn.effects
+        once = runs_once(eqn)
+        joins = eqn.primitive.name in _JOINED and not once
         if joins and late is None:
             late = "transpose(" in _compat.name_stack_text(eqn)
         invars = [self.read(a) for a in eqn.invars]
         edge = is_loop_edge(eqn) and not is_loop_slice(eqn)
-        pure = not eqn.effects and not is_fence(eqn) and not edge
+        pure = not once and not is_fence(eqn) and not edge
         key = _key(eqn, list(map(self._first, invars))) if pure else None
         twin = None if key is None else self._seen.get((key, scope))
         if twin is not None:

@@ -1,15 +1,17 @@
 """The one door to private or versioned parts of JAX; everything else of the library imports JAX's public names."""
 
+import enum
 import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.extend.core as jex
 from jax._src import ad_checkpoint as _checkpoint
+from jax._src import api_util as _api_util
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
@@ -18,11 +20,10 @@ from jax._src import source_info_util as _source
 from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
+from jax._src.state import discharge as _discharge
+from jax._src.state import types as _state
 from jax.experimental.layout import Layout as _MemoryLayout
 from jax.experimental.layout import with_layout_constraint
-from jaxlib.mlir import ir as _ir
-from jaxlib.mlir import passmanager as _passes
-from jaxlib.mlir.dialects import sdy as _sdy
 
 try:  # from jax 0.11 on, where scans say with it how their operands are grouped
     _flattree: Any = importlib.import_module("jax._src.flattree")
@@ -51,6 +52,25 @@ def new_jaxpr(
     debug_info = _core.DebugInfo("planned", "jaxremat", tuple(f"x{i}" for i in range(len(invars))), None)
     jaxpr = jex.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info)
     return jex.ClosedJaxpr(jaxpr, list(consts))
+
+
+def is_reference(var: Any) -> bool:
+    """Whether a variable is what `jax.new_ref` makes."""
+    return isinstance(var.aval, _state.AbstractRef)
+
+
+def has_references(closed: jex.ClosedJaxpr) -> bool:
+    """Whether a program reads or writes references: arguments, closed over, or of its own."""
+    jaxpr = closed.jaxpr
+    inside = _core.internal_mutable_array_effect in jaxpr.effects
+    return inside or any(map(is_reference, (*jaxpr.constvars, *jaxpr.invars)))
+
+
+def discharged(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The program with values for references, and what arguments that are references hold at its end behind its
+    results. **Raises:** NotImplementedError for primitives of which JAX does not know how.
+    """
+    return _discharge.discharge_state(closed)
 
 
 def load_plugins_in(context: Callable[[], AbstractContextManager[None]]) -> None:
@@ -149,6 +169,28 @@ def is_plain_call(params: dict[str, Any]) -> bool:
     )
 
 
+_JITTED: type = type(jax.jit(lambda: None))
+
+
+def jit_options(fn: Any) -> dict[str, Any] | None:
+    """What `jax.jit` was given with a function, by name, None or () for what it was not; None of a function that is not
+    jitted. Numbers and names of arguments are both there where one of them is given.
+    """
+    if not isinstance(fn, _JITTED):
+        return None
+    info: Any = fn._jit_info  # type: ignore[attr-defined]
+    options = {name: getattr(info, name) for name in (
+        "donate_argnums", "donate_argnames", "static_argnums", "static_argnames", "device", "backend"
+    )}  # fmt: skip
+    for name in ("in_shardings", "out_shardings"):
+        leaves = [None if isinstance(s, _UNSPECIFIED) else s for s in getattr(info, f"{name}_leaves")]
+        given = any(leaf is not None for leaf in leaves)
+        options[name] = jax.tree.unflatten(getattr(info, f"{name}_treedef"), leaves) if given else None
+    options["layouts"] = any(leaf is not None for leaf in (*info.in_layouts_leaves, *info.out_layouts_leaves))
+    options["compiler_options"] = dict(info.compiler_options_kvs) or None
+    return options
+
+
 def varying_axes(var: Any) -> frozenset[Any]:
     """The axes of a `shard_map`'s mesh over which a variable's values differ."""
     kind = getattr(var.aval, "manual_axis_type", None)
@@ -214,6 +256,11 @@ def with_results(eqn: Any, wanted: Sequence[bool]) -> Any:
     return fewer
 
 
+def pruned(closed: jex.ClosedJaxpr) -> Any:
+    """The open jaxpr without what no result and no effect needs, in its bodies too."""
+    return _partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[0]
+
+
 def scan_like(
     eqn: Any,
     body: Any,
@@ -249,6 +296,42 @@ def name_eqn(operand: Any, outvar: Any, name: str, source_info: Any) -> Any:
 def trace_context() -> Any:
     """What tracing depends on besides arguments: axis names, meshes, flags; hashable."""
     return _config.trace_context()
+
+
+def settings() -> Any:
+    """What `jax.jit` looks up programs by besides functions and arguments: how it traces, and how hard the compiler
+    tries; hashable.
+    """
+    return (_config.trace_context(), _config.optimization_level.value, _config.memory_fitting_level.value)
+
+
+def is_jit_disabled() -> bool:
+    """Whether jitted functions run as they are, operation by operation."""
+    return _config.disable_jit.value
+
+
+def default_device() -> Any:
+    """Where a step runs whose arguments are free to be anywhere."""
+    chosen = _config.default_device.value
+    return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+
+
+def settings_in_words() -> list[str]:
+    """Those of them that are the same in every process: flags, numbers and names."""
+    context, *more = settings()
+    kinds = (bool, int, float, str, enum.Enum, type(None))
+    return [str(each) for each in (*context, *more) if isinstance(each, kinds)]
+
+
+SpecialValueError = _api_util.InternalFloatingPointError
+"""What a compiled program raises under `jax.debug_nans` and `jax.debug_infs`, which no user is to see."""
+
+
+def explain_special_value(
+    error: Exception, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> NoReturn:
+    """Run the function operation by operation, to say which one makes it. **Raises:** FloatingPointError."""
+    _api_util.maybe_recursive_nan_check(error, fn, args, kwargs)
 
 
 def enclosing_options() -> dict[str, Any] | None:
@@ -304,86 +387,3 @@ def single(eqn: Any, invars: Sequence[Any]) -> jex.ClosedJaxpr:
     """One equation as a closed jaxpr whose arguments are `invars`, in place of the equation's operands."""
     outvars = [new_var(v.aval) for v in eqn.outvars]
     return new_jaxpr((), (), invars, outvars, [eqn.replace(invars=list(invars), outvars=outvars)])
-
-
-Axis = tuple[str, int, int]
-"""An axis of a mesh, or a part of one: its name, the number of parts outside of this one, and how many it has."""
-
-Layout = tuple[tuple[Axis, ...], ...]
-"""For each dimension of an array the axes over which it is divided."""
-
-
-Operation = tuple[str, list[Layout], list[tuple[tuple[int, ...], Layout]]]
-"""Of an operation its name stack, the layouts of its operands, and shape and layout of each of its results."""
-
-
-def propagated(lowered: Any) -> tuple[list[Operation], list[Layout]]:
-    """What the compiler's propagation of shardings says of a lowered program's operations and of its arguments, without
-    compiling it.
-    """
-    # What JAX lowers a loop's body to is a call, into which shardings are not propagated: calls are inlined first, by
-    # an extension that comes with the dialect of kernels for GPUs.
-    lowered = getattr(lowered, "_lowered", lowered)
-    module = lowered.compiler_ir("stablehlo").operation.clone()
-    with module.context:
-        gpu_kernels: Any = importlib.import_module("jaxlib.mlir._mlir_libs._mosaic_gpu_ext")
-        gpu_kernels.register_inliner_extensions(module.context)
-        passes = "inline,symbol-dce,sdy-propagation-pipeline"
-        _passes.PassManager.parse(f"builtin.module({passes})").run(module)
-        return _layouts_of(module)
-
-
-def _layouts_of(module: Any) -> tuple[list[Operation], list[Layout]]:
-    sizes: dict[str, dict[str, int]] = {}
-    found: list[Operation] = []
-    arguments: list[Layout] = []
-    known: dict[Any, Layout] = {}
-
-    def shape_of(kind: Any) -> tuple[int, ...]:
-        return tuple(kind.shape) if isinstance(kind, _ir.RankedTensorType) else ()
-
-    def layout(given: Any, rank: int) -> Layout:
-        if given is None:
-            return ((),) * rank
-        sharding = _sdy.TensorShardingAttr(given)
-        mesh = sizes.get(_ir.FlatSymbolRefAttr(sharding.mesh_or_ref).value, {})
-        dims = [_sdy.DimensionShardingAttr(each) for each in sharding.dimension_shardings]
-        axes = [[_sdy.AxisRefAttr(axis) for axis in dim.axes] for dim in dims] or [[]] * rank
-        return tuple(tuple(part(axis, mesh[axis.name]) for axis in each) for each in axes)
-
-    def part(axis: Any, size: int) -> Axis:
-        info = axis.sub_axis_info
-        if info is None:
-            return axis.name, 1, size
-        info = _sdy.SubAxisInfoAttr(info)
-        return axis.name, info.pre_size, info.size
-
-    def visit(op: Any) -> Any:
-        attributes = op.attributes
-        if op.name == "sdy.mesh":
-            mesh = [_sdy.MeshAxisAttr(axis) for axis in _sdy.MeshAttr(attributes["mesh"]).axes]
-            sizes[_ir.StringAttr(attributes["sym_name"]).value] = {axis.name: axis.size for axis in mesh}
-        if op.name == "func.func" and _ir.StringAttr(attributes["sym_name"]).value == "main":
-            types = _ir.FunctionType(_ir.TypeAttr(attributes["function_type"]).value).inputs
-            bare = [_ir.DictAttr.get({})] * len(types)
-            own = _ir.ArrayAttr(attributes["arg_attrs"]) if "arg_attrs" in attributes else bare
-            for kind, each in zip(types, own, strict=True):
-                given = [a.attr for a in _ir.DictAttr(each) if a.name == "sdy.sharding"]
-                arguments.append(layout(given[0] if given else None, len(shape_of(kind))))
-            known.update(zip(op.regions[0].blocks[0].arguments, arguments, strict=True))
-        shapes = [shape_of(result.type) for result in op.results]
-        several = next((attributes[a] for a in ("sdy.sharding", "out_shardings") if a in attributes), None)
-        given = [None] * len(shapes)
-        if several is not None and shapes:
-            given = list(_sdy.TensorShardingPerValueAttr(several).shardings)
-        elif "sharding" in attributes and op.name.startswith("sdy."):
-            given = [attributes["sharding"]]
-        if shapes:
-            layouts = [layout(each, len(shape)) for each, shape in zip(given, shapes, strict=True)]
-            known.update(zip(op.results, layouts, strict=True))
-            read = [known.get(a, ((),) * len(shape_of(a.type))) for a in op.operands]
-            found.append((str(op.location), read, list(zip(shapes, layouts, strict=True))))
-        return _ir.WalkResult.ADVANCE
-
-    module.walk(visit, _ir.WalkOrder.PRE_ORDER)
-    return found, arguments

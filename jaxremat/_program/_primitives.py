@@ -49,6 +49,9 @@ _CALLS = frozenset(
         "custom_vjp_call",
         "custom_jvp_call",
         "run_state",
+        "pure_callback",
+        "io_callback",
+        "debug_callback",
     }
 )
 _LIBRARY = frozenset(
@@ -56,6 +59,7 @@ _LIBRARY = frozenset(
         "sort", "top_k", "approx_top_k", "fft", "cholesky", "lu", "qr", "eig", "eigh", "svd", "schur",
         "triangular_solve", "tridiagonal_solve", "linear_solve", "custom_linear_solve", "householder_product",
         "select_and_scatter_add", "select_and_gather_add", "random_gamma", "rng_bit_generator",
+        "rng_uniform",
     }
 )  # fmt: skip
 _REDUCTIONS = frozenset(
@@ -275,14 +279,22 @@ def is_repeatable(eqn: Any) -> bool:
 
     What its bodies do to references of their own, as kernels do, is no effect of the equation.
     """
-    return not eqn.effects and _is_unseen(eqn)
+    return not runs_once(eqn) and not _holds(eqn, _COLLECTIVES | (LOOP_EDGES - LOOP_SLICES))
 
 
-def _is_unseen(eqn: Any) -> bool:
-    name = eqn.primitive.name
-    if name in _COLLECTIVES or name in _UNREPEATABLE or name in LOOP_EDGES - LOOP_SLICES:
-        return False
-    return all(_is_unseen(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+def runs_once(eqn: Any) -> bool:
+    """Whether another run of the equation could be seen, by what it gives or does: it has effects, calls the host,
+    draws from a state of the device, or reads what is fed in.
+
+    Such an equation is neither repeated, nor merged with an equal one, nor moved past another one of these. If nothing
+    reads what it makes, it is removed where it has no effects, as `jax.jit` does.
+    """
+    return bool(eqn.effects) or _holds(eqn, _UNREPEATABLE)
+
+
+def _holds(eqn: Any, names: frozenset[str]) -> bool:
+    """Whether the equation, or one of its bodies' equations, is of one of these primitives."""
+    return eqn.primitive.name in names or any(inner.primitive.name in names for inner in inner_eqns(eqn))
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from jax.extend.core.primitives import reshape_p
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
+from .._program._primitives import runs_once
 from ._loop_closing import without_unread
 from ._loop_opening import BACKWARD, FORWARD, Loop, Opened, Opener, operands, pairs
 
@@ -25,8 +26,8 @@ def inner_pairs(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loo
     for loop in loops:
         if loop.role == BACKWARD:
             among = [i for i, own in enumerate(loop_of) if own in (loop.group, loop.id)]
-            inside = pairs([eqns[i] for i in among]).items()
-            found.update((among[b], among[f]) for b, f in inside if loop_of[among[b]] == loop.id)
+            inside = [(among[b], among[f]) for b, f in pairs([eqns[i] for i in among]).items()]
+            found.update((b, f) for b, f in inside if loop_of[b] == loop.id and not runs_once(eqns[f]))
     return found
 
 

@@ -33,6 +33,7 @@ from .._model._form import Setting
 from .._model._loop_levels import nested, parts
 from .._program import _compat
 from .._program._inline import Inliner
+from .._program._primitives import runs_once
 from ._loop_opening import APART, PART, append, operands, pairs, row_at, row_written
 from ._selections import settled
 from ._sinking import sink_into
@@ -86,14 +87,17 @@ def backward_of(eqns: Sequence[Any]) -> dict[int, list[int]]:
 
 
 def cuttable(eqns: Sequence[Any]) -> tuple[bool, ...]:
-    """For each pair whether it can be other loops: zeros stand for what its backward scans have not stacked yet."""
+    """For each pair whether it can be other loops: zeros stand for what its backward scans have not stacked yet, and
+    levels run the forward scan again.
+    """
     return tuple(
-        all(
+        not runs_once(eqns[i])
+        and all(
             jnp.issubdtype(v.aval.dtype, jnp.number)
             for j in own
             for v in eqns[j].outvars[_compat.scan_counts(eqns[j])[1] :]
         )
-        for own in backward_of(eqns).values()
+        for i, own in backward_of(eqns).items()
     )
 
 

@@ -5,8 +5,8 @@ Automatic differentiation leaves all optimizer updates to the end, so that every
 reductions, the optimizer), run as soon as their last operand of the main line exists, and those that depend on
 arguments alone run just before their first reader. Contractions that feed nothing but the tail (weight gradients) go
 first among those that are ready. Everything else keeps its order. The result is a topological order that keeps
-effects in sequence. The equations of a loop that is laid open stay together, ordered among themselves alike, its
-results last.
+those that run once (effects, draws) in sequence. The equations of a loop that is laid open stay together, ordered among
+themselves alike, its results last.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._program import _compat
-from .._program._primitives import is_contraction, is_late
+from .._program._primitives import is_contraction, is_late, runs_once
 from ._loop_opening import Loop
 
 
@@ -40,15 +40,15 @@ class _Unit:
     """One equation, or a loop that is laid open.
 
     **Fields:** `order` its equations in execution order; `reads` and `makes` variables; `contraction` as in
-    `_primitives`; `effects`; `backward` whether running it early can only free memory; whether it is `late`, of a
-    backward pass, or of the `forward` pass of what is differentiated.
+    `_primitives`; `once` whether one of them runs once; `backward` whether running it early can only free memory;
+    whether it is `late`, of a backward pass, or of the `forward` pass of what is differentiated.
     """
 
     order: tuple[int, ...]
     reads: tuple[Any, ...]
     makes: tuple[Any, ...]
     contraction: bool
-    effects: bool
+    once: bool
     backward: bool
     late: bool
     forward: bool
@@ -88,7 +88,7 @@ def _unit(eqns: Sequence[Any], order: Sequence[int], contraction: bool) -> _Unit
         tuple(a for i in order for a in eqns[i].invars if not _compat.is_literal(a)),
         tuple(v for i in order for v in eqns[i].outvars),
         contraction,
-        any(eqns[i].effects for i in order),
+        any(runs_once(eqns[i]) for i in order),
         _backward(eqns[order[0]]),
         is_late(eqns[order[0]]),
         _forward(eqns[order[0]]),
@@ -109,8 +109,8 @@ def _unit_order(units: Sequence[_Unit], turns: bool) -> list[int]:
     ends: dict[int, bool] = {}  # only that follows
     for i in reversed(live):
         ends[i] = all(tail[j] or turn[j] > turn[i] for j in readers[i])
-        tail[i] = not units[i].contraction and not units[i].effects and ends[i]
-    eager = {i: tail[i] or (not units[i].effects and bool(readers[i]) and ends[i]) for i in live}
+        tail[i] = not units[i].contraction and not units[i].once and ends[i]
+    eager = {i: tail[i] or (not units[i].once and bool(readers[i]) and ends[i]) for i in live}
     rooted: dict[int, bool] = {}  # depends on an equation of the main line
     for i in live:
         rooted[i] = not tail[i] or any(rooted[j] for j in operands[i])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._program import _compat
-from .._program._primitives import is_fetch, is_late
+from .._program._primitives import is_fetch, is_late, runs_once
 from ._loop_opening import ALONE, BACKWARD, Loop
 from ._row_chunks import is_in_chunks
 
@@ -34,7 +34,7 @@ def late_equations(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[
         backward.update(eqn.outvars if late else ())
         if is_in_chunks(eqn) or follows:
             behind.update(eqn.outvars)
-        if loop is None and constant.issuperset(operands) and not eqn.effects:
+        if loop is None and constant.issuperset(operands) and not runs_once(eqn):
             constant.update(eqn.outvars)
             early += [len(found)] if late else []
         elif loop is not None and loop.role == ALONE and not late:

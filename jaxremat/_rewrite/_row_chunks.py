@@ -24,7 +24,7 @@ from .._program import _compat
 from .._program._primitives import is_late, is_light, is_placing, is_relabelling
 from .._program._splice import inlined
 from ._loop_opening import append
-from ._row_regions import Readers, Region, edges
+from ._row_regions import Readers, Region, edges, surroundings
 from ._row_rules import is_scattered, sum_type
 from ._selections import settled
 
@@ -47,21 +47,9 @@ def chunked(
     eqns = program.eqns
     loop = _Chunks(program, region, chunks, labels)
     made = loop.equations()
-    gone = region.ways.keys() | loop.moved
-    first, last = min(region.ways), max(region.ways)
     # What reads the region's results, in between, waits for them.
-    waits: list[int] = []
-    late = {v for i in region.ways for v in eqns[i].outvars}
-    before = [i for i in program.alive if i < first and i not in gone]
-    for i in program.alive:
-        if not first <= i <= last or i in gone:
-            continue
-        if late.isdisjoint(_compat.variables(eqns[i].invars)):
-            before.append(i)
-        else:
-            waits.append(i)
-            late.update(eqns[i].outvars)
-    after = [*waits, *(i for i in program.alive if i > last)]
+    moved = set(loop.moved)
+    before, after = ([i for i in near if i not in moved] for near in surroundings(program, region.ways))
     origin = [*before, *(-1 for _ in made), *after]
     whole = [*(eqns[i] for i in before), *made, *(eqns[i] for i in after)]
     jaxpr = closed.jaxpr

@@ -5,7 +5,8 @@ depends on that token alone; what it leaves, a loss per token and gradients of w
 small. Such a *region* grows from a large value in both directions as long as what is made or read is large too, and is
 a few products of matrices and what is between them, not the whole step. `_row_chunks` does it chunk after chunk.
 
-Law: no result of a region is read by what it reads itself; a sum over rows is read by none of its equations.
+Law: no result of a region is read by what it reads itself; a sum over rows is read by none of its equations; what
+runs once is in none, and keeps its order around it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ import jax.extend.core as jex
 from .._model._device_specs import DeviceSpec
 from .._program import _compat
 from .._program._flops import aval_nbytes
-from .._program._primitives import is_contraction, is_heavy
+from .._program._primitives import is_contraction, is_heavy, runs_once
 from ._row_rules import Way, agree, ways
 
 LARGE = 1 / 16
@@ -247,9 +248,13 @@ class Grower:
                 before.update(maker.get(a, -1) for a in _compat.variables(eqns[i].invars))
         return sorted(i for i in behind & before if i not in self.ways)
 
-    def region(self) -> Region:
-        """What has grown."""
+    def region(self) -> Region | None:
+        """What has grown; None where its being done at once would move an equation that runs once past another."""
         eqns = self.program.eqns
+        before, after = surroundings(self.program, self.ways)
+        last = max((i for i in before if runs_once(eqns[i])), default=-1)
+        if any(i < last and runs_once(eqns[i]) for i in after):
+            return None
         reads, leaves = edges(self.program, self.ways)
         made = {v for i in self.ways for v in eqns[i].outvars}
         sizes = [a.aval.shape[d] for a, d in self.dimension.items() if d is not None]
@@ -264,6 +269,22 @@ class Grower:
             kernels=sum(is_heavy(eqns[i]) for i in self.ways),
             source=_compat.user_line(eqns[self.program.maker[largest]]),
         )
+
+
+def surroundings(program: Readers, members: Collection[int]) -> tuple[list[int], list[int]]:
+    """The equations that stand before these, where they are done at once, and those that stand behind them."""
+    eqns, last = program.eqns, max(members)
+    before, behind = list[int](), list[int]()
+    late = {v for i in members for v in eqns[i].outvars}
+    for i in program.alive:
+        if i in members:
+            continue
+        if i > last or not late.isdisjoint(_compat.variables(eqns[i].invars)):
+            behind.append(i)
+            late.update(eqns[i].outvars)
+        else:
+            before.append(i)
+    return before, behind
 
 
 def edges(program: Readers, members: Collection[int]) -> tuple[list[Any], list[Any]]:

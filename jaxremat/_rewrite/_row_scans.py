@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._program import _compat
 from .._program._inline import Inliner
-from .._program._primitives import is_relabelling
+from .._program._primitives import is_relabelling, runs_once
 from ._row_rules import OF_SUMS, Way, agree, ways
 
 _ADDING = ("add", "add_any")
@@ -108,7 +108,7 @@ class _Body:
 
     def settled(self) -> bool:
         """Whether rows and sums of all that the body makes could be told from what is known of some."""
-        if self.eqn.effects or not all(map(self._found, *zip(*self._edges(), strict=True))):
+        if runs_once(self.eqn) or not all(map(self._found, *zip(*self._edges(), strict=True))):
             return False
         known = -1
         while known < (known := len(self.inner) + len(self.dimension) + len(self.sums)):

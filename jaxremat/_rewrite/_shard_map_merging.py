@@ -14,7 +14,7 @@ import jax.extend.core as jex
 from jax.sharding import PartitionSpec
 
 from .._program import _compat
-from .._program._primitives import is_late, is_pointwise
+from .._program._primitives import is_late, is_pointwise, runs_once
 
 _OWN = frozenset({"jaxpr", "in_specs", "out_specs"})
 
@@ -35,7 +35,7 @@ def _merged(jaxpr: Any, first: int, second: int) -> list[Any] | None:
     """The equations with two of them merged."""
     eqns = jaxpr.eqns
     one, other = eqns[first], eqns[second]
-    if _common(one) != _common(other) or any(eqn.effects for eqn in eqns[first : second + 1]):
+    if _common(one) != _common(other) or any(map(runs_once, eqns[first : second + 1])):
         return None
     before, inside, behind = _between(eqns[first + 1 : second], one, other)
     results = dict(zip(one.outvars, one.params["out_specs"], strict=True))

@@ -13,7 +13,7 @@ from typing import Any
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._inline import CALLS
-from .._program._primitives import inner_jaxprs, is_costly, is_heavy, is_loop_edge, reads_memory
+from .._program._primitives import inner_jaxprs, is_costly, is_heavy, is_loop_edge, reads_memory, runs_once
 from ._loop_opening import Loop
 
 GROWTH = 8
@@ -127,7 +127,7 @@ def _stored(jaxpr: Any) -> set[Any]:
             deeper = _stored(inner[0])
             found.update(a for a, v in zip(eqn.invars, inner[0].invars, strict=True) if v in deeper)
         elif _in_memory(eqn) or inner:
-            found.update(eqn.invars)
+            found.update(_compat.variables(eqn.invars))
     return {a for a in found if not _compat.is_literal(a)}
 
 
@@ -145,7 +145,7 @@ def _makers(eqns: Sequence[Any], loop_of: Sequence[int]) -> dict[Any, _Made]:
     made: dict[Any, _Made] = {}
     for eqn, loop in zip(eqns, loop_of, strict=True):
         constant = all(a in made and made[a].constant for a in _compat.variables(eqn.invars))
-        constant = constant and not (is_heavy(eqn) or is_costly(eqn) or _in_memory(eqn))
+        constant = constant and not (is_heavy(eqn) or is_costly(eqn) or runs_once(eqn) or _in_memory(eqn))
         if len(eqn.outvars) == 1 and (constant or grows(eqn)):
             made[eqn.outvars[0]] = _Made(eqn, loop, constant)
     return made

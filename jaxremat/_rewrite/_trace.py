@@ -25,6 +25,7 @@ from .._program import _compat
 from .._program._hints import Hint, hidden
 from .._program._inline import Inliner
 from .._program._primitives import inner_eqns
+from .._program._references import References, of_values
 from .._runtime._errors import JaxrematWarning
 from .._runtime._garbage import uncollected
 from ._cotangent_chains import with_names
@@ -59,19 +60,18 @@ class Traced:
     `origin` for each equation of `flat` the index of the equation of `jaxpr` that computes the same, -1 where none
     does; `labels` the user's `checkpoint_name`s by variable, and `hints` the marks of `jaxremat.hint`; `in_tree` and
     `out_tree` the structures of `(args, kwargs)` without static arguments, and of the result; `donated` per flat
-    argument; `rematted` whether the user's program has checkpoints of its own;
-    `closed` the program as it was traced; `lengths` and `sources` (the user's lines) of its pairs of scans, outside of
-    other loops, and which of them are `cuttable`, `gains` what absorbing updates saves in each, and `over` the
-    arguments that loops write over here; `regions` what may be done in chunks of rows, and of each the `row_places` of
-    values with rows in `jaxpr`: equation, result, and dimension of the rows; `form` which of these are done otherwise
-    here, and how;
-    `respect_checkpoint` whether what the user's checkpoints compute again is left as it is; `again` the equations of
-    `jaxpr` that checkpoints outside of loops, which are undone here, compute once more in the user's program; `gathers`
-    the operands that equations of their own gather, `encoded` the values that have copies in fewer bits, `devices`
-    how many it is on; `around` what is around the program
-    of one device where all of this is in a `shard_map`, whose flat arguments and types these are then; `turns` as in
-    `memory_order`; `masked` the equations of `jaxpr` that read a result in place of what it is made of, and that;
-    `attention_places` as of `attending`.
+    argument; `rematted` whether the user's program has checkpoints of its own; `closed` the program as it was traced;
+    `lengths` and `sources` (the user's lines) of its pairs of scans, outside of other loops, and which of them are
+    `cuttable`, `gains` what absorbing updates saves in each, and `over` the arguments that loops write over here;
+    `regions` what may be done in chunks of rows, and of each the `row_places` of values with rows in `jaxpr`: equation,
+    result, and dimension of the rows; `form` which of these are done otherwise here, and how; `respect_checkpoint`
+    whether what the user's checkpoints compute again is left as it is; `again` the equations of `jaxpr` that
+    checkpoints outside of loops, which are undone here, compute once more in the user's program; `gathers` the operands
+    that equations of their own gather, `encoded` the values that have copies in fewer bits, `devices` how many it is
+    on; `around` what is around the program of one device where all of this is in a `shard_map`, whose flat arguments
+    and types these are then; `references` that the step has from outside, whose values are arguments and results of all
+    these programs; `turns` as in `memory_order`; `masked` the equations of `jaxpr` that read a result in place of what
+    it is made of, and that; `attention_places` as of `attending`.
     """
 
     jaxpr: jex.ClosedJaxpr
@@ -100,6 +100,7 @@ class Traced:
     encoded: tuple[Encoded, ...] = ()
     devices: int = 1
     around: Around | None = None
+    references: References | None = None
     turns: bool = True
     masked: Mapping[int, Any] = field(default_factory=dict)
     attention_places: Mapping[Pattern, Places] | None = None
@@ -148,7 +149,7 @@ class Traced:
             respect_checkpoint=self.respect_checkpoint,
             turns=self.turns,
         )
-        return replace(again, devices=self.devices, around=self.around)
+        return replace(again, devices=self.devices, around=self.around, references=self.references)
 
     def attending(self, places: Mapping[Pattern, Places]) -> "Traced":
         """The same step on several devices, of which it is known where attention may be done without its scores."""
@@ -208,12 +209,13 @@ def trace(
     infos, in_tree = jax.tree.flatten(staged.args_info)
     donated = tuple(bool(info.donated) for info in infos)
     out_tree = jax.tree.structure(staged.out_info)
-    closed, around = staged.jaxpr, None
+    (closed, references), around = of_values(staged.jaxpr), None
+    donated = references.donated(donated) if references else donated
     if not inlined and (around := Around.of(closed, respect_checkpoint=respect_checkpoint)):
         closed, donated = around.body, around.donated(donated)
     make = _inlined if inlined else normalise
     traced = make(closed, in_tree, out_tree, donated, respect_checkpoint=respect_checkpoint)
-    traced = replace(traced, around=around)
+    traced = replace(traced, around=around, references=references)
     found = {hint.origin for hint in traced.hints}
     for origin, primitive in hidden(traced.jaxpr.jaxpr.eqns).items():
         if origin in found:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._program import _compat
-from .._program._primitives import is_late
+from .._program._primitives import is_late, runs_once
 
 
 def forward_again(eqns: Sequence[Any]) -> tuple[list[Any], list[int]]:
@@ -26,7 +26,7 @@ def forward_again(eqns: Sequence[Any]) -> tuple[list[Any], list[int]]:
     for i, eqn in enumerate(eqns):
         operands = _compat.variables(eqn.invars)
         of_late = any(a in late for a in operands)
-        if is_late(eqn) and not of_late and not eqn.effects and _compat.has_scope(eqn, _compat.REMATTED):
+        if is_late(eqn) and not of_late and not runs_once(eqn) and _compat.has_scope(eqn, _compat.REMATTED):
             moved.add(i)
             anchor.append(max((anchor[maker[a]] for a in operands if a in maker), default=-1))
         else:

@@ -1,8 +1,8 @@
 """Text by file name in a folder on disk: what one process found, every later one reads.
 
 Laws: a file is there whole or not at all, however many processes write it; one that they have to agree on is the first
-one's; what cannot be read is reported with a `JaxrematWarning` and counts as missing; a folder that cannot be written
-is left alone.
+one's; what cannot be read is reported with a `JaxrematWarning` and counts as missing; so is, once, a folder that
+cannot be written, and left alone.
 """
 
 import contextlib
@@ -23,6 +23,10 @@ _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
 _DRAFT_SECONDS = 3600.0
 """A draft older than this is that of a process that was killed while it wrote."""
+
+
+_said: set[Path] = set()
+"""Folders that were said to be unwritable."""
 
 
 def cache_dir() -> Path:
@@ -53,10 +57,20 @@ def read(path: Path, parse: Callable[[str], T]) -> T | None:
 
 
 def store(path: Path, text: str) -> None:
-    """Write a file of the cache; where that is impossible there is no cache."""
-    with contextlib.suppress(OSError):
+    """Write a file of the cache; where that is impossible there is no cache, which is a warning, once."""
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
+    except OSError as error:
+        folder = cache_dir()
+        if folder not in _said:
+            _said.add(folder)
+            warnings.warn(
+                f"The cache folder {folder} cannot be written ({error}): what is found is not kept for the next time. "
+                "Set JAXREMAT_CACHE to a folder that can be.",
+                JaxrematWarning,
+                stacklevel=2,
+            )
 
 
 def settle(path: Path, text: str, parse: Callable[[str], T]) -> T:

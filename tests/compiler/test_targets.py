@@ -253,7 +253,7 @@ def test_on_the_target_itself_the_peak_is_compared_with_the_budget(monkeypatch: 
     args = [jnp.ones((64, 64)) / 64] * 12, jnp.ones((8192, 64))
     peak = jaxremat.memory(step, *args, target="h100").peak_nbytes
     here = jaxremat.memory(jax.jit(step), *args).peak_nbytes
-    monkeypatch.setattr("jaxremat._api._optimize.find", lambda kind: "h100")
+    monkeypatch.setattr("jaxremat._api._step.find", lambda kind: "h100")
     roomy = jaxremat.optimize(2 * max(peak, here), target="h100")(step)
     for got, want in zip(roomy(*args), step(*args), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,90 @@
+"""Program, arguments -> what tells calls of a step apart that need plans of their own.
+
+Law: equal keys have equal plans. As in `jax.jit`'s cache a key has the types and the places of arguments, what is
+static, and JAX's settings (`enable_x64`, precisions, meshes, ...), which decide what is traced and how it is compiled.
+"""
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import jax
+
+from .._compiler._program import Program, device_of
+from .._program import _compat
+from .._runtime._errors import ArgumentError
+
+
+def key_of(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the key of a call. **Raises:** `ArgumentError` where an argument can be neither traced nor static."""
+    leaves, tree = jax.tree.flatten_with_path(program.dynamic(args, kwargs))
+    types = []
+    for path, leaf in leaves:
+        try:
+            aval = type_of(leaf)
+        except TypeError:
+            raise ArgumentError(
+                f"The argument {jax.tree_util.keystr(path)} is a {type(leaf).__name__} ({leaf!r:.60}), "
+                "which is no array. "
+                "Make it static with `static_argnums` or `static_argnames`, or close over it."
+            ) from None
+        types.append((aval, getattr(leaf, "sharding", None)))
+    # Of arrays that are free to be anywhere the default device decides, and it is among the settings.
+    device = None if program.target else device_of(args, kwargs)
+    try:
+        key = (tree, tuple(types), device, program.static(args, kwargs), _compat.settings())
+        hash(key)
+    except TypeError as error:
+        raise ArgumentError(
+            f"A static argument cannot be hashed ({error}). Pass a hashable object, such as a tuple."
+        ) from None
+    return key
+
+
+def type_of(leaf: Any) -> Any:
+    """Return the array type of an argument leaf. **Raises:** TypeError where it is no array."""
+    if isinstance(leaf, jax.Array):
+        return leaf.aval
+    return jax.typeof(leaf)  # of a struct too, with the mesh of its sharding, as in an array's
+
+
+@contextmanager
+def naming_static(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Add to what JAX says of a function that decides by a traced value which arguments might be static: Python numbers
+    that are not.
+    """
+    try:
+        yield
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
+        with suppress(TypeError, ValueError):  # a signature that cannot be read
+            given = inspect.signature(program.fn).bind(*args, **kwargs).arguments
+            static = {name for name, _ in program.static(args, kwargs)}
+            names = [
+                n for i, n in enumerate(given) if isinstance(given[n], int) and static.isdisjoint({i, n})
+            ]
+            if names:
+                said = " and ".join(f"`{name}` is {given[name]!r}" for name in names)
+                written = names[0] if len(names) == 1 else tuple(names)
+                error.add_note(
+                    f"{said}: what decides in Python what a step does has to be static. Write "
+                    f"`optimize(..., static_argnames={written!r})`."
+                )
+        raise
+
+
+class KeyLocks:
+    """A lock for each key: what several threads ask for at a time is made once."""
+
+    def __init__(self) -> None:
+        self._own = threading.Lock()
+        self._locks: dict[Any, threading.RLock] = {}  # type: ignore[valid-type]
+
+    @contextmanager
+    def held(self, key: Any) -> Iterator[None]:
+        """Hold the key's lock."""
+        with self._own:
+            lock = self._locks.setdefault(key, threading.RLock())
+        with lock:
+            yield

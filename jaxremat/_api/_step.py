@@ -1,0 +1,240 @@
+"""Function, budget, how to plan -> `Step`, which plans when called with new arguments, and runs what was planned."""
+
+import copy
+import functools
+import warnings
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+
+from .._compiler._devices import detect
+from .._compiler._program import Program, device_of, placed
+from .._model._device_specs import find
+from .._plan._baseline import Baseline
+from .._plan._plan import Plan
+from .._plan._planned import Planned, confirm
+from .._plan._request import Options, Request
+from .._program import _compat
+from .._report import Report
+from .._runtime._bytes import Budget
+from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, PlanMismatchError
+from .._runtime._progress import timed
+from .._runtime._progress_bars import shown
+from ._argument_kinds import kind_of
+from ._bound_step import Bound
+from ._call_keys import KeyLocks, key_of, naming_static, type_of
+from ._host_state import Arrangement, usable
+from ._nnx_objects import OfObjects
+from ._step_copies import reduced
+from ._strict_trees import OfLeaves
+
+
+class _Recent(NamedTuple):
+    """What the last call looked like, and the program that ran it."""
+
+    types: list[Any]
+    tree: Any
+    static: tuple[Any, ...]
+    key: Any
+    settings: Any
+    run: jax.stages.Compiled
+
+
+class Step:
+    """A planned step: call it as the function it wraps. Made by `jaxremat.optimize`."""
+
+    def __init__(
+        self,
+        program: Program,
+        budget: Budget,
+        plan: Plan | None,
+        options: Options,
+        carried: tuple[Plan, ...] = (),
+    ):
+        functools.update_wrapper(self, program.fn)
+        self._carried = carried  # plans of the step that this one is a copy of
+        self._program = program
+        self._budget = budget
+        self._given = plan
+        self._options = options
+        self._planned: dict[Any, Planned] = {}
+        self._locks = KeyLocks()
+        self._recent: _Recent | None = None
+        self._by_kind: dict[Any, OfObjects | OfLeaves] = {}
+        self._arrangement = Arrangement(program, self._prepare)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recent = self._recent
+        if recent is None or recent.settings != _compat.settings():
+            return self._slow_call(args, kwargs)
+        dynamic = self._program.dynamic(args, kwargs) if self._program.has_static else (args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        try:
+            types = [leaf.aval for leaf in leaves]
+        except AttributeError:  # NumPy arrays and Python scalars
+            try:
+                types = [type_of(leaf) for leaf in leaves]
+            except TypeError:
+                return self._slow_call(args, kwargs)
+        if types != recent.types or tree != recent.tree:
+            return self._slow_call(args, kwargs)
+        if self._program.has_static and self._program.static(args, kwargs) != recent.static:
+            return self._slow_call(args, kwargs)
+        try:
+            return recent.run(*dynamic[0], **dynamic[1])
+        except _compat.SpecialValueError as error:
+            _compat.explain_special_value(error, self._program.fn, args, kwargs)
+        except (TypeError, ValueError):
+            if not any(isinstance(leaf, Tracer) for leaf in leaves) and recent.key == self._key(args, kwargs):
+                raise
+            return self._slow_call(args, kwargs)  # the same types, traced or placed on other devices
+
+    def _through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OfObjects | OfLeaves | None:
+        """This step by way of one of plain trees, where its arguments are no such; see `_argument_kinds`."""
+        kind = kind_of(args, kwargs)
+        if kind is not None and kind not in self._by_kind:
+            self._by_kind[kind] = kind(
+                self._program, lambda plain: Step(plain, self._budget, self._given, self._options)
+            )
+        return self._by_kind[kind] if kind is not None else None
+
+    def _slow_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _compat.is_jit_disabled():
+            return self._program.fn(*args, **kwargs)
+        if (through := self._through(args, kwargs)) is not None:
+            return through.call(args, kwargs)
+        dynamic = self._program.dynamic(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            warnings.warn(
+                f"`{getattr(self, '__name__', 'step')}` is called inside another JAX transformation, which compiles "
+                "it as part of a larger program: no budget can be kept there, so the plain step is used. "
+                "Put `optimize` on the outermost function instead.",
+                JaxrematWarning,
+                stacklevel=3,
+            )
+            return self._program.plain(*args, **kwargs)
+        key = self._key(args, kwargs)
+        planned = self._plan_for(args, kwargs, key)
+        given = args, kwargs
+        if planned.plan.on_host:
+            args, kwargs = self._arrangement.arranged(planned.plan, args, kwargs)
+            dynamic = self._program.dynamic(args, kwargs)
+            leaves, key = jax.tree.leaves(dynamic), self._key(args, kwargs)
+            self._planned[key] = planned
+        with self._locks.held(key):
+            run = self._executable(planned, args, kwargs)
+        self._arrangement.give_up(planned.plan, *given)  # only now: what fails before loses nothing
+        static = self._program.static(args, kwargs)
+        types = [type_of(leaf) for leaf in leaves]
+        self._recent = _Recent(types, tree, static, key, _compat.settings(), run)
+        try:
+            return run(*dynamic[0], **dynamic[1])
+        except _compat.SpecialValueError as error:
+            _compat.explain_special_value(error, self._program.fn, args, kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        if (through := self._through(args, kwargs)) is not None:
+            return through.ask(Step.plan, args, kwargs)
+        return self._plan_for(args, kwargs).plan
+
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """The report of the plan for these arguments, see `Plan.report`."""
+        return self.plan(*args, **kwargs).report()
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The planned step, lowered for these arguments: a `jax.stages.Lowered`, or its like for a target."""
+        if (through := self._through(args, kwargs)) is not None:
+            return through.ask(Step.lower, args, kwargs)
+        planned = self._plan_for(args, kwargs)
+        return self._program.lower(planned.jitted, *self._arrangement.arranged(planned.plan, args, kwargs))
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """The planned step, compiled for these arguments: a `jax.stages.Compiled`, or its like for a target."""
+        if (through := self._through(args, kwargs)) is not None:
+            return through.ask(Step.compile, args, kwargs)
+        planned = self._plan_for(args, kwargs)
+        return self._compiled(planned, *self._arrangement.arranged(planned.plan, args, kwargs))
+
+    def _compiled(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return planned.executable() or self._program.lower(planned.jitted, args, kwargs).compile()
+
+    def _executable(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The compiled step to run here; of a step for a target, compiled anew by the device's own compiler.
+
+        **Raises:** `InfeasibleBudgetError` where that compiler needs more than the budget.
+        """
+        target = self._program.target
+        if target is not None and find(str(device_of(args, kwargs).device_kind)) == target.device:
+            compiled = planned.jitted.lower(*args, **kwargs).compile()
+            if self._options.verify:
+                confirm(planned.plan, compiled)
+            return compiled
+        return self._compiled(planned, args, kwargs)  # of a target says, when called, that it cannot run here
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else Bound(self, instance)
+
+    def __repr__(self) -> str:
+        what = f"plan={self._given.fingerprint[:12]}" if self._given is not None else repr(self._budget)
+        return f"<jaxremat.optimize({what}) of {getattr(self, '__qualname__', self._program.fn)!s}>"
+
+    def carry(self, plans: tuple[Plan, ...]) -> None:
+        """Follow these plans where they are of the arguments that the step is called with."""
+        known = {plan.fingerprint for plan in self._carried}
+        self._carried += tuple(plan for plan in plans if plan.fingerprint not in known)
+
+    def _plans(self) -> tuple[Plan, ...]:
+        made = (planned.plan for planned in self._planned.values())
+        plans = {plan.fingerprint: plan for plan in (*self._carried, *made) if not plan.on_host}
+        return tuple(plans.values())
+
+    def __reduce__(self) -> Any:
+        state = replace(self._program), self._budget, self._given, self._options
+        return reduced(self, self._plans(), Step, state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Step":
+        program = replace(self._program, fn=copy.deepcopy(self._program.fn, memo))
+        made = Step(program, self._budget, self._given, self._options, self._plans())
+        if program.fn is self._program.fn:
+            made._planned = dict(self._planned)
+        return made
+
+    def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any = None) -> Planned:
+        key = self._key(args, kwargs) if key is None else key
+        with self._locks.held(key):
+            if key not in self._planned:
+                self._planned[key] = self._make(args, kwargs)
+            return self._planned[key]
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+        with shown(self._options.progress), timed(), naming_static(self._program, args, kwargs):
+            for plan in () if self._given else self._carried:
+                with suppress(PlanMismatchError, InfeasibleBudgetError):
+                    return self._arrangement.planned(plan, args, kwargs)
+            return self._arrangement.planned(self._given, args, kwargs)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Baseline, Request]:
+        """What to plan for these arguments."""
+        program = placed(self._program, args, kwargs)
+        here: Any = None
+        if program.target is not None:
+            spec = program.target.spec
+            reported = spec.memory_nbytes
+        else:
+            here = device_of(args, kwargs)
+            spec, reported = detect(here), (here.memory_stats() or {}).get("bytes_limit")
+        options = self._options
+        kept = (self._given or options).respect_checkpoint
+        host, allow = usable(options, spec, here), options.allow
+        baseline = Baseline(
+            program, args, kwargs, spec, options.profile, here, kept, options.pins, host, allow
+        )
+        return baseline, Request(self._budget, options, reported)
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return key_of(self._program, args, kwargs)

@@ -1,0 +1,40 @@
+"""Jaxpr -> the equations that run once (effects, draws, calls of the host), in order, and how often loops run each.
+
+Law: a program that is made of another runs them as often, and in the same order.
+"""
+
+from typing import Any
+
+import jax.extend.core as jex
+
+from . import _compat
+from ._primitives import inner_jaxprs, runs_once
+
+Runs = list[tuple[str, int]]
+"""Primitives, each with the number of iterations of the loops around it."""
+
+
+def run_counts(closed: jex.ClosedJaxpr) -> Runs:
+    """Return those of them that a result or an effect needs."""
+    if not any(map(runs_once, closed.jaxpr.eqns)):
+        return []
+    return _counted(_compat.pruned(closed).eqns, 1)
+
+
+def check_runs(closed: jex.ClosedJaxpr, original: jex.ClosedJaxpr) -> None:
+    """Compare a program with the one that it was made of.
+
+    **Raises:** RuntimeError where it merges, repeats, drops or moves what runs once.
+    """
+    found, expected = run_counts(closed), run_counts(original)
+    if found != expected:
+        raise RuntimeError(f"what runs once runs as {found}, and is written as {expected}")
+
+
+def _counted(eqns: list[Any], trips: int) -> Runs:
+    found: Runs = []
+    for eqn in filter(runs_once, eqns):
+        more = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        within = _counted([e for jaxpr in inner_jaxprs(eqn) for e in jaxpr.eqns], trips * more)
+        found.extend(within or [(eqn.primitive.name, trips)])
+    return found
