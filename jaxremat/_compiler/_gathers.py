@@ -12,7 +12,7 @@ import jax.extend.core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._program import _compat
-from .._program._compat import Layout
+from .._program._propagation import Layout, propagated
 from .._rewrite._gathered_operands import Gather
 from .._rewrite._trace import Traced
 from ._program import Program
@@ -33,7 +33,7 @@ def gathers(
     (mesh,) = known
     named = [_compat.in_scope(eqn, f"#{i}") for i, eqn in enumerate(flat.eqns)]
     closed = _compat.new_jaxpr(flat.constvars, traced.flat.consts, flat.invars, flat.outvars, named)
-    operations, _ = _compat.propagated(program.lower(program.evaluating(closed, traced), args, kwargs))
+    operations, _ = propagated(program.lower(program.evaluating(closed, traced), args, kwargs))
     found = []
     for stack, read, made in operations:
         tags = TAG.findall(stack.partition('"(')[0] + "/")

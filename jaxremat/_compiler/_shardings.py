@@ -25,8 +25,8 @@ from .._attention._pattern import Pattern
 from .._attention._places import Places
 from .._model._form import Form
 from .._program import _compat
-from .._program._compat import Layout
 from .._program._flops import aval_nbytes, eqn_flops
+from .._program._propagation import Layout, propagated
 from .._rewrite._laid_open import alive, scopes
 from .._rewrite._loop_closing import close_loops
 from .._rewrite._sinking import sink
@@ -165,7 +165,7 @@ class Division:
 def shardings(traced: Traced, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shardings:
     """Where the compiler puts the values of a step that is on several devices."""
     lowered = program.lower(program.evaluating(_numbered(traced), traced, keep_unused=True), args, kwargs)
-    found, arguments = _compat.propagated(lowered)
+    found, arguments = propagated(lowered)
     results: dict[int, list[list[tuple[tuple[int, ...], Layout]]]] = {}
     for stack, _, made in found:
         if tags := TAG.findall(stack.partition('"(')[0] + "/"):

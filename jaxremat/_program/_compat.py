@@ -4,7 +4,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax._src import ad_checkpoint as _checkpoint
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
+from jax._src import hijax as _hijax
 from jax._src import sharding_impls as _shardings
 from jax._src import source_info_util as _source
 from jax._src import xla_bridge as _bridge
@@ -20,9 +21,6 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax.experimental.layout import Layout as _MemoryLayout
 from jax.experimental.layout import with_layout_constraint
-from jaxlib.mlir import ir as _ir
-from jaxlib.mlir import passmanager as _passes
-from jaxlib.mlir.dialects import sdy as _sdy
 
 try:  # from jax 0.11 on, where scans say with it how their operands are grouped
     _flattree: Any = importlib.import_module("jax._src.flattree")
@@ -49,7 +47,9 @@ def new_jaxpr(
     """A closed jaxpr whose effects are the union of its equations' effects."""
     effects = _core.join_effects(*(eqn.effects for eqn in eqns)) if eqns else jex.no_effects
     debug_info = _core.DebugInfo("planned", "jaxremat", tuple(f"x{i}" for i in range(len(invars))), None)
-    jaxpr = jex.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info)
+    # JAX lowers primitives such as a name under `jax_remat3` only where the jaxpr says that it has some.
+    is_high = any(eqn.primitive.is_high(*(a.aval for a in eqn.invars), **eqn.params) for eqn in eqns)
+    jaxpr = jex.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info, is_high)
     return jex.ClosedJaxpr(jaxpr, list(consts))
 
 
@@ -95,6 +95,12 @@ def in_scope(eqn: Any, scope: str) -> Any:
 def has_scope(eqn: Any, scope: str) -> bool:
     """Whether this name is in the equation's name stack."""
     return any(part.name == scope for part in eqn.source_info.name_stack.stack)
+
+
+def scope_below(eqn: Any, outer: Any) -> str:
+    """The first name in the equation's name stack below that of another equation, "" where it is not below it."""
+    own, above = eqn.source_info.name_stack.stack, outer.source_info.name_stack.stack
+    return own[len(above)].name if len(own) > len(above) and own[: len(above)] == above else ""
 
 
 def last_scope(eqn: Any) -> str:
@@ -241,9 +247,67 @@ def scan_like(
     return eqn.replace(invars=invars, outvars=outvars, params=params)
 
 
+def staging_checkpoints() -> AbstractContextManager[Any]:
+    """Within it, `jax.checkpoint` and names are staged in a form that works under every transformation.
+
+    With jax 0.10 that is the older one even under `jax_remat3`, whose names cannot be batched there.
+    """
+    return nullcontext() if JAX_VERSION >= (0, 11) else _config.remat3(False)
+
+
 def name_eqn(operand: Any, outvar: Any, name: str, source_info: Any) -> Any:
     """What `jax.ad_checkpoint.checkpoint_name` stages: the operand under a name that policies see."""
-    return new_eqn([operand], [outvar], _checkpoint.name_p, {"name": name}, source_info)
+    if not _config.remat3.value:
+        return new_eqn([operand], [outvar], _checkpoint.name_p, {"name": name}, source_info)
+    params = {"_prim": _checkpoint.CheckpointName(name, operand.aval)}
+    return new_eqn([operand], [outvar], _hijax.call_hi_primitive_p, params, source_info)
+
+
+def without_hijax(eqn: Any, *, derivatives: bool) -> Any:
+    """An equation that `jax_remat3` stages, or another of JAX's "high" primitives, as one that has been there before.
+
+    A checkpoint becomes a `remat2`, a name a `name`. What else brings rules for differentiation becomes a call of what
+    it computes, or with `derivatives`, where it is to be differentiated yet, is left as it is, except that what brings
+    rules for rematerialisation (`jax.custom_remat`, under `jax_remat3`) has none but these: it gets a checkpoint around
+    itself.
+    """
+    if eqn.primitive is not _hijax.call_hi_primitive_p:
+        return eqn
+    kind = eqn.params["_prim"]
+    if isinstance(kind, _NAMES):
+        return eqn.replace(primitive=_checkpoint.name_p, params={"name": kind.name})
+    if isinstance(kind, _checkpoint.RematTraced):
+        params = {
+            "jaxpr": kind.jaxpr,
+            "prevent_cse": getattr(kind, "prevent_cse", True),
+            "differentiated": has_scope(eqn, REMATTED),
+            "policy": kind.policy,
+        }
+        return eqn.replace(primitive=_checkpoint.remat_p, params=params)
+    if derivatives and _config.remat3.value and isinstance(kind, _checkpoint.CustomRemat):
+        alone = single(eqn, eqn.invars)
+        params = {"_prim": _checkpoint.RematTraced(alone.jaxpr if JAX_VERSION >= (0, 11) else alone, None)}
+        return eqn.replace(params=params)
+    if derivatives or eqn.effects:
+        return eqn
+    return eqn.replace(primitive=_core.closed_call_p, params={"call_jaxpr": _expanded(eqn)})
+
+
+_NAMES = tuple(
+    getattr(_checkpoint, kind)
+    for kind in ("CheckpointName", "CheckpointNameFwd")
+    if hasattr(_checkpoint, kind)
+)
+
+
+def _expanded(eqn: Any) -> jex.ClosedJaxpr:
+    """What JAX computes for an equation of a "high" primitive."""
+    kind = eqn.params["_prim"]
+    if hasattr(kind, "jaxpr"):
+        return kind.jaxpr
+    return jax.make_jaxpr(lambda *args: _hijax.call_hi_primitive_p.to_lojax(*args, _prim=kind))(
+        *(a.aval for a in eqn.invars)
+    )
 
 
 def trace_context() -> Any:
@@ -304,86 +368,3 @@ def single(eqn: Any, invars: Sequence[Any]) -> jex.ClosedJaxpr:
     """One equation as a closed jaxpr whose arguments are `invars`, in place of the equation's operands."""
     outvars = [new_var(v.aval) for v in eqn.outvars]
     return new_jaxpr((), (), invars, outvars, [eqn.replace(invars=list(invars), outvars=outvars)])
-
-
-Axis = tuple[str, int, int]
-"""An axis of a mesh, or a part of one: its name, the number of parts outside of this one, and how many it has."""
-
-Layout = tuple[tuple[Axis, ...], ...]
-"""For each dimension of an array the axes over which it is divided."""
-
-
-Operation = tuple[str, list[Layout], list[tuple[tuple[int, ...], Layout]]]
-"""Of an operation its name stack, the layouts of its operands, and shape and layout of each of its results."""
-
-
-def propagated(lowered: Any) -> tuple[list[Operation], list[Layout]]:
-    """What the compiler's propagation of shardings says of a lowered program's operations and of its arguments, without
-    compiling it.
-    """
-    # What JAX lowers a loop's body to is a call, into which shardings are not propagated: calls are inlined first, by
-    # an extension that comes with the dialect of kernels for GPUs.
-    lowered = getattr(lowered, "_lowered", lowered)
-    module = lowered.compiler_ir("stablehlo").operation.clone()
-    with module.context:
-        gpu_kernels: Any = importlib.import_module("jaxlib.mlir._mlir_libs._mosaic_gpu_ext")
-        gpu_kernels.register_inliner_extensions(module.context)
-        passes = "inline,symbol-dce,sdy-propagation-pipeline"
-        _passes.PassManager.parse(f"builtin.module({passes})").run(module)
-        return _layouts_of(module)
-
-
-def _layouts_of(module: Any) -> tuple[list[Operation], list[Layout]]:
-    sizes: dict[str, dict[str, int]] = {}
-    found: list[Operation] = []
-    arguments: list[Layout] = []
-    known: dict[Any, Layout] = {}
-
-    def shape_of(kind: Any) -> tuple[int, ...]:
-        return tuple(kind.shape) if isinstance(kind, _ir.RankedTensorType) else ()
-
-    def layout(given: Any, rank: int) -> Layout:
-        if given is None:
-            return ((),) * rank
-        sharding = _sdy.TensorShardingAttr(given)
-        mesh = sizes.get(_ir.FlatSymbolRefAttr(sharding.mesh_or_ref).value, {})
-        dims = [_sdy.DimensionShardingAttr(each) for each in sharding.dimension_shardings]
-        axes = [[_sdy.AxisRefAttr(axis) for axis in dim.axes] for dim in dims] or [[]] * rank
-        return tuple(tuple(part(axis, mesh[axis.name]) for axis in each) for each in axes)
-
-    def part(axis: Any, size: int) -> Axis:
-        info = axis.sub_axis_info
-        if info is None:
-            return axis.name, 1, size
-        info = _sdy.SubAxisInfoAttr(info)
-        return axis.name, info.pre_size, info.size
-
-    def visit(op: Any) -> Any:
-        attributes = op.attributes
-        if op.name == "sdy.mesh":
-            mesh = [_sdy.MeshAxisAttr(axis) for axis in _sdy.MeshAttr(attributes["mesh"]).axes]
-            sizes[_ir.StringAttr(attributes["sym_name"]).value] = {axis.name: axis.size for axis in mesh}
-        if op.name == "func.func" and _ir.StringAttr(attributes["sym_name"]).value == "main":
-            types = _ir.FunctionType(_ir.TypeAttr(attributes["function_type"]).value).inputs
-            bare = [_ir.DictAttr.get({})] * len(types)
-            own = _ir.ArrayAttr(attributes["arg_attrs"]) if "arg_attrs" in attributes else bare
-            for kind, each in zip(types, own, strict=True):
-                given = [a.attr for a in _ir.DictAttr(each) if a.name == "sdy.sharding"]
-                arguments.append(layout(given[0] if given else None, len(shape_of(kind))))
-            known.update(zip(op.regions[0].blocks[0].arguments, arguments, strict=True))
-        shapes = [shape_of(result.type) for result in op.results]
-        several = next((attributes[a] for a in ("sdy.sharding", "out_shardings") if a in attributes), None)
-        given = [None] * len(shapes)
-        if several is not None and shapes:
-            given = list(_sdy.TensorShardingPerValueAttr(several).shardings)
-        elif "sharding" in attributes and op.name.startswith("sdy."):
-            given = [attributes["sharding"]]
-        if shapes:
-            layouts = [layout(each, len(shape)) for each, shape in zip(given, shapes, strict=True)]
-            known.update(zip(op.results, layouts, strict=True))
-            read = [known.get(a, ((),) * len(shape_of(a.type))) for a in op.operands]
-            found.append((str(op.location), read, list(zip(shapes, layouts, strict=True))))
-        return _ir.WalkResult.ADVANCE
-
-    module.walk(visit, _ir.WalkOrder.PRE_ORDER)
-    return found, arguments
