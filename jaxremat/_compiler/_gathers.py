@@ -12,7 +12,7 @@ import jax.extend.core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._program import _compat
-from .._program._propagation import Layout, propagated
+from .._program._sharding_propagation import Layout, propagated
 from .._rewrite._gathered_operands import Gather
 from .._rewrite._trace import Traced
 from ._program import Program

@@ -26,7 +26,7 @@ from .._attention._places import Places
 from .._model._form import Form
 from .._program import _compat
 from .._program._flops import aval_nbytes, eqn_flops
-from .._program._propagation import Layout, propagated
+from .._program._sharding_propagation import Layout, propagated
 from .._rewrite._laid_open import alive, scopes
 from .._rewrite._loop_closing import close_loops
 from .._rewrite._sinking import sink

@@ -1,4 +1,4 @@
-"""Lowered program -> what the compiler's propagation of shardings says of its operations, without compiling it."""
+"""Lowered program -> how the compiler's propagation of shardings lays out its operations and its arguments."""
 
 import importlib
 from typing import Any
