@@ -18,6 +18,7 @@ from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
 from .._runtime._progress import phase
 from ._baseline import Baseline, text_of
+from ._made_for import MadeFor
 from ._plan import Plan
 
 
@@ -59,9 +60,8 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
                 f"The plan is for a mesh of {in_words(plan.devices)}, this step is on {in_words(here)}. {afresh}"
             )
         raise PlanMismatchError(
-            f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: its code, the "
-            "shapes, types or shardings of its arguments, its static arguments, its donated arguments or the version "
-            f"of jax differ. {afresh}"
+            f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: "
+            f"{_how_they_differ(plan, baseline)}. {afresh}"
         )
     if plan.offloaded and baseline.device.platform == "cpu":
         raise PlanMismatchError(
@@ -90,6 +90,18 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
         alive=alive_at_peak(text_of(compiled)),
     )
     return Planned(plan, jitted, compiled) if to_run else planned(baseline, plan, jitted, compiled)
+
+
+def _how_they_differ(plan: Plan, baseline: Baseline) -> str:
+    """What a plan was made for and the step is not, in words."""
+    if plan.made_for is None:
+        return (
+            "its code, the shapes, types or shardings of its arguments, its static arguments, its donated arguments "
+            "or the version of jax differ"
+        )
+    now = MadeFor.of(baseline.program, baseline.args, baseline.kwargs)
+    same = "its code differs, for its arguments, the donated and the static ones, the mesh and jax's version are equal"
+    return "; ".join(plan.made_for.differences(now)) or same
 
 
 def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:

@@ -36,6 +36,7 @@ from ._blame import blamed, without
 from ._copies import copies
 from ._deadline import Deadline
 from ._defects import run_as_written
+from ._made_for import MadeFor
 from ._plan import Plan
 from ._planned import Planned, planned
 from ._refusal import Least, compiled, dear, infeasible, predicted
@@ -322,6 +323,7 @@ class _Planner:
             alive=(),
             account=account(as_stacked(search.graph if search else graph), graph, schedule),
             fingerprint=self.baseline.fingerprint,
+            made_for=MadeFor.of(self.baseline.program, self.baseline.args, self.baseline.kwargs),
             saved=tuple(sorted(schedule.saved)),
             kept=tuple(sorted(schedule.kept)),
             offloaded=tuple(sorted(schedule.offloaded)),
