@@ -50,6 +50,7 @@ class Plan(Outcome, Written):
       which only the compiled plain step tells: those with which devices send each other something.
     - `on_host` the places, among the leaves of the traced arguments, of those that the plan keeps in the host's memory
       from step to step, and `on_host_nbytes` what they would take of the device's.
+    - `collectives` how often devices send each other something, empty where not compiled or on one device.
     - `made_for` the arguments, mesh and version of jax, None in plans of earlier versions.
     """
 

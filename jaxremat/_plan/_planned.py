@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from .._compiler._collectives import KINDS, collectives
+from .._compiler._hlo import parse
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
 from .._compiler._target import in_words
 from .._model._schedule import check
 from .._report._actions import actions
+from .._report._outcome import Collectives
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
 from .._runtime._progress import phase
@@ -108,6 +111,14 @@ def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> 
     """The plan of a step that was compiled to be read."""
     finish = partial(baseline.finished, jitted) if baseline.drafts else None
     return Planned(plan, jitted, compiled, finish)
+
+
+def sent(baseline: Baseline, compiled: Compiled) -> tuple[Collectives, ...]:
+    """What devices send each other in the plain step and in a planned one; nothing on one device."""
+    if baseline.division.devices == 1:
+        return ()
+    plain, made = (collectives(parse(text_of(each))) for each in (baseline.witness, compiled))
+    return tuple(Collectives(kind, plain[kind], made[kind]) for kind in KINDS if plain[kind] or made[kind])
 
 
 def confirm(plan: Plan, compiled: Compiled) -> MemoryStats:
