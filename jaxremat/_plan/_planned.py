@@ -21,7 +21,7 @@ from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
 from .._runtime._progress import phase
 from ._baseline import Baseline, text_of
-from ._made_for import MadeFor
+from ._made_for_call import made_for
 from ._plan import Plan
 
 
@@ -102,7 +102,7 @@ def _how_they_differ(plan: Plan, baseline: Baseline) -> str:
             "its code, the shapes, types or shardings of its arguments, its static arguments, its donated arguments "
             "or the version of jax differ"
         )
-    now = MadeFor.of(baseline.program, baseline.args, baseline.kwargs)
+    now = made_for(baseline.program, baseline.args, baseline.kwargs)
     same = "its code differs, for its arguments, the donated and the static ones, the mesh and jax's version are equal"
     return "; ".join(plan.made_for.differences(now)) or same
 

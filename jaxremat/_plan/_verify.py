@@ -37,7 +37,7 @@ from ._blame import blamed, without
 from ._copies import copies
 from ._deadline import Deadline
 from ._defects import run_as_written
-from ._made_for import MadeFor
+from ._made_for_call import made_for
 from ._plan import Plan
 from ._planned import Planned, planned, sent
 from ._refusal import Least, compiled, dear, infeasible, predicted
@@ -337,7 +337,7 @@ class _Planner:
             alive=(),
             account=account(as_stacked(search.graph if search else graph), graph, schedule),
             fingerprint=self.baseline.fingerprint,
-            made_for=MadeFor.of(self.baseline.program, self.baseline.args, self.baseline.kwargs),
+            made_for=made_for(self.baseline.program, self.baseline.args, self.baseline.kwargs),
             saved=tuple(sorted(schedule.saved)),
             kept=tuple(sorted(schedule.kept)),
             offloaded=tuple(sorted(schedule.offloaded)),
