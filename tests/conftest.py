@@ -8,6 +8,7 @@ programs (`recorded`). Plans are not: a test of the planner has to plan.
 """
 
 import os
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -42,6 +43,15 @@ measure = _devices._measure
 def one_processor(name: str) -> DeviceSpec:
     """What the tests find when they measure the processor, in whichever folder of theirs."""
     return DeviceSpec(name, "cpu", 24 << 30, 4.5e10, RATES, 2e-6, 4.5e10)
+
+
+@pytest.fixture(params=[False, True], ids=["", "remat3"])
+def remat3(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Both forms in which JAX stages checkpoints: as `checkpoint` equations, and under the flag `jax_remat3`."""
+    before = jax.config.jax_remat3  # type: ignore[attr-defined]
+    jax.config.update("jax_remat3", request.param)
+    yield request.param
+    jax.config.update("jax_remat3", before)
 
 
 @pytest.fixture

@@ -42,7 +42,12 @@ def _loop(**options: Any) -> Callable[..., jax.Array]:
     def net(params: Any, x: jax.Array) -> jax.Array:
         return lax.scan(lambda x, p: (_named(x, p), None), jnp.sin(x), params)[0]
 
-    return jax.checkpoint(net, **options)
+    return _checkpointed(net, **options)
+
+
+def _checkpointed(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.checkpoint`, which reads the flag `jax_remat3` where it is called, here while the step is traced."""
+    return lambda *args: jax.checkpoint(fn, **options)(*args)
 
 
 def _loops(params: Any, x: jax.Array) -> jax.Array:
@@ -133,13 +138,13 @@ CHECKPOINTS = {
         _case("loop, dots", _loop(policy=POLICIES.dots_saveable)),
         _case("loop, names", _loop(policy=POLICIES.save_only_these_names("hidden"))),
         _case("loops", _loops),
-        _case("checkpoint in checkpoint", jax.checkpoint(_body)),
+        _case("checkpoint in checkpoint", _checkpointed(_body)),
         _case("pieces", _pieces),
         _case("two levels by hand", _by_hand),
         Case("accumulation", _accumulating(_loop()), lambda: (_stacked(), _batch(3))),
         Case(
             "accumulation, unrolled",
-            _accumulating(jax.checkpoint(_unrolled)),
+            _accumulating(_checkpointed(_unrolled)),
             lambda: (_stacked(), _batch(3)),
         ),
         _linen("nn.remat", _Stack()),

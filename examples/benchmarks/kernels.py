@@ -63,10 +63,10 @@ def beside_roofline(
             {
                 "instruction": kernel.instruction.name,
                 "opcode": kernel.instruction.opcode,
-                "trips": kernel.trips,
+                "total_trips": kernel.total_trips,
                 "flops": dict(kernel.flops),
                 "nbytes": kernel.nbytes,
-                "roofline_seconds": kernel.trips * seconds_of(kernel, device),
+                "roofline_seconds": kernel.total_trips * seconds_of(kernel, device),
                 "seconds": seconds,
                 "launches": launches,
             }

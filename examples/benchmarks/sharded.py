@@ -156,7 +156,7 @@ def sent(text: str) -> dict[str, int]:
 
 def sent_nbytes(text: str) -> int:
     """What a device sends to others in one run."""
-    return sum(kernel.trips * kernel.sent_nbytes for kernel in kernels(parse(text)))
+    return sum(kernel.total_trips * kernel.sent_nbytes for kernel in kernels(parse(text)))
 
 
 def measured(name: str, share: float, target: str | None, scale: int) -> dict[str, Any]:

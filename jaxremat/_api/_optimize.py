@@ -9,7 +9,7 @@ from .._compiler._target import Target
 from .._model._form_offers import EXACT
 from .._model._pins import parse_pins
 from .._plan._arguments import as_tuple, check_choice, check_host_memory, check_planning, parse_forms
-from .._plan._plan import Plan
+from .._plan._plan import GivenPlan, given_plan
 from .._plan._request import Offload, Options
 from .._runtime._bytes import Budget, parse_budget, parse_margin
 from .._runtime._errors import ArgumentError
@@ -23,7 +23,7 @@ _UNSET: Any = object()
 def optimize(
     budget: Budget | Callable[..., Any] = _UNSET,
     *,
-    plan: Plan | None = None,
+    plan: GivenPlan = None,
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
@@ -55,7 +55,7 @@ def optimize(
       `"24GiB"`, `"24GB"`, `"500MiB"`, a float in (0, 1] as a share of the device's memory, None for all of it, or
       `"min"` for about the least reachable at no more than twice the step's time: the fastest found of what needs up to
       5 % more temporaries.
-    - `plan`: a plan made before, in place of a budget; needs no solver.
+    - `plan`: a plan made before, or the file that it was saved to, in place of a budget; needs no solver.
     - `donate_argnums`, `donate_argnames`, `static_argnums`, `static_argnames`, `in_shardings`, `out_shardings`,
       `compiler_options`: as in `jax.jit`. What the backend needs for fences to count is added to the options. A jitted
       function brings its own along.
@@ -190,6 +190,6 @@ def optimize(
             host_budget,
             forms,
         )
-        return Step(program, None if budget is _UNSET else budget, plan, options)
+        return Step(program, None if budget is _UNSET else budget, given_plan(plan), options)
 
     return decorate

@@ -23,12 +23,16 @@ from ._tags import TAG
 def gathers(
     traced: Traced, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Gather, ...]:
-    """Those of the products outside of loops. Where the axes of the mesh are in types, none: there the program says
-    itself what it gathers.
+    """Those of the products outside of loops, also where the axes of the mesh are in types: a product may contract
+    an axis that is divided in one of its operands alone.
     """
     flat = traced.flat.jaxpr
     known = list(dict.fromkeys(meshes(flat.eqns, jax.tree.leaves((args, kwargs, program.in_shardings)))))
-    if len(known) != 1 or any(kind != jax.sharding.AxisType.Auto for kind in known[0].axis_types):
+    if (
+        len(known) != 1
+        or len(set(known[0].axis_types)) != 1
+        or jax.sharding.AxisType.Manual in known[0].axis_types
+    ):
         return ()
     (mesh,) = known
     named = [_compat.in_scope(eqn, f"#{i}") for i, eqn in enumerate(flat.eqns)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ._devices import DeviceSpec
 from ._hlo import CONTROL, Computation, Module, transfer
-from ._roofline import kernels, roofline, seconds_of, trips_of
+from ._roofline import kernels, loop_length, roofline, seconds_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ def _run(
             bodies = (module.computations[callee] for callee in instruction.callees)
             ran = [_run(module, body, kernel_seconds, link) for body in bodies]
             seconds, traffic = max(ran, key=lambda each: each[0], default=(0.0, HostTraffic()))
-            trips = trips_of(instruction)
-            now += trips * seconds
-            waited += trips * traffic.wait_seconds
-            sent += trips * traffic.sent_nbytes
-            fetched += trips * traffic.fetched_nbytes
+            length = loop_length(instruction)
+            now += length * seconds
+            waited += length * traffic.wait_seconds
+            sent += length * traffic.sent_nbytes
+            fetched += length * traffic.fetched_nbytes
     return now, HostTraffic(sent, fetched, waited)

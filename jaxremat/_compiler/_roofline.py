@@ -37,7 +37,7 @@ class Kernel:
     **Arguments:**
 
     - `instruction`, in the computation named `computation`.
-    - `trips`: how often it runs in one run of the program.
+    - `total_trips`: how often it runs in one run of the program.
     - `flops`: pairs (HLO type name, operations), of one trip.
     - `read_nbytes`, `written_nbytes`: of device memory, in one trip.
     - `rate`: what share of the device's rate it reaches where arithmetic is what takes its time.
@@ -45,7 +45,7 @@ class Kernel:
 
     instruction: Instruction
     computation: str
-    trips: int
+    total_trips: int
     flops: tuple[tuple[str, int], ...]
     read_nbytes: int
     written_nbytes: int
@@ -77,10 +77,10 @@ def roofline(module: Module, device: DeviceSpec) -> Roofline:
     flops = nbytes = count = 0
     spent: defaultdict[str, float] = defaultdict(float)
     for kernel in kernels(module):
-        spent[kernel.instruction.opcode] += kernel.trips * seconds_of(kernel, device)
-        flops += kernel.trips * sum(operations for _, operations in kernel.flops)
-        nbytes += kernel.trips * kernel.nbytes
-        count += kernel.trips
+        spent[kernel.instruction.opcode] += kernel.total_trips * seconds_of(kernel, device)
+        flops += kernel.total_trips * sum(operations for _, operations in kernel.flops)
+        nbytes += kernel.total_trips * kernel.nbytes
+        count += kernel.total_trips
     by_opcode = tuple(sorted(spent.items(), key=lambda item: (-item[1], item[0])))
     return Roofline(math.fsum(spent.values()), flops, nbytes, count, by_opcode)
 
@@ -117,13 +117,13 @@ def _kernels(module: Module, computation: Computation) -> Iterator[Kernel]:
             continue
         bodies = [list(_kernels(module, module.computations[callee])) for callee in instruction.callees]
         for kernel in max(bodies, key=_weight, default=[]):
-            yield replace(kernel, trips=trips_of(instruction) * kernel.trips)
+            yield replace(kernel, total_trips=loop_length(instruction) * kernel.total_trips)
 
 
 _ALLOCATED = 'custom_call_target="AllocateBuffer"'
 
 
-def trips_of(instruction: Instruction) -> int:
+def loop_length(instruction: Instruction) -> int:
     """How often a loop's body runs, 1 of anything else."""
     known = _TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
     return int(known[1]) if known else 1
@@ -133,7 +133,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 def _weight(body: list[Kernel]) -> int:
-    return sum(k.trips * (sum(n for _, n in k.flops) + _FLOPS_PER_BYTE * k.nbytes) for k in body)
+    return sum(k.total_trips * (sum(n for _, n in k.flops) + _FLOPS_PER_BYTE * k.nbytes) for k in body)
 
 
 def _kernel(

@@ -78,6 +78,11 @@ before the convolution that goes on from its cotangent. XLA:GPU otherwise makes 
 the next gradients that read the same operand, which puts the weight gradient off and keeps all that it reads.
 """
 
+COMBINED = "combined"
+"""Fences of a step on several devices through which nothing passes that these add up: the compiler then adds up all
+gradients at once, as it does in the plain step. What finishes a stage is a cotangent, so that more may be in memory.
+"""
+
 
 @uncollected
 def emit(
@@ -90,8 +95,8 @@ def emit(
     """The planned step as a jaxpr whose types are checked, those of its loops too; node ids of `graph` are equation
     indices of `traced.jaxpr`. Where that is a body, so is this.
 
-    **Arguments:** `fence` is one of `FENCES`; `detached` the barriers' operands that are put behind barriers of their
-    own, see `_detaching`.
+    **Arguments:** `fence` is one of `FENCES`, or `COMBINED`; `detached` the barriers' operands that are put behind
+    barriers of their own, see `_detaching`.
     """
     graph, schedule = merged(graph, schedule) if graph.backend.fuses else (graph, schedule)
     jaxpr = traced.jaxpr.jaxpr
@@ -125,6 +130,7 @@ class Emitter:
         self.poor = replaced(graph.backend)
         self.all_cotangents = form == "cotangents"
         self.ordered = form == "ordered"
+        self.combined = form == COMBINED
         self.due: dict[Any, list[Any]] = {}  # see `_weight_gradients`
         self.schedule = schedule
         self.source = traced.jaxpr.jaxpr.eqns

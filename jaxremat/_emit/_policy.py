@@ -55,13 +55,14 @@ def _evaluated(
             env.update(zip(eqn.outvars, results, strict=True))
             continue
         made = [v for i in segment.own for v in jaxpr.eqns[i].outvars if v in wanted[segment]]
-        closed = _piece(body, segment, made, names)
-        piece = jex.jaxpr_as_fun(closed)
-        if body.numbers[at] not in cut.alone:
-            policy = jax.checkpoint_policies.save_only_these_names(*sorted(names))
-            flags = tuple(prevented.get(a, len(segments) > 1) for a in closed.jaxpr.invars)
-            one = all(flags) if len(set(flags)) <= 1 else flags
-            piece = checkpoint(piece, policy=policy, prevent_cse=one)
+        with _compat.staging_checkpoints():
+            closed = _piece(body, segment, made, names)
+            piece = jex.jaxpr_as_fun(closed)
+            if body.numbers[at] not in cut.alone:
+                policy = jax.checkpoint_policies.save_only_these_names(*sorted(names))
+                flags = tuple(prevented.get(a, len(segments) > 1) for a in closed.jaxpr.invars)
+                one = all(flags) if len(set(flags)) <= 1 else flags
+                piece = checkpoint(piece, policy=policy, prevent_cse=one)
         results = piece(*(env[a] for a in closed.jaxpr.invars))
         env.update(zip(made, results, strict=True))
     return [read(a) for a in jaxpr.outvars]

@@ -6,7 +6,7 @@ from typing import Any
 from .._model._later_passes import made_later
 from .._program import _compat
 from .._program._flops import aval_nbytes
-from .._program._primitives import is_part
+from .._program._primitives import is_part, is_product, is_relabelling
 from ._fence_operands import can_pass
 
 
@@ -96,11 +96,21 @@ def finished(emitter: Any, k: int) -> list[Any]:
         for var, j in ((emitter.variable[v], j) for j in range(k) for v in stages[j].finished)
         for readers in (emitter.readers.get(var, ()),)
         if _home(emitter, var) == around
+        and not _is_added_up(emitter, var)
         and (
             any(n in emitter.waiting for n in readers)
             or (j == k - 1 and (var in emitter.returned or any(emitter.place[n] >= k for n in readers)))
         )
     ]
+
+
+def _is_added_up(emitter: Any, var: Any) -> bool:
+    """Whether a value passes no fence because devices may add it up, as products and sums (see `_emit.COMBINED`)."""
+    eqn = emitter.source[emitter.maker(var)] if emitter.combined and emitter.maker(var) >= 0 else None
+    if eqn is not None and is_relabelling(eqn):
+        operands = [a for a in _compat.variables(eqn.invars) if a in emitter.value_of]
+        return bool(operands) and _is_added_up(emitter, operands[0])
+    return eqn is not None and (is_product(eqn) or eqn.primitive.name == "reduce_sum")
 
 
 def _home(emitter: Any, var: Any) -> int:

@@ -17,6 +17,7 @@ from .._compiler._devices import DeviceSpec
 from .._compiler._tags import Kernel, Written
 from .._model._graph import Graph, Node, Value
 from .._model._primitive_names import GATHER
+from .._model._total_trips import total_trips
 from .._program._flops import (
     THREEFRY_PASSES,
     alone_seconds,
@@ -56,7 +57,7 @@ def priced(
 
     Where its equation was measured alone, the roofline is corrected by what it says of that equation alone.
     """
-    trips = trips_of(loops)
+    trips = total_trips([loop.length for loop in loops], [loop.parent for loop in loops])
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
     # contractions and reductions that the compiler fuses into their reader
     heavy: dict[int, frozenset[int]] = {}
@@ -308,7 +309,7 @@ def always_stacked_seconds(graph: Graph, loops: Sequence[Loop], device: DeviceSp
     """What the loops of a compiler that fuses spend on stacks under any plan: on zeros that their own results are
     written over, and on what is saved because it cannot be made again.
     """
-    trips = trips_of(loops)
+    trips = total_trips([loop.length for loop in loops], [loop.parent for loop in loops])
     loaded = _loaded(graph)
     taken = 0.0
     for node in graph.nodes:
@@ -349,11 +350,3 @@ def behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Seq
     ):
         v = nodes[producer].inputs[0]
     return v
-
-
-def trips_of(loops: Sequence[Loop]) -> list[int]:
-    """For each loop how often its body runs in one step."""
-    trips: list[int] = []
-    for loop in loops:
-        trips.append(loop.length * (trips[loop.parent] if loop.parent >= 0 else 1))
-    return trips

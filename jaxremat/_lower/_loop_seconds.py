@@ -16,11 +16,12 @@ from .._compiler._tags import TAG
 from .._model._form import Form
 from .._model._graph import Graph
 from .._model._loop_levels import deep
+from .._model._total_trips import total_trips
 from .._rewrite._loop_opening import ALONE, FORWARD, Loop
 from .._rewrite._trace import Traced
 from ._iteration import Iteration
 from ._iteration_buffers import kernel_of
-from ._kernel_prices import repriced, trips_of
+from ._kernel_prices import repriced
 
 Alone = Mapping[int, tuple[Iteration, Module]]
 """Iterations by loop, and what becomes of each compiled alone."""
@@ -39,7 +40,7 @@ def looped_seconds(graph: Graph, traced: Traced, alone: Alone, device: DeviceSpe
 
     Levels run a forward pass once more for each loop around its own, and in the forward pass.
     """
-    trips, taken = trips_of(traced.loops), 0.0
+    trips, taken = _trips_of(traced), 0.0
     for i, (_, module) in alone.items():
         around, loop = -bool(traced.microbatches), traced.loops[i]
         while loop.parent >= 0:
@@ -53,7 +54,7 @@ def with_seconds(graph: Graph, traced: Traced, alone: Alone, device: DeviceSpec)
     """The graph where running kernels of forward loops again costs what they take in an iteration, and saving values
     what copying them into another layout takes besides.
     """
-    trips = trips_of(traced.loops)
+    trips = _trips_of(traced)
     seconds: dict[int, float] = {}
     for i, (iteration, module) in alone.items():
         if traced.loops[i].role == FORWARD:
@@ -69,7 +70,7 @@ def with_seconds(graph: Graph, traced: Traced, alone: Alone, device: DeviceSpec)
 
 def _copied(graph: Graph, traced: Traced, alone: Alone, device: DeviceSpec) -> dict[int, float]:
     """What backward loops spend on copies of what may be saved for them, by value."""
-    jaxpr, trips = traced.jaxpr.jaxpr, trips_of(traced.loops)
+    jaxpr, trips = traced.jaxpr.jaxpr, _trips_of(traced)
     made = (v for eqn in jaxpr.eqns for v in eqn.outvars)
     number = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars, *made))}
     found: dict[int, float] = {}
@@ -114,7 +115,7 @@ def spent(module: Module, device: DeviceSpec) -> Spent:
     copying: dict[int, float] = {}
     for kernel in kernels(module):
         position = place.get(kernel.instruction.name, -1) if kernel.computation == module.entry else -1
-        taken = kernel.trips * seconds_of(kernel, device)
+        taken = kernel.total_trips * seconds_of(kernel, device)
         if position in copies:
             copying[copies[position]] = copying.get(copies[position], 0.0) + taken
             continue
@@ -137,7 +138,7 @@ def plain_seconds(module: Module, device: DeviceSpec) -> float:
             bodies.update(_within(module, instruction))
             begun.update(_read_by(scope, instruction))
     return math.fsum(
-        kernel.trips * seconds_of(kernel, device)
+        kernel.total_trips * seconds_of(kernel, device)
         for kernel in kernels(module)
         if kernel.computation in bodies
         or (
@@ -167,7 +168,7 @@ def moved_seconds(
         if tags and all(int(tag) not in places for tag in tags):
             bodies.update(_within(module, instruction))
     return math.fsum(
-        kernel.trips * seconds_of(kernel, device)
+        kernel.total_trips * seconds_of(kernel, device)
         for kernel in kernels(module)
         if kernel.computation in bodies
         or (kernel.computation == module.entry and kernel.instruction.shapes and gone(kernel.instruction))
@@ -194,3 +195,8 @@ def _read_by(scope: Mapping[str, Instruction], instruction: Instruction) -> set[
         else:
             found.add(each.name)
     return found
+
+
+def _trips_of(traced: Traced) -> tuple[int, ...]:
+    """How often the body of each loop runs in one step."""
+    return total_trips([loop.length for loop in traced.loops], [loop.parent for loop in traced.loops])

@@ -178,7 +178,7 @@ def lower(
         platform=device.platform,
         parents=tuple(loop.parent for loop in traced.loops),
         groups=tuple(loop.group for loop in traced.loops),
-        trips=tuple(loop.length for loop in traced.loops),
+        loop_lengths=tuple(loop.length for loop in traced.loops),
         form=traced.form,
     )
     graph = with_room(graph, workspace or {}, sums)

@@ -118,7 +118,7 @@ def in_loops(graph: Graph, length: int, saved_seconds: float = 0.0) -> Graph:
         replace(v, length=length, is_output=False) if 0 <= v.producer < stop else v for v in graph.values
     )
     looped = replace(
-        graph, nodes=nodes, values=values, parents=(-1, -1), groups=(0, 0), trips=(length, length)
+        graph, nodes=nodes, values=values, parents=(-1, -1), groups=(0, 0), loop_lengths=(length, length)
     )
     free = set(looped.residuals) - must_save(looped)
     priced = (replace(v, saved_seconds=saved_seconds) if v.id in free else v for v in values)

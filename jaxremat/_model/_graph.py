@@ -132,7 +132,7 @@ class Graph:
     `step_seconds` the plain step's time, against which overheads are measured; `small_nbytes` the size up to which
     residuals are always saved; `donated` the arguments whose memory the step's outputs take over; `platform` whose
     compiler runs the step, by JAX's name (`"cpu"`, `"gpu"`); `parents` for each loop the loop around it, -1 for none,
-    `groups` a number that it shares with its pair alone, and `trips` its iterations;
+    `groups` a number that it shares with its pair alone, and `loop_lengths` its own iterations;
     `extra_seconds` what this `form` of the step takes longer than the plain one (less, where it is negative) before
     anything is saved in loops or recomputed; `pins` what the user has decided; `counts_forward` whether memory counts
     in the forward pass too, or only from its end on (see `_residuals`); `host` the memory in which values may be kept
@@ -149,7 +149,7 @@ class Graph:
     platform: str = "cpu"
     parents: tuple[int, ...] = ()
     groups: tuple[int, ...] = ()
-    trips: tuple[int, ...] = ()
+    loop_lengths: tuple[int, ...] = ()
     extra_seconds: float = 0.0
     form: Form = PLAIN
     pins: tuple[Pin, ...] = ()
@@ -249,7 +249,7 @@ class Graph:
         """The loop from whose begin on that is there: of a pair of one iteration, which the compiler makes no loops of,
         the forward one, as it knows the index of the rows that both read.
         """
-        return self.groups[loop] if loop >= 0 and self.trips[loop] == 1 else loop
+        return self.groups[loop] if loop >= 0 and self.loop_lengths[loop] == 1 else loop
 
     @cached_property
     def shared(self) -> tuple[tuple[int, ...], ...]:
@@ -345,7 +345,7 @@ class Graph:
         """
         made, kept = self.values[value].producer, -1
         while loop >= 0 and loop not in self.loops_of(made):
-            kept, loop = loop if self.trips[loop] > 1 else kept, self.parents[loop]
+            kept, loop = loop if self.loop_lengths[loop] > 1 else kept, self.parents[loop]
         return kept
 
     def reader_loop(self, node: Node) -> int:

@@ -9,10 +9,10 @@ first slices come back beside what is between the loops.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple
 
 from ._primitive_names import LOOP_SLICES
+from ._total_trips import total_trips
 
 AT_ONCE = 2
 """So many copies are under way at once: of more the compiler has the kernels wait for the first, wherever that is then.
@@ -92,7 +92,8 @@ class Stacks:
     def copy_seconds(self, v: int) -> float:
         """What copying a whole stack takes, one way."""
         graph = self.graph
-        trips = prod(graph.trips[loop] for loop in graph.loops_of(graph.values[v].producer))
+        loop = graph.nodes[graph.values[v].producer].loop
+        trips = total_trips(graph.loop_lengths, graph.parents)[loop] if loop >= 0 else 1
         return trips * graph.values[v].nbytes / graph.host.link
 
     def leaving(self, v: int) -> tuple[float, float]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.extend.core as jex
+
 from .._attention._finding import Site, attention
 from .._attention._kernels import LEAST_CAPABILITY, gradient_fits, kernels_seconds
 from .._compiler._devices import DeviceSpec
@@ -23,6 +25,7 @@ from .._model._reversed_offers import ReversedOffers
 from .._model._row_offers import RowOffers
 from .._model._schedule import everything
 from .._model._simulate import simulate
+from .._model._total_trips import total_trips
 from .._program._flops import alone_seconds, aval_nbytes
 from .._program._primitives import is_heavy
 from .._rewrite._encodings import allowed, fewer_nbytes
@@ -91,7 +94,8 @@ def _chunked(sites: Sites, region: Region, chunks: int) -> Worth:
     if region.whole:
         temporaries = simulate(graph, everything(graph)).peak_nbytes - graph.base_nbytes
         fewer = max(min(fewer, temporaries - temporaries // chunks) - region.sum_nbytes, 0)
-        launched = sum(graph.trips[n.loop] if n.loop >= 0 else 1 for n in graph.kernels())
+        trips = total_trips(graph.loop_lengths, graph.parents)
+        launched = sum(trips[n.loop] if n.loop >= 0 else 1 for n in graph.kernels())
         more += (chunks - 1) * max(launched - region.kernels, 0) * device.launch_seconds
     return Worth(fewer, more, region.whole)
 
@@ -116,7 +120,8 @@ def _attention(sites: Sites) -> Offers | None:
     closed, loops, places = traced.jaxpr, traced.loops, traced.attention_places
     found = attention(closed, scopes(traced.loop_of, loops), [True] * len(traced.loop_of))
     found = [site for site in found if places is None or site.pattern in places]
-    within = [] if places is not None else list(_attention_inside(closed, 1))
+    trips_of = _trips_of(traced, graph)
+    within = [] if places is not None else list(_attention_inside(closed, trips_of))
     if not (found or within):
         return None
     able = device.chip is not None and device.chip.capability >= LEAST_CAPABILITY
@@ -125,11 +130,12 @@ def _attention(sites: Sites) -> Offers | None:
     how = 2 if able else 1
     fewer, more = 0, 0.0
     for site in found:
-        trips = graph.trips[traced.loop_of[site.at]] if traced.loop_of[site.at] >= 0 else 1
+        loop = traced.loop_of[site.at]
+        length, trips = graph.loop_lengths[loop] if loop >= 0 else 1, trips_of[site.at]
         pattern = places[site.pattern].part(site.pattern) if places is not None else site.pattern
         values = (graph.values[v] for i in site.forward for v in graph.nodes[i].outputs)
         large = (v.nbytes for v in values if v.materialised and v.nbytes >= pattern.scores_nbytes)
-        fewer += trips * max(sum(large), pattern.scores_nbytes)
+        fewer += length * max(sum(large), pattern.scores_nbytes)
         once, back = (
             math.fsum(graph.nodes[i].seconds for i in each) for each in (site.forward, site.backward)
         )
@@ -146,14 +152,25 @@ def _attention(sites: Sites) -> Offers | None:
     return AttentionOffers(how, fewer, more)
 
 
-def _attention_inside(closed: Any, trips: int) -> Iterator[tuple[Site, Sequence[Any], int]]:
-    """Attention in the bodies of loops that are not laid open, with the equations of each and how often it is done."""
-    for eqn in closed.jaxpr.eqns:
+def _trips_of(traced: Traced, graph: Graph) -> list[int]:
+    """How often each equation of a step runs."""
+    trips = total_trips(graph.loop_lengths, graph.parents)
+    return [trips[loop] if loop >= 0 else 1 for loop in traced.loop_of]
+
+
+def _attention_inside(
+    closed: jex.ClosedJaxpr, trips: Sequence[int]
+) -> Iterator[tuple[Site, Sequence[jex.JaxprEqn], int]]:
+    """Attention in the bodies of loops that are not laid open, with the equations of each and how often it is done.
+
+    **Arguments:** `trips` how often each equation runs.
+    """
+    for eqn, around in zip(closed.jaxpr.eqns, trips, strict=True):
         if (body := closed_loop(eqn)) is not None:
-            often = trips * eqn.params["length"]
+            often = around * eqn.params["length"]
             for site in attention(body, [-1] * len(body.jaxpr.eqns), alive(body)):
                 yield site, body.jaxpr.eqns, often
-            yield from _attention_inside(body, often)
+            yield from _attention_inside(body, [often] * len(body.jaxpr.eqns))
 
 
 def _copies(sites: Sites) -> Offers | None:
@@ -176,7 +193,7 @@ def _reversed(sites: Sites) -> Offers | None:
         carried = reversible_nbytes(traced.loops[loop].eqn, backward[0]) if len(backward) == 1 else 0
         if carried:
             again = math.fsum(node.seconds for node in graph.nodes if node.loop == loop)
-            found[number + 1] = Worth(graph.trips[loop] * carried, again)
+            found[number + 1] = Worth(graph.loop_lengths[loop] * carried, again)
     blocks = [block for chain in chains(traced.jaxpr, traced.loop_of, traced.loops) for block in chain]
     if blocks:
         fewer = sum(aval_nbytes(v.aval) for block in blocks for v in block.names)

@@ -46,7 +46,7 @@ def uneven(
     if not graph.pairs:
         return None
     now = extra_seconds(graph, solution.schedule)
-    again = [_again(graph, solution.schedule, loop) / graph.trips[loop] for loop in graph.pairs]
+    again = [_again(graph, solution.schedule, loop) / graph.loop_lengths[loop] for loop in graph.pairs]
     pair = max(range(len(again)), key=again.__getitem__)
     whole = Uneven(pair, 1.0, now - again[pair]) if again[pair] > 0 else None
     priced = solver if isinstance(solver, Priced) else MinCut()
@@ -61,7 +61,7 @@ def uneven(
     stacked = _stacked(graph, high.solution.schedule), _stacked(graph, low.solution.schedule)
     fewer = [more - less for more, less in zip(*stacked, strict=True)]
     pair = max(range(len(fewer)), key=fewer.__getitem__)
-    length = graph.trips[graph.pairs[pair]]
+    length = graph.loop_lengths[graph.pairs[pair]]
     room, larger = budget_nbytes - low.peak_nbytes, length - ceil(share * length)
     found = [] if whole is None else [whole]
     # Of what few iterations leave over, more of them that save less may have a use.

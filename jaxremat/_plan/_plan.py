@@ -1,5 +1,6 @@
 """The plan: what planning came to and what the emitter needs to follow it; JSON in and out, reports out."""
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,8 +11,9 @@ from .._model._optimizer_updates import with_updates
 from .._model._schedule import Passing, Schedule, complete
 from .._report import Report
 from .._report._outcome import Outcome
-from .._runtime._errors import PlanMismatchError
+from .._runtime._errors import ArgumentError, PlanMismatchError
 from .._runtime._files import Written
+from ._made_for import MadeFor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class Plan(Outcome, Written):
       while they are read.
     - `on_host` the places, among the leaves of the traced arguments, of those that the plan keeps in the host's memory
       from step to step, and `on_host_nbytes` what they would take of the device's.
+    - `collectives` how often devices send each other something, empty where not compiled or on one device.
+    - `made_for` the arguments, mesh and version of jax, None in plans of earlier versions.
     """
 
     FORMAT: ClassVar = ("format", 3)
@@ -66,6 +70,7 @@ class Plan(Outcome, Written):
     offloaded: tuple[HostCopy, ...] = ()
     on_host: tuple[int, ...] = ()
     detached: tuple[Passing, ...] = ()
+    made_for: MadeFor | None = None
 
     @classmethod
     def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:
@@ -105,3 +110,29 @@ class Plan(Outcome, Written):
 
     def _repr_html_(self) -> str | None:
         return self.report().summary_html()
+
+
+GivenPlan = Plan | str | os.PathLike[str] | None
+"""A plan, or the file that `Plan.save` wrote."""
+
+
+def given_plan(plan: GivenPlan) -> Plan | None:
+    """The plan that a user gives. **Raises:** `ArgumentError`, `PlanMismatchError` where a file holds none."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, (str, os.PathLike)):
+        raise ArgumentError(
+            f"`plan={plan!r:.60}` is a {type(plan).__name__}. Pass a `jaxremat.Plan`, or the path of a file that "
+            "`Plan.save` wrote."
+        )
+    if isinstance(plan, str) and plan.lstrip().startswith("{"):
+        raise ArgumentError(
+            "`plan` is the text of a plan, not the path of a file. Pass `Plan.from_json(text)`."
+        )
+    try:
+        return Plan.load(plan)
+    except OSError as error:
+        raise ArgumentError(
+            f"`plan={os.fspath(plan)!r}` cannot be read: {error.strerror}. Pass the path of a file that `Plan.save` "
+            "wrote."
+        ) from error

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from .._compiler._collectives import KINDS, collectives
+from .._compiler._hlo import parse
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
@@ -15,11 +17,13 @@ from .._compiler._target import in_words
 from .._model._graph import Graph
 from .._model._schedule import Schedule, check
 from .._report._actions import actions
+from .._report._outcome import Collectives
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
 from .._runtime._progress import phase
 from ._baseline import Baseline, text_of
 from ._compiled_schedule import CompiledSchedule, OverwrittenReadError, compile_schedule
+from ._made_for_call import made_for
 from ._plan import Plan
 
 
@@ -61,9 +65,8 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
                 f"The plan is for a mesh of {in_words(plan.devices)}, this step is on {in_words(here)}. {afresh}"
             )
         raise PlanMismatchError(
-            f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: its code, the "
-            "shapes, types or shardings of its arguments, its static arguments, its donated arguments or the version "
-            f"of jax differ. {afresh}"
+            f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: "
+            f"{_how_they_differ(plan, baseline)}. {afresh}"
         )
     if plan.offloaded and baseline.device.platform == "cpu":
         raise PlanMismatchError(
@@ -113,10 +116,30 @@ def _compiled(
         ) from error
 
 
+def _how_they_differ(plan: Plan, baseline: Baseline) -> str:
+    """What a plan was made for and the step is not, in words."""
+    if plan.made_for is None:
+        return (
+            "its code, the shapes, types or shardings of its arguments, its static arguments, its donated arguments "
+            "or the version of jax differ"
+        )
+    now = made_for(baseline.program, baseline.args, baseline.kwargs)
+    same = "its code differs, for its arguments, the donated and the static ones, the mesh and jax's version are equal"
+    return "; ".join(plan.made_for.differences(now)) or same
+
+
 def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:
     """The plan of a step that was compiled to be read."""
     finish = partial(baseline.finished, jitted) if baseline.drafts else None
     return Planned(plan, jitted, compiled, finish)
+
+
+def sent(baseline: Baseline, compiled: Compiled) -> tuple[Collectives, ...]:
+    """What devices send each other in the plain step and in a planned one; nothing on one device."""
+    if baseline.division.devices == 1:
+        return ()
+    plain, made = (collectives(parse(text_of(each))) for each in (baseline.witness, compiled))
+    return tuple(Collectives(kind, plain[kind], made[kind]) for kind in KINDS if plain[kind] or made[kind])
 
 
 def confirm(plan: Plan, compiled: Compiled) -> MemoryStats:

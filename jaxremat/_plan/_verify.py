@@ -16,6 +16,7 @@ from .._compiler._host_traffic import seconds_with_copies
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
+from .._emit._emit import COMBINED
 from .._lower._lower import as_stacked
 from .._model._form import Form
 from .._model._graph import Graph
@@ -36,8 +37,9 @@ from ._compiled_schedule import compile_schedule
 from ._copies import copies
 from ._deadline import Deadline
 from ._defects import run_as_written
+from ._made_for_call import made_for
 from ._plan import Plan
-from ._planned import Planned, planned
+from ._planned import Planned, planned, sent
 from ._refusal import Least, compiled, dear, infeasible, predicted
 from ._request import Request
 from ._search import Search
@@ -120,6 +122,7 @@ class _Planner:
             trial = search.least(self.rounds)
             if trial is None:
                 return self._plain(baseline.peak_nbytes)
+            trial = self._combined(search, trial, trial.peak_nbytes)
             return self._planned(search, trial, trial.peak_nbytes)
         if fits:  # as written it does; without its checkpoints it may be faster in no more memory
             with warnings.catch_warnings():  # nobody waits for it
@@ -135,6 +138,7 @@ class _Planner:
             raise error
         if options.effort == "thorough":
             trial = search.reformed(trial, budget)
+        trial = self._combined(search, trial, budget)
         if said := dear(search, trial):
             warnings.warn(f"`optimize({self.request.budget!r})`: {said}", JaxrematWarning, stacklevel=2)
         return self._planned(search, trial, budget)
@@ -194,6 +198,7 @@ class _Planner:
         plan = replace(
             self._confirmed(plan, trial.compiled),
             compiled_overhead=trial.compiled_overhead,
+            collectives=sent(self.baseline, trial.compiled),
             fence=trial.fence,
             detached=trial.detached,
         )
@@ -296,6 +301,16 @@ class _Planner:
         )  # fmt: skip
         return trial
 
+    def _combined(self, search: Search, trial: Trial, budget: int) -> Trial:
+        """The trial, or the same schedule with fences that leave what devices add up alone, if that fits."""
+        if self.baseline.division.devices == 1 or trial.solution.schedule.drops_nothing:
+            return trial
+        found = search.attempt(trial.graph, trial.solution, COMBINED)
+        if found is None or found.peak_nbytes > budget:
+            return trial
+        search.trials.append(found)
+        return found
+
     def _as_plan(self, graph: Graph, budget: int, solution: Solution, search: Search | None = None) -> Plan:
         schedule = solution.schedule
         profile = simulate(graph, schedule)
@@ -323,6 +338,7 @@ class _Planner:
             alive=(),
             account=account(as_stacked(search.graph if search else graph), graph, schedule),
             fingerprint=self.baseline.fingerprint,
+            made_for=made_for(self.baseline.program, self.baseline.args, self.baseline.kwargs),
             saved=tuple(sorted(schedule.saved)),
             kept=tuple(sorted(schedule.kept)),
             offloaded=tuple(sorted(schedule.offloaded)),

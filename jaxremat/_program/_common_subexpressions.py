@@ -5,8 +5,8 @@ scan or a `cond` of the backward pass that repeats one of the forward pass, as u
 has another body: it gives what is to be kept for differentiation as well. It is *joined* to the earlier one, which then
 gives both, where
 
-- its operands are the other's, or what the other stacks, or are there as early, or are made of constants alone: these
-  are then made within its body;
+- its operands are the other's, or what the other stacks, or are there as early, or are made of constants alone, or of
+  these without effort, as JAX does with what is the same in each iteration: these are then made within its body;
 - each of its carries is one of the other's: both begin alike, and taken to be alike as an iteration begins, they are
   alike as it ends;
 - it adds no contraction to the other's body.
@@ -23,7 +23,7 @@ import numpy as np
 
 from . import _compat
 from ._inline import Inliner
-from ._primitives import is_contraction, is_fence, is_heavy, is_loop_edge, is_loop_slice, runs_once
+from ._primitives import is_contraction, is_fence, is_heavy, is_light, is_loop_edge, is_loop_slice, runs_once
 from ._splice import inlined
 
 
@@ -45,7 +45,8 @@ class Equals:
     _joinable: dict[tuple[Any, int], list[int]] = field(
         default_factory=dict
     )  # of the forward pass, by kind and scope
-    # of variables that are made of constants alone: the equation, and the first variable of the same, of any scope
+    # of variables that are made of constants alone: the equation, and the first variable of the same, of any scope;
+    # of names what they are names of
     _constants: dict[Any, Any] = field(default_factory=dict)
     _alike: dict[Any, Any] = field(default_factory=dict)
     _firsts: dict[Any, Sequence[Any]] = field(
@@ -69,7 +70,9 @@ class Equals:
         invars = [self.read(a) for a in eqn.invars]
         edge = is_loop_edge(eqn) and not is_loop_slice(eqn)
         pure = not once and not is_fence(eqn) and not edge
-        key = _key(eqn, list(map(self._first, invars))) if pure else None
+        if eqn.primitive.name == "name":  # what a checkpoint computes again under `jax_remat3` has no names
+            self._alike[eqn.outvars[0]] = self.first(invars[0])
+        key = _key(eqn, list(map(self.first, invars))) if pure else None
         twin = None if key is None else self._seen.get((key, scope))
         if twin is not None:
             self._rename.update(zip(eqn.outvars, self.eqns[twin].outvars, strict=True))
@@ -93,21 +96,35 @@ class Equals:
 
     def value(self, atom: Any) -> Any:
         """What makes two operands the same, of whatever scope: what they are called or, of constants, made of."""
-        return _atom(self._first(atom))
+        return _atom(self.first(atom))
 
-    def _first(self, atom: Any) -> Any:
-        """The first variable that is made of the same constants in the same way; others are themselves."""
+    def first(self, atom: Any) -> Any:
+        """What a name names, the first variable that is made of the same constants in the same way; others are
+        themselves.
+        """
         return atom if _compat.is_literal(atom) else self._alike.get(atom, atom)
 
-    def body(self, closed: Any, operands: Sequence[Any], info: Any, into: list[Any]) -> list[Any]:
-        """As `Inliner.body`, with operands that are made of constants made anew."""
+    def body(
+        self, closed: Any, operands: Sequence[Any], info: Any, into: list[Any], at: int | None = None
+    ) -> list[Any]:
+        """As `Inliner.body`, with operands that are made of constants made anew.
+
+        **Arguments:** `at` the index of an equation: what is made without effort behind it is made anew, too.
+        """
         made: dict[Any, Any] = {}
 
+        def maker(atom: Any) -> Any | None:
+            if _compat.is_literal(atom):
+                return None
+            if atom not in self._constants and at is not None and self._maker.get(atom, -1) > at:
+                eqn = self.eqns[self._maker[atom]]
+                return eqn if is_light(eqn) and not eqn.effects and not is_loop_edge(eqn) else None
+            return self._constants.get(atom)
+
         def anew(atom: Any) -> Any:
-            if _compat.is_literal(atom) or atom not in self._constants:
+            if (eqn := maker(atom)) is None:
                 return atom
             if atom not in made:
-                eqn = self._constants[atom]
                 outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
                 into.append(eqn.replace(invars=list(map(anew, eqn.invars)), outvars=outvars))
                 made.update(zip(eqn.outvars, outvars, strict=True))
@@ -133,7 +150,7 @@ class Equals:
         """Join the equation to an earlier one; returns that one's index."""
         for i in self._joinable.get((again.primitive, scope), ()):
             eqn = self.eqns[i]
-            joined = _JOINED[eqn.primitive.name](eqn, again, self)
+            joined = _JOINED[eqn.primitive.name](eqn, again, self, i)
             if joined is not None and all(self._maker.get(a, -1) < i for a in _variables(joined.eqn.invars)):
                 self.eqns[i] = joined.eqn
                 self._rename.update(joined.results)
@@ -176,7 +193,7 @@ def _extra(
     return found, extra
 
 
-def _joined_scans(eqn: Any, again: Any, around: Equals) -> _Joined | None:
+def _joined_scans(eqn: Any, again: Any, around: Equals, at: int) -> _Joined | None:
     length = eqn.params["length"]
     if any(eqn.params[name] != again.params[name] for name in ("length", "reverse")):
         return None
@@ -195,11 +212,11 @@ def _joined_scans(eqn: Any, again: Any, around: Equals) -> _Joined | None:
         alike = [js[0] for js in begun]
         second: list[Any] = []
         operands = [*own_consts, *(carries[j] for j in alike), *(parts[a] for a in own_scanned)]
-        own_results = around.body(again.params["jaxpr"], operands, eqn.source_info, second)
+        own_results = around.body(again.params["jaxpr"], operands, eqn.source_info, second, at)
         if (both := around.together(first, second)) is None:
             return None
         ends, own_ends = ([both.read(a) for a in made] for made in (results, own_results))
-        wrong = [i for i, j in enumerate(alike) if _atom(own_ends[i]) != _atom(ends[j])]
+        wrong = [i for i, j in enumerate(alike) if both.value(own_ends[i]) != both.value(ends[j])]
         if not wrong:
             break
         begun[next((i for i in wrong if len(begun[i]) > 1), wrong[0])].pop(0)
@@ -208,9 +225,9 @@ def _joined_scans(eqn: Any, again: Any, around: Equals) -> _Joined | None:
     lasts, stacks = eqn.outvars[: len(init)], eqn.outvars[len(init) :]
     found, extra = _extra(
         stacks,
-        [[a] for a in ends[len(init) :]],
+        [[both.first(a)] for a in ends[len(init) :]],
         again.outvars[len(own_init) :],
-        [[a] for a in own_ends[len(own_init) :]],
+        [[both.first(a)] for a in own_ends[len(own_init) :]],
     )
     found.update((v, lasts[j]) for v, j in zip(again.outvars, alike, strict=False))
     results = [*ends, *(a for (a,) in extra.values())]
@@ -227,7 +244,7 @@ def _slice(length: int, array: Any) -> Any:
     return _compat.new_var(jex.mapped_aval(length, 0, array.aval))
 
 
-def _joined_conds(eqn: Any, again: Any, around: Equals) -> _Joined | None:
+def _joined_conds(eqn: Any, again: Any, around: Equals, at: int) -> _Joined | None:
     branches = eqn.params["branches"]
     if around.value(eqn.invars[0]) != around.value(again.invars[0]) or len(branches) != len(
         again.params["branches"]
@@ -240,7 +257,7 @@ def _joined_conds(eqn: Any, again: Any, around: Equals) -> _Joined | None:
         first: list[Any] = []
         second: list[Any] = []
         results = around.body(branch, eqn.invars[1:], eqn.source_info, first)
-        own_results = around.body(own_branch, again.invars[1:], eqn.source_info, second)
+        own_results = around.body(own_branch, again.invars[1:], eqn.source_info, second, at)
         if (both := around.together(first, second)) is None:
             return None
         bodies.append(both)

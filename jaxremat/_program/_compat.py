@@ -5,7 +5,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import jax
@@ -15,6 +15,7 @@ from jax._src import api_util as _api_util
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
+from jax._src import hijax as _hijax
 from jax._src import sharding_impls as _shardings
 from jax._src import source_info_util as _source
 from jax._src import xla_bridge as _bridge
@@ -50,7 +51,9 @@ def new_jaxpr(
     """A closed jaxpr whose effects are the union of its equations' effects."""
     effects = _core.join_effects(*(eqn.effects for eqn in eqns)) if eqns else jex.no_effects
     debug_info = _core.DebugInfo("planned", "jaxremat", tuple(f"x{i}" for i in range(len(invars))), None)
-    jaxpr = jex.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info)
+    # JAX lowers primitives such as a name under `jax_remat3` only where the jaxpr says that it has some.
+    is_high = any(eqn.primitive.is_high(*(a.aval for a in eqn.invars), **eqn.params) for eqn in eqns)
+    jaxpr = jex.Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info, is_high)
     return jex.ClosedJaxpr(jaxpr, list(consts))
 
 
@@ -115,6 +118,12 @@ def in_scope(eqn: Any, scope: str) -> Any:
 def has_scope(eqn: Any, scope: str) -> bool:
     """Whether this name is in the equation's name stack."""
     return any(part.name == scope for part in eqn.source_info.name_stack.stack)
+
+
+def scope_below(eqn: Any, outer: Any) -> str:
+    """The first name in the equation's name stack below that of another equation, "" where it is not below it."""
+    own, above = eqn.source_info.name_stack.stack, outer.source_info.name_stack.stack
+    return own[len(above)].name if len(own) > len(above) and own[: len(above)] == above else ""
 
 
 def last_scope(eqn: Any) -> str:
@@ -288,9 +297,67 @@ def scan_like(
     return eqn.replace(invars=invars, outvars=outvars, params=params)
 
 
+def staging_checkpoints() -> AbstractContextManager[Any]:
+    """Within it, `jax.checkpoint` and names are staged in a form that works under every transformation.
+
+    With jax 0.10 that is the older one even under `jax_remat3`, whose names cannot be batched there.
+    """
+    return nullcontext() if JAX_VERSION >= (0, 11) else _config.remat3(False)
+
+
 def name_eqn(operand: Any, outvar: Any, name: str, source_info: Any) -> Any:
     """What `jax.ad_checkpoint.checkpoint_name` stages: the operand under a name that policies see."""
-    return new_eqn([operand], [outvar], _checkpoint.name_p, {"name": name}, source_info)
+    if not _config.remat3.value:
+        return new_eqn([operand], [outvar], _checkpoint.name_p, {"name": name}, source_info)
+    params = {"_prim": _checkpoint.CheckpointName(name, operand.aval)}
+    return new_eqn([operand], [outvar], _hijax.call_hi_primitive_p, params, source_info)
+
+
+def without_hijax(eqn: Any, *, derivatives: bool) -> Any:
+    """An equation that `jax_remat3` stages, or another of JAX's "high" primitives, as one that has been there before.
+
+    A checkpoint becomes a `remat2`, a name a `name`. What else brings rules for differentiation becomes a call of what
+    it computes, or with `derivatives`, where it is to be differentiated yet, is left as it is, except that what brings
+    rules for rematerialisation (`jax.custom_remat`, under `jax_remat3`) has none but these: it gets a checkpoint around
+    itself.
+    """
+    if eqn.primitive is not _hijax.call_hi_primitive_p:
+        return eqn
+    kind = eqn.params["_prim"]
+    if isinstance(kind, _NAMES):
+        return eqn.replace(primitive=_checkpoint.name_p, params={"name": kind.name})
+    if isinstance(kind, _checkpoint.RematTraced):
+        params = {
+            "jaxpr": kind.jaxpr,
+            "prevent_cse": getattr(kind, "prevent_cse", True),
+            "differentiated": has_scope(eqn, REMATTED),
+            "policy": kind.policy,
+        }
+        return eqn.replace(primitive=_checkpoint.remat_p, params=params)
+    if derivatives and _config.remat3.value and isinstance(kind, _checkpoint.CustomRemat):
+        alone = single(eqn, eqn.invars)
+        params = {"_prim": _checkpoint.RematTraced(alone.jaxpr if JAX_VERSION >= (0, 11) else alone, None)}
+        return eqn.replace(params=params)
+    if derivatives or eqn.effects:
+        return eqn
+    return eqn.replace(primitive=_core.closed_call_p, params={"call_jaxpr": _expanded(eqn)})
+
+
+_NAMES = tuple(
+    getattr(_checkpoint, kind)
+    for kind in ("CheckpointName", "CheckpointNameFwd")
+    if hasattr(_checkpoint, kind)
+)
+
+
+def _expanded(eqn: Any) -> jex.ClosedJaxpr:
+    """What JAX computes for an equation of a "high" primitive."""
+    kind = eqn.params["_prim"]
+    if hasattr(kind, "jaxpr"):
+        return kind.jaxpr
+    return jax.make_jaxpr(lambda *args: _hijax.call_hi_primitive_p.to_lojax(*args, _prim=kind))(
+        *(a.aval for a in eqn.invars)
+    )
 
 
 def trace_context() -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 
 from . import _compat
 from ._hints import Hint, is_hint, read_hint
-from ._primitives import is_late
+from ._primitives import is_fence, is_late
 from ._splice import inlined
 
 _CHECKPOINTS = frozenset({"checkpoint", "remat2"})
@@ -99,8 +99,14 @@ class Inliner:
         def read(atom: Any) -> Any:
             return atom if _compat.is_literal(atom) else env[atom]
 
-        for eqn in jaxpr.eqns:
+        barriers = frozenset() if self.respect_checkpoint else _of_checkpoints(jaxpr.eqns, outer)
+        for i, written in enumerate(jaxpr.eqns):
+            eqn = _compat.without_hijax(written, derivatives=self.derivatives)
             invars = [read(a) for a in eqn.invars]
+            if i in barriers:
+                self.rematted = True
+                env.update(zip(eqn.outvars, invars, strict=True))
+                continue
             info = eqn.source_info if outer is None else _compat.under(outer, eqn)
             name = eqn.primitive.name
             if (
@@ -178,6 +184,30 @@ def _append(fn: Callable[[Any], Any], atom: Any, result: Any, info: Any, into: l
     """Append the one equation that a function of an atom is, under the name of its result."""
     of = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
     into.extend(inlined(jax.make_jaxpr(fn)(of), [atom], info, [result])[0])
+
+
+def _of_checkpoints(eqns: Sequence[Any], outer: Any) -> frozenset[int]:
+    """Return the barriers, by position, behind which checkpoints begin to compute again.
+
+    Under `jax_remat3` no equation of the backward pass holds a checkpoint's region. What the region reads passes
+    through a barrier of its name stack: below that are what is computed again and what is transposed of it.
+
+    **Arguments:** `outer` the source info of the call or loop that the equations are the body of.
+    """
+    readers: dict[Any, list[Any]] = {}
+    for eqn in eqns:
+        for a in _compat.variables(eqn.invars):
+            readers.setdefault(a, []).append(eqn)
+    found = set()
+    for i, eqn in enumerate(eqns):
+        if not is_fence(eqn):
+            continue
+        below = {_compat.scope_below(r, eqn) for v in eqn.outvars for r in readers.get(v, ())}
+        info = eqn.source_info if outer is None else _compat.under(outer, eqn)
+        late = below == {"transpose"} and is_late(eqn.replace(source_info=info))
+        if late or _compat.REMATTED in below:
+            found.add(i)
+    return frozenset(found)
 
 
 def _computes_again(eqn: Any, info: Any) -> bool:

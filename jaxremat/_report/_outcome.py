@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import Alive
@@ -37,6 +38,20 @@ class Round:
     compile_seconds: float
 
 
+class Collectives(NamedTuple):
+    """How often devices send each other something, by the compilers' count of operations.
+
+    **Fields:** `kind` such as `all-gather`; in the `plain` step and in the `planned` one.
+    """
+
+    kind: str
+    plain: int
+    planned: int
+
+    def __str__(self) -> str:
+        return f"{self.planned} {self.kind}s ({self.plain} in the plain step)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Actions):
     """The part of a `Plan` that is for people; its fields are described there."""
@@ -67,6 +82,7 @@ class Outcome(Actions):
     devices: int = 1
     waiting: float = 0.0
     on_host_nbytes: int = 0
+    collectives: tuple[Collectives, ...] = ()
 
     @property
     def gathered_again(self) -> int:
@@ -168,6 +184,8 @@ def describe(plan: Outcome, rows: int = 12) -> str:
     lines += [f"  {form}" for form in (*plan.loops, *plan.copies)]
     if plan.sent_again:
         lines.append(f"  {plan.sent_again}")
+    if any(each.planned > each.plain for each in plan.collectives):
+        lines.append(f"  devices do {', '.join(map(str, plan.collectives))}")
     if plan.respect_checkpoint:
         lines.append("  the step's own checkpoints are kept, and what they recompute is not counted above")
     if not plan.drops_nothing:

@@ -266,10 +266,10 @@ def _encodable(
     late = late_equations(jaxpr.eqns, loop_of, loops)
     forward = [eqn for eqn, is_late in zip(jaxpr.eqns, late, strict=True) if not is_late]
     of_loop = [loops[i].length if i >= 0 else 1 for i in loop_of]
-    trips = [n for n, is_late in zip(of_loop, late, strict=True) if not is_late]
-    made = sum(n * aval_nbytes(v.aval) for eqn, n in zip(forward, trips, strict=True) for v in eqn.outvars)
-    masks = _random_masks(forward, trips, LARGE * made)
-    dear = masks if kinds == [MASK] else [*masks, *_dear(forward, trips, LARGE * made)]
+    lengths = [n for n, is_late in zip(of_loop, late, strict=True) if not is_late]
+    made = sum(n * aval_nbytes(v.aval) for eqn, n in zip(forward, lengths, strict=True) for v in eqn.outvars)
+    masks = _random_masks(forward, lengths, LARGE * made)
+    dear = masks if kinds == [MASK] else [*masks, *_dear(forward, lengths, LARGE * made)]
     returned = {a for a in jaxpr.outvars if not _compat.is_literal(a)}
     able = {
         v: kind
@@ -295,13 +295,13 @@ def _encodable(
 
 def fewer_nbytes(jaxpr: Any, loop_of: Sequence[int], loops: Sequence[Loop], codes: Sequence[int]) -> int:
     """What all values that may have copies take more than these."""
-    trips = {
+    lengths = {
         v: loops[i].length if i >= 0 else 1
         for eqn, i in zip(jaxpr.eqns, loop_of, strict=True)
         for v in eqn.outvars
     }
     found = _encodable(jaxpr, loop_of, loops, [BY_CODE[code] for code in codes]).items()
-    return sum(trips[v] * (aval_nbytes(v.aval) - _copy_nbytes(kind, v.aval)) for v, kind in found)
+    return sum(lengths[v] * (aval_nbytes(v.aval) - _copy_nbytes(kind, v.aval)) for v, kind in found)
 
 
 def _copy_nbytes(encoding: Encoding, aval: Any) -> int:
@@ -309,11 +309,11 @@ def _copy_nbytes(encoding: Encoding, aval: Any) -> int:
     return sum(aval_nbytes(v.aval) for v in parts)
 
 
-def _random_masks(forward: Sequence[Any], trips: Sequence[int], large: float) -> list[Any]:
+def _random_masks(forward: Sequence[Any], lengths: Sequence[int], large: float) -> list[Any]:
     """The large masks that are made of random words entry by entry, and of no other mask."""
     words: set[Any] = set()  # and what is made of them
     found: list[Any] = []
-    for eqn, n in zip(forward, trips, strict=True):
+    for eqn, n in zip(forward, lengths, strict=True):
         simple = is_pointwise(eqn) or is_light(eqn)
         operands = [a for a in _compat.variables(eqn.invars) if n * aval_nbytes(a.aval) >= large]
         if not is_random(eqn) and not (simple and operands and words.issuperset(operands)):
@@ -324,11 +324,11 @@ def _random_masks(forward: Sequence[Any], trips: Sequence[int], large: float) ->
     return found
 
 
-def _dear(forward: Sequence[Any], trips: Sequence[int], large: float) -> list[Any]:
+def _dear(forward: Sequence[Any], lengths: Sequence[int], large: float) -> list[Any]:
     """The large values that are not made of a single large one entry by entry."""
     roots: dict[Any, frozenset[Any]] = {}  # of which such values each is made entry by entry
     found: list[Any] = []
-    for eqn, n in zip(forward, trips, strict=True):
+    for eqn, n in zip(forward, lengths, strict=True):
         simple = is_pointwise(eqn) or is_light(eqn)
         operands = (roots.get(a, frozenset()) for a in _compat.variables(eqn.invars))
         of: frozenset[Any] = frozenset().union(*operands) if simple else frozenset()

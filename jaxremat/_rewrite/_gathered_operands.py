@@ -53,10 +53,12 @@ def gathered(flat: jex.ClosedJaxpr, gathers: Sequence[Gather]) -> jex.ClosedJaxp
 
 def _made(var: Any, sharding: NamedSharding, reader: Any) -> Any:
     """The equation that gathers a variable."""
-    of = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-    (eqn,) = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(of).jaxpr.eqns
+    explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    of = var.aval if explicit else jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+    place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+    (eqn,) = jax.make_jaxpr(lambda x: place(x, sharding))(of).jaxpr.eqns
     info = _compat.under(_compat.root_source(reader), reader)
-    return eqn.replace(invars=[var], outvars=[_compat.new_var(var.aval)], source_info=info)
+    return eqn.replace(invars=[var], outvars=[_compat.new_var(eqn.outvars[0].aval)], source_info=info)
 
 
 def is_gather(eqn: Any) -> bool:

@@ -95,7 +95,9 @@ def test_the_loop_that_saves_most_is_cut_first() -> None:
     """Of two equal loops the longer one."""
     graph = looped(64)
     shifted = tuple(replace(n, loop=n.loop + 2) for n in graph.nodes)
-    both = replace(graph, nodes=graph.nodes + shifted, parents=(-1,) * 4, groups=(0, 0, 2, 2), trips=(8,) * 4)
+    both = replace(
+        graph, nodes=graph.nodes + shifted, parents=(-1,) * 4, groups=(0, 0, 2, 2), loop_lengths=(8,) * 4
+    )
     first, *_ = Forms(LoopOffers.of(both, [16, 100])).deeper()
     assert first.form == of_levels((), (10, 10))
 

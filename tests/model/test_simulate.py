@@ -571,7 +571,7 @@ def overwriting() -> tuple[Graph, dict[str, int]]:
     )
     free = {array, over, last}  # the stack's own memory
     values = tuple(replace(v, nbytes=0) if v.id in free else v for v in graph.values)
-    looped = replace(graph, nodes=nodes, values=values, parents=(-1, -1), groups=(0, 0), trips=(2, 2))
+    looped = replace(graph, nodes=nodes, values=values, parents=(-1, -1), groups=(0, 0), loop_lengths=(2, 2))
     return looped, {"stack": stack, "row": row, "g": g, "new": new}
 
 
@@ -596,7 +596,7 @@ def test_an_iteration_of_its_own_lets_go_of_what_was_saved_for_it() -> None:
     """What a loop reads from outside is there until it ends, unless it has no other iteration."""
     graph = in_loops(chain(4, size=2), 3)
     once = replace(
-        graph, trips=(1, 1), values=tuple(replace(v, length=min(v.length, 1)) for v in graph.values)
+        graph, loop_lengths=(1, 1), values=tuple(replace(v, length=min(v.length, 1)) for v in graph.values)
     )
     saved = complete(graph, graph.residuals)
     many = [e.live_nbytes for e in simulate(graph, saved).events]

@@ -10,7 +10,11 @@ from attentions import BATCH, HEADS, Attending, assert_close, attending, masked
 
 import jaxremat
 from jaxremat import InfeasibleBudgetError
+from jaxremat._compiler._devices import DEVICES
+from jaxremat._lower._lower import lower
 from jaxremat._model._form import ATTENTION
+from jaxremat._plan._forms import OFFERS, Sites
+from jaxremat._rewrite._trace import trace
 
 LENGTH, LAYERS = 192, 3
 
@@ -76,3 +80,39 @@ def test_hints_decide() -> None:
     made = attending(hinted, LAYERS, length=LENGTH)
     plan = jaxremat.plan(made.step, *made.args, budget="min")
     assert not plan.form.settings(ATTENTION)
+
+
+def offered(accumulated: int) -> tuple[float, float]:
+    """Of attention in a loop over layers, in a loop over microbatches where there are several: what it saves in
+    seconds, and how long the step takes.
+    """
+    heads, dims, layers = 4, 64, 6
+
+    def loss(ws: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(h: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            q, k, v = (jnp.reshape(h @ w[i], (*h.shape[:2], heads, dims)) for i in range(3))
+            weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 8)
+            return h + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(h.shape), None
+
+        return jnp.sum(jax.lax.scan(layer, x, ws)[0] ** 2)
+
+    def step(ws: jax.Array, batches: jax.Array) -> jax.Array:
+        if accumulated == 1:
+            return jax.grad(loss)(ws, batches[0])
+        more = lambda total, x: (total + jax.grad(loss)(ws, x), None)  # noqa: E731
+        return jax.lax.scan(more, jnp.zeros_like(ws), batches)[0]
+
+    width = heads * dims
+    ws = jax.ShapeDtypeStruct((layers, 3, width, width), jnp.float32)
+    batches = jax.ShapeDtypeStruct((accumulated, 2, 256, width), jnp.float32)
+    traced = trace(jax.jit(step), (ws, batches), {})
+    graph = lower(traced, DEVICES["h100"], base_nbytes=0)
+    sites = Sites(traced, traced, graph, DEVICES["h100"], None, ("attention",), False)
+    (found,) = (each for kind in OFFERS if (each := kind(sites)) and each.kind == ATTENTION)
+    return -found.worth(0, (2,)).more_seconds, graph.step_seconds
+
+
+def test_attention_in_a_loop_within_a_loop_is_offered_once_for_each_iteration_of_both() -> None:
+    (once, step), (often, longer) = offered(1), offered(4)
+    assert often == pytest.approx(4 * once, rel=0.02)
+    assert often / longer == pytest.approx(once / step, rel=0.05)

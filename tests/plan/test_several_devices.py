@@ -70,6 +70,27 @@ def test_only_what_is_planned_is_sent_again(case: tuple[str, dict]) -> None:
     assert ("gather" in plan["text"]) >= bool(plan["again"])
 
 
+def test_operations_that_send_are_those_of_the_plain_step_or_counted_in_the_plan(
+    case: tuple[str, dict],
+) -> None:
+    name, found = case
+    for plan in (found["plans"]["most"], found["plans"]["some"]):
+        counted = {kind: planned for kind, _, planned in plan["counted"] if planned}
+        plain = {kind: count for kind, count, _ in plan["counted"] if count}
+        if name != "scan":  # of loops each iteration is counted
+            assert counted == plan["operations"]
+            assert plain == found["operations"]
+        more = {kind for kind, count in counted.items() if count > plain.get(kind, 0)}
+        assert ("in the plain step)" in plan["text"]) == bool(more)
+
+
+def test_gradients_are_added_up_at_once_where_memory_allows_it(case: tuple[str, dict]) -> None:
+    """And the loss by itself, which a fence waits for."""
+    name, found = case
+    apart = found["plans"]["most"]["operations"]["all-reduce"] - found["operations"]["all-reduce"]
+    assert apart <= 1, name
+
+
 @pytest.mark.parametrize("case", ["nnx shardings", "nnx with_partitioning"])
 def test_objects_are_where_the_step_or_their_model_says(case: str) -> None:
     found = ask(case)

@@ -46,6 +46,17 @@ def counts(jaxpr: Any) -> Counter[str]:
     return found
 
 
+def computed_again(jaxpr: Any, within: bool = False) -> int:
+    """How many contractions checkpoints compute again; `within` whether the jaxpr is of what they do."""
+    found = 0
+    for written in jaxpr.eqns:
+        eqn = _compat.without_hijax(written, derivatives=False)
+        again = within or _compat.has_scope(eqn, _compat.REMATTED)
+        found += again and eqn.primitive.name == "dot_general"
+        found += sum(computed_again(inner, again) for inner in inner_jaxprs(eqn))
+    return found
+
+
 def regions(jaxpr: Any, late: bool = False) -> list[Counter[str]]:
     """What stands in each checkpoint's region of the backward pass; `late` whether the jaxpr is of it."""
     found = []
@@ -58,9 +69,13 @@ def regions(jaxpr: Any, late: bool = False) -> list[Counter[str]]:
     return found
 
 
-@functools.cache
 def least(name: str, **options: Any) -> Plan:
     """The plan of least memory, its step run against the plain one."""
+    return _least(name, jax.config.jax_remat3, **options)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _least(name: str, remat3: bool, **options: Any) -> Plan:
     case = CHECKPOINTS[name]
     args = case.make_args()
     plain = compile_plain(case, args)
@@ -86,6 +101,20 @@ def test_kept_regions_are_those_of_the_step(name: str) -> None:
     assert regions(emit(found, graph, complete(graph, ())).jaxpr) == own
 
 
+@pytest.mark.usefixtures("remat3")
+@pytest.mark.parametrize("name", often(CHECKPOINTS, {"blocks, names", "loop", "two levels by hand"}))
+def test_what_kept_checkpoints_compute_again_they_still_do(name: str) -> None:
+    """Also where no equation holds their regions, as under `jax_remat3`."""
+    found = traced(name, respect_checkpoint=True)
+    again = computed_again(found.closed.jaxpr)
+    assert again
+    assert computed_again(found.flat.jaxpr) == again
+    assert computed_again(runnable(found).jaxpr) == again
+    graph = lower(found, CPU, base_nbytes=0)
+    assert computed_again(emit(found, graph, complete(graph, ())).jaxpr) >= again
+
+
+@pytest.mark.usefixtures("remat3")
 @pytest.mark.parametrize("name", often(CHECKPOINTS, {"loops"}))
 def test_undone_regions_compute_the_same(name: str) -> None:
     case, found = CHECKPOINTS[name], traced(name)
@@ -97,11 +126,13 @@ def test_undone_regions_compute_the_same(name: str) -> None:
     assert_same(want, got)
 
 
+@pytest.mark.usefixtures("remat3")
 @pytest.mark.parametrize("name", often(sorted(CHECKPOINTS.keys() - UNROLLED), CHECKPOINTS.keys() - VARIANTS))
 def test_what_loops_compute_again_is_merged_back(name: str) -> None:
     assert counts(traced(name).jaxpr.jaxpr)["dot_general"] == CONTRACTIONS.get(name, 6)
 
 
+@pytest.mark.usefixtures("remat3")
 @pytest.mark.parametrize("name", often(["blocks, names", "loop"], {"loop"}))
 def test_least_memory_with_regions_kept(name: str) -> None:
     plan = least(name, respect_checkpoint=True)
@@ -110,11 +141,13 @@ def test_least_memory_with_regions_kept(name: str) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.usefixtures("remat3")
 @pytest.mark.parametrize("name", often(["loop", "nn.remat_scan"], {"loop"}))
 def test_least_memory_with_regions_undone(name: str) -> None:
     least(name)
 
 
+@pytest.mark.usefixtures("remat3")
 @pytest.mark.slow
 @pytest.mark.parametrize("respect_checkpoint", [True, False])
 @pytest.mark.parametrize("name", sorted(CHECKPOINTS))

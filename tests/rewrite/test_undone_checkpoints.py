@@ -16,6 +16,8 @@ from jaxremat._program._primitives import is_late
 from jaxremat._rewrite._trace import Traced, trace
 from jaxremat._rewrite._undone_checkpoints import forward_again
 
+pytestmark = pytest.mark.usefixtures("remat3")
+
 WIDTH, LAYERS, TOKENS, WORDS = 16, 3, 12, 32
 
 

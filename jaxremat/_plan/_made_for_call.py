@@ -1,0 +1,52 @@
+"""Step, arguments -> what a plan for them is made for, in words: versions, places, types, shardings."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from .._compiler._program import Program
+from ._made_for import MadeFor
+
+_LONGEST = 60  # characters of a static argument
+
+
+def made_for(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MadeFor:
+    """Return what a plan for these arguments (arrays or `jax.ShapeDtypeStruct`s) is made for."""
+    found, _ = tree_flatten_with_path(program.dynamic(args, kwargs))
+    places = [_place(path) for path, _ in found]
+    infos = jax.tree.leaves(program.plain.trace(*args, **kwargs).args_info)
+    meshes = (leaf.sharding.mesh for _, leaf in found if isinstance(_sharding(leaf), NamedSharding))
+    return MadeFor(
+        jax=jax.__version__,
+        mesh=next((", ".join(f"{name}={size}" for name, size in m.shape.items()) for m in meshes), ""),
+        arguments=tuple((place, _type(leaf)) for place, (_, leaf) in zip(places, found, strict=True)),
+        donated=tuple(place for place, info in zip(places, infos, strict=True) if info.donated),
+        static=tuple((str(place), _repr(value)) for place, value in program.static(args, kwargs)),
+    )
+
+
+def _place(path: Sequence[Any]) -> str:
+    """`0['w']` of the first argument, `batch['x']` of one that is given by name."""
+    first, *rest = path[1:]
+    return f"{getattr(first, 'idx', getattr(first, 'key', first))}{keystr(tuple(rest))}"
+
+
+def _sharding(leaf: Any) -> Any:
+    return getattr(leaf, "sharding", None)
+
+
+def _type(leaf: Any) -> str:
+    aval = jax.typeof(leaf)
+    weak = " of a Python number" if getattr(aval, "weak_type", False) else ""
+    where = _sharding(leaf)
+    spec = f" over {tuple(where.spec)}" if isinstance(where, NamedSharding) and any(where.spec) else ""
+    return f"{aval.dtype}[{','.join(map(str, aval.shape))}]{weak}{spec}"
+
+
+def _repr(value: Any) -> str:
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
