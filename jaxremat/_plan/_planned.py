@@ -3,6 +3,7 @@
 Law: what the compiler needs for it is within the plan's budget on this machine too, or an error says so.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,7 @@ from .._compiler._target import in_words
 from .._model._schedule import check
 from .._report._actions import actions
 from .._runtime._bytes import format_nbytes
-from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
+from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, PlanMismatchError
 from .._runtime._progress import phase
 from ._baseline import Baseline, text_of
 from ._plan import Plan
@@ -68,6 +69,7 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
             f"The plan keeps {len(plan.offloaded)} values in the host's memory meanwhile, and a CPU has no memory "
             "besides that. Plan for this device without `offload=True`."
         )
+    warn_of(plan)
     if not plan.stages:
         jitted = baseline.program.plain
     else:
@@ -90,6 +92,19 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
         alive=alive_at_peak(text_of(compiled)),
     )
     return Planned(plan, jitted, compiled) if to_run else planned(baseline, plan, jitted, compiled)
+
+
+def warn_of(plan: Plan) -> None:
+    """Give the warnings of a plan that is followed."""
+    for said in plan.warnings:
+        warnings.warn(said, JaxrematWarning, stacklevel=2)
+    if plan.planning.cut_short and plan.stages:
+        warnings.warn(
+            f"A clock ended the search for the plan of `{plan.step}`, after {plan.planning.work}: another search may "
+            "find a faster one. Leave `planning_seconds` out, or make it larger.",
+            JaxrematWarning,
+            stacklevel=2,
+        )
 
 
 def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:

@@ -19,12 +19,15 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from .._model._graph import Graph
 from .._model._schedule import Schedule, complete, must_save
-from .._model._simulate import Profile, rank, simulate
+from .._model._simulate import Profile, extra_seconds, rank, simulate
 from ._hull import Lagrangian
 from ._interface import Solution
 
 _INFINITE = 2**30
 _SCALE = 2**20
+
+PRICES = -32, 33
+"""Quarters of powers of two, in units where all bytes cost as much as all seconds."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,19 @@ def fewest_saved(graph: Graph, banned: frozenset[int]) -> Schedule:
     nodes = (replace(n, seconds=dear) if n.id in banned else n for n in graph.nodes)
     cuts = _Cuts(replace(graph, nodes=tuple(nodes)))
     return cuts.at(1 / (2 * max(len(banned), 1)))[0]
+
+
+def saving_less(graph: Graph, schedule: Schedule) -> list[Schedule]:
+    """Return schedules that save ever less of what this one does, and take ever longer: of its values those that
+    minimum cuts save as the price of a byte rises.
+    """
+    cuts, found = _Cuts(graph), [schedule]
+    for power in range(*PRICES):
+        saved = schedule.saved & cuts.at(2.0 ** (power / 4))[0].saved
+        less = complete(graph, saved, schedule.kept, schedule.away & saved)
+        if extra_seconds(graph, less) > extra_seconds(graph, found[-1]):
+            found.append(less)
+    return found[1:]
 
 
 class _Cuts:
