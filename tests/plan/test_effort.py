@@ -191,6 +191,16 @@ def test_a_plan_that_a_clock_cut_short_is_used_and_improved(
     assert made == 3, "what no clock cut short is final"
 
 
+def test_warnings_of_a_plan_come_again_with_it() -> None:
+    stats = jaxremat.memory(train, *ARGS, donate_argnums=0)
+    budget = stats.base_nbytes + int(0.8 * stats.temporaries_nbytes)
+    plan = jaxremat.plan(train, *ARGS, budget=budget, donate_argnums=0, cache=False)
+    assert plan.warnings == ()
+    said = replace(plan, warnings=("it takes long",)).to_json()
+    with pytest.warns(JaxrematWarning, match="it takes long"):
+        jaxremat.optimize(plan=jaxremat.Plan.from_json(said), donate_argnums=0)(train).plan(*ARGS)
+
+
 def test_a_deadline_is_a_positive_number() -> None:
     with pytest.raises(ArgumentError, match=r"`planning_seconds=0` is no positive number"):
         jaxremat.optimize("1GiB", planning_seconds=0)

@@ -558,3 +558,31 @@ def test_what_copies_in_fewer_bits_give_is_never_worse_than_what_is_found_withou
     bare = search(None)
     assert bare is not None and bare.seconds == trial.seconds
     assert tried == [each for each in with_them if not each]
+
+
+class Stubborn:
+    """Saves the first 30 residuals within any allowance, and nothing for the least memory."""
+
+    def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        del time_limit
+        return Solution(complete(graph, () if budget_nbytes is None else graph.residuals[:30]))
+
+
+def test_between_a_slow_plan_and_one_that_nearly_fits_the_search_goes_on() -> None:
+    """What saves more than 20 values misses by one byte, whatever is asked for; the least memory costs three steps."""
+    graph = replace(chain(40), platform="gpu")
+    graph = replace(  # so that minimum cuts drop one after the other
+        graph, nodes=tuple(replace(n, seconds=n.seconds * (1 + 0.5 * (n.id % 7))) for n in graph.nodes)
+    )
+    budget = simulate(graph, complete(graph, graph.residuals[:30])).peak_nbytes
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+        trial = compiled_dearly(graph, solution, fence)
+        return replace(trial, peak_nbytes=budget + (1 if len(solution.schedule.saved) > 20 else -1))
+
+    search = Search(graph, Stubborn(), 1.0, compiled, 10**6 * UNIT)
+    trial = search.within(budget, 1)
+    assert any(t.compiled_overhead == 3.0 for t in search.trials)
+    assert trial is not None and trial.peak_nbytes <= budget
+    assert trial.compiled_overhead == 0.1
+    assert trial.solution.schedule.saved < search.trials[0].solution.schedule.saved
