@@ -60,8 +60,8 @@ def optimize(
       `compiler_options`: as in `jax.jit`. What the backend needs for fences to count is added to the options. A jitted
       function brings its own along.
     - `solver`: a `jaxremat.Solver`; None for `jaxremat.Milp()`.
-    - `time_limit`: seconds for each solve; the incumbent and its honest gap are used when it ends. Ctrl-C ends planning
-      at once, also within a solve.
+    - `time_limit`: the work of each solve, in seconds of a usual machine (nodes are counted, so that plans are the same
+      on all); the incumbent and its honest gap are used when it ends. Ctrl-C ends planning at once.
     - `verify`: compile, compare with the budget, correct and plan again at most twice. False trusts the model.
     - `effort`: `"thorough"` allows more rounds, and tries other forms of fences.
     - `target`: plan for this device, one of `jaxremat.targets()`, or several, `"h100x8"`, `"h100:16x8"` on 16 hosts,
@@ -86,10 +86,10 @@ def optimize(
       path of globs within a name stack (`jaxremat.Node.scope`, ended by the primitive or a `checkpoint_name`), or
       within a source line, or a compiled regular expression; what it matches is `"save"`d, `"recompute"`d or
       `"offload"`ed, or a `"stage"` of the backward pass begins where the backward pass of what it matches does.
-    - `planning_seconds`: when to stop looking for a better plan, counted from the first call; what is being compiled is
-      finished. By default after the time of three compilations of the plain step and 15 s once a plan fits, of six and
-      30 s while none does; without limit where `effort="thorough"`. `Plan.planning` says what it took, and whether it
-      was cut short.
+    - `planning_seconds`: when a clock stops the search, counted from the first call; what is begun is finished, what it
+      cut short is improved when asked for again. By default work is counted: once a plan fits, 2 compilations and one
+      for each time that the step goes into 6,000 equations, 8 at most; twice as many while none does, as many again
+      for inexact forms or host memory; no limit where `effort="thorough"`. See `Plan.planning`.
     - `offload`: let the planner keep saved values in the host's memory between their readers, where that costs less
       than computing them again. Plans without are looked for first, so that planning may take twice as long.
       Where nothing fits, or only what is dear, it keeps donated arguments there that are read to be updated alone, as

@@ -146,9 +146,11 @@ class Planning:
     solver: Annotated[
         Literal["milp", "mincut", "greedy", "chen", "recompute-all"] | None, typer.Option(help="The planner.")
     ] = None
-    time_limit: Annotated[float | None, typer.Option(metavar="S", help="Seconds for each solve.")] = None
+    time_limit: Annotated[float | None, typer.Option(metavar="S", help="Work of each solve, in seconds.")] = (
+        None
+    )
     planning_seconds: Annotated[
-        float | None, typer.Option(metavar="S", help="When to stop looking for a better plan.")
+        float | None, typer.Option(metavar="S", help="When a clock ends the search.")
     ] = None
     effort: Annotated[
         Literal["normal", "thorough"] | None, typer.Option(help="How many plans to compile.")

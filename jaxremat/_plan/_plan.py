@@ -45,6 +45,7 @@ class Plan(Outcome, Written):
     - `devices` how many the step is on: all bytes are of one of them; `waiting` the share of the step's time for which
       kernels wait for what comes back from the host's memory.
     - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
+    - `warnings` of what planning found, which are given again whenever the plan is followed.
     - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `fence`,
       `offloaded` what the emitter needs. Of these `unrepeated` are the operations that may not run twice, some of
       which only the compiled plain step tells: those with which devices send each other something.
@@ -71,6 +72,7 @@ class Plan(Outcome, Written):
     on_host: tuple[int, ...] = ()
     detached: tuple[Passing, ...] = ()
     made_for: MadeFor | None = None
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:

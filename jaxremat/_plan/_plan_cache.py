@@ -1,7 +1,8 @@
 """Program, request -> the plan that was made for them before, on disk; or a fresh one, which is kept there.
 
-Laws: a plan is found under all that planning looks at, the planner's own code included, and nothing else; what is found
-is emitted, compiled and held against its budget as a plan from a file is, so that a cache can cost time but no byte.
+Laws: a plan is found under all that planning looks at, the planner's own code included, and nothing else; one that a
+clock cut short is used, but made anew when it is asked for again, and the better one kept; what is found is
+emitted, compiled and held against its budget as a plan from a file is, so that a cache can cost time but no byte.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ from .._program import _compat
 from .._runtime._bytes import parse_budget, parse_margin
 from .._runtime._cache_folder import cache_dir, read, store, touch, trim
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
+from .._runtime._progress import Stopwatch, timed
 from .._solver import Solver
 from ._baseline import Baseline
 from ._known_plans import KnownPlans
@@ -52,7 +54,8 @@ def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
     refusal = _path(baseline, request, refused=True) if movable(baseline) else None
     if refusal and (refused := recall(refusal, json.loads)) is not None:
         raise InfeasibleBudgetError(**refused)
-    if (plan := recall(path, Plan.from_json)) is not None:
+    plan = recall(path, Plan.from_json)
+    if plan is not None and not plan.planning.cut_short:  # else it is looked for once more
         try:
             follow = functools.partial(apply_plan, baseline, plan, request.options.verify)
             planned = baseline.defects.attempted("emitting a plan that was kept", follow, plan.form)
@@ -65,19 +68,32 @@ def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
     key = key_of(baseline, request.options, {"known": True}, besides=_SEARCHING)
     assert key is not None  # there is none for what is not kept
     known = KnownPlans.of(key, baseline.backend.fuses)
+    with timed() as stopwatch:
+        return _fresh(baseline, request, known, path, refusal, stopwatch)
+
+
+def _fresh(
+    baseline: Baseline,
+    request: Request,
+    known: KnownPlans,
+    path: Path,
+    refusal: Path | None,
+    stopwatch: Stopwatch,
+) -> Planned:
+    """Make a plan, or take a better one that was made before, and keep it there. **Raises:** as `make_plan`."""
     try:
         planned = make_plan(baseline, request)
     except InfeasibleBudgetError as error:
-        planned = _known(baseline, request, known, None)
+        planned = _known(baseline, request, known, None, stopwatch)
         if planned is None:
             _keep_least(baseline, request, known, error)
             error = known.corrected(error)
-            if refusal:  # what is planned instead is kept, see `_state_on_host`
+            if refusal and not stopwatch.interrupted:  # what is planned instead is kept, see `_state_on_host`
                 told = {name: getattr(error, name) for name in _TOLD}
                 keep(refusal, json.dumps({"message": str(error), **told}))
             raise error from None
     else:
-        planned = _known(baseline, request, known, planned.plan) or planned
+        planned = _known(baseline, request, known, planned.plan, stopwatch) or planned
     keep(path, planned.plan.to_json())
     if request.options.verify:
         known.add(planned.plan, path)
@@ -96,14 +112,20 @@ def _keep_least(
         known.add(error.least_plan, path)
 
 
-def _known(baseline: Baseline, request: Request, known: KnownPlans, plan: Plan | None) -> Planned | None:
-    """A plan that was made before and is better than this one, or than none; None where there is none."""
+def _known(
+    baseline: Baseline, request: Request, known: KnownPlans, plan: Plan | None, stopwatch: Stopwatch
+) -> Planned | None:
+    """Return a plan that was made before and is better than this one, or than none; None where there is none. It is
+    final where no clock cut the present search short.
+    """
     budget, margin = _asked(request)
     room = None if budget == "min" else budget - margin
     for each in known.better(plan, room) if request.options.verify else ():
         found = recall(cache_dir() / "plans" / each.file, Plan.from_json)
         if found is None:
             continue
+        cut_short = found.planning.cut_short and stopwatch.interrupted
+        found = replace(found, planning=replace(found.planning, cut_short=cut_short))
         allowed = found.peak_nbytes if budget == "min" else budget
         try:
             return apply_plan(

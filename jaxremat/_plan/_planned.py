@@ -3,6 +3,7 @@
 Law: what the compiler needs for it is within the plan's budget on this machine too, or an error says so.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ from .._model._schedule import Schedule, check
 from .._report._actions import actions
 from .._report._outcome import Collectives
 from .._runtime._bytes import format_nbytes
-from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
+from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, PlanMismatchError
 from .._runtime._progress import phase
 from ._baseline import Baseline, text_of
 from ._compiled_schedule import CompiledSchedule, OverwrittenReadError, compile_schedule
@@ -74,6 +75,7 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
             "besides that. Plan for this device without `offload=True`."
         )
     compiled = None
+    warn_of(plan)
     if not plan.stages:
         jitted = baseline.program.plain
     else:
@@ -126,6 +128,19 @@ def _how_they_differ(plan: Plan, baseline: Baseline) -> str:
     now = made_for(baseline.program, baseline.args, baseline.kwargs)
     same = "its code differs, for its arguments, the donated and the static ones, the mesh and jax's version are equal"
     return "; ".join(plan.made_for.differences(now)) or same
+
+
+def warn_of(plan: Plan) -> None:
+    """Give the warnings of a plan that is followed."""
+    for said in plan.warnings:
+        warnings.warn(said, JaxrematWarning, stacklevel=2)
+    if plan.planning.cut_short and plan.stages:
+        warnings.warn(
+            f"A clock ended the search for the plan of `{plan.step}`, after {plan.planning.work}: another search may "
+            "find a faster one. Leave `planning_seconds` out, or make it larger.",
+            JaxrematWarning,
+            stacklevel=2,
+        )
 
 
 def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:

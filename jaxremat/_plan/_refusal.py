@@ -10,6 +10,7 @@ from .._model._simulate import simulate
 from .._runtime._bytes import Budget, format_nbytes
 from .._runtime._errors import InfeasibleBudgetError
 from ._baseline import Baseline
+from ._effort import Effort
 from ._search import MOST_OVERHEAD, Search
 from ._trial import Trial
 
@@ -57,12 +58,12 @@ def predicted(graph: Graph, schedule: Schedule) -> Least:
 
 
 def infeasible(
-    asked: Budget, budget: int, margin_nbytes: int, least: Least, *, temporaries_nbytes: int, cut_short: bool
+    asked: Budget, budget: int, margin_nbytes: int, least: Least, *, temporaries_nbytes: int, effort: Effort
 ) -> InfeasibleBudgetError:
     """That nothing fits.
 
     **Arguments:** the budget as it was `asked` for, and without the margin; `temporaries_nbytes` of the step as it is
-    written; `cut_short` whether a deadline ended the search.
+    written; `effort` that the search took.
     """
     graph = least.graph
     profile = simulate(graph, least.schedule)
@@ -80,7 +81,7 @@ def infeasible(
         f"arguments and outputs {format_nbytes(graph.base_nbytes)}, live values {format_nbytes(event.live_nbytes)}, "
         f"the largest {largest or 'none'}. "
         f"Use a budget of at least {enough} bytes ({format_nbytes(enough)}), or a smaller batch."
-        + (" A deadline cut planning short: a larger `planning_seconds` may find less." if cut_short else "")
+        + _ended(effort)
         + _movable(graph)
         + (
             f" With {format_nbytes(temporaries_nbytes)} of temporaries the step is too small to plan well: at this "
@@ -92,6 +93,15 @@ def infeasible(
         min_peak_nbytes=least.peak_nbytes,
         step_seconds=graph.step_seconds,
     )
+
+
+def _ended(effort: Effort) -> str:
+    """Return what to say of a search that ended before it had tried all that it would have."""
+    if effort.stopwatch.interrupted:
+        return " The clock cut planning short: a larger `planning_seconds` may find less."
+    if effort.exhausted:
+        return f' The search ended after {effort}: `effort="thorough"` may find less.'
+    return ""
 
 
 def _movable(graph: Graph) -> str:
@@ -106,7 +116,7 @@ def _movable(graph: Graph) -> str:
     )
 
 
-def dear(search: Search, trial: Trial) -> str:
+def slow(search: Search, trial: Trial) -> str:
     """What to say of a plan that takes several times as long as the plain step; "" of others."""
     step = search.graph.step_seconds or 1.0
     if trial.seconds <= MOST_OVERHEAD * step:

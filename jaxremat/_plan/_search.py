@@ -8,6 +8,7 @@ for less than running the forward passes that it repeats.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -18,8 +19,9 @@ from .._model._graph import Graph
 from .._model._schedule import Schedule, check
 from .._model._simulate import extra_seconds, rank, simulate
 from .._solver import Solution, Solver, Sublinear
+from .._solver._mincut import saving_less
 from ._cuttings import CHEAP, EXACTLY, LEAST_SLACK, Cuttings
-from ._deadline import Deadline
+from ._effort import Effort
 from ._solving import Solving
 from ._trial import Attempt, Line, Trial, first, in_vain, some, untried
 from ._trial import allowance as next_allowance
@@ -44,8 +46,13 @@ LITTLE = 0.01
 """Nor, with a budget, where they promise no such share less than what was compiled, if the model errs as on others;
 and what misses the budget by no more has further rounds."""
 
-LATE = 0.1
-"""What misses it by no more than this share is corrected once however late it is: the least memory costs a multiple."""
+NEAR = 0.1
+"""What misses it by no more than this share is corrected once even where the effort is exhausted, and once more where
+it then misses by little: schedules of least memory are several times slower."""
+
+WIDE = 0.5
+"""Where a plan that fits takes longer than one that nearly does, by this share of the step's time, schedules between
+the two are compiled."""
 
 LEAST_MORE = 0.05
 """Of schedules of about the least memory the fastest is taken, if it needs no more than this share of the least
@@ -59,9 +66,9 @@ budget that costs more is the answer only after a search between it and the chea
 @dataclass
 class Search:
     """**Fields:** `graph` of the plain step's form, with coarse stages; `temporaries_nbytes` of the plain step; the
-    `forms` that it may take, and the `graph_of` each; `deadline` behind which nothing new is begun;
-    `written_nbytes` what the step needs as the user wrote it, None where that is no plan; a schedule that is `known`
-    for each cutting of the plain form; `trials` in order. Seconds are counted from those of the step as it is written.
+    `forms` that it may take, and the `graph_of` each; the `effort` that the search takes; `written_nbytes` what the
+    step needs as the user wrote it, None where that is no plan; a schedule that is `known` for each cutting of the
+    plain form; `trials` in order. Seconds are counted from those of the step as it is written.
     """
 
     graph: Graph
@@ -71,7 +78,7 @@ class Search:
     temporaries_nbytes: int
     forms: Forms | None = None
     graph_of: Callable[[Form], Graph | None] | None = None
-    deadline: Deadline = field(default_factory=Deadline)
+    effort: Effort = field(default_factory=Effort)
     written_nbytes: int | None = None
     known: Callable[[Graph], Schedule] | None = None
     trials: list[Trial] = field(default_factory=list)
@@ -80,10 +87,10 @@ class Search:
         self.cuttings = Cuttings(
             self.graph, self.solver, self.time_limit, self.temporaries_nbytes, self.forms, self.graph_of
         )
-        self.solving = Solving(self.solver, self.time_limit, self.deadline)
+        self.solving = Solving(self.solver, self.time_limit, self.effort)
         self.turns = self.cuttings.turns
-        self.deadline.turns = len(self.turns)
-        self.corrects_late = False
+        self.effort.turns, self.effort.equations = len(self.turns), len(self.graph.nodes)
+        self.corrections = 0  # beyond the effort
         self.failed: set[int] = set()  # `id`s of cuttings of which no program came
         if self.known is not None:
             for cut in self.cuttings.made:
@@ -99,13 +106,33 @@ class Search:
             self._least(budget)
             if self.best(budget) is not None:  # now between what fits and what is cheap
                 self._approach(lines, lambda: budget, 0, MORE_ROUNDS)
+                self._bisect(budget)
         return self.best(budget) if some(self.trials) else None
+
+    def _bisect(self, budget: int) -> None:
+        """Compile schedules between a slow one that fits and a fast one that misses the budget by little, and whose
+        allowance the solver cannot lower: those that save ever less of what the fast one saves.
+        """
+        slow, near = self.best(budget), budget + NEAR * self.temporaries_nbytes
+        missed = (t for t in self.trials if budget < t.peak_nbytes <= near)
+        fast = min(missed, key=lambda t: t.peak_nbytes, default=None)
+        if slow is None or fast is None or slow.seconds - fast.seconds < WIDE * self.graph.step_seconds:
+            return
+        most = slow.seconds - (fast.seconds - fast.profile.extra_seconds)  # by the model
+        less = saving_less(fast.graph, fast.solution.schedule)
+        between = [schedule for schedule in less if extra_seconds(fast.graph, schedule) < most]
+        low, high = -1, len(between)
+        while high - low > 1 and self._allows(self.best(budget), budget):
+            middle = (low + high) // 2
+            trial = self._attempt(fast.graph, replace(fast.solution, schedule=between[middle]), fast.fence)
+            fits = trial is not None and trial.peak_nbytes <= budget
+            low, high = (low, middle) if fits else (middle, high)
 
     def faster(self, budget: int, rounds: int) -> Trial | None:
         """A compiled schedule within the budget that is faster than the step as it is written, by the model and by its
         kernels, after that many rounds; None if there is none.
         """
-        self.deadline.fits = True  # as it is written
+        self.effort.fits = True  # as it is written
         self._approach([], lambda: budget, rounds, 0)
         faster = [
             t for t in self.trials if t.peak_nbytes <= budget and t.seconds < 0 and t.compiled_overhead <= 0
@@ -118,7 +145,7 @@ class Search:
         was compiled.
         """
         for number, turn in enumerate(self.turns, 1):
-            self.deadline.turn = number
+            self.effort.turn = number
             for i in range(rounds + more + MORE_ROUNDS):
                 line = self._next(lines, budget(), turn)
                 if line is None or line.pending is None:
@@ -128,18 +155,19 @@ class Search:
                     break
                 if i >= rounds + more and not self._misses(budget(), LITTLE):
                     break
-                if not self._in_time(best, budget()):
+                if not self._allows(best, budget()):
                     break
                 self._attempt(line.graph, line.pending, line.fence)
                 line.pending = None
 
-    def _in_time(self, best: Trial | None, budget: int) -> bool:
-        """Whether another plan may be compiled: the first in any case, and one that corrects what misses."""
-        if not (self.trials or self.deadline.fits) or self.deadline.allows(self._bearable(best)):
+    def _allows(self, best: Trial | None, budget: int) -> bool:
+        """Return whether another plan may be compiled: the first in any case, and those that correct what misses."""
+        if not (self.trials or self.effort.fits) or self.effort.allows(self._bearable(best)):
             return True
-        late = not (self.deadline.fits or self.corrects_late) and self._misses(budget, LATE)
-        self.corrects_late |= late
-        return late
+        share = LITTLE if self.corrections else NEAR
+        corrects = not self.effort.fits and self.corrections < MORE_ROUNDS and self._misses(budget, share)
+        self.corrections += corrects
+        return corrects
 
     def _misses(self, budget: int, share: float) -> bool:
         """Whether nothing bearable fits, but a plan misses the budget by so small a share of the plain step's
@@ -151,7 +179,7 @@ class Search:
         return any(0 < nbytes <= share * self.temporaries_nbytes for nbytes in missed)
 
     def _bearable(self, trial: Trial | None) -> bool:
-        return trial is not None and trial.seconds <= self._most_seconds()
+        return trial is not None and trial.seconds <= self.most_seconds()
 
     def lowest(self) -> Trial:
         """The compiled schedule of least peak, however dear. **Raises:** `NoProgramError`."""
@@ -200,34 +228,13 @@ class Search:
         self._attempt(graph, solution, "finished")
         return some(self.trials)[-1]
 
-    def predict(self, allowance: int | None) -> tuple[Graph, Solution]:
-        """The solution that is best by the model alone, with the graph that it is of."""
-        found: list[tuple[tuple[float, ...], Graph, Solution]] = []
-        if allowance is None:
-            self.cuttings.make_lowest(self._most_seconds())
-        while True:
-            for cut in self.cuttings.made[len(found) :]:
-                solution = self._solution(cut, allowance)
-                found.append((self._rank(cut, solution, allowance), cut, solution))
-                if found[-1][0][:2] <= (0.0, self.cuttings.cheap_seconds):
-                    return cut, solution
-            order, cut, solution = min(found, key=lambda each: each[0])
-            fits = order[0] == 0.0
-            alike = [(g, s) for o, g, s in found if o[0] == 0.0 and g.form == cut.form]
-            seconds = order[1] if fits else None
-            if allowance is None or not (
-                any(self.cuttings.deepen(seconds, allowance, turn) for turn in self.turns)
-                or (fits and self.cuttings.divide(alike, allowance))
-            ):
-                return cut, solution
-
-    def _most_seconds(self) -> float:
+    def most_seconds(self) -> float:
         """What the least memory may cost."""
         if isinstance(self.solver, Sublinear):
             return self.solver.most_seconds(self.graph) * (1 + 1e-9)
         return MOST_OVERHEAD * self.graph.step_seconds
 
-    def _rank(self, graph: Graph, solution: Solution, allowance: int | None) -> tuple[float, ...]:
+    def rank(self, graph: Graph, solution: Solution, allowance: int | None) -> tuple[float, ...]:
         order = rank(graph, solution.schedule, allowance)
         if graph.form == self.graph.form and order[0]:
             self.cuttings.plain_nbytes = int(order[1])
@@ -255,8 +262,8 @@ class Search:
             if line.closed or any(other.expected[1] <= line.graph.extra_seconds for other in ready):
                 continue
             if line.pending is None:
-                line.pending = self._solution(line.graph, line.allowance, hasty=self._bearable(best))
-            line.order = self._rank(line.graph, line.pending, line.allowance)
+                line.pending = self.solving.within(line.graph, line.allowance)
+            line.order = self.rank(line.graph, line.pending, line.allowance)
             tried = self._tried(line.graph, line.pending, line.fence)
             if line.order[0] == 0.0 and (tried or self._promises(line, line.order[1], best)):
                 known.append(line)
@@ -329,28 +336,30 @@ class Search:
 
     def _least(self, budget: int | None) -> None:
         """Compile the schedules of least predicted peak; with a budget, until one fits at a bearable overhead, and
-        without one, the least first, only those that promise to be bearable, if there are any. Behind the deadline only
-        forms of which none was compiled and one promises to fit: nothing is refused that was not looked at.
+        without one, the least first, only those that promise to be bearable, if there are any. Where the effort is
+        exhausted only the least of all, and forms of which none was compiled and one promises to fit.
         """
         fits = budget is not None and self.best(budget) is not None
-        if not fits or self.deadline.allows(fits):
-            self.cuttings.make_lowest(self._most_seconds())
+        if not fits or self.effort.allows(fits):
+            self.cuttings.make_lowest(self.most_seconds())
+        least = math.inf
         for solver in self.solving.of_least:
             known = [(cut, self._lowest(cut, solver)) for cut in self.cuttings.made]
             if budget is None:
-                most = self._most_seconds()
+                most = self.most_seconds()
                 cheap = [each for each in known if extra_seconds(each[0], each[1].schedule) <= most]
                 known = cheap or ([] if self.trials else known)
             peaks = [simulate(cut, found.schedule).peak_nbytes for cut, found in known]
             likely = min(peaks, default=0) + UNLIKELY * self.temporaries_nbytes
             order = range(len(known)) if budget else sorted(range(len(known)), key=peaks.__getitem__)
             for (cut, solution), peak in ((known[i], peaks[i]) for i in order):
+                is_least, least = peak == min(peaks) < least, min(peak, least)
                 if peak > likely or (budget and self._no_lower(cut, solution, solver, peak, budget)):
                     continue
                 fits = budget is not None and self._bearable(self.best(budget))
                 tried = any(self.solving.is_lowest(trial.solution) for trial in self.trials)
                 promised = budget is not None and peak <= budget and untried(self.trials, cut)
-                if tried and not promised and not self.deadline.allows(fits):
+                if tried and not (promised or is_least) and not self.effort.allows(fits):
                     continue
                 for fence in ("ordered",) if self._mended(cut) else ("finished", "ordered"):
                     trial = self._tried(cut, solution, fence) or self._attempt(cut, solution, fence)
@@ -376,7 +385,7 @@ class Search:
         """Compile a solution, and note the seconds of solving since the trial before; None where no program came."""
         if id(graph) in self.failed or (trial := self.attempt(graph, solution, fence)) is None:
             return self.failed.add(id(graph))
-        self.deadline.tried(trial.compile_seconds)
+        self.effort.compiled(trial.compile_seconds)
         before = sum(t.solve_seconds for t in self.trials)
         self.trials.append(replace(trial, solve_seconds=self.solving.seconds - before))
         return self.trials[-1]
@@ -386,10 +395,6 @@ class Search:
         same = (t for t in self.trials if t.solution.schedule == solution.schedule and t.fence == fence)
         return next((t for t in same if t.graph.form == graph.form), None)
 
-    def _solution(self, graph: Graph, allowance: int | None, *, hasty: bool = False) -> Solution:
-        """The solution within an allowance; `hasty` where a plan that does is known already."""
-        return self.solving.within(graph, allowance, hasty=hasty)
-
     def _lowest(self, graph: Graph, solver: Solver | None = None) -> Solution:
         """The solution of least predicted peak."""
-        return self.solving.lowest(graph, solver, hasty=bool(self.trials))
+        return self.solving.lowest(graph, solver)

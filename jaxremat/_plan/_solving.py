@@ -1,4 +1,4 @@
-"""Graph, allowance -> a schedule of it: the solver asked within what time is left, its answers checked and remembered.
+"""Graph, allowance -> a schedule of it: the solver asked for so much work, its answers checked and remembered.
 
 Law: no answer is worse, by the model, than one that the solver gave before for the same graph.
 """
@@ -13,18 +13,18 @@ from .._runtime._bytes import format_nbytes
 from .._runtime._errors import SolverError
 from .._runtime._progress import phase
 from .._solver import MinCut, Solution, Solver
-from ._deadline import Deadline
+from ._effort import Effort
 
 
 @dataclass
 class Solving:
-    """**Fields:** the user's `solver` and `time_limit` for each solve; `deadline` of the whole search; `solved` what
+    """**Fields:** the user's `solver` and `time_limit` for each solve; `effort` of the whole search; `solved` what
     the user's solver gave within other allowances too; `seconds` spent so far.
     """
 
     solver: Solver
     time_limit: float
-    deadline: Deadline
+    effort: Effort
     solved: list[tuple[Graph, Schedule, Profile]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -37,11 +37,11 @@ class Solving:
         """Remember a schedule that was found elsewhere."""
         self.solved.append((graph, schedule, simulate(graph, schedule)))
 
-    def lowest(self, graph: Graph, solver: Solver | None = None, *, hasty: bool) -> Solution:
+    def lowest(self, graph: Graph, solver: Solver | None = None) -> Solution:
         """The solution of least predicted peak, of one of the solvers `of_least`."""
         key = id(graph), id(solver or self.solver)
         if key not in self._lowest:
-            self._lowest[key] = self.within(graph, None, solver, hasty=hasty)
+            self._lowest[key] = self.within(graph, None, solver)
         return self._lowest[key]
 
     def is_lowest(self, solution: Solution, solver: Solver | None = None) -> bool:
@@ -52,17 +52,12 @@ class Solving:
             if solver is None or own == id(solver)
         )
 
-    def within(
-        self, graph: Graph, allowance: int | None, solver: Solver | None = None, *, hasty: bool
-    ) -> Solution:
-        """The solution within an allowance, None for the least memory.
-
-        **Arguments:** `hasty` whether there is a program already. **Raises:** `SolverError`.
-        """
+    def within(self, graph: Graph, allowance: int | None, solver: Solver | None = None) -> Solution:
+        """The solution within an allowance, None for the least memory. **Raises:** `SolverError`."""
         solver = solver or self.solver
         began = time.monotonic()
         within = "for the least memory" if allowance is None else f"within {format_nbytes(allowance)}"
-        seconds = self.deadline.solving(self.time_limit, hasty)
+        seconds = self.effort.solving(self.time_limit)
         with phase(f"solving {within}", kind="solve"):
             solution = solver.solve(graph, allowance, time_limit=seconds)
         self.seconds += time.monotonic() - began
@@ -76,7 +71,7 @@ class Solving:
 
     def _never_worse(self, graph: Graph, allowance: int | None, solution: Solution) -> Solution:
         """The solution, with the best schedule that the solver has found before in place of its own, if that is better:
-        it may have run out of time.
+        it may have come to the end of its work.
         """
         self.know(graph, solution.schedule)
         if allowance is None:

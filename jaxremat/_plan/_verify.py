@@ -21,7 +21,7 @@ from .._lower._lower import as_stacked
 from .._model._form import Form
 from .._model._graph import Graph
 from .._model._pins import offloading, staying
-from .._model._schedule import Schedule, everything
+from .._model._schedule import everything
 from .._model._simulate import simulate, waits
 from .._report._account import account, account_of_plain
 from .._report._actions import actions
@@ -35,12 +35,13 @@ from ._baseline import Baseline, text_of
 from ._blame import blamed, without
 from ._compiled_schedule import compile_schedule
 from ._copies import copies
-from ._deadline import Deadline
 from ._defects import run_as_written
+from ._effort import Effort
 from ._made_for_call import made_for
 from ._plan import Plan
-from ._planned import Planned, planned, sent
-from ._refusal import Least, compiled, dear, infeasible, predicted
+from ._planned import Planned, planned, sent, warn_of
+from ._prediction import predict
+from ._refusal import Least, compiled, infeasible, predicted, slow
 from ._request import Request
 from ._search import Search
 from ._trial import NoProgramError, Trial, some
@@ -60,19 +61,17 @@ def make_plan(baseline: Baseline, request: Request) -> Planned:
     **Raises:** `InfeasibleBudgetError`, `BudgetError`, `SolverError`.
     """
     with timed() as stopwatch:
-        return _Planner(baseline, request, stopwatch).run()
+        found = _Planner(baseline, request, stopwatch).run()
+    warn_of(found.plan)
+    return found
 
 
 def make_plan_of(baseline: Baseline, request: Request, graph: Graph, solution: Solution) -> Planned:
     """The plan of a schedule that is known already, whose budget is what it needs; the request's is not looked at."""
     with timed() as stopwatch:
-        return _Planner(baseline, request, stopwatch).follow(graph, solution)
-
-
-def _warn_of_what_stays(graph: Graph, schedule: Schedule) -> None:
-    """Where pins want values in host memory that are not there."""
-    if said := staying(graph, schedule):
-        warnings.warn(said, JaxrematWarning, stacklevel=2)
+        found = _Planner(baseline, request, stopwatch).follow(graph, solution)
+    warn_of(found.plan)
+    return found
 
 
 @dataclass
@@ -88,9 +87,13 @@ class _Planner:
         self.compiled_before = self.baseline.compile_count
         self.tried = 0
         options = self.request.options
-        limit = options.planning_seconds or (math.inf if options.effort == "thorough" else None)
         self.rounds = _ROUNDS[options.effort]
-        self.deadline = Deadline(self.stopwatch, limit, drafts=self.baseline.drafts)
+        self.effort = Effort(
+            self.stopwatch,
+            planning_seconds=options.planning_seconds or math.inf,
+            limited=options.effort == "normal",
+            drafts=self.baseline.drafts,
+        )
 
     def run(self) -> Planned:
         options, baseline = self.request.options, self.baseline
@@ -98,8 +101,10 @@ class _Planner:
         if pins and options.offload is False:
             said = "saved on the device, for plans use the host's memory with `offload=True` alone."
             warnings.warn(f"{pins[0].origin}: {said}", JaxrematWarning, stacklevel=2)
-        elif pins and not baseline.must_plan:
-            _warn_of_what_stays(baseline.rough, everything(baseline.rough))
+        elif (
+            pins and not baseline.must_plan and (said := staying(baseline.rough, everything(baseline.rough)))
+        ):
+            warnings.warn(said, JaxrematWarning, stacklevel=2)
         budget = parse_budget(self.request.budget, self.request.device_nbytes)
         if budget != "min":
             self.margin_nbytes = parse_margin(options.workspace_margin, budget)
@@ -139,9 +144,9 @@ class _Planner:
         if options.effort == "thorough":
             trial = search.reformed(trial, budget)
         trial = self._combined(search, trial, budget)
-        if said := dear(search, trial):
-            warnings.warn(f"`optimize({self.request.budget!r})`: {said}", JaxrematWarning, stacklevel=2)
-        return self._planned(search, trial, budget)
+        said = slow(search, trial)
+        found = (f"`optimize({self.request.budget!r})`: {said}",) if said else ()
+        return self._planned(search, trial, budget, found)
 
     def follow(self, graph: Graph, solution: Solution) -> Planned:
         if not self.request.options.verify:
@@ -192,8 +197,8 @@ class _Planner:
         )
         return planned(self.baseline, plan, self.baseline.program.plain, compiled)
 
-    def _planned(self, search: Search, trial: Trial, budget: int) -> Planned:
-        _warn_of_what_stays(trial.graph, trial.solution.schedule)
+    def _planned(self, search: Search, trial: Trial, budget: int, found: tuple[str, ...] = ()) -> Planned:
+        said = staying(trial.graph, trial.solution.schedule)
         plan = self._as_plan(trial.graph, budget, trial.solution, search)
         plan = replace(
             self._confirmed(plan, trial.compiled),
@@ -201,6 +206,7 @@ class _Planner:
             collectives=sent(self.baseline, trial.compiled),
             fence=trial.fence,
             detached=trial.detached,
+            warnings=(said, *found) if said else found,
         )
         return planned(self.baseline, plan, trial.jitted, trial.compiled)
 
@@ -220,7 +226,7 @@ class _Planner:
         allowance = None if budget == "min" else budget
         rough_peak = baseline.rough_peak_nbytes
         search = self._search(rough=True)
-        graph, solution = search.predict(allowance)
+        graph, solution = predict(search, allowance)
         peak = simulate(graph, solution.schedule).peak_nbytes
         if allowance is not None and peak > allowance:
             error = self._refusal(allowance, predicted(graph, solution.schedule))
@@ -238,7 +244,7 @@ class _Planner:
         return self._search(rough=False, pinned=False).lowest().peak_nbytes
 
     def _least_predicted(self) -> int:
-        graph, solution = self._search(rough=True, pinned=False).predict(None)
+        graph, solution = predict(self._search(rough=True, pinned=False), None)
         return simulate(graph, solution.schedule).peak_nbytes
 
     def _search(self, *, rough: bool, pinned: bool = True) -> Search:
@@ -253,7 +259,7 @@ class _Planner:
             return found and wanted(found)
 
         graph = wanted(baseline.plain_graph(rough=rough))
-        self.deadline.plain_seconds = baseline.plain_seconds
+        self.effort.compile_seconds = baseline.plain_seconds
         return Search(
             graph=graph,
             forms=baseline.forms(graph),
@@ -262,7 +268,7 @@ class _Planner:
             time_limit=options.time_limit,
             attempt=self._try,
             temporaries_nbytes=self._temporaries(rough=rough),
-            deadline=self.deadline,
+            effort=self.effort,
             known=baseline.as_checkpointed if baseline.undoes and pinned else None,
             written_nbytes=None if rough or baseline.must_plan else baseline.peak_nbytes,
         )
@@ -364,10 +370,10 @@ class _Planner:
             waiting=math.fsum(waits(graph, schedule)) / (graph.step_seconds or 1.0),
             respect_checkpoint=self.baseline.respect_checkpoint,
             planning=PlanningTime.of(
-                self.stopwatch.seconds,
-                self.stopwatch.spent,
+                self.stopwatch,
                 min((t.ended_seconds for t in trials if t.peak_nbytes <= budget), default=0.0),
-                self.deadline.cut_short,
+                self.effort.compilations,
+                self.effort.solves,
             ),
         )
 
@@ -378,7 +384,7 @@ class _Planner:
             self.margin_nbytes,
             least,
             temporaries_nbytes=self._temporaries(rough=not self.request.options.verify),
-            cut_short=self.deadline.cut_short,
+            effort=self.effort,
         )
 
     def _temporaries(self, *, rough: bool) -> int:

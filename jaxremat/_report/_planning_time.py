@@ -1,7 +1,8 @@
 """Seconds of planning by kind -> what a plan tells of them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+
+from .._runtime._progress import Stopwatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,8 +11,8 @@ class PlanningTime:
 
     **Fields:** `seconds` in all; of these `trace_seconds` to trace and normalise the step, `compile_seconds` for all
     compilations, `solve_seconds` in solvers; the rest is reading compiled modules, simulating and writing.
-    `first_seconds` when the first plan that fits was compiled, 0 where none was. `cut_short` whether the deadline ended
-    the search before it had tried what it would have.
+    `first_seconds` when the first plan that fits was compiled, 0 where none was. `cut_short` whether a clock ended
+    the search before its work was done: another run may find a better plan. Its work: `plans_compiled` and `solves`.
     """
 
     seconds: float = 0.0
@@ -20,12 +21,20 @@ class PlanningTime:
     solve_seconds: float = 0.0
     first_seconds: float = 0.0
     cut_short: bool = False
+    plans_compiled: int = 0
+    solves: int = 0
 
     @classmethod
-    def of(cls, seconds: float, spent: Mapping[str, float], first: float, cut_short: bool) -> "PlanningTime":
+    def of(cls, stopwatch: Stopwatch, first: float, compiled: int, solves: int) -> "PlanningTime":
         """By a stopwatch."""
-        kinds = (spent.get(kind, 0.0) for kind in ("trace", "compile", "solve"))
-        return cls(*(round(each, 3) for each in (seconds, *kinds, first)), cut_short=cut_short)
+        kinds = (stopwatch.spent.get(kind, 0.0) for kind in ("trace", "compile", "solve"))
+        seconds = (round(each, 3) for each in (stopwatch.seconds, *kinds, first))
+        return cls(*seconds, cut_short=stopwatch.interrupted, plans_compiled=compiled, solves=solves)
+
+    @property
+    def work(self) -> str:
+        """Return what the search did, which no clock changes, in words."""
+        return f"{self.plans_compiled} plans compiled and {self.solves} solves"
 
     def __str__(self) -> str:
         rest = self.seconds - self.trace_seconds - self.compile_seconds - self.solve_seconds
@@ -34,7 +43,8 @@ class PlanningTime:
             f"planned in {self.seconds:.1f} s{first}: tracing {self.trace_seconds:.1f}, compiling "
             f"{self.compile_seconds:.1f}, solving {self.solve_seconds:.1f}, the rest {max(rest, 0.0):.1f}"
         )
-        return f"{text}; the deadline cut the search short" if self.cut_short else text
+        text += f"; {self.work}" if self.solves else ""
+        return f"{text}; the clock cut the search short" if self.cut_short else text
 
 
 UNTIMED = PlanningTime()

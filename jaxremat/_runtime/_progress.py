@@ -29,11 +29,14 @@ class Watcher(Protocol):
 
 @dataclass
 class Stopwatch:
-    """Seconds since it was started, and those that phases of each kind took, without the phases inside them."""
+    """Seconds since it was started, and those that phases of each kind took, without the phases inside them; whether a
+    clock has `interrupted` what would have given another result.
+    """
 
     began: float = field(default_factory=time.monotonic)
     spent: dict[str, float] = field(default_factory=dict)
     inside: float = 0.0  # of the phases that ended within the innermost one that goes on
+    interrupted: bool = False
 
     @property
     def seconds(self) -> float:
@@ -105,6 +108,12 @@ def timed() -> Iterator[Stopwatch]:
         yield stopwatch
     finally:
         _stopwatch.reset(token)
+
+
+def interrupt() -> None:
+    """Note on the stopwatch, if one goes, that a clock has ended a search."""
+    if stopwatch := _stopwatch.get():
+        stopwatch.interrupted = True
 
 
 def note(text: str) -> None:

@@ -15,7 +15,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,10 @@ _LINES_SHOWN = 10
 
 class WorkerLostError(Exception):
     """A worker that crashed, was late or could not answer; the message says which."""
+
+
+class WorkerLateError(WorkerLostError):
+    """A worker that did not answer in time."""
 
 
 class WorkerRefusedError(WorkerLostError):
@@ -80,7 +83,8 @@ class Worker:
         os.set_blocking(self._into, False)
         _alive.add(self)
         try:
-            self._receive(time.monotonic() + _START_SECONDS)
+            self._left = _START_SECONDS
+            self._receive()
         except BaseException:
             self.stop()
             raise
@@ -90,18 +94,18 @@ class Worker:
 
         **Raises:** `WorkerLostError`; then nothing else may be asked.
         """
-        deadline = time.monotonic() + seconds
+        self._left = seconds
         data = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
         rest = memoryview(struct.pack("<Q", len(data)) + data)
         while rest:
-            self._wait(self._into, select.POLLOUT, deadline)
+            self._wait(self._into, select.POLLOUT)
             try:
                 rest = rest[os.write(self._into, rest) :]
             except BlockingIOError:
                 continue
             except BrokenPipeError:
                 raise self._lost() from None
-        return self._receive(deadline)
+        return self._receive()
 
     def stop(self) -> None:
         """End the process, if it still runs, and forget it."""
@@ -120,28 +124,32 @@ class Worker:
             if pipe is not None:
                 pipe.close()
 
-    def _receive(self, deadline: float) -> Any:
-        (size,) = struct.unpack("<Q", self._exactly(8, deadline))
-        return pickle.loads(self._exactly(size, deadline))
+    def _receive(self) -> Any:
+        (size,) = struct.unpack("<Q", self._exactly(8))
+        return pickle.loads(self._exactly(size))
 
-    def _exactly(self, size: int, deadline: float) -> bytes:
+    def _exactly(self, size: int) -> bytes:
         data = bytearray()
         while len(data) < size:
-            self._wait(self._out_of, select.POLLIN, deadline)
+            self._wait(self._out_of, select.POLLIN)
             part = os.read(self._out_of, min(size - len(data), 2**20))
             if not part:
                 raise self._lost()
             data += part
         return bytes(data)
 
-    def _wait(self, pipe: int, event: int, deadline: float) -> None:
-        """Until the pipe is ready. A signal handler that raises ends the waiting at once."""
+    def _wait(self, pipe: int, event: int) -> None:
+        """Wait until the pipe is ready. A signal handler that raises ends the waiting at once.
+
+        Time spent waiting here counts: neither a clock that jumps nor a suspended machine makes a worker late.
+        """
         poll = select.poll()
         poll.register(pipe, event)
-        while (left := deadline - time.monotonic()) > 0:
-            if poll.poll(1000 * min(left, _POLL_SECONDS)):
+        while self._left > 0:
+            if poll.poll(1000 * min(self._left, _POLL_SECONDS)):
                 return
-        raise WorkerLostError("no answer in time")
+            self._left -= _POLL_SECONDS
+        raise WorkerLateError("no answer in time")
 
     def _lost(self) -> WorkerLostError:
         try:

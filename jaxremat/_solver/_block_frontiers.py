@@ -13,7 +13,6 @@ with s[v] saved and r[n,k] run again for stage k, a small integer program (HiGHS
 their values are called, share its frontier: a net of a thousand equal layers has but a few.
 """
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
@@ -39,6 +38,9 @@ LEAST_GROUPS = 8
 
 POINTS = 16
 """Of a frontier, at most."""
+
+MOST_NODES = 1000
+"""Of branch and bound, for each point: most need one."""
 
 MOST_FOUND = 4096
 """Frontiers that are remembered."""
@@ -208,27 +210,25 @@ def _block(
     return Block(group, born, values, tuple(program))
 
 
-def frontier(block: Block, deadline: float) -> tuple[Point, ...]:
-    """The block's choices from all saved to as little as possible, each dearer and smaller than the one before.
+def frontier(block: Block, points: int = POINTS) -> tuple[Point, ...]:
+    """Return the block's choices from all saved to as little as possible, each slower and smaller than the one before.
 
-    They hang on its program alone, and a search asks for those of one graph within many budgets: what was found to its
-    end is remembered.
+    They depend on its program alone, and a search asks for those of one graph within many budgets: they are remembered.
+
+    **Arguments:** `points` that are looked for, in equal steps of memory, besides the smallest.
     """
-    if block.program in _found:
-        return _found[block.program]
-    points, ended = _points(block, deadline)
-    if ended:
+    key = block.program, points
+    if key not in _found:
         if len(_found) >= MOST_FOUND:
             _found.clear()
-        _found[block.program] = points
-    return points
+        _found[key] = _points(block, points)
+    return _found[key]
 
 
 _found: dict[tuple[Any, ...], tuple[Point, ...]] = {}
 
 
-def _points(block: Block, deadline: float) -> tuple[tuple[Point, ...], bool]:
-    """The frontier, and whether the time was enough for all of it."""
+def _points(block: Block, most: int) -> tuple[Point, ...]:
     size = len(block.values)
     nbytes, price = [0.0] * size, [0.0] * size
     again: dict[tuple[int, int], int] = {}  # (producer, stage) -> its variable
@@ -250,7 +250,7 @@ def _points(block: Block, deadline: float) -> tuple[tuple[Point, ...], bool]:
             rows.append({u: 1.0, again[made_by[u], k]: 1.0, again[n, k]: -1.0})
             bounds.append(0.0)
     if not rows:
-        return (Point(0, 0.0, ()),), True
+        return (Point(0, 0.0, ()),)
     entries = [(r, c, x) for r, row in enumerate(rows) for c, x in row.items()]
     r, c, x = zip(*entries, strict=True)
     count, total = len(price), sum(nbytes)
@@ -262,7 +262,7 @@ def _points(block: Block, deadline: float) -> tuple[tuple[Point, ...], bool]:
     pinned = np.isinf(seconds)
     seconds[pinned] = 0.0
     points: list[Point] = []
-    most: Any = np.where(pinned, 0, 1)
+    upper: Any = np.where(pinned, 0, 1)
 
     def solve(bytes_first: bool, allowed: float) -> Point | None:
         """Of least bytes, or of least time; of what is as good, the faster, or the smaller."""
@@ -272,9 +272,9 @@ def _points(block: Block, deadline: float) -> tuple[tuple[Point, ...], bool]:
         found = milp(
             first + 1e-6 * second,
             integrality=np.ones(count),
-            bounds=Bounds(0, most),
+            bounds=Bounds(0, upper),
             constraints=[needs, room],
-            options={"mip_rel_gap": 1e-7},
+            options={"mip_rel_gap": 1e-7, "node_limit": MOST_NODES},
         )
         if found.x is None:
             return None
@@ -284,14 +284,12 @@ def _points(block: Block, deadline: float) -> tuple[tuple[Point, ...], bool]:
         return points[-1]
 
     solve(True, total)
-    step, allowed = max(total / POINTS, 1e-4 * unit), total
-    ended = False
-    while not ended and time.monotonic() < deadline:
+    step, allowed = max(total / most, 1e-4 * unit), total
+    while allowed >= 0:
         point = solve(False, allowed)
         allowed = min(point.nbytes, allowed) - step if point is not None else -1.0
-        ended = allowed < 0
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (p.nbytes, p.seconds)):
         if not best or point.seconds < best[-1].seconds:
             best.append(point)
-    return tuple(reversed(best)), ended
+    return tuple(reversed(best))

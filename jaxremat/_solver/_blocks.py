@@ -12,7 +12,6 @@ round.
 """
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ import numpy as np
 from .._model._graph import Graph
 from .._model._schedule import Schedule, complete
 from .._model._simulate import Profile, rank, simulate
-from ._block_frontiers import Point, blocks, frontier
+from ._block_frontiers import POINTS, blocks, frontier
 from ._interface import Solution
 
 STATES = 2000
@@ -29,6 +28,12 @@ STATES = 2000
 
 ROUNDS = 8
 """Choices that are simulated, at most."""
+
+PROGRAMS_PER_SECOND = 40
+"""Integer programs of blocks that a second of the time limit stands for: a count, so that no clock changes a plan."""
+
+LEAST_POINTS = 2
+"""Of a frontier, besides its ends, however many blocks there are."""
 
 LEAST_SLACK = 0.002
 """The least memory may be exceeded by this share of what the plain step has live, for the sake of time."""
@@ -39,37 +44,33 @@ class Blocks:
     """Blockwise frontiers and an allocation: for graphs that are too large for one integer program."""
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
-        deadline = time.monotonic() + time_limit
-        allocation = _Allocation(graph, deadline)
+        allocation = _Allocation(graph, time_limit)
         if budget_nbytes is not None:
-            return Solution(allocation.within(budget_nbytes, deadline), solver="blocks")
+            return Solution(allocation.within(budget_nbytes), solver="blocks")
         least = allocation.least()
         plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes - graph.base_nbytes
         budget = simulate(graph, least).peak_nbytes + int(LEAST_SLACK * plain)
-        found = allocation.within(budget, deadline)
+        found = allocation.within(budget)
         return Solution(min((found, least), key=lambda s: rank(graph, s, budget)), solver="blocks")
 
 
 class _Allocation:
     """Choices for all blocks of a graph."""
 
-    def __init__(self, graph: Graph, deadline: float):
+    def __init__(self, graph: Graph, time_limit: float):
         self.graph = graph
         self.blocks, self.shared = blocks(graph)
-        now = time.monotonic()
-        until = now + (deadline - now) / 2
-        known: dict[object, tuple[Point, ...]] = {}
-        for block in self.blocks:
-            if block.program not in known:
-                known[block.program] = frontier(block, until)
-        self.frontiers = [known[block.program] for block in self.blocks]
+        distinct = len({block.program for block in self.blocks})
+        points = int(time_limit / 2 * PROGRAMS_PER_SECOND / max(distinct, 1))
+        points = min(max(points, LEAST_POINTS), POINTS)
+        self.frontiers = [frontier(block, points) for block in self.blocks]
         self.passes = sorted({block.born for block in self.blocks})  # by the stage in which each runs
 
     def least(self) -> Schedule:
         """As little saved as there may be."""
         return self._schedule([len(points) - 1 for points in self.frontiers])
 
-    def within(self, budget_nbytes: int, deadline: float) -> Schedule:
+    def within(self, budget_nbytes: int) -> Schedule:
         """The cheapest choice found that fits; where none does, that of least memory."""
         graph = self.graph
         best = self.least()
@@ -87,7 +88,7 @@ class _Allocation:
             settled = found[0] == 0 and found >= best_rank
             if found < best_rank:
                 best, best_rank = schedule, found
-            if settled or time.monotonic() > deadline:
+            if settled:
                 break
             measured = self._rest(chosen, profile)
             # What does not fit twice in a row is given the room of both.

@@ -1,10 +1,11 @@
 """Graph -> which stage each residual belongs to, and which residuals the stages hand to each other."""
 
-import time
-
 from .._model._graph import Graph
 from .._model._schedule import Schedule, complete
 from .._model._simulate import rank
+
+MOST_HELD = 300
+"""Values that `hold` tries: each is a simulation, of some milliseconds."""
 
 
 def home_stages(graph: Graph) -> dict[int, int]:
@@ -39,10 +40,10 @@ def boundaries(graph: Graph) -> dict[int, int]:
     return first
 
 
-def hold(graph: Graph, schedule: Schedule, budget_nbytes: int, deadline: float) -> Schedule:
+def hold(graph: Graph, schedule: Schedule, budget_nbytes: int) -> Schedule:
     """The schedule, or a faster one that fits too and hands recomputed values from stage to stage.
 
-    Tries the values that two stages in a row recompute one by one, the dearest first.
+    Tries the values that two stages in a row recompute one by one, the most expensive first.
     """
     best, best_rank = schedule, rank(graph, schedule, budget_nbytes)
     repeated = [
@@ -52,9 +53,7 @@ def hold(graph: Graph, schedule: Schedule, budget_nbytes: int, deadline: float) 
         for v in graph.nodes[n].outputs
         if v not in schedule.saved and graph.values[v].materialised
     ]
-    for _, v, k in sorted(repeated, reverse=True):
-        if time.monotonic() > deadline:
-            break
+    for _, v, k in sorted(repeated, reverse=True)[:MOST_HELD]:
         tried = complete(graph, schedule.saved, best.kept | {(v, k)}, schedule.away)
         tried_rank = rank(graph, tried, budget_nbytes)
         if tried_rank < best_rank:

@@ -1,6 +1,5 @@
 """Save what there is, and have as much of it in host memory meanwhile as the budget asks for."""
 
-import time
 from dataclasses import dataclass
 
 from .._model._graph import Graph
@@ -20,7 +19,6 @@ class HostFirst:
     """
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
-        deadline = time.monotonic() + time_limit
         found = complete(graph, graph.residuals)
         most = simulate(graph, found).peak_nbytes
         least = graph.base_nbytes if budget_nbytes is None else budget_nbytes
@@ -29,14 +27,12 @@ class HostFirst:
                 break
             within = int(least + level * max(most - least, 0))
             start = MinCut().solve(graph, within, time_limit=time_limit / len(LEVELS)).schedule
-            known = self._offloaded(graph, start, budget_nbytes, deadline)
+            known = self._offloaded(graph, start, budget_nbytes)
             found = min((found, known), key=lambda schedule: rank(graph, schedule, budget_nbytes))
-            if time.monotonic() > deadline:
-                break
         return Solution(found, solver="host first")
 
     @staticmethod
-    def _offloaded(graph: Graph, start: Schedule, budget_nbytes: int | None, deadline: float) -> Schedule:
+    def _offloaded(graph: Graph, start: Schedule, budget_nbytes: int | None) -> Schedule:
         """The schedule with the fewest of its saved values away with which it fits, or what comes nearest."""
         able = sorted(start.saved.intersection(graph.away.alone), key=lambda v: (graph.values[v].producer, v))
 
@@ -45,7 +41,7 @@ class HostFirst:
 
         tried = {count: offloading(count) for count in sorted({0, len(able)})}
         low, high = 0, len(able)
-        while high - low > 1 and time.monotonic() < deadline:
+        while high - low > 1:
             middle = (low + high) // 2
             tried[middle] = offloading(middle)
             fits = budget_nbytes is not None and rank(graph, tried[middle], budget_nbytes)[0] == 0

@@ -1,17 +1,18 @@
 """Variables, rows and an objective as plain data -> the answer of an integer programming solver that cannot hurt us.
 
 The solver runs in a worker (`_mip_worker`): here is nothing of its memory, and its crash or its hanging is the loss of
-an attempt. Law: `optimize` answers at most `GRACE_SECONDS` after its time limit.
+an attempt. Laws: a limit on nodes ends the search, so that equal programs have equal answers; `optimize` answers at
+most `GRACE_SECONDS` after its time limit, which is a guard.
 """
 
 import logging
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .._runtime._worker import WorkerLostError, ask
+from .._runtime._progress import interrupt
+from .._runtime._worker import WorkerLateError, WorkerLostError, ask
 
 logger = logging.getLogger("jaxremat")
 
@@ -24,7 +25,10 @@ preprocessing, which is off."""
 GRACE_SECONDS = 10.0
 """What a solver may take beyond its time limit, for the reading of the program and for ending."""
 
-LEAST_SECONDS = 0.05
+MOST_NODES = 2**31 - 1
+
+LIMITED = ("FEASIBLE", "NO_SOLUTION_FOUND")
+"""Statuses of a search that a limit ended."""
 
 Row = tuple[list[int], list[float], str, float]
 Term = tuple[int, float]
@@ -32,19 +36,26 @@ Term = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was found in a time limit.
+    """What was found within the limits.
 
-    **Attributes:** `status` as python-mip names it, or `LOST`; `bound` on the objective; `values` of the variables.
+    **Attributes:** `status` as python-mip names it, or `LOST`; `bound` on the objective; `values` of the variables;
+    `late` whether the clock ended the search.
     """
 
     status: str
     bound: float | None = None
     values: list[float] | None = None
+    late: bool = False
 
     @property
     def lost(self) -> bool:
         """Whether the solver crashed or hung."""
         return self.status == "LOST"
+
+    @property
+    def limited(self) -> bool:
+        """Whether a limit ended the search."""
+        return self.status in LIMITED
 
     @property
     def infeasible(self) -> bool:
@@ -83,33 +94,42 @@ class IntegerProgram:
         self.rows.append((*_sums(terms), ">", bound))
 
     @property
+    def nonzeros(self) -> int:
+        """Factors of all rows."""
+        return sum(len(columns) for columns, *_ in self.rows)
+
+    @property
     def given_up(self) -> bool:
         """Whether no attempt is left."""
         return len(self.failures) >= len(ATTEMPTS)
 
-    def optimize(self, seconds: float) -> Answer:
-        """The best within a time limit, by the first attempt that has not been lost yet."""
-        deadline = time.monotonic() + seconds
-        while not self.given_up:
+    def optimize(self, seconds: float, nodes: int = MOST_NODES) -> Answer:
+        """Return the best within these limits, by the first attempt that has not been lost yet.
+
+        **Arguments:** `nodes` of branch and bound; `seconds` after which the clock ends an attempt, which is noted.
+        """
+        late = False
+        while not (self.given_up or late):
             engine, heuristics = ATTEMPTS[len(self.failures)]
-            left = deadline - time.monotonic()
-            if left < LEAST_SECONDS and seconds >= LEAST_SECONDS and self.failures:
-                break
             try:
-                answer = self.attempt(engine, heuristics, left)
+                answer = self.attempt(engine, heuristics, seconds, nodes)
+                if answer.limited and answer.late:
+                    interrupt()
                 if answer.status not in ("ERROR", "UNBOUNDED"):
                     return answer
                 why = f"status {answer.status}"
             except WorkerLostError as error:
-                why = str(error)
+                why, late = str(error), isinstance(error, WorkerLateError)
+            if late:
+                interrupt()
             self.failures.append(f"{engine}{'' if heuristics else ' without heuristics'}: {why}")
             logger.info("a solver's attempt is lost: %s", self.failures[-1])
-        return Answer("LOST")
+        return Answer("LOST", late=late)
 
-    def attempt(self, engine: str, heuristics: bool, seconds: float) -> Answer:
-        """The best that one solver finds within a time limit. **Raises:** `WorkerLostError`."""
+    def attempt(self, engine: str, heuristics: bool, seconds: float, nodes: int = MOST_NODES) -> Answer:
+        """Return the best that one solver finds within these limits. **Raises:** `WorkerLostError`."""
         request = {
-            "engine": engine, "heuristics": heuristics, "threads": self.threads, "seconds": seconds,
+            "engine": engine, "heuristics": heuristics, "threads": self.threads, "seconds": seconds, "nodes": nodes,
             "columns": self.columns, "rows": self.rows, "objective": _sums(self.objective),
             "start": self.start, "gap_abs": self.gap_abs, "gap": self.gap,
         }  # fmt: skip

@@ -8,7 +8,7 @@ The rules, which `jaxremat.testing.check_solver` holds a solver to:
   `jaxremat.complete(graph, saved)` makes such a schedule of any choice of saved values.
 - Where everything saved fits the budget, or what it itself gives where the least memory is asked for, so does the
   schedule. By `jaxremat.simulate(graph, schedule).peak_nbytes`, of which the budget is an upper bound.
-- Equal graphs and budgets get equal answers, as long as time does not run out.
+- Equal graphs, budgets and time limits get equal answers: count work rather than look at a clock.
 - It leaves the graph as it is.
 - Its `lower_bound` is one, and what it calls `proven` is true.
 """
@@ -48,7 +48,8 @@ class Solver(Protocol):
         - `graph`: `graph.residuals` are the values to choose from; `graph.values[v].nbytes` and
           `graph.nodes[graph.values[v].producer].seconds` what they take.
         - `budget_nbytes`: the peak allowed, everything included; None where the least reachable peak is asked for.
-        - `time_limit`: seconds, after which the best so far is the answer.
+        - `time_limit`: seconds of a usual machine, after which the best so far is the answer; work that is counted
+          gives the same answer everywhere (see `Milp`), a clock does not.
 
         A solver that finds nothing within the budget returns one of little peak that it came across: whether a
         schedule fits is the simulator's verdict, not the solver's, and the least peak is asked for apart.

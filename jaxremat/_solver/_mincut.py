@@ -10,7 +10,6 @@ is submodular, hence a cut: `source -> y_n` of capacity `seconds(n)`, `y_produce
 Sweeping the price gives the convex hull of bytes saved against seconds (Everett's method).
 """
 
-import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,12 +19,15 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from .._model._graph import Graph
 from .._model._schedule import Schedule, complete, must_save
-from .._model._simulate import Profile, rank, simulate
+from .._model._simulate import Profile, extra_seconds, rank, simulate
 from ._hull import Lagrangian
 from ._interface import Solution
 
 _INFINITE = 2**30
 _SCALE = 2**20
+
+PRICES = -32, 33
+"""Quarters of powers of two, in units where all bytes cost as much as all seconds."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,14 @@ class MinCut:
     rounds: int = 18
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        del time_limit  # `rounds` bounds the work
         cuts = _Cuts(graph)
         free = cuts.at(0.0)
         if not cuts.residuals or (budget_nbytes is not None and free[1].peak_nbytes <= budget_nbytes):
             return Solution(free[0], solver="mincut")
         points = [free]
         low, high = -24.0, 8.0  # log2 of the price, in units where all bytes cost as much as all seconds
-        deadline = time.monotonic() + time_limit
         for _ in range(self.rounds):
-            if time.monotonic() > deadline:
-                break
             middle = (low + high) / 2
             point = cuts.at(2.0**middle)
             points.append(point)
@@ -74,6 +74,19 @@ def fewest_saved(graph: Graph, banned: frozenset[int]) -> Schedule:
     nodes = (replace(n, seconds=dear) if n.id in banned else n for n in graph.nodes)
     cuts = _Cuts(replace(graph, nodes=tuple(nodes)))
     return cuts.at(1 / (2 * max(len(banned), 1)))[0]
+
+
+def saving_less(graph: Graph, schedule: Schedule) -> list[Schedule]:
+    """Return schedules that save ever less of what this one does, and take ever longer: of its values those that
+    minimum cuts save as the price of a byte rises.
+    """
+    cuts, found = _Cuts(graph), [schedule]
+    for power in range(*PRICES):
+        saved = schedule.saved & cuts.at(2.0 ** (power / 4))[0].saved
+        less = complete(graph, saved, schedule.kept, schedule.away & saved)
+        if extra_seconds(graph, less) > extra_seconds(graph, found[-1]):
+            found.append(less)
+    return found[1:]
 
 
 class _Cuts:

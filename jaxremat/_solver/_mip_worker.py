@@ -3,6 +3,7 @@
 Run by `_runtime._worker`; imports nothing of this library. The request is that of `IntegerProgram.optimize`.
 """
 
+import time
 from typing import Any
 
 import mip as _mip
@@ -11,8 +12,10 @@ import mip.cbc as _cbc
 mip: Any = _mip  # its annotations do not cover its own operators
 
 
-def answer(request: dict[str, Any]) -> tuple[str, float | None, list[float] | None]:
-    """The name of the status, a bound on the objective, and the values of the variables if there is a solution."""
+def answer(request: dict[str, Any]) -> tuple[str, float | None, list[float] | None, bool]:
+    """Return the name of the status, a bound on the objective, the values of the variables if there is a solution, and
+    whether the clock ended the search rather than the limit on nodes.
+    """
     engine: str = request["engine"]
     model = mip.Model(sense=mip.MINIMIZE, solver_name=engine)
     model.verbose = 0
@@ -34,6 +37,8 @@ def answer(request: dict[str, Any]) -> tuple[str, float | None, list[float] | No
     model.max_mip_gap_abs, model.max_mip_gap = request["gap_abs"], request["gap"]
     if request["start"]:
         model.start = [(variables[i], value) for i, value in request["start"]]
-    status = model.optimize(max_seconds=request["seconds"])
+    began = time.monotonic()
+    status = model.optimize(max_seconds=request["seconds"], max_nodes=request["nodes"])
+    late = time.monotonic() - began >= request["seconds"]
     values = [float(x.x) for x in variables] if model.num_solutions else None
-    return status.name, model.objective_bound, values
+    return status.name, model.objective_bound, values, late
