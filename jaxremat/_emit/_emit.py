@@ -64,6 +64,7 @@ from ._stacks_elsewhere import StacksElsewhere
 from ._streams import Streams
 from ._triggers import finished, parts, trigger
 from ._undone_blocks import before_blocks
+from ._validation import validated
 from ._weight_copies import behind_operand
 from ._weight_gradients import put_in_order
 
@@ -78,8 +79,8 @@ the next gradients that read the same operand, which puts the weight gradient of
 
 @uncollected
 def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finished") -> jex.ClosedJaxpr:
-    """The planned step as a jaxpr whose types are checked, those of its loops too; node ids of `graph` are equation
-    indices of `traced.jaxpr`. Where that is a body, so is this.
+    """The planned step as a jaxpr whose types are checked, those of its loops too, and which `_validation` has seen to
+    compute the step; node ids of `graph` are equation indices of `traced.jaxpr`. Where that is a body, so is this.
 
     **Arguments:** `fence` is one of `FENCES`.
     """
@@ -95,6 +96,7 @@ def emit(traced: Traced, graph: Graph, schedule: Schedule, fence: str = "finishe
         eqns = without_unread(eqns, outvars)
         planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
     _compat.check_jaxpr(traced.step(planned))
+    validated(traced, planned)
     return planned
 
 

@@ -254,6 +254,11 @@ def is_pointwise(eqn: Any) -> bool:
     return eqn.primitive.name in _POINTWISE
 
 
+def pointwise_names() -> frozenset[str]:
+    """The names of such work."""
+    return _POINTWISE
+
+
 def is_costly(eqn: Any) -> bool:
     """Pointwise work of many operations per entry, which XLA does not repeat in each kernel that reads the result."""
     return eqn.primitive.name in _COSTLY
@@ -276,6 +281,18 @@ def is_repeatable(eqn: Any) -> bool:
     What its bodies do to references of their own, as kernels do, is no effect of the equation.
     """
     return not eqn.effects and _is_unseen(eqn)
+
+
+def runs_in_order(eqn: Any) -> bool:
+    """Whether the equation may run once only, behind those of its kind that it was behind: it has an effect, or one of
+    its bodies draws or calls back.
+    """
+    return bool(eqn.effects) or _draws(eqn)
+
+
+def _draws(eqn: Any) -> bool:
+    inside = (inner for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+    return eqn.primitive.name in _UNREPEATABLE or any(map(_draws, inside))
 
 
 def _is_unseen(eqn: Any) -> bool:
