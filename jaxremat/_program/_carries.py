@@ -63,12 +63,16 @@ class Carries:
         self.within: dict[
             int, tuple[Carries, int]
         ] = {}  # hole of an array that one loop of all iterations fills
+        self.open_ended: set[int] = (
+            set()
+        )  # holes of carries of which it is not known what the last iteration leaves
         self.known: dict[int, int] = {}
 
     def resolve(self) -> None:
         """Fill all holes; then `results` and `last` are without them."""
         while found := self._simple():
             self._fill(found)
+        self._prefetched()
         while (found := self._nested()) is not None:
             self._fill(found)
         self._arrays()
@@ -82,6 +86,8 @@ class Carries:
         """What a carry is behind a loop of known length."""
         assert self.length is not None
         values = self.values
+        if hole in self.open_ended:
+            return values.node("Unknown", len(values.nodes), (), values.type(hole))
         if hole in self.within:
             whole, inner = self.within[hole]
             return whole.last(inner)
@@ -134,6 +140,38 @@ class Carries:
         if number is None or number[0] or (node.op == "sub" and node.operands[0] != hole):
             return None
         return number[1] if node.op == "add" else -number[1]
+
+    def _prefetched(self) -> None:
+        """Carries that an iteration reads for the next one: rows, and indices that the last one keeps in range."""
+        while found := next(filter(None, map(self._foreseen, self._open)), None):
+            (hole,) = found
+            self.open_ended.add(hole)
+            self._fill(found)
+
+    def _foreseen(self, hole: int) -> dict[int, int]:
+        """A carry that is what each iteration but the last leaves for the next one, and begins so: an index, or
+        something without this carry.
+        """
+        values, symbol, begin = self.values, self.symbol, self.begin[hole]
+        if self.length is None or self.length < 2 or values.free[begin] & symbol_bit(symbol):
+            return {}
+        row = plus(alone(symbol), constant(int(self.step < 0)))  # of iterations but the last
+        guess, start = None, scalar(values, begin)
+        if start is not None:
+            place = plus(plus(start, constant(-self.first)), alone(symbol))
+            guess = values.node("Grid", ((), place), (), values.type(hole))
+        elif values.free[self.next[hole]] & values.free[hole]:
+            return {}
+        swapped = {} if guess is None else {hole: values.at(guess, symbol, row)}
+        around, values.lengths = values.lengths, [*values.lengths[:symbol], self.length - 1]
+        (left,) = values.rebuilt([self.next[hole]], swapped, {symbol: row})
+        values.lengths = around
+        if any(values.free[left] & values.free[h] for h in self._open):
+            return {}
+        before = plus(alone(symbol), constant(-row[1] - self.step))
+        made = values.at(left, symbol, before)
+        begins = values.at(made, symbol, constant(self.first)) == begin
+        return {hole: made} if begins and guess in (None, made) else {}
 
     def _nested(self) -> dict[int, int] | None:
         """Carries that are those of a loop within, which begins as its last run ended."""

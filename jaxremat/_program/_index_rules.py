@@ -87,6 +87,17 @@ def _less(values: Values, key: Any, operands: Operands, kind: Type) -> int | Non
     return values.node("Literal", (np.bool_(reach[1] < 0).tobytes(),), (), kind)
 
 
+@rule("max", "min")
+def _limited(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    """The larger or the smaller of two indices, where one of them always is."""
+    first, second = (scalar(values, a) for a in operands)
+    if first is None or second is None or (reach := values.range(plus(first, second, -1))) is None:
+        return None
+    if reach[0] >= 0:
+        return operands[0 if key[0] == "max" else 1]
+    return operands[1 if key[0] == "max" else 0] if reach[1] <= 0 else None
+
+
 @rule("select_n")
 def _selected(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
     node = values.nodes[operands[0]]
