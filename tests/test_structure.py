@@ -128,7 +128,7 @@ def test_modules_are_documented() -> None:
 
 def test_modules_are_short() -> None:
     lines = {name: len(path.read_text().splitlines()) for name, path in FILES.items()}
-    assert {name: count for name, count in lines.items() if count > 400} == {}
+    assert {name: count for name, count in lines.items() if count > 600} == {}
 
 
 def test_the_library_does_not_print() -> None:

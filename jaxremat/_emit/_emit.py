@@ -67,6 +67,7 @@ from ._stacks_elsewhere import StacksElsewhere
 from ._streams import Streams
 from ._triggers import finished, parts, trigger
 from ._undone_blocks import before_blocks
+from ._validation import validated
 from ._weight_copies import behind_operand
 from ._weight_gradients import put_in_order
 
@@ -92,8 +93,8 @@ def emit(
     fence: str = "finished",
     detached: Sequence[Passing] = (),
 ) -> jex.ClosedJaxpr:
-    """The planned step as a jaxpr whose types are checked, those of its loops too; node ids of `graph` are equation
-    indices of `traced.jaxpr`. Where that is a body, so is this.
+    """The planned step as a jaxpr whose types are checked, those of its loops too, and which `_validation` has seen to
+    compute the step; node ids of `graph` are equation indices of `traced.jaxpr`. Where that is a body, so is this.
 
     **Arguments:** `fence` is one of `FENCES`, or `COMBINED`; `detached` the barriers' operands that are put behind
     barriers of their own, see `_detaching`.
@@ -113,6 +114,7 @@ def emit(
         planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
     _compat.check_jaxpr(traced.step(planned))
     check_runs(planned, traced.flat)
+    validated(traced, planned)
     return planned
 
 

@@ -116,7 +116,7 @@ class Inliner:
                 self.rematted = self.rematted or name in _CHECKPOINTS
                 env.update(zip(eqn.outvars, self.body(inner, invars, info, into, marks=marks), strict=True))
                 continue
-            if name == "platform_index" and (index := _index_on_every_platform(eqn)) is not None:
+            if name == "platform_index" and (index := index_on_every_platform(eqn)) is not None:
                 env[eqn.outvars[0]] = _compat.literal(np.int32(index))
                 continue
             if name == "cond" and _compat.is_literal(invars[0]) and not eqn.effects:
@@ -128,7 +128,7 @@ class Inliner:
                 moved = eqn.replace(invars=invars, source_info=info)
                 env.update(zip(eqn.outvars, self._iteration(moved, into, marks), strict=True))
                 continue
-            identity = _is_identity(eqn, invars) or (name in _MARKS and not self.derivatives)
+            identity = is_identity(eqn, invars) or (name in _MARKS and not self.derivatives)
             if identity and not (marks and (name == "name" or is_hint(eqn))):
                 if is_hint(eqn) and (found := read_hint(eqn, invars[0])) is not None:
                     self.hints.setdefault(found)
@@ -168,16 +168,21 @@ class Inliner:
 
     def _call(self, eqn: Any) -> Any | None:
         """The body of a call that may be inlined."""
-        key = self.calls.get(eqn.primitive.name)
-        if key is None or (eqn.primitive.name in ("jit", "pjit") and not _compat.is_plain_call(eqn.params)):
+        name = eqn.primitive.name
+        if name not in self.calls or (name in ("jit", "pjit") and not _compat.is_plain_call(eqn.params)):
             return None
-        body = eqn.params.get(key)
-        if body is None:
-            return None
-        jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-        if len(jaxpr.constvars) != len(consts) or len(jaxpr.invars) != len(eqn.invars):
-            return None
-        return body
+        return body_of(eqn)
+
+
+def body_of(eqn: Any) -> Any | None:
+    """The jaxpr that an equation evaluates of its operands; None of equations that do something else."""
+    body = eqn.params.get((_CALLS | _DERIVATIVES).get(eqn.primitive.name))
+    if body is None:
+        return None
+    jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
+    if len(jaxpr.constvars) != len(consts) or len(jaxpr.invars) != len(eqn.invars):
+        return None
+    return body
 
 
 def _append(fn: Callable[[Any], Any], atom: Any, result: Any, info: Any, into: list[Any]) -> None:
@@ -216,7 +221,7 @@ def _computes_again(eqn: Any, info: Any) -> bool:
     return late and eqn.primitive.name in _CHECKPOINTS and eqn.params["differentiated"]
 
 
-def _index_on_every_platform(eqn: Any) -> int | None:
+def index_on_every_platform(eqn: Any) -> int | None:
     """The branch that a choice by platform takes wherever a whole program may run; None where that differs."""
     *named, otherwise = eqn.params["platforms"]
     if otherwise is not None or not _PLATFORMS.isdisjoint(name for names in named for name in names or ()):
@@ -224,7 +229,8 @@ def _index_on_every_platform(eqn: Any) -> int | None:
     return len(named)
 
 
-def _is_identity(eqn: Any, invars: Sequence[Any]) -> bool:
+def is_identity(eqn: Any, invars: Sequence[Any]) -> bool:
+    """Whether the only result is the only operand, of the same type."""
     if len(invars) != 1 or len(eqn.outvars) != 1 or invars[0].aval != eqn.outvars[0].aval:
         return False
     if eqn.primitive.name == "reduce_precision":

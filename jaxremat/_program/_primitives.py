@@ -258,6 +258,11 @@ def is_pointwise(eqn: Any) -> bool:
     return eqn.primitive.name in _POINTWISE
 
 
+def pointwise_names() -> frozenset[str]:
+    """The names of such work."""
+    return _POINTWISE
+
+
 def is_costly(eqn: Any) -> bool:
     """Pointwise work of many operations per entry, which XLA does not repeat in each kernel that reads the result."""
     return eqn.primitive.name in _COSTLY

@@ -96,6 +96,33 @@ def test_a_program_that_jax_refuses_is_not_compiled(
     )
 
 
+def test_a_program_that_computes_something_else_is_not_compiled(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the first cutting into stages every program reads a wrong operand; another cutting is planned."""
+    from jaxremat._emit import _emit
+
+    own, first = _emit.validated, []
+
+    def mistaken(traced: Any, wanted: Any) -> Any:
+        first.append(len(wanted.jaxpr.eqns))
+        if len(wanted.jaxpr.eqns) != first[0]:
+            return own(traced, wanted)
+        jaxpr = wanted.jaxpr
+        i = next(i for i, e in enumerate(jaxpr.eqns) if e.primitive.name == "sub")
+        eqns = [e.replace(invars=e.invars[::-1]) if j == i else e for j, e in enumerate(jaxpr.eqns)]
+        return own(traced, wanted.replace(jaxpr=jaxpr.replace(eqns=eqns)))
+
+    monkeypatch.setattr(_emit, "validated", mistaken)
+    step, args = planned(part(0.6)), CASE.make_args()
+    with caplog.at_level(logging.ERROR, "jaxremat"):
+        assert step.plan(*args).compiled_peak_nbytes
+    assert_same(jax.jit(CASE.step)(*args), step(*args))
+    (record,) = (r for r in caplog.records if r.name == "jaxremat")
+    assert "is not seen to compute the step: result" in record.message
+    assert len(list(folder.iterdir())) == 1
+
+
 def test_where_no_form_works_the_step_runs_as_written(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     failing(monkeypatch, "emit", lambda *_: True)
     step, args = planned("min"), CASE.make_args()

@@ -1,0 +1,76 @@
+"""Traced step, emitted program -> that they compute the same, or what of that is not proved, by name.
+
+A program is compared with the step as JAX traced it. For some forms `_program._equivalence` has no rules, or not for
+all of them: that such a program computes the step, tests show that compare numbers.
+
+Law: whatever is emitted is proved, or named, or an error.
+"""
+
+import logging
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import jax.extend.core as jex
+
+from .._model._form import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Form
+from .._program._equivalence import Equivalence
+from .._program._value_numbers import UndecidedError
+from .._rewrite._depthwise_gradient import is_depthwise_gradient, summed
+from .._rewrite._trace import Traced
+
+logger = logging.getLogger("jaxremat")
+
+UNPROVED = {
+    ATTENTION: "attention without its matrix of scores",
+    COPIES: "values in fewer bits",
+    INNER: "loops within loops laid open",
+    LOOP: "loops in levels or parts",
+    REVERSED: "values computed back from results",
+    ROWS: "work in chunks of rows or in microbatches",
+}
+"""Kinds of forms that are compared with the traced step, and may be more than the rules know of."""
+
+
+TOO_MANY = "loops within loops, of which too many differ"
+"""What takes too long to compare."""
+
+
+class EmittedOtherwiseError(Exception):
+    """A program was emitted that does not compute what it should; not for the user to see."""
+
+
+_steps: WeakKeyDictionary[jex.ClosedJaxpr, Equivalence] = WeakKeyDictionary()
+
+
+def validated(traced: Traced, planned: jex.ClosedJaxpr) -> Sequence[str]:
+    """Compare an emitted program, without what is around it, with its step; returns what is not proved.
+
+    **Raises:** `EmittedOtherwiseError`.
+    """
+    try:
+        differs = _of(traced.closed).difference(planned)
+    except UndecidedError:
+        logger.info("not proved: %s", TOO_MANY)
+        return (TOO_MANY,)
+    if differs is None:
+        return ()
+    unproved = names(traced.form)
+    if not unproved:
+        raise EmittedOtherwiseError(f"the emitted program is not seen to compute the step: {differs}")
+    logger.info("not proved: %s (%s)", ", ".join(unproved), differs)
+    return unproved
+
+
+def names(form: Form) -> tuple[str, ...]:
+    """What of a form may not be proved."""
+    return tuple(dict.fromkeys(UNPROVED[choice.kind] for choice in form.choices))
+
+
+def _of(closed: jex.ClosedJaxpr) -> Equivalence:
+    if closed not in _steps:
+        _steps[closed] = _equivalence(closed)
+    return _steps[closed]
+
+
+def _equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
+    return Equivalence(closed, lambda eqn: summed(eqn) if is_depthwise_gradient(eqn) else None)

@@ -1,0 +1,326 @@
+"""Rules of `_value_numbers` for arrays: views, rows, indices, and the masks that JAX and this library write otherwise.
+
+Law: both sides of a rule have the same entries, bit by bit; of what loops fill row by row it does not matter when.
+"""
+
+import math
+from itertools import accumulate
+from typing import Any
+
+from ._index_rules import Operands, grid, grid_steps, scalar
+from ._primitives import pointwise_names
+from ._value_numbers import (
+    FREE,
+    Affine,
+    CaptureError,
+    Type,
+    Values,
+    alone,
+    constant,
+    plus,
+    rule,
+    symbol_bit,
+)
+
+# Views. Whatever only changes the shape is a `reshape`.
+
+
+@rule("reshape")
+def _reshaped(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    (operand,) = operands
+    node = values.nodes[operand]
+    if node.type == kind:
+        return operand
+    if node.op == "reshape":
+        return values.make("reshape", None, node.operands, kind)
+    if node.op == "Grid":
+        steps = grid_steps(node.type[0], node.key[0], kind[0])
+        return None if steps is None else grid(values, kind, steps, node.key[1])
+    if node.op == "Stack" and kind[0][1:] == node.type[0][2:]:
+        return _in_a_row(values, node, kind)
+    if node.op == "slice" and kind[0] == node.type[0][1:] and node.type[0][:1] == (1,):
+        (array,) = node.operands
+        if _whole_but_first(node.key, values.type(array)[0]):
+            return values.row(array, constant(node.key[0][0]))
+    return None
+
+
+def _in_a_row(values: Values, node: Any, kind: Type) -> int | None:
+    """A stack of stacks, whose entries are of the rows that these have one behind the other."""
+    inner = values.nodes[node.operands[0]]
+    if inner.op != "Stack":
+        return None
+    (outer,), (symbol,) = node.key, inner.key
+    within = plus(alone(FREE), alone(outer), -inner.type[0][0])
+    try:
+        value = values.at(inner.operands[0], symbol, within)
+        if values.free[value] & (symbol_bit(outer) | symbol_bit(symbol)):
+            return None
+        return values.make("Stack", (outer,), [values.at(value, FREE, alone(outer))], kind)
+    except CaptureError:
+        return None
+
+
+def _whole_but_first(key: Any, shape: tuple[int, ...]) -> bool:
+    start, stop, strides = key
+    return all(
+        (a, b, step) == (0, n, 1)
+        for a, b, step, n in zip(start[1:], stop[1:], strides[1:], shape[1:], strict=True)
+    )
+
+
+@rule("squeeze", "expand_dims")
+def _viewed(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    return values.make("reshape", None, operands, kind)
+
+
+@rule("broadcast_in_dim")
+def _broadcast(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    operand = operands[0]
+    node = values.nodes[operand]
+    if len(operands) > 1:
+        return None
+    if math.prod(node.type[0]) == math.prod(kind[0]):
+        return values.make("reshape", None, operands, kind)
+    if node.op == "Grid":
+        steps = [0] * len(kind[0])
+        for axis, n, step in zip(key, node.type[0], node.key[0], strict=True):
+            steps[axis] = step if n > 1 else 0
+        return grid(values, kind, tuple(steps), node.key[1])
+    return None
+
+
+@rule("transpose")
+def _transposed(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    (operand,) = operands
+    if key == tuple(range(len(key))):
+        return operand
+    node = values.nodes[operand]
+    if node.op == "transpose":
+        return values.make("transpose", tuple(node.key[axis] for axis in key), node.operands, kind)
+    return None
+
+
+@rule("rev")
+def _reversed(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    node = values.nodes[operands[0]]
+    return node.operands[0] if node.op == "rev" and node.key == key else None
+
+
+# Rows, and arrays that are written row by row.
+
+
+@rule("Row")
+def _row(values: Values, place: Affine, operands: Operands, kind: Type) -> int | None:
+    (array,) = operands
+    node = values.nodes[array]
+    shape = node.type[0]
+    if shape[0] == 1:
+        return values.make("reshape", None, operands, kind)
+    if node.op == "Stack":
+        return _opened(values, node.operands[0], node.key[0], place)
+    if node.op == "Grid":
+        return grid(values, kind, node.key[0][1:], plus(node.key[1], place, node.key[0][0]))
+    if node.op == "Put":
+        return _beside(values, node.operands[0], node.operands[1], node.key, place)
+    if node.op == "Filled":
+        return _row_of_filled(values, node, place)
+    if node.op == "Row":
+        (inner,) = values.nodes[node.operands[0]].operands[:1] or (-1,)
+        if values.nodes[node.operands[0]].op == "reshape":
+            outer = values.type(node.operands[0])[0]
+            if values.type(inner)[0] == (outer[0] * outer[1], *outer[2:]):
+                return values.row(inner, plus(place, node.key, outer[1]))
+        return None
+    if node.op == "reshape":
+        (inner,) = node.operands
+        if values.type(inner)[0][:1] == shape[:1]:
+            return values.make("reshape", None, [values.row(inner, place)], kind)
+        return None
+    if node.op == "slice":
+        return _row_of_slice(values, node, place, kind)
+    if node.op == "broadcast_in_dim" and len(node.operands) == 1:
+        (inner,) = node.operands
+        axes = tuple(axis - 1 for axis in node.key if axis)
+        if 0 in node.key:
+            inner = values.row(inner, constant(0) if values.type(inner)[0][0] == 1 else place)
+        return values.make("broadcast_in_dim", axes, [inner], kind)
+    if node.op == "transpose" and node.key[0] == 0:
+        inner = values.row(node.operands[0], place)
+        return values.make("transpose", tuple(axis - 1 for axis in node.key[1:]), [inner], kind)
+    if node.op in _POINTWISE and all(values.type(a)[0] in ((), shape) for a in node.operands):
+        rows = (values.row(a, place) if values.type(a)[0] else a for a in node.operands)
+        return values.make(node.op, node.key, rows, kind)
+    return None
+
+
+_POINTWISE = pointwise_names()
+
+
+def _opened(values: Values, value: int, symbol: int, place: Affine) -> int | None:
+    try:
+        return values.at(value, symbol, place)
+    except CaptureError:
+        return None
+
+
+def _beside(values: Values, array: int, written: int, where: Affine, place: Affine) -> int | None:
+    """The row of an array of which another, or the same, was written."""
+    apart = plus(place, where, -1)
+    if apart == constant(0):
+        return written
+    reach = values.range(apart)
+    return values.row(array, place) if reach and not reach[0] <= 0 <= reach[1] else None
+
+
+def _row_of_filled(values: Values, node: Any, place: Affine) -> int | None:
+    symbol, first, count = node.key
+    array, value = node.operands
+    reach = values.range(place)
+    if reach is None:
+        return None
+    if first <= reach[0] and reach[1] < first + count:
+        return _opened(values, value, symbol, place)
+    return values.row(array, place) if reach[1] < first or first + count <= reach[0] else None
+
+
+def _row_of_slice(values: Values, node: Any, place: Affine, kind: Type) -> int:
+    start, stop, strides = node.key
+    inner = values.row(node.operands[0], plus(constant(start[0]), place, strides[0]))
+    return values.make("slice", (start[1:], stop[1:], strides[1:]), [inner], kind)
+
+
+@rule("slice")
+def _slice(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    return operands[0] if values.type(operands[0]) == kind else None
+
+
+@rule("dynamic_slice")
+def _dynamic_slice(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    array, *indices = operands
+    shape = values.type(array)[0]
+    if kind[0] == shape:
+        return array
+    place = _first_place(values, array, indices)
+    if place is None or kind[0] != (1, *shape[1:]):
+        return None
+    return values.make("reshape", None, [values.row(array, place)], kind)
+
+
+@rule("dynamic_update_slice")
+def _dynamic_update(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    array, update, *indices = operands
+    shape = kind[0]
+    place = _first_place(values, array, indices)
+    if place is None or values.type(update)[0] != (1, *shape[1:]):
+        return None
+    row = values.make("reshape", None, [update], (shape[1:], kind[1]))
+    return values.make("Put", place, [array, row], kind)
+
+
+def _first_place(values: Values, array: int, indices: list[int]) -> Affine | None:
+    """The row at which a slice of one begins, where no index is out of the array."""
+    shape = values.type(array)[0]
+    places = [scalar(values, i) for i in indices]
+    if not places or places[0] is None or any(place != constant(0) for place in places[1:]):
+        return None
+    reach = values.range(places[0])
+    return places[0] if reach and reach[0] >= 0 and reach[1] < shape[0] else None
+
+
+@rule("Stack")
+def _stacked(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    (value,) = operands
+    (symbol,) = key
+    length = kind[0][0]
+    if length == 1:
+        row = _opened(values, value, symbol, constant(0))
+        return None if row is None else values.make("reshape", None, [row], kind)
+    node = values.nodes[value]
+    if not values.free[value] & symbol_bit(symbol):
+        return values.make("broadcast_in_dim", tuple(range(1, len(kind[0]))), operands, kind)
+    if node.op == "Row" and node.key == alone(symbol):
+        (array,) = node.operands
+        if values.type(array)[0][0] == length and not values.free[array] & symbol_bit(symbol):
+            return array
+    if node.op == "Grid":
+        factors = dict(node.key[1][0])
+        step = factors.pop(symbol)
+        return grid(values, kind, (step, *node.key[0]), (tuple(sorted(factors.items())), node.key[1][1]))
+    return None
+
+
+@rule("Filled")
+def _filled(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    symbol, first, count = key
+    array, value = operands
+    node = values.nodes[array]
+    if first == 0 and count == kind[0][0]:
+        return values.make("Stack", (symbol,), [value], kind)
+    if node.op == "Filled" and node.key[0] == symbol and node.operands[1] == value:
+        _, other, more = node.key
+    elif node.op == "Put" and not node.key[0] and _is_at(values, node.operands[1], value, symbol, node.key):
+        other, more = node.key[1], 1
+    else:
+        return None
+    if other + more != first and first + count != other:
+        return None
+    whole = (symbol, min(first, other), count + more)
+    return values.make("Filled", whole, [node.operands[0], value], kind)
+
+
+@rule("Put")
+def _put(values: Values, place: Affine, operands: Operands, kind: Type) -> int | None:
+    array, row = operands
+    node = values.nodes[array]
+    if place[0] or node.op != "Filled":
+        return None
+    symbol, first, count = node.key
+    if place[1] not in (first - 1, first + count) or not _is_at(values, row, node.operands[1], symbol, place):
+        return None
+    return values.make("Filled", (symbol, min(first, place[1]), count + 1), node.operands, kind)
+
+
+def _is_at(values: Values, row: int, value: int, symbol: int, place: Affine) -> bool:
+    """Whether a row is what a value is at a place."""
+    return row == _opened(values, value, symbol, place)
+
+
+@rule("concatenate")
+def _concatenated(values: Values, axis: Any, operands: Operands, kind: Type) -> int | None:
+    """Stacks of one value, of some rows each, are a stack of all."""
+    if len(operands) == 1:
+        return operands[0]
+    if axis:
+        return None
+    starts = list(accumulate((values.type(a)[0][0] for a in operands), initial=0))
+    stacks = [i for i, a in enumerate(operands) if values.nodes[a].op == "Stack"]
+    if not stacks:
+        return None
+    (symbol,), (body,) = values.nodes[operands[stacks[0]]][1:3]
+    value = _opened(values, body, symbol, plus(alone(symbol), constant(-starts[stacks[0]])))
+    for start, a in zip(starts, operands, strict=False):
+        shape = values.type(a)[0]
+        place = plus(alone(symbol), constant(start)) if shape[0] > 1 else constant(start)
+        row = None if value is None else _opened(values, value, symbol, place)
+        if row is None or values.make("Stack", (symbol,), [row], values.type(a)) != a:
+            return None
+    return None if value is None else values.make("Stack", (symbol,), [value], kind)
+
+
+@rule(*_POINTWISE)
+def _of_stacks(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    """Pointwise work on a stack is a stack of such work."""
+    stacks = [values.nodes[a] for a in operands if values.nodes[a].op == "Stack"]
+    if not stacks:
+        return None
+    (symbol,) = stacks[0].key
+    own = [values.type(a)[0] for a in operands]
+    taken = any(values.free[a] & symbol_bit(symbol) for a in operands)
+    if taken or any(shape not in ((), kind[0]) for shape in own):
+        return None
+    values.lengths, around = [*values.lengths[:symbol], kind[0][0]], values.lengths
+    rows = [values.row(a, alone(symbol)) if shape else a for a, shape in zip(operands, own, strict=True)]
+    made = values.make(key[0], key, rows, (kind[0][1:], kind[1]))
+    values.lengths = around
+    return values.make("Stack", (symbol,), [made], kind)

@@ -1,0 +1,301 @@
+"""Carries of a loop -> what they are, whatever they are called, in whichever order, and in however many loops.
+
+The holes that stood for carries in a body are filled, in this order:
+
+- a carry that every iteration leaves as it was is what it began as; one that grows by a number is an index;
+- a loop that does nothing but run a loop that goes on where the last one ended is one loop of all their iterations:
+  `c -> scan(f, c, X[q])` over `q` is `f` over the rows `M * q + r`;
+- an array of which each iteration writes its own row is a stack of the rows;
+- carries that begin alike and, taken to be alike, are left alike, are one;
+- the others are *recurrences*, in sets of those that need one another.
+
+Law: what a carry is said to be, it is as each iteration begins.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ._index_rules import scalar
+from ._recurrences import Found, ended, recurrences, valued
+from ._value_numbers import (
+    FREE,
+    Affine,
+    CaptureError,
+    Recurrence,
+    Values,
+    alone,
+    constant,
+    plus,
+    symbol_bit,
+)
+
+
+class Carries:
+    """Those of one loop whose iterations are being numbered.
+
+    **Arguments:** `symbol` of its rows; `length`, None where unknown; `backward` whether it begins with the last row;
+    `holes` of its carries, what they `begin` as and what follows them, `next`; `results` other values of its body.
+    """
+
+    def __init__(
+        self,
+        values: Values,
+        symbol: int,
+        length: int | None,
+        holes: Sequence[int],
+        begin: Sequence[int],
+        next_: Sequence[int],
+        results: Sequence[int],
+        *,
+        backward: bool = False,
+    ):
+        self.values, self.symbol, self.length = values, symbol, length
+        self.step = -1 if backward else 1
+        self.first = (length or 1) - 1 if backward else 0
+        self.holes = list(holes)
+        self.begin = dict(zip(holes, begin, strict=True))
+        self.next = dict(zip(holes, next_, strict=True))
+        self.results = list(results)
+        self.filled: dict[
+            int, int
+        ] = {}  # hole of an array -> place among the results of the row that is written
+        self.places: dict[int, int] = {}  # and of its first row that is written
+        self.within: dict[
+            int, tuple[Carries, int]
+        ] = {}  # hole of an array that one loop of all iterations fills
+        self.open_ended: set[int] = (
+            set()
+        )  # holes of carries of which it is not known what the last iteration leaves
+        self.known: dict[int, int] = {}
+
+    def resolve(self) -> None:
+        """Fill all holes; then `results` and `last` are without them."""
+        while found := self._simple():
+            self._fill(found)
+        self._prefetched()
+        while (found := self._nested()) is not None:
+            self._fill(found)
+        self._arrays()
+        self._alike()
+        for some in self._sets():
+            found = recurrences(self.values, self._recurrence(some))
+            index = plus(alone(self.symbol), constant(-self.first))
+            self._fill({h: self._value(found[h], index) for h in some})
+
+    def last(self, hole: int) -> int:
+        """What a carry is behind a loop of known length."""
+        assert self.length is not None
+        values = self.values
+        if hole in self.open_ended:
+            return values.node("Unknown", len(values.nodes), (), values.type(hole))
+        if hole in self.within:
+            whole, inner = self.within[hole]
+            return whole.last(inner)
+        if hole in self.filled:
+            row, first = self.results[self.filled[hole]], self.places[hole]
+            row = values.at(row, self.symbol, plus(alone(self.symbol), constant(-first)))
+            key = (self.symbol, first, self.length)
+            return values.make("Filled", key, (self.begin[hole], row), values.type(hole))
+        return values.at(self.known[hole], self.symbol, constant(self.first + self.step * self.length))
+
+    @property
+    def _open(self) -> list[int]:
+        return [h for h in self.holes if h in self.next]
+
+    def _fill(self, found: dict[int, int]) -> None:
+        self.known.update(found)
+        for h in found:
+            del self.next[h]
+        self._swap(found)
+
+    def _swap(self, found: dict[int, int]) -> None:
+        known = list(self.known)
+        every = [*self.next.values(), *self.results, *(self.known[h] for h in known)]
+        made = self.values.rebuilt(every, found, {})
+        self.next = dict(zip(self.next, made, strict=False))
+        count = len(self.next)
+        self.results = made[count : count + len(self.results)]
+        self.known = dict(zip(known, made[count + len(self.results) :], strict=True))
+
+    def _simple(self) -> dict[int, int]:
+        """Carries that stay what they are, and indices."""
+        found = {}
+        for h in self._open:
+            begin, after = self.begin[h], self.next[h]
+            if after in (h, begin):
+                found[h] = begin
+            elif (more := self._increment(h, after)) and (start := scalar(self.values, begin)) is not None:
+                iteration = plus(constant(-self.step * self.first), alone(self.symbol), self.step)
+                key = (), plus(start, iteration, more)
+                found[h] = self.values.node("Grid", key, (), self.values.type(h))
+        return found
+
+    def _increment(self, hole: int, after: int) -> int | None:
+        """By which number a carry grows."""
+        node = self.values.nodes[after]
+        if node.op not in ("add", "sub") or hole not in node.operands or node.operands[0] == node.operands[1]:
+            return None
+        other = node.operands[1 if node.operands[0] == hole else 0]
+        number = scalar(self.values, other)
+        if number is None or number[0] or (node.op == "sub" and node.operands[0] != hole):
+            return None
+        return number[1] if node.op == "add" else -number[1]
+
+    def _prefetched(self) -> None:
+        """Carries that an iteration reads for the next one: rows, and indices that the last one keeps in range."""
+        while found := next(filter(None, map(self._foreseen, self._open)), None):
+            (hole,) = found
+            self.open_ended.add(hole)
+            self._fill(found)
+
+    def _foreseen(self, hole: int) -> dict[int, int]:
+        """A carry that is what each iteration but the last leaves for the next one, and begins so: an index, or
+        something without this carry.
+        """
+        values, symbol, begin = self.values, self.symbol, self.begin[hole]
+        if self.length is None or self.length < 2 or values.free[begin] & symbol_bit(symbol):
+            return {}
+        row = plus(alone(symbol), constant(int(self.step < 0)))  # of iterations but the last
+        guess, start = None, scalar(values, begin)
+        if start is not None:
+            place = plus(plus(start, constant(-self.first)), alone(symbol))
+            guess = values.node("Grid", ((), place), (), values.type(hole))
+        elif values.free[self.next[hole]] & values.free[hole]:
+            return {}
+        swapped = {} if guess is None else {hole: values.at(guess, symbol, row)}
+        around, values.lengths = values.lengths, [*values.lengths[:symbol], self.length - 1]
+        (left,) = values.rebuilt([self.next[hole]], swapped, {symbol: row})
+        values.lengths = around
+        if any(values.free[left] & values.free[h] for h in self._open):
+            return {}
+        before = plus(alone(symbol), constant(-row[1] - self.step))
+        made = values.at(left, symbol, before)
+        begins = values.at(made, symbol, constant(self.first)) == begin
+        return {hole: made} if begins and guess in (None, made) else {}
+
+    def _nested(self) -> dict[int, int] | None:
+        """Carries that are those of a loop within, which begins as its last run ended."""
+        for h in self._open:
+            node = self.values.nodes[self.next[h]]
+            if node.op == "Recurrence" and (found := self._as_one(node)) is not None:
+                return found
+        return None
+
+    def _as_one(self, node: Any) -> dict[int, int] | None:
+        values = self.values
+        inner = values.recurrences[node.key[:2], node.operands]
+        (symbol, *_), step = node.key, inner.step
+        trips = plus(node.key[2], constant(0))
+        if step != self.step or trips[0] or step * trips[1] < 1 or self.length is None:
+            return None
+        count = step * trips[1]
+        outer = dict(zip(inner.begin, inner.holes, strict=True))  # this loop's hole -> that within
+        if len(outer) < len(inner.holes) or not outer.keys() <= set(self._open):
+            return None
+        roots = {b: self._rooted(inner, b) for b in outer}
+        if any(values.make(*ended(values, root, node)) != self.next[b] for b, root in roots.items()):
+            return None
+        # Iteration r within iteration q is iteration count * q + r of all.
+        index = plus(constant(-self.first), alone(self.symbol))
+        length = count * self.length
+        first = length - 1 if step < 0 else 0
+        try:
+            after = values.rebuilt(inner.next, {}, {symbol: plus(alone(FREE), index, -count)})
+            if any(values.free[a] & (symbol_bit(symbol) | symbol_bit(self.symbol)) for a in after):
+                return None
+            with values.unbounded(self.symbol):
+                after = values.rebuilt(after, {}, {FREE: plus(alone(self.symbol), constant(-first))})
+        except CaptureError:
+            return None
+        begin = [self.begin[b] for b in inner.begin]
+        whole = Carries(values, self.symbol, length, inner.holes, begin, after, [], backward=step < 0)
+        values.lengths[self.symbol] = length
+        whole.resolve()
+        values.lengths[self.symbol] = self.length
+        place = plus(constant(first), index, count)
+        known = {
+            b: values.at(whole.known[h], self.symbol, place) for b, h in outer.items() if h in whole.known
+        }
+        written = [b for b in outer if b not in known]
+        bits = sum({values.free[b] for b in written})
+        every = [*self.results, *(self.next[o] for o in self._open if o not in outer)]
+        if any(values.free[a] & bits for a in values.rebuilt(every, known, {})):
+            return None
+        for b in written:
+            self.within[b] = whole, outer[b]
+            del self.next[b]
+        return known
+
+    @staticmethod
+    def _rooted(inner: Recurrence, begin: int) -> Recurrence:
+        return inner._replace(root=inner.holes[inner.begin.index(begin)])
+
+    def _arrays(self) -> None:
+        """Arrays of which each iteration writes a row, and reads no other."""
+        values = self.values
+        for h in self._open:
+            node = values.nodes[self.next[h]]
+            if self.length is None or node.op != "Put" or node.operands[0] != h:
+                continue
+            factors, first = node.key
+            if factors != ((self.symbol, 1),) or not 0 <= first <= values.type(h)[0][0] - self.length:
+                continue
+            row = values.node("Row", node.key, (h,), (values.type(h)[0][1:], values.type(h)[1]))
+            swapped = {row: values.row(self.begin[h], node.key)}
+            others = [o for o in self.next if o != h]
+            every = [node.operands[1], *(self.next[o] for o in others), *self.results, *self.known.values()]
+            made = values.rebuilt(every, swapped, {})
+            if any(values.free[a] & values.free[h] for a in made):
+                continue
+            self.filled[h], self.places[h] = len(self.results), first
+            self._swap(swapped)
+            self.results.append(made[0])
+            del self.next[h]
+
+    def _alike(self) -> None:
+        """Carries that are equal are one."""
+        groups: dict[Any, list[int]] = {}
+        for h in self._open:
+            groups.setdefault((self.begin[h], self.values.type(h)), []).append(h)
+        classes = [group for group in groups.values() if len(group) > 1]
+        while classes:
+            first = {h: group[0] for group in classes for h in group[1:]}
+            members = [h for group in classes for h in group]
+            made = self.values.rebuilt([self.next[h] for h in members], first, {})
+            after = dict(zip(members, made, strict=True))
+            split: list[list[int]] = []
+            for group in classes:
+                parts: dict[int, list[int]] = {}
+                for h in group:
+                    parts.setdefault(after[h], []).append(h)
+                split.extend(parts.values())
+            if len(split) == len(classes):
+                self._fill(first)
+                return
+            classes = [group for group in split if len(group) > 1]
+
+    def _sets(self) -> list[list[int]]:
+        """The holes in sets of those that need one another, in the order in which they can be filled."""
+        free = self.values.free
+        holes = self._open
+        needs = {h: free[self.next[h]] for h in holes}
+        for via in holes:
+            needs = {h: n | needs[via] if n & free[via] else n for h, n in needs.items()}
+        sets: list[list[int]] = []
+        for h in holes:
+            if not any(h in some for some in sets):
+                sets.append([o for o in holes if o == h or (needs[h] & free[o] and needs[o] & free[h])])
+        wanted = {id(some): sum(bool(needs[some[0]] & free[o]) for o in holes) for some in sets}
+        return sorted(sets, key=lambda some: wanted[id(some)])
+
+    def _recurrence(self, some: Sequence[int]) -> Recurrence:
+        after = [self.next[h] for h in some]
+        if self.first:
+            shifted = plus(alone(self.symbol), constant(self.first))
+            with self.values.unbounded(self.symbol):
+                after = self.values.rebuilt(after, {}, {self.symbol: shifted})
+        begin = tuple(self.begin[h] for h in some)
+        return Recurrence(self.symbol, self.step, tuple(some), begin, tuple(after), some[0])
+
+    def _value(self, found: Found, index: Affine) -> int:
+        return valued(self.values, found, index)

@@ -1,0 +1,390 @@
+"""Two programs -> whether they compute the same: translation validation by value numbers.
+
+With barriers and copies taken for their operands, equal equations for one, and loops for recurrences, each output is a
+number, see `_value_numbers`; equal numbers are equal values. What may run once only has the number of its turn, and
+those of a kind run in the same order in both programs.
+
+Law: programs that differ are never taken for equal ones. Equal ones may be taken for programs that differ.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax.extend.core as jex
+import numpy as np
+
+from . import (
+    _array_rules,  # noqa: F401 (it adds its rules)
+    _compat,
+    _mask_rules,  # noqa: F401 (it adds its rules)
+)
+from ._carries import Carries
+from ._index_rules import grid
+from ._inline import body_of, index_on_every_platform, is_identity
+from ._operation_keys import KEYS
+from ._primitives import runs_once
+from ._recurrences import again
+from ._value_numbers import Type, Values, alone, constant, symbol_bit
+
+Expansion = Callable[[Any], jex.ClosedJaxpr | None]
+"""Equation -> a program that is taken for it, None where it stands for itself."""
+
+_UNCHANGED = frozenset(
+    {
+        "optimization_barrier", "device_put", "sharding_constraint", "layout_constraint", "stop_gradient", "name",
+        "jaxremat_hint", "copy", "copy_p", "pvary", "jaxremat_fence",
+    }
+)  # fmt: skip
+"""Equations whose results are their operands, wherever and however these are in memory."""
+
+MOST, MOST_PER_EQUATION = 100_000, 100
+"""So many nodes are made of a program, and so many for each of its equations."""
+
+
+class Equivalence:
+    """A program that others are compared with.
+
+    **Arguments:** `expansion` what stands for some equations of all of them.
+    """
+
+    def __init__(self, closed: jex.ClosedJaxpr, expansion: Expansion = lambda _: None):
+        self._numbers = _Numbers(expansion)
+        self._own = self._numbers.program(closed)
+        self._mark = self._numbers.values.mark
+
+    def difference(self, other: jex.ClosedJaxpr) -> str | None:
+        """Where another program of the same arguments is not seen to compute the same; None where it does."""
+        try:
+            return self._difference(*self._numbers.program(other))
+        finally:
+            self._numbers.forget(self._mark)
+
+    def _difference(self, outputs: Sequence[int], turns: dict[str, list[int]]) -> str | None:
+        own, own_turns = self._own
+        if len(outputs) != len(own):
+            return f"{len(own)} results are {len(outputs)}"
+        for i, (a, b) in enumerate(zip(own, outputs, strict=True)):
+            if a != b:
+                return f"result {i} is another: {self._numbers.compared(a, b)}"
+        for kind in {**own_turns, **turns}:
+            if own_turns.get(kind) != turns.get(kind):
+                return f"what may run once only ({kind}) runs otherwise"
+        return None
+
+
+class _Numbers:
+    """The numbers of programs' values."""
+
+    def __init__(self, expansion: Expansion):
+        self.values = Values()
+        self.values.again = partial(again, self.values)
+        self.expansion = expansion
+        self.holes = 0  # so many stand for carries of the loops around
+        self.bodies = 0  # so many opaque bodies are around
+        self.scope: tuple[Any, ...] = ()  # what is around, of what runs in order
+        self.turns: dict[str, list[int]] = {}
+        self._keys: dict[
+            int, tuple[Any, Any, int]
+        ] = {}  # id of parameters -> those, what makes them equal, when
+        self._constants: dict[int, tuple[Any, int]] = {}
+        self._kept: list[Any] = []  # what numbers are made of the ids of
+
+    def program(self, closed: jex.ClosedJaxpr) -> tuple[list[int], dict[str, list[int]]]:
+        """The numbers of a program's results, and of what runs in order by its kind."""
+        self.turns, self.holes, self.bodies, self.scope, self.values.lengths = {}, 0, 0, (), []
+        self.values.left = MOST + MOST_PER_EQUATION * len(closed.jaxpr.eqns)
+        given = [
+            self.values.node("Argument", (0, i), (), _type(v)) for i, v in enumerate(closed.jaxpr.invars)
+        ]
+        return self._body(closed, given), self.turns
+
+    def forget(self, mark: tuple[int, int, int]) -> None:
+        """Forget what was made since."""
+        self.values.forget(mark)
+        self._constants = {i: each for i, each in self._constants.items() if each[1] < mark[0]}
+        self._keys = {i: each for i, each in self._keys.items() if not each[2] > mark[0]}
+
+    def _body(self, closed: Any, operands: Sequence[int]) -> list[int]:
+        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        known = [self._constant(c, v) for c, v in zip(consts, jaxpr.constvars, strict=False)]
+        env: dict[Any, int] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*known, *operands], strict=True))
+
+        def read(atom: Any) -> int:
+            return self._literal(atom) if _compat.is_literal(atom) else env[atom]
+
+        for eqn in _needed(jaxpr):
+            env.update(zip(eqn.outvars, self._results(eqn, list(map(read, eqn.invars))), strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def _results(self, eqn: Any, operands: list[int]) -> Sequence[int]:
+        name = eqn.primitive.name
+        if name in _UNCHANGED or is_identity(eqn, eqn.invars):
+            return operands
+        if (body := body_of(eqn)) is not None:
+            return self._body(body, operands)
+        if (own := _STRUCTURED.get(name)) is not None and (found := own(self, eqn, operands)) is not None:
+            return found
+        if (meant := self.expansion(eqn)) is not None:
+            return self._body(meant, operands)
+        key = self._key(eqn)
+        if runs_once(eqn):
+            kind = "+".join(sorted({type(e).__name__ for e in eqn.effects})) or name
+            key = key, self.scope, len(self.turns.setdefault(kind, []))
+            made = self.values.node("Turn", key, tuple(operands), ((), None))
+            self.turns[kind].append(made)
+            return self._each(eqn, made)
+        if len(eqn.outvars) == 1:
+            return [self.values.make(name, key, operands, _type(eqn.outvars[0]))]
+        return self._each(eqn, self.values.node(name, key, tuple(operands), ((), None)))
+
+    def _each(self, eqn: Any, made: int) -> list[int]:
+        return [self.values.node("Result", i, (made,), _type(v)) for i, v in enumerate(eqn.outvars)]
+
+    def _literal(self, atom: Any) -> int:
+        kind = _type(atom)
+        value = np.asarray(atom.val, kind[1])
+        if not kind[0] and np.issubdtype(kind[1], np.integer):
+            return grid(self.values, kind, (), constant(int(value)))
+        return self.values.node("Literal", (value.tobytes(),), (), kind)
+
+    def _constant(self, const: Any, var: Any) -> int:
+        if id(const) not in self._constants:
+            made = self.values.node("Constant", id(const), (), _type(var))
+            self._constants[id(const)] = const, made
+        return self._constants[id(const)][1]
+
+    def _key(self, eqn: Any) -> Any:
+        """What says which operation of its name an equation is."""
+        name, params = eqn.primitive.name, eqn.params
+        if (own := KEYS.get(name)) is not None:
+            return own(params)
+        if (known := self._keys.get(id(params))) is None:
+            known = params, (eqn.primitive, *self._hashable(params)), len(self.values.nodes)
+            self._keys[id(params)] = known
+        ctx = eqn.ctx
+        if name.startswith("reduce_") and "axes" in params:
+            return name, tuple(params["axes"]), known[1]
+        return (
+            name,
+            known[1],
+            getattr(ctx, "threefry_partitionable", None),
+            getattr(ctx, "compute_type", None),
+        )
+
+    def _hashable(self, value: Any) -> tuple[Any, ...]:
+        """What makes parameters equal, with their types: `1`, `1.0` and `True` differ."""
+        if isinstance(value, dict):
+            return type(value), *(
+                (k, self._hashable(v)) for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))
+            )
+        if isinstance(value, (tuple, list)):
+            return type(value), *map(self._hashable, value)
+        if hasattr(getattr(value, "jaxpr", value), "eqns"):
+            return "body", *self._opaque(value)
+        if isinstance(value, np.ndarray):
+            return "array", value.dtype, value.shape, value.tobytes()
+        try:
+            hash(value)
+        except TypeError:
+            self._kept.append(value)
+            return "id", id(value)
+        return type(value), value
+
+    def _opaque(self, closed: Any) -> tuple[Any, ...]:
+        """The numbers of a body of arguments of its own."""
+        jaxpr = getattr(closed, "jaxpr", closed)
+        own, self.turns = self.turns, {}
+        lengths, self.values.lengths = self.values.lengths, []
+        self.bodies += 1
+        variables = jaxpr.invars if hasattr(closed, "jaxpr") else [*jaxpr.constvars, *jaxpr.invars]
+        given = [
+            self.values.node("Argument", (self.bodies, i), (), _type(v)) for i, v in enumerate(variables)
+        ]
+        results = self._body(closed, given)
+        found = tuple(map(_type, variables)), tuple(results), *((k, *v) for k, v in self.turns.items())
+        self.bodies -= 1
+        self.turns, self.values.lengths = own, lengths
+        return found
+
+    @contextmanager
+    def _inside(self, *scope: Any) -> Iterator[dict[str, list[int]]]:
+        """Within a body of what is around; gives what runs in order there."""
+        own, around = self.turns, self.scope
+        self.turns, self.scope = {}, (*around, len(own.get("body", ())), *scope)
+        yield self.turns
+        self.turns, self.scope = own, around
+
+    def _turn_of(self, key: Any, turns: Sequence[dict[str, list[int]]], operands: Sequence[int]) -> None:
+        """A loop or a choice, of which bodies have something that runs in order, runs in order itself."""
+        if any(turns):
+            kinds = tuple(tuple((k, len(v)) for k, v in each.items()) for each in turns)
+            inside = [a for each in turns for v in each.values() for a in v]
+            made = self.values.node("Turn", (*key, kinds), (*operands, *inside), ((), None))
+            self.turns.setdefault("body", []).append(made)
+
+    def _scan(self, eqn: Any, operands: list[int]) -> list[int] | None:
+        length, backward, values = eqn.params["length"], eqn.params["reverse"], self.values
+        if length == 0:
+            return None
+        counts = _compat.scan_counts(eqn)
+        consts, begin, arrays = (
+            operands[: counts[0]],
+            operands[counts[0] : sum(counts)],
+            operands[sum(counts) :],
+        )
+        body, symbol = eqn.params["jaxpr"], len(values.lengths)
+        if length == 1 and not runs_once(eqn):
+            rows = [values.row(a, constant(0)) for a in arrays]
+            made = self._body(body, [*consts, *begin, *rows])
+            whole = zip(made[counts[1] :], eqn.outvars[counts[1] :], strict=True)
+            return [*made[: counts[1]], *(values.make("reshape", None, [a], _type(v)) for a, v in whole)]
+        values.lengths.append(length)
+        rows = [values.row(a, alone(symbol)) for a in arrays]
+        with self._carried(begin) as holes, self._inside() as turns:
+            made = self._body(body, [*consts, *holes, *rows])
+        inside = [a for each in turns.values() for a in each]
+        after, results = made[: len(begin)], [*made[len(begin) :], *inside]
+        loop = Carries(values, symbol, length, holes, begin, after, results, backward=backward)
+        loop.resolve()
+        lasts = list(map(loop.last, holes))
+        values.lengths.pop()
+        stacks = zip(loop.results, eqn.outvars[len(begin) :], strict=False)
+        stacked = [values.make("Stack", (symbol,), [a], _type(v)) for a, v in stacks]
+        if turns:
+            done = iter(loop.results[len(stacked) :])
+            filled = {kind: [next(done) for _ in each] for kind, each in turns.items()}
+            self._turn_of(("scan", symbol, length, backward), [filled], ())
+        return [*lasts, *stacked]
+
+    def _while(self, eqn: Any, operands: list[int]) -> list[int]:
+        params, values = eqn.params, self.values
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        begin, symbol = operands[first + second :], len(values.lengths)
+        values.lengths.append(None)
+        with self._carried(begin) as holes:
+            with self._inside("goes on") as early:
+                (goes_on,) = self._body(params["cond_jaxpr"], [*operands[:first], *holes])
+            with self._inside("iteration") as turns:
+                after = self._body(params["body_jaxpr"], [*operands[first : first + second], *holes])
+        inside = [a for each in (early, turns) for v in each.values() for a in v]
+        loop = Carries(values, symbol, None, holes, begin, after, [goes_on, *inside])
+        loop.resolve()
+        values.lengths.pop()
+        goes_on, *inside = loop.results
+        done = iter(inside)
+        filled = [{kind: [next(done) for _ in v] for kind, v in each.items()} for each in (early, turns)]
+        self._turn_of(("while", symbol), filled, [goes_on])
+        found = []
+        for h in holes:
+            value = loop.known[h]
+            varies = values.free[value] & symbol_bit(symbol)
+            found.append(
+                values.make("Until", (symbol,), [goes_on, value], values.type(h)) if varies else value
+            )
+        return found
+
+    @contextmanager
+    def _carried(self, begin: Sequence[int]) -> Iterator[list[int]]:
+        own = range(self.holes, self.holes + len(begin))
+        self.holes += len(begin)
+        yield [self.values.node("Hole", i, (), self.values.type(a)) for i, a in zip(own, begin, strict=True)]
+        self.holes -= len(begin)
+
+    def _cond(self, eqn: Any, operands: list[int]) -> list[int]:
+        index, *given = operands
+        branches = eqn.params["branches"]
+        node = self.values.nodes[index]
+        if node.op == "Grid" and not node.key[1][0]:
+            return self._body(branches[min(max(node.key[1][1], 0), len(branches) - 1)], given)
+        made, turns = [], []
+        for i, branch in enumerate(branches):
+            with self._inside(i) as own:
+                made.append(self._body(branch, given))
+            turns.append(own)
+        self._turn_of(("cond",), turns, [index])
+        return [
+            ways[0] if len(set(ways)) == 1 else self.values.node("cond", None, (index, *ways), _type(v))
+            for v, *ways in zip(eqn.outvars, *made, strict=True)
+        ]
+
+    def _shard_map(self, eqn: Any, operands: list[int]) -> list[int]:
+        params, values = eqn.params, self.values
+        jaxpr = params["jaxpr"]
+        mesh = params["mesh"], params.get("manual_axes")
+        given = [
+            values.node("Sharded", (mesh, spec), (a,), _type(v))
+            for a, v, spec in zip(
+                operands, getattr(jaxpr, "jaxpr", jaxpr).invars, params["in_specs"], strict=True
+            )
+        ]
+        given = [self._same(a, "Gathered") for a in given]
+        made = self._body(jaxpr, given)
+        return [
+            self._same(values.node("Gathered", (mesh, spec), (a,), _type(v)), "Sharded")
+            for a, v, spec in zip(made, eqn.outvars, params["out_specs"], strict=True)
+        ]
+
+    def _same(self, value: int, undone: str) -> int:
+        """What was divided among devices and put together again, or the other way round, is what it was."""
+        node = self.values.nodes[value]
+        inner = self.values.nodes[node.operands[0]]
+        return inner.operands[0] if inner.op == undone and inner.key == node.key else value
+
+    def _split(self, eqn: Any, operands: list[int]) -> list[int]:
+        axis, start, found = eqn.params["axis"], 0, []
+        shape = self.values.type(operands[0])[0]
+        for v in eqn.outvars:
+            size = v.aval.shape[axis]
+            begin = tuple(start if i == axis else 0 for i in range(len(shape)))
+            end = tuple(start + size if i == axis else n for i, n in enumerate(shape))
+            found.append(self.values.make("slice", (begin, end, (1,) * len(shape)), operands, _type(v)))
+            start += size
+        return found
+
+    def _platform(self, eqn: Any, operands: list[int]) -> list[int] | None:
+        index = index_on_every_platform(eqn)
+        return None if index is None else [grid(self.values, _type(eqn.outvars[0]), (), constant(index))]
+
+    def compared(self, first: int, second: int) -> str:
+        """In which operations two values differ, from their results on."""
+        nodes, path = self.values.nodes, []
+        while True:
+            one, two = nodes[first], nodes[second]
+            path.append(one.op)
+            pairs = list(zip(one.operands, two.operands, strict=False))
+            other = [(a, b) for a, b in pairs if a != b]
+            if one.op != two.op or one.key != two.key or len(one.operands) != len(two.operands) or not other:
+                return " of ".join(path[-8:]) + f": {_said(one)} for {_said(two)}"
+            first, second = other[0]
+
+
+def _said(node: Any) -> str:
+    return f"{node.op} {str(node.key)[:160]} {node.type[0]}"
+
+
+_STRUCTURED: dict[str, Callable[[_Numbers, Any, list[int]], Sequence[int] | None]] = {
+    "scan": _Numbers._scan,
+    "while": _Numbers._while,
+    "cond": _Numbers._cond,
+    "shard_map": _Numbers._shard_map,
+    "split": _Numbers._split,
+    "platform_index": _Numbers._platform,
+}
+
+
+def _needed(jaxpr: Any) -> list[Any]:
+    """The equations that results or effects need."""
+    needed = set(_compat.variables(jaxpr.outvars))
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            needed.update(_compat.variables(eqn.invars))
+            found.append(eqn)
+    return found[::-1]
+
+
+def _type(atom: Any) -> Type:
+    aval = atom.aval
+    return tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None) or str(aval)

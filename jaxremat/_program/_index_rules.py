@@ -1,0 +1,129 @@
+"""Rules of `_value_numbers` for indices: integers that are sums of symbols, and arrays that count along their axes.
+
+They are `Grid` nodes, whose key is what one step along each axis adds, and the first entry.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ._value_numbers import Affine, Type, Values, constant, plus, rule
+
+Operands = tuple[int, ...]
+
+
+def grid(values: Values, kind: Type, steps: tuple[int, ...], first: Affine) -> int:
+    """An array of integers, `first` at its beginning."""
+    return values.node("Grid", (steps, first), (), kind)
+
+
+def scalar(values: Values, value: int) -> Affine | None:
+    """The place that a number is, None of others."""
+    node = values.nodes[value]
+    return node.key[1] if node.op == "Grid" and not node.type[0] else None
+
+
+@rule("iota")
+def _iota(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    if operands or not np.issubdtype(kind[1], np.integer):
+        return None
+    steps = tuple(int(axis == key) for axis in range(len(kind[0])))
+    return grid(values, kind, steps, constant(0))
+
+
+@rule("add", "sub")
+def _sum(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    return _combined(values, operands, kind, 1 if key[0] == "add" else -1)
+
+
+def _combined(values: Values, operands: Operands, kind: Type, times: int) -> int | None:
+    first, second = (values.nodes[a] for a in operands)
+    if first.op != "Grid" or second.op != "Grid":
+        return None
+    rank = len(kind[0])
+    one, two = (node.key[0] or (0,) * rank for node in (first, second))
+    steps = tuple(a + times * b for a, b in zip(one, two, strict=True))
+    return grid(values, kind, steps, plus(first.key[1], second.key[1], times))
+
+
+@rule("mul")
+def _product(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    nodes = [values.nodes[a] for a in operands]
+    if any(node.op != "Grid" for node in nodes):
+        return None
+    rank = len(kind[0])
+    for number, other in (nodes, nodes[::-1]):
+        if not number.key[1][0] and not any(number.key[0]):
+            times = number.key[1][1]
+            steps = tuple(times * step for step in other.key[0] or (0,) * rank)
+            return grid(values, kind, steps, plus(constant(0), other.key[1], times))
+    return None
+
+
+@rule("convert_element_type")
+def _converted(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    node = values.nodes[operands[0]]
+    if node.type[1] == kind[1]:
+        return operands[0]
+    if node.op != "Grid" or not np.issubdtype(kind[1], np.integer):
+        return None
+    reach = values.range(node.key[1])
+    over = [step * (n - 1) for step, n in zip(node.key[0], node.type[0], strict=True)]
+    if reach is None:
+        return None
+    least, most = reach[0] + sum(min(0, n) for n in over), reach[1] + sum(max(0, n) for n in over)
+    fits = all(np.iinfo(each).min <= least and most <= np.iinfo(each).max for each in (node.type[1], kind[1]))
+    return grid(values, kind, *node.key) if fits else None
+
+
+@rule("lt")
+def _less(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    """Whether an index is negative, as indexing asks."""
+    first, second = (scalar(values, a) for a in operands)
+    if first is None or second is None or (reach := values.range(plus(first, second, -1))) is None:
+        return None
+    if reach[0] < 0 <= reach[1]:
+        return None
+    return values.node("Literal", (np.bool_(reach[1] < 0).tobytes(),), (), kind)
+
+
+@rule("max", "min")
+def _limited(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    """The larger or the smaller of two indices, where one of them always is."""
+    first, second = (scalar(values, a) for a in operands)
+    if first is None or second is None or (reach := values.range(plus(first, second, -1))) is None:
+        return None
+    if reach[0] >= 0:
+        return operands[0 if key[0] == "max" else 1]
+    return operands[1 if key[0] == "max" else 0] if reach[1] <= 0 else None
+
+
+@rule("select_n")
+def _selected(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    node = values.nodes[operands[0]]
+    if node.op != "Literal" or node.type[0] or node.type[1] != np.bool_:
+        return None
+    return operands[2 if np.frombuffer(node.key[0], np.bool_)[0] else 1]
+
+
+def grid_steps(
+    shape: tuple[int, ...], steps: tuple[int, ...], wanted: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The steps of a grid in another shape, None where there are none."""
+    sized = [(n, step) for n, step in zip(shape, steps, strict=True) if n != 1]
+    found = []
+    for n in reversed(wanted):
+        if n == 1:
+            found.append(0)
+            continue
+        if not sized:
+            return None
+        size, step = sized.pop()
+        while size < n and sized and sized[-1][1] == step * size:  # axes that count as one
+            size *= sized.pop()[0]
+        if size % n:
+            return None
+        if size > n:
+            sized.append((size // n, step * n))
+        found.append(step)
+    return None if sized else tuple(reversed(found))

@@ -1,0 +1,37 @@
+"""Parameters of an equation -> what says which operation it is, of those that `_value_numbers` has rules for.
+
+Views are such too: where results are, and in which layout, does not change their values.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+_WINDOW = ("window_dimensions", "window_strides", "padding")
+
+
+def _window(params: dict[str, Any]) -> tuple[Any, ...]:
+    dimensions, strides, padding = (params[name] for name in _WINDOW)
+    return tuple(dimensions), tuple(strides), tuple((int(low), int(high)) for low, high in padding)
+
+
+KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "broadcast_in_dim": lambda params: tuple(params["broadcast_dimensions"]),
+    "concatenate": lambda params: params["dimension"],
+    "dynamic_slice": lambda params: None,
+    "dynamic_update_slice": lambda params: None,
+    "expand_dims": lambda params: None,
+    "iota": lambda params: params["dimension"],
+    "max_pool_gradient": _window,
+    "max_pool_places": lambda params: (*_window(params), params["largest"]),
+    "reshape": lambda params: None,
+    "rev": lambda params: tuple(params["dimensions"]),
+    "select_and_scatter_add": lambda params: (*_window(params), params["select_prim"].name == "ge"),
+    "slice": lambda params: (
+        tuple(params["start_indices"]),
+        tuple(params["limit_indices"]),
+        tuple(params["strides"] or (1,) * len(params["start_indices"])),
+    ),
+    "squeeze": lambda params: None,
+    "transpose": lambda params: tuple(params["permutation"]),
+}
+"""What says which operation an equation is, of those that rules know, and of views: where results are is no matter."""
