@@ -49,6 +49,9 @@ _MOVES = frozenset(
 
 _DIFFERENCES = frozenset({"sub", "div"})
 
+_WITHOUT_ROUNDING = _MOVES | {"add", "iota", "max", "min", "mul", "sub"}
+"""What makes a uniform number of random bits: every run gives the same, to the last bit."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
@@ -95,17 +98,22 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     through: list[int] = []  # of each equation's results
     compared: dict[int, frozenset[int]] = {}
     counted = 0
+    exact: set[Var] = set()  # numbers made of integers without rounding
     for i, eqn in enumerate(eqns):
+        numbers = [v for v in _compat.variables(eqn.invars) if _is_real(v)]
+        rounded = any(v not in exact for v in numbers)
+        if eqn.primitive.name in _WITHOUT_ROUNDING and not rounded:
+            exact.update(v for v in eqn.outvars if _is_real(v))
         read = [origins.get(v, _NONE) for v in _compat.variables(eqn.invars)]
         if shared := _shared(eqn, read):
             compared[i] = frozenset(_latest(shared, through))
-        result = _result(i, eqn, read)
+        result = _result(i, eqn, read) if rounded or not numbers else _NONE
         through.append(result.through)
         origins.update(dict.fromkeys(eqn.outvars, result))
         if any(_is_integer(v) for v in eqn.outvars) and eqn.primitive.name != "bitcast_convert_type":
             together = _union(read)
             counted |= together.masks
-            if _decides(eqn):
+            if rounded and _decides(eqn):
                 counted |= together.roundings | 1 << i
     return Decisions(compared, frozenset(_bits(counted)))
 
@@ -178,9 +186,7 @@ def _bits(equations: int) -> Iterator[int]:
 
 
 def _decides(eqn: JaxprEqn) -> bool:
-    """Return whether an equation makes integers of floats, in no more bytes of anything else."""
-    if not any(_is_real(a) for a in eqn.invars):
-        return False
+    """Return whether an equation that reads floats makes integers of them, in no more bytes of anything else."""
     bodies = inner_jaxprs(eqn)
     if not bodies:
         return eqn.primitive.name not in _MOVES or eqn.primitive.name == "convert_element_type"
@@ -203,8 +209,9 @@ def _is_real(atom: Var | Literal) -> bool:
 
 
 def _is_integer(atom: Var | Literal) -> bool:
+    """Return whether it holds integers that may be positions; in bytes masks are packed."""
     dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize > 1
 
 
 def _is_infinite(eqn: JaxprEqn) -> bool:

@@ -75,7 +75,7 @@ class TestForAGpu:
         monkeypatch.delenv("JAXREMAT_PLAN_CACHE")
 
     def plan(self, budget: Any, **options: Any) -> Plan:
-        common: dict[str, Any] = {"donate_argnums": (0, 1), "target": "h100", "planning_seconds": 5.0}
+        common: dict[str, Any] = {"donate_argnums": (0, 1), "target": "h100"}
         return jaxremat.plan(step, *self.args, budget=budget, **common | options)
 
     def test_it_goes_where_nothing_fits_otherwise(self) -> None:
@@ -102,7 +102,6 @@ class TestForAGpu:
             budget=budget,
             donate_argnums=(0, 1),
             target="h100",
-            planning_seconds=60.0,
             offload=True,
         )
         assert plan.compiled_overhead is not None and moved.compiled_overhead is not None
@@ -151,7 +150,7 @@ class TestForAGpu:
         there = jaxremat.to_host(jax.eval_shape(ADAM.init, stacked))
         options: dict[str, Any] = {"donate_argnums": (0, 1), "target": "h100"}
         plain = jaxremat.memory(scanned, stacked, there, x, **options)
-        plan = jaxremat.plan(scanned, stacked, there, x, budget="min", planning_seconds=60.0, **options)
+        plan = jaxremat.plan(scanned, stacked, there, x, budget="min", **options)
         assert plain.peak_nbytes > 3 * nbytes
         assert plan.peak_nbytes < 1.6 * nbytes
         assert plan.compiled_overhead is not None and plan.compiled_overhead < 0.1
