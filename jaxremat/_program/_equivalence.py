@@ -119,6 +119,7 @@ class _Numbers:
         return [read(a) for a in jaxpr.outvars]
 
     def _results(self, eqn: Any, operands: list[int]) -> Sequence[int]:
+        eqn = _compat.without_hijax(eqn, derivatives=False)
         name = eqn.primitive.name
         if name in _UNCHANGED or is_identity(eqn, eqn.invars):
             return operands

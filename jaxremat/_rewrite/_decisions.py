@@ -187,11 +187,13 @@ def _bits(equations: int) -> Iterator[int]:
 
 def _decides(eqn: JaxprEqn) -> bool:
     """Return whether an equation that reads floats makes integers of them, in no more bytes of anything else."""
-    bodies = inner_jaxprs(eqn)
-    if not bodies:
-        return eqn.primitive.name not in _MOVES or eqn.primitive.name == "convert_element_type"
+    if eqn.primitive.name in _MOVES and eqn.primitive.name != "convert_element_type":
+        return False
     integers = sum(aval_nbytes(v.aval) for v in eqn.outvars if not _is_real(v))
-    return 2 * integers >= sum(aval_nbytes(v.aval) for v in eqn.outvars) and any(map(_body_decides, bodies))
+    if 2 * integers < sum(aval_nbytes(v.aval) for v in eqn.outvars):
+        return False
+    bodies = inner_jaxprs(eqn)
+    return not bodies or any(map(_body_decides, bodies))
 
 
 def _body_decides(body: Jaxpr) -> bool:
