@@ -122,7 +122,7 @@ def test_a_planned_step_returns_such_a_state_to_the_hosts_memory() -> None:
     want = jax.jit(step)((params, state), batch)
     there = jaxremat.to_host(state, least_nbytes=1000)
     args = (params, there), batch
-    planned = jaxremat.optimize("min", donate_argnums=0, cache=False, planning_seconds=60.0)(step)
+    planned = jaxremat.optimize("min", donate_argnums=0, cache=False)(step)
     assert any(choice.kind == "loop" for choice in planned.plan(*args).form.choices)
     (_, got_state), _ = got = planned(*args)
     assert_same(want, got)
