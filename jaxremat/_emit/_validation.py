@@ -7,6 +7,7 @@ Law: whatever is emitted is proved, or named, or an error.
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
@@ -40,6 +41,7 @@ class EmittedOtherwiseError(Exception):
 
 
 _steps: WeakKeyDictionary[jex.ClosedJaxpr, Equivalence] = WeakKeyDictionary()
+_comparing = threading.Lock()  # JAX gives threads that trace the same function the same jaxpr
 
 
 def validated(traced: Traced, planned: jex.ClosedJaxpr) -> Sequence[str]:
@@ -48,7 +50,8 @@ def validated(traced: Traced, planned: jex.ClosedJaxpr) -> Sequence[str]:
     **Raises:** `EmittedOtherwiseError`.
     """
     try:
-        differs = _of(traced.closed).difference(planned)
+        with _comparing:
+            differs = _of(traced.closed).difference(planned)
     except UndecidedError:
         logger.info("not proved: %s", TOO_MANY)
         return (TOO_MANY,)
