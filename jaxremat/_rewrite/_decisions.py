@@ -15,8 +15,10 @@ change sides: the step itself is as uncertain there. Two kinds of decision do ha
 Invariant: whatever a schedule recomputes, a decision of these kinds and what it is combined with are of one run.
 """
 
+import functools
+import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 import jax.numpy as jnp
@@ -53,9 +55,15 @@ _WITHOUT_ROUNDING = _MOVES | {"add", "iota", "max", "min", "mul", "sub"}
 """What makes a uniform number of random bits: every run gives the same, to the last bit."""
 
 
+_WINDOW = 2048
+"""A value's origins are followed over so many equations. All of them would take memory quadratic in a program's length,
+for each layer's residual stream is made through those of all layers before.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a value's entries come from: sets of equations, as bits.
+    """Where a value's entries come from: sets of equations, as bits from the equation `base` on.
 
     **Fields:** `same` made entries that are this value's as they are; `through` made what this is by pointwise
     arithmetic of; `chosen` made what a choice on the way was taken from; `tied` made both sides of a difference of a
@@ -63,6 +71,7 @@ class _Origin:
     number.
     """
 
+    base: int = 0
     same: int = 0
     through: int = 0
     chosen: int = 0
@@ -70,16 +79,31 @@ class _Origin:
     masks: int = 0
     roundings: int = 0
 
+    def rebased(self, base: int) -> "_Origin":
+        """Return the same sets from a later equation on."""
+        by = base - self.base
+        return self if by == 0 else _Origin(base, *(bits >> by for bits in self.sets))
+
+    @property
+    def sets(self) -> tuple[int, ...]:
+        return self.same, self.through, self.chosen, self.tied, self.masks, self.roundings
+
 
 _NONE = _Origin()
 
 
+def _aligned(origins: Sequence[_Origin], base: int = 0) -> list[_Origin]:
+    """Return the origins with the bits of all from one equation on."""
+    base = max([base, *(origin.base for origin in origins)])
+    return [origin.rebased(base) for origin in origins]
+
+
 def _union(origins: Sequence[_Origin]) -> _Origin:
-    fields = [0] * 6
-    for origin in origins:
-        each = (origin.same, origin.through, origin.chosen, origin.tied, origin.masks, origin.roundings)
-        fields = [a | b for a, b in zip(fields, each, strict=True)]
-    return _Origin(*fields)
+    """Return all of some origins that are aligned."""
+    if not origins:
+        return _NONE
+    sets = zip(*(origin.sets for origin in origins), strict=True)
+    return _Origin(origins[0].base, *(functools.reduce(operator.or_, each) for each in sets))
 
 
 @dataclass(frozen=True)
@@ -95,27 +119,27 @@ class Decisions:
 def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     """Return the decisions among flat equations that must be of one run with what they are combined with."""
     origins: dict[Var, _Origin] = {}
-    through: list[int] = []  # of each equation's results
+    through: list[_Origin] = []  # of each equation's results
     compared: dict[int, frozenset[int]] = {}
-    counted = 0
+    counted: set[int] = set()
     exact: set[Var] = set()  # numbers made of integers without rounding
     for i, eqn in enumerate(eqns):
         numbers = [v for v in _compat.variables(eqn.invars) if _is_real(v)]
         rounded = any(v not in exact for v in numbers)
         if eqn.primitive.name in _WITHOUT_ROUNDING and not rounded:
             exact.update(v for v in eqn.outvars if _is_real(v))
-        read = [origins.get(v, _NONE) for v in _compat.variables(eqn.invars)]
+        read = _aligned([origins.get(v, _NONE) for v in _compat.variables(eqn.invars)])
+        together = _union(read)
         if shared := _shared(eqn, read):
-            compared[i] = frozenset(_latest(shared, through))
+            compared[i] = frozenset(_latest(set(_bits(shared, together.base)), through))
         result = _result(i, eqn, read) if rounded or not numbers else _NONE
-        through.append(result.through)
+        through.append(result)
         origins.update(dict.fromkeys(eqn.outvars, result))
         if any(_is_integer(v) for v in eqn.outvars) and eqn.primitive.name != "bitcast_convert_type":
-            together = _union(read)
-            counted |= together.masks
+            counted.update(_bits(together.masks, together.base))
             if rounded and _decides(eqn):
-                counted |= together.roundings | 1 << i
-    return Decisions(compared, frozenset(_bits(counted)))
+                counted.update(_bits(together.roundings, together.base), (i,))
+    return Decisions(compared, frozenset(counted))
 
 
 def of_one_run(eqns: Sequence[JaxprEqn], late: Sequence[bool]) -> set[int]:
@@ -130,23 +154,25 @@ def of_one_run(eqns: Sequence[JaxprEqn], late: Sequence[bool]) -> set[int]:
 
 def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin]) -> _Origin:
     """Return where the results of an equation come from."""
-    name, own = eqn.primitive.name, 1 << i
+    name = eqn.primitive.name
+    if name not in _CHOICES and name not in _MOVES:
+        read = _aligned(read, i - _WINDOW)
     together = _union(read)
+    base = together.base if read else max(i - _WINDOW, 0)
+    own = 1 << (i - base)
     if name in _COMPARISONS and any(_is_real(a) for a in eqn.invars):
-        return _Origin(masks=own)
+        return _Origin(base, masks=own)
     if name in _ROUNDINGS:
-        return _Origin(same=own, through=own, roundings=own)
+        return _Origin(base, own, own, roundings=own)
     if name in _CHOICES or name in _MOVES:
         chosen = together.chosen | (together.through if name in _CHOICES else 0)
-        return _Origin(
-            together.same, together.through, chosen, together.tied, together.masks, together.roundings
-        )
+        return replace(together, chosen=chosen)
     if is_pointwise(eqn) and _is_real(eqn.outvars[0]):
         tied = together.tied | (_of_choices(read, exact=False) if name in _DIFFERENCES else 0)
-        return _Origin(own, own | together.through, together.chosen, tied, 0, together.roundings)
+        return _Origin(base, own, own | together.through, together.chosen, tied, 0, together.roundings)
     if any(_is_real(v) for v in eqn.outvars):
-        return _Origin(own, own)
-    return _Origin(masks=0 if any(_is_integer(v) for v in eqn.outvars) else together.masks)
+        return _Origin(base, own, own)
+    return _Origin(base, masks=0 if any(_is_integer(v) for v in eqn.outvars) else together.masks)
 
 
 def _shared(eqn: JaxprEqn, read: Sequence[_Origin]) -> int:
@@ -170,18 +196,19 @@ def _of_choices(read: Sequence[_Origin], *, exact: bool) -> int:
     return found
 
 
-def _latest(equations: int, through: Sequence[int]) -> Iterator[int]:
+def _latest(equations: set[int], results: Sequence[_Origin]) -> Iterator[int]:
     """Yield those of a set of equations that no other of them is made through."""
-    chosen = list(_bits(equations))
-    for i in chosen:
-        if not any(through[j] >> i & 1 for j in chosen if j != i):
+    for i in equations:
+        later = (results[j] for j in equations if j > i)
+        if not any(i >= each.base and each.through >> (i - each.base) & 1 for each in later):
             yield i
 
 
-def _bits(equations: int) -> Iterator[int]:
+def _bits(equations: int, base: int) -> Iterator[int]:
+    """Yield the numbers of a set of equations."""
     while equations:
         lowest = equations & -equations
-        yield lowest.bit_length() - 1
+        yield base + lowest.bit_length() - 1
         equations ^= lowest
 
 
