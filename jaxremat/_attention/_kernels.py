@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from .._model._device_specs import KERNEL_RATE, DeviceSpec
+from .._model._device_specs import KERNEL_RATES, DeviceSpec
 from ._pattern import Pattern, in_order, results_of
 from ._tiles import Blocks, Layout, Tile, blocks_of, dot, layout, padded, tiles
 
@@ -71,7 +71,7 @@ def kernels_seconds(pattern: Pattern, device: DeviceSpec, *, gradient: bool) -> 
     dtype = {"bfloat16": "bf16", "float16": "f16"}.get(str(pattern.types[1]), "f32")
     passes = (False, True) if gradient else (False,)
     flops = sum(pattern.flops(gradient=each, kernels=True) for each in passes)
-    return flops / (device.peak(dtype) * KERNEL_RATE) + (2 * len(passes) - 1) * device.launch_seconds
+    return flops / (device.peak(dtype) * KERNEL_RATES[dtype]) + (2 * len(passes) - 1) * device.launch_seconds
 
 
 def attend_in_kernels(

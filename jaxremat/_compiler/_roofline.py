@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from .._model._device_specs import KERNEL_RATE
+from .._model._device_specs import KERNEL_RATES
 from ._devices import DeviceSpec
 from ._hlo import (
     CONTROL,
@@ -164,7 +164,9 @@ def _kernel(
         read = sum(_share(operand, n) for operand, n in zip(operands, reads, strict=True))
         made = sum(shape.nbytes for shape in results(instruction))
         written = _window(instruction, scope) if in_place else made
-    rate = KERNEL_RATE if _OWN.search(instruction.attributes) else 1.0
+    rate = (
+        min(KERNEL_RATES.get(dtype, 1.0) for dtype in flops) if _OWN.search(instruction.attributes) else 1.0
+    )
     return Kernel(instruction, computation.name, 1, tuple(sorted(flops.items())), read, written, rate)
 
 

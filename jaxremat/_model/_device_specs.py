@@ -16,9 +16,12 @@ _SPELLING = {"float": "f", "bfloat": "bf", "complex": "c", "uint": "u", "int": "
 _FALLBACK = {"f8": "f16", "f16": "bf16", "c128": "f64"}
 
 
-KERNEL_RATE = 0.5
-"""What a kernel of ours for tensor cores reaches of what the library's large matrix products do. Of an H100's rate
-FlashAttention-2 reaches about a third, and large products about two thirds (FlashAttention-3, Shah et al. 2024)."""
+KERNEL_RATES = {"bf16": 0.5, "f16": 0.5, "f32": 0.25}
+"""The share of a device's rate for large matrix products that attention's kernels reach, by HLO type.
+
+Measured on an H200 (`examples/benchmarks/results/attention`): with 2-byte numbers 0.40 to 0.54 at width 64 and 0.52 to
+0.69 at width 128, forward and backward; with f32 at width 64 0.32 forward and 0.21 backward.
+"""
 
 
 @dataclass(frozen=True, slots=True)
