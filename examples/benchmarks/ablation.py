@@ -28,6 +28,7 @@ from examples.benchmarks.networks import Program, Scale, program
 from jaxremat import InfeasibleBudgetError
 from jaxremat._model._loop_levels import LoopOffers, nested
 from jaxremat._model._stages import cuttings
+from jaxremat._rewrite._passes import without
 
 FOLDER = "ablation"
 SHARES = (0.5, 0.33)
@@ -65,19 +66,21 @@ Platform = Literal["cpu", "gpu"]
 class Mechanism:
     """One that can be switched off.
 
-    **Fields:** `name`; `instead` what is put in place of functions by where they are looked up; `options` of `plan`;
-    `on` whose compilers it is for.
+    **Fields:** `name`; `passes` that are left out, by name; `instead` what is put in place of functions by where they
+    are looked up; `options` of `plan`; `on` whose compilers it is for.
     """
 
     name: str
     instead: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     on: tuple[Platform, ...] = (CPU, GPU)
+    passes: tuple[str, ...] = ()
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """Plans that are made inside are made without it."""
         with ExitStack() as stack:
+            stack.enter_context(without(*self.passes))
             for place, other in self.instead.items():
                 stack.enter_context(patch(f"jaxremat.{place}", other))
             yield
@@ -108,7 +111,7 @@ MECHANISMS = (
     Mechanism("fine stages", {"_plan._cuttings.cuttings": lambda graph: cuttings(graph)[:1]}),
     Mechanism(
         "memory order",
-        {"_rewrite._trace.memory_order": lambda jaxpr, alive, *_: [i for i, a in enumerate(alive) if a]},
+        {"_rewrite._passes.memory_order": lambda jaxpr, alive, *_: [i for i, a in enumerate(alive) if a]},
     ),
     Mechanism("stages merged where nothing is recomputed", {"_emit._emit.merged": lambda *args: args}),
     Mechanism(
@@ -152,10 +155,10 @@ MECHANISMS = (
         },
     ),
     Mechanism("stacks begun late", {"_emit._emit.stacked_nbytes": always(0)}, on=(CPU,)),
-    Mechanism("chained cotangents in memory", {"_rewrite._trace.with_names": given(0)}, on=(CPU,)),
+    Mechanism("chained cotangents in memory", passes=("cotangents",), on=(CPU,)),
     Mechanism("pairs of loops in loops laid open", {"_plan._forms.inner_pairs": always({})}),
     Mechanism("what waits in loops", {"_lower._lower.with_waiting": given(1)}),
-    Mechanism("masks of results", {"_rewrite._trace.with_results": lambda closed, *_: (closed, {})}),
+    Mechanism("masks of results", passes=("masks",)),
     Mechanism("results of masks behind fences", {"_emit._emit.behind_fence": given(2)}),
     Mechanism("weights' copies behind fences", {"_emit._emit.behind_operand": given(2)}, on=(CPU,)),
     Mechanism("what is made early", {"_emit._hoisting.Hazards.early": always(False)}, on=(CPU,)),
@@ -165,10 +168,8 @@ MECHANISMS = (
     ),
     Mechanism(
         "pooling's gradient by place",
-        {
-            "_rewrite._trace.pooled_by_place": lambda flat, **_: flat,
-            "_rewrite._loop_opening.by_place": list,
-        },
+        {"_rewrite._loop_opening.by_place": list},
+        passes=("pooling",),
     ),
     Mechanism("masks in bits", {"_rewrite._encodings._random_masks": always([])}),
     Mechanism(

@@ -31,7 +31,6 @@ from jaxremat._attention._kernels import attend_in_kernels
 from jaxremat._attention._operations import ATTENTION, GRADIENT
 from jaxremat._attention._tiles import Blocks
 from jaxremat._compiler._devices import detect
-from jaxremat._rewrite._laid_open import alive
 from jaxremat._rewrite._trace import trace
 
 Arrays = tuple[jax.Array, ...]
@@ -92,7 +91,7 @@ def site_of(case: Case) -> Site:
         return result, back(to)
 
     traced = trace(jax.jit(step), shapes, {})
-    (site,) = attention(traced.jaxpr, [-1] * len(traced.loop_of), alive(traced.jaxpr))
+    (site,) = attention(traced.jaxpr, [-1] * len(traced.loop_of), traced.program.alive)
     return site
 
 

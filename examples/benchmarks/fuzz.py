@@ -91,7 +91,7 @@ class Drawn:
     @property
     def form(self) -> str:
         """In words."""
-        rematted = ", checkpoints respected" if self.traced.respect_checkpoint else ""
+        rematted = ", checkpoints respected" if self.traced.source.respect_checkpoint else ""
         stages = len(self.graph.stages)
         return f"{self.graph.platform}, {self.traced.form}, {stages} stages, {self.fence}{rematted}"
 

@@ -27,7 +27,6 @@ from .._model._form import Form
 from .._program import _compat
 from .._program._flops import aval_nbytes, eqn_flops
 from .._program._sharding_propagation import Layout, propagated
-from .._rewrite._laid_open import alive, scopes
 from .._rewrite._loop_closing import close_loops
 from .._rewrite._sinking import sink
 from .._rewrite._trace import Traced
@@ -143,7 +142,7 @@ class Division:
         if shardings is None:
             return traced
         found: dict[Pattern, Places | None] = {}
-        for site in attention(traced.jaxpr, scopes(traced.loop_of, traced.loops), alive(traced.jaxpr)):
+        for site in attention(traced.jaxpr, traced.program.scopes, traced.program.alive):
             own = shardings.of_attention(site)
             found[site.pattern] = own if found.setdefault(site.pattern, own) == own else None
         return traced.attending({pattern: own for pattern, own in found.items() if own is not None})

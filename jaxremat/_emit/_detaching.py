@@ -15,7 +15,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from .._model._schedule import Passing
 from .._program import _compat
-from .._rewrite._loop_opening import LAST, STACK, Loop
+from .._rewrite._flat_program import Loop
+from .._rewrite._loop_opening import LAST, STACK
 
 SCOPE = re.compile(r"fence_\w+")
 """The name of a barrier of this library in a name stack."""

@@ -15,8 +15,8 @@ from .._model._stage_merging import merged
 from .._program import _compat
 from .._program._primitives import runs_once
 from .._program._run_counts import check_runs
+from .._rewrite._flat_program import Loop
 from .._rewrite._loop_closing import close_loops, without_unread
-from .._rewrite._loop_opening import Loop
 from .._rewrite._sinking import sink
 from ._emit import FENCES, Emitter
 from ._joint import Joint

@@ -22,6 +22,7 @@ from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import is_late
 from .._program._references import of_values
+from .._rewrite._source import Source
 from .._rewrite._trace import Traced, normalise
 from .._runtime._errors import ArgumentError
 from ._bodies import Body, bodies, numbered
@@ -168,7 +169,7 @@ def differentiated(function: Function, wanted: Sequence[bool]) -> Joint:
         raise NotReversibleError(
             f"The function cannot be differentiated in reverse mode, so that there is no backward pass to plan: {error}"
         ) from error
-    traced = normalise(closed, apart=True)
+    traced = normalise(Source(closed, apart=True))
     return Joint(function.body, traced, len(primals), len(known), _kept_nbytes(traced.flat))
 
 

@@ -20,7 +20,7 @@ from .._model._schedule import Schedule
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import inner_jaxprs, is_light, runs_once
-from .._rewrite._loop_opening import FORWARD
+from .._rewrite._flat_program import FORWARD
 from ._bodies import Body, name_of, number_of
 from ._joint import Joint
 

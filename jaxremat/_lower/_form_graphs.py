@@ -29,7 +29,7 @@ from .._model._pins import Patterns
 from .._model._unnamed_buffers import borrows
 from .._program._primitives import is_relabelling
 from .._rewrite._encodings import decoders
-from .._rewrite._loop_opening import ALONE
+from .._rewrite._flat_program import ALONE
 from .._rewrite._row_chunks import is_in_chunks
 from .._rewrite._trace import Traced
 from .._runtime._progress import phase

@@ -27,9 +27,10 @@ from .._model._stages import uncut
 from .._program import _compat
 from .._program._host_arguments import to_host
 from .._program._primitives import inner_jaxprs, is_loop_edge, is_loop_slice, on_host
+from .._rewrite._flat_program import ALONE, BACKWARD, FORWARD, Loop, with_eqns
 from .._rewrite._kernel_choice import inline, replaced
 from .._rewrite._loop_closing import before_fences, closed_within, name_before, scan_of
-from .._rewrite._loop_opening import ALONE, BACKWARD, FORWARD, Loop, append, operands, row_at, row_written
+from .._rewrite._loop_opening import append, operands, row_at, row_written
 from .._rewrite._sinking import sink
 from .._rewrite._trace import Traced
 
@@ -146,9 +147,8 @@ def _tagged(traced: Traced, wanted: Mapping[int, int]) -> tuple[Traced, dict[int
         if loop in wanted and not is_loop_edge(eqns[i]):
             eqns[i] = _compat.in_scope(eqns[i], f"#{len(places[wanted[loop]])}")
             places[wanted[loop]].append(i)
-    jaxpr = traced.jaxpr.jaxpr
-    named = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, jaxpr.outvars, eqns)
-    return replace(traced, jaxpr=named), {loop: tuple(places[number]) for loop, number in wanted.items()}
+    program = traced.program.with_same(with_eqns(traced.jaxpr, eqns))
+    return replace(traced, program=program), {loop: tuple(places[number]) for loop, number in wanted.items()}
 
 
 def _iterations(

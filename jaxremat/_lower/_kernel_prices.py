@@ -35,7 +35,7 @@ from .._program._primitives import (
     is_window,
     is_write,
 )
-from .._rewrite._loop_opening import Loop
+from .._rewrite._flat_program import Loop
 
 MOST_FUSED_FLOPS = 50.0
 """Bound on the pointwise arithmetic behind a fused value, per byte."""

@@ -7,7 +7,7 @@ from typing import Any
 from .._attention._operations import attends
 from .._model._graph import Node, Value
 from .._program._primitives import is_loop_edge, is_view
-from .._rewrite._loop_opening import Loop
+from .._rewrite._flat_program import Loop
 from .._rewrite._row_chunks import is_in_chunks
 from ._kernel_prices import behind_views
 

@@ -17,7 +17,7 @@ from .._model._form import Form
 from .._model._graph import Graph
 from .._model._loop_levels import deep
 from .._model._total_trips import total_trips
-from .._rewrite._loop_opening import ALONE, FORWARD, Loop
+from .._rewrite._flat_program import ALONE, FORWARD, Loop
 from .._rewrite._trace import Traced
 from ._iteration import Iteration
 from ._iteration_buffers import kernel_of

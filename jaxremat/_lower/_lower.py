@@ -30,10 +30,10 @@ from .._program._primitives import (
     is_repeatable,
     reads_memory,
 )
+from .._rewrite._backward_equations import late_equations
 from .._rewrite._decisions import of_one_run
+from .._rewrite._flat_program import FORWARD, Loop
 from .._rewrite._gathered_operands import is_gather
-from .._rewrite._loop_opening import FORWARD, Loop
-from .._rewrite._passes import late_equations
 from .._rewrite._sinking import sunk_values
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected

@@ -29,10 +29,10 @@ from .._model._total_trips import total_trips
 from .._program._flops import alone_seconds, aval_nbytes
 from .._program._primitives import is_heavy
 from .._rewrite._encodings import allowed, fewer_nbytes
+from .._rewrite._flat_program import BACKWARD, FORWARD, alive
 from .._rewrite._inner_loops import fewer_nbytes as inner_nbytes
 from .._rewrite._inner_loops import inner_pairs
-from .._rewrite._laid_open import alive, closed_loop, scopes
-from .._rewrite._loop_opening import BACKWARD, FORWARD
+from .._rewrite._laid_open import closed_loop
 from .._rewrite._reversed_chains import chains
 from .._rewrite._reversed_loops import reversible_nbytes
 from .._rewrite._row_regions import Region
@@ -117,8 +117,8 @@ def _attention(sites: Sites) -> Offers | None:
     traced, graph, device = sites.traced, sites.graph, sites.device
     if sites.decided or "attention" not in sites.allow:
         return None
-    closed, loops, places = traced.jaxpr, traced.loops, traced.attention_places
-    found = attention(closed, scopes(traced.loop_of, loops), [True] * len(traced.loop_of))
+    closed, places = traced.jaxpr, traced.attention_places
+    found = attention(closed, traced.program.scopes, [True] * len(traced.loop_of))
     found = [site for site in found if places is None or site.pattern in places]
     trips_of = _trips_of(traced, graph)
     within = [] if places is not None else list(_attention_inside(closed, trips_of))

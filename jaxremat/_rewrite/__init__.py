@@ -3,12 +3,14 @@
 In: a function or its flat equations. Out: `Traced`, in any form. Law: every form computes what the function computes;
 only values that are kept in fewer bits, or computed by an inverse, where the user allows that, are rounded.
 
-Reading order: `_trace` makes the step in a form; `_loop_opening` and `_loop_closing` lay iterations open and close them
-again, `_inner_loops` those inside of iterations, `_laid_open` merges equals; `_loop_segments` (levels, parts),
+Reading order: `_source` is the step as it was traced, `_flat_program` what each pass takes and returns, `_passes` the
+list of passes, `_trace` runs them; `_backward_equations` tells the forward from the backward pass; `_loop_opening` and
+`_loop_closing` lay iterations open and close them again, `_inner_loops` those inside of iterations, `_laid_open`
+merges equals; `_loop_segments` (levels, parts),
 `_update_absorption` (optimizer updates inside the loop), `_in_place_stacks`, `_stack_buffers`, `_row_reads`,
 `_sinking`; `_row_rules`, `_row_scans`, `_row_regions`, `_microbatches`, `_row_chunks` (work on rows, or most of a step,
 chunk after chunk); `_pooling_places`, `_depthwise_gradient`, `_cotangent_chains`, `_kernel_choice` (equations of
-which the compiler makes better kernels); `_passes`, `_encodings` (values kept in fewer bits);
+which the compiler makes better kernels); `_encodings` (values kept in fewer bits);
 `_inverses`, `_reversed_loops`, `_reversed_chains` (blocks undone on the way back); `_undone_checkpoints`,
 `_gathered_operands`, `_shard_map_body`, `_memory_order`, `_streamed_copies`; `_decisions` and `_selections` (what is
 decided once); `_masks` (which read results in place of operands); `_fingerprint`.

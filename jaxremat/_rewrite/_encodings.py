@@ -36,8 +36,8 @@ from .._program._primitives import (
     on_mesh,
 )
 from .._program._splice import inlined
-from ._loop_opening import Loop
-from ._passes import late_equations
+from ._backward_equations import late_equations
+from ._flat_program import Encoded, FlatProgram, Loop, with_eqns
 
 LARGE = 1e-4
 """Values of at least this share of what the forward pass makes may have copies."""
@@ -69,29 +69,6 @@ class Encoding:
     decode: Callable[..., jax.Array]
     entrywise: bool = False
     exact: bool = False
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A value with a copy in fewer bits. **Fields:** `whole` as it is made; `parts` of the copy; `decoded` what readers
-    read, by the last of the equations that decode it; `encoding` its code.
-    """
-
-    whole: Any
-    parts: tuple[Any, ...]
-    decoded: Any
-    encoding: int
-
-    @property
-    def exact(self) -> bool:
-        """Whether it is read in the value's place, also where that is made."""
-        return BY_CODE[self.encoding].exact
-
-    def renamed(self, rename: Callable[[Any], Any]) -> "Encoded":
-        """The same of these variables."""
-        return Encoded(
-            rename(self.whole), tuple(map(rename, self.parts)), rename(self.decoded), self.encoding
-        )
 
 
 def _scaled(x: jax.Array, most: float) -> tuple[jax.Array, jax.Array]:
@@ -165,8 +142,10 @@ ENCODINGS = (
         lambda aval, copy: lax.convert_element_type(copy, aval.dtype),
         entrywise=True,
     ),
-    Encoding("fp8_residuals", 2, "float8", lambda a: _is_float(a, 2, 4), _to_float8, _rescaled),
-    Encoding("int8_residuals", 3, "int8", lambda a: _is_float(a, 2, 4), _to_int8, _rescaled),
+    Encoding(
+        "fp8_residuals", 2, "float8", lambda a: a.ndim > 0 and _is_float(a, 2, 4), _to_float8, _rescaled
+    ),
+    Encoding("int8_residuals", 3, "int8", lambda a: a.ndim > 0 and _is_float(a, 2, 4), _to_int8, _rescaled),
 )
 """The ways to keep a value in fewer bits, the mildest first."""
 
@@ -205,34 +184,21 @@ def _program(encoding: Encoding, shape: tuple[int, ...], dtype: Any) -> jex.Clos
     return jax.make_jaxpr(both)(jax.ShapeDtypeStruct(shape, dtype))
 
 
-@dataclass(frozen=True)
-class WithCopies:
-    """**Fields:** `closed` the equations with copies; `loop_of` the loop of each; `place` of each older equation;
-    `encoded` the values that have one.
-    """
-
-    closed: jex.ClosedJaxpr
-    loop_of: list[int]
-    place: list[int]
-    encoded: tuple[Encoded, ...]
-
-
-def with_copies(
-    closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop], codes: Sequence[int] = ()
-) -> WithCopies:
-    """Equations with loops laid open, in which large values have copies by these encodings, and masks are in bits."""
-    jaxpr = closed.jaxpr
-    able = _encodable(jaxpr, loop_of, loops, [MASK, *(BY_CODE[code] for code in codes)])
+def with_copies(program: FlatProgram, codes: Sequence[int] = ()) -> FlatProgram:
+    """Give large values copies by these encodings, and keep masks in bits; loops are laid open."""
+    able = _encodable(
+        program.closed.jaxpr, program.loop_of, program.loops, [MASK, *(BY_CODE[code] for code in codes)]
+    )
     if not able:
-        return WithCopies(closed, list(loop_of), list(range(len(jaxpr.eqns))), ())
+        return program
     eqns: list[Any] = []
-    loop: list[int] = []
-    place: list[int] = []
+    sources: list[int] = []
+    loop_of: list[int] = []
     encoded: list[Encoded] = []
     rename: dict[Any, Any] = {}
-    for eqn, own in zip(jaxpr.eqns, loop_of, strict=True):
+    for i, (eqn, own) in enumerate(zip(program.eqns, program.loop_of, strict=True)):
         invars = [a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars]
-        place.append(len(eqns))
+        sources.append(i)
         eqns.append(eqn if invars == list(eqn.invars) else eqn.replace(invars=invars))
         for v in eqn.outvars:
             if v in able:
@@ -240,9 +206,10 @@ def with_copies(
                 eqns += more
                 encoded.append(copy)
                 rename[v] = copy.decoded
-        loop += [own] * (len(eqns) - len(loop))
-    made = _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, eqns)
-    return WithCopies(made, loop, place, tuple(encoded))
+        sources += [-1] * (len(eqns) - len(sources))
+        loop_of += [own] * (len(eqns) - len(loop_of))
+    closed = with_eqns(program.closed, eqns)
+    return program.moved(closed, sources, loop_of, encoded=(*program.encoded, *encoded))
 
 
 def _copied(eqn: Any, v: Any, encoding: Encoding) -> tuple[list[Any], Encoded]:
@@ -250,7 +217,7 @@ def _copied(eqn: Any, v: Any, encoding: Encoding) -> tuple[list[Any], Encoded]:
     info = _compat.in_scope(eqn, f"as_{encoding.label}").source_info
     eqns, (*parts, decoded) = inlined(program, [v], info)
     eqns = [each.replace(source_info=info) for each in eqns]
-    return eqns, Encoded(v, tuple(parts), decoded, encoding.code)
+    return eqns, Encoded(v, tuple(parts), decoded, encoding.code, encoding.exact)
 
 
 def decoders(jaxpr: Any, encoded: Sequence[Encoded]) -> dict[int, int]:

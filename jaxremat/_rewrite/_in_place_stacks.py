@@ -21,7 +21,8 @@ import jax
 import jax.extend.core as jex
 
 from .._program import _compat
-from ._loop_opening import PART, Loop, append, row_at, row_written
+from ._flat_program import Loop
+from ._loop_opening import PART, append, row_at, row_written
 from ._row_reads import read_late
 
 

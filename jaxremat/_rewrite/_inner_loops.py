@@ -9,15 +9,15 @@ them, so that where it is recomputed, it is recomputed there, once for all inner
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.extend.core as jex
 from jax.extend.core.primitives import reshape_p
 
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import runs_once
+from ._flat_program import BACKWARD, FORWARD, FlatProgram, Loop
 from ._loop_closing import without_unread
-from ._loop_opening import BACKWARD, FORWARD, Loop, Opened, Opener, operands, pairs
+from ._loop_opening import Opener, operands, pairs
 
 
 def inner_pairs(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> dict[int, int]:
@@ -41,11 +41,9 @@ def fewer_nbytes(eqns: Sequence[Any], forward_of: Mapping[int, int]) -> int:
     return max(stacked, 0)
 
 
-def open_inner(
-    closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop], inliner: Inliner
-) -> Opened:
-    """Lay open the inner pairs of equations whose loops are laid open."""
-    jaxpr = closed.jaxpr
+def open_inner(program: FlatProgram, inliner: Inliner) -> FlatProgram:
+    """Lay open the inner pairs of a program whose loops are laid open."""
+    jaxpr, loop_of, loops = program.closed.jaxpr, program.loop_of, program.loops
     forward_of = inner_pairs(jaxpr.eqns, loop_of, loops)
     opener = Opener(inliner, {}, list(loops))
     made_in = {v: i for eqn, i in zip(jaxpr.eqns, loop_of, strict=True) for v in eqn.outvars}
@@ -75,6 +73,6 @@ def open_inner(
         number = opener.open(copy, FORWARD, None, own)
         read = [a if _compat.is_literal(a) else again.get(a, a) for a in eqn.invars]
         opener.open(here(eqn.replace(invars=read), own), BACKWARD, number, own)
-    eqns = without_unread(opener.eqns, jaxpr.outvars, {"scan"})  # which stack no more what their copies do
-    opened = _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, eqns)
-    return Opened(opened, tuple(opener.loop_of), tuple(opener.loops), tuple(opener.origin))
+    # The outer forward scans stack no more what only their copies are read for.
+    opener.eqns = without_unread(opener.eqns, jaxpr.outvars, {"scan"})
+    return opener.program(program)

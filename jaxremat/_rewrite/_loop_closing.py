@@ -13,8 +13,9 @@ import jax.extend.core as jex
 
 from .._program import _compat
 from .._program._primitives import is_fence
+from ._flat_program import Loop
 from ._in_place_stacks import renamed, written_in_place
-from ._loop_opening import SLICE, Loop
+from ._loop_opening import SLICE
 
 
 def close_loops(

@@ -23,7 +23,6 @@ and what is the same in all iterations is read directly. Two kinds of scans are 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -37,6 +36,7 @@ from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import inner_eqns, inner_jaxprs, is_late, is_light, is_pointwise, on_host
 from .._program._splice import inlined
+from ._flat_program import ALONE, BACKWARD, FORWARD, FlatProgram, Loop
 from ._pooling_places import by_place
 
 operands = _compat.scan_operands
@@ -54,56 +54,18 @@ STACK.def_abstract_eval(lambda x, *_, length, **__: jex.unmapped_aval(length, 0,
 PART.def_abstract_eval(lambda x, _, *, length: jex.mapped_aval(length, 0, x))
 
 
-@dataclass(frozen=True)
-class Loop:
-    """A scan that is laid open.
-
-    **Fields:** `id` its index in the program; `group` that of the forward loop of its pair, else its own; `length` the
-    number of iterations; `role`; `parent` the loop around it, -1 for none; `eqn` the scan.
-    """
-
-    id: int
-    group: int
-    length: int
-    role: str
-    parent: int
-    eqn: Any
-
-
-FORWARD, BACKWARD, ALONE = "forward", "backward", "alone"
-"""A loop's role: one of a pair, or with a forward and a backward pass of its own."""
-
-
-@dataclass(frozen=True)
-class Opened:
-    """**Fields:** `closed` the equations with loops laid open; `loop_of` the loop of each equation, -1 for none;
-    `loops`; `origin` for each equation that was there before its index then, -1 for the others.
-    """
-
-    closed: jex.ClosedJaxpr
-    loop_of: tuple[int, ...]
-    loops: tuple[Loop, ...]
-    origin: tuple[int, ...]
-
-
-def open_loops(flat: jex.ClosedJaxpr, inliner: Inliner, over: Mapping[Any, Any]) -> Opened:
-    """Lay open the loops of flat equations that `inliner` has made.
-
-    **Arguments:** `over` for stacked results the scanned-over array that they are written over.
-    """
-    opener = Opener(inliner, over)
-    opener.run(flat.jaxpr.eqns, -1, list(range(len(flat.jaxpr.eqns))))
-    jaxpr = flat.jaxpr
-    return Opened(
-        _compat.new_jaxpr(inliner.constvars, inliner.consts, jaxpr.invars, jaxpr.outvars, opener.eqns),
-        tuple(opener.loop_of),
-        tuple(opener.loops),
-        tuple(opener.origin),
-    )
+def open_loops(program: FlatProgram, inliner: Inliner) -> FlatProgram:
+    """Lay open the loops of a flat program that `inliner` has made."""
+    opener = Opener(inliner, program.over)
+    opener.run(program.eqns, -1, list(range(len(program.eqns))))
+    return opener.program(program)
 
 
 class Opener:
-    """Appends equations, and the sections of scans; **arguments** as of `open_loops`, and the `loops` there are."""
+    """Appends equations, and the sections of scans.
+
+    **Arguments:** `over` for stacked results the scanned-over array that they are written over; the `loops` there are.
+    """
 
     def __init__(self, inliner: Inliner, over: Mapping[Any, Any], loops: Sequence[Loop] = ()):
         self.inliner = inliner
@@ -113,6 +75,14 @@ class Opener:
         self.origin: list[int] = []
         self.loops = list(loops)
         self.slices: dict[tuple[int, Any], Any] = {}  # (group, array) -> the variable of its slice
+
+    def program(self, before: FlatProgram) -> FlatProgram:
+        """Return what has been appended of a program."""
+        jaxpr = before.closed.jaxpr
+        closed = _compat.new_jaxpr(
+            self.inliner.constvars, self.inliner.consts, jaxpr.invars, jaxpr.outvars, self.eqns
+        )
+        return before.moved(closed, self.origin, self.loop_of, loops=tuple(self.loops))
 
     def add(self, eqn: Any, loop: int, origin: int = -1) -> None:
         """Append an equation of a loop; `origin` its index before, -1 for a new one."""

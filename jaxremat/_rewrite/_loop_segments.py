@@ -29,11 +29,11 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
-from .._model._form import Setting
 from .._model._loop_levels import nested, parts
 from .._program import _compat
 from .._program._inline import Inliner
 from .._program._primitives import runs_once
+from ._flat_program import FlatProgram
 from ._loop_opening import APART, PART, append, operands, pairs, row_at, row_written
 from ._selections import settled
 from ._sinking import sink_into
@@ -42,25 +42,21 @@ Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], Sequence[Any
 """Constants, carries and slices of an iteration -> its equations, the carries that it leaves, what it stacks."""
 
 
-def segmented(
-    flat: jex.ClosedJaxpr, inliner: Inliner, levels: Sequence[Setting], over: Mapping[Any, Any]
-) -> tuple[jex.ClosedJaxpr, list[int]]:
-    """The program with its pairs in levels; also for each equation its index before, -1 for new ones.
+def segmented(program: FlatProgram, inliner: Inliner) -> FlatProgram:
+    """Divide the pairs of the program's top level, or put them in levels, as `program.pairs` says.
 
-    **Arguments:** `levels` for each pair of the program's top level, in the order of the forward scans, the lengths of
-    its levels and rests (see `_loop_levels.parts`); none, or one of all its iterations, leave it as it is. `over` for
-    stacked results the array that they are written over.
+    No lengths, or one of all its iterations, leave a pair as it is.
     """
-    eqns = flat.jaxpr.eqns
-    divided = list(zip(backward_of(eqns).items(), levels, strict=True))
+    jaxpr, over = program.closed.jaxpr, program.over
+    levels = [form.levels for form in program.pairs]
+    divided = list(zip(backward_of(jaxpr.eqns).items(), levels, strict=True))
     deep = {n for (i, own), lengths in divided if nested(lengths) for n in (i, *own)}
-    eqns = sink_into(eqns, deep)
+    eqns = sink_into(jaxpr.eqns, deep)
     read_by: dict[Any, set[int]] = {}
     for i, eqn in enumerate(eqns):
-        for a in eqn.invars:
-            if not _compat.is_literal(a):
-                read_by.setdefault(a, set()).add(i)
-    returned = {a for a in flat.jaxpr.outvars if not _compat.is_literal(a)}
+        for a in _compat.variables(eqn.invars):
+            read_by.setdefault(a, set()).add(i)
+    returned = set(_compat.variables(jaxpr.outvars))
     replaced: dict[int, list[Any]] = {}
     for (i, own), lengths in divided:
         if lengths and lengths != (eqns[i].params["length"],):
@@ -69,13 +65,12 @@ def segmented(
             replaced[i] = pair.forward()
             replaced.update((j, pair.backward(eqns[j])) for j in own)
     found: list[Any] = []
-    origin: list[int] = []
+    sources: list[int] = []
     for i, eqn in enumerate(eqns):
         found.extend(replaced.get(i, [eqn]))
-        origin.extend([-1] * len(replaced[i]) if i in replaced else [i])
-    jaxpr = flat.jaxpr
+        sources.extend([-1] * len(replaced[i]) if i in replaced else [i])
     cut = _compat.new_jaxpr(inliner.constvars, inliner.consts, jaxpr.invars, jaxpr.outvars, found)
-    return cut, origin
+    return program.moved(cut, sources)
 
 
 def backward_of(eqns: Sequence[Any]) -> dict[int, list[int]]:

@@ -20,14 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.extend.core as jex
 import numpy as np
 
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_heavy, is_relabelling, reads_memory
-from ._loop_opening import Loop
-from ._passes import late_equations
+from ._backward_equations import late_equations
+from ._flat_program import FlatProgram, with_eqns
 
 _MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge", "eq": "eq", "ne": "ne"}
 """The comparisons, and what they are with their operands exchanged."""
@@ -45,12 +44,10 @@ class _Clamped:
     operands: tuple[Any, ...]
 
 
-def with_results(
-    closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop]
-) -> tuple[jex.ClosedJaxpr, dict[int, Any]]:
-    """The equations, masks reading results; and for each that does so by index its operand as it was."""
-    eqns = closed.jaxpr.eqns
-    late = late_equations(eqns, loop_of, loops)
+def with_results(program: FlatProgram) -> FlatProgram:
+    """Let masks read results in place of operands that need not be kept then; `masked` has these operands."""
+    eqns, loop_of = program.eqns, program.loop_of
+    late = late_equations(eqns, loop_of, program.loops)
     kept = _kept(eqns, late)
     able: dict[int, tuple[Any, Any]] = {}  # index of a mask -> its operand, the result that it may read
     results: dict[tuple[int, Any], list[tuple[Any, _Clamped]]] = {}  # loop, operand -> what it is clamped to
@@ -71,19 +68,18 @@ def with_results(
                     able[i] = operand, y
                     break
     if not able:
-        return closed, {}
+        return program
     wanted = _wanted(eqns, late, kept, able)
     maker = {v: eqn for eqn in eqns for v in eqn.outvars}
     chosen = {i: pair for i, pair in able.items() if _frees(pair[0], wanted, kept, maker)}
     if not chosen:
-        return closed, {}
+        return program
     read = [
         eqn.replace(invars=[chosen[i][1] if a is chosen[i][0] else a for a in eqn.invars]) if i in chosen else eqn
         for i, eqn in enumerate(eqns)
     ]  # fmt: skip
-    own = closed.jaxpr
-    changed = _compat.new_jaxpr(own.constvars, closed.consts, own.invars, own.outvars, read)
-    return changed, {i: operand for i, (operand, _) in chosen.items()}
+    masked = {i: operand for i, (operand, _) in chosen.items()}
+    return program.anew(closed=with_eqns(program.closed, read), masked=masked)
 
 
 def _limits(eqn: Any) -> tuple[Any, float, float] | None:

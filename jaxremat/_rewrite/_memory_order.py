@@ -15,7 +15,7 @@ from typing import Any
 
 from .._program import _compat
 from .._program._primitives import is_contraction, is_late, runs_once
-from ._loop_opening import Loop
+from ._flat_program import Loop
 
 
 def memory_order(

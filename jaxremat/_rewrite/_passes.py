@@ -1,63 +1,337 @@
-"""Equations of a step with its loops laid open -> which of them are of the backward pass, or come after it."""
+"""The passes that make a step's program in a form, in the order in which they run.
 
-from collections.abc import Sequence
+`PLAIN_PASSES` keep a program that compiles to the plain step. In what `MERGING_PASSES` make of it, sites are looked for
+that may take another form, and `FORM_PASSES` make what is planned. Each pass takes a `FlatProgram` and returns one. To
+see what they do, or to do without one:
+
+    with watched(lambda each, before, after: print(each.name, len(before.eqns), len(after.eqns))):
+        trace(jitted, args, {})
+    with without("masks"):
+        trace(jitted, args, {})
+
+Invariant: a pass keeps its `law`. `check` proves of a pass, where it can, that it changed nothing that is computed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
+import jax.extend.core as jex
+
+from .._model._form import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Form
 from .._program import _compat
-from .._program._primitives import is_fetch, is_late, runs_once
-from ._loop_opening import ALONE, BACKWARD, Loop
-from ._row_chunks import is_in_chunks
+from .._program._equivalence import Equivalence
+from .._program._inline import Inliner
+from ._backward_equations import behind_backward
+from ._cotangent_chains import with_names
+from ._depthwise_gradient import is_depthwise_gradient, summed
+from ._encodings import with_copies
+from ._flat_program import FlatProgram, PairForm, with_eqns
+from ._gathered_operands import gathered
+from ._laid_open import attended, laid_open, merged_equals
+from ._loop_closing import close_loops
+from ._loop_segments import backward_of, cuttable, segmented
+from ._masks import with_results
+from ._memory_order import memory_order
+from ._microbatches import microbatches
+from ._pooling_places import pooled_by_place
+from ._reversed_chains import chains_in_reverse
+from ._reversed_loops import loops_in_reverse
+from ._row_chunks import chunked
+from ._row_regions import Region, regions
+from ._selections import marked
+from ._source import Source
+from ._streamed_copies import streamed
+from ._undone_checkpoints import forward_again
+from ._update_absorption import absorbed
 
 
-def late_equations(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
-    """For each equation whether it is late: what it makes is no value of the forward pass.
+@dataclass(frozen=True)
+class Sites:
+    """The places of a step that may take another form.
 
-    All of a loop of a pair is of the pass that the loop is of. What is made of nothing, as the gradient of a mean is,
-    may be made before a loop that holds both passes: it is no beginning of the backward pass then.
+    **Fields:** `lengths` and `sources` (the user's lines) of the pairs of scans outside of other loops, and which of
+    them are `cuttable`; `regions` of rows that may be done in chunks; `ways` for each region the results that have
+    rows: equation of the plain program, result, dimension of the rows.
     """
-    found: list[bool] = []
-    constant: set[Any] = set()  # what is made of nothing outside of loops
-    early: list[int] = []  # the equations of the backward pass that do
-    backward: set[Any] = set()  # what is downstream of the backward pass
-    behind: set[Any] = set()  # and of what makes gradients along with the loss
-    for eqn, i in zip(eqns, loop_of, strict=True):
-        loop = loops[i] if i >= 0 else None
-        operands = _compat.variables(eqn.invars)
-        follows = not behind.isdisjoint(operands)
-        if loop is not None and loop.role != ALONE:
-            late = loop.role == BACKWARD
-        else:
-            late = is_late(eqn) or (
-                "jvp(" not in _compat.name_stack_text(eqn) and not backward.isdisjoint(operands)
-            )
-            late = late or (is_fetch(eqn) and bool(backward)) or follows
-        backward.update(eqn.outvars if late else ())
-        if is_in_chunks(eqn) or follows:
-            behind.update(eqn.outvars)
-        if loop is None and constant.issuperset(operands) and not runs_once(eqn):
-            constant.update(eqn.outvars)
-            early += [len(found)] if late else []
-        elif loop is not None and loop.role == ALONE and not late:
-            while early:
-                found[early.pop()] = False
-        found.append(late)
-    return found
+
+    lengths: tuple[int, ...] = ()
+    sources: tuple[str, ...] = ()
+    cuttable: tuple[bool, ...] = ()
+    regions: tuple[Region, ...] = ()
+    ways: tuple[tuple[tuple[int, int, int], ...], ...] = ()
 
 
-def behind_backward(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
-    """For each equation whether it is of the backward pass, or reads what that makes; alike for all of a loop."""
-    late = [is_late(eqn) for eqn in eqns]
-    made: set[Any] = set()
-    known = -1
-    while known < (known := sum(late)):
-        backward = {loop_of[i] for i, is_so in enumerate(late) if is_so and loop_of[i] >= 0}
-        for loop in reversed(loops):
-            if loop.id in backward and loop.parent >= 0:
-                backward.add(loop.parent)
-        for i, eqn in enumerate(eqns):
-            late[i] = (
-                late[i] or loop_of[i] in backward or any(a in made for a in _compat.variables(eqn.invars))
+@dataclass(frozen=True)
+class Task:
+    """What is to be made. **Fields:** the `source`; the `form`; the `inliner` that has made the flat program; its
+    `sites`, once they are known.
+    """
+
+    source: Source
+    form: Form
+    inliner: Inliner
+    sites: Sites = Sites()
+
+    def labels(self, program: FlatProgram) -> dict[Any, str]:
+        """Return the user's `checkpoint_name`s by the variables of a program; the first where there are several."""
+        return {program.read(v): name for v, name in reversed(self.inliner.labels.items())}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """**Fields:** `name`; `run`; `law` what holds after it that did not before; `applies` whether a task needs it;
+    `optional` whether a program without it can be planned too.
+    """
+
+    name: str
+    run: Callable[[FlatProgram, Task], FlatProgram]
+    law: str
+    applies: Callable[[Task], bool] = lambda _: True
+    optional: bool = True
+
+
+def find_sites(program: FlatProgram, source: Source) -> Sites:
+    """Look for what may take another form in a program whose equals are merged."""
+    eqns = program.eqns
+    scans = [eqns[i] for i in backward_of(eqns)]
+    known = source.regions
+    if known is None:
+        closed = program.closed
+        many = () if source.respect_checkpoint else microbatches(closed)
+        known = () if source.apart else (*regions(closed), *many)
+    return Sites(
+        tuple(scan.params["length"] for scan in scans),
+        tuple(map(_compat.user_line, scans)),
+        cuttable(eqns),
+        tuple(known),
+        tuple(
+            tuple(
+                (program.origin[i][0], k, d)
+                for i, way in region.ways.items()
+                for k, d in enumerate(way.results)
+                if d is not None
             )
-            if late[i]:
-                made.update(eqn.outvars)
-    return late
+            for region in known
+        ),
+    )
+
+
+def pair_forms(task: Task) -> tuple[PairForm, ...]:
+    """Return how each pair of scans is to be done."""
+    undone, levels = task.form.settings(REVERSED), task.form.settings(LOOP)
+    count = len(task.sites.lengths)
+    return tuple(PairForm(levels.get(pair, ()), pair + 1 in undone) for pair in range(count))
+
+
+def _in_chunks(program: FlatProgram, task: Task) -> FlatProgram:
+    site, (count,) = next(iter(task.form.settings(ROWS).items()))
+    region = task.sites.regions[site]
+    pairs = program.pairs
+    if region.whole:  # the pairs within are done otherwise by nobody
+        outside = (
+            i not in region.ways and not region.ways.keys() >= set(own)
+            for i, own in backward_of(program.eqns).items()
+        )
+        pairs = tuple(compress(pairs, outside))
+    closed, sources = chunked(program.closed, region, count, task.labels(program))
+    return program.moved(closed, sources, pairs=pairs)
+
+
+def _forward_again(program: FlatProgram, task: Task) -> FlatProgram:
+    eqns, order = forward_again(program.eqns)
+    return program.moved(with_eqns(program.closed, eqns), order)
+
+
+def _in_order(program: FlatProgram, task: Task) -> FlatProgram:
+    """Leave out dead equations, and sort the others."""
+    jaxpr, loop_of, loops = program.closed.jaxpr, program.loop_of, program.loops
+    order = memory_order(jaxpr, program.alive, loop_of, loops, turns=task.source.turns)
+    if task.source.apart:
+        late = behind_backward(jaxpr.eqns, loop_of, loops)
+        order.sort(key=lambda i: late[i])
+    else:
+        order = streamed(jaxpr, order, loop_of, loops)
+    eqns = [jaxpr.eqns[i] for i in order]
+    made = {v for eqn in eqns for v in eqn.outvars}
+    left = (e for e in program.encoded if made.issuperset((e.whole, *e.parts, e.decoded)))
+    return program.moved(with_eqns(program.closed, eqns), order, encoded=tuple(left))
+
+
+PLAIN_PASSES = (
+    Pass(
+        "pooling",
+        lambda program, task: FlatProgram.of(pooled_by_place(program.closed, early=not task.source.apart)),
+        "The gradient of max pooling reads places, not the operand.",
+    ),
+    Pass(
+        "bits",
+        lambda program, task: with_copies(program),
+        "Masks of random words are kept in bits.",
+    ),
+    Pass(
+        "gathers",
+        lambda program, task: FlatProgram.of(gathered(program.closed, task.source.gathers)).anew(
+            encoded=program.encoded
+        ),
+        "What an equation gathers of a divided operand is a value of its own.",
+        lambda task: bool(task.source.gathers),
+    ),
+    Pass(
+        "cotangents",
+        lambda program, task: program.with_same(with_names(program.closed)),
+        "Cotangents that are read often and dear to repeat in kernels have a name.",
+    ),
+)
+
+MERGING_PASSES = (
+    Pass(
+        "equals",
+        lambda program, task: merged_equals(program, task.inliner),
+        "No two equal pure equations: the user's own checkpoints are undone.",
+        optional=False,
+    ),
+    Pass(
+        "checkpoints",
+        _forward_again,
+        "What checkpoints made again of the forward pass stands in the forward pass.",
+        lambda task: task.inliner.rematted,
+    ),
+)
+
+FORM_PASSES = (
+    Pass(
+        "rows",
+        _in_chunks,
+        "A region of rows, or most of the step, is done chunk after chunk.",
+        lambda task: bool(task.form.settings(ROWS)),
+        optional=False,
+    ),
+    Pass(
+        "updates",
+        lambda program, task: absorbed(program, task.source.donated),
+        "Backward loops in another form make the optimizer's updates, and stack no gradients.",
+    ),
+    Pass(
+        "reversed loops",
+        lambda program, task: loops_in_reverse(program, task.inliner),
+        "Pairs that are undone keep only what the forward loop ends with.",
+        lambda task: bool(task.form.settings(REVERSED)),
+        optional=False,
+    ),
+    Pass(
+        "levels",
+        lambda program, task: segmented(program, task.inliner),
+        "Pairs of loops are in the levels and parts of the form.",
+        optional=False,
+    ),
+    Pass(
+        "loops",
+        lambda program, task: laid_open(program, task.inliner, inner=bool(task.form.settings(INNER))),
+        "The iterations of loops that hold both passes, or are one of a pair, are sections of equations.",
+        optional=False,
+    ),
+    Pass(
+        "attention",
+        lambda program, task: attended(
+            program, task.source.attention_places, *task.form.settings(ATTENTION)[0]
+        ),
+        "Attention has no matrix of scores.",
+        lambda task: bool(task.form.settings(ATTENTION)),
+        optional=False,
+    ),
+    Pass(
+        "reversed chains",
+        lambda program, task: chains_in_reverse(program),
+        "The backward pass computes the values of chains of blocks from what comes out of the last.",
+        lambda task: 0 in task.form.settings(REVERSED),
+        optional=False,
+    ),
+    Pass(
+        "selections",
+        lambda program, task: program.with_same(marked(program.closed, program.alive)),
+        "No two kernels make what is compared with what was selected from it.",
+    ),
+    Pass(
+        "copies",
+        lambda program, task: with_copies(program, task.form.settings(COPIES).get(0, ())),
+        "Large values have copies in fewer bits; masks of random words made in loops are kept in bits.",
+    ),
+    Pass(
+        "order",
+        _in_order,
+        "Live equations alone, in the order that keeps the least memory.",
+        optional=False,
+    ),
+    Pass(
+        "masks",
+        lambda program, task: with_results(program),
+        "Masks read results where operands need not be kept then.",
+        # Copies in fewer bits are of what masks read: a result would be kept whole for them.
+        lambda task: not task.source.apart and not task.form.settings(COPIES),
+    ),
+)
+
+PASSES = (*PLAIN_PASSES, *MERGING_PASSES, *FORM_PASSES)
+
+Watcher = Callable[[Pass, FlatProgram, FlatProgram], None]
+"""Called after each pass with the program before and after it."""
+
+_without: ContextVar[frozenset[str]] = ContextVar("without", default=frozenset())
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+def run(passes: Sequence[Pass], program: FlatProgram, task: Task) -> FlatProgram:
+    """Run those of the passes that apply, one after the other."""
+    watcher = _watcher.get()
+    for each in passes:
+        if not each.applies(task) or each.name in _without.get():
+            continue
+        before, program = program, each.run(program, task)
+        if watcher is not None:
+            watcher(each, before, program)
+    return program
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Do without these passes, by name. **Raises:** ValueError where there is no such pass, or none can do without."""
+    able = [each.name for each in PASSES if each.optional]
+    if unable := set(names) - set(able):
+        raise ValueError(
+            f"no pass that can be left out is called {', '.join(sorted(unable))}; there are {able}"
+        )
+    token = _without.set(_without.get() | set(names))
+    try:
+        yield
+    finally:
+        _without.reset(token)
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Call a function after each pass."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def check(of: Pass, before: FlatProgram, after: FlatProgram) -> None:
+    """Prove that a pass changed nothing that is computed; a `Watcher`. **Raises:** AssertionError."""
+    differs = Equivalence(
+        runnable(before), lambda eqn: summed(eqn) if is_depthwise_gradient(eqn) else None
+    ).difference(runnable(after))
+    if differs is not None:
+        raise AssertionError(f"the pass {of.name!r} changes what is computed: {differs}")
+
+
+def runnable(program: FlatProgram) -> jex.ClosedJaxpr:
+    """Return the program with its loops closed again."""
+    closed = with_eqns(program.closed, close_loops(program.eqns, program.loop_of, program.loops))
+    _compat.check_jaxpr(closed)
+    return closed

@@ -17,9 +17,9 @@ import jax.extend.core as jex
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import SUMS, is_contraction
+from ._backward_equations import late_equations
+from ._flat_program import FlatProgram, Loop, with_eqns
 from ._inverses import Following
-from ._loop_opening import Loop
-from ._passes import late_equations
 
 LONGEST = 1024
 """A block has at most so many equations."""
@@ -139,41 +139,29 @@ class _Program:
         return ([block for block in found if block.eqns], edges[-1]) if deep >= BLOCKS else ([], edges[0])
 
 
-@dataclass(frozen=True)
-class Undone:
-    """**Fields:** `closed` the equations; `loop_of` the loop of each; `place` of each older equation."""
-
-    closed: jex.ClosedJaxpr
-    loop_of: list[int]
-    place: list[int]
-
-
-def chains_in_reverse(closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop]) -> Undone:
-    """The program in which the backward pass computes what it wants of chains from what comes out of these."""
-    jaxpr = closed.jaxpr
-    late = late_equations(jaxpr.eqns, loop_of, loops)
+def chains_in_reverse(program: FlatProgram) -> FlatProgram:
+    """Compute in the backward pass what it wants of chains from what comes out of these."""
+    jaxpr, loop_of = program.closed.jaxpr, program.loop_of
+    late = late_equations(jaxpr.eqns, loop_of, program.loops)
     before: dict[int, list[Block]] = {}  # equation of the backward pass -> what it needs first
     names: dict[Any, Any] = {}
     backward = (i for i in reversed(range(len(late))) if late[i])
     reads = {a: i for i in backward for a in _compat.variables(jaxpr.eqns[i].invars)}  # where first
-    for chain in _chains(closed, loop_of, late):
+    for chain in _chains(program.closed, loop_of, late):
         at = len(jaxpr.eqns)
         for block in reversed(chain):
             at = min([at, *(reads[v] for v in block.names)])
             before.setdefault(at, []).insert(0, block)
             names |= block.names
     eqns: list[Any] = []
-    loop: list[int] = []
-    place: list[int] = []
+    sources: list[int] = []
     count = 0
     for i, eqn in enumerate(jaxpr.eqns):
         for block in before.get(i, ()):
             eqns += [_compat.as_backward(each, eqn, f"{_UNDONE}{count}") for each in block.eqns]
             count += 1
-        loop += [-1] * (len(eqns) - len(loop))
-        place.append(len(eqns))
+        sources += [-1] * (len(eqns) - len(sources))
         invars = [a if _compat.is_literal(a) or not late[i] else names.get(a, a) for a in eqn.invars]
         eqns.append(eqn.replace(invars=invars))
-        loop.append(loop_of[i])
-    made = _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, eqns)
-    return Undone(made, loop, place)
+        sources.append(i)
+    return program.moved(with_eqns(program.closed, eqns), sources)

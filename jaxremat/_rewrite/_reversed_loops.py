@@ -13,8 +13,7 @@ the backward scan would have read, and runs that:
 The latter holds a forward and a backward pass, and is planned as any loop that does.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -23,6 +22,7 @@ from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import is_contraction
+from ._flat_program import FlatProgram
 from ._inverses import Following
 from ._loop_opening import APART, operands
 from ._loop_segments import backward_of
@@ -30,25 +30,14 @@ from ._selections import settled
 from ._sinking import sink_into
 
 
-@dataclass(frozen=True)
-class InReverse:
-    """**Fields:** `closed` the equations; `origin` for each its index before, -1 for new ones; the `numbers` of the
-    pairs that run back without what they had kept.
-    """
-
-    closed: jex.ClosedJaxpr
-    origin: list[int]
-    numbers: frozenset[int]
-
-
-def loops_in_reverse(flat: jex.ClosedJaxpr, inliner: Inliner, chosen: Collection[int]) -> InReverse:
-    """The program in which these of its pairs, by number, run back without what they had kept, where they can."""
-    if not chosen:
-        return InReverse(flat, list(range(len(flat.jaxpr.eqns))), frozenset())
-    pairs = backward_of(flat.jaxpr.eqns)
+def loops_in_reverse(program: FlatProgram, inliner: Inliner) -> FlatProgram:
+    """Let those pairs that are to be undone run back without what they had kept, where they can."""
+    chosen = {number for number, form in enumerate(program.pairs) if form.undone}
+    jaxpr = program.closed.jaxpr
+    pairs = backward_of(jaxpr.eqns)
     scans = {n for number, (i, own) in enumerate(pairs.items()) if number in chosen for n in (i, *own)}
-    eqns = sink_into(flat.jaxpr.eqns, scans)
-    returned = set(_compat.variables(flat.jaxpr.outvars))
+    eqns = sink_into(jaxpr.eqns, scans)
+    returned = set(_compat.variables(jaxpr.outvars))
     replaced: dict[int, Any] = {}
     numbers: set[int] = set()
     for number, (i, own) in enumerate(pairs.items()):
@@ -63,8 +52,9 @@ def loops_in_reverse(flat: jex.ClosedJaxpr, inliner: Inliner, chosen: Collection
             replaced[back] = pair.apart()
             numbers.add(number)
     found = [replaced.get(i, eqn) for i, eqn in enumerate(eqns)]
-    made = _compat.new_jaxpr(inliner.constvars, inliner.consts, flat.jaxpr.invars, flat.jaxpr.outvars, found)
-    return InReverse(made, [-1 if i in replaced else i for i in range(len(eqns))], frozenset(numbers))
+    made = _compat.new_jaxpr(inliner.constvars, inliner.consts, jaxpr.invars, jaxpr.outvars, found)
+    left = tuple(form for number, form in enumerate(program.pairs) if number not in numbers)
+    return program.moved(made, [-1 if i in replaced else i for i in range(len(eqns))], pairs=left)
 
 
 def reversible_nbytes(forward: Any, backward: Any) -> int:

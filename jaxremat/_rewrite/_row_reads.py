@@ -15,7 +15,8 @@ from typing import Any
 
 from .._program import _compat
 from .._program._primitives import is_fence
-from ._loop_opening import PART, Loop, append, row_at
+from ._flat_program import Loop
+from ._loop_opening import PART, append, row_at
 
 
 def read_late(

@@ -14,7 +14,7 @@ from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._inline import CALLS
 from .._program._primitives import inner_jaxprs, is_costly, is_heavy, is_loop_edge, reads_memory, runs_once
-from ._loop_opening import Loop
+from ._flat_program import Loop
 
 GROWTH = 8
 """An array grows out of little if what it is made of has at most this part of its bytes."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from .._program import _compat
 from .._program._flops import array_nbytes, eqn_flops
 from .._program._primitives import is_contraction, is_fetch, is_late, is_put
-from ._loop_opening import Loop
+from ._flat_program import Loop
 
 INTENSITY = 8000.0
 """Floating-point operations that a device does while one byte goes over its link: half of an H100's bfloat16 peak at 64

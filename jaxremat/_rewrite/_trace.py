@@ -9,8 +9,7 @@ compute again in the backward pass are single equations instead. Its equations s
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import compress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from .._attention._operations import ATTENTION as ATTEND
 from .._attention._operations import runs_in_kernels
 from .._attention._pattern import Pattern
 from .._attention._places import Places
-from .._model._form import ATTENTION, COPIES, INNER, LOOP, PLAIN, REVERSED, ROWS, Form
+from .._model._form import PLAIN, ROWS, Form
 from .._program import _compat
 from .._program._hints import Hint, hidden
 from .._program._inline import Inliner
@@ -28,82 +27,146 @@ from .._program._primitives import inner_eqns
 from .._program._references import References, of_values
 from .._runtime._errors import JaxrematWarning
 from .._runtime._garbage import uncollected
-from ._cotangent_chains import with_names
-from ._encodings import Encoded, with_copies
-from ._gathered_operands import Gather, gathered
-from ._laid_open import alive, attended, in_reverse, laid_open, merged_equals
-from ._loop_opening import BACKWARD, FORWARD, Loop
-from ._loop_segments import backward_of, cuttable, segmented
-from ._masks import with_results
-from ._memory_order import memory_order
-from ._microbatches import microbatches
-from ._passes import behind_backward
-from ._pooling_places import pooled_by_place
+from ._flat_program import BACKWARD, FORWARD, Encoded, FlatProgram, Gain, Loop
+from ._gathered_operands import Gather
+from ._passes import FORM_PASSES, MERGING_PASSES, PLAIN_PASSES, Sites, Task, find_sites, pair_forms, run
 from ._reversed_chains import block_of
-from ._reversed_loops import loops_in_reverse
-from ._row_chunks import chunked
-from ._row_regions import Region, regions
-from ._selections import marked
+from ._row_regions import Region
 from ._shard_map_body import Around
-from ._streamed_copies import streamed
-from ._undone_checkpoints import forward_again
-from ._update_absorption import Gain, absorbed
+from ._source import Source
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A step as one flat jaxpr.
+    """A step in a form.
 
-    **Fields:** `jaxpr` normalised and ordered, with the loops of `_loop_opening` laid open; `loop_of` for each of its
-    equations the index in `loops` of the loop it is of, -1 for none; `flat` the same program merely inlined, in the
-    user's order, which compiles to the plain step but for the gradients of `_pooling_places` and masks in bits;
-    `origin` for each equation of `flat` the index of the equation of `jaxpr` that computes the same, -1 where none
-    does; `labels` the user's `checkpoint_name`s by variable, and `hints` the marks of `jaxremat.hint`; `in_tree` and
-    `out_tree` the structures of `(args, kwargs)` without static arguments, and of the result; `donated` per flat
-    argument; `rematted` whether the user's program has checkpoints of its own; `closed` the program as it was traced;
-    `lengths` and `sources` (the user's lines) of its pairs of scans, outside of other loops, and which of them are
-    `cuttable`, `gains` what absorbing updates saves in each, and `over` the arguments that loops write over here;
-    `regions` what may be done in chunks of rows, and of each the `row_places` of values with rows in `jaxpr`: equation,
-    result, and dimension of the rows; `form` which of these are done otherwise here, and how; `respect_checkpoint`
-    whether what the user's checkpoints compute again is left as it is; `again` the equations of `jaxpr` that
-    checkpoints outside of loops, which are undone here, compute once more in the user's program; `gathers` the operands
-    that equations of their own gather, `encoded` the values that have copies in fewer bits, `devices` how many it is
-    on; `around` what is around the program of one device where all of this is in a `shard_map`, whose flat arguments
-    and types these are then; `references` that the step has from outside, whose values are arguments and results of all
-    these programs; `turns` as in `memory_order`; `masked` the equations of `jaxpr` that read a result in place of what
-    it is made of, and that; `attention_places` as of `attending`.
+    **Fields:**
+
+    - `source`: the step as it was traced; `sites` what of it may take another form; `form` which of these are done
+      otherwise here, and how.
+    - `program`: the step in this form, normalised and ordered, with its loops laid open.
+    - `flat`: the plain program merely inlined, in the user's order, which compiles to the plain step but for the
+      gradients of `_pooling_places` and masks in bits.
+    - `origin`: for each equation of `flat` the index of the equation of `program` that computes the same, -1 where none
+      does.
+    - `labels`: the user's `checkpoint_name`s by variable; `hints` the marks of `jaxremat.hint`.
+    - `rematted`: whether the user's program has checkpoints of its own; `again` the equations of `program` that
+      checkpoints outside of loops, which are undone here, compute once more in the user's program.
     """
 
-    jaxpr: jex.ClosedJaxpr
-    loop_of: tuple[int, ...]
-    loops: tuple[Loop, ...]
+    source: Source
+    form: Form
+    sites: Sites
+    program: FlatProgram
     flat: jex.ClosedJaxpr
     origin: tuple[int, ...]
     labels: dict[Any, str]
     hints: tuple[Hint, ...]
-    in_tree: Any
-    out_tree: Any
-    donated: tuple[bool, ...]
     rematted: bool
-    closed: jex.ClosedJaxpr
-    lengths: tuple[int, ...]
-    sources: tuple[str, ...]
-    cuttable: tuple[bool, ...]
-    form: Form
-    gains: tuple[Gain, ...]
-    over: frozenset[Any]
-    regions: tuple[Region, ...]
-    row_places: tuple[tuple[tuple[int, int, int], ...], ...]
-    respect_checkpoint: bool
     again: frozenset[int]
-    gathers: tuple[Gather, ...] = ()
-    encoded: tuple[Encoded, ...] = ()
-    devices: int = 1
-    around: Around | None = None
-    references: References | None = None
-    turns: bool = True
-    masked: Mapping[int, Any] = field(default_factory=dict)
-    attention_places: Mapping[Pattern, Places] | None = None
+
+    @property
+    def jaxpr(self) -> jex.ClosedJaxpr:
+        """The equations of the step in this form."""
+        return self.program.closed
+
+    @property
+    def loop_of(self) -> tuple[int, ...]:
+        """For each equation the index in `loops` of the loop that it is of, -1 for none."""
+        return self.program.loop_of
+
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """The loops that are laid open."""
+        return self.program.loops
+
+    @property
+    def encoded(self) -> tuple[Encoded, ...]:
+        """The values that have copies in fewer bits."""
+        return self.program.encoded
+
+    @property
+    def masked(self) -> Mapping[int, Any]:
+        """By equation the operand of masks that read a result in its place."""
+        return self.program.masked
+
+    @property
+    def over(self) -> frozenset[Any]:
+        """The arguments that loops write over."""
+        return frozenset(self.program.over.values())
+
+    @property
+    def gains(self) -> tuple[Gain, ...]:
+        """What absorbing updates saves in each pair of scans."""
+        return self.program.gains
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The iterations of each pair of scans outside of other loops."""
+        return self.sites.lengths
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The user's line of each of these pairs."""
+        return self.sites.sources
+
+    @property
+    def cuttable(self) -> tuple[bool, ...]:
+        """Whether each of these pairs may be in levels."""
+        return self.sites.cuttable
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What may be done in chunks of rows."""
+        return self.sites.regions
+
+    @property
+    def row_places(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """Of each region the values that have rows: equation, result, and dimension of the rows."""
+        return tuple(
+            tuple((self.origin[i], k, d) for i, k, d in ways if self.origin[i] >= 0)
+            for ways in self.sites.ways
+        )
+
+    @property
+    def closed(self) -> jex.ClosedJaxpr:
+        """The program as it was traced."""
+        return self.source.closed
+
+    @property
+    def in_tree(self) -> Any:
+        """The structure of `(args, kwargs)` without static arguments."""
+        return self.source.in_tree
+
+    @property
+    def out_tree(self) -> Any:
+        """The structure of the result."""
+        return self.source.out_tree
+
+    @property
+    def donated(self) -> tuple[bool, ...]:
+        """Whether each flat argument is donated."""
+        return self.source.donated or (False,) * len(self.closed.jaxpr.invars)
+
+    @property
+    def devices(self) -> int:
+        """How many devices the step is on."""
+        return self.source.devices
+
+    @property
+    def around(self) -> Around | None:
+        """What is around the program of one device, see `Source`."""
+        return self.source.around
+
+    @property
+    def references(self) -> References | None:
+        """References that the step has from outside."""
+        return self.source.references
+
+    @property
+    def attention_places(self) -> Mapping[Pattern, Places] | None:
+        """On several devices, where attention may be done without its scores."""
+        return self.source.attention_places
 
     def step(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         """The whole program that a flat one of this step is, or is the body of."""
@@ -114,46 +177,36 @@ class Traced:
         return self.around.alone(closed) if self.around else closed
 
     def in_form(self, form: Form) -> "Traced":
-        """The same step in another form."""
-        return self._again(form, self.regions, self.gathers)
+        """Return the same step in another form."""
+        return normalise(replace(self.source, regions=self.regions), form)
 
     def named(self, form: Form) -> Form:
         """The form, with names for its sites where it has none, see `Form.unnamed`."""
         return form.named(len(self.lengths), len(self.regions))
 
     def gathered(self, gathers: tuple[Gather, ...], devices: int) -> "Traced":
-        """The same step on several devices, with the gathering of operands in equations of its own, by index in
+        """Return the same step on several devices, with the gathering of operands in equations of its own, by index in
         `flat`.
         """
-        return replace(self._again(PLAIN, None, gathers) if gathers else self, devices=devices)
+        source = replace(self.source, devices=devices)
+        if not gathers:
+            return replace(self, source=source)
+        return normalise(replace(source, gathers=gathers, regions=None))
 
     def with_regions_on_devices(self, parts: Sequence[int], share: float) -> "Traced":
-        """The same step, of whose regions the rows lie in so many parts, see `Region.on_devices`."""
+        """Return the same step, of whose regions the rows lie in so many parts, see `Region.on_devices`."""
         laid = (region.on_devices(n, share) for region, n in zip(self.regions, parts, strict=True))
-        return replace(self, regions=tuple(laid))
+        return replace(self, sites=replace(self.sites, regions=tuple(laid)))
 
     def ordered_before(self) -> "Traced":
-        """The same step in the order that plans made before forward passes had `turns` know it in."""
-        return replace(self, turns=False)._again(self.form, self.regions, self.gathers)
-
-    def _again(self, form: Form, known: Sequence[Region] | None, gathers: tuple[Gather, ...]) -> "Traced":
-        again = normalise(
-            self.closed,
-            self.in_tree,
-            self.out_tree,
-            self.donated,
-            form,
-            known,
-            gathers,
-            self.attention_places,
-            respect_checkpoint=self.respect_checkpoint,
-            turns=self.turns,
-        )
-        return replace(again, devices=self.devices, around=self.around, references=self.references)
+        """Return the same step in the order that plans made before forward passes had `turns` know it in."""
+        return normalise(replace(self.source, turns=False, regions=self.regions), self.form)
 
     def attending(self, places: Mapping[Pattern, Places]) -> "Traced":
-        """The same step on several devices, of which it is known where attention may be done without its scores."""
-        return replace(self, attention_places=places)
+        """Return the same step on several devices, of which it is known where attention may be done without its
+        scores.
+        """
+        return replace(self, source=replace(self.source, attention_places=places))
 
     @property
     def microbatches(self) -> int:
@@ -213,9 +266,16 @@ def trace(
     donated = references.donated(donated) if references else donated
     if not inlined and (around := Around.of(closed, respect_checkpoint=respect_checkpoint)):
         closed, donated = around.body, around.donated(donated)
-    make = _inlined if inlined else normalise
-    traced = make(closed, in_tree, out_tree, donated, respect_checkpoint=respect_checkpoint)
-    traced = replace(traced, around=around, references=references)
+    source = Source(
+        closed,
+        in_tree,
+        out_tree,
+        donated,
+        respect_checkpoint=respect_checkpoint,
+        around=around,
+        references=references,
+    )
+    traced = (_inlined if inlined else normalise)(source)
     found = {hint.origin for hint in traced.hints}
     for origin, primitive in hidden(traced.jaxpr.jaxpr.eqns).items():
         if origin in found:
@@ -229,172 +289,50 @@ def trace(
     return traced
 
 
-def normalise(
-    closed: jex.ClosedJaxpr,
-    in_tree: Any = None,
-    out_tree: Any = None,
-    donated: Sequence[bool] = (),
-    form: Form = PLAIN,
-    known: Sequence[Region] | None = None,
-    gathers: tuple[Gather, ...] = (),
-    attention_places: Mapping[Pattern, Places] | None = None,
-    *,
-    respect_checkpoint: bool = False,
-    apart: bool = False,
-    turns: bool = True,
-) -> Traced:
-    """Inline, lay open, merge, prune and order a jaxpr, in this form: kinds of sites are rewritten one after the other,
-    rows before loops are laid open, attention and copies behind that.
-
-    **Arguments:** `known` the regions, if they have been looked for; `gathers` operands that are gathered by equations
-    of their own; `attention_places` as of `attending`; `apart`: the forward pass is a program of its own, so that all
-    of it stands before the backward pass, and nothing is of both.
-    """
-    inliner = Inliner(respect_checkpoint=respect_checkpoint)
-    written = pooled_by_place(inliner.program(closed), early=not apart)
-    in_bits = with_copies(written, (-1,) * len(written.jaxpr.eqns), ())
-    flat = with_names(gathered(in_bits.closed, gathers))
-    once, once_of, _, first = merged_equals(flat, inliner)
-    if inliner.rematted:
-        once, once_of = _undone(once, once_of)
-    scans = [once.jaxpr.eqns[i] for i in backward_of(once.jaxpr.eqns)]
-    lengths = tuple(scan.params["length"] for scan in scans)
-    if known is None:
-        known = () if apart else (*regions(once), *(() if respect_checkpoint else microbatches(once)))
-    site, (count,) = next(iter(form.settings(ROWS).items()), (-1, (0,)))
-    region = known[site] if site >= 0 else None
-    undone = [pair + 1 in form.settings(REVERSED) for pair in range(len(lengths))]
-    levels = [form.settings(LOOP).get(pair, ()) for pair in range(len(lengths))]
-    labels = {first(v): name for v, name in reversed(inliner.labels.items())}
-    parted, of_parted = chunked(once, region, count, labels)
-    if region is not None and region.whole:  # which loops are within then
-        outside = [
-            i not in region.ways and not region.ways.keys() >= set(own)
-            for i, own in backward_of(once.jaxpr.eqns).items()
-        ]
-        levels, undone = list(compress(levels, outside)), list(compress(undone, outside))
-    inside = absorbed(parted, donated, [bool(own) or so for own, so in zip(levels, undone, strict=True)])
-    back = loops_in_reverse(inside.closed, inliner, [pair for pair, so in enumerate(undone) if so])
-    levels = [own for pair, own in enumerate(levels) if pair not in back.numbers]
-    cut, of_inside = segmented(back.closed, inliner, levels, inside.over)
-    of_inside = [back.origin[i] if i >= 0 else -1 for i in of_inside]
-    of_once = [of_parted[j] if i >= 0 and (j := inside.origin[i]) >= 0 else -1 for i in of_inside]
-    opened = laid_open(cut, inliner, inside.over, inner=bool(form.settings(INNER)))
-    opened = attended(opened, attention_places, *form.settings(ATTENTION).get(0, ()))
-    again = opened.read
-    if 0 in form.settings(REVERSED):
-        opened = in_reverse(opened)
-    whole = marked(opened.closed, alive(opened.closed))
-    copied = with_copies(whole, opened.loop_of, opened.loops, form.settings(COPIES).get(0, ()))
-    merged, loop_of = copied.closed, copied.loop_of
-    place_of = [copied.place[i] if i >= 0 else -1 for i in opened.merged_of]
-    kept = alive(merged)
-    order = memory_order(merged.jaxpr, kept, loop_of, opened.loops, turns=turns)
-    if apart:
-        late = behind_backward(merged.jaxpr.eqns, loop_of, opened.loops)
-        order.sort(key=lambda i: late[i])
-    else:
-        order = streamed(merged.jaxpr, order, loop_of, opened.loops)
-    place = {old: new for new, old in enumerate(order)}
-    packed = (each.renamed(lambda v: again(first(v))) for each in in_bits.encoded)
-    made = {v for i in order for v in merged.jaxpr.eqns[i].outvars}
-    found = {of_once[i]: place.get(new, -1) for i, new in zip(opened.origin, place_of, strict=True) if i >= 0}
-    again_of = (i for i, eqn in enumerate(flat.jaxpr.eqns) if _compat.has_scope(eqn, _compat.REMATTED))
-    rematted = again_of if inliner.rematted else ()
-    jaxpr = _compat.new_jaxpr(
-        merged.jaxpr.constvars,
-        merged.consts,
-        merged.jaxpr.invars,
-        merged.jaxpr.outvars,
-        [merged.jaxpr.eqns[i] for i in order],
+def normalise(source: Source, form: Form = PLAIN) -> Traced:
+    """Inline, lay open, merge, prune and order a step, in this form."""
+    inliner = Inliner(respect_checkpoint=source.respect_checkpoint)
+    task = Task(source, form, inliner)
+    written = run(PLAIN_PASSES, FlatProgram.of(inliner.program(source.closed)), task)
+    flat = written.closed
+    # Where equations come from is said of the plain program.
+    merged = run(MERGING_PASSES, FlatProgram.of(flat).anew(encoded=written.encoded), task)
+    task = replace(task, sites=find_sites(merged, source))
+    program = run(FORM_PASSES, merged.anew(pairs=pair_forms(task)), task)
+    origin = program.places(len(flat.jaxpr.eqns))
+    again = (
+        origin[i]
+        for i, eqn in enumerate(flat.jaxpr.eqns)
+        if inliner.rematted and _compat.has_scope(eqn, _compat.REMATTED)
     )
-    loop_of = [loop_of[i] for i in order]
-    # Copies in fewer bits are of what masks read: a result would be kept whole for them.
-    plainly = apart or bool(form.settings(COPIES))
-    jaxpr, masked = (jaxpr, {}) if plainly else with_results(jaxpr, loop_of, opened.loops)
+    hints = (replace(hint, variable=program.read(hint.variable)) for hint in inliner.hints)
     return Traced(
-        jaxpr=jaxpr,
-        loop_of=tuple(loop_of),
-        loops=opened.loops,
-        flat=flat,
-        origin=tuple(found.get(i, -1) for i in once_of),
-        labels={again(first(v)): name for v, name in reversed(inliner.labels.items())},
-        hints=tuple(dict.fromkeys(replace(h, variable=again(first(h.variable))) for h in inliner.hints)),
-        in_tree=in_tree,
-        out_tree=out_tree,
-        donated=tuple(donated) or (False,) * len(closed.jaxpr.invars),
-        rematted=inliner.rematted,
-        closed=closed,
-        lengths=lengths,
-        sources=tuple(map(_compat.user_line, scans)),
-        cuttable=cuttable(once.jaxpr.eqns),
-        form=form,
-        gains=inside.gains,
-        over=frozenset(inside.over.values()),
-        regions=tuple(known),
-        row_places=tuple(_row_places(region, found) for region in known),
-        respect_checkpoint=respect_checkpoint,
-        again=frozenset(j for i in rematted if (j := found.get(once_of[i], -1)) >= 0),
-        gathers=gathers,
-        turns=turns,
-        masked=masked,
-        attention_places=attention_places,
-        encoded=tuple(
-            each
-            for each in (*dict.fromkeys(packed), *copied.encoded)
-            if made.issuperset((each.whole, *each.parts, each.decoded))
-        ),
+        source,
+        form,
+        task.sites,
+        program,
+        flat,
+        tuple(origin),
+        task.labels(program),
+        tuple(dict.fromkeys(hints)),
+        inliner.rematted,
+        frozenset(place for place in again if place >= 0),
     )
 
 
-def _inlined(
-    closed: jex.ClosedJaxpr, in_tree: Any, out_tree: Any, donated: Sequence[bool], *, respect_checkpoint: bool
-) -> Traced:
-    """A jaxpr merely inlined, which may take no other form."""
-    inliner = Inliner(respect_checkpoint=respect_checkpoint)
-    flat = inliner.program(closed)
-    count = len(flat.jaxpr.eqns)
+def _inlined(source: Source) -> Traced:
+    """A step merely inlined, which may take no other form."""
+    inliner = Inliner(respect_checkpoint=source.respect_checkpoint)
+    program = FlatProgram.of(inliner.program(source.closed))
     return Traced(
-        jaxpr=flat,
-        loop_of=(-1,) * count,
-        loops=(),
-        flat=flat,
-        origin=tuple(range(count)),
-        labels=dict(inliner.labels),
-        hints=tuple(inliner.hints),
-        in_tree=in_tree,
-        out_tree=out_tree,
-        donated=tuple(donated),
-        rematted=inliner.rematted,
-        closed=closed,
-        lengths=(),
-        sources=(),
-        cuttable=(),
-        form=PLAIN,
-        gains=(),
-        over=frozenset(),
-        regions=(),
-        row_places=(),
-        respect_checkpoint=respect_checkpoint,
-        again=frozenset(),
+        source,
+        PLAIN,
+        Sites(),
+        program,
+        program.closed,
+        tuple(range(len(program.eqns))),
+        dict(inliner.labels),
+        tuple(inliner.hints),
+        inliner.rematted,
+        frozenset(),
     )
-
-
-def _row_places(region: Region, found: Mapping[int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Where the results of a region are that have rows."""
-    return tuple(
-        (place, k, d)
-        for i, way in region.ways.items()
-        if (place := found.get(i, -1)) >= 0
-        for k, d in enumerate(way.results)
-        if d is not None
-    )
-
-
-def _undone(once: jex.ClosedJaxpr, once_of: Sequence[int]) -> tuple[jex.ClosedJaxpr, list[int]]:
-    """The program with what its checkpoints make again in the forward pass; for each older equation the index."""
-    eqns, order = forward_again(once.jaxpr.eqns)
-    place = {old: new for new, old in enumerate(order)}
-    own = once.jaxpr
-    moved = _compat.new_jaxpr(own.constvars, once.consts, own.invars, own.outvars, eqns)
-    return moved, [place[i] for i in once_of]

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.extend.core as jex
 
@@ -34,51 +34,31 @@ from .._program._primitives import (
     is_repeatable,
     on_host,
 )
+from ._flat_program import FlatProgram, Gain, with_eqns
 from ._loop_segments import backward_of
 
 
-@dataclass(frozen=True)
-class Absorbed:
-    """**Fields:** `closed` the equations; `origin` for each its index before, -1 for new ones; `over` for what a loop
-    now stacks the donated argument whose rows it is written over; `gains` of each pair of scans, wanted or not.
+def absorbed(program: FlatProgram, donated: Sequence[bool]) -> FlatProgram:
+    """Move updates into the backward scans of those pairs that take another form.
+
+    **Arguments:** `donated` per argument.
     """
-
-    closed: jex.ClosedJaxpr
-    origin: tuple[int, ...]
-    over: Mapping[Any, Any]
-    gains: tuple["Gain", ...]
-
-
-class Gain(NamedTuple):
-    """What absorbing saves, `fewer_nbytes` that are stacked, and writes, `written_nbytes` of rows; zeros for none."""
-
-    fewer_nbytes: int
-    written_nbytes: int
-
-
-def absorbed(flat: jex.ClosedJaxpr, donated: Sequence[bool], wanted: Sequence[bool]) -> Absorbed:
-    """The program with updates moved into its backward scans.
-
-    **Arguments:** `donated` per argument; `wanted` for each pair of scans, in the order of the forward ones, whether
-    its backward scans may absorb anything.
-    """
-    jaxpr = flat.jaxpr
+    jaxpr = program.closed.jaxpr
     items = list(enumerate(jaxpr.eqns))
     over: dict[Any, Any] = {}
     aliased = _aliases(jaxpr, donated)
     backward = list(backward_of(jaxpr.eqns).values())
     gains = [Gain(0, 0)] * len(backward)
     for at, pair in sorted(((j, i) for i, own in enumerate(backward) for j in own), reverse=True):
-        loop = _Loop(items, next(k for k, (j, _) in enumerate(items) if j == at), flat, aliased)
+        loop = _Loop(items, next(k for k, (j, _) in enumerate(items) if j == at), program.closed, aliased)
         found = loop.found()
         gains[pair] = Gain(*map(sum, zip(gains[pair], found.gain, strict=True)))
-        if found.moved and wanted[pair]:
+        form = program.pairs[pair]
+        if found.moved and (form.levels or form.undone):
             items = loop.rebuilt(found)
             over |= found.over
-    closed = _compat.new_jaxpr(
-        jaxpr.constvars, flat.consts, jaxpr.invars, jaxpr.outvars, [e for _, e in items]
-    )
-    return Absorbed(closed, tuple(i for i, _ in items), over, tuple(gains))
+    closed = with_eqns(program.closed, [eqn for _, eqn in items])
+    return program.moved(closed, [i for i, _ in items], over=over, gains=tuple(gains))
 
 
 def _aliases(jaxpr: Any, donated: Sequence[bool]) -> dict[Any, Any]:
@@ -107,8 +87,8 @@ def _alike(atom: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Found:
-    """**Fields:** `moved` the equations that go into the loop; `made` what it stacks of them; `over` as in `Absorbed`;
-    `gain`.
+    """**Fields:** `moved` the equations that go into the loop; `made` what it stacks of them; `over` as in a
+    `FlatProgram`; `gain`.
     """
 
     moved: set[int]

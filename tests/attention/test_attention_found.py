@@ -9,13 +9,12 @@ import pytest
 from attentions import FOUND, HEADS, LENGTH, Attend, attending, masked, plain
 
 from jaxremat._attention._finding import Site, attention
-from jaxremat._rewrite._laid_open import alive, scopes
 from jaxremat._rewrite._trace import trace
 
 
 def sites(step: Callable[..., Any], *args: Any) -> list[Site]:
     traced = trace(jax.jit(step), args, {})
-    return attention(traced.jaxpr, scopes(traced.loop_of, traced.loops), alive(traced.jaxpr))
+    return attention(traced.jaxpr, traced.program.scopes, traced.program.alive)
 
 
 @pytest.mark.parametrize("attend", FOUND.values(), ids=FOUND)

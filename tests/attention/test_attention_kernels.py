@@ -25,7 +25,6 @@ from jaxremat._compiler._target import Target
 from jaxremat._model._device_specs import KERNEL_RATES
 from jaxremat._model._form import ATTENTION, Choice, Form
 from jaxremat._report._loop_forms import loop_forms
-from jaxremat._rewrite._laid_open import alive
 from jaxremat._rewrite._trace import trace
 
 IN_KERNELS = Form.of(Choice(ATTENTION, 0, (2,)))
@@ -34,7 +33,7 @@ IN_KERNELS = Form.of(Choice(ATTENTION, 0, (2,)))
 def site_of(attend: Attend, length: int = LENGTH) -> Site:
     case = attending(attend, length=length)
     traced = trace(jax.jit(case.step), case.args, {})
-    (site,) = attention(traced.jaxpr, [-1] * len(traced.loop_of), alive(traced.jaxpr))
+    (site,) = attention(traced.jaxpr, [-1] * len(traced.loop_of), traced.program.alive)
     return site
 
 
@@ -163,7 +162,7 @@ def test_biases_that_are_learned(name: str) -> None:
     attend, bias, length = TILES[name]
     step, args = learning(attend, bias, length)
     traced = trace(jax.jit(step), args, {})
-    (site,) = attention(traced.jaxpr, [-1] * len(traced.loop_of), alive(traced.jaxpr))
+    (site,) = attention(traced.jaxpr, [-1] * len(traced.loop_of), traced.program.alive)
     assert len(site.pattern.learned) == 1
     compare(site, 5e-2 if bias.dtype == jnp.bfloat16 else 2e-5)
     ((_, *fit),) = traced.in_form(IN_KERNELS).attention

@@ -17,7 +17,6 @@ from jaxremat._compiler._tried_kernels import kernels_work
 from jaxremat._model._device_specs import DEVICES
 from jaxremat._model._form import ATTENTION
 from jaxremat._plan._baseline import Baseline
-from jaxremat._rewrite._laid_open import alive, scopes
 from jaxremat._rewrite._trace import trace
 
 HERE = jax.devices("cpu")[0]
@@ -46,7 +45,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
 def sites(name: str, layers: int = 1) -> Sequence[Site]:
     case = attending(FOUND[name], layers=layers)
     traced = trace(jax.jit(case.step), case.args, {})
-    return attention(traced.jaxpr, scopes(traced.loop_of, traced.loops), alive(traced.jaxpr))
+    return attention(traced.jaxpr, traced.program.scopes, traced.program.alive)
 
 
 @pytest.mark.parametrize("name", FOUND)

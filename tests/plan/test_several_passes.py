@@ -18,7 +18,7 @@ from jaxremat._compiler._devices import detect
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._later_passes import later_passes
-from jaxremat._rewrite import _trace
+from jaxremat._rewrite import _passes
 from jaxremat._rewrite._fingerprint import fingerprint
 from jaxremat._rewrite._memory_order import memory_order
 from jaxremat._rewrite._trace import trace
@@ -199,7 +199,7 @@ def test_plans_made_in_the_order_of_before_are_followed(monkeypatch: pytest.Monk
         return memory_order(*program, turns=False)
 
     with monkeypatch.context() as patched:
-        patched.setattr(_trace, "memory_order", before)
+        patched.setattr(_passes, "memory_order", before)
         plan, _ = planned(step, args, 0.6)
     follower = jaxremat.optimize(plan=Plan.from_json(plan.to_json()))(step)
     assert follower.plan(*args).compiled_peak_nbytes == plan.compiled_peak_nbytes

@@ -26,7 +26,7 @@ from jaxremat._model._pins import with_pins
 from jaxremat._plan import _loop_division
 from jaxremat._plan._loop_division import uneven
 from jaxremat._program import _compat
-from jaxremat._rewrite._loop_opening import BACKWARD, FORWARD
+from jaxremat._rewrite._flat_program import BACKWARD, FORWARD
 from jaxremat._rewrite._trace import trace
 from jaxremat._solver import _hull
 

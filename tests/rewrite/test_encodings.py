@@ -203,3 +203,13 @@ def test_masks_that_are_returned_or_of_odd_sizes_are_left_as_they_are() -> None:
 
     assert not masks(of_form(jax.value_and_grad(odd), arguments()))
     assert not masks(of_form(jax.value_and_grad(returned, has_aux=True), arguments()))
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_scalars_that_contractions_make_have_no_scaled_copies(code: int) -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return jax.grad(lambda w: jnp.sin((w @ x) ** 2))(w)
+
+    form = Form.of_kind(COPIES, {0: (code,)})
+    found = trace(jax.jit(step), (jnp.ones(3), jnp.ones(3)), {}).in_form(form)
+    assert all(each.whole.aval.ndim for each in found.encoded)

@@ -17,8 +17,8 @@ import jaxremat
 from jaxremat import InfeasibleBudgetError, MemoryStats
 from jaxremat._lower._lower import lower
 from jaxremat._model._form import INNER, Choice, Form
+from jaxremat._rewrite._flat_program import ALONE, BACKWARD, FORWARD
 from jaxremat._rewrite._inner_loops import fewer_nbytes, inner_pairs
-from jaxremat._rewrite._loop_opening import ALONE, BACKWARD, FORWARD
 from jaxremat._rewrite._trace import Traced, trace
 
 ROWS, WIDTH, STEPS, LAYERS = 128, 32, 6, 3

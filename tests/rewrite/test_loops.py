@@ -28,7 +28,7 @@ from jaxremat._plan._baseline import Baseline
 from jaxremat._plan._request import Options, Request
 from jaxremat._plan._verify import make_plan
 from jaxremat._program import _compat
-from jaxremat._rewrite._loop_opening import ALONE, BACKWARD, FORWARD
+from jaxremat._rewrite._flat_program import ALONE, BACKWARD, FORWARD
 from jaxremat._rewrite._trace import Traced, trace
 
 CPU = DeviceSpec("here", "cpu", 2**30, 2.5e10, (("f32", 1.5e11),), 2e-6, 2.5e10)

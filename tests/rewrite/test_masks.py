@@ -4,7 +4,6 @@ import functools
 import operator
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import jax.extend.core as jex
@@ -20,9 +19,10 @@ from test_optimize import assert_same
 import jaxremat
 from jaxremat._lower._lower import lower
 from jaxremat._model._form import COPIES, Form
-from jaxremat._rewrite import _trace
 from jaxremat._rewrite._fingerprint import fingerprint
+from jaxremat._rewrite._flat_program import FlatProgram
 from jaxremat._rewrite._masks import with_results
+from jaxremat._rewrite._passes import without
 from jaxremat._rewrite._trace import Traced, trace
 
 LAYERS, WIDTH, ROWS = 6, 64, 1024
@@ -36,11 +36,6 @@ CLAMPING = st.lists(
 )
 
 
-def unread(closed: jex.ClosedJaxpr, *_: Any) -> tuple[jex.ClosedJaxpr, dict[int, Any]]:
-    """In place of `with_results`."""
-    return closed, {}
-
-
 def clamped(x: Any, how: list[tuple[str, int, int]]) -> Any:
     for name, low, high in how:
         low_, high_ = (np.asarray(a, x.dtype) for a in (low, max(low, high)))
@@ -51,7 +46,8 @@ def clamped(x: Any, how: list[tuple[str, int, int]]) -> Any:
 
 
 def masked(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, dict[int, Any]]:
-    return with_results(closed, [-1] * len(closed.jaxpr.eqns), ())
+    made = with_results(FlatProgram.of(closed))
+    return made.closed, dict(made.masked)
 
 
 @given(
@@ -157,7 +153,7 @@ def test_copies_in_fewer_bits_are_of_what_masks_read() -> None:
 def test_programs_are_told_apart_as_before() -> None:
     step = net(jax.nn.relu)
     found = traced(step)
-    with patch.object(_trace, "with_results", unread):
+    with without("masks"):
         before = traced(step)
     assert found.masked and not before.masked
     assert fingerprint(found) == fingerprint(before)
@@ -173,7 +169,7 @@ def kept_nbytes(step: Callable[..., Any]) -> int:
 
 def test_half_of_the_residuals_are_gone() -> None:
     step = net(jax.nn.relu)
-    with patch.object(_trace, "with_results", unread):
+    with without("masks"):
         before = kept_nbytes(step)
     product = ROWS * WIDTH * 4
     assert before >= (2 * LAYERS - 1) * product
@@ -224,6 +220,6 @@ def test_a_plan_that_recomputes_nothing_needs_little_more_than_half() -> None:
     plan = planned.plan(*given)
     assert plan.drops_nothing and plan.peak_nbytes <= budget
     assert_same(jax.jit(step)(*given), planned(*given))
-    with patch.object(_trace, "with_results", unread):
+    with without("masks"):
         without = jaxremat.optimize(budget, donate_argnums=0, allow=(), cache=False)(step)
         assert not without.plan(*given).drops_nothing

@@ -20,7 +20,7 @@ from examples.benchmarks.random_steps import step_of
 from jaxremat import ArgumentError
 from jaxremat._program._primitives import inner_jaxprs
 from jaxremat._rewrite import _row_regions
-from jaxremat._rewrite._passes import late_equations
+from jaxremat._rewrite._backward_equations import late_equations
 from jaxremat._rewrite._trace import Traced, trace
 
 BATCH, LENGTH, WIDTH, WORDS, LAYERS = 8, 6, 16, 12, 4

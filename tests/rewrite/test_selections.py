@@ -20,7 +20,7 @@ from jaxremat._model._form import ROWS as IN_CHUNKS
 from jaxremat._program._compat import is_literal
 from jaxremat._program._inline import Inliner
 from jaxremat._rewrite._decisions import of_one_run
-from jaxremat._rewrite._laid_open import alive
+from jaxremat._rewrite._flat_program import alive
 from jaxremat._rewrite._selections import compared_directly, is_marked, marked, settled
 from jaxremat._rewrite._trace import trace
 

@@ -19,9 +19,10 @@ from jaxremat._compiler._devices import DEVICES
 from jaxremat._lower._lower import lower
 from jaxremat._model._graph import Graph
 from jaxremat._program import _compat
-from jaxremat._rewrite import _trace
+from jaxremat._rewrite import _passes
 from jaxremat._rewrite._loop_closing import close_loops
-from jaxremat._rewrite._trace import Traced, trace
+from jaxremat._rewrite._source import Source
+from jaxremat._rewrite._trace import Traced, normalise, trace
 
 CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
 KEY = jax.random.key(0, impl="unsafe_rbg")
@@ -195,7 +196,7 @@ def test_closed_calls_are_inlined() -> None:
     call: Any = jex.primitives.closed_call_p
     x, y = jex.Var(inner.in_avals[0]), jex.Var(inner.out_avals[0])
     eqn = jex.new_jaxpr_eqn([x], [y], call, {"call_jaxpr": inner}, jex.no_effects)
-    found = _trace.normalise(_compat.new_jaxpr((), (), [x], [y], [eqn]))
+    found = normalise(Source(_compat.new_jaxpr((), (), [x], [y], [eqn])))
     assert_well_formed(found)
     assert count(found.jaxpr) == {"sin": 1, "mul": 1}
     assert jex.jaxpr_as_fun(found.jaxpr)(1.0)[0] == jnp.sin(1.0) * 2.0
@@ -492,7 +493,7 @@ def train_step(optimizer: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def in_users_order(monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any], *args: Any) -> Traced:
     with monkeypatch.context() as patch:
         patch.setattr(
-            _trace, "memory_order", lambda jaxpr, alive, *_, **__: [i for i, on in enumerate(alive) if on]
+            _passes, "memory_order", lambda jaxpr, alive, *_, **__: [i for i, on in enumerate(alive) if on]
         )
         return traced(fn, *args)
 

@@ -1,0 +1,208 @@
+"""A step as a row of equations -> what every pass over it takes and returns.
+
+Invariant: the program computes what the step computes, and each of its equations knows the loop that it is of and the
+equations of the plain program that compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex
+
+from .._model._form import Setting
+from .._program import _compat
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A scan that is laid open.
+
+    **Fields:** `id` its index in the program; `group` that of the forward loop of its pair, else its own; `length` the
+    number of iterations; `role`; `parent` the loop around it, -1 for none; `eqn` the scan.
+    """
+
+    id: int
+    group: int
+    length: int
+    role: str
+    parent: int
+    eqn: Any
+
+
+FORWARD, BACKWARD, ALONE = "forward", "backward", "alone"
+"""A loop's role: one of a pair, or with a forward and a backward pass of its own."""
+
+
+class Gain(NamedTuple):
+    """What absorbing saves, `fewer_nbytes` that are stacked, and writes, `written_nbytes` of rows; zeros for none."""
+
+    fewer_nbytes: int
+    written_nbytes: int
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A value with a copy in fewer bits. **Fields:** `whole` as it is made; `parts` of the copy; `decoded` what readers
+    read, by the last of the equations that decode it; `encoding` its code; `exact` whether it is read in the value's
+    place, also where that is made.
+    """
+
+    whole: Any
+    parts: tuple[Any, ...]
+    decoded: Any
+    encoding: int
+    exact: bool
+
+    def renamed(self, rename: Callable[[Any], Any]) -> Encoded:
+        """Return the same of these variables."""
+        names = rename(self.whole), tuple(map(rename, self.parts)), rename(self.decoded)
+        return Encoded(*names, self.encoding, self.exact)
+
+
+@dataclass(frozen=True)
+class PairForm:
+    """How one pair of scans is to be done: in these `levels`, see `_loop_levels.parts`, or `undone` on the way back."""
+
+    levels: Setting = ()
+    undone: bool = False
+
+
+@dataclass(frozen=True)
+class FlatProgram:
+    """Equations in a topological order.
+
+    **Fields:**
+
+    - `closed`: the equations as a jaxpr; those of loops that are laid open are sections of it.
+    - `loop_of`: for each equation the index in `loops` of the loop that it is of, -1 for none.
+    - `origin`: for each equation the indices of those of the plain program that compute the same; () for a new one.
+    - `read`: gives the name that a variable of an earlier program has in this one.
+    - `pairs`: the form of each pair of scans that is left at the top level.
+    - `over`: for stacked results the scanned-over argument whose rows they are written over; `gains` what absorbing
+      updates saves in each pair.
+    - `encoded`: the values with copies in fewer bits; `masked`: by equation the operand of masks that read a result.
+    """
+
+    closed: jex.ClosedJaxpr
+    loop_of: tuple[int, ...]
+    origin: tuple[tuple[int, ...], ...]
+    loops: tuple[Loop, ...] = ()
+    read: Callable[[Any], Any] = field(default=lambda atom: atom)
+    pairs: tuple[PairForm, ...] = ()
+    over: Mapping[Any, Any] = field(default_factory=dict)
+    gains: tuple[Gain, ...] = ()
+    encoded: tuple[Encoded, ...] = ()
+    masked: Mapping[int, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, closed: jex.ClosedJaxpr) -> FlatProgram:
+        """Return a program without loops laid open, each of whose equations is its own origin."""
+        count = len(closed.jaxpr.eqns)
+        return cls(closed, (-1,) * count, tuple((i,) for i in range(count)))
+
+    @property
+    def eqns(self) -> list[Any]:
+        """The equations in order."""
+        return self.closed.jaxpr.eqns
+
+    @cached_property
+    def scopes(self) -> list[int]:
+        """For each equation a number for the loop, or the pair of loops, that it is of, -1 for none."""
+        return [self.loops[i].group if i >= 0 else -1 for i in self.loop_of]
+
+    @cached_property
+    def alive(self) -> list[bool]:
+        """For each equation whether an output or an effect needs it."""
+        return alive(self.closed)
+
+    def places(self, count: int) -> list[int]:
+        """Return for each of the `count` equations of the plain program the last one here that computes the same, -1
+        where none does.
+        """
+        found = [-1] * count
+        for place, origin in enumerate(self.origin):
+            for i in origin:
+                found[i] = place
+        return found
+
+    def anew(self, **fields: Any) -> FlatProgram:
+        """Return the program with other fields."""
+        return replace(self, **fields)
+
+    def with_same(self, closed: jex.ClosedJaxpr) -> FlatProgram:
+        """Return the program with equations that each stand where the one stood that computes the same."""
+        return replace(self, closed=closed)
+
+    def moved(
+        self,
+        closed: jex.ClosedJaxpr,
+        sources: Sequence[int],
+        loop_of: Sequence[int] | None = None,
+        **fields: Any,
+    ) -> FlatProgram:
+        """Return the program with other equations.
+
+        **Arguments:** `sources` for each of them the index here of the one that computes the same, -1 for a new one;
+        `loop_of` for each its loop, by default that of its source.
+        """
+        origin = tuple(self.origin[i] if i >= 0 else () for i in sources)
+        loops = tuple(self.loop_of[i] if i >= 0 else -1 for i in sources) if loop_of is None else loop_of
+        return replace(self, closed=closed, loop_of=tuple(loops), origin=origin, **fields)
+
+    def merged(
+        self,
+        closed: jex.ClosedJaxpr,
+        merged_of: Sequence[int],
+        loop_of: Sequence[int],
+        read: Callable[[Any], Any],
+    ) -> FlatProgram:
+        """Return the program with equals computed once.
+
+        **Arguments:** `merged_of` for each equation here the index of the one that now computes it; `read` the name
+        that a variable has now.
+        """
+        origin: list[tuple[int, ...]] = [()] * len(closed.jaxpr.eqns)
+        for i, place in enumerate(merged_of):
+            origin[place] += self.origin[i]
+        before = self.read
+        return replace(
+            self,
+            closed=closed,
+            loop_of=tuple(loop_of),
+            origin=tuple(origin),
+            read=lambda atom: read(before(atom)),
+            encoded=tuple(dict.fromkeys(each.renamed(read) for each in self.encoded)),
+        )
+
+
+def with_eqns(closed: jex.ClosedJaxpr, eqns: Sequence[Any]) -> jex.ClosedJaxpr:
+    """Return the jaxpr with other equations, and the same constants, arguments and results."""
+    jaxpr = closed.jaxpr
+    return _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, list(eqns))
+
+
+def alive(closed: jex.ClosedJaxpr) -> list[bool]:
+    """Return for each equation whether an output or an effect needs it, in this iteration of its loop or the next."""
+    eqns = closed.jaxpr.eqns
+    needed = {a for a in closed.jaxpr.outvars if not _compat.is_literal(a)}
+    carried = {_edge(eqn): eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "scan_carry"}
+    found = [False] * len(eqns)
+    known = -1
+    while known < (known := sum(found)):
+        for i in reversed(range(len(eqns))):
+            eqn = eqns[i]
+            last = eqn.primitive.name == "scan_last" and carried[_edge(eqn)] in needed
+            if not found[i] and (eqn.effects or last or any(v in needed for v in eqn.outvars)):
+                found[i] = True
+                needed.update(a for a in eqn.invars if not _compat.is_literal(a))
+                if eqn.primitive.name == "scan_last":
+                    needed.add(carried[_edge(eqn)])
+    return found
+
+
+def _edge(eqn: Any) -> tuple[int, int]:
+    return eqn.params["loop"], eqn.params["index"]

@@ -1,0 +1,67 @@
+"""Each pass changes nothing that is computed; passes can be watched and left out."""
+
+import jax
+import pytest
+import zoo_checkpoints
+import zoo_loops
+from zoo import ZOO, Case
+
+from jaxremat._rewrite._flat_program import FlatProgram, with_eqns
+from jaxremat._rewrite._passes import PASSES, Pass, check, watched, without
+from jaxremat._rewrite._trace import Traced, trace
+
+CASES = {
+    **{case.name: case for case in ZOO},
+    **{f"checkpoints, {name}": case for name, case in zoo_checkpoints.CHECKPOINTS.items()},
+    **{f"loops, {name}": case for name, case in zoo_loops.LOOPS.items()},
+}
+
+
+def traced(case: Case) -> Traced:
+    return trace(jax.jit(case.step, donate_argnums=case.donate_argnums), case.make_args(), {})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_pass_keeps_what_is_computed(name: str) -> None:
+    ran: list[str] = []
+
+    def checked(each: Pass, before: FlatProgram, after: FlatProgram) -> None:
+        check(each, before, after)
+        ran.append(each.name)
+
+    with watched(checked):
+        traced(CASES[name])
+    assert {"equals", "levels", "loops", "order"} <= set(ran)
+
+
+def test_a_pass_that_computes_something_else_is_found() -> None:
+    step = traced(next(iter(zoo_loops.LOOPS.values())))
+    program = step.program
+    wrong = [
+        eqn.replace(primitive=jax.lax.sub_p) if eqn.primitive is jax.lax.add_p else eqn
+        for eqn in program.eqns
+    ]
+    with pytest.raises(AssertionError, match="the pass 'masks' changes what is computed"):
+        check(PASSES[-1], program, program.with_same(with_eqns(program.closed, wrong)))
+
+
+OPTIONAL = [each.name for each in PASSES if each.optional]
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_a_pass_can_be_left_out(name: str) -> None:
+    ran: list[str] = []
+    with without(name), watched(lambda each, *_: ran.append(each.name)):
+        traced(zoo_checkpoints.CHECKPOINTS["accumulation"])
+    assert name not in ran
+    assert "order" in ran
+
+
+def test_only_what_there_is_can_be_left_out() -> None:
+    with pytest.raises(ValueError, match="called order; there are"), without("order"):
+        pass
+
+
+def test_names_are_distinct_and_laws_are_sentences() -> None:
+    assert len({each.name for each in PASSES}) == len(PASSES)
+    assert all(each.law.endswith(".") for each in PASSES)
