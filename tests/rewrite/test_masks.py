@@ -221,5 +221,5 @@ def test_a_plan_that_recomputes_nothing_needs_little_more_than_half() -> None:
     assert plan.drops_nothing and plan.peak_nbytes <= budget
     assert_same(jax.jit(step)(*given), planned(*given))
     with without("masks"):
-        without = jaxremat.optimize(budget, donate_argnums=0, allow=(), cache=False)(step)
-        assert not without.plan(*given).drops_nothing
+        unread = jaxremat.optimize(budget, donate_argnums=0, allow=(), cache=False)(step)
+        assert not unread.plan(*given).drops_nothing
