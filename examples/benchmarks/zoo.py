@@ -23,7 +23,6 @@ import jax
 import jaxremat
 from examples.benchmarks.networks import NAMES, program
 from jaxremat import zoo
-from jaxremat._compiler._memory_stats import MemoryStats
 from jaxremat._plan._verify import make_plan
 from jaxremat._rewrite._fingerprint import fingerprint
 from jaxremat._rewrite._trace import trace
@@ -46,7 +45,7 @@ def make(network: str, scale: str, target: str, shares: Sequence[str], folder: P
     options |= {"target": target} if target != "cpu" else {}
     decorate = jaxremat.optimize(None, time_limit=TIME_LIMIT, **options)
     baseline, request = decorate(step.step)._prepare(args, {})
-    plain = MemoryStats.of(baseline.plain)  # compiled once for all shares
+    plain = baseline.plain.memory  # compiled once for all shares
     plans: dict[str, jaxremat.Plan] = {}
     for share in shares:
         budget: int | str = "min"

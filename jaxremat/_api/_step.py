@@ -11,6 +11,7 @@ import jax
 from jax.core import Tracer
 
 from .._compiler._devices import detect
+from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import Program, device_of, placed
 from .._model._device_specs import find
 from .._plan._baseline import Baseline
@@ -172,7 +173,7 @@ class Step:
         if target is not None and find(str(device_of(args, kwargs).device_kind)) == target.device:
             compiled = planned.jitted.lower(*args, **kwargs).compile()
             if self._options.verify:
-                confirm(planned.plan, compiled)
+                confirm(planned.plan, MemoryStats.of(compiled))
             return compiled
         return self._compiled(planned, args, kwargs)  # of a target says, when called, that it cannot run here
 

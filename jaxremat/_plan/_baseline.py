@@ -14,11 +14,9 @@ from typing import Any
 
 import jax
 
+from .._compiler._compiled_step import CompiledStep
 from .._compiler._devices import DeviceSpec
 from .._compiler._gathers import gathers
-from .._compiler._hlo import Module, parse
-from .._compiler._host_traffic import seconds_with_copies
-from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import Compiled, Program, processes_of
 from .._compiler._shardings import Division
 from .._compiler._tags import tagged
@@ -161,13 +159,13 @@ class Baseline:
         return simulate(stacked, everything(stacked)).peak_nbytes
 
     @cached_property
-    def plain(self) -> Compiled:
+    def plain(self) -> CompiledStep:
         """The user's own step, as a draft."""
         begun = self._plain_begun
         if self.undoes:
             self.foresee()
         with phase("compiling the plain step", kind="compile"):
-            return begun.result()[0]
+            return CompiledStep(begun.result()[0], self.device)
 
     def foresee(self) -> None:
         """Make what plans start from while the plain step is compiled, where that is in another thread or process."""
@@ -188,7 +186,7 @@ class Baseline:
         return self.drafts or self.program.target is not None
 
     @cached_property
-    def witness(self) -> Compiled:
+    def witness(self) -> CompiledStep:
         """The plain step with every equation tagged, and replaced what every plan replaces: a sketch where the plain
         step itself says what it needs, and nobody asks how long this one takes.
         """
@@ -202,16 +200,12 @@ class Baseline:
             jitted = self.program.evaluating(tagged(self.traced, self.backend), self.traced)
             compiled = program.compile(jitted, self.args, self.kwargs)
         self._witness_seconds = time.monotonic() - began
-        return compiled
+        return CompiledStep(compiled, self.device, keep_module=True)
 
     @property
     def plain_seconds(self) -> float:
         """What compiling the plain step to be read took, the tagged one where only that is."""
         return self._plain_begun.result()[1] if self._plain_is_begun else self._witness_seconds
-
-    @cached_property
-    def _module(self) -> Module:
-        return parse(text_of(self.witness))
 
     @property
     def peak_nbytes(self) -> int:
@@ -219,12 +213,12 @@ class Baseline:
         (which has no checkpoints, and replaces equations); else of that one.
         """
         own = self._plain_is_begun or self.traced.rematted or self._replaces
-        return MemoryStats.of(self.plain if own else self.witness).peak_nbytes
+        return (self.plain if own else self.witness).peak_nbytes
 
     @property
     def temporaries_nbytes(self) -> int:
         """What of it is not there all the time."""
-        return self.peak_nbytes - MemoryStats.of(self.witness).base_nbytes
+        return self.peak_nbytes - self.witness.memory.base_nbytes
 
     @property
     def _plain_is_begun(self) -> bool:
@@ -244,24 +238,24 @@ class Baseline:
     @cached_property
     def witness_seconds(self) -> float:
         """The tagged step's time by a roofline of its kernels, which no sketch tells."""
-        return seconds_with_copies(self._module, self.device)
+        return self.witness.seconds
 
     @cached_property
     def seconds(self) -> float:
         """The plain step's."""
         if not (self._own_seconds or self._plain_is_begun):
             return self.witness_seconds
-        return seconds_with_copies(parse(text_of(self.plain)), self.device)
+        return self.plain.seconds
 
     @cached_property
     def _form_graphs(self) -> FormGraphs:
         return FormGraphs(
             plain=self.traced,
-            module=self._module,
-            base_nbytes=MemoryStats.of(self.witness).base_nbytes,
+            module=self.witness.module,
+            base_nbytes=self.witness.memory.base_nbytes,
             temporaries_nbytes=self.temporaries_nbytes
             if self.traced.rematted or self._replaces
-            else MemoryStats.of(self.witness).temporaries_nbytes,  # as many, while the plain step is compiled
+            else self.witness.memory.temporaries_nbytes,  # as many, while the plain step is compiled
             program=self.sketch,
             device=self.device,
             profile=self.profile,
@@ -320,8 +314,7 @@ class Baseline:
             own = self._form_graphs.looped_seconds(graph, self.form(alone)) or 0.0
             with phase("compiling attention's form", kind="compile"):
                 compiled = self.compile(self.jitted(graph, everything(graph)))
-            taken = seconds_with_copies(parse(text_of(compiled)), self.device)
-            self._around[alone] = taken - self.witness_seconds - own
+            self._around[alone] = compiled.seconds - self.witness_seconds - own
         return self._around[alone]
 
     def plain_graph(self, *, rough: bool = False) -> Graph:
@@ -378,18 +371,14 @@ class Baseline:
         """Whether what will run is compiled once more."""
         return self.program.target is None and self.draft != self.program
 
-    def compile(self, jitted: Any) -> Compiled:
+    def compile(self, jitted: Any) -> CompiledStep:
         """A variant of the step, compiled for the device, to be read: its memory, its kernels."""
         self.compile_count += 1
-        return self.draft.compile(jitted, self.args, self.kwargs)
+        return CompiledStep(self.draft.compile(jitted, self.args, self.kwargs), self.device)
 
-    def finished(self, jitted: Any) -> Compiled:
+    def finished(self, jitted: Any) -> CompiledStep:
         """The variant as it will run."""
         self.compile_count += 1
         with phase("compiling what will run", kind="compile"):
-            return self.program.compile(jitted, self.args, self.kwargs)
-
-
-def text_of(compiled: Compiled) -> str:
-    """The optimised, scheduled HLO."""
-    return compiled.as_text() or ""
+            compiled = self.program.compile(jitted, self.args, self.kwargs)
+        return CompiledStep(compiled, self.device)

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._compiler._hlo import Module, parse
-from .._compiler._overwritten_reads import OverwrittenRead, overwritten_reads
-from .._compiler._program import Compiled
+from .._compiler._compiled_step import CompiledStep
+from .._compiler._overwritten_reads import OverwrittenRead
 from .._emit._detaching import SCOPE
 from .._model._graph import Graph
 from .._model._schedule import Passing, Schedule
-from ._baseline import Baseline, text_of
+from ._baseline import Baseline
 
 ROUNDS = 3
 """Compilations at most. Putting an array behind a barrier divides kernels, so that others may read two names then."""
@@ -32,11 +31,10 @@ class OverwrittenReadError(RuntimeError):
 
 @dataclass(frozen=True)
 class CompiledSchedule:
-    """**Fields:** `jitted` the step; `module` the HLO of `compiled`; `detached` as of `_emit.emit`."""
+    """**Fields:** `jitted` the step, and what it is `compiled` to; `detached` as of `_emit.emit`."""
 
     jitted: Any
-    compiled: Compiled
-    module: Module
+    compiled: CompiledStep
     detached: tuple[Passing, ...]
 
 
@@ -61,10 +59,9 @@ def compile_schedule(
         attempt += 1
         jitted = baseline.jitted(graph, schedule, fence, known)
         compiled = baseline.finished(jitted) if to_run else baseline.compile(jitted)
-        module = parse(text_of(compiled))
-        reads = overwritten_reads(module)
+        reads = compiled.overwritten_reads
         if not reads:
-            return CompiledSchedule(jitted, compiled, module, known)
+            return CompiledSchedule(jitted, compiled, known)
         more = {(name, read.position) for read in reads for name in SCOPE.findall(read.barrier)[-1:]}
         if attempt == ROUNDS or more <= set(known):
             raise OverwrittenReadError(*reads)

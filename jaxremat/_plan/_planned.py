@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from .._compiler._collectives import KINDS, collectives
-from .._compiler._hlo import parse
+from .._compiler._collectives import KINDS
+from .._compiler._compiled_step import CompiledStep
 from .._compiler._memory_stats import MemoryStats
-from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
 from .._compiler._target import in_words
 from .._model._graph import Graph
@@ -22,7 +21,7 @@ from .._report._outcome import Collectives
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, PlanMismatchError
 from .._runtime._progress import phase
-from ._baseline import Baseline, text_of
+from ._baseline import Baseline
 from ._compiled_schedule import CompiledSchedule, OverwrittenReadError, compile_schedule
 from ._made_for_call import made_for
 from ._plan import Plan
@@ -36,16 +35,16 @@ class Planned:
 
     plan: Plan
     jitted: Any
-    compiled: Compiled | None
-    finish: Callable[[], Compiled] | None = None
+    compiled: CompiledStep | None
+    finish: Callable[[], CompiledStep] | None = None
 
     def executable(self) -> Compiled | None:
         """The compiled step, to be run. **Raises:** `InfeasibleBudgetError` where that is another than was read."""
         if self.finish is not None:
             compiled = self.finish()
-            confirm(self.plan, compiled)
+            confirm(self.plan, compiled.memory)
             self.compiled, self.finish = compiled, None
-        return self.compiled
+        return self.compiled and self.compiled.executable
 
 
 def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = False) -> Planned:
@@ -94,14 +93,8 @@ def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = F
             compiled = baseline.finished(jitted) if to_run else baseline.compile(jitted)
     if not verify:
         return Planned(plan, jitted, compiled)
-    memory = confirm(plan, compiled)
-    plan = replace(
-        plan,
-        compiled_peak_nbytes=memory.peak_nbytes,
-        memory=memory,
-        compiler=baseline.compiler,
-        alive=alive_at_peak(text_of(compiled)),
-    )
+    confirm(plan, compiled.memory)
+    plan = confirmed(plan, compiled, baseline.compiler)
     return Planned(plan, jitted, compiled) if to_run else planned(baseline, plan, jitted, compiled)
 
 
@@ -143,26 +136,36 @@ def warn_of(plan: Plan) -> None:
         )
 
 
-def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:
+def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: CompiledStep) -> Planned:
     """The plan of a step that was compiled to be read."""
     finish = partial(baseline.finished, jitted) if baseline.drafts else None
     return Planned(plan, jitted, compiled, finish)
 
 
-def sent(baseline: Baseline, compiled: Compiled) -> tuple[Collectives, ...]:
+def sent(baseline: Baseline, compiled: CompiledStep) -> tuple[Collectives, ...]:
     """What devices send each other in the plain step and in a planned one; nothing on one device."""
     if baseline.division.devices == 1:
         return ()
-    plain, made = (collectives(parse(text_of(each))) for each in (baseline.witness, compiled))
+    plain, made = baseline.witness.collectives, compiled.collectives
     return tuple(Collectives(kind, plain[kind], made[kind]) for kind in KINDS if plain[kind] or made[kind])
 
 
-def confirm(plan: Plan, compiled: Compiled) -> MemoryStats:
-    """What the compiled step of a plan that was made elsewhere needs.
+def confirmed(plan: Plan, compiled: CompiledStep, compiler: str) -> Plan:
+    """Return the plan with what the compiler of that name says of its step."""
+    return replace(
+        plan,
+        compiled_peak_nbytes=compiled.peak_nbytes,
+        memory=compiled.memory,
+        compiler=compiler,
+        alive=compiled.alive,
+    )
+
+
+def confirm(plan: Plan, memory: MemoryStats) -> None:
+    """Check what the compiled step of a plan that was made elsewhere needs.
 
     **Raises:** `InfeasibleBudgetError` where that is more than the plan's budget.
     """
-    memory = MemoryStats.of(compiled)
     if memory.peak_nbytes > (room := plan.budget_nbytes - plan.margin_nbytes):
         raise InfeasibleBudgetError(
             f"The plan was made for {format_nbytes(room)}, but this machine's compiler needs "
@@ -170,4 +173,3 @@ def confirm(plan: Plan, compiled: Compiled) -> MemoryStats:
             budget_nbytes=plan.budget_nbytes,
             min_peak_nbytes=memory.peak_nbytes,
         )
-    return memory

@@ -12,10 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from .._compiler._host_traffic import seconds_with_copies
-from .._compiler._memory_stats import MemoryStats
-from .._compiler._peak_contents import alive_at_peak
-from .._compiler._program import Compiled
 from .._emit._emit import COMBINED
 from .._lower._lower import as_stacked
 from .._model._form import Form
@@ -31,7 +27,7 @@ from .._runtime._bytes import format_nbytes, parse_budget, parse_margin
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
 from .._runtime._progress import Stopwatch, phase, timed
 from .._solver import Solution
-from ._baseline import Baseline, text_of
+from ._baseline import Baseline
 from ._blame import blamed, without
 from ._compiled_schedule import compile_schedule
 from ._copies import copies
@@ -39,7 +35,7 @@ from ._defects import run_as_written
 from ._effort import Effort
 from ._made_for_call import made_for
 from ._plan import Plan
-from ._planned import Planned, planned, sent, warn_of
+from ._planned import Planned, confirmed, planned, sent, warn_of
 from ._prediction import predict
 from ._refusal import Least, compiled, infeasible, predicted, slow
 from ._request import Request
@@ -167,13 +163,13 @@ class _Planner:
         if baseline.rough_peak_nbytes <= 1.2 * budget:
             if baseline.rough_peak_nbytes > SURELY * budget:
                 baseline.foresee()
-            return MemoryStats.of(baseline.plain).peak_nbytes <= budget
-        return baseline.peak_nbytes <= budget and MemoryStats.of(baseline.plain).peak_nbytes <= budget
+            return baseline.plain.peak_nbytes <= budget
+        return baseline.peak_nbytes <= budget and baseline.plain.peak_nbytes <= budget
 
     def _as_written(self, budget: int | Literal["min"]) -> Planned:
         """The plain step, where no form could be made. **Raises:** `InfeasibleBudgetError` where that exceeds."""
         verify, graph = self.request.options.verify, self.baseline.rough
-        peak = MemoryStats.of(self.baseline.plain).peak_nbytes if verify else self.baseline.rough_peak_nbytes
+        peak = self.baseline.plain.peak_nbytes if verify else self.baseline.rough_peak_nbytes
         room = peak if budget == "min" else budget
         run_as_written(self.request.budget, peak, room, self.margin_nbytes)
         if verify:
@@ -186,7 +182,7 @@ class _Planner:
         compiled, graph = self.baseline.plain, self.baseline.rough
         plan = self._as_plan(graph, budget, Solution(everything(graph), solver="none"))
         plan = replace(
-            self._confirmed(plan, compiled),
+            confirmed(plan, compiled, self.baseline.compiler),
             predicted_peak_nbytes=plan.baseline_peak_nbytes,
             overhead=0.0,
             gap=0.0,
@@ -201,7 +197,7 @@ class _Planner:
         said = staying(trial.graph, trial.solution.schedule)
         plan = self._as_plan(trial.graph, budget, trial.solution, search)
         plan = replace(
-            self._confirmed(plan, trial.compiled),
+            confirmed(plan, trial.compiled, self.baseline.compiler),
             compiled_overhead=trial.compiled_overhead,
             collectives=sent(self.baseline, trial.compiled),
             fence=trial.fence,
@@ -209,17 +205,6 @@ class _Planner:
             warnings=(said, *found) if said else found,
         )
         return planned(self.baseline, plan, trial.jitted, trial.compiled)
-
-    def _confirmed(self, plan: Plan, compiled: Compiled) -> Plan:
-        """The plan with what the compiler says of its step."""
-        memory = MemoryStats.of(compiled)
-        return replace(
-            plan,
-            compiled_peak_nbytes=memory.peak_nbytes,
-            memory=memory,
-            compiler=self.baseline.compiler,
-            alive=alive_at_peak(text_of(compiled)),
-        )
 
     def _unverified(self, budget: int | Literal["min"]) -> Planned:
         baseline = self.baseline
@@ -284,7 +269,6 @@ class _Planner:
         began = time.monotonic()
         with phase(f"compiling plan {self.tried}", kind="compile"):
             made = compile_schedule(baseline, graph, solution.schedule, fence)
-        seconds = seconds_with_copies(made.module, baseline.device)
         trial = Trial(
             graph=graph,
             solution=solution,
@@ -293,8 +277,8 @@ class _Planner:
             jitted=made.jitted,
             compiled=made.compiled,
             detached=made.detached,
-            peak_nbytes=MemoryStats.of(made.compiled).peak_nbytes,
-            compiled_overhead=seconds / baseline.seconds - 1
+            peak_nbytes=made.compiled.peak_nbytes,
+            compiled_overhead=made.compiled.seconds / baseline.seconds - 1
             if baseline.seconds
             else 0.0,  # of a step of nothing
             compile_seconds=time.monotonic() - began,

@@ -8,7 +8,6 @@ import pytest
 from jax import lax
 
 import jaxremat
-from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._library_kernels import library_seconds
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._target import Target
@@ -60,7 +59,7 @@ def plain() -> Baseline:
 def test_a_transposed_convolution_costs_what_the_library_computes(plain: Baseline) -> None:
     """XLA writes zeros between the operand's elements, and has cuDNN multiply them too."""
     eqns = plain.traced.jaxpr.jaxpr.eqns
-    called = library_seconds(parse(plain.witness.as_text() or ""), eqns, plain.device)
+    called = library_seconds(plain.witness.module, eqns, plain.device)
     convolutions = [i for i, eqn in enumerate(eqns) if eqn.primitive.name == "conv_general_dilated"]
     assert set(convolutions) <= set(called)
     slower = {i: called[i] / alone_seconds(plain.device, eqns[i]) for i in convolutions}

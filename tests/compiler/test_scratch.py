@@ -81,7 +81,7 @@ def test_copies_that_only_the_equation_alone_needs_are_not_counted() -> None:
     """In the program the producers of a convolution's operands write them as it wants them, but for the padding."""
     plain = baseline("inverted", "p100")
     eqns = plain.traced.jaxpr.jaxpr.eqns
-    shown = scratch(parse(plain.witness.as_text() or ""), eqns)
+    shown = scratch(plain.witness.module, eqns)
     alone = workspaces(plain.traced, plain.program, "gpu", 2**20)
     (gradient,) = (
         i for i, eqn in enumerate(eqns)
@@ -104,7 +104,7 @@ def test_a_pooling_gradient_fills_no_zeros_in_the_forward_pass(
     if masks == "operands":
         monkeypatch.setattr(_trace, "with_results", lambda closed, *_: (closed, {}))
     plain = baseline("vgg", target)
-    spared = plain.peak_nbytes - jaxremat.MemoryStats.of(plain.witness).peak_nbytes
+    spared = plain.peak_nbytes - plain.witness.peak_nbytes
     assert spared > 0.15 * plain.peak_nbytes
     assert plain.seconds >= plain.witness_seconds
     step, args = STEPS["vgg"]
@@ -134,9 +134,7 @@ def test_weight_gradients_of_what_is_recomputed_are_not_put_off() -> None:
     graph = plain.graph
     solution = Milp().solve(graph, None, time_limit=5.0)
     peaks = {
-        fence: jaxremat.MemoryStats.of(
-            plain.compile(plain.jitted(graph, solution.schedule, fence))
-        ).peak_nbytes
+        fence: plain.compile(plain.jitted(graph, solution.schedule, fence)).peak_nbytes
         for fence in ("finished", "ordered")
     }
     predicted = simulate(graph, solution.schedule).peak_nbytes

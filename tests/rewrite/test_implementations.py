@@ -93,8 +93,8 @@ def test_a_planned_step_convolves_no_zeros(target: str) -> None:
     args = ([(struct(2, 2, 64, 64), struct(3, 3, 64, 64))] * 2, struct(16, 96, 96, 64))
     program = Program(step, donate_argnums=(0,), target=Target(target))
     plain = Baseline(program, args, {}, DEVICES[target], "roofline")
-    before = roofline(parse(plain.plain.as_text() or ""), plain.device)
-    after = roofline(parse(plain.witness.as_text() or ""), plain.device)
+    before = roofline(parse(plain.plain.executable.as_text() or ""), plain.device)
+    after = roofline(plain.witness.module, plain.device)
     assert after.flops < 0.9 * before.flops
     assert after.seconds < 0.97 * before.seconds
     budget = int(0.95 * plain.peak_nbytes)
