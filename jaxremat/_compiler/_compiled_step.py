@@ -36,12 +36,14 @@ class CompiledStep:
     as long as the parsing; then the module goes, for a search holds dozens of candidates and a module takes about half
     a kilobyte an instruction.
 
-    **Fields:** `executable`; the `device` that it is compiled for; `keep_module` whether `module` is wanted too.
+    **Fields:** `executable`; the `device` that it is compiled for; `keep_module` whether `module` is
+    wanted too; `compile_seconds` that compiling it took, where that is known.
     """
 
     executable: Compiled
     device: DeviceSpec
     keep_module: bool = False
+    compile_seconds: float = 0.0
 
     @cached_property
     def memory(self) -> MemoryStats:

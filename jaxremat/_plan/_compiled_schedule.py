@@ -13,7 +13,7 @@ from .._compiler._overwritten_reads import OverwrittenRead
 from .._emit._detaching import SCOPE
 from .._model._graph import Graph
 from .._model._schedule import Passing, Schedule
-from ._baseline import Baseline
+from ._problem import Problem
 
 ROUNDS = 3
 """Compilations at most. Putting an array behind a barrier divides kernels, so that others may read two names then."""
@@ -39,7 +39,7 @@ class CompiledSchedule:
 
 
 def compile_schedule(
-    baseline: Baseline,
+    problem: Problem,
     graph: Graph,
     schedule: Schedule,
     fence: str,
@@ -47,7 +47,7 @@ def compile_schedule(
     *,
     to_run: bool = False,
 ) -> CompiledSchedule:
-    """Emit and compile a schedule of one of a baseline's graphs.
+    """Emit and compile a schedule of one of a problem's graphs.
 
     **Arguments:** `detached` what is known to be read twice; `to_run` whether it is compiled to run, not to be read.
 
@@ -57,8 +57,8 @@ def compile_schedule(
     attempt = 0
     while True:
         attempt += 1
-        jitted = baseline.jitted(graph, schedule, fence, known)
-        compiled = baseline.finished(jitted) if to_run else baseline.compile(jitted)
+        jitted = problem.jitted(graph, schedule, fence, known)
+        compiled = problem.finished(jitted) if to_run else problem.compile(jitted)
         reads = compiled.overwritten_reads
         if not reads:
             return CompiledSchedule(jitted, compiled, known)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from chains import train
+from chains import make_step
 
 import jaxremat
 from jaxremat._compiler import _compiled_step, _workspace
@@ -36,7 +36,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def compiled(args: Any = CHAIN) -> Any:
-    return jax.jit(train, donate_argnums=0).lower(*args).compile()
+    return jax.jit(make_step(), donate_argnums=0).lower(*args).compile()
 
 
 def test_all_facts_are_those_of_the_text_and_take_one_parse(parsed: Counter[str]) -> None:
@@ -64,7 +64,7 @@ def test_a_module_that_is_not_kept_is_an_error() -> None:
 def test_a_plan_parses_each_compiled_program_once(budget: Any, parsed: Counter[str]) -> None:
     plain = jaxremat.MemoryStats.of(compiled()).peak_nbytes
     budget = budget if budget == "min" else int(budget * plain)
-    step = jaxremat.optimize(budget, donate_argnums=0, cache=False)(train)
+    step = jaxremat.optimize(budget, donate_argnums=0, cache=False)(make_step())
     plan = step.plan(*CHAIN)
     assert set(parsed.values()) == {1}
     assert len(parsed) >= 1
