@@ -49,9 +49,11 @@ class Planned:
 
 
 def apply_plan(problem: Problem, plan: Plan, verify: bool, *, to_run: bool = False) -> Planned:
-    """The step that follows a plan made before; needs no solver.
+    """The step that follows a plan made before; needs no solver, and compiles at most once: what will run, of which the
+    peak is read too. For a target nothing runs here, and several processes compile what runs together: then it is
+    compiled to be read.
 
-    **Arguments:** `verify` whether it is compiled, to be read; `to_run` in any case, and then to be run, too.
+    **Arguments:** `verify` whether it is compiled, and its peak read; `to_run` whether it is compiled in any case.
 
     **Raises:** `PlanMismatchError` where the plan is of another program; `InfeasibleBudgetError` where this machine's
     compiler needs more than the plan's budget for it.
@@ -74,7 +76,7 @@ def apply_plan(problem: Problem, plan: Plan, verify: bool, *, to_run: bool = Fal
             f"The plan keeps {len(plan.offloaded)} values in the host's memory meanwhile, and a CPU has no memory "
             "besides that. Plan for this device without `offload=True`."
         )
-    compiled = None
+    compiled, to_run = None, to_run or (verify and problem.compiles_to_run)
     warn_of(plan)
     if not plan.stages:
         jitted = problem.program.plain

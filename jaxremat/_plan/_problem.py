@@ -206,6 +206,11 @@ class Problem:
         return self.program.target is None and self.draft != self.program
 
     @property
+    def compiles_to_run(self) -> bool:
+        """Whether what this process compiles by itself can be what runs."""
+        return self.program.target is None and len(self.processes) == 1
+
+    @property
     def compiles_apart(self) -> bool:
         """Whether several programs may be compiled at a time: not where kernels are tried out on the device."""
         return self.drafts or self.program.target is not None
