@@ -59,7 +59,7 @@ def main(cases: str, index: int, count: int, port: int) -> None:
     from jax.sharding import PartitionSpec as P
 
     import jaxremat
-    from jaxremat._plan._baseline import Baseline
+    from jaxremat._plan._problem import Problem
     from jaxremat._runtime import _meeting
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -133,9 +133,9 @@ def main(cases: str, index: int, count: int, port: int) -> None:
             prepare = jaxremat.Step._prepare
 
             def reporting(self: Any, args: Any, kwargs: Any) -> Any:
-                baseline, request = prepare(self, args, kwargs)
+                problem, request = prepare(self, args, kwargs)
                 object.__setattr__(request, "device_nbytes", (5_000_000, SMALLEST)[index == 1])
-                return baseline, request
+                return problem, request
 
             jaxremat.Step._prepare = reporting
             try:
@@ -174,18 +174,18 @@ def main(cases: str, index: int, count: int, port: int) -> None:
         if case == "failing":
             return trained(jaxremat.optimize(BUDGET)(failing), rows)
         if case == "compiler":
-            finished = Baseline.finished
+            finished = Problem.finished
 
             def broken(self: Any, jitted: Any) -> Any:
                 if index == 1:
                     raise RuntimeError("out of luck")
                 return finished(self, jitted)
 
-            Baseline.finished = broken
+            Problem.finished = broken
             try:
                 return trained(jaxremat.optimize(BUDGET, cache=False)(step), rows)
             finally:
-                Baseline.finished = finished
+                Problem.finished = finished
         if case == "absent":
             return {} if index == 1 else trained(jaxremat.optimize(BUDGET)(step), rows)
         if case.startswith("killed"):

@@ -87,7 +87,7 @@ def said(case: str) -> dict[str, Any]:
     from jaxremat._compiler._program import Program, placed
     from jaxremat._compiler._shardings import Division
     from jaxremat._model._form import PLAIN
-    from jaxremat._plan._baseline import Baseline
+    from jaxremat._plan._problem import Problem
     from jaxremat._rewrite._trace import trace
 
     for name, found in (
@@ -160,7 +160,7 @@ def said(case: str) -> dict[str, Any]:
         "some": stats.base_nbytes + stats.temporaries_nbytes * 7 // 10,
     }
     plans = {}
-    bare = Baseline(program, args, {}, detect(jax.devices()[0]), "roofline").bare(PLAIN)
+    bare = Problem(program, args, {}, detect(jax.devices()[0]), "roofline").bare(PLAIN)
     for name, budget in budgets.items():
         planned = jaxremat.optimize(budget, cache=False, solver=jaxremat.Greedy())(step)
         plan = planned.plan(*args)
@@ -380,7 +380,7 @@ def attention(case: str) -> dict[str, Any]:
     from jaxremat._compiler._devices import detect
     from jaxremat._compiler._program import Program, placed
     from jaxremat._model._form import ATTENTION, Choice, Form
-    from jaxremat._plan._baseline import Baseline
+    from jaxremat._plan._problem import Problem
 
     how, _, kinds = case.removeprefix("attention ").partition(": ")
     words = set(how.split())
@@ -432,7 +432,7 @@ def attention(case: str) -> dict[str, Any]:
     forms = {}
     for kind in kinds.split(", "):
         program = placed(Program(trained(kind)), args, {})
-        traced = Baseline(program, args, {}, detect(jax.devices()[0]), "roofline").traced
+        traced = Problem(program, args, {}, detect(jax.devices()[0]), "roofline").traced
         form = traced.in_form(Form.of(Choice(ATTENTION, 0, (1,))))
         run = program.evaluating(form.jaxpr if not form.loops else closed(form), form)
         plain, made = (f.lower(*args).compile() for f in (program.plain, run))

@@ -139,7 +139,7 @@ MECHANISMS = (
         "kernels of its own choice",
         {
             f"{room}.replaced": always(lambda eqn: False)
-            for room in ("_compiler._tags", "_lower._iteration", "_plan._baseline", "_emit._emit")
+            for room in ("_compiler._tags", "_lower._iteration", "_plan._problem", "_emit._emit")
         },
     ),
     Mechanism(

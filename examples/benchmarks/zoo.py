@@ -23,7 +23,7 @@ import jax
 import jaxremat
 from examples.benchmarks.networks import NAMES, program
 from jaxremat import zoo
-from jaxremat._compiler._memory_stats import MemoryStats
+from jaxremat._plan._baseline import measure_baseline
 from jaxremat._plan._verify import make_plan
 from jaxremat._rewrite._fingerprint import fingerprint
 from jaxremat._rewrite._trace import trace
@@ -45,15 +45,16 @@ def make(network: str, scale: str, target: str, shares: Sequence[str], folder: P
     options: dict[str, Any] = {"donate_argnums": step.donate_argnums}
     options |= {"target": target} if target != "cpu" else {}
     decorate = jaxremat.optimize(None, time_limit=TIME_LIMIT, **options)
-    baseline, request = decorate(step.step)._prepare(args, {})
-    plain = MemoryStats.of(baseline.plain)  # compiled once for all shares
+    problem, request = decorate(step.step)._prepare(args, {})
+    baseline = measure_baseline(problem, plain=True, tagged=False)
+    plain = baseline.plain.memory  # compiled once for all shares
     plans: dict[str, jaxremat.Plan] = {}
     for share in shares:
         budget: int | str = "min"
         if share != "min":
             budget = plain.base_nbytes + int(float(share) * plain.temporaries_nbytes)
         try:
-            plan = make_plan(baseline, replace(request, budget=budget)).plan
+            plan = make_plan(problem, replace(request, budget=budget), baseline).plan
         except jaxremat.InfeasibleBudgetError as error:
             print(
                 f"  {share}: infeasible, the least found is {jaxremat.format_nbytes(error.min_peak_nbytes)}"

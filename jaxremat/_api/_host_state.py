@@ -16,9 +16,9 @@ from .._compiler._devices import DeviceSpec, host_memory
 from .._compiler._program import Program
 from .._model._host_copies import HostMemory
 from .._plan._agreement import agreed
-from .._plan._baseline import Baseline
 from .._plan._plan import Plan
 from .._plan._planned import Planned
+from .._plan._problem import Problem
 from .._plan._request import Options, Request
 from .._plan._state_on_host import beside, enough, is_dear, missing_nbytes, movable, seconds
 from .._program._host_arguments import is_there, to_host
@@ -53,7 +53,7 @@ class Arrangement:
     """
 
     program: Program
-    prepare: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Baseline, Request]]
+    prepare: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Problem, Request]]
 
     def arranged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments where a plan wants them."""
@@ -70,12 +70,12 @@ class Arrangement:
         """The plan for these arguments. **Raises:** as `agreed`."""
         if given is not None:
             return agreed(*self.prepare(*self.arranged(given, args, kwargs)), given)
-        baseline, request = self.prepare(args, kwargs)
+        problem, request = self.prepare(args, kwargs)
         try:
-            planned = agreed(baseline, request, None)
+            planned = agreed(problem, request, None)
         except InfeasibleBudgetError as error:
-            return self._instead(error, baseline, request, args, kwargs)
-        if is_dear(planned.plan) and (sizes := movable(baseline)):
+            return self._instead(error, problem, request, args, kwargs)
+        if is_dear(planned.plan) and (sizes := movable(problem)):
             with suppress(InfeasibleBudgetError):
                 other = self._without(sizes, tuple(sizes), planned.plan.account.step_seconds, args, kwargs)
                 return _said(min(planned, other, key=lambda each: seconds(each.plan)))
@@ -84,13 +84,13 @@ class Arrangement:
     def _instead(
         self,
         refused: InfeasibleBudgetError,
-        baseline: Baseline,
+        problem: Problem,
         request: Request,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Planned:
         """The plan with as many of the arguments in the host's memory as are worth it. **Raises:** the last refusal."""
-        sizes, step_seconds = movable(baseline), refused.step_seconds
+        sizes, step_seconds = movable(problem), refused.step_seconds
         found: list[Planned] = []
         for places in enough(sizes, missing_nbytes(refused, request)):
             try:
@@ -113,9 +113,9 @@ class Arrangement:
         kwargs: dict[str, Any],
     ) -> Planned:
         """The plan of the step with these arguments in the host's memory, timed against the step without."""
-        baseline, request = self.prepare(*self._moved(places, args, kwargs))
+        problem, request = self.prepare(*self._moved(places, args, kwargs))
         on_host_nbytes = sum(sizes[place] for place in places)
-        planned = agreed(beside(baseline, on_host_nbytes), request, None)
+        planned = agreed(beside(problem, on_host_nbytes), request, None)
         plan = planned.plan
         longer = plan.account.step_seconds / step_seconds if step_seconds else 1.0
         return replace(

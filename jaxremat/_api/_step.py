@@ -11,11 +11,12 @@ import jax
 from jax.core import Tracer
 
 from .._compiler._devices import detect
+from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import Program, device_of, placed
 from .._model._device_specs import find
-from .._plan._baseline import Baseline
 from .._plan._plan import Plan
 from .._plan._planned import Planned, confirm
+from .._plan._problem import Problem
 from .._plan._request import Options, Request
 from .._program import _compat
 from .._report import Report
@@ -172,7 +173,7 @@ class Step:
         if target is not None and find(str(device_of(args, kwargs).device_kind)) == target.device:
             compiled = planned.jitted.lower(*args, **kwargs).compile()
             if self._options.verify:
-                confirm(planned.plan, compiled)
+                confirm(planned.plan, MemoryStats.of(compiled))
             return compiled
         return self._compiled(planned, args, kwargs)  # of a target says, when called, that it cannot run here
 
@@ -218,7 +219,7 @@ class Step:
                     return self._arrangement.planned(plan, args, kwargs)
             return self._arrangement.planned(self._given, args, kwargs)
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Baseline, Request]:
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Problem, Request]:
         """What to plan for these arguments."""
         program = placed(self._program, args, kwargs)
         here: Any = None
@@ -231,10 +232,8 @@ class Step:
         options = self._options
         kept = (self._given or options).respect_checkpoint
         host, allow = usable(options, spec, here), options.allow
-        baseline = Baseline(
-            program, args, kwargs, spec, options.profile, here, kept, options.pins, host, allow
-        )
-        return baseline, Request(self._budget, options, reported)
+        problem = Problem(program, args, kwargs, spec, options.profile, here, kept, options.pins, host, allow)
+        return problem, Request(self._budget, options, reported)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return key_of(self._program, args, kwargs)

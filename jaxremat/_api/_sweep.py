@@ -14,10 +14,12 @@ from typing import Any
 
 from .._model._simulate import simulate
 from .._model._stages import cuttings
-from .._plan._baseline import Baseline
+from .._plan._baseline import Baseline, measure_baseline
 from .._plan._frontier import Frontier, Point, Policy, monotone
+from .._plan._graphs import EstimatedGraphs, Graphs
 from .._plan._plan import Plan
 from .._plan._plan_cache import keep, key_of, recall
+from .._plan._problem import Problem
 from .._plan._request import Request
 from .._plan._verify import make_plan, make_plan_of
 from .._runtime._bytes import parse_margin, with_margin
@@ -87,21 +89,35 @@ def sweep(
 
 def _swept(points: int, step: Step, *args: Any) -> Frontier:
     """The frontier of a step of trees of arrays."""
-    baseline, request = step._prepare(args, {})
+    problem, request = step._prepare(args, {})
     with shown(request.options.progress), phase("sweeping", points + len(POLICIES)) as progress:
-        return _Sweep(baseline, request, progress).run(points)
+        return _Sweep(problem, request, progress).run(points)
 
 
 @dataclass
 class _Sweep:
-    baseline: Baseline
+    problem: Problem
     request: Request
     progress: Phase
 
     def __post_init__(self) -> None:
         options = self.request.options
         self.solver = options.solver
-        self.key = key_of(self.baseline, options, {"sweep": repr(options.workspace_margin)})
+        self.key = key_of(self.problem, options, {"sweep": repr(options.workspace_margin)})
+
+    @functools.cached_property
+    def baseline(self) -> Baseline | None:
+        """From which all plans start, so that they have the same figures for the plain step; None where nothing is to
+        be compiled. It is measured when the first plan is made that no earlier sweep has found.
+        """
+        return (
+            measure_baseline(self.problem, plain=True, tagged=False) if self.request.options.verify else None
+        )
+
+    @functools.cached_property
+    def graphs(self) -> Graphs:
+        """Those that plans are made on."""
+        return self.baseline.graphs if self.baseline else EstimatedGraphs(self.problem)
 
     def run(self, points: int) -> Frontier:
         plain = self._done("plain", self._plain)
@@ -113,14 +129,14 @@ class _Sweep:
         self.progress.advance()
         vertices, bounds = self._hull(found[0].plan, found[1].plan, step_seconds, (points - 2) // 2)
         found += [Point(plan, "hull") for plan in vertices]
-        compiled = self.request.options.verify and self.baseline.rough.backend.fuses
+        compiled = self.request.options.verify and self.problem.backend.fuses
         frontier = Frontier(
             points=(),
             policies=(),
             bounds=tuple((price / step_seconds, seconds / step_seconds) for price, seconds in bounds),
             judged="compiled" if compiled else "predicted",
-            device=self.baseline.device.name,
-            fingerprint=self.baseline.fingerprint,
+            device=self.problem.device.name,
+            fingerprint=self.problem.fingerprint,
         )
         while len(found) < points and (budget := self._halfway(found, frontier.cost)):
             entry = self._done(f"budget-{budget}", lambda budget=budget: self._entry(self._within(budget)))
@@ -150,18 +166,15 @@ class _Sweep:
         return found
 
     def _plain(self) -> dict[str, Any]:
-        verify = self.request.options.verify
-        if verify:
-            _ = self.baseline.plain  # before the tagged one, so that all plans have the same figures for it
-        peak = self.baseline.peak_nbytes if verify else self.baseline.rough_peak_nbytes
+        peak = self.baseline.peak_nbytes if self.baseline else self.problem.estimated_peak_nbytes
         plan = self._planned(with_margin(peak, self.request.options.workspace_margin))
         return {
             **self._entry(plan),
-            "step_seconds": self.baseline.plain_graph(rough=not verify).step_seconds or 1.0,
+            "step_seconds": self.graphs.plain.step_seconds or 1.0,
         }
 
     def _planned(self, budget: Any) -> Plan:
-        return make_plan(self.baseline, replace(self.request, budget=budget)).plan
+        return make_plan(self.problem, replace(self.request, budget=budget), self.baseline).plan
 
     def _within(self, budget: int) -> Plan | None:
         try:
@@ -200,10 +213,9 @@ class _Sweep:
         """The best schedule at a price; with its plan, if it is better than the ends of the edge above it."""
         assert isinstance(self.solver, Priced)
         options = self.request.options
-        rough = not options.verify
-        plain = self.baseline.plain_graph(rough=rough)
+        plain = self.graphs.plain
         made = dict.fromkeys(plan.form for plan in plans if plan.form != plain.form)
-        graphs = [plain, *(self.baseline.graph_of(form, rough=rough) for form in made)]
+        graphs = [plain, *(self.graphs.of(form) for form in made)]
         graphs = [cut for graph in graphs for cut in cuttings(graph)]
         starts = [
             vertex(graph, Solution(plan.schedule(graph)))
@@ -217,7 +229,9 @@ class _Sweep:
             assert best.graph is not None and best.solution is not None
             proven = max(bound.seconds - price * best.peak_nbytes, best.graph.extra_seconds, 0.0)
             solution = replace(best.solution, lower_bound=proven / (best.graph.step_seconds or 1.0))
-            entry = self._entry(make_plan_of(self.baseline, self.request, best.graph, solution).plan)
+            entry = self._entry(
+                make_plan_of(self.problem, self.request, best.graph, solution, self.baseline).plan
+            )
         return {**entry, "peak_nbytes": best.peak_nbytes, "seconds": best.seconds, "bound": bound.seconds}
 
     def _halfway(self, points: Sequence[Point], cost: Callable[[Point], float]) -> int | None:
@@ -238,13 +252,13 @@ class _Sweep:
     def _policy(self, name: str) -> dict[str, Any]:
         """What a rule by hand needs and costs."""
         verify = self.request.options.verify
-        graph = self.baseline.plain_graph(rough=not verify)
+        graph = self.graphs.plain
         solution = POLICIES[name].solve(graph, None, time_limit=self.request.options.time_limit)
         profile = simulate(graph, solution.schedule)
         overhead = profile.extra_seconds / (graph.step_seconds or 1.0)
         found = Policy(name, profile.peak_nbytes, None, overhead, None)
         if verify and overhead <= MOST_OVERHEAD:
-            plan = make_plan_of(self.baseline, self.request, graph, solution).plan
+            plan = make_plan_of(self.problem, self.request, graph, solution, self.baseline).plan
             found = replace(
                 found,
                 compiled_peak_nbytes=plan.compiled_peak_nbytes,

@@ -5,12 +5,12 @@ it; the kernels wait where the schedule waits for a copy that is not over. A loo
 each of its iterations.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ._devices import DeviceSpec
 from ._hlo import CONTROL, Computation, Module, transfer
-from ._roofline import kernels, loop_length, roofline, seconds_of
+from ._roofline import Kernel, kernels, loop_length, roofline, seconds_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,12 @@ def host_traffic(module: Module, device: DeviceSpec) -> HostTraffic:
     return _run(module, module.computations[module.entry], seconds, device.host_link)[1]
 
 
-def seconds_with_copies(module: Module, device: DeviceSpec) -> float:
-    """The least time in which `device` can run the module, by its kernels and the copies that these wait for."""
-    return roofline(module, device).seconds + host_traffic(module, device).wait_seconds
+def seconds_with_copies(module: Module, device: DeviceSpec, ran: Iterable[Kernel] | None = None) -> float:
+    """Return the least time in which `device` can run the module, by its kernels and the copies that these wait for.
+
+    **Arguments:** `ran` the module's kernels, where they are known.
+    """
+    return roofline(module, device, ran).seconds + host_traffic(module, device).wait_seconds
 
 
 def _run(

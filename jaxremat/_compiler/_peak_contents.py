@@ -1,4 +1,4 @@
-"""Text of a scheduled HLO module -> what is alive at its peak, by kind and by the user's source line.
+"""Scheduled HLO module and its text -> what is alive at its peak, by kind and by the user's source line.
 
 XLA prints the call stack of each instruction as a number (`stack_frame_id`) and the stacks once, before the module.
 """
@@ -6,7 +6,7 @@ XLA prints the call stack of each instruction as a number (`stack_frame_id`) and
 import re
 from dataclasses import dataclass
 
-from ._hlo import parse
+from ._hlo import Module
 from ._liveness import LiveBuffer, live_at_peak
 
 
@@ -30,10 +30,13 @@ MOST = 100
 """Of what is alive, the largest are reported."""
 
 
-def alive_at_peak(text: str) -> tuple[Alive, ...]:
-    """The largest of what is alive at the peak, without arguments and outputs; see `_liveness.live_at_peak`."""
+def alive_at_peak(module: Module, text: str) -> tuple[Alive, ...]:
+    """Return the largest of what is alive at the peak, without arguments and outputs; see `_liveness.live_at_peak`.
+
+    **Arguments:** `text` that the module was parsed from, which says where the user's lines are.
+    """
     lines = _sources(text)
-    return tuple(_alive(buffer, lines) for buffer in live_at_peak(parse(text)).buffers[:MOST])
+    return tuple(_alive(buffer, lines) for buffer in live_at_peak(module).buffers[:MOST])
 
 
 def _alive(buffer: LiveBuffer, lines: dict[int, str]) -> Alive:

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from .._model._device_specs import KERNEL_RATES
@@ -72,11 +72,14 @@ class Roofline:
     by_opcode: tuple[tuple[str, float], ...]
 
 
-def roofline(module: Module, device: DeviceSpec) -> Roofline:
-    """The least time in which `device` can run the module's kernels one after the other."""
+def roofline(module: Module, device: DeviceSpec, ran: Iterable[Kernel] | None = None) -> Roofline:
+    """Return the least time in which `device` can run the module's kernels one after the other.
+
+    **Arguments:** `ran` the module's kernels, where they are known.
+    """
     flops = nbytes = count = 0
     spent: defaultdict[str, float] = defaultdict(float)
-    for kernel in kernels(module):
+    for kernel in kernels(module) if ran is None else ran:
         spent[kernel.instruction.opcode] += kernel.total_trips * seconds_of(kernel, device)
         flops += kernel.total_trips * sum(operations for _, operations in kernel.flops)
         nbytes += kernel.total_trips * kernel.nbytes

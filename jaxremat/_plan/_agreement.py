@@ -27,10 +27,10 @@ from .._runtime._errors import ProcessError
 from .._runtime._meeting import Meeting, first_said
 from .._runtime._progress import phase
 from .._solver import Solution
-from ._baseline import Baseline
 from ._plan import Plan
 from ._plan_cache import recall_or_plan, sources
 from ._planned import Planned, apply_plan
+from ._problem import Problem
 from ._request import Request
 from ._residuals import Found, counted
 
@@ -38,16 +38,16 @@ _meetings = Counter[tuple[int, ...]]()
 """How many each group of processes has held. They call their steps in the same order."""
 
 
-def agreed(baseline: Baseline, request: Request, given: Plan | None) -> Planned:
+def agreed(problem: Problem, request: Request, given: Plan | None) -> Planned:
     """The plan of a step that runs on devices of this process alone, or of several.
 
     **Arguments:** `given` the plan to follow, None where it is to be made.
 
     **Raises:** as `make_plan`; `PlanMismatchError`; `ProcessError`.
     """
-    members = baseline.processes
+    members = problem.processes
     if len(members) == 1:
-        return _alone(baseline, request, given)
+        return _alone(problem, request, given)
     store = _compat.process_store()
     if store is None or jax.process_index() not in members:
         raise ProcessError(
@@ -62,8 +62,8 @@ def agreed(baseline: Baseline, request: Request, given: Plan | None) -> Planned:
     meeting = Meeting(store, f"{name}/{number}", members, jax.process_index())
     with meeting.attended():
         if meeting.me != meeting.leader:
-            return _followed(meeting, baseline, request, given)
-        planned = _led(meeting, baseline, request, given)
+            return _followed(meeting, problem, request, given)
+        planned = _led(meeting, problem, request, given)
     if number:
         meeting.forget(f"{name}/{number - 1}")  # which all have left that are at this one
     return planned
@@ -99,22 +99,22 @@ def _placeless(text: str) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
-def _alone(baseline: Baseline, request: Request, given: Plan | None) -> Planned:
+def _alone(problem: Problem, request: Request, given: Plan | None) -> Planned:
     if given is not None:
-        return apply_plan(baseline, given, request.options.verify)
-    return recall_or_plan(baseline, request)
+        return apply_plan(problem, given, request.options.verify)
+    return recall_or_plan(problem, request)
 
 
-def _led(meeting: Meeting, baseline: Baseline, request: Request, given: Plan | None) -> Planned:
+def _led(meeting: Meeting, problem: Problem, request: Request, given: Plan | None) -> Planned:
     """The plan of the process that makes it."""
     with meeting.saying("plan") as say:
-        own = _asked(baseline, request, given)
+        own = _asked(problem, request, given)
         asked = {process: meeting.hear("asked", process) for process in meeting.others}
         for process, theirs in asked.items():
             _compare(process, theirs, own)
         reported = [each["device_nbytes"] for each in (own, *asked.values()) if each["device_nbytes"]]
         least = replace(request, device_nbytes=min(reported, default=None))
-        planned = _alone(baseline, least, given)
+        planned = _alone(problem, least, given)
         say(planned.plan.to_json())
     with meeting.saying("verdict") as say:
         _ = planned.executable()
@@ -124,26 +124,26 @@ def _led(meeting: Meeting, baseline: Baseline, request: Request, given: Plan | N
     return planned
 
 
-def _followed(meeting: Meeting, baseline: Baseline, request: Request, given: Plan | None) -> Planned:
+def _followed(meeting: Meeting, problem: Problem, request: Request, given: Plan | None) -> Planned:
     """The plan of the process that receives it."""
     with meeting.saying("asked") as say:
-        say(_asked(baseline, request, given))
+        say(_asked(problem, request, given))
     with phase(f"waiting for the plan of process {meeting.leader}"):
         text = meeting.hear("plan", meeting.leader)
     with meeting.saying("done") as say:
-        planned = apply_plan(baseline, Plan.from_json(text), request.options.verify, to_run=True)
+        planned = apply_plan(problem, Plan.from_json(text), request.options.verify, to_run=True)
         say("agreed")
     with phase("waiting for the other processes"):
         meeting.hear("verdict", meeting.leader)
     return planned
 
 
-def _asked(baseline: Baseline, request: Request, given: Plan | None) -> dict[str, Any]:
+def _asked(problem: Problem, request: Request, given: Plan | None) -> dict[str, Any]:
     """What a process wants planned."""
     options = replace(request.options, progress=None, cache=True)
     return {
         "versions": [jax.__version__, jaxlib.__version__, sources()],
-        "program": baseline.fingerprint,
+        "program": problem.fingerprint,
         "plan": given and given.fingerprint,
         "budget": repr(request.budget),
         "options": _placeless(repr(options)),

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._compiler._hlo import Module, parse
-from .._compiler._overwritten_reads import OverwrittenRead, overwritten_reads
-from .._compiler._program import Compiled
+from .._compiler._compiled_step import CompiledStep
+from .._compiler._overwritten_reads import OverwrittenRead
 from .._emit._detaching import SCOPE
 from .._model._graph import Graph
 from .._model._schedule import Passing, Schedule
-from ._baseline import Baseline, text_of
+from ._problem import Problem
 
 ROUNDS = 3
 """Compilations at most. Putting an array behind a barrier divides kernels, so that others may read two names then."""
@@ -32,16 +31,15 @@ class OverwrittenReadError(RuntimeError):
 
 @dataclass(frozen=True)
 class CompiledSchedule:
-    """**Fields:** `jitted` the step; `module` the HLO of `compiled`; `detached` as of `_emit.emit`."""
+    """**Fields:** `jitted` the step, and what it is `compiled` to; `detached` as of `_emit.emit`."""
 
     jitted: Any
-    compiled: Compiled
-    module: Module
+    compiled: CompiledStep
     detached: tuple[Passing, ...]
 
 
 def compile_schedule(
-    baseline: Baseline,
+    problem: Problem,
     graph: Graph,
     schedule: Schedule,
     fence: str,
@@ -49,7 +47,7 @@ def compile_schedule(
     *,
     to_run: bool = False,
 ) -> CompiledSchedule:
-    """Emit and compile a schedule of one of a baseline's graphs.
+    """Emit and compile a schedule of one of a problem's graphs.
 
     **Arguments:** `detached` what is known to be read twice; `to_run` whether it is compiled to run, not to be read.
 
@@ -59,12 +57,11 @@ def compile_schedule(
     attempt = 0
     while True:
         attempt += 1
-        jitted = baseline.jitted(graph, schedule, fence, known)
-        compiled = baseline.finished(jitted) if to_run else baseline.compile(jitted)
-        module = parse(text_of(compiled))
-        reads = overwritten_reads(module)
+        jitted = problem.jitted(graph, schedule, fence, known)
+        compiled = problem.finished(jitted) if to_run else problem.compile(jitted)
+        reads = compiled.overwritten_reads
         if not reads:
-            return CompiledSchedule(jitted, compiled, module, known)
+            return CompiledSchedule(jitted, compiled, known)
         more = {(name, read.position) for read in reads for name in SCOPE.findall(read.barrier)[-1:]}
         if attempt == ROUNDS or more <= set(known):
             raise OverwrittenReadError(*reads)

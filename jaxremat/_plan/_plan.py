@@ -76,7 +76,7 @@ class Plan(Outcome, Written):
 
     @classmethod
     def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:
-        """In format 2 forms were the settings of all sites in a row, which `Baseline.form` names."""
+        """In format 2 forms were the settings of all sites in a row, which `Problem.form` names."""
         if version != 2:
             return None
         for each in (data, *data["rounds"]):

@@ -25,10 +25,10 @@ from .._runtime._cache_folder import cache_dir, read, store, touch, trim
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
 from .._runtime._progress import Stopwatch, timed
 from .._solver import Solver
-from ._baseline import Baseline
 from ._known_plans import KnownPlans
 from ._plan import Plan
 from ._planned import Planned, apply_plan
+from ._problem import Problem
 from ._request import Options, Request
 from ._state_on_host import movable
 from ._verify import make_plan
@@ -46,34 +46,34 @@ MOST_NBYTES = 256 * 2**20
 """Plans kept, all together. A plan of a network with thousands of equations takes some hundred kilobytes."""
 
 
-def recall_or_plan(baseline: Baseline, request: Request) -> Planned:
+def recall_or_plan(problem: Problem, request: Request) -> Planned:
     """The plan kept for this request, if there is one that still fits; else a new one. **Raises:** as `make_plan`."""
-    path = _path(baseline, request)
+    path = _path(problem, request)
     if path is None:
-        return make_plan(baseline, request)
-    refusal = _path(baseline, request, refused=True) if movable(baseline) else None
+        return make_plan(problem, request)
+    refusal = _path(problem, request, refused=True) if movable(problem) else None
     if refusal and (refused := recall(refusal, json.loads)) is not None:
         raise InfeasibleBudgetError(**refused)
     plan = recall(path, Plan.from_json)
     if plan is not None and not plan.planning.cut_short:  # else it is looked for once more
         try:
-            follow = functools.partial(apply_plan, baseline, plan, request.options.verify)
-            planned = baseline.defects.attempted("emitting a plan that was kept", follow, plan.form)
+            follow = functools.partial(apply_plan, problem, plan, request.options.verify)
+            planned = problem.defects.attempted("emitting a plan that was kept", follow, plan.form)
         except (InfeasibleBudgetError, PlanMismatchError) as error:
             logger.info("the plan in %s no longer holds: %s", path, error)
         else:
             if planned is not None:
                 logger.info("followed the plan in %s", path)
                 return planned
-    key = key_of(baseline, request.options, {"known": True}, besides=_SEARCHING)
+    key = key_of(problem, request.options, {"known": True}, besides=_SEARCHING)
     assert key is not None  # there is none for what is not kept
-    known = KnownPlans.of(key, baseline.backend.fuses)
+    known = KnownPlans.of(key, problem.backend.fuses)
     with timed() as stopwatch:
-        return _fresh(baseline, request, known, path, refusal, stopwatch)
+        return _fresh(problem, request, known, path, refusal, stopwatch)
 
 
 def _fresh(
-    baseline: Baseline,
+    problem: Problem,
     request: Request,
     known: KnownPlans,
     path: Path,
@@ -82,38 +82,36 @@ def _fresh(
 ) -> Planned:
     """Make a plan, or take a better one that was made before, and keep it there. **Raises:** as `make_plan`."""
     try:
-        planned = make_plan(baseline, request)
+        planned = make_plan(problem, request)
     except InfeasibleBudgetError as error:
-        planned = _known(baseline, request, known, None, stopwatch)
+        planned = _known(problem, request, known, None, stopwatch)
         if planned is None:
-            _keep_least(baseline, request, known, error)
+            _keep_least(problem, request, known, error)
             error = known.corrected(error)
             if refusal and not stopwatch.interrupted:  # what is planned instead is kept, see `_state_on_host`
                 told = {name: getattr(error, name) for name in _TOLD}
                 keep(refusal, json.dumps({"message": str(error), **told}))
             raise error from None
     else:
-        planned = _known(baseline, request, known, planned.plan, stopwatch) or planned
+        planned = _known(problem, request, known, planned.plan, stopwatch) or planned
     keep(path, planned.plan.to_json())
     if request.options.verify:
         known.add(planned.plan, path)
     return planned
 
 
-def _keep_least(
-    baseline: Baseline, request: Request, known: KnownPlans, error: InfeasibleBudgetError
-) -> None:
+def _keep_least(problem: Problem, request: Request, known: KnownPlans, error: InfeasibleBudgetError) -> None:
     """Keep the plan of the least that a refusal names, which is what will be asked for next."""
     if error.least_plan is not None:
         _, margin = _asked(request)
-        path = _path(baseline, replace(request, budget=error.min_peak_nbytes + margin))
+        path = _path(problem, replace(request, budget=error.min_peak_nbytes + margin))
         assert path is not None  # as that of the request
         keep(path, error.least_plan.to_json())
         known.add(error.least_plan, path)
 
 
 def _known(
-    baseline: Baseline, request: Request, known: KnownPlans, plan: Plan | None, stopwatch: Stopwatch
+    problem: Problem, request: Request, known: KnownPlans, plan: Plan | None, stopwatch: Stopwatch
 ) -> Planned | None:
     """Return a plan that was made before and is better than this one, or than none; None where there is none. It is
     final where no clock cut the present search short.
@@ -129,7 +127,7 @@ def _known(
         allowed = found.peak_nbytes if budget == "min" else budget
         try:
             return apply_plan(
-                baseline, replace(found, budget_nbytes=allowed, margin_nbytes=margin), verify=True
+                problem, replace(found, budget_nbytes=allowed, margin_nbytes=margin), verify=True
             )
         except (InfeasibleBudgetError, PlanMismatchError) as error:
             logger.info("the plan in %s no longer holds: %s", each.file, error)
@@ -168,15 +166,15 @@ def enabled() -> bool:
     return os.environ.get("JAXREMAT_PLAN_CACHE", "").strip().lower() not in ("0", "off", "no", "false")
 
 
-def _path(baseline: Baseline, request: Request, *, refused: bool = False) -> Path | None:
+def _path(problem: Problem, request: Request, *, refused: bool = False) -> Path | None:
     """Where the plan of a request is kept, or that there is none; None where it may not be."""
     budget, margin = _asked(request)
-    key = key_of(baseline, request.options, {"budget": budget, "margin": margin})
+    key = key_of(problem, request.options, {"budget": budget, "margin": margin})
     return None if key is None else cache_dir() / ("refusals" if refused else "plans") / f"{key}.json"
 
 
 def key_of(
-    baseline: Baseline, options: Options, wanted: dict[str, Any], besides: frozenset[str] = frozenset()
+    problem: Problem, options: Options, wanted: dict[str, Any], besides: frozenset[str] = frozenset()
 ) -> str | None:
     """What tells something `wanted` of a step from the like of other steps; None where nothing may be kept.
 
@@ -185,20 +183,20 @@ def key_of(
     solver = _identity(options.solver)
     if not (options.cache and enabled()) or solver is None:
         return None
-    program, here = baseline.program, baseline.here
-    shardings = _shardings(baseline.args, baseline.kwargs)
+    program, here = problem.program, problem.here
+    shardings = _shardings(problem.args, problem.kwargs)
     names = (
         {f.name for f in dataclasses.fields(options)}
         - {"solver", "workspace_margin", "cache", "progress"}
         - besides
     )
     key = {
-        "program": baseline.fingerprint,
+        "program": problem.fingerprint,
         **wanted,
         "options": {name: getattr(options, name) for name in names}
         | {"solver": solver, "pins": repr(options.pins)},
-        "device": baseline.device.to_json(),
-        "host": baseline.host and baseline.host.nbytes,
+        "device": problem.device.to_json(),
+        "host": problem.host and problem.host.nbytes,
         "target": program.target and program.target.name,
         "runtime": here and [str(here.device_kind), str(here.client.platform_version)],
         "shardings": [repr(program.in_shardings), repr(program.out_shardings), shardings],

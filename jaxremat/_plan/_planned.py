@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from .._compiler._collectives import KINDS, collectives
-from .._compiler._hlo import parse
+from .._compiler._collectives import KINDS
+from .._compiler._compiled_step import CompiledStep
 from .._compiler._memory_stats import MemoryStats
-from .._compiler._peak_contents import alive_at_peak
 from .._compiler._program import Compiled
 from .._compiler._target import in_words
 from .._model._graph import Graph
@@ -22,10 +21,11 @@ from .._report._outcome import Collectives
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, PlanMismatchError
 from .._runtime._progress import phase
-from ._baseline import Baseline, text_of
+from ._baseline import Baseline
 from ._compiled_schedule import CompiledSchedule, OverwrittenReadError, compile_schedule
 from ._made_for_call import made_for
 from ._plan import Plan
+from ._problem import Problem
 
 
 @dataclass
@@ -36,96 +36,92 @@ class Planned:
 
     plan: Plan
     jitted: Any
-    compiled: Compiled | None
-    finish: Callable[[], Compiled] | None = None
+    compiled: CompiledStep | None
+    finish: Callable[[], CompiledStep] | None = None
 
     def executable(self) -> Compiled | None:
         """The compiled step, to be run. **Raises:** `InfeasibleBudgetError` where that is another than was read."""
         if self.finish is not None:
             compiled = self.finish()
-            confirm(self.plan, compiled)
+            confirm(self.plan, compiled.memory)
             self.compiled, self.finish = compiled, None
-        return self.compiled
+        return self.compiled and self.compiled.executable
 
 
-def apply_plan(baseline: Baseline, plan: Plan, verify: bool, *, to_run: bool = False) -> Planned:
-    """The step that follows a plan made before; needs no solver.
+def apply_plan(problem: Problem, plan: Plan, verify: bool, *, to_run: bool = False) -> Planned:
+    """The step that follows a plan made before; needs no solver, and compiles at most once: what will run, of which the
+    peak is read too. For a target nothing runs here, and several processes compile what runs together: then it is
+    compiled to be read.
 
-    **Arguments:** `verify` whether it is compiled, to be read; `to_run` in any case, and then to be run, too.
+    **Arguments:** `verify` whether it is compiled, and its peak read; `to_run` whether it is compiled in any case.
 
     **Raises:** `PlanMismatchError` where the plan is of another program; `InfeasibleBudgetError` where this machine's
     compiler needs more than the plan's budget for it.
     """
-    found = baseline.fingerprint
+    found = problem.fingerprint
     if found != plan.fingerprint:
-        baseline = baseline.ordered_before
-    if baseline.fingerprint != plan.fingerprint:
+        problem = problem.ordered_before
+    if problem.fingerprint != plan.fingerprint:
         afresh = "Plan this step afresh, with `optimize(budget)`."
-        if plan.devices != (here := baseline.division.devices):
+        if plan.devices != (here := problem.division.devices):
             raise PlanMismatchError(
                 f"The plan is for a mesh of {in_words(plan.devices)}, this step is on {in_words(here)}. {afresh}"
             )
         raise PlanMismatchError(
             f"The plan was made for the program {plan.fingerprint[:12]}, this step is {found[:12]}: "
-            f"{_how_they_differ(plan, baseline)}. {afresh}"
+            f"{_how_they_differ(plan, problem)}. {afresh}"
         )
-    if plan.offloaded and baseline.device.platform == "cpu":
+    if plan.offloaded and problem.device.platform == "cpu":
         raise PlanMismatchError(
             f"The plan keeps {len(plan.offloaded)} values in the host's memory meanwhile, and a CPU has no memory "
             "besides that. Plan for this device without `offload=True`."
         )
-    compiled = None
+    compiled, to_run = None, to_run or (verify and problem.compiles_to_run)
     warn_of(plan)
     if not plan.stages:
-        jitted = baseline.program.plain
+        jitted = problem.program.plain
     else:
-        graph = plan.layout(baseline.bare(plan.form))
+        graph = plan.layout(problem.bare(plan.form))
         schedule = check(graph, plan.schedule(graph))
         plan = replace(plan, actions=actions(graph, schedule))  # with lines of the code as it is today
         if verify or to_run:
-            made = _compiled(baseline, plan, graph, schedule, to_run=to_run)
+            made = _compiled(problem, plan, graph, schedule, to_run=to_run)
             jitted, compiled, plan = made.jitted, made.compiled, replace(plan, detached=made.detached)
         else:
-            jitted = baseline.jitted(graph, schedule, plan.fence, plan.detached)
+            jitted = problem.jitted(graph, schedule, plan.fence, plan.detached)
     if not verify and not to_run:
         return Planned(plan, jitted, None)
     if compiled is None:
         with phase("compiling the plan", kind="compile"):
-            compiled = baseline.finished(jitted) if to_run else baseline.compile(jitted)
+            compiled = problem.finished(jitted) if to_run else problem.compile(jitted)
     if not verify:
         return Planned(plan, jitted, compiled)
-    memory = confirm(plan, compiled)
-    plan = replace(
-        plan,
-        compiled_peak_nbytes=memory.peak_nbytes,
-        memory=memory,
-        compiler=baseline.compiler,
-        alive=alive_at_peak(text_of(compiled)),
-    )
-    return Planned(plan, jitted, compiled) if to_run else planned(baseline, plan, jitted, compiled)
+    confirm(plan, compiled.memory)
+    plan = confirmed(plan, compiled, problem.compiler)
+    return Planned(plan, jitted, compiled) if to_run else planned(problem, plan, jitted, compiled)
 
 
 def _compiled(
-    baseline: Baseline, plan: Plan, graph: Graph, schedule: Schedule, *, to_run: bool
+    problem: Problem, plan: Plan, graph: Graph, schedule: Schedule, *, to_run: bool
 ) -> CompiledSchedule:
     """Compile a plan's step. **Raises:** `PlanMismatchError` where this compiler would overwrite what it reads."""
     try:
         with phase("compiling the plan", kind="compile"):
-            return compile_schedule(baseline, graph, schedule, plan.fence, plan.detached, to_run=to_run)
+            return compile_schedule(problem, graph, schedule, plan.fence, plan.detached, to_run=to_run)
     except OverwrittenReadError as error:
         raise PlanMismatchError(
             f"The plan gives wrong results with this compiler: {error}. Plan this step afresh, with `optimize(budget)`."
         ) from error
 
 
-def _how_they_differ(plan: Plan, baseline: Baseline) -> str:
+def _how_they_differ(plan: Plan, problem: Problem) -> str:
     """What a plan was made for and the step is not, in words."""
     if plan.made_for is None:
         return (
             "its code, the shapes, types or shardings of its arguments, its static arguments, its donated arguments "
             "or the version of jax differ"
         )
-    now = made_for(baseline.program, baseline.args, baseline.kwargs)
+    now = made_for(problem.program, problem.args, problem.kwargs)
     same = "its code differs, for its arguments, the donated and the static ones, the mesh and jax's version are equal"
     return "; ".join(plan.made_for.differences(now)) or same
 
@@ -143,26 +139,36 @@ def warn_of(plan: Plan) -> None:
         )
 
 
-def planned(baseline: Baseline, plan: Plan, jitted: Any, compiled: Compiled) -> Planned:
+def planned(problem: Problem, plan: Plan, jitted: Any, compiled: CompiledStep) -> Planned:
     """The plan of a step that was compiled to be read."""
-    finish = partial(baseline.finished, jitted) if baseline.drafts else None
+    finish = partial(problem.finished, jitted) if problem.drafts else None
     return Planned(plan, jitted, compiled, finish)
 
 
-def sent(baseline: Baseline, compiled: Compiled) -> tuple[Collectives, ...]:
+def sent(baseline: Baseline, compiled: CompiledStep) -> tuple[Collectives, ...]:
     """What devices send each other in the plain step and in a planned one; nothing on one device."""
-    if baseline.division.devices == 1:
+    if baseline.problem.division.devices == 1:
         return ()
-    plain, made = (collectives(parse(text_of(each))) for each in (baseline.witness, compiled))
+    plain, made = baseline.tagged.collectives, compiled.collectives
     return tuple(Collectives(kind, plain[kind], made[kind]) for kind in KINDS if plain[kind] or made[kind])
 
 
-def confirm(plan: Plan, compiled: Compiled) -> MemoryStats:
-    """What the compiled step of a plan that was made elsewhere needs.
+def confirmed(plan: Plan, compiled: CompiledStep, compiler: str) -> Plan:
+    """Return the plan with what the compiler of that name says of its step."""
+    return replace(
+        plan,
+        compiled_peak_nbytes=compiled.peak_nbytes,
+        memory=compiled.memory,
+        compiler=compiler,
+        alive=compiled.alive,
+    )
+
+
+def confirm(plan: Plan, memory: MemoryStats) -> None:
+    """Check what the compiled step of a plan that was made elsewhere needs.
 
     **Raises:** `InfeasibleBudgetError` where that is more than the plan's budget.
     """
-    memory = MemoryStats.of(compiled)
     if memory.peak_nbytes > (room := plan.budget_nbytes - plan.margin_nbytes):
         raise InfeasibleBudgetError(
             f"The plan was made for {format_nbytes(room)}, but this machine's compiler needs "
@@ -170,4 +176,3 @@ def confirm(plan: Plan, compiled: Compiled) -> MemoryStats:
             budget_nbytes=plan.budget_nbytes,
             min_peak_nbytes=memory.peak_nbytes,
         )
-    return memory

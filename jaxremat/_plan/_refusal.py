@@ -46,7 +46,7 @@ def compiled(trials: Sequence[Trial], baseline: Baseline) -> Least:
         trial.solution.schedule,
         trial,
     )
-    if baseline.must_plan or baseline.peak_nbytes >= trial.peak_nbytes:
+    if baseline.problem.must_plan or baseline.peak_nbytes >= trial.peak_nbytes:
         return least
     how = f"compiled, as it is written: none of {len(trials)} plans needs less"
     return least._replace(peak_nbytes=baseline.peak_nbytes, how=how, trial=None)

@@ -13,8 +13,8 @@ from .._model._host_copies import LEAST_NBYTES
 from .._model._optimizer_updates import updated_alone
 from .._runtime._bytes import parse_margin
 from .._runtime._errors import InfeasibleBudgetError
-from ._baseline import Baseline
 from ._plan import Plan
+from ._problem import Problem
 from ._request import Request
 
 UNDER_WAY = 6
@@ -24,18 +24,18 @@ DEAR = 0.1
 """Plans that take this share of the step longer are compared with such that have all of it in the host's memory."""
 
 
-def movable(baseline: Baseline) -> dict[int, int]:
+def movable(problem: Problem) -> dict[int, int]:
     """Bytes on one device of what may be in the host's memory between steps, by place among the leaves of the traced
     arguments, in the order in which they are read; none where the device has no other memory, the user wants none used,
     or says where arguments are, and no more than the host's budget.
     """
-    program = baseline.program
+    program = problem.program
     given = program.in_shardings is not None or program.out_shardings is not None  # as which they must stay
-    if baseline.host is None or given or baseline.traced.around or baseline.traced.references:
+    if problem.host is None or given or problem.traced.around or problem.traced.references:
         return {}
-    graph, first = baseline.rough, len(baseline.traced.jaxpr.jaxpr.constvars)
+    graph, first = problem.estimated, len(problem.traced.jaxpr.jaxpr.constvars)
     sizes = {v - first: graph.values[v].nbytes for v in updated_alone(graph)}
-    left = math.inf if baseline.host.nbytes is None else baseline.host.nbytes
+    left = math.inf if problem.host.nbytes is None else problem.host.nbytes
     found: dict[int, int] = {}
     for place, nbytes in sizes.items():
         if place >= 0 and LEAST_NBYTES <= nbytes <= left:
@@ -44,12 +44,12 @@ def movable(baseline: Baseline) -> dict[int, int]:
     return found
 
 
-def beside(baseline: Baseline, nbytes: int) -> Baseline:
+def beside(problem: Problem, nbytes: int) -> Problem:
     """What is planned for, with so much of the host's memory taken."""
-    host = baseline.host
+    host = problem.host
     if host is None or host.nbytes is None:
-        return baseline
-    return replace(baseline, host=host._replace(nbytes=max(host.nbytes - nbytes, 0)))
+        return problem
+    return replace(problem, host=host._replace(nbytes=max(host.nbytes - nbytes, 0)))
 
 
 def missing_nbytes(error: InfeasibleBudgetError, request: Request) -> int:

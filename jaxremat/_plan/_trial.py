@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from .._compiler._program import Compiled
+from .._compiler._compiled_step import CompiledStep
 from .._model._graph import Graph
 from .._model._schedule import Passing
 from .._model._simulate import Profile, simulate
@@ -37,7 +37,7 @@ class Trial:
     fence: str
     profile: Profile
     jitted: Any
-    compiled: Compiled
+    compiled: CompiledStep
     peak_nbytes: int
     compiled_overhead: float
     compile_seconds: float

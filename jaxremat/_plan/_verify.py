@@ -12,10 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from .._compiler._host_traffic import seconds_with_copies
-from .._compiler._memory_stats import MemoryStats
-from .._compiler._peak_contents import alive_at_peak
-from .._compiler._program import Compiled
 from .._emit._emit import COMBINED
 from .._lower._lower import as_stacked
 from .._model._form import Form
@@ -31,16 +27,18 @@ from .._runtime._bytes import format_nbytes, parse_budget, parse_margin
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
 from .._runtime._progress import Stopwatch, phase, timed
 from .._solver import Solution
-from ._baseline import Baseline, text_of
+from ._baseline import Baseline, measure_baseline
 from ._blame import blamed, without
 from ._compiled_schedule import compile_schedule
 from ._copies import copies
 from ._defects import run_as_written
 from ._effort import Effort
+from ._graphs import EstimatedGraphs, Graphs
 from ._made_for_call import made_for
 from ._plan import Plan
-from ._planned import Planned, planned, sent, warn_of
+from ._planned import Planned, confirmed, planned, sent, warn_of
 from ._prediction import predict
+from ._problem import Problem
 from ._refusal import Least, compiled, infeasible, predicted, slow
 from ._request import Request
 from ._search import Search
@@ -51,40 +49,54 @@ logger = logging.getLogger("jaxremat")
 _ROUNDS = {"normal": 3, "thorough": 7}
 """Schedules that are compiled in search of the best, at most: of each kind."""
 
+LIKELY = 1.2
+"""A step that rules say to need at most this multiple of the budget may well fit as it is written: it is compiled."""
+
 SURELY = 0.5
 """Up to this share of the budget a step that rules say to need so much is taken to fit, and nothing else is made."""
 
 
-def make_plan(baseline: Baseline, request: Request) -> Planned:
+def make_plan(problem: Problem, request: Request, baseline: Baseline | None = None) -> Planned:
     """Plan a step for its arguments.
+
+    **Arguments:** `baseline` of the step, where it is measured already.
 
     **Raises:** `InfeasibleBudgetError`, `BudgetError`, `SolverError`.
     """
     with timed() as stopwatch:
-        found = _Planner(baseline, request, stopwatch).run()
+        found = _Planner(problem, request, stopwatch, baseline).run()
     warn_of(found.plan)
     return found
 
 
-def make_plan_of(baseline: Baseline, request: Request, graph: Graph, solution: Solution) -> Planned:
-    """The plan of a schedule that is known already, whose budget is what it needs; the request's is not looked at."""
+def make_plan_of(
+    problem: Problem, request: Request, graph: Graph, solution: Solution, baseline: Baseline | None
+) -> Planned:
+    """The plan of a schedule that is known already, whose budget is what it needs; the request's is not looked at.
+
+    **Arguments:** `baseline` of the step, None where nothing is to be compiled.
+    """
     with timed() as stopwatch:
-        found = _Planner(baseline, request, stopwatch).follow(graph, solution)
+        found = _Planner(problem, request, stopwatch, baseline).follow(graph, solution)
     warn_of(found.plan)
     return found
 
 
 @dataclass
 class _Planner:
-    """Plans for one budget on what the plain step's other plans start from too."""
+    """Plans for one budget, on a `baseline` from which the step's other plans may start too; None until it is measured,
+    and where nothing is compiled.
+    """
 
-    baseline: Baseline
+    problem: Problem
     request: Request
     stopwatch: Stopwatch
+    baseline: Baseline | None
     margin_nbytes: int = 0
 
     def __post_init__(self) -> None:
-        self.compiled_before = self.baseline.compile_count
+        self.compiled_before = self.problem.compilations.count
+        self.estimated = EstimatedGraphs(self.problem)
         self.tried = 0
         options = self.request.options
         self.rounds = _ROUNDS[options.effort]
@@ -92,17 +104,19 @@ class _Planner:
             self.stopwatch,
             planning_seconds=options.planning_seconds or math.inf,
             limited=options.effort == "normal",
-            drafts=self.baseline.drafts,
+            drafts=self.problem.drafts,
         )
 
     def run(self) -> Planned:
-        options, baseline = self.request.options, self.baseline
-        pins = offloading(baseline.rough)
+        options, problem = self.request.options, self.problem
+        pins = offloading(problem.estimated)
         if pins and options.offload is False:
             said = "saved on the device, for plans use the host's memory with `offload=True` alone."
             warnings.warn(f"{pins[0].origin}: {said}", JaxrematWarning, stacklevel=2)
         elif (
-            pins and not baseline.must_plan and (said := staying(baseline.rough, everything(baseline.rough)))
+            pins
+            and not problem.must_plan
+            and (said := staying(problem.estimated, everything(problem.estimated)))
         ):
             warnings.warn(said, JaxrematWarning, stacklevel=2)
         budget = parse_budget(self.request.budget, self.request.device_nbytes)
@@ -111,8 +125,8 @@ class _Planner:
             budget -= self.margin_nbytes  # from here on what the compiled peak may be
         if not options.verify:
             return self._unverified(budget)
-        fits = budget != "min" and not baseline.must_plan and self._plain_fits(budget)
-        if budget != "min" and fits and not baseline.undoes:
+        fits = budget != "min" and not problem.must_plan and self._plain_fits(budget)
+        if budget != "min" and fits and not problem.undoes:
             return self._plain(budget)
         try:
             return self._found(budget, fits=fits)
@@ -121,8 +135,8 @@ class _Planner:
 
     def _found(self, budget: int | Literal["min"], *, fits: bool) -> Planned:
         """**Arguments:** `fits` whether the step does as it is written."""
-        options, baseline = self.request.options, self.baseline
-        search = some(baseline.defects.attempted("pricing", partial(self._search, rough=False)))
+        options, baseline = self.request.options, self._measured()
+        search = some(self.problem.defects.attempted("pricing", self._measured_search))
         if budget == "min":
             trial = search.least(self.rounds)
             if trial is None:
@@ -137,7 +151,7 @@ class _Planner:
         trial = search.within(budget, self.rounds)
         if trial is None:
             least = compiled(search.trials, baseline)
-            error = blamed(self._refusal(budget, least), budget, baseline.graph, self._least_compiled)
+            error = blamed(self._refusal(budget, least), budget, baseline.graphs.plain, self._least_compiled)
             if least.trial is not None:
                 error.least_plan = self._planned(search, least.trial, least.peak_nbytes).plan
             raise error
@@ -150,11 +164,11 @@ class _Planner:
 
     def follow(self, graph: Graph, solution: Solution) -> Planned:
         if not self.request.options.verify:
-            search = self._search(rough=True)
+            search = self._search(self.estimated)
             peak = simulate(graph, solution.schedule).peak_nbytes
             plan = self._as_plan(graph, peak, solution, search)
-            return Planned(plan, self.baseline.jitted(graph, solution.schedule), None)
-        search = self._search(rough=False)
+            return Planned(plan, self.problem.jitted(graph, solution.schedule), None)
+        search = self._measured_search()
         try:
             trial = search.follow(graph, solution)
         except NoProgramError:
@@ -163,128 +177,132 @@ class _Planner:
 
     def _plain_fits(self, budget: int) -> bool:
         """Whether the plain step keeps the budget; it is compiled where that is likely, the tagged one is anyway."""
-        baseline = self.baseline
-        if baseline.rough_peak_nbytes <= 1.2 * budget:
-            if baseline.rough_peak_nbytes > SURELY * budget:
-                baseline.foresee()
-            return MemoryStats.of(baseline.plain).peak_nbytes <= budget
-        return baseline.peak_nbytes <= budget and MemoryStats.of(baseline.plain).peak_nbytes <= budget
+        problem, likely = self.problem, LIKELY * budget
+        if self.baseline is None:
+            estimated = problem.estimated_peak_nbytes
+            self.baseline = measure_baseline(
+                problem, plain=estimated <= likely, tagged=estimated > SURELY * budget
+            )
+        if self.baseline.compiling is None and self.baseline.peak_nbytes <= budget:
+            self.baseline = self.baseline.with_plain(self.baseline.tagged)
+        return self.baseline.peak_nbytes <= budget
+
+    def _measured(self) -> Baseline:
+        """The baseline, which is measured now if it is not yet."""
+        if self.baseline is None:
+            self.baseline = measure_baseline(self.problem, plain=False, tagged=True)
+        return self.baseline
 
     def _as_written(self, budget: int | Literal["min"]) -> Planned:
         """The plain step, where no form could be made. **Raises:** `InfeasibleBudgetError` where that exceeds."""
-        verify, graph = self.request.options.verify, self.baseline.rough
-        peak = MemoryStats.of(self.baseline.plain).peak_nbytes if verify else self.baseline.rough_peak_nbytes
+        verify, graph = self.request.options.verify, self.problem.estimated
+        if verify:
+            self.baseline = self._measured().with_plain()
+        peak = self.baseline.peak_nbytes if self.baseline else self.problem.estimated_peak_nbytes
         room = peak if budget == "min" else budget
         run_as_written(self.request.budget, peak, room, self.margin_nbytes)
         if verify:
             return self._plain(room)
         plan = self._as_plan(graph, room, Solution(everything(graph), solver="none"))
         written = replace(plan, overhead=0.0, gap=0.0, stages=(), account=account_of_plain(as_stacked(graph)))
-        return Planned(written, self.baseline.program.plain, None)
+        return Planned(written, self.problem.program.plain, None)
 
     def _plain(self, budget: int) -> Planned:
-        compiled, graph = self.baseline.plain, self.baseline.rough
+        self.baseline = self._measured().with_plain()
+        compiled, graph = self.baseline.plain, self.problem.estimated
         plan = self._as_plan(graph, budget, Solution(everything(graph), solver="none"))
         plan = replace(
-            self._confirmed(plan, compiled),
+            confirmed(plan, compiled, self.problem.compiler),
             predicted_peak_nbytes=plan.baseline_peak_nbytes,
             overhead=0.0,
             gap=0.0,
             compiled_overhead=0.0,
             stages=(),
-            form=self.baseline.traced.form,
+            form=self.problem.traced.form,
             account=account_of_plain(as_stacked(graph)),
         )
-        return planned(self.baseline, plan, self.baseline.program.plain, compiled)
+        return planned(self.problem, plan, self.problem.program.plain, compiled)
 
     def _planned(self, search: Search, trial: Trial, budget: int, found: tuple[str, ...] = ()) -> Planned:
         said = staying(trial.graph, trial.solution.schedule)
         plan = self._as_plan(trial.graph, budget, trial.solution, search)
         plan = replace(
-            self._confirmed(plan, trial.compiled),
+            confirmed(plan, trial.compiled, self.problem.compiler),
             compiled_overhead=trial.compiled_overhead,
-            collectives=sent(self.baseline, trial.compiled),
+            collectives=sent(self._measured(), trial.compiled),
             fence=trial.fence,
             detached=trial.detached,
             warnings=(said, *found) if said else found,
         )
-        return planned(self.baseline, plan, trial.jitted, trial.compiled)
-
-    def _confirmed(self, plan: Plan, compiled: Compiled) -> Plan:
-        """The plan with what the compiler says of its step."""
-        memory = MemoryStats.of(compiled)
-        return replace(
-            plan,
-            compiled_peak_nbytes=memory.peak_nbytes,
-            memory=memory,
-            compiler=self.baseline.compiler,
-            alive=alive_at_peak(text_of(compiled)),
-        )
+        return planned(self.problem, plan, trial.jitted, trial.compiled)
 
     def _unverified(self, budget: int | Literal["min"]) -> Planned:
-        baseline = self.baseline
+        problem = self.problem
         allowance = None if budget == "min" else budget
-        rough_peak = baseline.rough_peak_nbytes
-        search = self._search(rough=True)
+        estimated_peak = problem.estimated_peak_nbytes
+        search = self._search(self.estimated)
         graph, solution = predict(search, allowance)
         peak = simulate(graph, solution.schedule).peak_nbytes
         if allowance is not None and peak > allowance:
             error = self._refusal(allowance, predicted(graph, solution.schedule))
-            raise blamed(error, allowance, baseline.rough, self._least_predicted)
+            raise blamed(error, allowance, problem.estimated, self._least_predicted)
         plan = self._as_plan(graph, allowance or peak, solution, search)
-        if solution.schedule.drops_nothing and (not graph.loop_stop or rough_peak <= (allowance or 0)):
-            plan = replace(plan, stages=(), account=account_of_plain(as_stacked(baseline.rough)))
-            return Planned(plan, baseline.program.plain, None)
-        emitted = partial(baseline.jitted, graph, solution.schedule)
-        jitted = baseline.defects.attempted("emitting", emitted, graph.form, graph, solution)
+        if solution.schedule.drops_nothing and (not graph.loop_stop or estimated_peak <= (allowance or 0)):
+            plan = replace(plan, stages=(), account=account_of_plain(as_stacked(problem.estimated)))
+            return Planned(plan, problem.program.plain, None)
+        emitted = partial(problem.jitted, graph, solution.schedule)
+        jitted = problem.defects.attempted("emitting", emitted, graph.form, graph, solution)
         return self._as_written(budget) if jitted is None else Planned(plan, jitted, None)
 
     def _least_compiled(self) -> int:
         """The least compiled peak that is found without pins."""
-        return self._search(rough=False, pinned=False).lowest().peak_nbytes
+        return self._measured_search(pinned=False).lowest().peak_nbytes
 
     def _least_predicted(self) -> int:
-        graph, solution = predict(self._search(rough=True, pinned=False), None)
+        graph, solution = predict(self._search(self.estimated, pinned=False), None)
         return simulate(graph, solution.schedule).peak_nbytes
 
-    def _search(self, *, rough: bool, pinned: bool = True) -> Search:
-        options, baseline = self.request.options, self.baseline
+    def _measured_search(self, *, pinned: bool = True) -> Search:
+        baseline = self._measured()
+        return self._search(baseline.graphs, baseline, pinned=pinned)
+
+    def _search(self, graphs: Graphs, baseline: Baseline | None = None, *, pinned: bool = True) -> Search:
+        """**Arguments:** `baseline` that the graphs are of, None where nothing is compiled."""
+        options, problem = self.request.options, self.problem
 
         def wanted(graph: Graph) -> Graph:
             return graph if pinned else without(graph, None)
 
         def graph_of(form: Form) -> Graph | None:
-            make = partial(baseline.graph_of, form, rough=rough)
-            found = baseline.defects.attempted("rewriting", make, form)
+            found = problem.defects.attempted("rewriting", partial(graphs.of, form), form)
             return found and wanted(found)
 
-        graph = wanted(baseline.plain_graph(rough=rough))
-        self.effort.compile_seconds = baseline.plain_seconds
+        graph = wanted(graphs.plain)
+        self.effort.compile_seconds = baseline.measured.compile_seconds if baseline else 0.0
         return Search(
             graph=graph,
-            forms=baseline.forms(graph),
+            forms=graphs.forms(graph),
             graph_of=graph_of,
             solver=options.solver,
             time_limit=options.time_limit,
             attempt=self._try,
-            temporaries_nbytes=self._temporaries(rough=rough),
+            temporaries_nbytes=self._temporaries(baseline),
             effort=self.effort,
-            known=baseline.as_checkpointed if baseline.undoes and pinned else None,
-            written_nbytes=None if rough or baseline.must_plan else baseline.peak_nbytes,
+            known=problem.as_checkpointed if problem.undoes and pinned else None,
+            written_nbytes=baseline.peak_nbytes if baseline and not problem.must_plan else None,
         )
 
     def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
         make = partial(self._compiled, graph, solution, fence)
-        return self.baseline.defects.attempted(f"fence {fence!r}", make, graph.form, graph, solution)
+        return self.problem.defects.attempted(f"fence {fence!r}", make, graph.form, graph, solution)
 
     def _compiled(self, graph: Graph, solution: Solution, fence: str) -> Trial:
-        baseline = self.baseline
+        baseline = self._measured()
         profile = simulate(graph, solution.schedule)
         self.tried += 1
         began = time.monotonic()
         with phase(f"compiling plan {self.tried}", kind="compile"):
-            made = compile_schedule(baseline, graph, solution.schedule, fence)
-        seconds = seconds_with_copies(made.module, baseline.device)
+            made = compile_schedule(self.problem, graph, solution.schedule, fence)
         trial = Trial(
             graph=graph,
             solution=solution,
@@ -293,8 +311,8 @@ class _Planner:
             jitted=made.jitted,
             compiled=made.compiled,
             detached=made.detached,
-            peak_nbytes=MemoryStats.of(made.compiled).peak_nbytes,
-            compiled_overhead=seconds / baseline.seconds - 1
+            peak_nbytes=made.compiled.peak_nbytes,
+            compiled_overhead=made.compiled.seconds / baseline.seconds - 1
             if baseline.seconds
             else 0.0,  # of a step of nothing
             compile_seconds=time.monotonic() - began,
@@ -309,7 +327,7 @@ class _Planner:
 
     def _combined(self, search: Search, trial: Trial, budget: int) -> Trial:
         """The trial, or the same schedule with fences that leave what devices add up alone, if that fits."""
-        if self.baseline.division.devices == 1 or trial.solution.schedule.drops_nothing:
+        if self.problem.division.devices == 1 or trial.solution.schedule.drops_nothing:
             return trial
         found = search.attempt(trial.graph, trial.solution, COMBINED)
         if found is None or found.peak_nbytes > budget:
@@ -321,13 +339,13 @@ class _Planner:
         schedule = solution.schedule
         profile = simulate(graph, schedule)
         overhead = profile.extra_seconds / (graph.step_seconds or 1.0)
-        trials, traced = search.trials if search else [], self.baseline.traced
+        trials, problem, traced = search.trials if search else [], self.problem, self.problem.traced
         return Plan(
-            step=getattr(self.baseline.program.fn, "__name__", "step"),
+            step=getattr(problem.program.fn, "__name__", "step"),
             budget_nbytes=budget + self.margin_nbytes,
             baseline_peak_nbytes=self.baseline.peak_nbytes
-            if self.request.options.verify
-            else self.baseline.rough_peak_nbytes,
+            if self.baseline
+            else problem.estimated_peak_nbytes,
             predicted_peak_nbytes=profile.peak_nbytes,
             compiled_peak_nbytes=None,
             memory=None,
@@ -338,13 +356,13 @@ class _Planner:
             gap=max(overhead - solution.lower_bound, 0.0),
             solver=solution.solver or type(self.request.options.solver).__name__,
             solve_seconds=search.solving.seconds if search else 0.0,
-            compile_count=self.baseline.compile_count - self.compiled_before,
+            compile_count=problem.compilations.count - self.compiled_before,
             rounds=tuple(t.round for t in trials),
             actions=actions(graph, schedule),
             alive=(),
             account=account(as_stacked(search.graph if search else graph), graph, schedule),
-            fingerprint=self.baseline.fingerprint,
-            made_for=made_for(self.baseline.program, self.baseline.args, self.baseline.kwargs),
+            fingerprint=problem.fingerprint,
+            made_for=made_for(problem.program, problem.args, problem.kwargs),
             saved=tuple(sorted(schedule.saved)),
             kept=tuple(sorted(schedule.kept)),
             offloaded=tuple(sorted(schedule.offloaded)),
@@ -359,16 +377,16 @@ class _Planner:
                 graph.form,
                 traced.sources,
                 traced.rows,
-                self.baseline.form(graph.form).inner,
-                self.baseline.form(graph.form).attention,
-                self.baseline.form(graph.form).chain,
+                problem.form(graph.form).inner,
+                problem.form(graph.form).attention,
+                problem.form(graph.form).chain,
                 devices=1 if schedule.drops_nothing else traced.devices,
             ),
-            copies=copies(self.baseline.form(graph.form), graph, schedule),
+            copies=copies(problem.form(graph.form), graph, schedule),
             margin_nbytes=self.margin_nbytes,
-            devices=self.baseline.division.devices,
+            devices=problem.division.devices,
             waiting=math.fsum(waits(graph, schedule)) / (graph.step_seconds or 1.0),
-            respect_checkpoint=self.baseline.respect_checkpoint,
+            respect_checkpoint=problem.respect_checkpoint,
             planning=PlanningTime.of(
                 self.stopwatch,
                 min((t.ended_seconds for t in trials if t.peak_nbytes <= budget), default=0.0),
@@ -383,13 +401,12 @@ class _Planner:
             budget,
             self.margin_nbytes,
             least,
-            temporaries_nbytes=self._temporaries(rough=not self.request.options.verify),
+            temporaries_nbytes=self._temporaries(self.baseline),
             effort=self.effort,
         )
 
-    def _temporaries(self, *, rough: bool) -> int:
+    def _temporaries(self, baseline: Baseline | None) -> int:
         """What of the step as it is written is not there all the time."""
-        baseline = self.baseline
-        return (
-            baseline.rough_peak_nbytes - baseline.rough.base_nbytes if rough else baseline.temporaries_nbytes
-        )
+        if baseline is not None:
+            return baseline.temporaries_nbytes
+        return self.problem.estimated_peak_nbytes - self.problem.estimated.base_nbytes

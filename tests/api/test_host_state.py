@@ -15,7 +15,7 @@ from jaxremat import InfeasibleBudgetError, JaxrematWarning, Plan
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._program import Program
 from jaxremat._model._optimizer_updates import updated_alone
-from jaxremat._plan._baseline import Baseline
+from jaxremat._plan._problem import Problem
 from jaxremat._plan._state_on_host import enough
 
 ADAM = optax.adamw(1e-3)
@@ -222,9 +222,9 @@ def test_enough_is_the_first_that_may_do_and_then_all() -> None:
 def test_what_is_read_to_be_updated_alone() -> None:
     args = shapes(32, 3, 64)
     program = Program(step, donate_argnums=(0, 1))
-    baseline = Baseline(program, args, {}, detect(jax.devices()[0]), "roofline")
-    leaves, first = jax.tree.leaves(args), len(baseline.traced.jaxpr.jaxpr.constvars)
-    found = [v - first for v in updated_alone(baseline.rough) if leaves[v - first].ndim]
+    problem = Problem(program, args, {}, detect(jax.devices()[0]), "roofline")
+    leaves, first = jax.tree.leaves(args), len(problem.traced.jaxpr.jaxpr.constvars)
+    found = [v - first for v in updated_alone(problem.estimated) if leaves[v - first].ndim]
     assert sorted(found) == [i for i in range(6, len(leaves) - 1) if leaves[i].ndim]  # both moments
     last = {jax.tree.leaves(args[:2])[i].shape for i in found[:1]}
     assert last == {(128, 32)}  # of the last layer's last product

@@ -27,7 +27,7 @@ from jaxremat import (
     PlanMismatchError,
 )
 from jaxremat._compiler._devices import measure_cpu
-from jaxremat._plan import _baseline as baseline_module
+from jaxremat._plan import _problem as problem_module
 
 CASE = BY_NAME["custom_vjp"]
 ARGS = jax.eval_shape(CASE.make_args)
@@ -140,7 +140,7 @@ def test_the_knee_is_the_corner_of_a_bent_line(frontier: Frontier) -> None:
 def test_a_sweep_that_was_done_compiles_and_solves_nothing(
     frontier: Frontier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = counted(monkeypatch, baseline_module.Baseline, "compile")
+    compiled = counted(monkeypatch, problem_module.Problem, "compile")
     solved = counted(monkeypatch, Milp, "solve")
     priced = counted(monkeypatch, Milp, "priced")
     assert swept() == frontier

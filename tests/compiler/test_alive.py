@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxremat
+from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._peak_contents import Alive, alive_at_peak
 
 WIDTH, BATCH = 64, 4096
@@ -82,7 +83,7 @@ ENTRY %main (p: f32[8]) -> f32[] {
   ROOT %c = f32[] dot(%a, %b), lhs_contracting_dims={0}, rhs_contracting_dims={0}
 }
 """
-    assert set(alive_at_peak(text)) == {
+    assert set(alive_at_peak(parse(text), text)) == {
         Alive(32, "f32[8]", "forward", "jit(f)/jvp()/add", "net.py:3 (f)"),
         Alive(32, "f32[8]", "recomputed", "jit(f)/recompute_0/jvp()/mul", ""),
     }

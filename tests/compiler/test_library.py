@@ -8,12 +8,12 @@ import pytest
 from jax import lax
 
 import jaxremat
-from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._library_kernels import library_seconds
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._target import Target
 from jaxremat._model._device_specs import DEVICES
-from jaxremat._plan._baseline import Baseline
+from jaxremat._plan._baseline import Baseline, measure_baseline
+from jaxremat._plan._problem import Problem
 from jaxremat._program._flops import alone_seconds
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -52,19 +52,19 @@ ARGS = (
 
 @pytest.fixture(scope="module")
 def plain() -> Baseline:
-    return Baseline(
-        Program(step, donate_argnums=(0,), target=Target("p100")), ARGS, {}, DEVICES["p100"], "roofline"
-    )
+    program = Program(step, donate_argnums=(0,), target=Target("p100"))
+    problem = Problem(program, ARGS, {}, DEVICES["p100"], "roofline")
+    return measure_baseline(problem, plain=False, tagged=True)
 
 
 def test_a_transposed_convolution_costs_what_the_library_computes(plain: Baseline) -> None:
     """XLA writes zeros between the operand's elements, and has cuDNN multiply them too."""
-    eqns = plain.traced.jaxpr.jaxpr.eqns
-    called = library_seconds(parse(plain.witness.as_text() or ""), eqns, plain.device)
+    eqns = plain.problem.traced.jaxpr.jaxpr.eqns
+    called = library_seconds(plain.tagged.module, eqns, plain.problem.device)
     convolutions = [i for i, eqn in enumerate(eqns) if eqn.primitive.name == "conv_general_dilated"]
     assert set(convolutions) <= set(called)
-    slower = {i: called[i] / alone_seconds(plain.device, eqns[i]) for i in convolutions}
-    forward = [i for i in convolutions if plain.graph.nodes[i].forward]
+    slower = {i: called[i] / alone_seconds(plain.problem.device, eqns[i]) for i in convolutions}
+    forward = [i for i in convolutions if plain.graphs.plain.nodes[i].forward]
     transposed = [i for i in forward if eqns[i].params["lhs_dilation"] == (2, 2)]
     assert len(transposed) == 2 and len(forward) == 4
     for i in transposed:
@@ -72,7 +72,7 @@ def test_a_transposed_convolution_costs_what_the_library_computes(plain: Baselin
     for i in set(forward) - set(transposed):
         assert 0.9 < slower[i] < 1.3
     for i in forward:
-        assert plain.graph.nodes[i].seconds == pytest.approx(called[i], rel=0.1)
+        assert plain.graphs.plain.nodes[i].seconds == pytest.approx(called[i], rel=0.1)
 
 
 def test_the_overhead_of_recomputing_one_is_the_compiled_programs() -> None:

@@ -10,6 +10,8 @@ import pytest
 from jax import lax
 
 import jaxremat
+from jaxremat._compiler._compiled_step import CompiledStep
+from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._overwritten_reads import OverwrittenRead, overwritten_reads
 from jaxremat._compiler._target import Target
@@ -17,6 +19,7 @@ from jaxremat._emit._detaching import detach
 from jaxremat._plan import _compiled_schedule
 from jaxremat._plan._compiled_schedule import OverwrittenReadError, compile_schedule
 
+CPU = DeviceSpec("here", "cpu", 2**30, 2.5e10, (("f32", 1.5e11),), 2e-6, 2.5e10)
 X = np.random.default_rng(0).normal(size=(512, 64)).astype("float32")
 
 
@@ -100,7 +103,7 @@ class FakeBaseline:
         return detached(row_before) if passing and self.mends else row_before
 
     def compile(self, jitted: Any) -> Any:
-        return compiled(jitted)
+        return CompiledStep(compiled(jitted), CPU)
 
 
 def test_a_schedule_is_compiled_again_with_the_array_detached() -> None:
@@ -109,7 +112,7 @@ def test_a_schedule_is_compiled_again_with_the_array_detached() -> None:
     made = compile_schedule(baseline, none, none, "finished")
     assert baseline.asked == [(), (("fence_0", 0),)]
     assert made.detached == (("fence_0", 0),)
-    np.testing.assert_array_equal(made.compiled(X)[0], jax.jit(row_before)(X)[0])
+    np.testing.assert_array_equal(made.compiled.executable(X)[0], jax.jit(row_before)(X)[0])
 
 
 def test_a_schedule_that_cannot_be_mended_is_refused() -> None:

@@ -18,7 +18,8 @@ from jaxremat._compiler._workspace import workspaces
 from jaxremat._lower._lower import lower
 from jaxremat._model._device_specs import DEVICES
 from jaxremat._model._simulate import simulate
-from jaxremat._plan._baseline import Baseline
+from jaxremat._plan._baseline import Baseline, measure_baseline
+from jaxremat._plan._problem import Problem
 from jaxremat._program._flops import aval_nbytes
 from jaxremat._rewrite._passes import without
 from jaxremat._rewrite._trace import trace
@@ -74,15 +75,16 @@ STEPS = {
 def baseline(name: str, target: str) -> Baseline:
     step, args = STEPS[name]
     program = Program(step, donate_argnums=(0,), target=Target(target))
-    return Baseline(program, args, {}, DEVICES[target], "roofline")
+    problem = Problem(program, args, {}, DEVICES[target], "roofline")
+    return measure_baseline(problem, plain=False, tagged=True)
 
 
 def test_copies_that_only_the_equation_alone_needs_are_not_counted() -> None:
     """In the program the producers of a convolution's operands write them as it wants them, but for the padding."""
     plain = baseline("inverted", "p100")
-    eqns = plain.traced.jaxpr.jaxpr.eqns
-    shown = scratch(parse(plain.witness.as_text() or ""), eqns)
-    alone = workspaces(plain.traced, plain.program, "gpu", 2**20)
+    eqns = plain.problem.traced.jaxpr.jaxpr.eqns
+    shown = scratch(plain.tagged.module, eqns)
+    alone = workspaces(plain.problem.traced, plain.problem.program, "gpu", 2**20)
     (gradient,) = (
         i for i, eqn in enumerate(eqns)
         if eqn.primitive.name == "conv_general_dilated" and eqn.params["lhs_dilation"] == (2, 2)
@@ -101,9 +103,9 @@ def test_a_pooling_gradient_fills_no_zeros_in_the_forward_pass(target: str, mask
     """The plain program fills them there, and keeps them; a plan that drops nothing does not."""
     with without(*["masks"] * (masks == "operands")):
         plain = baseline("vgg", target)
-    spared = plain.peak_nbytes - jaxremat.MemoryStats.of(plain.witness).peak_nbytes
+    spared = plain.peak_nbytes - plain.tagged.peak_nbytes
     assert spared > 0.15 * plain.peak_nbytes
-    assert plain.seconds >= plain.witness_seconds
+    assert plain.seconds >= plain.tagged.seconds
     step, args = STEPS["vgg"]
     budget = plain.peak_nbytes - spared // 2
     plan = jaxremat.plan(step, *args, budget=budget, donate_argnums=0, target=target, cache=False)
@@ -128,12 +130,10 @@ def test_the_model_of_a_network_with_pools_meets_the_compiler() -> None:
 def test_weight_gradients_of_what_is_recomputed_are_not_put_off() -> None:
     """XLA joins the recomputed activation with the next gradients, and keeps five arrays where three do."""
     plain = baseline("vgg", "p100")
-    graph = plain.graph
+    graph = plain.graphs.plain
     solution = Milp().solve(graph, None, time_limit=5.0)
     peaks = {
-        fence: jaxremat.MemoryStats.of(
-            plain.compile(plain.jitted(graph, solution.schedule, fence))
-        ).peak_nbytes
+        fence: plain.problem.compile(plain.problem.jitted(graph, solution.schedule, fence)).peak_nbytes
         for fence in ("finished", "ordered")
     }
     predicted = simulate(graph, solution.schedule).peak_nbytes
@@ -226,8 +226,9 @@ def test_the_model_of_padded_logits_meets_the_compiler() -> None:
     labels = jax.ShapeDtypeStruct((1024,), jnp.int32)
     args = ((struct(512, 512), struct(50257, 512)), struct(1024, 512), labels)
     program = Program(language_model, donate_argnums=(0,), target=Target("h100"))
-    plain = Baseline(program, args, {}, DEVICES["h100"], "roofline")
-    graph = plain.graph
+    problem = Problem(program, args, {}, DEVICES["h100"], "roofline")
+    plain = measure_baseline(problem, plain=False, tagged=True)
+    graph = plain.graphs.plain
     assert max(node.workspace_nbytes for node in graph.nodes) > 1024 * 50257 * 4
     predicted = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
     assert predicted == pytest.approx(plain.peak_nbytes, rel=0.01)

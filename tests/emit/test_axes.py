@@ -18,7 +18,8 @@ from jaxremat._compiler._target import Target
 from jaxremat._emit._emit import FENCES, emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._simulate import extra_seconds
-from jaxremat._plan._baseline import Baseline, text_of
+from jaxremat._plan._baseline import measure_baseline
+from jaxremat._plan._problem import Problem
 from jaxremat._rewrite._trace import trace
 
 LAST, FIRST = ("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")
@@ -116,13 +117,14 @@ def test_masks_are_written_by_kernels_that_reduce(target: str) -> None:
     """As in the plain step, and plans cost what they promise."""
     step = program("mobilenet_v2", scale="tiny", batch=64, pixels=128)
     made = Program(step.step, donate_argnums=(0,), target=Target(target))
-    plain = Baseline(made, step.abstract_args(), {}, DEVICES[target], "roofline")
-    graph = plain.graph
+    problem = Problem(made, step.abstract_args(), {}, DEVICES[target], "roofline")
+    plain = measure_baseline(problem, plain=False, tagged=True)
+    graph = plain.graphs.plain
     saved = [v for v in graph.residuals if "bool" not in graph.values[v].shape]
     schedule = complete(graph, saved)
     again = {graph.nodes[n].primitive for nodes in schedule.recomputed for n in nodes}
     assert again == {"and"}
-    text = text_of(plain.compile(plain.jitted(graph, schedule)))
+    text = problem.compile(problem.jitted(graph, schedule)).executable.as_text() or ""
     passed = [
         shape
         for line in text.splitlines()
@@ -131,8 +133,6 @@ def test_masks_are_written_by_kernels_that_reduce(target: str) -> None:
     ]
     assert passed
     assert all(shape.endswith("{3,2,1,0}") for shape in passed)
-    assert masks_apart(parse(text)) <= 1 + masks_apart(
-        parse(text_of(plain.witness))
-    )  # that of the pooled images
-    seconds = roofline(parse(text), plain.device).seconds
+    assert masks_apart(parse(text)) <= 1 + masks_apart(plain.tagged.module)  # that of the pooled images
+    seconds = roofline(parse(text), problem.device).seconds
     assert seconds == pytest.approx(plain.seconds + extra_seconds(graph, schedule), rel=0.01)

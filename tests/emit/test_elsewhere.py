@@ -23,7 +23,8 @@ from jaxremat._model._device_specs import DEVICES
 from jaxremat._model._host_copies import HostMemory
 from jaxremat._model._stack_copies import AT_ONCE
 from jaxremat._model._stages import cuttings
-from jaxremat._plan._baseline import Baseline
+from jaxremat._plan._baseline import measure_baseline
+from jaxremat._plan._problem import Problem
 from jaxremat._plan._verify import make_plan_of
 
 
@@ -172,11 +173,13 @@ class Everything:
 def planned(kind: str, again: bool = False, target: str = "h100", stages: int = 0) -> tuple[Plan, Module]:
     """The plan of that schedule for a GPU, and what its compiler makes of it."""
     decorated = jaxremat.optimize("min", donate_argnums=0, target=target, offload=True)(STEPS[kind])
-    baseline, request = decorated._prepare(LARGE[kind], {})
-    graph = cuttings(baseline.graph)[stages]
-    found = make_plan_of(baseline, request, graph, Everything(again).solve(graph, None, time_limit=1.0))
+    problem, request = decorated._prepare(LARGE[kind], {})
+    baseline = measure_baseline(problem, plain=False, tagged=True)
+    graph = cuttings(baseline.graphs.plain)[stages]
+    solution = Everything(again).solve(graph, None, time_limit=1.0)
+    found = make_plan_of(problem, request, graph, solution, baseline)
     assert found.compiled is not None
-    return found.plan, parse(found.compiled.as_text() or "")
+    return found.plan, parse(found.compiled.executable.as_text() or "")
 
 
 def values_of(shapes: Any) -> Any:
@@ -193,13 +196,13 @@ def test_results_are_those_of_the_step(kind: str, again: bool, fence: str) -> No
     """On the CPU, where a copy to the host is none."""
     step, shapes = STEPS[kind], SMALL[kind]
     program = Program(fn=step)
-    baseline = Baseline(
+    problem = Problem(
         program, shapes, {}, DEVICES["h100"], "roofline", jax.devices()[0], host=HostMemory(1e13)
     )
-    graph = replace(baseline.rough, platform="gpu")
+    graph = replace(problem.estimated, platform="gpu")
     schedule = Everything(again).solve(graph, None, time_limit=1.0).schedule
     assert schedule.offloaded
-    jaxpr = emit(baseline.traced, graph, schedule, fence)
+    jaxpr = emit(problem.traced, graph, schedule, fence)
     in_loops = sum(
         graph.values[copy.value].length > 0 for copy in schedule.offloaded
     )  # the first row comes before

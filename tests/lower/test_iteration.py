@@ -22,7 +22,8 @@ from jaxremat._lower._iteration import backward, forward
 from jaxremat._lower._lower import lower
 from jaxremat._model._device_specs import DEVICES
 from jaxremat._model._graph import Graph
-from jaxremat._plan._baseline import Baseline
+from jaxremat._plan._baseline import Baseline, measure_baseline
+from jaxremat._plan._problem import Problem
 from jaxremat._program import _compat
 from jaxremat._rewrite._trace import trace
 
@@ -51,7 +52,8 @@ def by_hand(remat: str) -> tuple[int, float]:
 def baseline() -> Baseline:
     step = a_step()
     of = Program(step.step, donate_argnums=step.donate_argnums, target=Target("h100"))
-    return Baseline(of, step.abstract_args(), {}, H100, "roofline")
+    problem = Problem(of, step.abstract_args(), {}, H100, "roofline")
+    return measure_baseline(problem, plain=False, tagged=True)
 
 
 def scores_in_memory(graph: Graph) -> list[str]:
@@ -66,21 +68,21 @@ def scores_in_memory(graph: Graph) -> list[str]:
 
 def test_what_one_kernel_keeps_to_itself_is_not_for_stacks() -> None:
     """The plain loop stacks the softmax's exponentials, which one that stacks nothing never writes."""
-    assert "exp" in scores_in_memory(baseline().rough)
-    assert len(scores_in_memory(baseline().graph)) == 2  # the scores, and the weights that they become
-    assert "exp" not in scores_in_memory(baseline().graph)
+    assert "exp" in scores_in_memory(baseline().problem.estimated)
+    assert len(scores_in_memory(baseline().graphs.plain)) == 2  # the scores, and the weights that they become
+    assert "exp" not in scores_in_memory(baseline().graphs.plain)
 
 
 def test_no_stack_is_too_small_to_decide_about() -> None:
     """Each takes kernels of its own, however small it is; what lies outside of loops may be small."""
-    graph = baseline().graph
+    graph = baseline().graphs.plain
     below = {v for v in graph.residuals if graph.values[v].saved_nbytes <= graph.small_nbytes}
     assert {v for v in below if graph.values[v].length}
     assert {v for v in below if graph.is_small(v)} == {v for v in below if not graph.values[v].length}
 
 
 def test_the_plain_loops_cost_what_they_stack() -> None:
-    graph = baseline().graph
+    graph = baseline().graphs.plain
     peak, seconds = by_hand("none")
     assert graph.step_seconds == seconds
     assert peak == baseline().peak_nbytes
@@ -91,8 +93,8 @@ def test_the_plain_loops_cost_what_they_stack() -> None:
 
 def test_stacks_of_gradients_begin_when_the_loss_has_its_gradient() -> None:
     """Of zeros that depend on nothing the compiler makes them before the forward pass."""
-    graph = baseline().rough
-    planned = emit(baseline().traced, graph, complete(graph, graph.residuals)).jaxpr
+    graph = baseline().problem.estimated
+    planned = emit(baseline().problem.traced, graph, complete(graph, graph.residuals)).jaxpr
     backward = [eqn for eqn in planned.eqns if eqn.primitive.name == "scan"][-1]
     maker = {v: eqn for eqn in planned.eqns for v in eqn.outvars}
 
@@ -109,9 +111,8 @@ def test_stacks_of_gradients_begin_when_the_loss_has_its_gradient() -> None:
 
 def compiled(graph: Graph) -> tuple[int, float]:
     """Compiled peak and overhead of the form's plan that saves nothing but carries."""
-    step = baseline().compile(baseline().jitted(graph, complete(graph, ())))
-    seconds = roofline(parse(step.as_text() or ""), H100).seconds
-    return MemoryStats.of(step).peak_nbytes, seconds / baseline().seconds - 1
+    step = baseline().problem.compile(baseline().problem.jitted(graph, complete(graph, ())))
+    return step.peak_nbytes, step.seconds / baseline().seconds - 1
 
 
 def test_loops_that_nothing_needs_have_no_iteration() -> None:
@@ -132,7 +133,7 @@ def test_loops_that_nothing_needs_have_no_iteration() -> None:
 @pytest.mark.parametrize("levels", [(), (6,), (2, 3)])
 def test_forms_cost_what_they_compile_to(levels: tuple[int, ...]) -> None:
     """Loops that absorb updates, or are cut into levels, were up to 20 points of the step's time too cheap."""
-    graph = baseline().graph_of(of_levels(levels)) if levels else baseline().graph
+    graph = baseline().graphs.of(of_levels(levels)) if levels else baseline().graphs.plain
     schedule = complete(graph, ())
     peak, overhead = compiled(graph)
     profile = simulate(graph, schedule)
@@ -162,25 +163,28 @@ def test_what_an_iteration_writes_on_the_cpu() -> None:
     """
     step = program("vit_scanned", scale="tiny")
     of = Program(step.step, donate_argnums=step.donate_argnums)
-    cpu = Baseline(of, step.abstract_args(), {}, CPU, "roofline")
-    padded = [n for n in cpu.graph.nodes if n.primitive == "pad" and n.loop >= 0]
+    problem = Problem(of, step.abstract_args(), {}, CPU, "roofline")
+    cpu = measure_baseline(problem, plain=False, tagged=True).graphs.plain
+    padded = [n for n in cpu.nodes if n.primitive == "pad" and n.loop >= 0]
     assert len(padded) == 3
-    assert all(cpu.graph.values[v].materialised for n in padded for v in n.outputs)
-    assert not any(cpu.rough.values[v].materialised for n in padded for v in n.outputs)
-    (erfc,) = (n for n in cpu.graph.nodes if n.primitive == "erfc")
-    assert not cpu.graph.values[erfc.outputs[0]].materialised
+    assert all(cpu.values[v].materialised for n in padded for v in n.outputs)
+    assert not any(problem.estimated.values[v].materialised for n in padded for v in n.outputs)
+    (erfc,) = (n for n in cpu.nodes if n.primitive == "erfc")
+    assert not cpu.values[erfc.outputs[0]].materialised
     assert (
-        erfc.shared_nbytes >= 2 * cpu.graph.values[erfc.outputs[0]].nbytes
+        erfc.shared_nbytes >= 2 * cpu.values[erfc.outputs[0]].nbytes
     )  # it is a quotient on either side of one
 
 
 @pytest.mark.slow
 def test_plans_break_no_softmax() -> None:
     """A stage that makes attention's weights again and goes on from them shares no sums between the two kernels."""
-    graph = baseline().graph
-    step = baseline().compile(baseline().jitted(graph, complete(graph, ())))
+    graph = baseline().graphs.plain
+    step = baseline().problem.compile(baseline().problem.jitted(graph, complete(graph, ())))
     made = {
-        shape.dims for kernel in kernels(parse(step.as_text() or "")) for shape in kernel.instruction.shapes
+        shape.dims
+        for kernel in kernels(parse(step.executable.as_text() or ""))
+        for shape in kernel.instruction.shapes
     }
     assert any(prod(dims) == prod(SCORES) for dims in made)
     assert SCORES[:3] not in made

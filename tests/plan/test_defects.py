@@ -13,7 +13,7 @@ from zoo_loops import LOOPS
 
 import jaxremat
 from jaxremat import InfeasibleBudgetError, JaxrematWarning, MemoryStats, MinCut
-from jaxremat._plan import _baseline, _defects
+from jaxremat._plan import _defects, _problem
 
 CASE = LOOPS["layers"]
 
@@ -26,8 +26,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, where: str, fails: Callable[..., bool]) -> list[Any]:
-    """Make a function of `_baseline` raise for some of its arguments; returns those for which it was asked."""
-    own, asked = getattr(_baseline, where), []
+    """Make a function of `_problem` raise for some of its arguments; returns those for which it was asked."""
+    own, asked = getattr(_problem, where), []
 
     def called(*args: Any, **kwargs: Any) -> Any:
         asked.append(args)
@@ -35,7 +35,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, where: str, fails: Callable[..., bo
             raise ZeroDivisionError("a wrong rule\nwith more lines")
         return own(*args, **kwargs)
 
-    monkeypatch.setattr(_baseline, where, called)
+    monkeypatch.setattr(_problem, where, called)
     return asked
 
 
@@ -85,8 +85,8 @@ def test_a_program_that_jax_refuses_is_not_compiled(
 
     monkeypatch.setattr(_emit._compat, "check_jaxpr", refuse)
     compiled: list[Any] = []
-    own = _baseline.Baseline.compile
-    monkeypatch.setattr(_baseline.Baseline, "compile", lambda *a: compiled.append(a) or own(*a))
+    own = _problem.Problem.compile
+    monkeypatch.setattr(_problem.Problem, "compile", lambda *a: compiled.append(a) or own(*a))
     assert _emit._compat is _compat
     with pytest.raises(InfeasibleBudgetError, match="as written it needs"), caplog.at_level(logging.ERROR):
         planned(part(0.6)).plan(*CASE.make_args())
@@ -157,14 +157,14 @@ def test_without_verification_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_that_cannot_be_rewritten_is_merely_inlined(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    own = _baseline.trace
+    own = _problem.trace
 
     def broken(*args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("inlined"):
             raise AssertionError("the equations of loop 0 do not stand together")
         return own(*args, **kwargs)
 
-    monkeypatch.setattr(_baseline, "trace", broken)
+    monkeypatch.setattr(_problem, "trace", broken)
     args = CASE.make_args()
     step = planned(part(1.0))
     assert_same(jax.jit(CASE.step)(*args), step(*args))

@@ -16,7 +16,8 @@ from jaxremat._compiler._roofline import roofline
 from jaxremat._compiler._target import Target
 from jaxremat._model._backend import backend
 from jaxremat._model._device_specs import DEVICES
-from jaxremat._plan._baseline import Baseline
+from jaxremat._plan._baseline import measure_baseline
+from jaxremat._plan._problem import Problem
 from jaxremat._rewrite._kernel_choice import inline, is_transposed, replaced, reversed_twice
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -92,9 +93,10 @@ def test_a_planned_step_convolves_no_zeros(target: str) -> None:
     """Even a plan that drops nothing is cheaper than the plain step, and its model knows."""
     args = ([(struct(2, 2, 64, 64), struct(3, 3, 64, 64))] * 2, struct(16, 96, 96, 64))
     program = Program(step, donate_argnums=(0,), target=Target(target))
-    plain = Baseline(program, args, {}, DEVICES[target], "roofline")
-    before = roofline(parse(plain.plain.as_text() or ""), plain.device)
-    after = roofline(parse(plain.witness.as_text() or ""), plain.device)
+    problem = Problem(program, args, {}, DEVICES[target], "roofline")
+    plain = measure_baseline(problem, plain=True, tagged=True)
+    before = roofline(parse(plain.plain.executable.as_text() or ""), problem.device)
+    after = roofline(plain.tagged.module, problem.device)
     assert after.flops < 0.9 * before.flops
     assert after.seconds < 0.97 * before.seconds
     budget = int(0.95 * plain.peak_nbytes)

@@ -24,7 +24,7 @@ from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._form import LOOP
 from jaxremat._model._loop_levels import carries, choices
-from jaxremat._plan._baseline import Baseline
+from jaxremat._plan._problem import Problem
 from jaxremat._plan._request import Options, Request
 from jaxremat._plan._verify import make_plan
 from jaxremat._program import _compat
@@ -386,10 +386,10 @@ def test_forms_are_made_when_they_are_needed() -> None:
         step, donate_argnums=(0,), compiler_options=tuple(jaxremat.compiler_options("cpu").items())
     )
     for budget, forms in ((74, 0), (28, 1)):
-        baseline = Baseline(program, args, {}, CPU, "roofline")
+        problem = Problem(program, args, {}, CPU, "roofline")
         options = Options(jaxremat.Milp(), 10.0, True, "normal", "roofline", 0)
-        make_plan(baseline, Request(budget * CARRY_NBYTES, options, None))
-        assert len(baseline._traced) == forms
+        make_plan(problem, Request(budget * CARRY_NBYTES, options, None))
+        assert len(problem._in_form) == forms
 
 
 def test_without_compiling() -> None:

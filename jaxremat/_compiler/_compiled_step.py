@@ -1,0 +1,100 @@
+"""Executable, device -> `CompiledStep`: its memory, kernels' seconds, peak and overwritten reads.
+
+Invariant: an executable's text is printed and parsed at most once, when the first fact that needs it is read.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from ._collectives import collectives
+from ._devices import DeviceSpec
+from ._hlo import Module, parse
+from ._host_traffic import seconds_with_copies
+from ._memory_stats import MemoryStats
+from ._overwritten_reads import OverwrittenRead, overwritten_reads
+from ._peak_contents import Alive, alive_at_peak
+from ._program import Compiled
+from ._roofline import kernels
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """All that is read off a parsed module."""
+
+    seconds: float
+    alive: tuple[Alive, ...]
+    overwritten_reads: tuple[OverwrittenRead, ...]
+    collectives: Counter[str]
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledStep:
+    """A compiled program and what it says of itself.
+
+    `memory` needs no text. The first of the other facts that is asked for parses it and reads all of them, which takes
+    as long as the parsing; then the module goes, for a search holds dozens of candidates and a module takes about half
+    a kilobyte an instruction.
+
+    **Fields:** `executable`; the `device` that it is compiled for; `keep_module` whether `module` is
+    wanted too; `compile_seconds` that compiling it took, where that is known.
+    """
+
+    executable: Compiled
+    device: DeviceSpec
+    keep_module: bool = False
+    compile_seconds: float = 0.0
+
+    @cached_property
+    def memory(self) -> MemoryStats:
+        """Its memory by XLA's buffer assignment."""
+        return MemoryStats.of(self.executable)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The whole step's memory by the same."""
+        return self.memory.peak_nbytes
+
+    @property
+    def seconds(self) -> float:
+        """The least time of a run on the device, by a roofline of its kernels and the copies that these wait for."""
+        return self._contents.seconds
+
+    @property
+    def alive(self) -> tuple[Alive, ...]:
+        """The largest arrays in memory at its peak."""
+        return self._contents.alive
+
+    @property
+    def overwritten_reads(self) -> tuple[OverwrittenRead, ...]:
+        """The kernels that may overwrite what they still read."""
+        return self._contents.overwritten_reads
+
+    @property
+    def collectives(self) -> Counter[str]:
+        """How often devices send each other something in a run, by kind."""
+        return self._contents.collectives
+
+    @property
+    def module(self) -> Module:
+        """The parsed module of a step that keeps it. **Raises:** ValueError for others."""
+        if (module := self._parsed[0]) is None:
+            raise ValueError("The module was not kept: make the step with `keep_module=True`.")
+        return module
+
+    @property
+    def _contents(self) -> _Contents:
+        return self._parsed[1]
+
+    @cached_property
+    def _parsed(self) -> tuple[Module | None, _Contents]:
+        text = self.executable.as_text() or ""
+        module = parse(text)
+        ran = tuple(kernels(module))
+        contents = _Contents(
+            seconds_with_copies(module, self.device, ran),
+            alive_at_peak(module, text),
+            overwritten_reads(module),
+            collectives(ran),
+        )
+        return (module if self.keep_module else None), contents

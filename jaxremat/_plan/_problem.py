@@ -1,0 +1,246 @@
+"""Program, arguments, device -> the step to plan, traced and rewritten, and what compiles its variants.
+
+Invariant: everything here follows from the fields. Nothing is compiled but by the methods that say so, which count it.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from .._compiler._compiled_step import CompiledStep
+from .._compiler._devices import DeviceSpec
+from .._compiler._gathers import gathers
+from .._compiler._program import Compiled, Program, processes_of
+from .._compiler._shardings import Division
+from .._compiler._tags import tagged
+from .._emit._emit import FENCES, emit
+from .._lower._lower import as_stacked, estimate_base, lower
+from .._model._backend import Backend, backend
+from .._model._form import Form
+from .._model._form_offers import EXACT
+from .._model._graph import Graph
+from .._model._host_copies import HostMemory
+from .._model._pins import Patterns
+from .._model._schedule import Passing, Schedule, complete, everything
+from .._model._simulate import simulate
+from .._rewrite._fingerprint import fingerprint
+from .._rewrite._kernel_choice import replaced
+from .._rewrite._pooling_places import is_by_place
+from .._rewrite._trace import Traced, trace
+from .._runtime._progress import phase
+from ._defects import Defects
+
+logger = logging.getLogger("jaxremat")
+
+
+@dataclass
+class Compilations:
+    """How many whole steps were compiled for a problem so far."""
+
+    count: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A step to plan, for its arguments on a device.
+
+    **Fields:** `program`, `args`, `kwargs`; `device`; `profile` as in `jaxremat.optimize`; `here` the `jax.Device` to
+    measure on, None for a target; `respect_checkpoint`, `pins` and `allow` as in `jaxremat.optimize`; `host` the memory
+    in which plans may keep values meanwhile, if any; `rewritten` the step as it is traced, None where that is to be
+    done; `compilations` counts what is compiled.
+    """
+
+    program: Program
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device: DeviceSpec
+    profile: str
+    here: Any = None
+    respect_checkpoint: bool = False
+    pins: Patterns = ()
+    host: HostMemory | None = None
+    allow: tuple[str, ...] = EXACT
+    rewritten: Traced | None = None
+    compilations: Compilations = field(default_factory=Compilations)
+    _in_form: dict[Form, Traced] = field(default_factory=dict, init=False)
+
+    @property
+    def backend(self) -> Backend:
+        """What the device's compiler does."""
+        return backend(self.device.platform)
+
+    @property
+    def compiler(self) -> str:
+        """The compiler, and the device that it compiles for."""
+        name = "the CPU" if self.device.platform == "cpu" else self.device.name
+        there = "" if self.program.target is None else ", without the device"
+        return f"XLA of jax {jax.__version__} for {name}{there}"
+
+    @cached_property
+    def traced(self) -> Traced:
+        """The step as it is."""
+        if self.rewritten is not None:
+            return self.rewritten
+        keep, what = self.respect_checkpoint, (self.program.plain, self.args, self.kwargs)
+        with phase("tracing the step", kind="trace"):
+            self.program.plain.trace(*self.args, **self.kwargs)  # what the user's code raises is the user's
+            found = self.defects.attempted("rewriting", lambda: trace(*what, respect_checkpoint=keep))
+            traced = trace(*what, respect_checkpoint=keep, inlined=True) if found is None else found
+        if (count := self.division.devices) == 1 or traced.around:
+            return traced
+        found = gathers(traced, self.program, self.args, self.kwargs)
+        return self.division.with_attention(self.division.with_parts(traced.gathered(found, count)))
+
+    @cached_property
+    def defects(self) -> Defects:
+        """What goes wrong with it and should not."""
+        return Defects(self.program, self.args, self.kwargs, self.compiler)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells the program from others."""
+        return fingerprint(self.traced)
+
+    @cached_property
+    def ordered_before(self) -> "Problem":
+        """The same with the equations in their order of before, see `Traced.ordered_before`."""
+        return replace(self, rewritten=self.traced.ordered_before())
+
+    def form(self, form: Form) -> Traced:
+        """The step in this form, whose sites need no names; each is made once."""
+        form = self.traced.named(form)
+        if form == self.traced.form:
+            return self.traced
+        if form not in self._in_form:
+            self._in_form[form] = self.traced.in_form(form)
+        return self._in_form[form]
+
+    @cached_property
+    def division(self) -> Division:
+        """Where the step's values are."""
+        return Division(self.program, self.args, self.kwargs)
+
+    @cached_property
+    def estimated(self) -> Graph:
+        """The graph by rules alone, without a compilation."""
+        return self.estimate(self.traced, estimate_base(self.division.local(self.traced)[0]))
+
+    def estimate(self, traced: Traced, base_nbytes: int) -> Graph:
+        """The graph of a form by rules alone, with so many bytes of arguments and outputs."""
+        there, flops = self.division.local(traced)
+        graph = lower(there, self.device, base_nbytes=base_nbytes, flops=flops, patterns=self.pins)
+        return replace(graph, host=self.usable_host)
+
+    def bare(self, form: Form) -> Graph:
+        """The graph of such a form that plans made before are laid out on: of what one device has, as when they were
+        made, for what is small by a plan is saved by it.
+        """
+        there, flops = self.division.local(self.form(form))
+        return lower(there, self.device, base_nbytes=0, flops=flops)
+
+    @property
+    def usable_host(self) -> HostMemory | None:
+        """The host's memory, as far as values of this step can be there."""
+        return None if self.traced.around else self.host
+
+    @property
+    def must_plan(self) -> bool:
+        """Whether the user wants something recomputed, or in host memory, that the plain step saves."""
+        pinned = self.estimated.pinned
+        return bool(pinned["recompute"] or pinned["offload"].intersection(self.estimated.away.alone))
+
+    @cached_property
+    def estimated_peak_nbytes(self) -> int:
+        """The plain step's peak by the estimated graph."""
+        stacked = as_stacked(self.estimated)
+        return simulate(stacked, everything(stacked)).peak_nbytes
+
+    @property
+    def undoes(self) -> bool:
+        """Whether the user's step has checkpoints, which plans undo."""
+        return self.traced.rematted and not self.respect_checkpoint
+
+    @cached_property
+    def replaces(self) -> bool:
+        """Whether plans replace equations of the step by others of the same value."""
+        better = replaced(self.backend)
+        packed = any(each.exact for each in self.traced.encoded)
+        return packed or any(better(eqn) or is_by_place(eqn) for eqn in self.traced.flat.jaxpr.eqns)
+
+    def as_checkpointed(self, graph: Graph) -> Schedule:
+        """The schedule of this graph of the plain form that saves what the user's own checkpoints save."""
+        again, made = self.traced.again, graph.values
+        return complete(graph, [v for v in graph.residuals if made[v].producer not in again])
+
+    def jitted(
+        self, graph: Graph, schedule: Schedule, fence: str = FENCES[0], detached: Sequence[Passing] = ()
+    ) -> Any:
+        """The step that follows a schedule of one of its graphs."""
+        traced = self.form(graph.form)
+        return self.program.evaluating(emit(traced, graph, schedule, fence, detached), traced)
+
+    @cached_property
+    def draft(self) -> Program:
+        """The program as it is compiled to be read."""
+        return self.program.draft(self.device.platform, shared=len(self.processes) > 1)
+
+    @cached_property
+    def sketch(self) -> Program:
+        """The program as it is compiled to see what it writes to memory alone."""
+        return self.program.sketch(self.device.platform, shared=len(self.processes) > 1)
+
+    @cached_property
+    def processes(self) -> tuple[int, ...]:
+        """Those of this job on whose devices the step runs."""
+        return processes_of(self.program, self.args, self.kwargs)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether what will run is compiled once more."""
+        return self.program.target is None and self.draft != self.program
+
+    @property
+    def compiles_to_run(self) -> bool:
+        """Whether what this process compiles by itself can be what runs."""
+        return self.program.target is None and len(self.processes) == 1
+
+    @property
+    def compiles_apart(self) -> bool:
+        """Whether several programs may be compiled at a time: not where kernels are tried out on the device."""
+        return self.drafts or self.program.target is not None
+
+    def compile(self, jitted: Any) -> CompiledStep:
+        """Compile a variant of the step for the device, to be read: its memory, its kernels."""
+        self.compilations.count += 1
+        return CompiledStep(self.draft.compile(jitted, self.args, self.kwargs), self.device)
+
+    def finished(self, jitted: Any) -> CompiledStep:
+        """Compile the variant as it will run."""
+        self.compilations.count += 1
+        with phase("compiling what will run", kind="compile"):
+            return CompiledStep(self.program.compile(jitted, self.args, self.kwargs), self.device)
+
+    def begin_plain(self) -> Future[tuple[Compiled, float]]:
+        """Begin to compile the step as the user wrote it, to be read: in another thread, where that may be."""
+        self.compilations.count += 1
+        with phase("compiling the plain step", kind="compile"):
+            return self.draft.begin(self.program.plain, self.args, self.kwargs, apart=self.compiles_apart)
+
+    def compile_tagged(self, *, timed: bool) -> CompiledStep:
+        """Compile the step with every equation tagged, and replaced what every plan replaces.
+
+        **Arguments:** `timed` whether its peak or its time counts; else a sketch does.
+        """
+        self.compilations.count += 1
+        program = self.draft if timed else self.sketch
+        began = time.monotonic()
+        with phase("compiling the plain step, tagged", kind="compile"):
+            jitted = program.evaluating(tagged(self.traced, self.backend), self.traced)
+            compiled = program.compile(jitted, self.args, self.kwargs)
+        return CompiledStep(compiled, self.device, True, time.monotonic() - began)
