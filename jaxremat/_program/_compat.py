@@ -19,6 +19,7 @@ from jax._src import hijax as _hijax
 from jax._src import sharding_impls as _shardings
 from jax._src import source_info_util as _source
 from jax._src import xla_bridge as _bridge
+from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax._src.state import discharge as _discharge
@@ -454,3 +455,9 @@ def single(eqn: Any, invars: Sequence[Any]) -> jex.ClosedJaxpr:
     """One equation as a closed jaxpr whose arguments are `invars`, in place of the equation's operands."""
     outvars = [new_var(v.aval) for v in eqn.outvars]
     return new_jaxpr((), (), invars, outvars, [eqn.replace(invars=list(invars), outvars=outvars)])
+
+
+def registered_primitives() -> dict[str, Any]:
+    """Return by name the primitives that can be compiled, of JAX and of whatever else was imported."""
+    by_platform = _mlir._platform_specific_lowerings.values()
+    return {p.name: p for rules in (_mlir._lowerings, *by_platform) for p in rules}

@@ -99,14 +99,16 @@ _COSTLY = frozenset(
     {
         "exp", "exp2", "expm1", "log", "log1p", "log2", "logistic", "tanh", "sinh", "cosh", "erf", "erfc", "erf_inv",
         "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "asinh", "acosh", "atanh", "pow", "cbrt", "lgamma",
-        "digamma", "igamma", "igammac", "random_bits", "threefry2x32",
+        "digamma", "igamma", "igammac", "igamma_grad_a", "bessel_i0e", "bessel_i1e", "polygamma",
+        "zeta", "random_bits", "threefry2x32",
     }
 )  # fmt: skip
 _POINTWISE = _COSTLY - {"random_bits", "threefry2x32"} | {
-    "abs", "add", "add_any", "and", "ceil", "clamp", "conj", "convert_element_type", "copy", "div", "eq", "floor", "ge",
-    "gt", "imag", "integer_pow", "is_finite", "le", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
-    "one_minus_square", "or", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sqrt", "square", "stop_gradient", "sub", "xor",
+    "abs", "add", "add_any", "and", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "div",
+    "eq", "eq_to", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "le_to", "lt", "lt_to", "max", "min",
+    "mul", "mulhi", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "population_count", "real",
+    "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sqrt", "square", "stop_gradient", "sub", "xor",
 }  # fmt: skip
 _COLLECTIVES = frozenset(
     {
@@ -277,6 +279,11 @@ def is_threefry(eqn: Any) -> bool:
 def is_random(eqn: Any) -> bool:
     """Whether the equation makes random words, by any generator."""
     return eqn.primitive.name in ("threefry2x32", "random_bits", "rng_bit_generator")
+
+
+def is_draw(eqn: Any) -> bool:
+    """Whether the equation makes keys of a generator, or random words."""
+    return is_random(eqn) or eqn.primitive.name.startswith("random_")
 
 
 def is_repeatable(eqn: Any) -> bool:

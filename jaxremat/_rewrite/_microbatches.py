@@ -15,10 +15,10 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._program import _compat
+from .._program._axes import OF_SUM, OF_SUMS, Way, is_scattered, sum_type
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_contraction, is_late, is_relabelling
 from ._row_regions import Grower, Readers, Region, edges
-from ._row_rules import OF_SUM, OF_SUMS, Way, is_scattered, sum_type, ways
 from ._row_scans import Around, scan_way
 
 LEAST_SHARE = 0.75
@@ -78,7 +78,7 @@ class _Whole(Grower):
 
     def ways_of(self, eqn: Any) -> Iterable[Way]:
         if eqn.primitive.name != "scan":
-            return ways(eqn)
+            return super().ways_of(eqn)
         eqns, maker = self.program.eqns, self.program.maker
         found = scan_way(eqn, Around(self.dimension, lambda v: eqns[maker[v]] if v in maker else None))
         return () if found is None else (found,)

@@ -21,11 +21,11 @@ from jax import lax
 from jax.core import ShapedArray
 
 from .._program import _compat
+from .._program._axes import is_scattered, sum_type
 from .._program._primitives import is_late, is_light, is_placing, is_relabelling
 from .._program._splice import inlined
 from ._loop_opening import append
 from ._row_regions import Readers, Region, edges, surroundings
-from ._row_rules import is_scattered, sum_type
 from ._selections import settled
 
 NONE: Mapping[Any, str] = MappingProxyType({})

@@ -19,9 +19,9 @@ import jax.extend.core as jex
 
 from .._model._device_specs import DeviceSpec
 from .._program import _compat
+from .._program._axes import Way, agree, ways
 from .._program._flops import aval_nbytes
-from .._program._primitives import is_contraction, is_heavy, runs_once
-from ._row_rules import Way, agree, ways
+from .._program._primitives import is_contraction, is_draw, is_heavy, runs_once
 
 LARGE = 1 / 16
 """What a region must not hand on is at least this share of the value that it grows from."""
@@ -229,8 +229,8 @@ class Grower:
         return True
 
     def ways_of(self, eqn: Any) -> Iterable[Way]:
-        """The ways that are looked at of an equation."""
-        return ways(eqn)
+        """The ways that are looked at of an equation; none of draws, which are made before, all at once."""
+        return () if is_draw(eqn) else ways(eqn)
 
     def _between(self) -> list[int]:
         """The equations that read, if only through others, what the region makes, and make what it reads."""
@@ -262,7 +262,7 @@ class Grower:
         largest = max((a for a in made), key=lambda a: aval_nbytes(a.aval))
         return Region(
             ways=dict(sorted(self.ways.items())),
-            rows=gcd(*sizes),
+            rows=gcd(*sizes, *(way.groups for way in self.ways.values())),
             inner_nbytes=sum(aval_nbytes(a.aval) for a in inner),
             sum_nbytes=sum(aval_nbytes(a.aval) for a in leaves if self.dimension[a] is None),
             read_nbytes=sum(aval_nbytes(a.aval) for a in reads if self.dimension[a] is None),

@@ -7,15 +7,16 @@ another shape or type, and nothing else.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import jax.extend.core as jex
 import jax.numpy as jnp
 
 from .._program import _compat
+from .._program._axes import OF_SUMS, Way, agree, ways
 from .._program._inline import Inliner
 from .._program._primitives import is_relabelling, runs_once
-from ._row_rules import OF_SUMS, Way, agree, ways
 
 _ADDING = ("add", "add_any")
 _SCALING = ("mul", "div")
@@ -135,9 +136,11 @@ class _Body:
         ]
         inner = {i: way for i, way in self.inner.items() if not way.linear}
         adding = tuple(not _compat.is_literal(a) and a in self.sums for a in jaxpr.outvars)
+        sizes = [v.aval.shape[d] for v, d in self.dimension.items()]
         return ScanWay(
             tuple(operands),
             tuple(results),
+            groups=gcd(*sizes, *(way.groups for way in inner.values())),
             body=self.closed,
             inner=inner,
             dimension=dict(self.dimension),

@@ -1,0 +1,427 @@
+"""Equation -> the axes along which its work is independent: per primitive one rule, total over JAX's primitives.
+
+A rule yields `Way`s. Each is one independent axis, given by the dimension that it is in each operand and result. An
+operand without that dimension is read whole. A result without it is a sum over the axis: the sums over parts of the
+axis add up to it. A dimension that no way names is *mixed*: each entry of a result depends on all entries along it, as
+a sort's, a cumulative sum's or a Fourier transform's do, or on entries at positions that are data.
+
+Invariant: applying the equation to consecutive equal parts along a way, and concatenating or adding the results, gives
+the results of the whole.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+
+from ._primitives import PLACES, is_placed, is_placing, is_repeatable, pointwise_names
+
+Rule = Callable[[Any], Iterator["Way"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One independent axis of an equation.
+
+    **Fields:** `operands` and `results`: the axis's dimension in each, None where there is none; `summed`: whether the
+    results are sums over the axis; `linear`: whether they are linear in such sums; `sizes`: the parameters that hold
+    the axis's size, each with the entry's index, None for a plain number; `groups`: any number of parts must divide
+    it, 0 if it is not restricted beyond the sizes of the dimensions.
+    """
+
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    summed: bool = False
+    linear: bool = False
+    sizes: tuple[tuple[str, int | None], ...] = ()
+    groups: int = 0
+
+    @property
+    def sums(self) -> tuple[bool, ...]:
+        """Return for each result whether it is a sum over the axis."""
+        return tuple(d is None for d in self.results)
+
+    def in_chunk(self, eqn: Any, chunks: int, *, widens: bool = True) -> dict[str, Any]:
+        """Return the equation's parameters for one of `chunks` equal parts of the axis.
+
+        **Arguments:** `widens`: whether a sum gets the type in which parts are added up.
+        """
+        params: dict[str, Any] = {
+            name: None if name in PLACES and not is_placing(eqn) else value
+            for name, value in eqn.params.items()
+        }
+        for name, index in self.sizes:
+            if index is None:
+                params[name] //= chunks
+            else:
+                sizes = list(params[name])
+                sizes[index] //= chunks
+                params[name] = tuple(sizes)
+        if self.summed and widens and "preferred_element_type" in params:
+            params["preferred_element_type"] = sum_type(eqn.outvars[0].aval.dtype)
+        return params
+
+
+OF_SUM = Way((None,), (None,), linear=True)
+OF_SUMS = Way((None, None), (None,), linear=True)
+"""Equations that are linear in one sum over an axis, or in two."""
+
+
+def ways(eqn: Any) -> Iterator[Way]:
+    """Yield the independent axes of an equation; none for loops, which need to know what surrounds them."""
+    placed = is_placed(eqn) and not is_placing(eqn)
+    if placed or not eqn.outvars or not is_repeatable(eqn):
+        return
+    if (rule := RULES.get(eqn.primitive.name)) is not None:
+        yield from rule(eqn)
+
+
+def agree(placed: Iterable[tuple[Any, int | None]]) -> bool:
+    """Return whether no value has the axis in two dimensions."""
+    found: dict[Any, int | None] = {}
+    return all(found.setdefault(a, d) == d for a, d in placed)
+
+
+def is_scattered(eqn: Any) -> bool:
+    """Return whether the equation adds to an array in its place."""
+    return eqn.primitive.name == "scatter-add"
+
+
+def sum_type(dtype: Any) -> Any:
+    """Return the type in which parts of a sum are added up: short floating-point numbers would lose what each part
+    adds.
+    """
+    short = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if short else dtype
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return atom.aval.shape
+
+
+def _alike(eqn: Any, dimensions: Iterable[int], *sizes: str) -> Iterator[Way]:
+    """Yield an axis for each of these dimensions, the same in all operands and results; scalars have none.
+
+    **Arguments:** `sizes`: parameters that hold the size of each dimension.
+    """
+    for d in dimensions:
+        yield Way(
+            tuple(d if _shape(a) else None for a in eqn.invars),
+            tuple(d for _ in eqn.outvars),
+            sizes=tuple((name, d) for name in sizes),
+        )
+
+
+def _named(eqn: Any) -> Iterator[Way]:
+    yield from _alike(eqn, range(len(_shape(eqn.outvars[0]))))
+
+
+def _pointwise(eqn: Any) -> Iterator[Way]:
+    """An operand with one entry along the axis is read whole."""
+    for d, size in enumerate(_shape(eqn.outvars[0])):
+        own = (d if _shape(a) and _shape(a)[d] == size else None for a in eqn.invars)
+        yield Way(tuple(own), tuple(d for _ in eqn.outvars))
+
+
+def _leading(eqn: Any) -> Iterator[Way]:
+    """Results have more trailing dimensions than the operand, or fewer."""
+    yield from _alike(eqn, range(min(len(_shape(v)) for v in (*eqn.invars, *eqn.outvars))))
+
+
+def _batched(core: int) -> Rule:
+    """All dimensions of the first operand but the last `core` are independent problems."""
+
+    def rule(eqn: Any) -> Iterator[Way]:
+        yield from _alike(eqn, range(len(_shape(eqn.invars[0])) - core))
+
+    return rule
+
+
+def _fourier(eqn: Any) -> Iterator[Way]:
+    yield from _batched(len(eqn.params["fft_lengths"]))(eqn)
+
+
+def _keys(eqn: Any) -> Iterator[Way]:
+    """Each key draws by itself. Other generators than Threefry may draw for all keys of a batch from the first."""
+    if "fry" in str(eqn.invars[0].aval.dtype):
+        yield from _leading(eqn)
+
+
+def _iota(eqn: Any) -> Iterator[Way]:
+    if len(eqn.invars) == 0:
+        others = (d for d in range(len(_shape(eqn.outvars[0]))) if d != eqn.params["dimension"])
+        yield from _alike(eqn, others, "shape")
+
+
+def _broadcast(eqn: Any) -> Iterator[Way]:
+    if len(eqn.invars) > 1:
+        return  # dynamic shapes
+    operand, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    of = {d: j for j, d in enumerate(map(int, eqn.params["broadcast_dimensions"])) if operand[j] == result[d]}
+    for d in range(len(result)):
+        yield Way((of.get(d),), (d,), sizes=(("shape", d),))
+
+
+def _reshape(eqn: Any) -> Iterator[Way]:
+    """An axis is the outermost of those that a dimension is merged of, or split in."""
+    if eqn.params.get("dimensions") is not None or len(eqn.invars) > 1:
+        return
+    operand, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    for i, before in enumerate(operand):
+        for j, after in enumerate(result):
+            same = prod(operand[:i]) == prod(result[:j])
+            if same and min(before, after) > 1 and max(before, after) % min(before, after) == 0:
+                yield Way((i,), (j,), sizes=(("new_sizes", j),))
+
+
+def _transpose(eqn: Any) -> Iterator[Way]:
+    for j, i in enumerate(eqn.params["permutation"]):
+        yield Way((int(i),), (j,))
+
+
+def _squeeze(eqn: Any) -> Iterator[Way]:
+    rank = len(_shape(eqn.invars[0]))
+    gone = {d % rank for d in eqn.params["dimensions"]}
+    for j, i in enumerate(d for d in range(rank) if d not in gone):
+        yield Way((i,), (j,))
+
+
+def _stack(eqn: Any) -> Iterator[Way]:
+    axis = eqn.params["axis"] % len(_shape(eqn.outvars[0]))
+    for d in range(len(_shape(eqn.invars[0]))):
+        yield Way(tuple(d for _ in eqn.invars), (d + (d >= axis),))
+
+
+def _unstack(eqn: Any) -> Iterator[Way]:
+    rank = len(_shape(eqn.invars[0]))
+    axis = eqn.params["axis"] % rank
+    for d in range(rank):
+        if d != axis:
+            yield Way((d,), tuple(d - (d > axis) for _ in eqn.outvars))
+
+
+def _tile(eqn: Any) -> Iterator[Way]:
+    yield from _alike(eqn, (d for d, times in enumerate(eqn.params["reps"]) if times == 1))
+
+
+def _reduction(eqn: Any) -> Iterator[Way]:
+    """Initial values, of which a general reduction has one for each operand, are scalars."""
+    axes = set(eqn.params.get("axes", eqn.params.get("dimensions")))
+    kept = [d for d in range(len(_shape(eqn.invars[0]))) if d not in axes]
+    for j, i in enumerate(kept):
+        yield Way(tuple(i if _shape(a) else None for a in eqn.invars), tuple(j for _ in eqn.outvars))
+    if eqn.primitive.name == "reduce_sum":
+        for i in sorted(axes):
+            yield Way((i,), (None,), summed=True)
+
+
+def _but(name: str) -> Rule:
+    """All dimensions but that, or those, that a parameter names."""
+
+    def rule(eqn: Any) -> Iterator[Way]:
+        rank, named = len(_shape(eqn.invars[0])), eqn.params[name]
+        mixed = {d % rank for d in (named if isinstance(named, tuple) else (named,))} if rank else set[int]()
+        yield from _alike(eqn, (d for d in range(rank) if d not in mixed))
+
+    return rule
+
+
+def _pad(eqn: Any) -> Iterator[Way]:
+    padded = eqn.params["padding_config"]
+    yield from _alike(eqn, (d for d, each in enumerate(padded) if tuple(each) == (0, 0, 0)))
+
+
+def _slice(eqn: Any) -> Iterator[Way]:
+    operand, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    yield from _alike(eqn, (d for d in range(len(result)) if operand[d] == result[d]), "limit_indices")
+
+
+def _window(eqn: Any) -> Iterator[Way]:
+    """A window at a position that is data, along the dimensions that it spans."""
+    operand, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    yield from _alike(eqn, (d for d in range(len(result)) if operand[d] == result[d]), "slice_sizes")
+
+
+def _written_window(eqn: Any) -> Iterator[Way]:
+    operand, update = _shape(eqn.invars[0]), _shape(eqn.invars[1])
+    yield from _alike(eqn, (d for d in range(len(operand)) if operand[d] == update[d]))
+
+
+def _product(eqn: Any) -> Iterator[Way]:
+    contracted, batched = eqn.params["dimension_numbers"]
+    for i, (a, b) in enumerate(zip(*batched, strict=True)):
+        yield Way((int(a), int(b)), (i,))
+    out = len(batched[0])
+    for side, (own, each) in enumerate(zip(contracted, batched, strict=True)):
+        for d in range(len(_shape(eqn.invars[side]))):
+            if d not in own and d not in each:
+                yield Way((d, None) if side == 0 else (None, d), (out,))
+                out += 1
+    for a, b in zip(*contracted, strict=True):
+        yield Way((int(a), int(b)), (None,), summed=True)
+
+
+def _ragged_product(eqn: Any) -> Iterator[Way]:
+    """The ragged dimension and that of the groups are mixed: sizes of groups are data.
+
+    Sizes may have dimensions of their own before that of the groups: the product's batch, and the dimensions of the
+    ragged one's kind that stand before it.
+    """
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (ragged,), grouped = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+    contracted, batched = numbers.dot_dimension_numbers
+    lhs, rhs, sizes = (len(_shape(a)) for a in eqn.invars)
+    free = [d for d in range(lhs) if d not in contracted[0] and d not in batched[0]]
+    kind = next(each for each in (free, list(contracted[0]), list(batched[0])) if ragged in each)
+    before = kind[: kind.index(ragged)]
+    prefix = [*(batched[0] if ragged not in batched[0] else ()), *before] if sizes > 1 else []
+    where = {d: i for i, d in enumerate(prefix)}
+    first = int(ragged in contracted[0])  # the groups' own dimension of the result
+    for i, (a, b) in enumerate(zip(*batched, strict=True)):
+        if a != ragged:
+            yield Way((a, b, where.get(a)), (first + i,))
+    out = first + len(batched[0])
+    for d in free:
+        if d != ragged:
+            yield Way((d, None, where.get(d)), (out,))
+        out += 1
+    for d in range(rhs):
+        if d not in contracted[1] and d not in batched[1] and d not in grouped:
+            yield Way((None, d, None), (out,))
+            out += 1
+    for a, b in zip(*contracted, strict=True):
+        if a != ragged and a not in where:
+            yield Way((a, b, None), (None,), summed=True)
+
+
+def _convolution(eqn: Any) -> Iterator[Way]:
+    """The batch; the contracted features, as the batch is in a kernel's gradient; groups of features, and of the batch;
+    features of the result; positions that a window of one entry reads.
+    """
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    by_batch, by_feature = params["batch_group_count"], params["feature_group_count"]
+    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    if by_batch == 1:
+        yield Way((lhs[0], None), (out[0],))
+    if by_feature == 1:
+        yield Way((lhs[1], rhs[1]), (None,), summed=True)
+    if by_feature > 1:
+        sizes = (("feature_group_count", None),)
+        yield Way((lhs[1], rhs[0]), (out[1],), sizes=sizes, groups=by_feature)
+    elif by_batch > 1:
+        sizes = (("batch_group_count", None),)
+        yield Way((lhs[0], rhs[0]), (out[1],), sizes=sizes, groups=by_batch)
+    else:
+        yield Way((None, rhs[0]), (out[1],))
+    spans = zip(
+        lhs[2:], rhs[2:], out[2:], params["window_strides"], params["padding"], params["lhs_dilation"], strict=True
+    )  # fmt: skip
+    for a, b, c, stride, padding, dilation in spans:
+        if (_shape(eqn.invars[1])[b], stride, dilation, *padding) == (1, 1, 1, 0, 0):
+            yield Way((a, None), (c,))
+
+
+def _windows(eqn: Any) -> Iterator[Way]:
+    """Dimensions in which each entry has a window of its own."""
+    params, rank = eqn.params, len(_shape(eqn.outvars[0]))
+    ones = (params.get(name) or (1,) * rank for name in ("base_dilation", "window_dilation"))
+    sizes = zip(params["window_dimensions"], params["window_strides"], *ones, strict=True)
+    alone = (
+        set(size) == {1} and tuple(pad) == (0, 0) for size, pad in zip(sizes, params["padding"], strict=True)
+    )
+    yield from _alike(eqn, [d for d, each in enumerate(alone) if each])
+
+
+def _gather(eqn: Any) -> Iterator[Way]:
+    """Batch dimensions of the operand, dimensions that are read whole, and rows of the indices."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    operand, indices, result = (_shape(a) for a in (*eqn.invars, *eqn.outvars))
+    batch = [d for d in range(len(result)) if d not in numbers.offset_dims]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    whole = [d for d in range(len(operand)) if d not in gone]
+    along = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    for i in range(len(indices) - 1):
+        yield Way((along.get(i), i), (batch[i],))
+    for d, out in zip(whole, numbers.offset_dims, strict=True):
+        if sizes[d] == operand[d] and d not in numbers.start_index_map:
+            yield Way((d, None), (out,), sizes=(("slice_sizes", d),))
+
+
+def _scatter(eqn: Any) -> Iterator[Way]:
+    """The same of what is scattered; parts of the indices add up where the scattered is added to the operand."""
+    numbers = eqn.params["dimension_numbers"]
+    operand, indices, updates = (_shape(a) for a in eqn.invars)
+    batch = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    whole = [d for d in range(len(operand)) if d not in gone]
+    along = dict(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    for i in range(len(indices) - 1):
+        if i in along:
+            yield Way((along[i], i, batch[i]), (along[i],))
+        elif is_scattered(eqn):
+            yield Way((None, i, batch[i]), (None,), summed=True)
+    for d, update in zip(whole, numbers.update_window_dims, strict=True):
+        if updates[update] == operand[d] and d not in numbers.scatter_dims_to_operand_dims:
+            yield Way((d, None, update), (d,))
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(pointwise_names(), _pointwise),
+    **dict.fromkeys(("threefry2x32", "random_clone"), _pointwise),
+    **dict.fromkeys(("name", "jaxremat_hint", "random_seed", "sharding_constraint"), _named),
+    **dict.fromkeys(("bitcast_convert_type", "random_wrap"), _leading),
+    **dict.fromkeys(("random_bits", "random_split", "random_unwrap"), _keys),
+    "random_fold_in": _pointwise,
+    "iota": _iota,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "stack": _stack,
+    "unstack": _unstack,
+    "tile": _tile,
+    **dict.fromkeys(
+        (
+            "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "reduce",
+            "argmax", "argmin",
+        ),
+        _reduction,
+    ),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split", "top_k"), _but("axis")),
+    "rev": _but("dimensions"),
+    **dict.fromkeys(("sort", "concatenate"), _but("dimension")),
+    "approx_top_k": _but("reduction_dimension"),
+    "pad": _pad,
+    "slice": _slice,
+    "dynamic_slice": _window,
+    "dynamic_update_slice": _written_window,
+    "dot_general": _product,
+    "ragged_dot_general": _ragged_product,
+    "conv_general_dilated": _convolution,
+    **dict.fromkeys(
+        (
+            "reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter",
+            "select_and_scatter_add", "select_and_gather_add", "max_pool_places", "max_pool_gradient",
+        ),
+        _windows,
+    ),
+    "gather": _gather,
+    **dict.fromkeys(
+        ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter
+    ),
+    "fft": _fourier,
+    **dict.fromkeys(
+        (
+            "cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu",
+            "ormqr", "qr", "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal",
+        ),
+        _batched(2),
+    ),
+    **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"), _batched(1)),
+}  # fmt: skip
+"""By the primitive's name. Calls are replaced by their bodies before, and scans' bodies have a module of their own; all
+other primitives are in `OPAQUE`, with the reason.
+"""
