@@ -1,8 +1,9 @@
-"""Small train steps of the kinds that people write, one per part and per way of `examples.benchmarks.random_steps`."""
+"""Small train steps of the kinds that people write, one per part and per way of `random_steps`, odd ones left out."""
 
+from odd_ways import ODD_WAYS
+from random_nets import ONE, STACKED
+from random_steps import WAYS, step_of
 from zoo import Case
-
-from examples.benchmarks.random_steps import NETS, WAYS, step_of
 
 SECOND = {"penalised": ("dense", "layers"), "curved": ("solved",), "linearized": ("associative", "layers")}
 """The parts of nets that are differentiated more than once; of others all kinds."""
@@ -16,8 +17,12 @@ def _case(way: str, *parts: str) -> Case:
 KINDS = {
     case.name: case
     for case in (
-        *(_case("plain", part) for part in NETS),
-        *(_case(way, *SECOND.get(way, ("layers", "dense"))) for way in WAYS if way != "plain"),
+        *(_case("plain", part) for part in ONE | STACKED),
+        *(
+            _case(way, *SECOND.get(way, ("layers", "dense")))
+            for way in WAYS
+            if way not in {"plain", *ODD_WAYS}
+        ),
         _case("accumulated", "smoother", "layers"),
         _case("policy", "equilibrium"),
         _case("meta", "recurrent"),

@@ -29,8 +29,12 @@ same values to memory, but in more kernels and in some bytes more or less: a ske
 _ALONE = {"xla_gpu_shard_autotuning": False}
 """One process tries out all kernels. Else each tries its share, and waits for the others, which compile nothing."""
 
-_KEEP_FENCES = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-"""XLA:CPU removes optimization barriers before its last common-subexpression pass, which then undoes every plan."""
+_DISABLED = "xla_disable_hlo_passes"
+_FENCE_BREAKERS = ("cse_barrier_expander", "small-while-loop-hoisting")
+"""Passes of XLA:CPU that are left out. The first removes optimization barriers before the last pass for common
+subexpressions, which then undoes every plan. The second makes one kernel of a loop over less than a kilobyte: its
+writer of such kernels ends the process with `Check failed: buffer != nullptr` where a barrier is in the loop.
+"""
 
 
 def compiler_options(platform: str | None = None, own: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -41,9 +45,8 @@ def compiler_options(platform: str | None = None, own: dict[str, Any] | None = N
     platform = jax.default_backend() if platform is None else platform
     merged = dict(own or {})
     if platform == "cpu":
-        for name, value in _KEEP_FENCES.items():
-            given = str(merged.get(name, ""))
-            merged[name] = value if not given else given if value in given.split(",") else f"{given},{value}"
+        given = [name for name in str(merged.get(_DISABLED, "")).split(",") if name]
+        merged[_DISABLED] = ",".join(dict.fromkeys([*given, *_FENCE_BREAKERS]))
     return merged
 
 

@@ -245,4 +245,6 @@ def _is_integer(atom: Var | Literal) -> bool:
 
 def _is_infinite(eqn: JaxprEqn) -> bool:
     """Return whether one side of a comparison is infinite: no difference of finite values is."""
-    return any(isinstance(a, Literal) and np.isinf(np.asarray(a.val, np.float64)).all() for a in eqn.invars)
+    return any(
+        isinstance(a, Literal) and np.isinf(np.asarray(a.val, np.complex128)).all() for a in eqn.invars
+    )

@@ -10,6 +10,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from evaluation import evaluate
 from forms import of_chunks, of_levels
 from jax import lax
 from zoo import BY_NAME, Case
@@ -17,7 +18,6 @@ from zoo_calls import CALLS
 from zoo_checkpoints import CHECKPOINTS
 from zoo_loops import LOOPS
 
-from examples.benchmarks.evaluation import evaluate
 from jaxremat import Graph, complete
 from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._emit import _emit

@@ -13,10 +13,10 @@ import pytest
 from forms import of_chunks
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from random_steps import step_of
 from test_trace import runnable
 
 import jaxremat
-from examples.benchmarks.random_steps import step_of
 from jaxremat import ArgumentError
 from jaxremat._program._primitives import inner_jaxprs
 from jaxremat._rewrite import _row_regions

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from evaluation import evaluate
 from forms import of_levels
 
-from examples.benchmarks.evaluation import evaluate
 from jaxremat import SaveAll
 from jaxremat._compiler._devices import detect
 from jaxremat._emit._emit import emit

@@ -1,14 +1,13 @@
-"""Seed -> a small train step of its own: a random net in a random way to train it, with its arguments.
+"""Names of parts -> a small net of them, its weights and its batches.
 
-Laws: the same seed gives the same step; every step is one that JAX runs as it is. `NETS` are what nets are made of,
-each a kind of structure that people differentiate, and `WAYS` what is done with the gradients; any net goes with any
-way. `step_of` makes a step of a chosen way and chosen parts, `random_step` one of any.
+A part is `(p, x) -> array of x's shape`, where `p` holds the weights of one layer or a stack of several. `NETS` are all
+parts, each a kind of structure that people differentiate. Law: each is a program that JAX runs as it is.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,27 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from odd_nets import ODD
 
 Array = jax.Array
 Part = Callable[[Any, Array], Array]
 Net = Callable[[Any, Array], Array]
 
 ROWS, WIDTH = 8, 6
-SEVERAL = 3
-"""How many batches, tasks or minibatches a way takes."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A train step. **Fields:** `name` its way and the parts of its net; `fn` and `args`, the first of them donated."""
-
-    name: str
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
 
 
 def normal(rng: random.Random, *shape: int, scale: float = 1.0) -> Array:
@@ -349,7 +337,7 @@ adjoint.defvjp(lambda p, x: (adjoint(p, x), (p, adjoint(p, x))), _adjoint_bwd)
 
 def gathered(p: Any, x: Array) -> Array:
     order = jnp.argsort(lax.stop_gradient(x[:, 0]))
-    table = jnp.zeros((ROWS, WIDTH)).at[order % 3].add(x)
+    table = jnp.zeros(x.shape).at[order % 3].add(x)
     return jnp.sort(x, axis=0)[order] + table @ p["w"]
 
 
@@ -395,7 +383,7 @@ STACKED: dict[str, Part] = {
 }
 """Parts with those of several."""
 
-NETS = ONE | STACKED
+NETS = ONE | STACKED | ODD
 """What nets are made of."""
 
 ONCE = frozenset({"equilibrium", "adjoint", "own rule"})
@@ -404,12 +392,21 @@ ONCE = frozenset({"equilibrium", "adjoint", "own rule"})
 APART = frozenset({"sharded"})
 """Parts that stand in no mapping over examples."""
 
+REFERRING = frozenset({"accumulator"})
+"""Parts with references of their own, which JAX does not differentiate twice, map or check within `jit`."""
+
 
 @dataclass(frozen=True)
 class Chain:
     """A net: parts one behind the other, and a skip from its start to its end."""
 
     parts: tuple[str, ...]
+    rows: int = ROWS
+
+    def batch(self, rng: random.Random, *leading: int) -> tuple[Array, Array]:
+        """Inputs and targets."""
+        shape = *leading, self.rows, WIDTH
+        return normal(rng, *shape), normal(rng, *shape)
 
     def weights(self, rng: random.Random) -> list[Any]:
         """Fresh weights."""
@@ -430,270 +427,3 @@ class Chain:
 def descend(params: Any, grads: Any, rate: float = 0.1) -> Any:
     """One step of gradient descent."""
     return jax.tree.map(lambda p, g: p - rate * g, params, grads)
-
-
-def batch_of(rng: random.Random, *leading: int) -> tuple[Array, Array]:
-    """Inputs and targets."""
-    return normal(rng, *leading, ROWS, WIDTH), normal(rng, *leading, ROWS, WIDTH)
-
-
-Way = Callable[[Chain, random.Random], tuple[Callable[..., Any], tuple[Any, ...]]]
-
-
-def plain(net: Chain, rng: random.Random) -> Any:
-    def step(params: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(net.loss)(params, batch)
-        return descend(params, grads), value
-
-    return step, (net.weights(rng), batch_of(rng))
-
-
-def optimized(net: Chain, rng: random.Random) -> Any:
-    chosen = [optax.adamw(1e-2), optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))]
-    tx = rng.choice(chosen)
-
-    def step(state: Any, batch: Any) -> Any:
-        params, opt_state = state
-        value, grads = jax.value_and_grad(net.loss)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
-
-    params = net.weights(rng)
-    return step, ((params, tx.init(params)), batch_of(rng))
-
-
-def in_jit(net: Chain, rng: random.Random) -> Any:
-    gradient = jax.jit(jax.value_and_grad(jax.jit(jax.checkpoint(net.loss))))
-
-    def step(params: Any, batch: Any) -> Any:
-        value, grads = gradient(params, batch)
-        return jax.jit(descend)(params, grads), value
-
-    return step, (net.weights(rng), batch_of(rng))
-
-
-def in_shards(net: Chain, rng: random.Random) -> Any:
-    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-
-    def gradient(params: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(net.loss)(params, batch)
-        return lax.pmean(value, "data"), lax.pmean(grads, "data")
-
-    def step(params: Any, batch: Any) -> Any:
-        run = jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
-        value, grads = run(params, batch)
-        return descend(params, grads), value
-
-    return step, (net.weights(rng), batch_of(rng))
-
-
-def accumulated(net: Chain, rng: random.Random) -> Any:
-    """Gradients of several batches, summed by a loop."""
-
-    def step(params: Any, batches: Any) -> Any:
-        def one(carry: Any, batch: Any) -> Any:
-            value, grads = jax.value_and_grad(net.loss)(params, batch)
-            return (carry[0] + value, jax.tree.map(jnp.add, carry[1], grads)), None
-
-        (value, grads), _ = lax.scan(one, (0.0, jax.tree.map(jnp.zeros_like, params)), batches)
-        return descend(params, grads), value
-
-    return step, (net.weights(rng), batch_of(rng, SEVERAL))
-
-
-def collected(net: Chain, rng: random.Random) -> Any:
-    """Gradients of several batches in a loop that carries nothing."""
-
-    def step(params: Any, batches: Any) -> Any:
-        grads = lax.map(lambda batch: jax.grad(net.loss)(params, batch), batches)
-        return descend(params, jax.tree.map(lambda g: g.mean(0), grads))
-
-    return step, (net.weights(rng), batch_of(rng, SEVERAL))
-
-
-def several_losses(net: Chain, rng: random.Random) -> Any:
-    """Two nets, each with a loss of its own, the second behind the first's update."""
-
-    def judged(judge: Any, maker: Any, batch: Any) -> Array:
-        x, y = batch
-        return jnp.mean(jax.nn.softplus(net(judge, net(maker, x)) - net(judge, y)))
-
-    def step(state: Any, batch: Any) -> Any:
-        maker, judge = state
-        lost, grads = jax.value_and_grad(judged)(judge, maker, batch)
-        judge = descend(judge, grads)
-        won, grads = jax.value_and_grad(lambda m: -judged(judge, m, batch))(maker)
-        return (descend(maker, grads), judge), (lost, won)
-
-    return step, ((net.weights(rng), net.weights(rng)), batch_of(rng))
-
-
-def penalised(net: Chain, rng: random.Random) -> Any:
-    """The gradient of a loss that has a gradient in it."""
-
-    def loss(params: Any, batch: Any) -> Array:
-        x, _ = batch
-        slope = jax.grad(lambda x: jnp.sum(net(params, x)))(x)
-        return net.loss(params, batch) + 0.1 * jnp.mean(slope**2)
-
-    def step(params: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        return descend(params, grads), value
-
-    return step, (net.weights(rng), batch_of(rng))
-
-
-def curved(net: Chain, rng: random.Random) -> Any:
-    """Newton's step for what scales the net's result, by a whole Hessian."""
-
-    def step(state: Any, batch: Any) -> Any:
-        params, scale = state
-
-        def loss(scale: Array) -> Array:
-            x, y = batch
-            return jnp.mean((net(params, x * scale) - y) ** 2) + 0.1 * jnp.sum(scale**2)
-
-        grad, hessian = jax.grad(loss)(scale), jax.hessian(loss)(scale)
-        return (params, scale - jnp.linalg.solve(hessian + 5 * jnp.eye(WIDTH), grad)), hessian
-
-    return step, ((net.weights(rng), jnp.ones(WIDTH)), batch_of(rng))
-
-
-def linearized(net: Chain, rng: random.Random) -> Any:
-    """Products with Jacobians and Hessians, forward over reverse."""
-
-    def step(params: Any, batch: Any) -> Any:
-        grads, product = jax.linearize(lambda p: jax.grad(net.loss)(p, batch), params)
-        direction = jax.tree.map(lambda g: 0.1 * g, grads)
-        return descend(params, product(direction)), product(grads)
-
-    return step, (net.weights(rng), batch_of(rng))
-
-
-def by_example(net: Chain, rng: random.Random) -> Any:
-    """Gradients of each example, clipped."""
-
-    def step(params: Any, batches: Any) -> Any:
-        values, grads = jax.vmap(jax.value_and_grad(net.loss), (None, 0))(params, batches)
-        norms = jax.vmap(optax.tree.norm)(grads)
-        clip = jnp.minimum(1, 1 / norms)
-        return descend(params, jax.tree.map(lambda g: jnp.tensordot(clip, g, 1), grads)), values
-
-    return step, (net.weights(rng), batch_of(rng, SEVERAL))
-
-
-def meta(net: Chain, rng: random.Random) -> Any:
-    """Steps of descent for each task, differentiated."""
-    looped = rng.random() < 0.5
-
-    def adapted(params: Any, batch: Any) -> Array:
-        def one(p: Any, _: Any) -> Any:
-            return descend(p, jax.grad(net.loss)(p, batch), 0.05), None
-
-        if looped:
-            params, _ = lax.scan(one, params, None, length=2)
-        else:
-            params = one(params, None)[0]
-        return net.loss(params, batch)
-
-    def step(params: Any, tasks: Any) -> Any:
-        value, grads = jax.value_and_grad(lambda p: jax.vmap(adapted, (None, 0))(p, tasks).mean())(params)
-        return descend(params, grads), value
-
-    return step, (net.weights(rng), batch_of(rng, 2))
-
-
-def searched(net: Chain, rng: random.Random) -> Any:
-    """L-BFGS with a line search: gradients within a loop of unknown length."""
-    tx = optax.lbfgs(memory_size=2, linesearch=optax.scale_by_zoom_linesearch(max_linesearch_steps=3))
-
-    def step(state: Any, batch: Any) -> Any:
-        params, opt_state = state
-
-        def loss(params: Any) -> Array:
-            return net.loss(params, batch)
-
-        value, grad = optax.value_and_grad_from_state(loss)(params, state=opt_state)
-        updates, opt_state = tx.update(grad, opt_state, params, value=value, grad=grad, value_fn=loss)
-        return (optax.apply_updates(params, updates), opt_state), value
-
-    params = net.weights(rng)
-    return step, ((params, tx.init(params)), batch_of(rng))
-
-
-def policy(net: Chain, rng: random.Random) -> Any:
-    """Epochs over shuffled minibatches of a rollout, with a clipped ratio and advantages from a scan."""
-
-    def loss(params: Any, batch: Any) -> Array:
-        x, before, gain = batch
-        ratio = jnp.exp(jnp.clip(jnp.tanh(net(params, x)).mean(-1) - before, -1, 1))
-        clipped = jnp.clip(ratio, 0.8, 1.2) * gain
-        return -jnp.minimum(ratio * gain, clipped).mean() + 0.1 * jnp.mean(ratio**2)
-
-    def step(state: Any, batch: Any) -> Any:
-        params, key = state
-        x, y = (a.reshape(-1, WIDTH) for a in batch)
-        before = jnp.tanh(x).mean(-1)
-        gains = lax.scan(lambda c, r: (0.9 * c + r, 0.9 * c + r), 0.0, y.mean(-1), reverse=True)[1]
-
-        def epoch(carry: Any, _: Any) -> Any:
-            params, key = carry
-            key, now = jax.random.split(key)
-            order = jax.random.permutation(now, x.shape[0])
-            pieces = [a[order].reshape(SEVERAL, -1, *a.shape[1:]) for a in (x, before, gains)]
-
-            def one(params: Any, piece: Any) -> Any:
-                value, grads = jax.value_and_grad(loss)(params, piece)
-                return descend(params, grads), value
-
-            params, values = lax.scan(one, params, tuple(pieces))
-            return (params, key), values
-
-        state, values = lax.scan(epoch, (params, key), None, length=2)
-        return state, values.mean()
-
-    return step, ((net.weights(rng), jax.random.key(3)), batch_of(rng, SEVERAL))
-
-
-WAYS: dict[str, Way] = {
-    "plain": plain,
-    "optimizer": optimized,
-    "in jit": in_jit,
-    "in shards": in_shards,
-    "accumulated": accumulated,
-    "collected": collected,
-    "several losses": several_losses,
-    "policy": policy,
-    "searched": searched,
-    "by example": by_example,
-    "penalised": penalised,
-    "curved": curved,
-    "linearized": linearized,
-    "meta": meta,
-}
-"""What is done with gradients."""
-
-TWICE = frozenset({"penalised", "curved", "linearized", "meta"})
-MAPPED = frozenset({"by example", "curved", "meta", "in shards"})
-
-
-def step_of(way: str, parts: Sequence[str], seed: int = 0) -> Step:
-    """The step of a way and a net of these parts."""
-    fn, args = WAYS[way](Chain(tuple(parts)), random.Random(seed))
-    return Step(f"{way}: {', '.join(parts)}", fn, args)
-
-
-def fitting(way: str) -> list[str]:
-    """The parts that JAX differentiates in this way."""
-    wrong = (ONCE | {"converged"} if way in TWICE else frozenset()) | (
-        APART if way in MAPPED else frozenset()
-    )
-    return sorted(NETS.keys() - wrong)
-
-
-def random_step(seed: int) -> Step:
-    """The step of a seed."""
-    rng = random.Random(seed)
-    way = rng.choice([*WAYS, "plain", "accumulated"])
-    parts = rng.choices(fitting(way), k=rng.randint(1, 4))
-    return step_of(way, parts, seed)

@@ -89,7 +89,9 @@ def _dot(params: Params, x: Any, y: Any) -> Any:
 
 def _wide(x: Any) -> Any:
     """An array in a type that is added up without loss."""
-    return x.astype(np.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.itemsize < 4 else x
+    if x.itemsize >= 4 or x.dtype == bool:
+        return x
+    return x.astype(np.float32 if jnp.issubdtype(x.dtype, jnp.floating) else np.int32)
 
 
 def _clipped(starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
@@ -115,7 +117,8 @@ def _divided(_: Params, x: Any, y: Any) -> Any:
 
 
 WITH_PARAMS: dict[str, Callable[..., Any]] = {
-    "convert_element_type": lambda p, x: x,  # results are given their type anyway
+    # Results are given their type anyway.
+    "convert_element_type": lambda p, x: x if jnp.issubdtype(p["new_dtype"], np.complexfloating) else x.real,
     "optimization_barrier": lambda p, *xs: xs,
     "layout_constraint": lambda p, x: x,
     "integer_pow": lambda p, x: x ** p["y"] if p["y"] > 0 else 1 / x ** -p["y"],
