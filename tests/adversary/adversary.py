@@ -23,6 +23,7 @@ import logging
 import multiprocessing
 import os
 import random
+import tempfile
 import traceback
 import warnings
 from collections import Counter
@@ -76,11 +77,9 @@ PLANNED = 4
 """Two seeds in so many are planned, which takes as long as all else."""
 
 KINDS = ("emitted", "compiled", "planned", "failed")
-OUT = Path("/tmp/jaxremat-adversary.jsonl")
+OUT = Path(tempfile.gettempdir()) / "jaxremat-adversary.jsonl"
 RENEWED = 40
 """Seeds that one process checks: it keeps what it compiles."""
-
-SHRINK = bool(int(os.environ.get("ADVERSARY_SHRINK", "0")))
 
 Found = tuple[str, str]
 """In which form a program was made, and what is wrong with it, "" for nothing."""
@@ -388,7 +387,7 @@ def check_seed(seed: int) -> dict[str, Any]:
         "parts": made.parts,
         **{kind: len(each) for kind, each in found.items()},
         "wrong": [{"form": form, "what": what} for form, what in failed],
-        "shrunk": str(shrunk(made)) if failed and SHRINK else "",
+        "shrunk": str(shrunk(made)) if failed else "",
     }
 
 
