@@ -122,7 +122,6 @@ MECHANISMS = (
     Mechanism("clones apart", {"_emit._emit.make_apart": always(None)}),
     Mechanism("fences in order", {"_plan._search.Search._astray": always(False)}, on=(GPU,)),
     Mechanism("parts of cotangents pass fences", {"_emit._emit.parts": always([])}, on=(GPU,)),
-    Mechanism("contractions read fenced names", {"_emit._emit.fenced_name": always(None)}, on=(GPU,)),
     Mechanism("updates behind the last read", {"_emit._emit.last_reads": always(({}, set()))}, on=(GPU,)),
     Mechanism("gradients in the weights' order", {"_emit._emit.turned_gradients": always(set())}, on=(GPU,)),
     Mechanism("images' axes in memory order", {"_lower._lower.axes_in_memory": always({})}, on=(GPU,)),

@@ -4,9 +4,8 @@ The jaxpr is the traced one with, at the start of each stage, a fence (`lax.opti
 dropped equations behind it. Tied as follows:
 
 - through the fence pass the saved and kept values that the clones read, and the saved values and arguments that the
-  stage's own contractions read, which the compiler would else copy into another layout long before (where it fuses,
-  contractions read by its fenced name what has passed, see `_fenced_operands`); other readers keep the originals, so
-  that nothing else is cut. Arguments pass for a clone only where it reads nothing else.
+  stage's own contractions read, which the compiler would else copy into another layout long before; other readers keep
+  the originals, so that nothing else is cut. Arguments pass for a clone only where it reads nothing else.
 - the trigger holds the fence back until the stage before is done: the small results (weight gradients, reductions)
   that it leaves behind pass through the fence on their way to the optimizer, whose updates wait for it. Only where
   there is none that is late enough, a cotangent passes through, which cuts it off from kernels that would read it.
@@ -56,7 +55,6 @@ from ._differentiable_barrier import fence
 from ._elsewhere import Elsewhere
 from ._fence_operands import ZERO as PASSING_ZERO
 from ._fence_operands import fence_within, passing
-from ._fenced_operands import fenced_name, remember
 from ._gradient_layouts import in_order, turned_gradients
 from ._hoisting import ZERO, Hazards, is_zero
 from ._last_reads import hold, last_reads
@@ -142,7 +140,6 @@ class Emitter:
         self.home: dict[Any, int] = {}  # variable -> the loop in whose iterations it is, -1 for none
         self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
         self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
-        self.names_behind: dict[Any, Any] = {}  # saved value -> its fenced name, which later contractions use
         self.mask_operands: dict[Any, Any] = {}  # result -> the name by which masks read it
         self.zeros: dict[int, tuple[Any]] = {}  # loop -> a zero behind the fence before it
         self.waiting: dict[int, int] = {}  # deferred equation -> the stage of the fence that it waits for
@@ -213,7 +210,6 @@ class Emitter:
         # The fence of a loop's first stage holds the whole loop back, not what its iterations recompute.
         begins = loop != around
         renamed = self._fence(k, [] if begins else wanted, around)
-        remember(self, renamed)
         self.elsewhere.arrive(k, renamed)
         inside = [n for n in self.own[k] if graph.nodes[n].loop == loop]
         outside = [n for n in self.own[k] if graph.nodes[n].loop != loop]
@@ -272,7 +268,7 @@ class Emitter:
                     a,
                     self.streams.names.get(a) or (self._waits(n, a) and renamed.get(a)),
                     n in self.held and self.overwritten.get(a),
-                    self.clones.get(a) or fenced_name(self, n, a),
+                    self.clones.get(a),
                 )
                 for a in eqn.invars
             ]
