@@ -165,15 +165,17 @@ def _broadcast(eqn: Any) -> Iterator[Way]:
 
 
 def _reshape(eqn: Any) -> Iterator[Way]:
-    """An axis is the outermost of those that a dimension is merged of, or split in."""
-    if eqn.params.get("dimensions") is not None or len(eqn.invars) > 1:
+    """An axis is the outermost of those that a dimension is merged of, or split in, once `dimensions` permute them."""
+    if len(eqn.invars) > 1:
         return
-    operand, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    shape, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    order = eqn.params.get("dimensions") or range(len(shape))
+    operand = [shape[d] for d in order]
     for i, before in enumerate(operand):
         for j, after in enumerate(result):
             same = prod(operand[:i]) == prod(result[:j])
             if same and min(before, after) > 1 and max(before, after) % min(before, after) == 0:
-                yield Way((i,), (j,), sizes=(("new_sizes", j),))
+                yield Way((order[i],), (j,), sizes=(("new_sizes", j),))
 
 
 def _transpose(eqn: Any) -> Iterator[Way]:

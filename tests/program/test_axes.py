@@ -75,6 +75,7 @@ CASES: dict[str, Case] = {
     "iota": (lambda x: x + lax.broadcasted_iota(jnp.float32, (4, 6), 1), (floats(4, 6),), 2),
     "merge": (lambda x: x.reshape(24, 8), (X,), 2),
     "unmerge": (lambda x: x.reshape(4, 6, 4, 2), (X,), 3),
+    "permute and merge": (lambda x: lax.reshape(x, (8, 24), (2, 0, 1)), (X,), 2),
     "transpose": (lambda x: x.transpose(1, 2, 0), (X,), 3),
     "squeeze": (lambda x: lax.squeeze(x, (1,)), (floats(4, 1, 6),), 2),
     "stack": (lambda x, y: bound("stack", axis=1)(x, y), (X, X), 3),
