@@ -210,11 +210,13 @@ def local(traced: Traced, places: Shardings) -> tuple[Traced, tuple[float, ...]]
     )
     there = replace(
         traced,
-        jaxpr=closed,
+        program=traced.program.anew(
+            closed=closed,
+            over={result: of(argument) for result, argument in traced.program.over.items()},
+            encoded=tuple(e.renamed(of) for e in traced.encoded),
+        ),
         labels={of(v): name for v, name in traced.labels.items()},
         hints=tuple(replace(hint, variable=of(hint.variable)) for hint in traced.hints),
-        over=frozenset(each(traced.over)),
-        encoded=tuple(e.renamed(of) for e in traced.encoded),
     )
     return there, flops
 
