@@ -18,7 +18,6 @@ from .._program import _compat
 from .._program._axes import OF_SUM, OF_SUMS, Way, is_scattered, sum_type
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_contraction, is_late, is_relabelling
-from . import _row_regions
 from ._row_regions import Grower, Readers, Region, edges
 from ._row_scans import Around, scan_way
 
@@ -48,9 +47,7 @@ def microbatches(closed: jex.ClosedJaxpr) -> tuple[Region, ...]:
             grown = grower.grow(v, dimension)
             if grower.products >= LEAST_SHARE * products:  # of no other value comes more
                 region = grower.region() if grown else None
-                if region is None or not region.choices or region.inner_nbytes < _row_regions.LEAST_NBYTES:
-                    return ()
-                return (replace(region, whole=True),)
+                return (replace(region, whole=True),) if region is not None and region.choices else ()
     return ()
 
 

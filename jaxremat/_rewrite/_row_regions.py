@@ -27,9 +27,7 @@ LARGE = 1 / 16
 """What a region must not hand on is at least this share of the value that it grows from."""
 
 LEAST_NBYTES = 1 << 20
-"""It grows from no smaller value, or, as most of a step, holds no less in sum: chunks of less would be kernels of a few
-microseconds.
-"""
+"""It grows from no smaller value: chunks of that would be kernels of a few microseconds."""
 
 PRODUCTS = 6
 """It has no more contractions: those of two layers, with the gradients of their operands."""
@@ -103,7 +101,7 @@ class Region:
 def regions(closed: jex.ClosedJaxpr) -> tuple[Region, ...]:
     """That about the largest value that has one; none where it is not worth it."""
     program = Readers(closed)
-    for v in program.largest(SEEDS, LEAST_NBYTES):
+    for v in program.largest(SEEDS):
         grown = (program.grown(v, d) for d in range(len(v.aval.shape)))
         able = [region for region in grown if region is not None and region.choices]
         if able:
@@ -132,8 +130,8 @@ class Readers:
             for a in dict.fromkeys(_compat.variables(self.eqns[i].invars)):
                 self.readers.setdefault(a, []).append(i)
 
-    def largest(self, count: int, least_nbytes: int = 1) -> list[Any]:
-        """So many of the largest values that may stay within a region, of different shapes and no smaller than that."""
+    def largest(self, count: int) -> list[Any]:
+        """So many of the largest values that may stay within a region, of different shapes."""
         sized = sorted(
             ((aval_nbytes(v.aval), -i, v) for i in self.alive for v in self.eqns[i].outvars),
             key=lambda each: each[:2],
@@ -141,7 +139,7 @@ class Readers:
         )
         found: dict[Any, Any] = {}
         for nbytes, _, v in sized:
-            if nbytes < least_nbytes or len(found) == count:
+            if nbytes < LEAST_NBYTES or len(found) == count:
                 break
             if self.inner(v):
                 found.setdefault(v.aval.shape, v)
