@@ -14,6 +14,7 @@ BODIES = frozenset(
 
 _BY_REASON: dict[str, tuple[str, ...]] = {
     "devices take part together, and in one order": (
+        "global_array_to_host_local_array", "host_local_array_to_global_array",
         "all_gather", "all_gather_done", "all_gather_invariant", "all_gather_reduced", "all_gather_reduced_start",
         "all_gather_start", "all_to_all", "all_to_all_done", "all_to_all_start", "axis_index", "pbroadcast",
         "pbroadcast_done", "pbroadcast_start", "pmax", "pmin", "ppermute", "ppermute_done", "ppermute_start", "precv",

@@ -1,6 +1,5 @@
 """Weights are updated behind the last product that reads them, where the compiler's order would have it otherwise."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -95,7 +94,7 @@ def test_on_several_devices_products_that_are_added_up_pass_as_their_sum(
     keys = jax.random.split(jax.random.key(0), 6)
     weights = [tuple(jax.random.normal(k, (WIDTH, WIDTH)) for k in keys[i : i + 2]) for i in (0, 2, 4)]
     args = weights, jax.random.normal(keys[0], (64, WIDTH))
-    traced = replace(trace(jax.jit(gated, donate_argnums=0), args, {}), devices=devices)
+    traced = trace(jax.jit(gated, donate_argnums=0), args, {}).gathered((), devices)
     graph = lower(traced, DEVICES["h100"], base_nbytes=0)
     jaxpr = emit(traced, graph, RecomputeAll().solve(graph, None, time_limit=1.0).schedule)
     eqns = jaxpr.jaxpr.eqns
