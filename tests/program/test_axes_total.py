@@ -10,8 +10,8 @@ from jaxremat._program._axes_opaque import BODIES, OPAQUE
 MODULES = (
     "jax.nn", "jax.numpy.linalg", "jax.scipy.linalg", "jax.scipy.special", "jax.random", "jax.checkpoint_policies",
     "jax.export", "jax.custom_batching", "jax.experimental.checkify", "jax.experimental.custom_partitioning",
-    "jax.experimental.multihost_utils", "jax.experimental.pallas", "jax.experimental.shard_map", "jax._src.cudnn.fused_attention_stablehlo",
-    "jax._src.cudnn.scaled_matmul_stablehlo",
+    "jax.experimental.multihost_utils", "jax.experimental.pallas", "jax.experimental.shard_map",
+    "jax._src.cudnn.fused_attention_stablehlo", "jax._src.cudnn.scaled_matmul_stablehlo",
 )  # fmt: skip
 
 
