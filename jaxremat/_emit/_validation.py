@@ -16,7 +16,7 @@ import jax.extend.core as jex
 from .._model._form import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Form
 from .._program._equivalence import Equivalence
 from .._program._value_numbers import UndecidedError
-from .._rewrite._depthwise_gradient import is_depthwise_gradient, summed
+from .._rewrite._depthwise_gradient import equivalence
 from .._rewrite._trace import Traced
 
 logger = logging.getLogger("jaxremat")
@@ -71,9 +71,5 @@ def names(form: Form) -> tuple[str, ...]:
 
 def _of(closed: jex.ClosedJaxpr) -> Equivalence:
     if closed not in _steps:
-        _steps[closed] = _equivalence(closed)
+        _steps[closed] = equivalence(closed)
     return _steps[closed]
-
-
-def _equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
-    return Equivalence(closed, lambda eqn: summed(eqn) if is_depthwise_gradient(eqn) else None)

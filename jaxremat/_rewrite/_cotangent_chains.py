@@ -19,6 +19,7 @@ import jax.extend.core as jex
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_heavy, is_late, is_relabelling, reads_memory
+from ._flat_program import with_eqns
 
 CHAIN = 1.5
 """How many times its size a cotangent is made of before it is worth writing."""
@@ -67,7 +68,7 @@ def with_names(flat: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         if not chained and len(of) <= MOST_SOURCES:
             sources[made] = of
         named.append(_compat.in_scope(eqn, _SCOPE) if chained else eqn)
-    return _compat.new_jaxpr(flat.jaxpr.constvars, flat.consts, flat.jaxpr.invars, flat.jaxpr.outvars, named)
+    return with_eqns(flat, named)
 
 
 def _read_by_heavy_work(eqns: Sequence[Any]) -> set[Any]:

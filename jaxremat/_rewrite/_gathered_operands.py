@@ -16,6 +16,7 @@ import jax.extend.core as jex
 from jax.sharding import NamedSharding
 
 from .._program import _compat
+from ._flat_program import with_eqns
 
 _PLACING = ("sharding_constraint", "reshard")
 
@@ -48,7 +49,7 @@ def gathered(flat: jex.ClosedJaxpr, gathers: Sequence[Gather]) -> jex.ClosedJaxp
                 known[var, gather.sharding] = made.outvars[0]
             invars[gather.operand] = known[var, gather.sharding]
         eqns.append(eqn.replace(invars=invars) if i in wanted else eqn)
-    return _compat.new_jaxpr(flat.jaxpr.constvars, flat.consts, flat.jaxpr.invars, flat.jaxpr.outvars, eqns)
+    return with_eqns(flat, eqns)
 
 
 def _made(var: Any, sharding: NamedSharding, reader: Any) -> Any:

@@ -23,11 +23,10 @@ import jax.extend.core as jex
 
 from .._model._form import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Form
 from .._program import _compat
-from .._program._equivalence import Equivalence
 from .._program._inline import Inliner
 from ._backward_equations import behind_backward
 from ._cotangent_chains import with_names
-from ._depthwise_gradient import is_depthwise_gradient, summed
+from ._depthwise_gradient import equivalence
 from ._encodings import with_copies
 from ._flat_program import FlatProgram, PairForm, with_eqns
 from ._gathered_operands import gathered
@@ -323,9 +322,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 def check(of: Pass, before: FlatProgram, after: FlatProgram) -> None:
     """Prove that a pass changed nothing that is computed; a `Watcher`. **Raises:** AssertionError."""
-    differs = Equivalence(
-        runnable(before), lambda eqn: summed(eqn) if is_depthwise_gradient(eqn) else None
-    ).difference(runnable(after))
+    differs = equivalence(runnable(before)).difference(runnable(after))
     if differs is not None:
         raise AssertionError(f"the pass {of.name!r} changes what is computed: {differs}")
 

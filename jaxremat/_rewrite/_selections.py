@@ -19,6 +19,7 @@ from .._program import _compat
 from .._program._primitives import is_pointwise
 from ._cotangent_chains import in_memory
 from ._decisions import decisions
+from ._flat_program import with_eqns
 
 INSTEAD = {lax.max_p: lax.ge_p, lax.min_p: lax.le_p}
 """What an operand is to the other one if it is the result."""
@@ -36,7 +37,7 @@ def compared_directly(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         elif eqn.primitive is lax.eq_p:
             eqn = _directly(eqn, chosen)
         eqns.append(eqn)
-    return _with(closed, eqns)
+    return with_eqns(closed, eqns)
 
 
 def _directly(eqn: Any, chosen: dict[Any, Any]) -> Any:
@@ -57,7 +58,7 @@ def marked(closed: jex.ClosedJaxpr, alive: Sequence[bool]) -> jex.ClosedJaxpr:
     """
     direct = compared_directly(closed)
     made = _made_twice(direct.jaxpr.eqns, alive)
-    return _with(
+    return with_eqns(
         direct, [_compat.in_scope(e, _SCOPE) if i in made else e for i, e in enumerate(direct.jaxpr.eqns)]
     )
 
@@ -72,12 +73,7 @@ def settled(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     direct = compared_directly(closed)
     made = _made_twice(direct.jaxpr.eqns, _alive(direct.jaxpr))
     parts = (in_memory(e) if i in made else [e] for i, e in enumerate(direct.jaxpr.eqns))
-    return _with(direct, [eqn for part in parts for eqn in part])
-
-
-def _with(closed: jex.ClosedJaxpr, eqns: list[Any]) -> jex.ClosedJaxpr:
-    jaxpr = closed.jaxpr
-    return _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, eqns)
+    return with_eqns(direct, [eqn for part in parts for eqn in part])
 
 
 def _alive(jaxpr: Any) -> list[bool]:
