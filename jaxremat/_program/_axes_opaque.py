@@ -24,10 +24,11 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "unreduced_reduce_scatter", "unreduced_reduce_scatter_start", "vary_unreduced_cast_p",
     ),
     "says where, or in which layout, a whole array is": (
-        "device_put", "inspect_sharding", "layout_constraint", "relayout", "reshard", "with_memory_space_constraint",
+        "compute_on", "device_put", "inspect_sharding", "layout_constraint", "relayout", "remove_memory_space", "reshard",
+        "shard_alike", "with_memory_space_constraint",
     ),
     "has effects, or an order among those that have": (
-        "after_all", "check", "create_token", "debug_callback", "debug_print", "io_callback", "optimization_barrier",
+        "after_all", "buffer_callback", "check", "create_token", "debug_callback", "debug_print", "io_callback", "optimization_barrier",
         "program_order", "pure_callback", "shape_assertion", "tie",
     ),
     "draws one stream of numbers for the whole array": (
@@ -35,8 +36,9 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "threefry4x32",
     ),
     "is code from outside of the program": (
-        "call_exported", "core_map", "cudnn_fusion", "ffi_call", "mpmd_map", "pallas_call", "platform_index",
-        "unreachable", "xla_metadata_call", "xla_metadata_value",
+        "call_exported", "core_map", "cudnn_fusion", "custom_fusion", "ffi_call", "fused_call", "fusible",
+        "mosaic_gpu_p", "mpmd_map", "pallas_call", "platform_index", "tpu_custom_call", "unreachable",
+        "xla_metadata_call", "xla_metadata_value",
     ),
     "is a function with rules of the user's own": (
         "composite", "custom_lin", "custom_linear_solve", "custom_partitioning", "custom_vmap_call", "linear_call",
@@ -46,11 +48,21 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "dot_product_attention_bwd", "dot_product_attention_bwd_wrapper", "dot_product_attention_fp8_bwd",
         "dot_product_attention_fp8_bwd_wrapper", "dot_product_attention_fp8_fwd",
         "dot_product_attention_fp8_fwd_wrapper", "dot_product_attention_fwd", "dot_product_attention_fwd_wrapper",
-        "scaled_dot", "scaled_matmul", "scaled_matmul_wrapper",
+        "rnn_bwd", "rnn_fwd", "scaled_dot", "scaled_matmul", "scaled_matmul_wrapper",
     ),
     "is divided by a form of its own": ("attention", "attention_gradient"),
     "reads or writes references": ("create_linear", "pin", "run_scoped", "run_state", "unpin"),
-    "is of a kernel's body": ("broadcast_to", "max_contiguous", "multiple_of", "reciprocal"),
+    "is of a kernel's body": (
+        "assert_consumed_value", "bitcast", "broadcast_to", "consume", "einshape_lo", "max_contiguous", "multiple_of",
+        "reciprocal", "roll",
+    ),
+    "is of a sparse array's entries, in no order": (
+        "bcoo_dot_general", "bcoo_dot_general_sampled", "bcoo_extract", "bcoo_fromdense", "bcoo_sort_indices",
+        "bcoo_spdot_general", "bcoo_sum_duplicates", "bcoo_todense", "bcoo_transpose", "bcsr_dot_general",
+        "bcsr_extract", "bcsr_fromdense", "bcsr_todense", "coo_fromdense", "coo_matmat", "coo_matvec", "coo_spmm",
+        "coo_spmv", "coo_todense", "csr_fromdense", "csr_matmat", "csr_matvec", "csr_spmm", "csr_spmv", "csr_todense",
+        "spsolve", "todense",
+    ),
     "is the edge of an iteration of a loop that is laid open": (
         "scan_apart", "scan_carry", "scan_last", "scan_part", "scan_slice", "scan_stack",
     ),
