@@ -38,7 +38,7 @@ class Cuttings:
     step; the `forms` that the step may take and the `graph_of` each; `made` so far, what those promise that are `left`,
     by whether they change numbers, and those that were `passed` over; `divided` the forms, with the host's memory that
     they had, that were looked at for what dividing a loop would gain; `plain_nbytes` the least that the plain form
-    needs, once it does not fit.
+    needs, once it does not fit; forms in fewer microbatches than that of least memory, the `shallower` ones.
     """
 
     graph: Graph
@@ -50,6 +50,7 @@ class Cuttings:
     passed: list[Promise] = field(default_factory=list)
     divided: set[tuple[Form, HostMemory | None]] = field(default_factory=set)
     plain_nbytes: int = 0
+    shallower: list[Promise] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.made = _with_and_without_host(self.graph)
@@ -147,7 +148,15 @@ class Cuttings:
             if lowest is not None and lowest not in made:
                 made.append(lowest)
                 self.make(lowest)
+        cheaper = (each for each in able if each.whole and each not in made)
+        self.shallower = sorted(cheaper, key=lambda each: each.fewer_nbytes)
         self.passed, self.left = [], {False: [], True: []}
+
+    def make_shallower(self) -> list[Graph]:
+        """Add the cuttings of the deepest form in microbatches that is left, and return them: where the one that was
+        made of these turns out to be dearer than it promised.
+        """
+        return self.make(self.shallower.pop()) if self.shallower else []
 
     def deepen(self, seconds: float | None, budget: int, turn: int) -> bool:
         """Make the next form of a turn that may fit, if none is known that takes less; whether there was one.

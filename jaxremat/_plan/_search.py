@@ -193,6 +193,7 @@ class Search:
         **Raises:** `NoProgramError`.
         """
         self._least(None)
+        self._bear()
         self._approach([], self._about_least, 0, rounds)
         most = self._about_least()
         trial = self.best(most)
@@ -200,6 +201,13 @@ class Search:
             return trial if trial is not None and trial.seconds < 0 else None
         assert trial is not None  # the least itself
         return trial
+
+    def _bear(self) -> None:
+        """Where the schedule of least memory costs too much, look for one in fewer microbatches that does not."""
+        lowest = min(some(self.trials), key=lambda t: t.peak_nbytes)
+        while not self._bearable(lowest) and (made := self.cuttings.make_shallower()):
+            attempts = (self._attempt(cut, self._lowest(cut), "finished") for cut in made)
+            lowest = min(filter(None, attempts), key=lambda t: t.peak_nbytes, default=lowest)
 
     def _about_least(self) -> int:
         """How much memory is about the least that was found."""

@@ -24,12 +24,12 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "unreduced_reduce_scatter", "unreduced_reduce_scatter_start", "vary_unreduced_cast_p",
     ),
     "says where, or in which layout, a whole array is": (
-        "compute_on", "device_put", "inspect_sharding", "layout_constraint", "relayout", "remove_memory_space", "reshard",
-        "shard_alike", "with_memory_space_constraint",
+        "compute_on", "device_put", "inspect_sharding", "layout_constraint", "relayout", "remove_memory_space",
+        "reshard", "shard_alike", "with_memory_space_constraint",
     ),
     "has effects, or an order among those that have": (
-        "after_all", "buffer_callback", "check", "create_token", "debug_callback", "debug_print", "io_callback", "optimization_barrier",
-        "program_order", "pure_callback", "shape_assertion", "tie",
+        "after_all", "buffer_callback", "check", "create_token", "debug_callback", "debug_print", "io_callback",
+        "optimization_barrier", "program_order", "pure_callback", "shape_assertion", "tie",
     ),
     "draws one stream of numbers for the whole array": (
         "iota_2x32_shape", "philox2x32", "philox4x32", "random_gamma", "rng_bit_generator", "rng_uniform",

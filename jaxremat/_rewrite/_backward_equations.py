@@ -32,7 +32,7 @@ def late_equations(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[
             )
             late = late or (is_fetch(eqn) and bool(backward)) or follows
         backward.update(eqn.outvars if late else ())
-        if is_in_chunks(eqn) or follows:
+        if (is_in_chunks(eqn) and is_late(eqn)) or follows:
             behind.update(eqn.outvars)
         if loop is None and constant.issuperset(operands) and not runs_once(eqn):
             constant.update(eqn.outvars)

@@ -22,10 +22,13 @@ from jax.core import ShapedArray
 
 from .._program import _compat
 from .._program._axes import is_scattered, sum_type
-from .._program._primitives import is_late, is_light, is_placing, is_relabelling
+from .._program._primitives import is_contraction, is_late, is_light, is_placing, is_relabelling
 from .._program._splice import inlined
+from ._flat_program import with_eqns
 from ._loop_opening import append
-from ._row_regions import Readers, Region, edges, surroundings
+from ._program_readers import Readers
+from ._region_loops import handed_on, schedule
+from ._row_regions import Region
 from ._selections import settled
 
 NONE: Mapping[Any, str] = MappingProxyType({})
@@ -44,27 +47,36 @@ def chunked(
     if region is None:
         return closed, list(range(len(closed.jaxpr.eqns)))
     program = Readers(closed)
-    eqns = program.eqns
-    loop = _Chunks(program, region, chunks, labels)
-    made = loop.equations()
-    # What reads the region's results, in between, waits for them.
-    moved = set(loop.moved)
-    before, after = ([i for i in near if i not in moved] for near in surroundings(program, region.ways))
-    origin = [*before, *(-1 for _ in made), *after]
-    whole = [*(eqns[i] for i in before), *made, *(eqns[i] for i in after)]
-    jaxpr = closed.jaxpr
-    result = _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, whole)
-    return result, origin
+    loops = [_Chunks(program, region, number, chunks, labels) for number in range(len(region.loops))]
+    moved = {i for loop in loops for i in loop.moved}
+    order = schedule(program, region.loops)
+    assert order is not None  # or it were no region
+    eqns: list[Any] = []
+    origin: list[int] = []
+    for i in order:
+        if i not in moved:
+            made = loops[~i].equations() if i < 0 else [program.eqns[i]]
+            eqns += made
+            origin += [-1] * len(made) if i < 0 else [i]
+    return with_eqns(closed, eqns), origin
 
 
 class _Chunks:
-    """The loop over chunks of a region's rows."""
+    """One of the loops over chunks of a region's rows, by its `number`."""
 
-    def __init__(self, program: Readers, region: Region, chunks: int, labels: Mapping[Any, str]):
+    def __init__(self, program: Readers, region: Region, number: int, chunks: int, labels: Mapping[Any, str]):
         self.program, self.region, self.chunks, self.labels = program, region, chunks, labels
+        self.ways = region.loops[number]
+        self.others = {i for other, loop in enumerate(region.loops) if other != number for i in loop}
+        self.leaves = handed_on(program, region.loops, number)
+        # Of most of a step a loop without products of the backward pass is one of the forward pass.
+        late = [i for i in self.ways if is_late(program.eqns[i])]
+        early = [i for i in self.ways if not is_late(program.eqns[i])]
+        self.opens = region.whole and any(is_contraction(program.eqns[i]) for i in late)
+        self.like = program.eqns[(early + late if region.whole else late + early)[0]]
         self.dimension: dict[Any, int | None] = {}
         self.adder: dict[Any, int] = {}  # sums -> the equation that makes them
-        for i, way in region.ways.items():
+        for i, way in self.ways.items():
             eqn = program.eqns[i]
             both = zip((*eqn.invars, *eqn.outvars), (*way.operands, *way.results), strict=True)
             self.dimension.update((a, d) for a, d in both if not _compat.is_literal(a))
@@ -75,21 +87,28 @@ class _Chunks:
         }
         self.moved = self._moved()
         self.turned = self._turned()
-        # What chunks read, parts of it or all, and what they leave; and what the call reads.
-        self.parted, self.leaves = edges(program, [*self.turned, *region.ways])
-        self.reads, _ = edges(program, [*self.moved, *region.ways])
+        # What chunks read, parts of it or all, and what the call reads.
+        self.parted = self._read_by([*self.turned, *self.ways])
+        self.reads = self._read_by([*self.moved, *self.ways])
+
+    def _read_by(self, indices: Sequence[int]) -> list[Any]:
+        """What equations read of others."""
+        eqns = [self.program.eqns[i] for i in indices]
+        made = {v for eqn in eqns for v in eqn.outvars}
+        return list(dict.fromkeys(a for eqn in eqns for a in _compat.variables(eqn.invars) if a not in made))
 
     def _moved(self) -> list[int]:
         """Mere movement of data for the region alone: nothing else needs the result."""
         program, found = self.program, set[int]()
-        waiting, _ = edges(program, self.region.ways)
+        waiting = self._read_by(list(self.ways))
         while waiting:
             i = program.maker.get(waiting.pop(), -1)
             if i in found or i < 0 or not _moves(program.eqns[i]) or len(program.eqns[i].outvars) > 1:
                 continue
             (v,) = program.eqns[i].outvars
             readers = program.readers[v]
-            if v not in program.returned and all(j in self.region.ways or j in found for j in readers):
+            alone = self.others.isdisjoint(readers) and v not in program.returned
+            if alone and all(j in self.ways or j in found for j in readers):
                 found.add(i)
                 waiting.extend(_compat.variables(program.eqns[i].invars))
         return sorted(found)
@@ -103,24 +122,22 @@ class _Chunks:
             (v,) = program.eqns[i].outvars
             turns = is_relabelling(program.eqns[i]) or is_placing(program.eqns[i])
             whole = self.dimension.get(v) is None and turns
-            if whole and all(j in self.region.ways or j in found for j in program.readers[v]):
+            if whole and all(j in self.ways or j in found for j in program.readers[v]):
                 found.append(i)
         return found[::-1]
 
     def equations(self) -> list[Any]:
-        """What stands in place of the region's equations: where it is most of a step the loop, else a call, one of the
-        backward pass if any of them is.
+        """What stands in place of the region's equations: where it is most of a step, both passes of it, the loop, else
+        a call, one of the backward pass if any of them is.
         """
-        late = [i for i in self.region.ways if is_late(self.program.eqns[i])]
-        like = self.program.eqns[late[0] if late else min(self.region.ways)]
 
         def in_chunks(*operands: Any) -> list[Any]:
             return self._run(*operands)
 
         in_chunks.__name__ = IN_CHUNKS
         types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=_weak(a)) for a in self.reads]
-        call, place = (in_chunks, _compat.root_source(like)) if self.region.whole else (
-            jax.jit(in_chunks), like.source_info
+        call, place = (in_chunks, _compat.root_source(self.like)) if self.opens else (
+            jax.jit(in_chunks), self.like.source_info
         )  # fmt: skip
         made, _ = inlined(jax.make_jaxpr(call)(*types), self.reads, place, self.leaves)
         return made
@@ -132,7 +149,7 @@ class _Chunks:
             invars = [a.val if _compat.is_literal(a) else env[a] for a in eqn.invars]
             env[eqn.outvars[0]] = eqn.primitive.bind(*invars, **eqn.params)
         zero = jnp.zeros((), jnp.float32)
-        if self.parted and not self.region.whole:
+        if self.parted and not self.opens:
             # Zeros that depend on nothing could be filled at any time, and would be one array for several loops: those
             # of what chunks read last are filled here. The barrier holds of what is read behind it alone.
             last = max(self.parted, key=lambda a: self.program.maker.get(a, -1))
@@ -186,7 +203,7 @@ class _Chunks:
             env[eqn.outvars[0]] = made = _compat.new_var(eqn.outvars[0].aval)
             invars = [a if _compat.is_literal(a) else env.get(a, a) for a in eqn.invars]
             eqns.append(eqn.replace(invars=invars, outvars=[made]))
-        for i, way in self.region.ways.items():
+        for i, way in self.ways.items():
             eqn = self.program.eqns[i]
             invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
             if way.summed and is_scattered(eqn):
@@ -198,13 +215,13 @@ class _Chunks:
             ]
             eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
             env.update(zip(eqn.outvars, outvars, strict=True))
-            named = ((v, self.labels[v]) for v in eqn.outvars if v in self.labels and self.region.whole)
+            named = ((v, self.labels[v]) for v in eqn.outvars if v in self.labels and self.opens)
             for v, name in named:  # for the planner, to whom the loop is laid open
                 made = _compat.new_var(env[v].aval)
                 eqns.append(_compat.name_eqn(env[v], made, name, eqn.source_info))
         results = [self._added(eqns, v, so_far[v], env[v], index) for v in self.leaves]
         made = _compat.new_jaxpr((), (), [index, *state, *operands], results, eqns)
-        return made if self.region.whole else settled(made)
+        return made if self.opens else settled(_without_unread(made))
 
     def _aval(self, v: Any, dimension: int | None, params: Mapping[str, Any]) -> Any:
         if dimension is None:
@@ -246,7 +263,19 @@ class _Chunks:
         return dimension + (self.region.parts > 1)
 
     def _reader(self, v: Any) -> Any:
-        return next(self.program.eqns[i] for i in self.program.readers[v] if i in self.region.ways)
+        return next(self.program.eqns[i] for i in self.program.readers[v] if i in self.ways)
+
+
+def _without_unread(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """The body without results of scans that a loop of one pass alone does not read."""
+    read = {a for e in closed.jaxpr.eqns for a in _compat.variables(e.invars)}
+    read.update(_compat.variables(closed.jaxpr.outvars))
+    eqns = [
+        _compat.with_results(eqn, wanted) if eqn.primitive.name == "scan" and not all(wanted) else eqn
+        for eqn in closed.jaxpr.eqns
+        for wanted in ([v in read for v in eqn.outvars],)
+    ]
+    return with_eqns(closed, eqns)
 
 
 def is_in_chunks(eqn: Any) -> bool:

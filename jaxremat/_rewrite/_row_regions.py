@@ -9,7 +9,8 @@ Law: no result of a region is read by what it reads itself; a sum over rows is r
 runs once is in none, and keeps its order around it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -20,20 +21,28 @@ import jax.extend.core as jex
 from .._model._device_specs import DeviceSpec
 from .._program import _compat
 from .._program._axes import Way, agree, ways
-from .._program._flops import aval_nbytes
+from .._program._flops import alone_seconds, aval_nbytes
 from .._program._primitives import is_contraction, is_draw, is_heavy, runs_once
+from ._program_readers import Readers
+from ._region_loops import Loop, handed_on, owners, schedule
 
 LARGE = 1 / 16
 """What a region must not hand on is at least this share of the value that it grows from."""
 
-LEAST_NBYTES = 1 << 20
-"""It grows from no smaller value: chunks of that would be kernels of a few microseconds."""
+LEAST_NBYTES = 4 << 20
+"""It keeps no less than this to itself: chunks of that would be kernels of a few microseconds."""
+
+AT_ONCE = 8
+"""One that is most of a step keeps so many times that, for no more than such a share of it is in memory at once."""
 
 PRODUCTS = 6
 """It has no more contractions: those of two layers, with the gradients of their operands."""
 
 SEEDS = 3
-"""So many of the largest values are tried."""
+"""So many of the largest values are tried, ..."""
+
+SEED = 1 / 8
+"""... of at least this share of the largest of all."""
 
 CHUNKS = (2, 4, 8, 16)
 """Of the numbers of chunks that divide the rows the nearest to these are considered."""
@@ -46,16 +55,18 @@ ENOUGH = 8
 class Region:
     """Equations of a program that fall apart into rows alike.
 
-    **Fields:** `ways` of its equations, by index; `rows` that any number of chunks must divide; `inner_nbytes` of what
-    it neither reads nor leaves; `sum_nbytes` of its sums; `read_nbytes` of what each chunk reads whole; `kernels` about
-    how many it takes; `source` the user's line; `whole` whether it is most of a step, see `_microbatches`; `parts` in
-    how many pieces its rows lie, each on devices of its own, 0 where they may not be done in chunks there: a chunk has
-    rows of every part; `sent_nbytes` of what these devices send each other for each chunk.
+    **Fields:** the `loops` over chunks that do them, in order; `rows` that any number of chunks must divide;
+    `inner_nbytes` of what it neither reads nor leaves; `left_nbytes` of the rows that it leaves; `sum_nbytes` of its
+    sums; `read_nbytes` of what each chunk reads whole; `kernels` about how many it takes; `source` the user's line;
+    `whole` whether it is most of a step, see `_microbatches`; `parts` in how many pieces its rows lie, each on devices
+    of its own, 0 where they may not be done in chunks there: a chunk has rows of every part; `sent_nbytes` of what
+    these devices send each other for each chunk; `repeated` the equations that loops do once more.
     """
 
-    ways: Mapping[int, Way]
+    loops: tuple[Loop, ...]
     rows: int
     inner_nbytes: int
+    left_nbytes: int
     sum_nbytes: int
     read_nbytes: int
     kernels: int
@@ -63,6 +74,12 @@ class Region:
     whole: bool = False
     parts: int = 1
     sent_nbytes: int = 0
+    repeated: tuple[Any, ...] = ()
+
+    @cached_property
+    def ways(self) -> Loop:
+        """The ways of all its equations, by index."""
+        return {i: way for loop in self.loops for i, way in loop.items()}
 
     def on_devices(self, parts: int, share: float) -> "Region":
         """The same of rows that lie in so many parts: they add up their sums, and gather what they read whole.
@@ -91,18 +108,19 @@ class Region:
 
     def more_seconds(self, chunks: int, device: DeviceSpec) -> float:
         """What so many chunks take longer: sums are read and written for each, what is read whole is read again,
-        devices send it again, and kernels are launched.
+        devices send it again, kernels are launched, and loops repeat some of them.
         """
         nbytes = (3 * chunks - 1) * self.sum_nbytes + (chunks - 1) * self.read_nbytes
         again = self.kernels * device.launch_seconds + self.sent_nbytes / device.link
-        return nbytes / device.bandwidth + (chunks - 1) * again
+        repeated = math.fsum(alone_seconds(device, eqn) for eqn in self.repeated if is_heavy(eqn))
+        return nbytes / device.bandwidth + (chunks - 1) * again + repeated
 
 
 def regions(closed: jex.ClosedJaxpr) -> tuple[Region, ...]:
     """That about the largest value that has one; none where it is not worth it."""
     program = Readers(closed)
-    for v in program.largest(SEEDS):
-        grown = (program.grown(v, d) for d in range(len(v.aval.shape)))
+    for v in largest(program, SEEDS):
+        grown = (region_about(program, v, d) for d in range(len(v.aval.shape)))
         able = [region for region in grown if region is not None and region.choices]
         if able:
             enough = (region for region in able if region.choices[-1] >= ENOUGH)
@@ -110,49 +128,81 @@ def regions(closed: jex.ClosedJaxpr) -> tuple[Region, ...]:
     return ()
 
 
-class Readers:
-    """Who makes and reads what, of the equations that anything needs."""
+def largest(program: Readers, count: int, without: Collection[int] = ()) -> list[Any]:
+    """So many of the largest values that may stay within a region, of different shapes and not much smaller.
 
-    def __init__(self, closed: jex.ClosedJaxpr):
-        jaxpr = closed.jaxpr
-        self.eqns = jaxpr.eqns
-        self.returned = set(_compat.variables(jaxpr.outvars))
-        needed = set(self.returned)
-        alive: list[int] = []
-        for i in reversed(range(len(self.eqns))):
-            if self.eqns[i].effects or not needed.isdisjoint(self.eqns[i].outvars):
-                alive.append(i)
-                needed.update(_compat.variables(self.eqns[i].invars))
-        self.alive = alive[::-1]
-        self.maker = {v: i for i in self.alive for v in self.eqns[i].outvars}
-        self.readers: dict[Any, list[int]] = {}
-        for i in self.alive:
-            for a in dict.fromkeys(_compat.variables(self.eqns[i].invars)):
-                self.readers.setdefault(a, []).append(i)
+    **Arguments:** `without` those that these equations make.
+    """
+    sized = sorted(
+        (
+            (-aval_nbytes(v.aval), i, v)
+            for i in program.alive
+            if i not in without
+            for v in program.eqns[i].outvars
+        ),
+        key=lambda each: each[:2],
+    )
+    found: dict[Any, Any] = {}
+    for _, _, v in sized:
+        if len(found) == count:
+            break
+        if program.inner(v):
+            found.setdefault(v.aval.shape, v)
+    least = SEED * max(map(_nbytes, found.values()), default=0)
+    return [v for v in found.values() if _nbytes(v) >= least]
 
-    def largest(self, count: int) -> list[Any]:
-        """So many of the largest values that may stay within a region, of different shapes."""
-        sized = sorted(
-            ((aval_nbytes(v.aval), -i, v) for i in self.alive for v in self.eqns[i].outvars),
-            key=lambda each: each[:2],
-            reverse=True,
-        )
-        found: dict[Any, Any] = {}
-        for nbytes, _, v in sized:
-            if nbytes < LEAST_NBYTES or len(found) == count:
-                break
-            if self.inner(v):
-                found.setdefault(v.aval.shape, v)
-        return list(found.values())
 
-    def inner(self, v: Any) -> bool:
-        """Whether a value may stay within a region."""
-        return v not in self.returned and v in self.maker and bool(getattr(v.aval, "shape", ()))
+def _nbytes(v: Any) -> int:
+    return aval_nbytes(v.aval)
 
-    def grown(self, seed: Any, dimension: int) -> Region | None:
-        """The region about a value with its rows in this dimension, if there is one."""
-        grower = Grower(self, LARGE * aval_nbytes(seed.aval))
-        return grower.region() if grower.grow(seed, dimension) else None
+
+def region_about(program: Readers, seed: Any, dimension: int) -> Region | None:
+    """The region about a value with its rows in this dimension, if there is one."""
+    grower = Grower(program, LARGE * aval_nbytes(seed.aval))
+    return region_of(program, (dict(sorted(grower.ways.items())),)) if grower.grow(seed, dimension) else None
+
+
+def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -> Region | None:
+    """What these loops do; None where it is too little, or where an equation that runs once would pass another.
+
+    **Arguments:** `whole` whether it is most of a step.
+    """
+    eqns, order = program.eqns, schedule(program, loops)
+    if order is None:
+        return None
+    once = [i for i in order if i >= 0 and runs_once(eqns[i])]
+    if once != sorted(once):
+        return None
+    dimension: dict[Any, int | None] = {}
+    sizes: set[int] = set()
+    for loop in loops:
+        for i, way in loop.items():
+            sizes.add(way.groups)
+            for a, d in zip((*eqns[i].invars, *eqns[i].outvars), (*way.operands, *way.results), strict=True):
+                if not _compat.is_literal(a):
+                    dimension[a] = d if dimension.get(a) is None else dimension[a]
+                    sizes.add(a.aval.shape[d] if d is not None else 0)
+    first = owners(loops)
+    made = {v for i in first for v in eqns[i].outvars}
+    leaves = {v for number in range(len(loops)) for v in handed_on(program, loops, number)}
+    inner = made - leaves
+    read = {a for i in first for a in _compat.variables(eqns[i].invars)} - made
+    inner_nbytes = sum(aval_nbytes(a.aval) for a in inner)
+    if inner_nbytes < (AT_ONCE if whole else 1) * LEAST_NBYTES:
+        return None
+    most = max(first, key=lambda i: max(aval_nbytes(v.aval) for v in eqns[i].outvars))
+    return Region(
+        loops=tuple(loops),
+        rows=gcd(*sizes),
+        inner_nbytes=inner_nbytes,
+        left_nbytes=sum(aval_nbytes(a.aval) for a in leaves if dimension[a] is not None),
+        sum_nbytes=sum(aval_nbytes(a.aval) for a in leaves if dimension[a] is None),
+        read_nbytes=sum(aval_nbytes(a.aval) for a in read if dimension[a] is None),
+        kernels=sum(is_heavy(eqns[i]) for loop in loops for i in loop),
+        source=_compat.user_line(eqns[most]),
+        whole=whole,
+        repeated=tuple(eqns[i] for number, loop in enumerate(loops) for i in loop if first[i] != number),
+    )
 
 
 class Grower:
@@ -173,33 +223,27 @@ class Grower:
 
     def grow(self, seed: Any, dimension: int) -> bool:
         """Whether that ended in a region."""
-        program = self.program
         self.dimension[seed] = dimension
         self.large.append(seed)
-        while True:
-            while self.large:
-                v = self.large.pop()
-                near = [program.maker[v], *program.readers.get(v, ())]
-                for i in near:
-                    if i not in self.ways and not self._add(i) and v is seed:
-                        return False
-                if self.products > self.most_products:
-                    return False
+        while self.spread(seed):
             between = self._between()
             if not between:
-                break
-            left = [i for i in between if i not in self.ways and not self._add(i)]
-            if left and not self.done_before(left):
+                return not self.sums_read()
+            if not all(list(map(self._add, between))):
                 return False
-        return self.closes()
+        return False
 
-    def done_before(self, indices: Sequence[int]) -> bool:
-        """Whether equations that stand between those of the region may be done before it."""
-        return not indices
-
-    def closes(self) -> bool:
-        """Whether what has grown can be done in chunks."""
-        return not self.sums_read()
+    def spread(self, seed: Any) -> bool:
+        """Add what makes and reads the large values, and so on; whether those of the seed could be added, and no more
+        products than there may be.
+        """
+        program = self.program
+        while self.large:
+            v = self.large.pop()
+            for i in (program.maker[v], *program.readers.get(v, ())):
+                if i not in self.ways and not self._add(i) and v is seed:
+                    return False
+        return self.products <= self.most_products
 
     def sums_read(self) -> set[Any]:
         """The sums over rows that equations of the region read, but to add them to others."""
@@ -247,55 +291,3 @@ class Grower:
             if i in self.ways or i in before:
                 before.update(maker.get(a, -1) for a in _compat.variables(eqns[i].invars))
         return sorted(i for i in behind & before if i not in self.ways)
-
-    def region(self) -> Region | None:
-        """What has grown; None where its being done at once would move an equation that runs once past another."""
-        eqns = self.program.eqns
-        before, after = surroundings(self.program, self.ways)
-        last = max((i for i in before if runs_once(eqns[i])), default=-1)
-        if any(i < last and runs_once(eqns[i]) for i in after):
-            return None
-        reads, leaves = edges(self.program, self.ways)
-        made = {v for i in self.ways for v in eqns[i].outvars}
-        sizes = [a.aval.shape[d] for a, d in self.dimension.items() if d is not None]
-        inner = made.difference(leaves)
-        largest = max((a for a in made), key=lambda a: aval_nbytes(a.aval))
-        return Region(
-            ways=dict(sorted(self.ways.items())),
-            rows=gcd(*sizes, *(way.groups for way in self.ways.values())),
-            inner_nbytes=sum(aval_nbytes(a.aval) for a in inner),
-            sum_nbytes=sum(aval_nbytes(a.aval) for a in leaves if self.dimension[a] is None),
-            read_nbytes=sum(aval_nbytes(a.aval) for a in reads if self.dimension[a] is None),
-            kernels=sum(is_heavy(eqns[i]) for i in self.ways),
-            source=_compat.user_line(eqns[self.program.maker[largest]]),
-        )
-
-
-def surroundings(program: Readers, members: Collection[int]) -> tuple[list[int], list[int]]:
-    """The equations that stand before these, where they are done at once, and those that stand behind them."""
-    eqns, last = program.eqns, max(members)
-    before, behind = list[int](), list[int]()
-    late = {v for i in members for v in eqns[i].outvars}
-    for i in program.alive:
-        if i in members:
-            continue
-        if i > last or not late.isdisjoint(_compat.variables(eqns[i].invars)):
-            behind.append(i)
-            late.update(eqns[i].outvars)
-        else:
-            before.append(i)
-    return before, behind
-
-
-def edges(program: Readers, members: Collection[int]) -> tuple[list[Any], list[Any]]:
-    """What equations read of others, and what others read of them."""
-    eqns = program.eqns
-    made = {v for i in members for v in eqns[i].outvars}
-    reads = dict.fromkeys(a for i in members for a in _compat.variables(eqns[i].invars) if a not in made)
-    leaves = [
-        v
-        for i in members
-        for v in eqns[i].outvars
-        if v in program.returned or any(j not in members for j in program.readers.get(v, ()))
-    ]
-    return list(reads), leaves

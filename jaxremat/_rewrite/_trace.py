@@ -215,9 +215,11 @@ class Traced:
         return next((count for site, (count,) in chunks if self.regions[site].whole), 0)
 
     @property
-    def rows(self) -> list[tuple[int, str, bool]]:
-        """Of each region how many rows there are, the user's line, and whether it is most of the step."""
-        return [(region.rows, region.source, region.whole) for region in self.regions]
+    def rows(self) -> list[tuple[int, str, bool, bool]]:
+        """Of each region how many rows there are, the user's line, whether it is most of the step, and whether some of
+        it is done twice in chunks.
+        """
+        return [(each.rows, each.source, each.whole, bool(each.repeated)) for each in self.regions]
 
     @property
     def inner(self) -> list[tuple[int, str]]:

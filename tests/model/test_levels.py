@@ -220,7 +220,7 @@ def test_what_becomes_of_a_loop_in_words(levels: tuple[int, ...], said: str) -> 
 
 
 def test_rows_that_would_be_in_chunks_on_one_device_are_named_on_several() -> None:
-    rows = [(4096, "Model.py:40 (head)", False)]
+    rows = [(4096, "Model.py:40 (head)", False, False)]
     (form,) = loop_forms((9,), PLAIN, ("",), rows, devices=8)
     assert str(form) == "rows at Model.py:40 (head): not in chunks, because they are on several devices"
     assert loop_forms((9,), PLAIN, ("",), rows) == ()

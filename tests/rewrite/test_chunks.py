@@ -15,8 +15,9 @@ from test_random_programs import Net, nets
 
 import jaxremat
 from jaxremat._compiler._program import Program, device_count
+from jaxremat._rewrite._program_readers import Readers
 from jaxremat._rewrite._row_chunks import chunked, is_in_chunks
-from jaxremat._rewrite._row_regions import Readers, Region, regions
+from jaxremat._rewrite._row_regions import Region, region_about, regions
 from jaxremat._rewrite._trace import trace
 
 WORDS, WIDE, BATCH, LENGTH, LAYERS = 4000, 32, 8, 32, 2
@@ -131,8 +132,9 @@ def normalised_by_all(logits: Any, labels: Any) -> Any:
     return (losses * jnp.exp(losses - losses.mean())).mean()
 
 
-def test_what_waits_for_all_rows_is_no_region() -> None:
-    assert trace(jax.jit(step_of(normalised_by_all)), arguments(), {}).regions == ()
+def test_what_waits_for_all_rows_is_done_in_two_loops() -> None:
+    (region,) = trace(jax.jit(step_of(normalised_by_all)), arguments(), {}).regions
+    assert region.whole and len(region.loops) == 2
 
 
 def test_a_network_of_many_layers_alike_is_done_in_microbatches_or_not_at_all() -> None:
@@ -233,7 +235,7 @@ def test_any_region_of_random_programs_gives_what_it_gave(net: Net) -> None:
     for i in program.alive[::3]:
         for v in program.eqns[i].outvars:
             for d in range(len(v.aval.shape)) if program.inner(v) else ():
-                region = program.grown(v, d)
+                region = region_about(program, v, d)
                 if region is not None and region.choices:
                     found.setdefault(tuple(region.ways), region)
     flat = [*params, x]

@@ -215,17 +215,34 @@ def test_no_array_of_the_whole_batch_is_left() -> None:
 
 def of_the_batch(params: Any, x: Any) -> Any:
     """Batch normalisation."""
-    up, down = params
-    h = x @ up
-    h = (h - h.mean((0, 1))) / jnp.sqrt(h.var((0, 1)) + 1e-3)
-    return jnp.mean((h @ down) ** 2)
+    for up, down in zip(params[::2], params[1::2], strict=True):
+        h = x @ up
+        h = (h - h.mean((0, 1))) / jnp.sqrt(h.var((0, 1)) + 1e-3)
+        x = x + h @ down
+    return jnp.mean(x**2)
 
 
 def contrastive(params: Any, x: Any) -> Any:
     """Every example is compared with all others."""
     up, down = params
-    h = jnp.tanh(x[:, 0] @ up) @ down
+    h = jnp.tanh(x @ up).mean(1) @ down
     return optax.softmax_cross_entropy_with_integer_labels(h @ h.T, jnp.arange(BATCH)).mean()
+
+
+def of_two_towers(params: Any, x: Any, words: Any) -> Any:
+    """What one tower makes of an example is compared with what another makes of all."""
+    up, down, table, *stacks = params
+
+    def block(h: Any, layer: Any) -> Any:
+        up, down = layer
+        return h + jnp.tanh(h @ up) @ down, None
+
+    first = jnp.tanh(x @ up).mean(1) @ down
+    second = lax.scan(block, table[words], stacks)[0].mean(1)
+    first, second = (h / jnp.linalg.norm(h, axis=-1, keepdims=True) for h in (first, second))
+    scores, own = 4 * first @ second.T, jnp.arange(BATCH)
+    losses = (optax.softmax_cross_entropy_with_integer_labels(s, own) for s in (scores, scores.T))
+    return sum(loss.mean() for loss in losses)
 
 
 def weighed(params: Any, x: Any) -> Any:
@@ -235,11 +252,52 @@ def weighed(params: Any, x: Any) -> Any:
     return jnp.sum(losses * lax.stop_gradient(jax.nn.softmax(losses)))
 
 
-@pytest.mark.parametrize("loss", [of_the_batch, contrastive, weighed])
+def centred(params: Any, x: Any) -> Any:
+    """Examples count by what they are more than the mean."""
+    up, down = params
+    h = (jnp.tanh(x @ up) @ down).mean(1)
+    return jnp.mean((h - h.mean(0)) ** 4)
+
+
+def coupled() -> dict[str, Case]:
+    x, shapes = normal(BATCH, LENGTH, D, seed=5), [(LAYERS, *shape) for shape in PAIR]
+    return {
+        "contrastive": (contrastive, weights(*PAIR), (x,)),
+        "two towers": (of_two_towers, weights(*PAIR, (V, D), *shapes), (x, tokens())),
+        "weighed": (weighed, weights(*PAIR), (x,)),
+        "centred": (centred, weights(*PAIR), (x,)),
+    }
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("name", coupled())
 @pytest.mark.usefixtures("_small")
-def test_where_examples_see_one_another_there_are_none(loss: Loss) -> None:
-    args = weights(*PAIR), normal(BATCH, LENGTH, D, seed=5)
-    found = trace(jax.jit(descent(loss)), args, {})
+def test_where_examples_see_one_another_a_part_is_done_twice(name: str, count: int) -> None:
+    """What mixes them stands between two loops, of which the second does the forward pass of a part once more."""
+    loss, params, batch = coupled()[name]
+    step = descent(loss)
+    found = trace(jax.jit(step), (params, *batch), {})
+    (region,) = (region for region in found.regions if region.whole)
+    assert count in region.choices and len(region.loops) > 1
+    products = {"dot_general", "scan"}
+    again = [eqn for eqn in region.repeated if eqn.primitive.name in products]
+    assert again and not any("transpose" in str(eqn.source_info.name_stack) for eqn in again)
+    divided = in_microbatches(found, count)
+    program = runnable(divided)
+    widest, given = max(sizes(found.closed.jaxpr.eqns)), max(a.size for a in (*params, *batch))
+    assert max(sizes(program.jaxpr.eqns)) <= max(widest // count, given)
+    flat = jax.tree.leaves((params, *batch))
+    want = jax.tree.leaves(jax.jit(step)(params, *batch))
+    for a, b in zip(want, jex.jaxpr_as_fun(program)(*flat), strict=True):
+        scale = float(jnp.abs(a).max()) or 1.0
+        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=2e-5)
+
+
+@pytest.mark.usefixtures("_small")
+def test_not_where_most_would_be_done_many_times() -> None:
+    """Each batch normalisation waits for the whole batch twice."""
+    args = weights(*PAIR * 4), normal(BATCH, LENGTH, D, seed=5)
+    found = trace(jax.jit(descent(of_the_batch)), args, {})
     assert not any(region.whole for region in found.regions)
 
 

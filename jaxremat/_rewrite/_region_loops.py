@@ -1,0 +1,206 @@
+"""Equations that carry an axis -> the loops over its parts that do them, in order, with what must stand in between.
+
+A contrastive loss compares all examples: what a tower makes of an example depends on that example alone, its gradient
+on all others too. Such work is done in two loops, with the comparison in between:
+
+    for i in range(parts): z[i] = tower(w, x[i])
+    dz = gradient of the loss of all z
+    for i in range(parts): dw += gradient of tower(w, x[i]) for dz[i]       the tower once more, of a part at a time
+
+and nothing of a tower is kept but `z`. In general the *stage* of an equation counts how often it waits for all parts:
+for a sum over them, or for what mixes them. Each stage is a loop, which computes once more what it reads of earlier
+ones unless that is small, or is handed on anyway.
+
+Invariant: the loops, and what stands between them, have an order in which nothing is read before it is made.
+"""
+
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from .._program import _compat
+from .._program._axes import Way
+from .._program._flops import aval_nbytes, eqn_flops
+from ._program_readers import Readers
+from ._region_cut import narrowed
+
+LIGHT = 1 / 16
+"""A stage that makes less than this share of what the largest makes is done between the loops, all parts at once."""
+
+SMALL = 1 / 32
+"""Loops hand on, rather than compute again, values of at most this share of the largest, no more than that together."""
+
+MOST_STAGES = 4
+"""Work of more stages is left as it is: each batch normalisation is two."""
+
+MOST_AGAIN = 1.0
+"""So is what would repeat more than this share of its operations."""
+
+Loop = Mapping[int, Way]
+"""The equations that one loop does, by index, with the ways in which they carry the axis."""
+
+
+class Component(Protocol):
+    """Equations that carry one axis. **Fields:** the `ways` of these, by index; `dimension` of the axis in values."""
+
+    ways: dict[int, Way]
+    dimension: dict[Any, int | None]
+
+    def with_sums(self, indices: Collection[int]) -> list[int]:
+        """Add the equations that add up sums which some of its equations make; return which these are."""
+        ...
+
+
+def loops_of(program: Readers, components: Sequence[Component]) -> tuple[Loop, ...] | None:
+    """Return the loops that do these components, in an order in which they can run; None where there is none.
+
+    What is too little to be worth a loop is taken out of the components.
+    """
+    found: list[Loop] = []
+    for component in components:
+        if len(_stages(program, component)) > 1:
+            kept = narrowed(program, component.ways, component.dimension)
+            component.ways = {i: way for i, way in component.ways.items() if i in kept}
+        stages = _without_light(program, component)
+        if not stages or len(stages) > MOST_STAGES:
+            return None
+        stages = [[*own, *component.with_sums(own)] for own in stages]
+        loops = _with_repeated(program, component, stages)
+        again = sum(_flops(program, loop.keys() - own) for loop, own in zip(loops, stages, strict=True))
+        if again > MOST_AGAIN * sum(_flops(program, own) for own in stages):
+            return None
+        found += filter(None, loops)
+    order = schedule(program, found)
+    return None if order is None else tuple(found[~i] for i in order if i < 0)
+
+
+def schedule(program: Readers, loops: Sequence[Loop]) -> list[int] | None:
+    """Return the order of equations in no loop, by index, and of loops, by the complement of their index; None where
+    loops would wait for one another.
+    """
+    eqns, first = program.eqns, owners(loops)
+    node = [~first[i] if i in first else i for i in range(len(eqns))]
+    members: dict[int, list[int]] = {}
+    for i in program.alive:
+        members.setdefault(node[i], []).append(i)
+    waits: dict[int, set[int]] = {}
+    followers: dict[int, list[int]] = {}
+    for each, own in members.items():
+        inside = loops[~each] if each < 0 else {each: None}
+        reads = {a for i in (*own, *inside) for a in _compat.variables(eqns[i].invars)}
+        makers = {program.maker[a] for a in reads if a in program.maker}
+        waits[each] = {node[j] for j in makers if j not in inside} - {each}
+        for other in waits[each]:
+            followers.setdefault(other, []).append(each)
+    left = {each: len(others) for each, others in waits.items()}
+    ready = [(members[each][-1], each) for each, count in left.items() if not count]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, each = heapq.heappop(ready)
+        order.append(each)
+        for other in followers.get(each, ()):
+            left[other] -= 1
+            if not left[other]:
+                heapq.heappush(ready, (members[other][-1], other))
+    return order if len(order) == len(members) else None
+
+
+def owners(loops: Sequence[Loop]) -> dict[int, int]:
+    """Return for each equation that loops do the first loop that does it: what later ones make of it is read there."""
+    found: dict[int, int] = {}
+    for number, loop in enumerate(loops):
+        for i in loop:
+            found.setdefault(i, number)
+    return found
+
+
+def handed_on(program: Readers, loops: Sequence[Loop], number: int) -> list[Any]:
+    """Return what equations outside of a loop, or other loops, read of it."""
+    first = owners(loops)
+
+    def is_read(v: Any, i: int) -> bool:
+        if v in program.returned:
+            return True
+        readers = program.readers.get(v, ())
+        return any(j not in first or any(j in loop and i not in loop for loop in loops) for j in readers)
+
+    own = (i for i in loops[number] if first[i] == number)
+    return [v for i in own for v in program.eqns[i].outvars if is_read(v, i)]
+
+
+def _without_light(program: Readers, component: Component) -> list[list[int]]:
+    """The equations of each stage, once those that make little are taken out of the component."""
+    while True:
+        stages = _stages(program, component)
+        made = [_made_nbytes(program, component, own) for own in stages]
+        least = min(range(len(stages)), key=made.__getitem__, default=0)
+        if not stages or made[least] >= LIGHT * max(made):
+            return stages
+        for i in stages[least]:
+            del component.ways[i]
+
+
+def _made_nbytes(program: Readers, component: Component, indices: Collection[int]) -> int:
+    """What some of its equations make along the axis."""
+    made = (v for i in indices for v in program.eqns[i].outvars)
+    return sum(aval_nbytes(v.aval) for v in made if component.dimension.get(v) is not None)
+
+
+def _stages(program: Readers, component: Component) -> list[list[int]]:
+    """The equations of each stage, in order."""
+    stage: dict[int, int] = {}
+    needed: dict[int, int] = {}  # by other equations: how many stages have to be done before them
+    for i in program.alive:
+        operands = _compat.variables(program.eqns[i].invars)
+        makers = [(a, program.maker[a]) for a in operands if a in program.maker]
+        before = [needed[j] for _, j in makers if j in needed]
+        mine = [(stage[j], component.dimension.get(a) is None) for a, j in makers if j in stage]
+        if i in component.ways:
+            stage[i] = max([*before, *(at + is_whole for at, is_whole in mine)], default=0)
+        else:
+            needed[i] = max([*before, *(at + 1 for at, _ in mine)], default=0)
+    found: list[list[int]] = [[] for _ in range(max(stage.values(), default=-1) + 1)]
+    for i, at in stage.items():
+        found[at].append(i)
+    return list(filter(None, found))
+
+
+def _with_repeated(program: Readers, component: Component, stages: Sequence[Sequence[int]]) -> list[Loop]:
+    """For each stage all that its loop does: what something needs of it, and what is computed once more for that."""
+    eqns, stage = program.eqns, {i: n for n, own in enumerate(stages) for i in own}
+    room = max(aval_nbytes(v.aval) for i in stage for v in eqns[i].outvars)
+    small = SMALL * room
+    wanted = {
+        v
+        for i in stage
+        for v in eqns[i].outvars
+        if v in program.returned or any(j not in stage for j in program.readers.get(v, ()))
+    }
+    found: list[Loop] = []
+    for number in reversed(range(len(stages))):
+        members: set[int] = set()
+        waiting = [i for i in stages[number] if not wanted.isdisjoint(eqns[i].outvars)]
+        while waiting:
+            i = waiting.pop()
+            if i in members:
+                continue
+            members.add(i)
+            for a in _compat.variables(eqns[i].invars):
+                j = program.maker.get(a, -1)
+                if stage.get(j, number) == number:
+                    waiting += [j] if j in stage else []
+                elif a not in wanted and component.dimension[a] is not None:
+                    if (nbytes := aval_nbytes(a.aval)) <= min(small, room):
+                        room -= nbytes
+                        wanted.add(a)
+                    else:
+                        waiting.append(j)
+                else:
+                    wanted.add(a)
+        found.append({i: component.ways[i] for i in sorted(members)})
+    return found[::-1]
+
+
+def _flops(program: Readers, indices: Collection[int]) -> float:
+    return sum(eqn_flops(program.eqns[i]) for i in indices)
