@@ -61,8 +61,9 @@ def checkpoint(
       Values of a `lax.scan` count once for each iteration where they are saved, once where they are recomputed. An int
       of bytes; text such as "2GiB"; a float in (0, 1] as a share of what plain JAX would keep from one pass to the
       other; "dots" for the fewest bytes without computing a contraction (or a loop, a sort, an opaque call) twice,
-      "free" for the fewest without repeating reductions and scatters either; "min" for the least that can be reached,
-      or up to 2 % of what plain JAX would keep more, where that is faster.
+      "free" for the fewest without repeating reductions and scatters either; "min" for the least that can be reached
+      while another such function, as blocks follow one another, keeps what it saves; or up to 2 % of what plain JAX
+      would keep more, where that is faster.
     - `emit`: `"policy"` makes the function a sequence of `jax.checkpoint`s with policies. It works under every
       transformation, forward mode and second derivatives included, but what one part hands on to the next is kept, and
       so is not what only derivative rules make. `"custom_vjp"` gives the function a backward pass of its own, with any

@@ -17,7 +17,7 @@ from typing import Literal
 from .._emit._bodies import without_numbers
 from .._emit._joint import Joint
 from .._model._graph import Graph, Stage
-from .._model._schedule import check
+from .._model._schedule import check, complete
 from .._model._simulate import Profile, rank, simulate
 from .._model._stages import coarser, cut_stages, uncut
 from .._report._actions import actions
@@ -119,6 +119,12 @@ def plan_held(
         within = min(least) + int(LEAST_SLACK * joint.plain_nbytes)
         low = [pair for pair, nbytes in zip(cuts, least, strict=True) if nbytes <= within]
         found.extend((cut, held, solved(held, within)) for cut, held in low)
+        cut, held = cuts[-1]  # uncut: what every checkpoint that saves nothing does
+        found.append((cut, held, Solution(complete(held, ()), solver="none")))
+        of_two = [_of_two(held, solution) for _, held, solution in found]
+        enough = min(of_two) + int(LEAST_SLACK * joint.plain_nbytes)
+        found = [each for each, nbytes in zip(found, of_two, strict=True) if nbytes <= enough]
+        within = max(simulate(held, solution.schedule).peak_nbytes for _, held, solution in found)
     graph, held, solution = min(
         found, key=lambda each: (rank(each[1], each[2].schedule, within), len(each[1].stages))
     )
@@ -143,6 +149,14 @@ def plan_held(
 
         raise blamed(error, allowance, counted(plain), free, "the backward pass has")
     return Found(graph, solution, profile, allowance)
+
+
+def _of_two(held: Graph, solution: Solution) -> int:
+    """What is held at once where the function is called twice, as blocks are one after the other: all that the first
+    saves, while the second goes back.
+    """
+    saved = sum(held.values[v].nbytes for v in solution.schedule.saved if held.is_residual(v))
+    return saved + simulate(held, solution.schedule).peak_nbytes
 
 
 def as_plan(joint: Joint, found: Found) -> HeldPlan:

@@ -137,8 +137,28 @@ def test_min_is_the_fastest_of_what_holds_about_the_least() -> None:
     args = jnp.ones((64, 16)), [(jnp.ones((16, 64)), jnp.ones((64, 16)))] * 4
     about = jaxremat.checkpoint(mlp, "min", emit="custom_vjp").plan(*args)
     least = jaxremat.checkpoint(mlp, 0.1, emit="custom_vjp").plan(*args)
-    assert least.held_nbytes < about.held_nbytes <= least.held_nbytes + 0.02 * about.plain_nbytes
+    assert least.held_nbytes <= about.held_nbytes <= least.held_nbytes + 0.02 * about.plain_nbytes
     assert about.overhead < least.overhead
+
+
+def test_blocks_at_min_save_no_more_than_checkpoints_that_save_nothing() -> None:
+    """What one holds at least while it goes back would have each of many save the activations' sum."""
+
+    def block(x: Any, w: Any, u: Any) -> Any:
+        return x + jax.nn.gelu((x - x.mean(-1, keepdims=True)) @ w) @ u
+
+    args = jnp.ones((512, 64)), jnp.ones((64, 128)), jnp.ones((128, 64))
+
+    def temporaries(wrapped: Any) -> int:
+        def loss(x: Any, *ws: Any) -> Any:
+            for _ in range(4):
+                x = wrapped(x, *ws)
+            return jnp.mean(x**2)
+
+        compiled = jax.jit(jax.grad(loss, (1, 2)), compiler_options=OPTIONS).lower(*args).compile()
+        return int(compiled.memory_analysis().temp_size_in_bytes)
+
+    assert temporaries(jaxremat.checkpoint(block, "min")) <= temporaries(jax.checkpoint(block))
 
 
 @pytest.mark.parametrize("emit", EMITTERS)
@@ -451,8 +471,8 @@ def test_what_must_not_be_merged_is_said_of_all_arguments_or_of_each(
 
     text = jax.jit(jax.grad(total, (0, 1)), compiler_options=OPTIONS).lower(x0, weights[0]).as_text()
     barriers = [line.split(" : ")[0] for line in text.splitlines() if "optimization_barrier" in line]
-    # Besides, the saved product and the cotangent.
-    assert [line.count("%") - 1 for line in barriers] == ([] if arguments is None else [arguments + 2])
+    # Besides, the cotangent.
+    assert [line.count("%") - 1 for line in barriers] == ([] if arguments is None else [arguments + 1])
 
 
 def test_missing_compiler_options_are_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
