@@ -28,7 +28,10 @@ LIGHT = 1 / 16
 """A stage that makes less than this share of what the largest makes is done between the loops, all parts at once."""
 
 SMALL = 1 / 32
-"""Loops hand on, rather than compute again, values of at most this share of the largest, no more than that together."""
+"""Loops may hand on, rather than compute again, values of at most this share of the largest, ..."""
+
+LESS = 1 / 2
+"""... if that leaves no more than this share of the operations that they repeat otherwise."""
 
 MOST_STAGES = 4
 """Work of more stages is left as it is: each batch normalisation is two."""
@@ -65,8 +68,10 @@ def loops_of(program: Readers, components: Sequence[Component]) -> tuple[Loop, .
         if not stages or len(stages) > MOST_STAGES:
             return None
         stages = [[*own, *component.with_sums(own)] for own in stages]
-        loops = _with_repeated(program, component, stages)
-        again = sum(_flops(program, loop.keys() - own) for loop, own in zip(loops, stages, strict=True))
+        loops, again = _with_repeated(program, component, stages, 0)
+        handing, left = _with_repeated(program, component, stages, SMALL)
+        if left <= LESS * again:
+            loops, again = handing, left
         if again > MOST_AGAIN * sum(_flops(program, own) for own in stages):
             return None
         found += filter(None, loops)
@@ -166,11 +171,17 @@ def _stages(program: Readers, component: Component) -> list[list[int]]:
     return list(filter(None, found))
 
 
-def _with_repeated(program: Readers, component: Component, stages: Sequence[Sequence[int]]) -> list[Loop]:
-    """For each stage all that its loop does: what something needs of it, and what is computed once more for that."""
+def _with_repeated(
+    program: Readers, component: Component, stages: Sequence[Sequence[int]], small: float
+) -> tuple[list[Loop], float]:
+    """For each stage all that its loop does: what something needs of it, and what is computed once more for that; also
+    the operations of the latter.
+
+    **Arguments:** `small` the share of the largest value that is handed on instead.
+    """
     eqns, stage = program.eqns, {i: n for n, own in enumerate(stages) for i in own}
     room = max(aval_nbytes(v.aval) for i in stage for v in eqns[i].outvars)
-    small = SMALL * room
+    small *= room
     wanted = {
         v
         for i in stage
@@ -199,7 +210,8 @@ def _with_repeated(program: Readers, component: Component, stages: Sequence[Sequ
                 else:
                     wanted.add(a)
         found.append({i: component.ways[i] for i in sorted(members)})
-    return found[::-1]
+    again = sum(_flops(program, loop.keys() - own) for loop, own in zip(found, stages[::-1], strict=True))
+    return found[::-1], again
 
 
 def _flops(program: Readers, indices: Collection[int]) -> float:
