@@ -37,7 +37,7 @@ _SEVERAL = re.compile(r"(?P<device>[^:]+?)(?::(?P<hosts>[1-9]\d*))?x(?P<each>[1-
 
 @dataclass(frozen=True)
 class Target:
-    """A device by its name in `targets()`, or several: `h100x8`, or `h100:16x8` on 16 hosts with 8 each.
+    """A device by its name in `targets()`, in any case, or several: `h100x8`, or `h100:16x8` on 16 hosts with 8 each.
 
     **Raises:** `TargetError` for other names.
     """
@@ -45,6 +45,7 @@ class Target:
     name: str
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", str(self.name).lower())
         if self.device not in targets():
             raise TargetError(
                 f"`target={self.name!r}` is unknown. Write one of {', '.join(targets())}; of several devices their "

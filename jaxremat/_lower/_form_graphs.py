@@ -5,7 +5,7 @@ of its loops, work in chunks) is compiled, alone, and once.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -182,7 +182,7 @@ class FormGraphs:
         places, most = self.plain.places(traced), traced.microbatches > 0
         moved = moved_seconds(self.module, places, self.device, most=most)
         if traced.microbatches:
-            in_chunks += traced.microbatches * self._microbatch_seconds(traced)
+            in_chunks += traced.microbatches * math.fsum(self._microbatch_seconds(traced))
             looped = bool(self.plain.loops)
         if not looped:
             return in_chunks - moved
@@ -190,11 +190,14 @@ class FormGraphs:
         stacked = always_stacked_seconds(graph, traced.loops, self.device)
         return in_chunks + taken + stacked - moved - plain_seconds(self.module, self.device)
 
-    def _microbatch_seconds(self, traced: Traced) -> float:
-        """What a microbatch takes but for the pairs of loops in it."""
-        module = self._alone(repeated(traced, self.backend)[0])
-        once = roofline(module, self.device).seconds + self.device.launch_seconds
-        return once - plain_seconds(module, self.device)
+    def _microbatch_seconds(self, traced: Traced) -> Iterator[float]:
+        """What a microbatch takes in each of the loops that do it, but for the pairs of loops in it."""
+        for i, iteration in repeated(traced, self.backend).items():
+            loop = traced.loops[i]
+            if loop.parent < 0 and loop.length == traced.microbatches:
+                module = self._alone(iteration)
+                once = roofline(module, self.device).seconds + self.device.launch_seconds
+                yield once - plain_seconds(module, self.device)
 
     @cached_property
     def _shown(self) -> dict[int, Scratch]:
