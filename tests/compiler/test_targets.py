@@ -75,7 +75,7 @@ def test_targets_have_names_and_memory() -> None:
         spec = DEVICES[name]
         assert spec.chip is not None
         assert f"core_count: {spec.chip.cores}\n" in spec.chip.config(spec.name)
-    assert Target("H100x8") == Target("h100x8")
+    assert _target.Target("H100x8") == _target.Target("h100x8")
     with pytest.raises(TargetError, match=r"`target='h1000'` is unknown. Write one of h100, "):
         jaxremat.optimize("1GiB", target="h1000")
 
