@@ -103,7 +103,13 @@ class _Chunks:
         waiting = self._read_by(list(self.ways))
         while waiting:
             i = program.maker.get(waiting.pop(), -1)
-            if i in found or i < 0 or not _moves(program.eqns[i]) or len(program.eqns[i].outvars) > 1:
+            if (
+                i in found
+                or i in self.others
+                or i < 0
+                or not _moves(program.eqns[i])
+                or len(program.eqns[i].outvars) > 1
+            ):
                 continue
             (v,) = program.eqns[i].outvars
             readers = program.readers[v]
@@ -121,7 +127,8 @@ class _Chunks:
         for i in reversed(self.moved):
             (v,) = program.eqns[i].outvars
             turns = is_relabelling(program.eqns[i]) or is_placing(program.eqns[i])
-            whole = self.dimension.get(v) is None and turns
+            operands = _compat.variables(program.eqns[i].invars)
+            whole = turns and all(self.dimension.get(a) is None for a in (v, *operands))
             if whole and all(j in self.ways or j in found for j in program.readers[v]):
                 found.append(i)
         return found[::-1]

@@ -293,6 +293,27 @@ def test_where_examples_see_one_another_a_part_is_done_twice(name: str, count: i
         np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("way", "parts"),
+    [
+        ("ensemble", ("convolved by column",)),
+        ("optimizer", ("branching layers", "infinite mask")),
+        ("scaled", ("library attention", "remat layers")),
+    ],
+)
+@pytest.mark.usefixtures("_small")
+def test_what_one_loop_hands_to_another_is_made_in_the_first(way: str, parts: tuple[str, ...]) -> None:
+    """Also where it is a mere view, which a loop may do itself if nothing else does."""
+    step = step_of(way, parts)
+    found = trace(jax.jit(step.fn), step.args, {})
+    (region,) = (region for region in found.regions if region.whole)
+    assert len(region.loops) > 1
+    flat, want = jax.tree.leaves(step.args), jax.tree.leaves(jax.jit(step.fn)(*step.args))
+    got = jex.jaxpr_as_fun(runnable(in_microbatches(found, region.choices[0])))(*flat)
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.usefixtures("_small")
 def test_not_where_most_would_be_done_many_times() -> None:
     """Each batch normalisation waits for the whole batch twice."""
