@@ -102,7 +102,7 @@ def said(case: str) -> dict[str, Any]:
     ):
         if case.startswith(name):
             return found(case)
-    kind = AxisType.Explicit if case == "explicit" else AxisType.Auto
+    kind = AxisType.Explicit if case in ("explicit", "typed") else AxisType.Auto
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(kind,))
     width, rows, layers = 128, 1000 if case == "uneven" else 1024, 3
 
@@ -750,7 +750,7 @@ def within(share: float, step: Any, *args: Any, **options: Any) -> dict[str, Any
     planned: Any = jaxremat.optimize(budget, donate_argnums=donated, cache=False, **options)(step)
     plain: Any = jax.jit(step, **options)
     plan = planned.plan(*args)
-    sent = [collectives(f.as_text()) for f in (plain.lower(*args).compile(), planned.compile(*args))]
+    texts = [f.as_text() for f in (plain.lower(*args).compile(), planned.compile(*args))]
     losses = []
     want, got = state, jax.tree.map(jnp.copy, state)
     for _ in range(3):
@@ -767,7 +767,10 @@ def within(share: float, step: Any, *args: Any, **options: Any) -> dict[str, Any
         "losses": losses,
         "same": all(np.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs),
         "placed_alike": all(a.sharding == b.sharding for a, b in pairs),
-        "sent": sent,
+        "sent": [collectives(text) for text in texts],
+        "operations": [operations(text) for text in texts],
+        "counted": [list(each) for each in plan.collectives],
+        "loops": any("while(" in text for text in texts),
         "drops_nothing": plan.drops_nothing,
         "text": str(plan),
     }

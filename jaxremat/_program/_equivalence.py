@@ -33,8 +33,8 @@ Expansion = Callable[[Any], jex.ClosedJaxpr | None]
 
 _UNCHANGED = frozenset(
     {
-        "optimization_barrier", "device_put", "sharding_constraint", "layout_constraint", "stop_gradient", "name",
-        "jaxremat_hint", "copy", "copy_p", "pvary", "jaxremat_fence",
+        "optimization_barrier", "device_put", "sharding_constraint", "reshard", "mesh_cast", "layout_constraint",
+        "stop_gradient", "name", "jaxremat_hint", "copy", "copy_p", "pvary", "jaxremat_fence",
     }
 )  # fmt: skip
 """Equations whose results are their operands, wherever and however these are in memory."""
