@@ -20,7 +20,7 @@ from .._model._pins import offloading, staying
 from .._model._schedule import everything
 from .._model._simulate import simulate, waits
 from .._report._account import account, account_of_plain
-from .._report._actions import actions
+from .._report._actions import NONE_DECIDED, actions, decided
 from .._report._loop_forms import loop_forms
 from .._report._planning_time import PlanningTime
 from .._runtime._bytes import format_nbytes, parse_budget, parse_margin
@@ -359,6 +359,7 @@ class _Planner:
             compile_count=problem.compilations.count - self.compiled_before,
             rounds=tuple(t.round for t in trials),
             actions=actions(graph, schedule),
+            decided=NONE_DECIDED if schedule.drops_nothing else decided(graph, schedule),
             alive=(),
             account=account(as_stacked(search.graph if search else graph), graph, schedule),
             fingerprint=problem.fingerprint,

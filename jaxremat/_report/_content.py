@@ -84,6 +84,7 @@ def remarks(outcome: Outcome) -> str:
         (host if outcome.offloaded_nbytes else "")
         + (spread if outcome.devices > 1 else "")
         + (again if outcome.sent_again else "")
+        + (f"{outcome.decided}. " if outcome.decided.values else "")
     )
     said = there, (kept if outcome.respect_checkpoint else ""), (free if outcome.margin_nbytes else ""), loops
     return "".join(said).strip()

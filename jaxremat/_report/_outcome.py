@@ -9,7 +9,7 @@ from .._compiler._peak_contents import Alive
 from .._model._form import Form
 from .._runtime._bytes import format_nbytes
 from ._account import Account
-from ._actions import Action, Actions
+from ._actions import NONE_DECIDED, Action, Actions, Decided
 from ._copies import Copied
 from ._loop_forms import LoopForm
 from ._planning_time import UNTIMED, PlanningTime
@@ -83,6 +83,7 @@ class Outcome(Actions):
     waiting: float = 0.0
     on_host_nbytes: int = 0
     collectives: tuple[Collectives, ...] = ()
+    decided: Decided = NONE_DECIDED
 
     @property
     def gathered_again(self) -> int:
@@ -182,6 +183,8 @@ def describe(plan: Outcome, rows: int = 12) -> str:
             "step returns them there"
         )
     lines += [f"  {form}" for form in (*plan.loops, *plan.copies)]
+    if plan.decided.values:
+        lines.append(f"  {plan.decided}")
     if plan.sent_again:
         lines.append(f"  {plan.sent_again}")
     if any(each.planned > each.plain for each in plan.collectives):
