@@ -137,12 +137,16 @@ class Problem:
         graph = lower(there, self.device, base_nbytes=base_nbytes, flops=flops, patterns=self.pins)
         return replace(graph, host=self.usable_host)
 
-    def bare(self, form: Form) -> Graph:
+    def bare(self, form: Form, *, pinned: bool = False) -> Graph:
         """The graph of such a form that plans made before are laid out on: of what one device has, as when they were
         made, for what is small by a plan is saved by it.
+
+        **Arguments:** `pinned` whether it has all that another schedule of it must keep to.
         """
         there, flops = self.division.local(self.form(form))
-        return lower(there, self.device, base_nbytes=0, flops=flops)
+        patterns = self.pins if pinned else ()
+        graph = lower(there, self.device, base_nbytes=0, flops=flops, patterns=patterns)
+        return replace(graph, host=self.usable_host) if pinned else graph
 
     @property
     def usable_host(self) -> HostMemory | None:

@@ -221,7 +221,7 @@ class _Planner:
             form=self.problem.traced.form,
             account=account_of_plain(as_stacked(graph)),
         )
-        return planned(self.problem, plan, self.problem.program.plain, compiled)
+        return planned(self.problem, plan, self.request.options, self.problem.program.plain, compiled)
 
     def _planned(self, search: Search, trial: Trial, budget: int, found: tuple[str, ...] = ()) -> Planned:
         said = staying(trial.graph, trial.solution.schedule)
@@ -234,7 +234,7 @@ class _Planner:
             detached=trial.detached,
             warnings=(said, *found) if said else found,
         )
-        return planned(self.problem, plan, trial.jitted, trial.compiled)
+        return planned(self.problem, plan, self.request.options, trial.jitted, trial.compiled)
 
     def _unverified(self, budget: int | Literal["min"]) -> Planned:
         problem = self.problem
