@@ -70,8 +70,8 @@ def corrected(
         logger.info("corrected from %s to %s", format_nbytes(room + missing), format_nbytes(peak))
         if peak <= room:
             warnings.warn(
-                f"`{plan.step}` needs {format_nbytes(compiled.peak_nbytes)} here with a plan for {format_nbytes(room)} that "
-                f"was made otherwise. The plan was corrected: it needs {format_nbytes(peak)}, and takes "
+                f"`{plan.step}` needs {format_nbytes(compiled.peak_nbytes)} here with a plan for {format_nbytes(room)} "
+                f"that was made otherwise. The plan was corrected: it needs {format_nbytes(peak)}, and takes "
                 f"{profile.extra_seconds / (graph.step_seconds or 1.0):.1%} longer than the plain step by the model.",
                 JaxrematWarning,
                 stacklevel=2,

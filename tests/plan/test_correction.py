@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class Needy(CompiledStep):
 
     more = 0
 
-    @property
+    @cached_property
     def memory(self) -> MemoryStats:
         found = MemoryStats.of(self.executable)
         return replace(found, temporaries_nbytes=found.temporaries_nbytes + self.more)
