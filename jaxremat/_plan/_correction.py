@@ -130,4 +130,5 @@ def _replaced(
         kept=tuple(sorted(schedule.kept)),
         offloaded=tuple(sorted(schedule.offloaded)),
         detached=made.detached,
+        unproved=problem.unproved(made.jitted),
     )

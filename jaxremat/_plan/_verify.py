@@ -230,6 +230,7 @@ class _Planner:
             confirmed(plan, trial.compiled, self.problem.compiler),
             compiled_overhead=trial.compiled_overhead,
             collectives=sent(self._measured(), trial.compiled),
+            unproved=self.problem.unproved(trial.jitted),
             fence=trial.fence,
             detached=trial.detached,
             warnings=(said, *found) if said else found,

@@ -84,6 +84,7 @@ class Outcome(Actions):
     on_host_nbytes: int = 0
     collectives: tuple[Collectives, ...] = ()
     decided: Decided = NONE_DECIDED
+    unproved: tuple[str, ...] = ()
 
     @property
     def gathered_again(self) -> int:
@@ -102,6 +103,11 @@ class Outcome(Actions):
         sums = f"add up {self.summed_again} sums" if self.summed_again else ""
         found = " and ".join(words for words in (gathers, sums) if words)
         return found and f"devices {found} again instead of keeping them"
+
+    @property
+    def without_proof(self) -> str:
+        """What was not proved, in words."""
+        return f"not proved to compute the step, but tested as a form: {', '.join(self.unproved)}"
 
     @property
     def peak_nbytes(self) -> int:
@@ -183,6 +189,8 @@ def describe(plan: Outcome, rows: int = 12) -> str:
             "step returns them there"
         )
     lines += [f"  {form}" for form in (*plan.loops, *plan.copies)]
+    if plan.unproved:
+        lines.append(f"  {plan.without_proof}")
     if plan.decided.values:
         lines.append(f"  {plan.decided}")
     if plan.sent_again:

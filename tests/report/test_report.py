@@ -156,6 +156,14 @@ def test_decisions_that_are_kept_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_what_was_not_proved_is_told() -> None:
+    plan = replace(PLAN, unproved=("loops in levels or parts",))
+    for text in (Page(plan.report().html()).text, plan.report().text(1000), str(plan)):
+        assert "ot proved to compute the step, but tested as a form: loops in levels or parts" in text
+    assert "proved" not in PLAN.report().html() + str(PLAN)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 def test_words_of_the_program_are_no_markup() -> None:
     hostile = "</script><script>alert(1)</script><b x='"
     action = replace(
