@@ -99,6 +99,7 @@ def said(case: str) -> dict[str, Any]:
         ("microbatches", microbatches),
         ("attention", attention),
         ("pipeline", pipeline),
+        ("perceptron", perceptron),
     ):
         if case.startswith(name):
             return found(case)
@@ -610,6 +611,38 @@ def pipeline(case: str) -> dict[str, Any]:
     logging.getLogger("jaxremat").addHandler(listener)
     least = jaxremat.plan(step, weights, data, budget="min", cache=False, donate_argnums=0)
     return within(0.5, step, weights, data) | {"least": least.peak_nbytes, "said": said}
+
+
+def perceptron(_: str) -> dict[str, Any]:
+    """Layers whose weights and batch are on all devices, by axes in types: their products have the weights gathered."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Explicit,))
+    rng, tx = np.random.default_rng(0), optax.adamw(1e-3)
+
+    def array(*shape: int) -> jax.Array:
+        values = (rng.normal(size=shape) / 16).astype(np.float32)
+        return jax.device_put(values, NamedSharding(mesh, P("data", None)))
+
+    weights = [(array(128, 512), array(512, 128)) for _ in range(5)]
+
+    def step(weights: Any, moments: Any, x: Any) -> Any:
+        def loss_of(weights: Any) -> jax.Array:
+            h = x
+            for up, down in weights:
+                h = h + jax.nn.gelu(h @ up) @ down
+            return jnp.mean(h**2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        updates, moments = tx.update(gradients, moments, weights)
+        return optax.apply_updates(weights, updates), moments, loss
+
+    return within(0.5, step, weights, tx.init(weights), array(16384, 128))
 
 
 def pooled(_: str) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from ._refusal import Least, compiled, infeasible, predicted, slow
 from ._request import Request
 from ._search import Search
 from ._trial import NoProgramError, Trial, some
+from ._trial import allowance as next_allowance
 
 logger = logging.getLogger("jaxremat")
 
@@ -51,6 +52,10 @@ _ROUNDS = {"normal": 3, "thorough": 7}
 
 LIKELY = 1.2
 """A step that rules say to need at most this multiple of the budget may well fit as it is written: it is compiled."""
+
+COMBINED_ROUNDS = 3
+"""Fences that leave sums over devices alone need more or less than others: so many further schedules are compiled that
+use the budget with them."""
 
 SURELY = 0.5
 """Up to this share of the budget a step that rules say to need so much is taken to fit, and nothing else is made."""
@@ -327,14 +332,27 @@ class _Planner:
         return trial
 
     def _combined(self, search: Search, trial: Trial, budget: int) -> Trial:
-        """The trial, or the same schedule with fences that leave what devices add up alone, if that fits."""
+        """The trial, or one with fences that leave what devices add up alone, if that fits and its kernels, the
+        collectives among them, take no longer: of the same schedule, or of others that use the budget with such fences.
+        """
         if self.problem.division.devices == 1 or trial.solution.schedule.drops_nothing:
             return trial
-        found = search.attempt(trial.graph, trial.solution, COMBINED)
-        if found is None or found.peak_nbytes > budget:
-            return trial
-        search.trials.append(found)
-        return found
+        graph, solution, best = trial.graph, trial.solution, trial
+        tried: list[Trial] = []
+        for _ in range(1 + COMBINED_ROUNDS):
+            found = search.attempt(graph, solution, COMBINED)
+            if found is None:
+                break
+            search.trials.append(found)
+            tried.append(found)
+            if found.peak_nbytes <= budget and found.compiled_overhead <= best.compiled_overhead:
+                best = found
+            if found.fills(budget) or (found.peak_nbytes <= budget and found.profile.extra_seconds <= 0):
+                break
+            solution = search.solving.within(graph, next_allowance(tried, budget))
+            if any(solution.schedule == each.solution.schedule for each in tried):
+                break
+        return best
 
     def _as_plan(self, graph: Graph, budget: int, solution: Solution, search: Search | None = None) -> Plan:
         schedule = solution.schedule

@@ -141,6 +141,14 @@ def test_gpus_send_what_they_send_anyway() -> None:
     assert row["compiled_overhead"] < row["overhead"] + 0.06
 
 
+def test_what_was_gathered_is_kept_where_there_is_room() -> None:
+    """A gather takes longer than making a small value again: none is sent besides the plain step's."""
+    found = ask("perceptron")
+    check_within(found)
+    assert found["operations"][1]["all-gather"] == found["operations"][0]["all-gather"] == 10
+    assert found["peak"] > 0.9 * found["budget"]
+
+
 def test_pooling_s_gradients_are_made_of_each_device_s_part() -> None:
     found = ask("pooled")
     assert found["overhead"] < 0.1
