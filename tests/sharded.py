@@ -99,10 +99,11 @@ def said(case: str) -> dict[str, Any]:
         ("microbatches", microbatches),
         ("attention", attention),
         ("pipeline", pipeline),
+        ("perceptron", perceptron),
     ):
         if case.startswith(name):
             return found(case)
-    kind = AxisType.Explicit if case == "explicit" else AxisType.Auto
+    kind = AxisType.Explicit if case in ("explicit", "typed") else AxisType.Auto
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(kind,))
     width, rows, layers = 128, 1000 if case == "uneven" else 1024, 3
 
@@ -612,6 +613,38 @@ def pipeline(case: str) -> dict[str, Any]:
     return within(0.5, step, weights, data) | {"least": least.peak_nbytes, "said": said}
 
 
+def perceptron(_: str) -> dict[str, Any]:
+    """Layers whose weights and batch are on all devices, by axes in types: their products have the weights gathered."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Explicit,))
+    rng, tx = np.random.default_rng(0), optax.adamw(1e-3)
+
+    def array(*shape: int) -> jax.Array:
+        values = (rng.normal(size=shape) / 16).astype(np.float32)
+        return jax.device_put(values, NamedSharding(mesh, P("data", None)))
+
+    weights = [(array(128, 512), array(512, 128)) for _ in range(5)]
+
+    def step(weights: Any, moments: Any, x: Any) -> Any:
+        def loss_of(weights: Any) -> jax.Array:
+            h = x
+            for up, down in weights:
+                h = h + jax.nn.gelu(h @ up) @ down
+            return jnp.mean(h**2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        updates, moments = tx.update(gradients, moments, weights)
+        return optax.apply_updates(weights, updates), moments, loss
+
+    return within(0.5, step, weights, tx.init(weights), array(16384, 128))
+
+
 def pooled(_: str) -> dict[str, Any]:
     """Convolutions around a max-pooling, with the batch on all devices."""
     import jax
@@ -750,7 +783,7 @@ def within(share: float, step: Any, *args: Any, **options: Any) -> dict[str, Any
     planned: Any = jaxremat.optimize(budget, donate_argnums=donated, cache=False, **options)(step)
     plain: Any = jax.jit(step, **options)
     plan = planned.plan(*args)
-    sent = [collectives(f.as_text()) for f in (plain.lower(*args).compile(), planned.compile(*args))]
+    texts = [f.as_text() for f in (plain.lower(*args).compile(), planned.compile(*args))]
     losses = []
     want, got = state, jax.tree.map(jnp.copy, state)
     for _ in range(3):
@@ -767,7 +800,10 @@ def within(share: float, step: Any, *args: Any, **options: Any) -> dict[str, Any
         "losses": losses,
         "same": all(np.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs),
         "placed_alike": all(a.sharding == b.sharding for a, b in pairs),
-        "sent": sent,
+        "sent": [collectives(text) for text in texts],
+        "operations": [operations(text) for text in texts],
+        "counted": [list(each) for each in plan.collectives],
+        "loops": any("while(" in text for text in texts),
         "drops_nothing": plan.drops_nothing,
         "text": str(plan),
     }

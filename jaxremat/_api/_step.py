@@ -173,9 +173,24 @@ class Step:
         if target is not None and find(str(device_of(args, kwargs).device_kind)) == target.device:
             compiled = planned.jitted.lower(*args, **kwargs).compile()
             if self._options.verify:
-                confirm(planned.plan, MemoryStats.of(compiled))
+                try:
+                    confirm(planned.plan, MemoryStats.of(compiled))
+                except InfeasibleBudgetError as refusal:
+                    return self._corrected(planned, args, kwargs, refusal)
             return compiled
         return self._compiled(planned, args, kwargs)  # of a target says, when called, that it cannot run here
+
+    def _corrected(
+        self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: InfeasibleBudgetError
+    ) -> Any:
+        """The step compiled here, by a plan that fits where the one that was made without the device does not."""
+        here = Step(replace(self._program, target=None), self._budget, planned.plan, self._options)
+        try:
+            compiled = here.compile(*args, **kwargs)
+        except PlanMismatchError:
+            raise refusal from None
+        planned.plan = here.plan(*args, **kwargs)
+        return compiled
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Bound(self, instance)

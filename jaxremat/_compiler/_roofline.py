@@ -1,9 +1,9 @@
 """Module, DeviceSpec -> Roofline: seconds of the compiled program, from its kernels, without running it.
 
-Law: time(kernel) = max(flops / peak, bytes / bandwidth, bytes sent to other devices / link) + launch, one kernel after
-the other; a loop's kernels count once per trip, of a branch the dearer side. The bytes are those of the kernel's
-operands and results that it must touch: a slice reads its window, an update in place writes its window, what stays
-inside a fusion costs none.
+Law: time(kernel) = max(flops / peak, bytes / bandwidth, bytes sent to other devices / link) + launch, or the latency of
+a collective, one kernel after the other; a loop's kernels count once per trip, of a branch the dearer side. The bytes
+are those of the kernel's operands and results that it must touch: a slice reads its window, an update in place writes
+its window, what stays inside a fusion costs none.
 """
 
 import functools
@@ -92,7 +92,8 @@ def seconds_of(kernel: Kernel, device: DeviceSpec) -> float:
     """Seconds of one trip."""
     arithmetic = sum(operations / device.peak(dtype) for dtype, operations in kernel.flops) / kernel.rate
     moving = max(kernel.nbytes / device.bandwidth, kernel.sent_nbytes / device.link)
-    return max(arithmetic, moving) + device.launch_seconds
+    started = device.collective_seconds if kernel.sent_nbytes else device.launch_seconds
+    return max(arithmetic, moving) + started
 
 
 def kernels(module: Module) -> Iterator[Kernel]:

@@ -41,6 +41,7 @@ from .._model._schedule import Passing, Schedule
 from .._model._stage_merging import merged
 from .._program import _compat
 from .._program._run_counts import check_runs
+from .._rewrite._canonical_convolutions import canonical_in_bodies
 from .._rewrite._kernel_choice import inline, replaced
 from .._rewrite._loop_closing import close_loops, without_unread
 from .._rewrite._loop_opening import CARRY, LAST, SLICE, STACK
@@ -110,6 +111,8 @@ def emit(
         eqns = close_loops(eqns, loop_of, traced.loops, hoists=graph.backend.hoists)
         eqns = without_unread(eqns, outvars)
         planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
+    if not graph.backend.fuses:
+        planned = canonical_in_bodies(planned)
     _compat.check_jaxpr(traced.step(planned))
     check_runs(planned, traced.flat)
     validated(traced, planned)

@@ -15,6 +15,7 @@ from .._model._stage_merging import merged
 from .._program import _compat
 from .._program._primitives import runs_once
 from .._program._run_counts import check_runs
+from .._rewrite._canonical_convolutions import canonical_in_bodies
 from .._rewrite._flat_program import Loop
 from .._rewrite._loop_closing import close_loops, without_unread
 from .._rewrite._sinking import sink
@@ -65,6 +66,8 @@ def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     forward = _compat.new_jaxpr(jaxpr.constvars, consts, primals, [*results, *kept], early)
     operands = [*kept, *(primals[i] for i in read), *cotangents]
     backward = _compat.new_jaxpr(jaxpr.constvars, consts, operands, gradients, late)
+    if not graph.backend.fuses:
+        forward, backward = canonical_in_bodies(forward), canonical_in_bodies(backward)
     _compat.check_jaxpr(forward)
     _compat.check_jaxpr(backward)
     check_runs(_compat.new_jaxpr((), (), (), [*results, *gradients], [*early, *late]), traced.flat)

@@ -8,7 +8,6 @@ Law: whatever is emitted is proved, or named, or an error.
 
 import logging
 import threading
-from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import jax.extend.core as jex
@@ -16,7 +15,7 @@ import jax.extend.core as jex
 from .._model._form import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Form
 from .._program._equivalence import Equivalence
 from .._program._value_numbers import UndecidedError
-from .._rewrite._depthwise_gradient import equivalence
+from .._rewrite._kernel_choice import equivalence
 from .._rewrite._trace import Traced
 
 logger = logging.getLogger("jaxremat")
@@ -40,15 +39,26 @@ class EmittedOtherwiseError(Exception):
     """A program was emitted that does not compute what it should; not for the user to see."""
 
 
+_unproved: WeakKeyDictionary[jex.ClosedJaxpr, tuple[str, ...]] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[jex.ClosedJaxpr, Equivalence] = WeakKeyDictionary()
 _comparing = threading.Lock()  # JAX gives threads that trace the same function the same jaxpr
 
 
-def validated(traced: Traced, planned: jex.ClosedJaxpr) -> Sequence[str]:
+def unproved(planned: jex.ClosedJaxpr) -> tuple[str, ...]:
+    """Return what of an emitted program was not proved when it was compared with its step."""
+    return _unproved.get(planned, ())
+
+
+def validated(traced: Traced, planned: jex.ClosedJaxpr) -> tuple[str, ...]:
     """Compare an emitted program, without what is around it, with its step; returns what is not proved.
 
     **Raises:** `EmittedOtherwiseError`.
     """
+    _unproved[planned] = found = _compared(traced, planned)
+    return found
+
+
+def _compared(traced: Traced, planned: jex.ClosedJaxpr) -> tuple[str, ...]:
     try:
         with _comparing:
             differs = _of(traced.closed).difference(planned)
@@ -57,11 +67,11 @@ def validated(traced: Traced, planned: jex.ClosedJaxpr) -> Sequence[str]:
         return (TOO_MANY,)
     if differs is None:
         return ()
-    unproved = names(traced.form)
-    if not unproved:
+    kinds = names(traced.form)
+    if not kinds:
         raise EmittedOtherwiseError(f"the emitted program is not seen to compute the step: {differs}")
-    logger.info("not proved: %s (%s)", ", ".join(unproved), differs)
-    return unproved
+    logger.info("not proved: %s (%s)", ", ".join(kinds), differs)
+    return kinds
 
 
 def names(form: Form) -> tuple[str, ...]:

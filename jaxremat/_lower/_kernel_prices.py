@@ -110,10 +110,10 @@ def priced(
         slower = measured[node.id] / alone_seconds(device, eqn, node.flops) if node.id in measured else 1.0
         once = slower * kernel_seconds(device, flops_dtype(eqn), flops, read + made)
         if node.primitive == GATHER:
-            once = max(once, (made - read) / device.link + device.launch_seconds)
+            once = max(once, (made - read) / device.link + device.collective_seconds)
         else:
             sent = [nbytes for nbytes in (node.summed_nbytes, node.gathered_nbytes) if nbytes]
-            once += sum(sent) / device.link + len(sent) * device.launch_seconds
+            once += sum(sent) / device.link + len(sent) * device.collective_seconds
         times = trips[node.loop] if node.loop >= 0 else 1
         step_seconds += once * times
         if not node.heavy and not inner and not any(v in loaded for v in node.outputs):

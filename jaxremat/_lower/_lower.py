@@ -124,6 +124,7 @@ def lower(
                 repeatable=is_repeatable(eqn)
                 and i not in once
                 and (is_gather(eqn) or is_product(eqn) or not (i in summed or i in gathered)),
+                decides=i in once,
                 summed_nbytes=summed.get(i, 0) if is_product(eqn) else 0,
                 gathered_nbytes=gathered.get(i, 0) if is_product(eqn) else 0,
                 scope=_compat.name_stack_text(eqn),

@@ -67,9 +67,9 @@ class Node:
     result, and otherwise;
     `heavy` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
     can absorb; `contraction` whether its operands must be in memory, because it absorbs none of them; `forward`
-    whether its outputs may be residuals; `repeatable` whether it may run twice; `scope` its JAX name stack; `source`
-    the user's line, `file.py:12 (function)`; `loop` the loop in whose body it stands, -1 for none: the nodes of a loop
-    stand together.
+    whether its outputs may be residuals; `repeatable` whether it may run twice; `decides` whether it may not because it
+    is a decision, or what one compares; `scope` its JAX name stack; `source` the user's line, `file.py:12 (function)`;
+    `loop` the loop in whose body it stands, -1 for none: the nodes of a loop stand together.
     """
 
     id: int
@@ -87,6 +87,7 @@ class Node:
     contraction: bool = False
     forward: bool = True
     repeatable: bool = True
+    decides: bool = False
     scope: str = ""
     source: str = ""
     loop: int = -1

@@ -101,7 +101,7 @@ def _placeless(text: str) -> str:
 
 def _alone(problem: Problem, request: Request, given: Plan | None) -> Planned:
     if given is not None:
-        return apply_plan(problem, given, request.options.verify)
+        return apply_plan(problem, given, request.options)
     return recall_or_plan(problem, request)
 
 
@@ -131,7 +131,7 @@ def _followed(meeting: Meeting, problem: Problem, request: Request, given: Plan 
     with phase(f"waiting for the plan of process {meeting.leader}"):
         text = meeting.hear("plan", meeting.leader)
     with meeting.saying("done") as say:
-        planned = apply_plan(problem, Plan.from_json(text), request.options.verify, to_run=True)
+        planned = apply_plan(problem, Plan.from_json(text), request.options, to_run=True)
         say("agreed")
     with phase("waiting for the other processes"):
         meeting.hear("verdict", meeting.leader)

@@ -54,6 +54,9 @@ class Plan(Outcome, Written):
     - `on_host` the places, among the leaves of the traced arguments, of those that the plan keeps in the host's memory
       from step to step, and `on_host_nbytes` what they would take of the device's.
     - `collectives` how often devices send each other something, empty where not compiled or on one device.
+    - `unproved` what of the form was not proved to compute the step before it was compiled, in words; numbers are
+      compared by the library's own tests. Empty where nothing was compiled.
+    - `decided` how many values, and bytes, are kept because discrete decisions are made once.
     - `made_for` the arguments, mesh and version of jax, None in plans of earlier versions.
     """
 

@@ -57,14 +57,14 @@ def recall_or_plan(problem: Problem, request: Request) -> Planned:
     plan = recall(path, Plan.from_json)
     if plan is not None and not plan.planning.cut_short:  # else it is looked for once more
         try:
-            follow = functools.partial(apply_plan, problem, plan, request.options.verify)
+            follow = functools.partial(apply_plan, problem, plan, request.options)
             planned = problem.defects.attempted("emitting a plan that was kept", follow, plan.form)
         except (InfeasibleBudgetError, PlanMismatchError) as error:
             logger.info("the plan in %s no longer holds: %s", path, error)
         else:
             if planned is not None:
                 logger.info("followed the plan in %s", path)
-                return planned
+                return _kept(planned, path, plan)
     key = key_of(problem, request.options, {"known": True}, besides=_SEARCHING)
     assert key is not None  # there is none for what is not kept
     known = KnownPlans.of(key, problem.backend.fuses)
@@ -94,9 +94,21 @@ def _fresh(
             raise error from None
     else:
         planned = _known(problem, request, known, planned.plan, stopwatch) or planned
-    keep(path, planned.plan.to_json())
+    _kept(planned, path)
     if request.options.verify:
         known.add(planned.plan, path)
+    return planned
+
+
+def _kept(planned: Planned, path: Path, kept: Plan | None = None) -> Planned:
+    """Keep a plan, and in its place whatever corrects it. **Arguments:** `kept` what is there."""
+
+    def put(plan: Plan) -> None:
+        keep(path, plan.to_json())
+
+    if kept is None or kept.saved != planned.plan.saved:
+        put(planned.plan)
+    planned.keep = put
     return planned
 
 
@@ -126,9 +138,8 @@ def _known(
         found = replace(found, planning=replace(found.planning, cut_short=cut_short))
         allowed = found.peak_nbytes if budget == "min" else budget
         try:
-            return apply_plan(
-                problem, replace(found, budget_nbytes=allowed, margin_nbytes=margin), verify=True
-            )
+            found = replace(found, budget_nbytes=allowed, margin_nbytes=margin)
+            return apply_plan(problem, found, request.options)
         except (InfeasibleBudgetError, PlanMismatchError) as error:
             logger.info("the plan in %s no longer holds: %s", each.file, error)
     return None

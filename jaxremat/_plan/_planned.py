@@ -23,41 +23,57 @@ from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, PlanMisma
 from .._runtime._progress import phase
 from ._baseline import Baseline
 from ._compiled_schedule import CompiledSchedule, OverwrittenReadError, compile_schedule
+from ._correction import corrected
 from ._made_for_call import made_for
 from ._plan import Plan
 from ._problem import Problem
+from ._request import Options
 
 
 @dataclass
 class Planned:
     """A plan, the jitted step that follows it, and that step compiled (None where nothing was compiled), perhaps only
-    to be read; then `finish` compiles it to be run.
+    to be read; then `finish` compiles it to be run, and `correct` makes a plan that fits of one that does not then,
+    which `keep` puts where this one is kept.
     """
 
     plan: Plan
     jitted: Any
     compiled: CompiledStep | None
     finish: Callable[[], CompiledStep] | None = None
+    correct: Callable[[CompiledStep, InfeasibleBudgetError], tuple[Plan, CompiledSchedule]] | None = None
+    keep: Callable[[Plan], None] = lambda plan: None
 
     def executable(self) -> Compiled | None:
-        """The compiled step, to be run. **Raises:** `InfeasibleBudgetError` where that is another than was read."""
+        """The compiled step, to be run. **Raises:** `InfeasibleBudgetError` where that needs more than the budget, and
+        no other schedule does not.
+        """
         if self.finish is not None:
             compiled = self.finish()
-            confirm(self.plan, compiled.memory)
+            try:
+                confirm(self.plan, compiled.memory)
+            except InfeasibleBudgetError as refusal:
+                if self.correct is None:
+                    raise
+                self.plan, made = self.correct(compiled, refusal)
+                self.jitted, compiled = made.jitted, made.compiled
+                self.keep(self.plan)
             self.compiled, self.finish = compiled, None
         return self.compiled and self.compiled.executable
 
 
-def apply_plan(problem: Problem, plan: Plan, verify: bool, *, to_run: bool = False) -> Planned:
+def apply_plan(problem: Problem, plan: Plan, options: Options, *, to_run: bool = False) -> Planned:
     """The step that follows a plan made before; needs no solver, and compiles at most once: what will run, of which the
     peak is read too. For a target nothing runs here, and several processes compile what runs together: then it is
     compiled to be read.
 
-    **Arguments:** `verify` whether it is compiled, and its peak read; `to_run` whether it is compiled in any case.
+    **Arguments:** `options` say whether it is compiled, and its peak read, and who corrects it; `to_run` whether it is
+    compiled in any case.
 
     **Raises:** `PlanMismatchError` where the plan is of another program; `InfeasibleBudgetError` where this machine's
-    compiler needs more than the plan's budget for it.
+    compiler needs more than the plan's budget for it, and for what corrects it.
     """
+    verify = options.verify
     found = problem.fingerprint
     if found != plan.fingerprint:
         problem = problem.ordered_before
@@ -96,9 +112,13 @@ def apply_plan(problem: Problem, plan: Plan, verify: bool, *, to_run: bool = Fal
             compiled = problem.finished(jitted) if to_run else problem.compile(jitted)
     if not verify:
         return Planned(plan, jitted, compiled)
-    confirm(plan, compiled.memory)
+    try:
+        confirm(plan, compiled.memory)
+    except InfeasibleBudgetError as refusal:
+        plan, made = corrected(problem, plan, options, compiled, refusal)
+        return Planned(plan, made.jitted, made.compiled)
     plan = confirmed(plan, compiled, problem.compiler)
-    return Planned(plan, jitted, compiled) if to_run else planned(problem, plan, jitted, compiled)
+    return Planned(plan, jitted, compiled) if to_run else planned(problem, plan, options, jitted, compiled)
 
 
 def _compiled(
@@ -139,10 +159,12 @@ def warn_of(plan: Plan) -> None:
         )
 
 
-def planned(problem: Problem, plan: Plan, jitted: Any, compiled: CompiledStep) -> Planned:
+def planned(problem: Problem, plan: Plan, options: Options, jitted: Any, compiled: CompiledStep) -> Planned:
     """The plan of a step that was compiled to be read."""
-    finish = partial(problem.finished, jitted) if problem.drafts else None
-    return Planned(plan, jitted, compiled, finish)
+    if not problem.drafts:
+        return Planned(plan, jitted, compiled)
+    finish = partial(problem.finished, jitted)
+    return Planned(plan, jitted, compiled, finish, partial(corrected, problem, plan, options))
 
 
 def sent(baseline: Baseline, compiled: CompiledStep) -> tuple[Collectives, ...]:

@@ -20,6 +20,7 @@ from .._compiler._program import Compiled, Program, processes_of
 from .._compiler._shardings import Division
 from .._compiler._tags import tagged
 from .._emit._emit import FENCES, emit
+from .._emit._validation import unproved
 from .._lower._lower import as_stacked, estimate_base, lower
 from .._model._backend import Backend, backend
 from .._model._form import Form
@@ -69,6 +70,7 @@ class Problem:
     rewritten: Traced | None = None
     compilations: Compilations = field(default_factory=Compilations)
     _in_form: dict[Form, Traced] = field(default_factory=dict, init=False)
+    _unproved: dict[Any, tuple[str, ...]] = field(default_factory=dict, init=False)
 
     @property
     def backend(self) -> Backend:
@@ -137,12 +139,16 @@ class Problem:
         graph = lower(there, self.device, base_nbytes=base_nbytes, flops=flops, patterns=self.pins)
         return replace(graph, host=self.usable_host)
 
-    def bare(self, form: Form) -> Graph:
+    def bare(self, form: Form, *, pinned: bool = False) -> Graph:
         """The graph of such a form that plans made before are laid out on: of what one device has, as when they were
         made, for what is small by a plan is saved by it.
+
+        **Arguments:** `pinned` whether it has all that another schedule of it must keep to.
         """
         there, flops = self.division.local(self.form(form))
-        return lower(there, self.device, base_nbytes=0, flops=flops)
+        patterns = self.pins if pinned else ()
+        graph = lower(there, self.device, base_nbytes=0, flops=flops, patterns=patterns)
+        return replace(graph, host=self.usable_host) if pinned else graph
 
     @property
     def usable_host(self) -> HostMemory | None:
@@ -183,7 +189,14 @@ class Problem:
     ) -> Any:
         """The step that follows a schedule of one of its graphs."""
         traced = self.form(graph.form)
-        return self.program.evaluating(emit(traced, graph, schedule, fence, detached), traced)
+        planned = emit(traced, graph, schedule, fence, detached)
+        jitted = self.program.evaluating(planned, traced)
+        self._unproved[jitted] = unproved(planned)
+        return jitted
+
+    def unproved(self, jitted: Any) -> tuple[str, ...]:
+        """What of a step that was made here was not proved to be the step."""
+        return self._unproved.get(jitted, ())
 
     @cached_property
     def draft(self) -> Program:

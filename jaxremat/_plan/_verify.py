@@ -20,7 +20,7 @@ from .._model._pins import offloading, staying
 from .._model._schedule import everything
 from .._model._simulate import simulate, waits
 from .._report._account import account, account_of_plain
-from .._report._actions import actions
+from .._report._actions import NONE_DECIDED, actions, decided
 from .._report._loop_forms import loop_forms
 from .._report._planning_time import PlanningTime
 from .._runtime._bytes import format_nbytes, parse_budget, parse_margin
@@ -43,6 +43,7 @@ from ._refusal import Least, compiled, infeasible, predicted, slow
 from ._request import Request
 from ._search import Search
 from ._trial import NoProgramError, Trial, some
+from ._trial import allowance as next_allowance
 
 logger = logging.getLogger("jaxremat")
 
@@ -51,6 +52,10 @@ _ROUNDS = {"normal": 3, "thorough": 7}
 
 LIKELY = 1.2
 """A step that rules say to need at most this multiple of the budget may well fit as it is written: it is compiled."""
+
+COMBINED_ROUNDS = 3
+"""Fences that leave sums over devices alone need more or less than others: so many further schedules are compiled that
+use the budget with them."""
 
 SURELY = 0.5
 """Up to this share of the budget a step that rules say to need so much is taken to fit, and nothing else is made."""
@@ -221,7 +226,7 @@ class _Planner:
             form=self.problem.traced.form,
             account=account_of_plain(as_stacked(graph)),
         )
-        return planned(self.problem, plan, self.problem.program.plain, compiled)
+        return planned(self.problem, plan, self.request.options, self.problem.program.plain, compiled)
 
     def _planned(self, search: Search, trial: Trial, budget: int, found: tuple[str, ...] = ()) -> Planned:
         said = staying(trial.graph, trial.solution.schedule)
@@ -230,11 +235,12 @@ class _Planner:
             confirmed(plan, trial.compiled, self.problem.compiler),
             compiled_overhead=trial.compiled_overhead,
             collectives=sent(self._measured(), trial.compiled),
+            unproved=self.problem.unproved(trial.jitted),
             fence=trial.fence,
             detached=trial.detached,
             warnings=(said, *found) if said else found,
         )
-        return planned(self.problem, plan, trial.jitted, trial.compiled)
+        return planned(self.problem, plan, self.request.options, trial.jitted, trial.compiled)
 
     def _unverified(self, budget: int | Literal["min"]) -> Planned:
         problem = self.problem
@@ -326,14 +332,27 @@ class _Planner:
         return trial
 
     def _combined(self, search: Search, trial: Trial, budget: int) -> Trial:
-        """The trial, or the same schedule with fences that leave what devices add up alone, if that fits."""
+        """The trial, or one with fences that leave what devices add up alone, if that fits and its kernels, the
+        collectives among them, take no longer: of the same schedule, or of others that use the budget with such fences.
+        """
         if self.problem.division.devices == 1 or trial.solution.schedule.drops_nothing:
             return trial
-        found = search.attempt(trial.graph, trial.solution, COMBINED)
-        if found is None or found.peak_nbytes > budget:
-            return trial
-        search.trials.append(found)
-        return found
+        graph, solution, best = trial.graph, trial.solution, trial
+        tried: list[Trial] = []
+        for _ in range(1 + COMBINED_ROUNDS):
+            found = search.attempt(graph, solution, COMBINED)
+            if found is None:
+                break
+            search.trials.append(found)
+            tried.append(found)
+            if found.peak_nbytes <= budget and found.compiled_overhead <= best.compiled_overhead:
+                best = found
+            if found.fills(budget) or (found.peak_nbytes <= budget and found.profile.extra_seconds <= 0):
+                break
+            solution = search.solving.within(graph, next_allowance(tried, budget))
+            if any(solution.schedule == each.solution.schedule for each in tried):
+                break
+        return best
 
     def _as_plan(self, graph: Graph, budget: int, solution: Solution, search: Search | None = None) -> Plan:
         schedule = solution.schedule
@@ -359,6 +378,7 @@ class _Planner:
             compile_count=problem.compilations.count - self.compiled_before,
             rounds=tuple(t.round for t in trials),
             actions=actions(graph, schedule),
+            decided=NONE_DECIDED if schedule.drops_nothing else decided(graph, schedule),
             alive=(),
             account=account(as_stacked(search.graph if search else graph), graph, schedule),
             fingerprint=problem.fingerprint,

@@ -25,7 +25,7 @@ from ._index_rules import grid
 from ._inline import body_of, index_on_every_platform, is_identity
 from ._operation_keys import KEYS
 from ._primitives import runs_once
-from ._recurrences import again
+from ._recurrences import again, once_more
 from ._value_numbers import Type, Values, alone, constant, symbol_bit
 
 Expansion = Callable[[Any], jex.ClosedJaxpr | None]
@@ -33,8 +33,8 @@ Expansion = Callable[[Any], jex.ClosedJaxpr | None]
 
 _UNCHANGED = frozenset(
     {
-        "optimization_barrier", "device_put", "sharding_constraint", "layout_constraint", "stop_gradient", "name",
-        "jaxremat_hint", "copy", "copy_p", "pvary", "jaxremat_fence",
+        "optimization_barrier", "device_put", "sharding_constraint", "reshard", "mesh_cast", "layout_constraint",
+        "stop_gradient", "name", "jaxremat_hint", "copy", "copy_p", "pvary", "jaxremat_fence",
     }
 )  # fmt: skip
 """Equations whose results are their operands, wherever and however these are in memory."""
@@ -240,7 +240,9 @@ class _Numbers:
             rows = [values.row(a, constant(0)) for a in arrays]
             made = self._body(body, [*consts, *begin, *rows])
             whole = zip(made[counts[1] :], eqn.outvars[counts[1] :], strict=True)
-            return [*made[: counts[1]], *(values.make("reshape", None, [a], _type(v)) for a, v in whole)]
+            step = -1 if backward else 1
+            lasts = (once_more(values, a, b, step) for a, b in zip(begin, made, strict=False))
+            return [*lasts, *(values.make("reshape", None, [a], _type(v)) for a, v in whole)]
         values.lengths.append(length)
         rows = [values.row(a, alone(symbol)) for a in arrays]
         with self._carried(begin) as holes, self._inside() as turns:

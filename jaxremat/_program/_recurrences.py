@@ -133,6 +133,30 @@ def _continued(values: Values, own: Recurrence) -> dict[int, Found] | None:
     return found
 
 
+def once_more(values: Values, begin: int, after: int, step: int) -> int:
+    """What a loop of one iteration makes of a carry: where it goes on with another recurrence, or begins like one, the
+    next of that one's values.
+    """
+    node = values.nodes[begin]
+    if node.op == "Recurrence" and not node.key[2][0]:
+        known = [(node.key[:2], node.operands, node.key[2])]
+    else:
+        same = (each for (_, *own), keys in values.alike.items() if own == [step, begin] for each in keys)
+        known = [(key, operands, constant(0)) for key, operands in islice(same, MOST_JOINED)]
+    for key, operands, index in known:
+        other = values.recurrences[key, operands]
+        if other.step != step:
+            continue
+        found = other, key[1], operands, constant(0)
+        try:
+            following = values.at(_followed(values, found), other.symbol, index)
+        except CaptureError:
+            continue
+        if following == after:
+            return valued(values, found, plus(index, constant(step)))
+    return after
+
+
 def canonical(values: Values, own: Recurrence) -> tuple[Any, tuple[int, ...]]:
     """What is the same of two recurrences exactly if they are: a shape, and the operands in it."""
     free, nodes = values.free, values.nodes

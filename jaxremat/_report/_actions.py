@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .._model._graph import Graph, Node
 from .._model._primitive_names import GATHER
 from .._model._schedule import Schedule, idle
+from .._runtime._bytes import format_nbytes
 from .._runtime._errors import ArgumentError
 
 
@@ -19,7 +20,8 @@ class Action:
     `nbytes`; `action`; `stages` in which it is recomputed, none where what reads it is recomputed nowhere either, or
     before which it comes back from the host's memory;
     `scope` the name stack; `source` the user's line; `pin` the hint that decided it, else "";
-    `named` whether the name is the user's; `sent` what devices do to make it: add up, gather.
+    `named` whether the name is the user's; `sent` what devices do to make it: add up, gather; `decision` whether it is
+    saved because a discrete decision is made once (see `_rewrite._decisions`).
     """
 
     value: int
@@ -33,12 +35,14 @@ class Action:
     pin: str = ""
     named: bool = False
     sent: tuple[Literal["sum", "gather"], ...] = ()
+    decision: bool = False
 
     def __str__(self) -> str:
         stages = ", ".join(map(str, self.stages))
         where = f"recompute in stage {stages}" if self.stages else "drop"
         kept = f"offload until stage {stages}" if self.action == "offload" else "save"
-        return (where if self.action == "recompute" else kept) + (" (pinned)" if self.pin else "")
+        why = " (pinned)" if self.pin else " (decision)" if self.decision else ""
+        return (where if self.action == "recompute" else kept) + why
 
 
 class Actions:
@@ -114,6 +118,44 @@ class Actions:
         return by_name(self.saved_names, self.offloaded_names)
 
 
+class Decided(NamedTuple):
+    """Values of the forward pass that the backward pass reads as they were made, because decisions are made once.
+
+    **Fields:** `values` how many, and all their `nbytes`. Masks and indices are among them that no solver weighs, as
+    kernels write them beside what they make.
+    """
+
+    values: int = 0
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        values = f"{self.values} values are" if self.values > 1 else "1 value is"
+        nbytes = format_nbytes(self.nbytes)
+        return f"{values} kept as decisions ({nbytes}), which no plan makes twice: see “Decisions” in the docs' Limits"
+
+
+NONE_DECIDED = Decided()
+
+
+def decided(graph: Graph, schedule: Schedule) -> Decided:
+    """Count what a schedule keeps of decisions."""
+    waiting = [v for node in graph.nodes if not node.forward for v in node.inputs]
+    waiting += [v for nodes in schedule.recomputed for n in nodes for v in graph.nodes[n].inputs]
+    seen: set[int] = set()
+    kept: set[int] = set()
+    while waiting:
+        v = waiting.pop()
+        if v in seen or not graph.is_residual(v):
+            continue
+        seen.add(v)
+        node = graph.nodes[graph.values[v].producer]
+        if node.decides:
+            kept.add(v)
+        elif not graph.values[v].materialised:  # made again by whatever reads it
+            waiting.extend(node.inputs)
+    return Decided(len(kept), sum(graph.values[v].saved_nbytes for v in kept))
+
+
 def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
     """What a schedule does to each residual, largest first."""
     stages: dict[int, list[int]] = {}
@@ -144,6 +186,7 @@ def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
                 pin=pins.get(v, ""),
                 named=v in names,
                 sent=_sent(node),
+                decision=node.decides and saved,
             )
         )
     return tuple(sorted(found, key=lambda a: (-a.nbytes, a.value)))

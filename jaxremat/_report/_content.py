@@ -84,6 +84,8 @@ def remarks(outcome: Outcome) -> str:
         (host if outcome.offloaded_nbytes else "")
         + (spread if outcome.devices > 1 else "")
         + (again if outcome.sent_again else "")
+        + (f"{outcome.decided}. " if outcome.decided.values else "")
+        + (f"{outcome.without_proof[:1].upper()}{outcome.without_proof[1:]}. " if outcome.unproved else "")
     )
     said = there, (kept if outcome.respect_checkpoint else ""), (free if outcome.margin_nbytes else ""), loops
     return "".join(said).strip()

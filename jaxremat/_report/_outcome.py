@@ -9,7 +9,7 @@ from .._compiler._peak_contents import Alive
 from .._model._form import Form
 from .._runtime._bytes import format_nbytes
 from ._account import Account
-from ._actions import Action, Actions
+from ._actions import NONE_DECIDED, Action, Actions, Decided
 from ._copies import Copied
 from ._loop_forms import LoopForm
 from ._planning_time import UNTIMED, PlanningTime
@@ -83,6 +83,8 @@ class Outcome(Actions):
     waiting: float = 0.0
     on_host_nbytes: int = 0
     collectives: tuple[Collectives, ...] = ()
+    decided: Decided = NONE_DECIDED
+    unproved: tuple[str, ...] = ()
 
     @property
     def gathered_again(self) -> int:
@@ -101,6 +103,11 @@ class Outcome(Actions):
         sums = f"add up {self.summed_again} sums" if self.summed_again else ""
         found = " and ".join(words for words in (gathers, sums) if words)
         return found and f"devices {found} again instead of keeping them"
+
+    @property
+    def without_proof(self) -> str:
+        """What was not proved, in words."""
+        return f"not proved to compute the step, but tested as a form: {', '.join(self.unproved)}"
 
     @property
     def peak_nbytes(self) -> int:
@@ -182,6 +189,10 @@ def describe(plan: Outcome, rows: int = 12) -> str:
             "step returns them there"
         )
     lines += [f"  {form}" for form in (*plan.loops, *plan.copies)]
+    if plan.unproved:
+        lines.append(f"  {plan.without_proof}")
+    if plan.decided.values:
+        lines.append(f"  {plan.decided}")
     if plan.sent_again:
         lines.append(f"  {plan.sent_again}")
     if any(each.planned > each.plain for each in plan.collectives):

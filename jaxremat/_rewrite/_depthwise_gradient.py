@@ -14,8 +14,6 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from .._program._equivalence import Equivalence
-
 MOST_PLACES = 64
 """Kernels of more are left as they are; 7 x 7 has 49."""
 
@@ -69,8 +67,3 @@ def summed(eqn: Any) -> jex.ClosedJaxpr:
 
     types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
     return jax.make_jaxpr(run)(*types)
-
-
-def equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
-    """Return the proof that programs compute what this one does, which knows such gradients as sums, too."""
-    return Equivalence(closed, lambda eqn: summed(eqn) if is_depthwise_gradient(eqn) else None)

@@ -16,8 +16,10 @@ import jax
 import jax.extend.core as jex
 
 from .._model._backend import Backend
+from .._program._equivalence import Equivalence
 from .._program._primitives import is_late
 from .._program._splice import inlined
+from ._canonical_convolutions import canonical, is_transposed_convolution
 from ._cotangent_chains import in_memory, is_named
 from ._depthwise_gradient import is_depthwise_gradient, summed
 from ._selections import is_marked
@@ -36,6 +38,17 @@ def inline(eqn: Any) -> list[Any]:
         return in_memory(eqn)
     better = summed(eqn) if is_depthwise_gradient(eqn) else reversed_twice(eqn)
     return inlined(better, eqn.invars, eqn.source_info, eqn.outvars)[0]
+
+
+def equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
+    """Return the proof that programs compute what this one does, which knows these implementations of convolutions."""
+
+    def meant(eqn: Any) -> jex.ClosedJaxpr | None:
+        if is_depthwise_gradient(eqn):
+            return summed(eqn)
+        return canonical(eqn) if is_transposed_convolution(eqn) else None
+
+    return Equivalence(closed, meant)
 
 
 def is_transposed(eqn: Any) -> bool:

@@ -26,10 +26,10 @@ from .._program import _compat
 from .._program._inline import Inliner
 from ._backward_equations import behind_backward
 from ._cotangent_chains import with_names
-from ._depthwise_gradient import equivalence
 from ._encodings import with_copies
 from ._flat_program import FlatProgram, PairForm, with_eqns
 from ._gathered_operands import gathered
+from ._kernel_choice import equivalence
 from ._laid_open import attended, laid_open, merged_equals
 from ._loop_closing import close_loops
 from ._loop_segments import backward_of, cuttable, segmented

@@ -1,6 +1,7 @@
 """What the kernels of compiled modules cost, against counts made by other means."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,9 +11,9 @@ import pytest
 from jax import lax
 
 from jaxremat import compiler_options
-from jaxremat._compiler._devices import DeviceSpec
+from jaxremat._compiler._devices import DEVICES, DeviceSpec
 from jaxremat._compiler._hlo import parse
-from jaxremat._compiler._roofline import Kernel, _taps, kernels, roofline
+from jaxremat._compiler._roofline import Kernel, _taps, kernels, roofline, seconds_of
 from jaxremat._program._flops import alone_seconds, eqn_flops, in_rounds
 
 DEVICE = DeviceSpec("d", "gpu", 1, 1e9, (("f32", 1e10), ("bf16", 4e10)), 1e-6, 1.0)
@@ -225,6 +226,16 @@ custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_co
   ROOT %out = f32[8,16,16,16]{3,2,1,0} get-tuple-element(%y), index=0
 }
 """
+
+
+def test_a_collective_has_the_latency_of_its_devices() -> None:
+    """What is sent to eight devices takes as long as some kernels, even where it is a few bytes."""
+    found = {k.instruction.name: k for k in kernels(parse(GPU))}
+    for device in (DEVICES["h100"], DEVICES["l4"], replace(DEVICES["h100"], platform="cpu", chip=None)):
+        assert device.collective_seconds > 10 * device.launch_seconds
+        bare = replace(device, launch_seconds=0.0)
+        assert seconds_of(found["all"], bare) == pytest.approx(device.collective_seconds, rel=0.02)
+        assert seconds_of(found["twice"], bare) < 1e-6
 
 
 def test_kernels_of_the_gpu_compiler() -> None:

@@ -1,6 +1,7 @@
 """Decisions run once: recomputed numbers that differ in the last bit change no mask, index or position."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from test_emit import lowered
 from jaxremat import complete
 from jaxremat._emit._emit import emit
 from jaxremat._program import _compat
+from jaxremat._report._actions import NONE_DECIDED, actions, decided
 
 ROWS, WIDTH = 64, 32
 RNG = np.random.default_rng(0)
@@ -167,6 +169,19 @@ def test_last_bits_change_no_comparison(decide: Callable[[Any], Any]) -> None:
         if len(seen) == 4:
             break
     assert seen
+
+
+@pytest.mark.parametrize("decide", (*COMPARED, *PLACED), ids=lambda f: f.__name__)
+def test_what_is_kept_as_a_decision_is_told(decide: Callable[[Any], Any]) -> None:
+    """Also where the compiler makes it beside something else, so that no solver weighs it."""
+    _, graph = lowered(step_of(decide), (WEIGHTS, X))
+    schedule = complete(graph, ())
+    found = decided(graph, schedule)
+    assert 3 <= found.values <= 12 and found.nbytes >= found.values * ROWS
+    for action in actions(graph, schedule):
+        assert action.decision == (action.action == "save" and not graph.is_small(action.value))
+    undecided = replace(graph, nodes=tuple(replace(n, decides=False) for n in graph.nodes))
+    assert decided(undecided, schedule) == NONE_DECIDED
 
 
 @pytest.mark.parametrize("decide", PLACED, ids=lambda f: f.__name__)

@@ -57,7 +57,7 @@ def test_sums_of_what_devices_have_may_be_made_again_at_the_price_of_the_link() 
     sent = replace(written, summed={dot: 2 * NBYTES, tanh: 8}, gathered={dot: NBYTES})
     graph = lower(traced, H100, base_nbytes=0, written=sent)
     assert graph.nodes[dot].repeatable and not graph.nodes[tanh].repeatable
-    more = 3 * NBYTES / H100.link + 2 * H100.launch_seconds
+    more = 3 * NBYTES / H100.link + 2 * H100.collective_seconds
     assert graph.nodes[dot].seconds == pytest.approx(bare.nodes[dot].seconds + more)
     (made,) = graph.nodes[dot].outputs
     found = actions(graph, complete(graph, set(graph.residuals) - {made}))

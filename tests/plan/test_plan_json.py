@@ -80,7 +80,7 @@ def test_the_text_is_json_for_people() -> None:
     assert DATA["actions"][0] | {"value": 0, "shape": "", "nbytes": 0, "stages": []} == {
         "value": 0, "name": "op", "shape": "", "nbytes": 0, "action": DATA["actions"][0]["action"],
         "stages": [], "scope": "", "source": DATA["actions"][0]["source"], "pin": "", "named": False,
-        "sent": [],
+        "sent": [], "decision": False,
     }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from jaxremat import Alive, InstallError, MinCut, Plan, complete, format_nbytes
 from jaxremat._model._timeline import Copied, Timeline
 from jaxremat._report import _report
 from jaxremat._report._account import account_of_plain
+from jaxremat._report._actions import Decided
 from jaxremat._report._chart import HEIGHT, WIDTH, chart
 from jaxremat._report._content import format_seconds, largest, module_of, modules, tidy
 
@@ -140,6 +141,27 @@ def test_pins_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Page(plan.report().html()).text.count('pinned by hint("save")') == 1
     assert plan.report().text(200).count("(pinned)") == str(plan.report()).count("(pinned)") == 1
     assert "pinned" not in PLAN.report().html()
+
+
+def test_decisions_that_are_kept_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    bare = plan_of(GRAPH, complete(GRAPH, sorted(GRAPH.residuals)[:2]))
+    marked = tuple(replace(a, decision=a.action == "save") for a in bare.actions)
+    plan = replace(bare, actions=marked, decided=Decided(3, 5 << 10))
+    said = "3 values are kept as decisions (5.00 KiB), which no plan makes twice"
+    for text in (Page(plan.report().html()).text, plan.report().text(1000), str(plan.report()), str(plan)):
+        assert said in re.sub(r"\s+", " ", text)
+    assert str(plan).count("save (decision)") == 2
+    assert "decision" not in str(bare) + bare.report().text(1000)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_was_not_proved_is_told() -> None:
+    plan = replace(PLAN, unproved=("loops in levels or parts",))
+    for text in (Page(plan.report().html()).text, plan.report().text(1000), str(plan)):
+        assert "ot proved to compute the step, but tested as a form: loops in levels or parts" in text
+    assert "proved" not in PLAN.report().html() + str(PLAN)
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_words_of_the_program_are_no_markup() -> None:

@@ -1,0 +1,95 @@
+"""Convolutions in bodies of loops and branches -> the same with the batch first and the channels last.
+
+XLA:CPU has fast kernels on several threads for convolutions in that order alone. It transposes the operands of others
+into it, but in the program's entry computation only (`ConvCanonicalization`). In a loop's body the gradient of a
+convolution's kernel, which convolves with batch and channels exchanged, was 7 to 95 times slower than outside
+(`examples/benchmarks/convolutions.py`).
+
+Invariant: the same sums of the same products. Operands and result are transposed, as XLA does it outside of loops.
+"""
+
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from .._program._splice import inlined
+from ._flat_program import with_eqns
+
+_BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
+"""Primitives with computations of their own, and the parameters that these are."""
+
+_CALLS = {"jit": ("jaxpr",), "pjit": ("jaxpr",), "closed_call": ("call_jaxpr",)}
+"""Primitives whose bodies become part of what is around."""
+
+_TYPES = ("float16", "float32")
+"""Of the numbers that XLA:CPU has such kernels for."""
+
+
+def canonical_in_bodies(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Return the program, or the same one where there is no such convolution."""
+    return _rewritten(closed, inside=False)
+
+
+def _rewritten(closed: jex.ClosedJaxpr, *, inside: bool) -> jex.ClosedJaxpr:
+    eqns: list[Any] = []
+    for eqn in closed.jaxpr.eqns:
+        if inside and is_transposed_convolution(eqn):
+            eqns += inlined(canonical(eqn), eqn.invars, eqn.source_info, eqn.outvars)[0]
+        else:
+            eqns.append(_with_bodies(eqn, inside=inside))
+    if len(eqns) == len(closed.jaxpr.eqns) and all(map(_is, eqns, closed.jaxpr.eqns)):
+        return closed
+    return with_eqns(closed, eqns)
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _with_bodies(eqn: Any, *, inside: bool) -> Any:
+    name = eqn.primitive.name
+    changed: dict[str, Any] = {}
+    for param in _BODIES.get(name, _CALLS.get(name, ())):
+        found = eqn.params[param]
+        bodies = found if isinstance(found, tuple) else (found,)
+        made = tuple(_rewritten(body, inside=inside or name in _BODIES) for body in bodies)
+        if not all(map(_is, made, bodies)):
+            changed[param] = made if isinstance(found, tuple) else made[0]
+    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+
+
+def is_transposed_convolution(eqn: Any) -> bool:
+    """Return whether it is a convolution in another order that XLA:CPU has a kernel for in its own."""
+    if eqn.primitive.name != "conv_general_dilated" or eqn.params["batch_group_count"] != 1:
+        return False
+    rank = eqn.invars[0].aval.ndim
+    known = 3 <= rank <= 5 and all(str(a.aval.dtype) in _TYPES for a in (*eqn.invars, *eqn.outvars))
+    return known and tuple(map(tuple, eqn.params["dimension_numbers"])) != _order(rank)
+
+
+def _order(rank: int) -> tuple[tuple[int, ...], ...]:
+    """Return XLA:CPU's order, as `ConvDimensionNumbers` have it: batch, channels, pixels."""
+    images = (0, rank - 1, *range(1, rank - 1))
+    return images, (rank - 1, rank - 2, *range(rank - 2)), images
+
+
+def canonical(eqn: Any) -> jex.ClosedJaxpr:
+    """Return the convolution in XLA:CPU's order, with transposes around it."""
+    numbers = eqn.params["dimension_numbers"]
+    order = _order(eqn.invars[0].aval.ndim)
+
+    def run(operand: jax.Array, kernel: jax.Array) -> jax.Array:
+        # the axis that is to stand at `there` is the one that is meant by the number in the same place
+        operand, kernel = (
+            jax.lax.transpose(array, [own[there.index(axis)] for axis in range(len(own))])
+            for array, own, there in zip((operand, kernel), numbers, order, strict=False)
+        )
+        made = eqn.primitive.bind(
+            operand, kernel, **{**eqn.params, "dimension_numbers": type(numbers)(*order)}
+        )
+        back = [order[2][numbers.out_spec.index(axis)] for axis in range(made.ndim)]
+        return jax.lax.transpose(made, back)
+
+    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars]
+    return jax.make_jaxpr(run)(*types)

@@ -1,0 +1,131 @@
+"""Convolutions in loops' bodies stand in the order for which XLA:CPU has kernels: the same sums, seen and proved."""
+
+import re
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import jaxremat
+from examples.benchmarks import convolutions
+from jaxremat._rewrite._canonical_convolutions import (
+    canonical,
+    canonical_in_bodies,
+    is_transposed_convolution,
+)
+from jaxremat._rewrite._kernel_choice import equivalence
+
+OPTIONS: dict[str, Any] = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
+@st.composite
+def convolved(draw: st.DrawFn) -> tuple[Any, Any]:
+    """A convolution in any order of axes, strided, dilated, in groups, and its equation."""
+    pixels = "WHD"[: draw(st.integers(1, 3))]
+    lhs, out = (draw(st.permutations(f"NC{pixels}")) for _ in range(2))
+    rhs = draw(st.permutations(f"IO{pixels}"))
+    groups = draw(st.sampled_from((1, 2)))
+    sizes = {"N": 2, "C": 4, "I": 4 // groups, "O": 6} | {axis: 5 + i for i, axis in enumerate(pixels)}
+    kernel = sizes | {axis: 2 + i % 2 for i, axis in enumerate(pixels)}
+    rng = np.random.default_rng(0)
+    args = [
+        rng.normal(size=[of[axis] for axis in order]).astype("float32")
+        for of, order in ((sizes, lhs), (kernel, rhs))
+    ]
+    dilations = [draw(st.sampled_from((1, 2))) for _ in range(3)]
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        stride, of_lhs, of_rhs = ((n,) + (1,) * (len(pixels) - 1) for n in dilations)
+        return lax.conv_general_dilated(
+            x, w, stride, [(1, 0)] * len(pixels), of_lhs, of_rhs,
+            dimension_numbers=("".join(lhs), "".join(rhs), "".join(out)), feature_group_count=groups,
+        )  # fmt: skip
+
+    return fn, args
+
+
+@settings(max_examples=30, deadline=None)
+@given(convolved())
+def test_any_order_gives_the_same(drawn: tuple[Any, Any]) -> None:
+    fn, args = drawn
+    closed = jax.make_jaxpr(fn)(*args)
+    (eqn,) = closed.jaxpr.eqns
+    if not is_transposed_convolution(eqn):
+        return
+    other = canonical(eqn)
+    (found,) = jex.jaxpr_as_fun(other)(*args)
+    np.testing.assert_allclose(found, fn(*args), rtol=1e-5, atol=1e-5)
+    (inner,) = (e for e in other.jaxpr.eqns if e.primitive.name == "conv_general_dilated")
+    assert not is_transposed_convolution(inner)
+    assert equivalence(closed).difference(other) is None
+    assert equivalence(other).difference(closed) is None
+    mirrored = jax.make_jaxpr(lambda x, w: fn(x, jnp.flip(w, 0)))(*args)
+    assert equivalence(closed).difference(mirrored) is not None or 1 in args[1].shape[:1]
+
+
+def orders(compiled: Any) -> dict[bool, set[str]]:
+    """The orders of convolutions in the entry computation, and elsewhere."""
+    text = compiled.as_text()
+    entry = text[text.index("\nENTRY") :]
+    found = {entry_too: set() for entry_too in (True, False)}
+    for line in text.splitlines():
+        if label := re.search(r"convolution\(.*dim_labels=([^,\s]+)", line):
+            found[line in entry].add(label[1])
+    return found
+
+
+def test_xla_orders_convolutions_of_the_entry_alone() -> None:
+    """The reason for all of this: where it fails, XLA has mended it, and this rewriting can go."""
+    images = jnp.ones((2, 8, 8, 4))
+    (elsewhere,) = orders(jax.jit(convolutions.within).lower(images).compile())[False]
+    assert elsewhere != "b01f_01io->b01f"
+    (entry,) = orders(jax.jit(convolutions.outside).lower(images).compile())[True]
+    assert entry == "b01f_01io->b01f"
+    (ordered,) = orders(jax.jit(convolutions.in_order).lower(images).compile())[False]
+    assert ordered == entry
+    np.testing.assert_allclose(convolutions.in_order(images), convolutions.within(images), rtol=1e-6)
+    assert convolutions.main(1, 8, 4, repeats=1).startswith("1 x 8 x 8 x 4: ")
+
+
+def test_only_bodies_are_changed() -> None:
+    def fn(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def branch(x: jax.Array) -> jax.Array:
+            return jax.jit(convolutions.gradient)(x, x)
+
+        alone = convolutions.gradient(x, x)
+        return alone, lax.cond(x[0, 0, 0, 0] > 0, branch, lambda x: -branch(x), x)
+
+    closed = jax.make_jaxpr(fn)(jnp.ones((2, 8, 8, 4)))
+    made = canonical_in_bodies(closed)
+    count = [sum(map(is_transposed_convolution, each.jaxpr.eqns)) for each in (closed, made)]
+    assert count == [1, 1]
+    assert str(made).count("transpose[") == str(closed).count("transpose[") + 6
+    assert equivalence(closed).difference(made) is None
+    assert canonical_in_bodies(made) is made
+
+
+@pytest.mark.jax_0_10("memory of a step on the CPU")
+def test_planned_loops_have_no_other_order() -> None:
+    def step(weights: Any, x: jax.Array) -> Any:
+        def loss(weights: Any) -> jax.Array:
+            def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+                made = lax.conv_general_dilated(
+                    x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+                )
+                return jnp.tanh(made) + x, None
+
+            return jnp.mean(lax.scan(layer, x, weights)[0] ** 2)
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    args = jnp.full((6, 3, 3, 8, 8), 0.05), jnp.ones((8, 16, 16, 8))
+    planned: Any = jaxremat.optimize("min", cache=False)(step)
+    assert orders(planned.compile(*args))[False] == {"b01f_01io->b01f"}
+    assert orders(jax.jit(step).lower(*args).compile())[False] != {"b01f_01io->b01f"}
+    np.testing.assert_allclose(planned(*args), step(*args), rtol=1e-5, atol=1e-6)
