@@ -136,8 +136,8 @@ WITH_PARAMS: dict[str, Callable[..., Any]] = {
     "reduce_sum": lambda p, x: np.sum(_wide(x), p["axes"]),
     "reduce_max": lambda p, x: np.max(x, p["axes"]) if x.size else NotImplemented,
     "reduce_min": lambda p, x: np.min(x, p["axes"]) if x.size else NotImplemented,
-    "reduce_and": lambda p, x: np.all(x, p["axes"]),
-    "reduce_or": lambda p, x: np.any(x, p["axes"]),
+    "reduce_and": lambda p, x: np.all(x, p["axes"]) if x.dtype == bool else NotImplemented,
+    "reduce_or": lambda p, x: np.any(x, p["axes"]) if x.dtype == bool else NotImplemented,
     "dot_general": _dot,
 }
 """Of parameters too; several results are a tuple. Where NumPy does another thing, NotImplemented."""
