@@ -17,6 +17,7 @@ from hypothesis import Phase, settings
 
 from jaxremat._compiler import _devices
 from jaxremat._compiler._devices import DeviceSpec, cpu_file, cpu_text
+from jaxremat._plan import _effort
 from jaxremat._runtime._cache_folder import store
 
 settings.register_profile(
@@ -57,6 +58,14 @@ def remat3(request: pytest.FixtureRequest) -> Iterator[bool]:
 @pytest.fixture
 def really_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_devices, "_measure", measure)
+
+
+@pytest.fixture
+def few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning ends after as many compilations as that of a large step: for tests of what is planned, not of how good
+    the plan is that a longer search finds.
+    """
+    monkeypatch.setattr(_effort, "MORE_COMPILATIONS", 0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,6 +8,7 @@ The number of the host's devices is fixed when JAX starts, so that tests start t
 import atexit
 import functools
 import json
+import logging
 import os
 import re
 import select
@@ -18,6 +19,31 @@ import traceback
 from collections import Counter
 from pathlib import Path
 from typing import IO, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from attentions import FOUND
+from flax import linen as nn
+from flax import nnx
+from flax.linen import spmd
+from forms import of_chunks
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxremat
+from jaxremat._compiler._devices import detect
+from jaxremat._compiler._gathers import gathers
+from jaxremat._compiler._program import Program, placed
+from jaxremat._compiler._shardings import Division
+from jaxremat._model._form import ATTENTION, PLAIN, Choice, Form
+from jaxremat._plan import _effort
+from jaxremat._plan._problem import Problem
+from jaxremat._program import _compat
+from jaxremat._rewrite._loop_closing import close_loops
+from jaxremat._rewrite._sinking import sink
+from jaxremat._rewrite._trace import trace
 
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
@@ -75,21 +101,6 @@ def operations(text: str) -> dict[str, int]:
 
 def said(case: str) -> dict[str, Any]:
     """What becomes of the case."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import AxisType, Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import jaxremat
-    from jaxremat._compiler._devices import detect
-    from jaxremat._compiler._gathers import gathers
-    from jaxremat._compiler._program import Program, placed
-    from jaxremat._compiler._shardings import Division
-    from jaxremat._model._form import PLAIN
-    from jaxremat._plan._problem import Problem
-    from jaxremat._rewrite._trace import trace
-
     for name, found in (
         ("nnx", of_objects),
         ("in shards", in_shards),
@@ -196,15 +207,6 @@ def said(case: str) -> dict[str, Any]:
 
 def of_objects(case: str) -> dict[str, Any]:
     """An NNX model with its optimizer, its weights divided by what the step says of its arguments, or by the model."""
-    import jax
-    import numpy as np
-    import optax
-    from flax import nnx
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import jaxremat
-
     mesh = Mesh(np.array(jax.devices()), ("data",))
     rows, width = 1024, 128
     whole, spread = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
@@ -272,19 +274,6 @@ def microbatches(case: str) -> dict[str, Any]:
     """A step whose batch is divided over devices, in microbatches: as the words behind the first say, of layers in a
     loop, of weights that are divided too, of hidden units that are.
     """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from forms import of_chunks
-    from jax.sharding import AxisType, Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import jaxremat
-    from jaxremat._compiler._gathers import gathers
-    from jaxremat._compiler._program import Program, placed
-    from jaxremat._compiler._shardings import Division
-    from jaxremat._rewrite._trace import trace
-
     words = set(case.split()[1:])
     shape = (4, 2) if "tp" in words else (8, 1)
     axes = (AxisType.Auto,) * 2
@@ -366,28 +355,15 @@ def microbatches(case: str) -> dict[str, Any]:
 
 
 def attention(case: str) -> dict[str, Any]:
-    """A decoder with its heads (*tp*), weights (*fsdp*) or *queries* divided too, its layers in a loop (*scan*), with
-    each attention of `attentions.FOUND` that the words behind name: what devices send and compute where it is done
-    without its scores; and the plan of the first, within less than its scores need.
+    """A decoder with its heads (*tp*), weights (*fsdp*) or *queries* divided too, its layers in a loop (*scan*): the
+    plan of the first attention of `attentions.FOUND` that the words behind name, within less than its scores need; and
+    what devices send and compute where the others are done without their scores. Or only whether they are (*found*).
     """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from attentions import FOUND
-    from jax.sharding import AxisType, Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import jaxremat
-    from jaxremat._compiler._devices import detect
-    from jaxremat._compiler._program import Program, placed
-    from jaxremat._model._form import ATTENTION, Choice, Form
-    from jaxremat._plan._problem import Problem
-
     how, _, kinds = case.removeprefix("attention ").partition(": ")
     words = set(how.split())
     shape = (8, 1) if words <= {"fsdp", "scan"} else (2, 4)
     mesh = Mesh(np.array(jax.devices()).reshape(shape), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    batch, length, heads, width, layers = 8, 256, 4, 8, 3
+    batch, length, heads, width, layers = 8, 256, 4, 8, 3 if "scan" in words else 2
     inner, data = heads * width, "data" if "fsdp" in words else None
     model = "model" if "tp" in words else None
     stack = (layers,) if "scan" in words else ()
@@ -431,18 +407,25 @@ def attention(case: str) -> dict[str, Any]:
         return close and all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in both)
 
     forms = {}
-    for kind in kinds.split(", "):
+    first, *others = kinds.split(", ")
+    for kind in [first, *others] if "found" in words else others:
         program = placed(Program(trained(kind)), args, {})
         traced = Problem(program, args, {}, detect(jax.devices()[0]), "roofline").traced
         form = traced.in_form(Form.of(Choice(ATTENTION, 0, (1,))))
+        done = sum(eqn.primitive.name == "attention" for eqn in form.jaxpr.jaxpr.eqns)
+        if "found" in words:
+            forms[kind] = done
+            continue
         run = program.evaluating(form.jaxpr if not form.loops else closed(form), form)
         plain, made = (f.lower(*args).compile() for f in (program.plain, run))
         forms[kind] = {
-            "done": sum(eqn.primitive.name == "attention" for eqn in form.jaxpr.jaxpr.eqns),
+            "done": done,
             "same": alike(plain(*args), made(*args)),
             "sent": [collectives(f.as_text() or "") for f in (plain, made)],
         }
-    step = trained(kinds.split(", ")[0])
+    if "found" in words:
+        return forms
+    step = trained(first)
     scores = 4 * batch * heads * length * length // 8
     budget = jaxremat.memory(step, *args).base_nbytes + 2 * scores
     planned = jaxremat.optimize(budget, allow=("attention",), cache=False)(step)
@@ -468,10 +451,6 @@ def attention(case: str) -> dict[str, Any]:
 
 def closed(form: Any) -> Any:
     """The program of a form, with its loops closed."""
-    from jaxremat._program import _compat
-    from jaxremat._rewrite._loop_closing import close_loops
-    from jaxremat._rewrite._sinking import sink
-
     jaxpr = form.jaxpr.jaxpr
     eqns = close_loops(*sink(jaxpr.eqns, form.loop_of, form.loops), form.loops)
     return _compat.new_jaxpr(jaxpr.constvars, form.jaxpr.consts, jaxpr.invars, jaxpr.outvars, eqns)
@@ -482,16 +461,10 @@ def in_shards(case: str) -> dict[str, Any]:
     or not, its layers in a *scan*, and its *update* outside; or the whole *gradient* outside, so that each pass is a
     `shard_map` of its own, on a mesh of two axes.
     """
-    import jax
-    import numpy as np
-    import optax
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
     across = "gradient" in case
     axes = ("host", "data") if across else ("data",)
     mesh = Mesh(np.array(jax.devices()).reshape((2, 4) if across else (8,)), axes)
-    rows, width, layers = 4096, 128, 6
+    rows, width, layers = 4096, 128, 4
     checked, scanned, outside = ("checked" in case, "scan" in case, "update" in case)
     tx = optax.adam(1e-2)
     table = np.linspace(0.9, 1.1, width, dtype=np.float32)  # a constant of the body
@@ -558,17 +531,7 @@ def pipeline(case: str) -> dict[str, Any]:
     """Layers on devices of their own, which microbatches pass one after the other: a scan with a `ppermute`, in a
     `shard_map` that is *checked* for what differs between devices or not.
     """
-    import logging
-
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import jaxremat
-
-    checked, stages, batches, rows, width, layers = "checked" in case, 8, 8, 32, 64, 4
+    checked, stages, batches, rows, width, layers = "checked" in case, 8, 8, 32, 64, 2
     mesh = Mesh(np.array(jax.devices()), ("stage",))
 
     def stage(weights: Any, x: jax.Array) -> jax.Array:
@@ -647,11 +610,6 @@ def perceptron(_: str) -> dict[str, Any]:
 
 def pooled(_: str) -> dict[str, Any]:
     """Convolutions around a max-pooling, with the batch on all devices."""
-    import jax
-    import numpy as np
-    from flax import linen as nn
-    from jax.sharding import AxisType, Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
 
     class Net(nn.Module):
         @nn.compact
@@ -681,12 +639,6 @@ def pooled(_: str) -> dict[str, Any]:
 
 def dropout(case: str) -> dict[str, Any]:
     """Layers with dropout, of which the key is an argument: weights divided along layers' inputs, or hidden values."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import AxisType, Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     up, down = (P(None, "model"), P("model")) if "tp" in case else (P("data"), P("data"))
     rng = np.random.default_rng(0)
@@ -695,7 +647,7 @@ def dropout(case: str) -> dict[str, Any]:
         values = (rng.normal(size=shape) / 16).astype(np.float32)
         return jax.device_put(values, NamedSharding(mesh, spec))
 
-    weights = [(array(up, 256, 1024), array(down, 1024, 256)) for _ in range(4)]
+    weights = [(array(up, 256, 1024), array(down, 1024, 256)) for _ in range(3)]
     key = jax.device_put(jax.random.key(0), NamedSharding(mesh, P()))
 
     def step(weights: Any, drawn: Any) -> Any:
@@ -715,14 +667,6 @@ def dropout(case: str) -> dict[str, Any]:
 
 def logical(_: str) -> dict[str, Any]:
     """A linen module whose parameters and values have logical axes, which rules put on a mesh of two axes."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-    from flax import linen as nn
-    from flax.linen import spmd
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
 
     class Net(nn.Module):
         @nn.compact
@@ -732,7 +676,7 @@ def logical(_: str) -> dict[str, Any]:
                     width, kernel_init=spmd.with_logical_partitioning(nn.initializers.lecun_normal(), axes)
                 )
 
-            for _ in range(5):
+            for _ in range(3):
                 h = nn.gelu(dense(512, "embed", "mlp")(nn.LayerNorm()(x)))
                 h = spmd.with_logical_constraint(h, ("batch", None, "mlp"))
                 x = spmd.with_logical_constraint(x + dense(128, "mlp", "embed")(h), ("batch", None, "embed"))
@@ -770,12 +714,6 @@ def within(share: float, step: Any, *args: Any, **options: Any) -> dict[str, Any
     """What becomes of a step within so much of its temporaries, and what three in a row give, planned and plain. The
     last of its arguments is data, the others are a state, which is given back before the loss.
     """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import jaxremat
-
     *state, x = args
     donated = tuple(range(len(state)))
     stats = jaxremat.memory(step, *args, donate_argnums=donated)
@@ -811,8 +749,7 @@ def within(share: float, step: Any, *args: Any, **options: Any) -> dict[str, Any
 
 def serve() -> None:
     """Answer each case on a line of the input with a line of the output."""
-    import jax
-
+    _effort.MORE_COMPILATIONS = 0  # as of a large step: the cases are about what is planned
     answers, sys.stdout = sys.stdout, sys.stderr  # what else is printed is no answer
     for line in sys.stdin:
         try:

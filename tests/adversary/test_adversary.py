@@ -1,6 +1,8 @@
 """Kinds of train steps that people write: whatever is emitted for them is a program, and gives what the step gives."""
 
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +28,27 @@ from jaxremat._model._stages import uncut
 from jaxremat._rewrite import _row_regions
 from jaxremat._rewrite._trace import trace
 
-SEEDS = 8
+SEEDS = 5
+AT_ONCE = 3
+"""Odd parts of one step."""
+
+BACKWARD_ONLY = {"reversed gradient", "clipped gradient"}
+"""Parts whose rules JAX does not differentiate in forward mode."""
 
 
 @pytest.fixture(autouse=True)
 def _small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of small arrays too."""
     monkeypatch.setattr(_row_regions, "LEAST_NBYTES", 1)
+
+
+def odd_steps() -> Iterator[tuple[str, list[str]]]:
+    """Each odd part in one step, in the odd ways in turn."""
+    ways = itertools.cycle(["plain", *sorted(ODD_WAYS.keys() - {"with reference"})])
+    for first in range(0, len(ODD), AT_ONCE):
+        parts = list(ODD)[first : first + AT_ONCE]
+        able = (way for way in ways if way != "forward" or BACKWARD_ONLY.isdisjoint(parts))
+        yield next(way for way in able if {*parts} <= {*fitting(way)}), parts
 
 
 def wrong(step: Step, seed: int, count: int) -> list[adversary.Found]:
@@ -44,14 +60,9 @@ def test_random_steps(seed: int) -> None:
     assert wrong(random_step(seed), seed, 4) == []
 
 
-@pytest.mark.parametrize("part", ODD)
-def test_odd_parts(part: str) -> None:
-    assert wrong(step_of("plain", [part]), 5, 2) == []
-
-
-@pytest.mark.parametrize("way", sorted(ODD_WAYS.keys() - {"with reference"}))
-def test_odd_ways(way: str) -> None:
-    assert wrong(step_of(way, ["own maximum", "layers"]), 5, 2) == []
+@pytest.mark.parametrize(("way", "parts"), list(odd_steps()), ids=str)
+def test_odd_parts_in_odd_ways(way: str, parts: list[str]) -> None:
+    assert wrong(step_of(way, parts), 5, 2) == []
 
 
 @pytest.mark.parametrize("part", ["resampled", "running maximum"])
@@ -81,7 +92,7 @@ def test_random_steps_that_failed(way: str, parts: list[str], seed: int, count: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(SEEDS, 25 * SEEDS))
+@pytest.mark.parametrize("seed", range(SEEDS, 200))
 def test_many_random_steps(seed: int) -> None:
     """Emitted, compiled and planned; what fails is told by the simplest step that does."""
     made = adversary.made_of(seed)
@@ -93,7 +104,7 @@ def test_many_random_steps(seed: int) -> None:
 def test_kinds_in_any_form(name: str) -> None:
     case = KINDS[name]
     step = Step(name, case.step, case.make_args())
-    assert [each for each in adversary.check_emitted(step, 7, 4) if each[1]] == []
+    assert wrong(step, 7, 2) == []
 
 
 def test_the_generator_makes_every_kind() -> None:
@@ -131,16 +142,6 @@ def test_what_a_loop_begins_with_is_read_before_it() -> None:
             for fence in FENCES:
                 planned = emit(found, cut, complete(cut, ()), fence)
                 assert adversary.difference(want, evaluate(planned, jax.tree.leaves(args))) == ""
-
-
-def test_the_evaluator_gives_what_jax_gives() -> None:
-    """What programs are compared with."""
-    for name in ("plain: smoother", "plain: branches", "plain: converged", "plain: empty", "plain: counted"):
-        case = KINDS[name]
-        args = case.make_args()
-        closed = jax.jit(case.step).trace(*args).jaxpr
-        want = jax.tree.leaves(jax.jit(case.step)(*args))
-        assert adversary.difference(want, evaluate(closed, jax.tree.leaves(args))) == ""
 
 
 def test_differences_are_seen() -> None:
@@ -216,9 +217,11 @@ def test_a_run_goes_on_where_it_was(tmp_path: Any) -> None:
         ("accumulated", ["empty", "sharded", "recurrent"]),
         ("plain", ["own tangent", "counted", "nested layers", "solved"]),
         ("returned", ["segments", "half", "spectral"]),
+        ("plain", ["branches", "converged"]),
     ],
 )
 def test_programs_are_evaluated_as_jax_does(way: str, parts: list[str]) -> None:
+    """What other programs are compared with."""
     step = step_of(way, parts)
     jitted = jax.jit(step.fn)
     found = trace(jitted, step.args, {})

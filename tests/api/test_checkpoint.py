@@ -156,7 +156,7 @@ def test_blocks_at_min_save_no_more_than_checkpoints_that_save_nothing() -> None
             return jnp.mean(x**2)
 
         compiled = jax.jit(jax.grad(loss, (1, 2)), compiler_options=OPTIONS).lower(*args).compile()
-        return MemoryStats.of(compiled).temporaries_nbytes
+        return jaxremat.MemoryStats.of(compiled).temporaries_nbytes
 
     assert temporaries(jaxremat.checkpoint(block, "min")) <= temporaries(jax.checkpoint(block))
 

@@ -19,7 +19,7 @@ from jaxremat._plan._problem import Problem
 from jaxremat._plan._state_on_host import enough
 
 ADAM = optax.adamw(1e-3)
-WIDTH, LAYERS, ROWS = 1024, 4, 1024
+WIDTH, LAYERS, ROWS = 1024, 2, 512
 
 
 def step(weights: Any, state: Any, x: Any) -> Any:
@@ -70,7 +70,7 @@ class TestForAGpu:
     state_nbytes = sum(a.size * 4 for a in jax.tree.leaves(args[1]))
 
     @pytest.fixture(autouse=True)
-    def cache(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cache(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, few_compilations: None) -> None:
         monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
         monkeypatch.delenv("JAXREMAT_PLAN_CACHE")
 
@@ -80,7 +80,7 @@ class TestForAGpu:
 
     def test_it_goes_where_nothing_fits_otherwise(self) -> None:
         weights_nbytes = self.state_nbytes // 2
-        budget = weights_nbytes + self.state_nbytes // 2 + 100 * 2**20
+        budget = weights_nbytes + self.state_nbytes // 2 + 60 * 2**20
         with pytest.raises(InfeasibleBudgetError, match=r"optimize\(\.\.\., offload=True\)") as refused:
             self.plan(budget)
         assert refused.value.step_seconds > 0
@@ -131,7 +131,7 @@ class TestForAGpu:
         assert not self.plan(needs.peak_nbytes, offload=True).on_host
 
     def test_no_more_goes_than_the_host_may_hold(self) -> None:
-        budget = self.state_nbytes + 100 * 2**20
+        budget = self.state_nbytes + 60 * 2**20
         with pytest.raises(InfeasibleBudgetError):
             self.plan(budget, offload=True, host_budget=2**20)
         with pytest.warns(JaxrematWarning, match="The plan keeps"):

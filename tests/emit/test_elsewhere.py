@@ -189,9 +189,14 @@ def values_of(shapes: Any) -> Any:
     return jax.tree.unflatten(tree, made)
 
 
-@pytest.mark.parametrize("fence", FENCES)
-@pytest.mark.parametrize("again", [False, True], ids=["all saved", "some recomputed"])
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize(
+    ("kind", "again", "fence"),
+    [
+        (kind, again, FENCES[(number + again) % len(FENCES)])
+        for number, kind in enumerate(STEPS)
+        for again in (False, True)
+    ],
+)
 def test_results_are_those_of_the_step(kind: str, again: bool, fence: str) -> None:
     """On the CPU, where a copy to the host is none."""
     step, shapes = STEPS[kind], SMALL[kind]
@@ -229,7 +234,7 @@ def test_the_compiler_copies_what_the_plan_says(kind: str, again: bool) -> None:
     assert plan.memory is not None and 0 < plan.memory.host_nbytes <= plan.offloaded_nbytes
 
 
-@pytest.mark.parametrize("kind", ["loop", "loop in a loop"])
+@pytest.mark.parametrize("kind", [pytest.param("loop", marks=pytest.mark.slow), "loop in a loop"])
 def test_loops_copy_a_slice_in_each_iteration(kind: str) -> None:
     """Each loop's copies begin and are over within it; what is on the way is begun in the iteration before."""
     plan, module = planned(kind)

@@ -254,8 +254,7 @@ def test_random_bits_are_made_again_from_their_keys() -> None:
     assert_same(jax.tree.leaves(want), got)
 
 
-@pytest.mark.parametrize("name", ["mlp_adamw", "masks", "custom_jvp"])
-@pytest.mark.parametrize("share", [0.6, 0.7])
+@pytest.mark.parametrize(("name", "share"), [("mlp_adamw", 0.6), ("masks", 0.7), ("custom_jvp", 0.6)])
 def test_no_unplanned_forward_value_at_the_peak(name: str, share: float) -> None:
     """Every large forward value alive at the compiled program's peak is one that the plan saves."""
     case = BY_NAME[name]

@@ -47,6 +47,7 @@ def turned(text: str, width: int, hidden: int) -> int:
     return sum(shape in sizes for _, shape in kernels)
 
 
+@pytest.mark.usefixtures("few_compilations")
 @pytest.mark.jax_0_10("XLA turns the gradients of weights round")
 def test_updates_stay_in_the_order_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a transformer with dropout; and not without it, by the same plan."""

@@ -1,5 +1,6 @@
 """Plans that keep values in fewer bits: what they save, what becomes of losses and gradients, and what they say."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax import lax
 import jaxremat
 from jaxremat import ArgumentError
 
-ROWS, WIDTH, LAYERS = 2048, 128, 6
+ROWS, WIDTH, LAYERS = 2048, 128, 4
 KINDS = {"bf16_residuals": "bfloat16", "fp8_residuals": "float8", "int8_residuals": "int8"}
 OPTIMIZER = optax.adam(1e-3)
 
@@ -48,6 +49,7 @@ def arguments(dtype: Any = jnp.float32) -> tuple[Any, ...]:
     return params, OPTIMIZER.init(params), normal(ROWS, WIDTH), normal(ROWS, WIDTH)
 
 
+@functools.cache
 def planned(net: Any, share: float, *kinds: str, dtype: Any = jnp.float32) -> tuple[Any, Any]:
     step, args = training(net), arguments(dtype)
     needs = jaxremat.memory(step, *args)
@@ -56,14 +58,9 @@ def planned(net: Any, share: float, *kinds: str, dtype: Any = jnp.float32) -> tu
     return made, made.plan(*args)
 
 
-@pytest.fixture(scope="module")
-def exact() -> Any:
-    return planned(unrolled, 0.6)[1]
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_copies_make_a_plan_cheaper_and_are_in_its_report(exact: Any, kind: str) -> None:
-    _, plan = planned(unrolled, 0.6, kind)
+def test_copies_make_a_plan_cheaper_and_are_in_its_report(kind: str) -> None:
+    exact, plan = (planned(unrolled, 0.5, *kinds)[1] for kinds in ((), (kind,)))
     assert plan.overhead < exact.overhead
     assert plan.compiled_peak_nbytes <= plan.budget_nbytes
     (copied,) = plan.copies
@@ -75,8 +72,9 @@ def test_copies_make_a_plan_cheaper_and_are_in_its_report(exact: Any, kind: str)
     assert not exact.copies
 
 
-@pytest.mark.parametrize("net", [unrolled, scanned], ids=lambda net: net.__name__)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("net", "kind"), [*((unrolled, kind) for kind in KINDS), (scanned, "bf16_residuals")]
+)
 def test_the_loss_is_exact_and_gradients_are_near(net: Any, kind: str) -> None:
     """First moments say how far gradients are apart."""
     step, plan = planned(net, 0.5, kind)
@@ -121,7 +119,7 @@ def test_compare_says_how_far_gradients_are_apart() -> None:
     assert not found.agrees
     assert found.worst.relative == max(leaf.relative for leaf in found.leaves)
     assert all(leaf.path in str(found) for leaf in found.leaves)
-    assert jaxremat.compare(planned(unrolled, 0.6)[0], *args).agrees
+    assert jaxremat.compare(planned(unrolled, 0.5)[0], *args).agrees
 
 
 def test_a_plan_with_copies_is_followed_elsewhere() -> None:

@@ -130,6 +130,7 @@ def test_a_planned_step_returns_such_a_state_to_the_hosts_memory() -> None:
     assert {kind for is_stack, kind in kinds if is_stack} == {"pinned_host"}
 
 
+@pytest.mark.usefixtures("few_compilations")
 def test_copies_of_one_scan_s_state_are_over_outside_of_the_other(caplog: pytest.LogCaptureFixture) -> None:
     """Updates behind the first backward scan are copied to the host while the second runs."""
     tx = optax.lion(1e-3, weight_decay=0.1)

@@ -61,7 +61,7 @@ PARAMS = [
 ] * LAYERS  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [pytest.param("bare", marks=pytest.mark.slow), "accumulated"])
 def test_plans_need_and_cost_what_is_predicted(name: str) -> None:
     step, x = STEPS[name]
     plain = jaxremat.memory(step, PARAMS, x, donate_argnums=0)

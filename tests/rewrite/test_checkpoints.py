@@ -132,7 +132,6 @@ def test_what_loops_compute_again_is_merged_back(name: str) -> None:
     assert counts(traced(name).jaxpr.jaxpr)["dot_general"] == CONTRACTIONS.get(name, 6)
 
 
-@pytest.mark.usefixtures("remat3")
 @pytest.mark.parametrize("name", often(["blocks, names", "loop"], {"loop"}))
 def test_least_memory_with_regions_kept(name: str) -> None:
     plan = least(name, respect_checkpoint=True)
@@ -141,7 +140,6 @@ def test_least_memory_with_regions_kept(name: str) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.usefixtures("remat3")
 @pytest.mark.parametrize("name", often(["loop", "nn.remat_scan"], {"loop"}))
 def test_least_memory_with_regions_undone(name: str) -> None:
     least(name)

@@ -40,8 +40,9 @@ def gradients(
     ]
 
 
-@pytest.mark.parametrize("padding", ["SAME", "VALID", [(2, 0), (-1, 3)]])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout[0])
+@pytest.mark.parametrize(
+    ("padding", "layout"), [("SAME", LAYOUTS[0]), ("VALID", LAYOUTS[1]), ([(2, 0), (-1, 3)], LAYOUTS[0])]
+)
 def test_the_same_numbers(padding: Any, layout: Any) -> None:
     low = padding == "SAME"
     dtype, rounding = (jnp.bfloat16, 2e-2) if low else (jnp.float32, 1e-5)

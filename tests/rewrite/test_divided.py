@@ -115,7 +115,7 @@ def planned(budget: int | str, **options: Any) -> jaxremat.Plan:
     return jaxremat.plan(heavy, *HEAVY, budget=budget, donate_argnums=0, cache=False, **options)
 
 
-@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_budgets_between_two_plans_divide_the_loop(verify: bool) -> None:
     """What is recomputed in some layers only costs less than what is recomputed in all."""
     least = planned("min", verify=verify)

@@ -33,7 +33,7 @@ def nbytes(encoding: Encoding, x: jax.Array) -> int:
 
 @pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda e: e.name)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(shape=SHAPES, seed=st.integers(0, 99), size=st.sampled_from([1e-3, 1.0, 1e3]))
 def test_an_inexact_copy_is_as_near_as_its_kind_allows(
     encoding: Encoding, dtype: Any, shape: tuple[int, ...], seed: int, size: float
@@ -130,7 +130,7 @@ def test_small_values_have_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not of_form(jax.value_and_grad(loss), arguments(), BF16.code).encoded
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(shape=SHAPES, seed=st.integers(0, 99))
 def test_bits_are_the_mask(shape: tuple[int, ...], seed: int) -> None:
     mask = jnp.asarray(np.random.default_rng(seed).random(shape) < 0.5)

@@ -153,9 +153,15 @@ def test_inner_pairs_and_what_they_stack() -> None:
 @pytest.mark.parametrize("name", ["checkpoint around the inner loop", "closed over, checkpoint"])
 def test_less_memory_than_an_outer_iteration_stacks(name: str) -> None:
     """As written an outer iteration stacks all that its inner loop's way back reads; that may be recomputed too."""
-    plan = check_budget(CASES[name], 0.6)
+    case = CASES[name]
+    plan = check_budget(case, 0.6)
     assert plan.form.settings(INNER)
     assert "inner loop of 6 iterations at test_inner_loops.py" in str(plan)
+    loaded = jaxremat.Plan.from_json(plan.to_json())
+    assert loaded.loops == plan.loops
+    again = jaxremat.optimize(plan=loaded, donate_argnums=case.donate_argnums)(case.step)
+    found = again.plan(*case.make_args())
+    assert (found.form, found.compiled_peak_nbytes) == (plan.form, plan.compiled_peak_nbytes)
 
 
 def test_an_inner_loop_stays_as_it_is_where_that_fits() -> None:
@@ -164,16 +170,6 @@ def test_an_inner_loop_stays_as_it_is_where_that_fits() -> None:
     assert not plan.form.settings(INNER)
     assert not any(form.inner for form in plan.loops)
     assert plan.overhead < 0
-
-
-def test_a_plan_with_inner_loops_is_read_from_json() -> None:
-    case = CASES["checkpoint around the inner loop"]
-    plan = check_budget(case, 0.6)
-    loaded = jaxremat.Plan.from_json(plan.to_json())
-    assert loaded.loops == plan.loops
-    again = jaxremat.optimize(plan=loaded, donate_argnums=case.donate_argnums)(case.step)
-    found = again.plan(*case.make_args())
-    assert (found.form, found.compiled_peak_nbytes) == (plan.form, plan.compiled_peak_nbytes)
 
 
 def test_the_least_is_named_in_that_form() -> None:

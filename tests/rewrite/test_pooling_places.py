@@ -45,7 +45,7 @@ def counted(closed: jex.ClosedJaxpr) -> tuple[int, int, int]:
     return tuple(names.count(each) for each in ("select_and_scatter_add", PLACES.name, GRADIENT.name))  # type: ignore[return-value]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_the_same_numbers(data: st.DataObject) -> None:
     """Of whole numbers, of which sums are exact in any order, and of which many are equal."""

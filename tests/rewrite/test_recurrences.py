@@ -17,7 +17,7 @@ from jaxremat._program import _compat
 from jaxremat._rewrite._stack_buffers import begun_late, stacked_nbytes
 from jaxremat._rewrite._trace import trace
 
-LENGTH, BATCH, WIDTH, LAYERS = 64, 4, 64, 6
+LENGTH, BATCH, WIDTH, LAYERS = 64, 4, 64, 4
 STACK = 4 * LENGTH * BATCH * WIDTH
 
 

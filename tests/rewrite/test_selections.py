@@ -126,7 +126,7 @@ def highest_so_far(h: jax.Array, scale: jax.Array) -> jax.Array:
     return lax.cummax(h * scale + h**2, axis=1)
 
 
-def stepping(select: Callable[..., Any]) -> tuple[Any, Any]:
+def stepping(select: Callable[..., Any], layers: int = LAYERS) -> tuple[Any, Any]:
     """A train step whose loss is of what is selected from the last layer, and its arguments."""
     keys = jax.random.split(jax.random.key(0), 20)
 
@@ -143,11 +143,11 @@ def stepping(select: Callable[..., Any]) -> tuple[Any, Any]:
         value, gradients = jax.value_and_grad(loss)(weights)
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
-    layers = [
-        (jax.random.normal(keys[i], (WIDTH, WIDTH)) / WIDTH**0.5, jnp.zeros(WIDTH)) for i in range(LAYERS)
+    weights = [
+        (jax.random.normal(keys[i], (WIDTH, WIDTH)) / WIDTH**0.5, jnp.zeros(WIDTH)) for i in range(layers)
     ]
     scale, x = jax.random.normal(keys[8], (WIDTH,)), jax.random.normal(keys[10], (ROWS, WIDTH))
-    return step, ((layers, scale), x, jax.random.normal(keys[11], (ROWS,)))
+    return step, ((weights, scale), x, jax.random.normal(keys[11], (ROWS,)))
 
 
 SELECTED = [largest, largest_of_four, clipped, largest_of_segments, highest_so_far]
@@ -173,7 +173,7 @@ def test_no_comparison_runs_again(select: Callable[..., Any]) -> None:
 
 def test_what_a_compiler_would_make_twice_passes_a_fence() -> None:
     """XLA:CPU makes what maxima are of in the kernel that selects, and once more in the one that compares."""
-    step, (weights, x, t) = stepping(largest_of_four)
+    step, (weights, x, t) = stepping(largest_of_four, layers=2)
     args = weights, x[:64], t[:64]
     flat = flattened(step, *args)
     leaves = jax.tree.leaves(args)
@@ -191,7 +191,7 @@ def test_what_a_compiler_would_make_twice_passes_a_fence() -> None:
 
 
 def test_chunks_do_not_lose_gradients() -> None:
-    step, args = stepping(largest_of_four)
+    step, args = stepping(largest_of_four, layers=2)
     planned = jaxremat.optimize("min", allow=("microbatches",), donate_argnums=0, cache=False)(step)
     assert planned.plan(*jax.tree.map(jnp.copy, args)).form.settings(IN_CHUNKS)
     with jax.disable_jit():
