@@ -198,7 +198,6 @@ def test_each_device_does_its_part_of_attention(words: str) -> None:
     assert "without its matrix of scores, part after part" in found["text"]
     assert found["same"] and found["followed"]
     again = found["again"]["all-reduce"]
-    assert bool(again) == ("scan" in words)  # a sum of which every device has a part, in each iteration
     assert (f"add up {again} sums" in found["text"]) == bool(again)
     if "queries" not in words:  # nothing is sent besides what the plain step sends and what is planned
         plain, planned = map(Counter, found["sent"])
