@@ -306,9 +306,10 @@ def check_compiled(step: Step, seed: int, judge: Judge, count: int) -> Iterator[
             said = f"compiled {drawn.form}"
             closed = drawn.emit()
             run = jax.jit(jex.jaxpr_as_fun(closed), compiler_options=OPTIONS).lower(*leaves).compile()
-            if overwritten_reads(parse(run.as_text() or "")):  # the planner takes no such program
-                continue
-            yield said, judge.wrong(called(run, leaves))
+            wrong = judge.wrong(called(run, leaves))
+            if wrong and overwritten_reads(parse(run.as_text() or "")):
+                wrong = ""  # the compiler's fault, for which the planner takes no such program
+            yield said, wrong
         except Exception:
             yield said, traceback.format_exc()
 
