@@ -8,7 +8,9 @@ programs (`recorded`). Plans are not: a test of the planner has to plan.
 """
 
 import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
@@ -18,7 +20,7 @@ from hypothesis import Phase, settings
 from jaxremat._compiler import _devices
 from jaxremat._compiler._devices import DeviceSpec, cpu_file, cpu_text
 from jaxremat._plan import _effort
-from jaxremat._runtime._cache_folder import store
+from jaxremat._runtime._cache_folder import cache_dir, store
 
 settings.register_profile(
     "same", deadline=None, derandomize=True, max_examples=40, phases=[Phase.explicit, Phase.generate]
@@ -66,6 +68,16 @@ def few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     the plan is that a longer search finds.
     """
     monkeypatch.setattr(_effort, "MORE_COMPILATIONS", 0)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where plans are kept, in a cache folder of the test's own that is in use; it knows this processor."""
+    for path in cache_dir().glob("cpu-*.json"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
+    monkeypatch.delenv("JAXREMAT_PLAN_CACHE", raising=False)
+    return tmp_path / "plans"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

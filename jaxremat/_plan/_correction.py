@@ -44,9 +44,8 @@ def corrected(
     """
     room = plan.budget_nbytes - plan.margin_nbytes
     missing = compiled.peak_nbytes - room
-    if missing > MOST * compiled.memory.temporaries_nbytes or len(problem.processes) > 1:
-        raise refusal
-    if not plan.stages:
+    far = missing > MOST * compiled.memory.temporaries_nbytes
+    if far or len(problem.processes) > 1 or not plan.stages:
         raise refusal
     graph = plan.layout(problem.bare(plan.form, pinned=True))
     graph = replace(graph, base_nbytes=plan.account.base_nbytes)

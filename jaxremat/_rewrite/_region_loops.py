@@ -69,9 +69,10 @@ def loops_of(program: Readers, components: Sequence[Component]) -> tuple[Loop, .
             return None
         stages = [[*own, *component.with_sums(own)] for own in stages]
         loops, again = _with_repeated(program, component, stages, 0)
-        handing, left = _with_repeated(program, component, stages, SMALL)
-        if left <= LESS * again:
-            loops, again = handing, left
+        if len(stages) > 1:
+            handing, left = _with_repeated(program, component, stages, SMALL)
+            if left <= LESS * again:
+                loops, again = handing, left
         if again > MOST_AGAIN * sum(_flops(program, own) for own in stages):
             return None
         found += filter(None, loops)

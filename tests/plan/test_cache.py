@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -46,16 +45,6 @@ def plan(*args: Any, budget: Any = BUDGET, donate_argnums: Any = 0, **options: A
     return jaxremat.plan(
         make_step(), *(args or structs()), budget=budget, donate_argnums=donate_argnums, **options
     )
-
-
-@pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where plans are kept, in a cache folder of the test's own that is in use; it knows this processor."""
-    for path in _disk.cache_dir().glob("cpu-*.json"):
-        shutil.copy(path, tmp_path)
-    monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
-    monkeypatch.delenv("JAXREMAT_PLAN_CACHE")
-    return tmp_path / "plans"
 
 
 @pytest.fixture

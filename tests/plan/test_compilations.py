@@ -1,7 +1,5 @@
 """How often each way to a planned step compiles it: once, where the plan is known."""
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,21 +9,13 @@ import pytest
 from chains import make_step
 
 import jaxremat
-from jaxremat._runtime._cache_folder import cache_dir
+
+pytestmark = pytest.mark.usefixtures("folder")
 
 WEIGHTS = [jnp.full((64, 64), 0.01)] * 8
 X = jnp.ones((1024, 64))
 STATS = jaxremat.memory(make_step(), WEIGHTS, X)
 BUDGET = STATS.base_nbytes + int(0.8 * STATS.temporaries_nbytes)
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty cache of plans, of which this processor's figures are known."""
-    for path in cache_dir().glob("cpu-*.json"):
-        shutil.copy(path, tmp_path)
-    monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
-    monkeypatch.delenv("JAXREMAT_PLAN_CACHE", raising=False)
 
 
 @pytest.fixture

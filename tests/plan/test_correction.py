@@ -1,10 +1,8 @@
 """A plan of which the device's own compiler says that it needs more than its budget is corrected, or refused."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +15,8 @@ import jaxremat
 from jaxremat import InfeasibleBudgetError, JaxrematWarning, MemoryStats, Plan
 from jaxremat._compiler._compiled_step import CompiledStep
 from jaxremat._plan._problem import Problem
-from jaxremat._runtime._cache_folder import cache_dir
+
+pytestmark = pytest.mark.usefixtures("folder")
 
 WEIGHTS = [jnp.full((64, 64), 0.01)] * 12
 X = jnp.ones((1024, 64))
@@ -35,15 +34,6 @@ class Needy(CompiledStep):
     def memory(self) -> MemoryStats:
         found = MemoryStats.of(self.executable)
         return replace(found, temporaries_nbytes=found.temporaries_nbytes + self.more)
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty cache of plans, of which this processor's figures are known."""
-    for path in cache_dir().glob("cpu-*.json"):
-        shutil.copy(path, tmp_path)
-    monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
-    monkeypatch.delenv("JAXREMAT_PLAN_CACHE", raising=False)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from forms import of_chunks
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from random_steps import step_of
+from test_chunks import close
 from test_trace import runnable
 
 import jaxremat
@@ -191,10 +192,7 @@ def test_microbatches_give_what_the_batch_gives(name: str, count: int) -> None:
     flat = jax.tree.leaves((params, *batch))
     want = jax.tree.leaves(jax.jit(step)(params, *batch))
     got = jex.jaxpr_as_fun(runnable(divided))(*flat)
-    for a, b in zip(want, got, strict=True):
-        scale = float(jnp.abs(a).max()) or 1.0
-        tolerance = 1e-2 if name == "short" else 1e-5
-        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=tolerance)
+    close(want, got, 1e-2 if name == "short" else 1e-5)
 
 
 def sizes(eqns: Any) -> list[int]:
@@ -288,9 +286,7 @@ def test_where_examples_see_one_another_a_part_is_done_twice(name: str, count: i
     assert max(sizes(program.jaxpr.eqns)) <= max(widest // count, given)
     flat = jax.tree.leaves((params, *batch))
     want = jax.tree.leaves(jax.jit(step)(params, *batch))
-    for a, b in zip(want, jex.jaxpr_as_fun(program)(*flat), strict=True):
-        scale = float(jnp.abs(a).max()) or 1.0
-        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=2e-5)
+    close(want, jex.jaxpr_as_fun(program)(*flat), 2e-5)
 
 
 @pytest.mark.parametrize(
