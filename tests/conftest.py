@@ -76,7 +76,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for path in cache_dir().glob("cpu-*.json"):
         shutil.copy(path, tmp_path)
     monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
-    monkeypatch.delenv("JAXREMAT_PLAN_CACHE", raising=False)
+    monkeypatch.delenv("JAXREMAT_PLAN_CACHE")
     return tmp_path / "plans"
 
 
