@@ -1,7 +1,7 @@
 """What each mechanism of the planner is worth: plans of the same budgets with one of them switched off at a time.
 
     python -m examples.benchmarks.ablation gpt resnet50 --target h100 --save
-    python -m examples.benchmarks.ablation gpt --only "memory order" "loops in levels"
+    python -m examples.benchmarks.ablation gpt --only "memory order" "loops with nested checkpointing"
 
 A mechanism is switched off by putting something that does nothing in its place; what that does on a compiler that
 never meets it is not measured. Budgets are shares of the plain step's temporaries. Worth is how much longer, by a
@@ -105,8 +105,11 @@ MECHANISMS = (
     Mechanism("attention without its scores", options={"allow": ("microbatches", "rows")}),
     Mechanism("rows in chunks", options={"allow": ("attention", "microbatches")}),
     Mechanism("microbatches", options={"allow": ("attention", "rows")}),
-    Mechanism("loops in levels", {"_model._loop_levels.LoopOffers.rungs": _levels_of_one}),
-    Mechanism("loops in levels, absorbed updates", {"_model._loop_levels.LoopOffers.rungs": always([])}),
+    Mechanism("loops with nested checkpointing", {"_model._loop_levels.LoopOffers.rungs": _levels_of_one}),
+    Mechanism(
+        "loops with nested checkpointing, absorbed updates",
+        {"_model._loop_levels.LoopOffers.rungs": always([])},
+    ),
     Mechanism("loops in parts", {"_plan._cuttings.Cuttings.divide": always([])}),
     Mechanism("fine stages", {"_plan._cuttings.cuttings": lambda graph: cuttings(graph)[:1]}),
     Mechanism(
@@ -115,13 +118,13 @@ MECHANISMS = (
     ),
     Mechanism("stages merged where nothing is recomputed", {"_emit._emit.merged": lambda *args: args}),
     Mechanism(
-        "updates behind a later fence", {"_model._stages.past_updates": lambda graph, cuts: list(cuts)}
+        "updates behind a later barrier", {"_model._stages.past_updates": lambda graph, cuts: list(cuts)}
     ),
     Mechanism("operands' memory taken over", {"_model._graph.in_place": always(frozenset())}),
-    Mechanism("triggers of fences", {"_emit._emit.trigger": always([])}),
+    Mechanism("triggers of barriers", {"_emit._emit.trigger": always([])}),
     Mechanism("clones apart", {"_emit._emit.make_apart": always(None)}),
-    Mechanism("fences in order", {"_plan._search.Search._astray": always(False)}, on=(GPU,)),
-    Mechanism("parts of cotangents pass fences", {"_emit._emit.parts": always([])}, on=(GPU,)),
+    Mechanism("barriers in order", {"_plan._search.Search._astray": always(False)}, on=(GPU,)),
+    Mechanism("parts of cotangents pass barriers", {"_emit._emit.parts": always([])}, on=(GPU,)),
     Mechanism("updates behind the last read", {"_emit._emit.last_reads": always(({}, set()))}, on=(GPU,)),
     Mechanism("gradients in the weights' order", {"_emit._emit.turned_gradients": always(set())}, on=(GPU,)),
     Mechanism("images' axes in memory order", {"_lower._lower.axes_in_memory": always({})}, on=(GPU,)),
@@ -155,11 +158,11 @@ MECHANISMS = (
     ),
     Mechanism("stacks begun late", {"_emit._emit.stacked_nbytes": always(0)}, on=(CPU,)),
     Mechanism("chained cotangents in memory", passes=("cotangents",), on=(CPU,)),
-    Mechanism("pairs of loops in loops laid open", {"_plan._forms.inner_pairs": always({})}),
+    Mechanism("pairs of loops in loops inlined", {"_plan._forms.inner_pairs": always({})}),
     Mechanism("what waits in loops", {"_lower._lower.with_waiting": given(1)}),
     Mechanism("masks of results", passes=("masks",)),
-    Mechanism("results of masks behind fences", {"_emit._emit.behind_fence": given(2)}),
-    Mechanism("weights' copies behind fences", {"_emit._emit.behind_operand": given(2)}, on=(CPU,)),
+    Mechanism("results of masks behind barriers", {"_emit._emit.behind_fence": given(2)}),
+    Mechanism("weights' copies behind barriers", {"_emit._emit.behind_operand": given(2)}, on=(CPU,)),
     Mechanism("what is made early", {"_emit._hoisting.Hazards.early": always(False)}, on=(CPU,)),
     Mechanism("rows read late", {"_rewrite._in_place_stacks.read_late": always(None)}, on=(CPU,)),
     Mechanism(
@@ -167,7 +170,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "pooling's gradient by place",
-        {"_rewrite._loop_opening.by_place": list},
+        {"_rewrite._loop_inlining.by_place": list},
         passes=("pooling",),
     ),
     Mechanism("masks in bits", {"_rewrite._encodings._random_masks": always([])}),
@@ -194,7 +197,7 @@ MECHANISMS = (
         "fused work in iterations", {"_lower._form_graphs.FormGraphs._beside": always(None)}, on=(CPU,)
     ),
 )
-"""In the order in which a step meets them: forms, stages, fences, the model."""
+"""In the order in which a step meets them: forms, stages, barriers, the model."""
 
 
 def forgotten(step: Program) -> Callable[..., Any]:
@@ -337,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     platform = given.target or CPU
     if not given.programs:
         path = records.OUT / FOLDER / f"{platform}-tiny.json"
-        only = given.only or ["triggers of fences"]
+        only = given.only or ["triggers of barriers"]
         return print(markdown(run(["gpt"], (0.75,), given.target, path, only, "tiny")))
     names = list(PROGRAMS) if "all" in given.programs else given.programs
     path = (records.RESULTS if given.save else records.OUT) / FOLDER / f"{platform}.json"

@@ -5,7 +5,8 @@
 The program is the gradient of a network's loss. `jaxremat.checkpoint` plans the loss, as a sequence of
 `jax.checkpoint`s with policies or as a `custom_vjp`, and `jax.value_and_grad` differentiates it. Beside each stands the
 program that the *joint* emitter, that of `optimize`, makes of the very same plan: it sees both passes at once, and puts
-fences and recomputation where it likes. Peaks are by XLA's buffer assignment, work is counted in the compiled programs.
+barriers and recomputation where it likes. Peaks are by XLA's buffer assignment, work is counted in the compiled
+programs.
 """
 
 from __future__ import annotations

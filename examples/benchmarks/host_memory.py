@@ -1,4 +1,4 @@
-"""What the host's memory is worth: plans of the same budgets without it and with it, by a GPU's compiler.
+"""What host memory is worth: plans of the same budgets without it and with it, by a GPU's compiler.
 
     python -m examples.benchmarks.host_memory gpt_scanned resnet50 --shares 0.5 0.33 --save
     python -m examples.benchmarks.host_memory gpt_medium --shares block 0.12 --save
@@ -7,7 +7,7 @@
 
 Budgets are shares of the plain step's temporaries, or what the step needs that recomputes each block by hand (`block`);
 with `--state` shares of its peak, and plans with the optimizer's state in
-the host's memory stand beside those with it on the device. Overheads are rooflines of the compiled programs, with what
+host memory stand beside those with it on the device. Overheads are rooflines of the compiled programs, with what
 kernels wait for copies; nothing is timed. The file is written after every row: a run that was cut short goes on there.
 """
 
@@ -63,7 +63,7 @@ def measured(make: Make, share: str, *, target: str, offload: bool) -> records.R
 
 
 def with_state(make: Make, share: float, *, target: str, there: bool) -> records.Record:
-    """One plan within a share of the plain step's peak, with the optimizer's state in the host's memory or not."""
+    """One plan within a share of the plain step's peak, with the optimizer's state in host memory or not."""
     step = make("none")
     state, batch = step.abstract_args()
     common: dict[str, Any] = {"donate_argnums": (0,), "target": target}
@@ -136,7 +136,7 @@ def run(
 def markdown(found: Sequence[records.Record]) -> str:
     """All networks in one table, with its title."""
     lines = [
-        "### The host's memory",
+        "### Host memory",
         "By the compilers for these GPUs; copies at the rates of the H100's PCIe link, and of the memory behind the\n"
         "GH200's NVLink-C2C. Budgets are shares of the plain step's temporaries; overheads are rooflines of the\n"
         "compiled programs, with what kernels wait for copies.",
@@ -174,7 +174,7 @@ def _states(found: Sequence[records.Record]) -> list[str]:
         return []
     head = f"| step | budget | state on the device | a step | on the host | a step |\n|---|{'---:|' * 5}"
     return [
-        "The optimizer's state on the device, and in the host's memory with `jaxremat.to_host`; milliseconds by the\n"
+        "The optimizer's state on the device, and in host memory with `jaxremat.to_host`; milliseconds by the\n"
         "same roofline. These steps have few tokens for their parameters: copies take longer than kernels.",
         "\n".join([head, *rows]),
     ]

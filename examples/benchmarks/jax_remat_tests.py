@@ -72,7 +72,7 @@ REASONS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         ("custom_vjp",),
         "test_remat_partial_cse_prevention test_remat_partial_cse_prevention_pytree",
         "it looks for the barrier that `prevent_cse` makes, which is about checkpoints; a planned backward pass has "
-        "fences of its own",
+        "barriers of its own",
     ),
     (
         ("custom_vjp",),

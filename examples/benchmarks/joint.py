@@ -3,10 +3,10 @@
     python -m examples.benchmarks.joint gpt resnet50 --target h100 --save
 
 *Recomputing alone* leaves the step as it is written (`allow=()`, loops as they are). *Forms alone* recompute nothing:
-rows and microbatches in chunks, loops in levels and parts, with all saved that is left. *One after the other* takes the
-form that those choose (of least memory, where none of them fits) and recomputes within it. *Together* is what jaxremat
-does. Overheads are by a roofline of the compiled programs, against the step as it is written; budgets are shares of its
-temporaries. The file is written after every row: a run that was cut short goes on there.
+rows and microbatches in chunks, loops with nested checkpointing and parts, with all saved that is left. *One after the
+other* takes the form that those choose (of least memory, where none of them fits) and recomputes within it. *Together*
+is what jaxremat does. Overheads are by a roofline of the compiled programs, against the step as it is written; budgets
+are shares of its temporaries. The file is written after every row: a run that was cut short goes on there.
 """
 
 from __future__ import annotations

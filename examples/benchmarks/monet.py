@@ -33,7 +33,7 @@ AT_BLOCK = "at block"
 """The row of the plan whose budget is the peak of per-block rematerialisation by hand."""
 
 AT_BLOCK_HOST = "at block and host"
-"""That row with values in the host's memory, where the plan is cheaper for it."""
+"""That row with values in host memory, where the plan is cheaper for it."""
 
 KNAPSACK = "knapsack "
 """What a row's name begins with that is planned by the knapsack."""
@@ -139,7 +139,7 @@ class Monet(Bench):
         return int(self.plain["peak_nbytes"] * share(name))
 
     def options(self, name: str) -> dict[str, Any]:
-        """The knapsack where the row is about it, or copies of values in the host's memory."""
+        """The knapsack where the row is about it, or copies of values in host memory."""
         solver = {"solver": Knapsack()} if name.startswith(KNAPSACK) else {}
         return solver | ({"offload": True} if name == AT_BLOCK_HOST else {})
 

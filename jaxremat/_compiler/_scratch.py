@@ -4,7 +4,7 @@ An equation compiled alone says little of them: there its operands come in the l
 their own producers write them as it wants them. So they are read off the whole program, as `_attribution` finds them. A
 copy of an argument alone is made at any time, and counts for all that run while it is there; but not a copy of an
 argument as it is, which the program's order needs because something overwrites the argument before its last reader;
-nor one from the host's memory, which is an equation's own.
+nor one from host memory, which is an equation's own.
 
 An operand that is copied, and that nothing reads later, is gone before the copy is: it makes room for what the equation
 has besides.
@@ -110,7 +110,7 @@ def _most(spans: Sequence[Span]) -> int:
 
 
 def _is_spare(module: Module, made: Instruction, scope: Mapping[str, Instruction]) -> bool:
-    """Whether it is a copy of an argument as it is, or one from the host's memory that the step makes itself."""
+    """Whether it is a copy of an argument as it is, or one from host memory that the step makes itself."""
     if transfer(module, made) is not None:
         return True
     if made.opcode != "copy":

@@ -89,12 +89,12 @@ class Written:
 class Beside:
     """What iterations of loops write that is no value of the step, by equation index.
 
-    **Fields:** `shared` bytes of fused work that several kernels want; `borrowed` the others of whose work the
+    **Fields:** `shared` bytes of fused work that several kernels want; `implicitly_read` the others of whose work the
     expansion of an equation reads something; `constants` bytes of constants that an equation's kernel wants as arrays.
     """
 
     shared: Mapping[int, int] = field(default_factory=dict)
-    borrowed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    implicitly_read: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     constants: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -109,11 +109,11 @@ def tagged(traced: Traced, backend: Backend) -> jex.ClosedJaxpr:
 
     What this compiler's plans replace is replaced here too.
     """
-    flat, poor = traced.flat, replaced(backend)
+    flat, needs_replacement = traced.flat, replaced(backend)
     eqns = []
     for eqn, origin in zip(flat.jaxpr.eqns, traced.origin, strict=True):
         named = eqn if origin < 0 else _compat.in_scope(eqn, f"#{origin}")
-        eqns.extend(inline(named) if poor(eqn) else [named])
+        eqns.extend(inline(named) if needs_replacement(eqn) else [named])
     return _compat.new_jaxpr(flat.jaxpr.constvars, flat.consts, flat.jaxpr.invars, flat.jaxpr.outvars, eqns)
 
 
@@ -145,7 +145,7 @@ def written(module: Module) -> Written:
     return Written(sizes, tuple(kernels), summed=summed, gathered=gathered)
 
 
-def borrowed(module: Module) -> set[tuple[int, int]]:
+def implicitly_read(module: Module) -> set[tuple[int, int]]:
     """Pairs of tagged equations, the first of which reads within a kernel what another kernel has written for the
     second.
     """

@@ -3,7 +3,7 @@
 A softmax is one kernel that reads scores and writes weights; its gradient is another, which reads the scores too and
 makes exponentials and sums anew. Where a stage makes the weights again, both would read the same exponentials and
 sums: the compiler then writes the sums with a kernel of their own, which reads all scores once more. So what hides a
-reduction from both is made for the stage's own equations of sources that have passed another fence.
+reduction from both is made for the stage's own equations of sources that have passed another barrier.
 """
 
 from collections.abc import Collection, Iterable
@@ -11,13 +11,13 @@ from typing import Any
 
 from .._program import _compat
 from .._program._primitives import is_loop_edge
-from ._layouts import append_fence
+from ._layouts import append_barrier
 
 
 def make_apart(emitter: Any, k: int, wanted: Collection[int], own: Iterable[int], loop: int) -> None:
     """Append clones for the own equations of stage `k`, of which `wanted` are cloned already, and have them read."""
     graph, source = emitter.graph, emitter.source
-    if not graph.backend.fuses:
+    if not graph.backend.fuses_reductions:
         return
     fused = {n for n in wanted if not any(graph.values[v].materialised for v in graph.nodes[n].outputs)}
 
@@ -35,7 +35,7 @@ def make_apart(emitter: Any, k: int, wanted: Collection[int], own: Iterable[int]
 
     mine = within(own)
     both = mine & within(n for n in wanted if n not in fused)
-    hidden = {n for n in both if graph.nodes[n].heavy}
+    hidden = {n for n in both if graph.nodes[n].fusion_root}
     if not hidden:
         return
     apart = within(hidden) | hidden
@@ -51,7 +51,9 @@ def make_apart(emitter: Any, k: int, wanted: Collection[int], own: Iterable[int]
     if not sources:
         return
     info = source[graph.forward_stop].source_info
-    fenced = append_fence(emitter, sources, [emitter.clones[a] for a in sources], f"fence_{k}", loop, info)
+    fenced = append_barrier(
+        emitter, sources, [emitter.clones[a] for a in sources], f"barrier_{k}", loop, info
+    )
     names = dict(zip(sources, fenced, strict=True))
     for n in sorted(apart):
         eqn = source[n]

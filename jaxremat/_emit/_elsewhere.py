@@ -1,15 +1,15 @@
 """Values in host memory meanwhile -> the copies there and back, each held where the schedule has it.
 
 Copies run beside the kernels, and the compiler begins each as early and waits for it as late as it can. So a copy to
-the host passes, on its way to nowhere else, a fence with an operand of its exit: a product of the forward pass, which
+the host passes, on its way to nowhere else, a barrier with an operand of its exit: a product of the forward pass, which
 thereby waits until the copy is over and the device's memory free. Before the stage of the way back the copy passes the
-stage's fence, behind which that begins. The fence of the stage by which it is over waits for it, or its first reader:
-the compiler has few copies under way at once, and by itself waits wherever it is when another begins. All that reads
-the value from then on reads what came back, fused values that are made of it included.
+stage's barrier, behind which that begins. The barrier of the stage by which it is over waits for it, or its first
+reader: the compiler has few copies under way at once, and by itself waits wherever it is when another begins. All that
+reads the value from then on reads what came back, fused values that are made of it included.
 
 Stacks of loops: see `_stacks_elsewhere`.
 
-Images are copied with their axes in the order of memory, as they pass fences (see `_layouts`).
+Images are copied with their axes in the order of memory, as they pass barriers (see `_layouts`).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ import jax
 
 from .._model._host_copies import HostCopy, chain, exit_operand
 from .._program import _compat
-from ._layouts import append_fence
+from ._layouts import append_barrier
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -62,16 +62,16 @@ class Elsewhere:
         return eqn.replace(invars=invars)
 
     def through(self, k: int) -> list[Any]:
-        """The copies that pass the fence of a stage: those that have to be over, and those that are wanted back."""
+        """The copies that pass the barrier of a stage: those that have to be over, and those that are wanted back."""
         start = self.emitter.graph.stages[k].start
         return [self.there[copy.value] for copy in self.copies if copy.begun == k or copy.gone == start]
 
     def arriving(self, k: int) -> set[Any]:
-        """What comes back behind the fence of a stage, and does not pass it here."""
+        """What comes back behind the barrier of a stage, and does not pass it here."""
         return {self.emitter.variable[copy.value] for copy in self.copies if copy.begun == k}
 
     def arrive(self, k: int, renamed: dict[Any, Any]) -> None:
-        """Append the copies back that begin behind the fence of a stage; `renamed` what has passed that."""
+        """Append the copies back that begin behind the barrier of a stage; `renamed` what has passed that."""
         for copy in self.copies:
             passed = renamed.pop(self.there[copy.value], None)
             if passed is not None:
@@ -84,7 +84,7 @@ class Elsewhere:
         self.copies = [copy for copy in self.copies if copy.begun != k]
 
     def _wait(self, n: int, gone: Sequence[int], leaving: Sequence[int]) -> None:
-        """Append the fence through which an operand of a node passes with copies that have to be over, and with what
+        """Append the barrier through which an operand of a node passes with copies that have to be over, and with what
         leaves behind them.
         """
         emitter, graph = self.emitter, self.emitter.graph
@@ -95,7 +95,7 @@ class Elsewhere:
         through = [*own, *(self.there[v] for v in gone)]
         operands = [emitter.passed.get(a, a) for a in through]
         info = emitter.source[n].source_info
-        names = append_fence(emitter, through, operands, "fence_offload", -1, info, emitter.barrier)
+        names = append_barrier(emitter, through, operands, "barrier_offload", -1, info, emitter.barrier)
         emitter.passed.update(zip(own, names, strict=False))
         self.there.update(zip(gone, names[len(own) :], strict=True))
         for m in reversed(nodes):

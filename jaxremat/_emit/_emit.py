@@ -1,31 +1,32 @@
 """Traced + graph + schedule -> jaxpr of the planned step.
 
-The jaxpr is the traced one with, at the start of each stage, a fence (`lax.optimization_barrier`) and clones of the
+The jaxpr is the traced one with, at the start of each stage, a barrier (`lax.optimization_barrier`) and clones of the
 dropped equations behind it. Tied as follows:
 
-- through the fence pass the saved and kept values that the clones read, and the saved values and arguments that the
+- through the barrier pass the saved and kept values that the clones read, and the saved values and arguments that the
   stage's own contractions read, which the compiler would else copy into another layout long before; other readers keep
   the originals, so that nothing else is cut. Arguments pass for a clone only where it reads nothing else.
-- the trigger holds the fence back until the stage before is done: the small results (weight gradients, reductions)
-  that it leaves behind pass through the fence on their way to the optimizer, whose updates wait for it. Only where
+- the trigger holds the barrier back until the stage before is done: the small results (weight gradients, reductions)
+  that it leaves behind pass through the barrier on their way to the optimizer, whose updates wait for it. Only where
   there is none that is late enough, a cotangent passes through, which cuts it off from kernels that would read it.
-  Letting every cotangent through is another form of the same fence, which is tried where time for that is given.
-- images pass with their axes in the order of memory (see `_layouts`), so that kernels behind the fence find them as the
-  plain step's do.
+  Letting every cotangent through is another form of the same barrier, which is tried where time for that is given.
+- images pass with their axes in the order of memory (see `_layouts`), so that kernels behind the barrier find them as
+  the plain step's do.
 - fused values (never in memory) that a clone reads are cloned with it; the stage's own equations read the original
   of a fused value whose sources are all originals.
-- saved values that the compiler might make again in the backward pass's kernels pass through the first fence.
-- what is in host memory meanwhile leaves behind its producer, and comes back behind a fence (see `_elsewhere`), or
+- saved values that the compiler might make again in the backward pass's kernels pass through the first barrier.
+- what is in host memory meanwhile leaves behind its producer, and comes back behind a barrier (see `_elsewhere`), or
   within loops (see `_stacks_elsewhere`).
-- what undoes blocks waits for a cotangent behind a fence of its own (see `_undone_blocks`).
-- what the user's own program copies from the host's memory, or there, begins and is over where the graph has it (see
+- what undoes blocks waits for a cotangent behind a barrier of its own (see `_undone_blocks`).
+- what the user's own program copies from host memory, or there, begins and is over where the graph has it (see
   `_streams`).
 - in a loop of the backward pass all happens within an iteration: clones of what an iteration of the forward loop made,
-  fused values always among them, lest they be stacked, and fences between the loop's own stages. At its start there is
-  none: an iteration is held back by the one before, and the first by a fence through which the loop's carries pass.
+  fused values always among them, lest they be stacked, and barriers between the loop's own stages. At its start there
+  is none: an iteration is held back by the one before, and the first by a barrier through which the loop's carries
+  pass.
 
 Laws: what runs once (effects, draws) does so as often as in the traced step, in the same order; what the schedule does
-not drop is read in the original. A schedule that drops nothing still has fences, behind
+not drop is read in the original. A schedule that drops nothing still has barriers, behind
 which updates wait until they may overwrite their argument; a graph without stages gives the traced jaxpr.
 """
 
@@ -44,7 +45,7 @@ from .._program._run_counts import check_runs
 from .._rewrite._canonical_convolutions import canonical_in_bodies
 from .._rewrite._kernel_choice import inline, replaced
 from .._rewrite._loop_closing import close_loops, without_unread
-from .._rewrite._loop_opening import CARRY, LAST, SLICE, STACK
+from .._rewrite._loop_inlining import CARRY, LAST, SLICE, STACK
 from .._rewrite._sinking import sink, sunk_values
 from .._rewrite._stack_buffers import begun_late, stacked_nbytes
 from .._rewrite._trace import Traced
@@ -55,12 +56,12 @@ from ._detaching import detach
 from ._differentiable_barrier import fence
 from ._elsewhere import Elsewhere
 from ._fence_operands import ZERO as PASSING_ZERO
-from ._fence_operands import fence_within, passing
+from ._fence_operands import barrier_within, passing
 from ._gradient_layouts import in_order, turned_gradients
 from ._hoisting import ZERO, Hazards, is_zero
 from ._last_reads import hold, last_reads
-from ._layouts import append_fence
-from ._mask_operands import behind_fence
+from ._layouts import append_barrier
+from ._mask_operands import behind_barrier
 from ._placement import entered, places
 from ._stacks_elsewhere import StacksElsewhere
 from ._streams import Streams
@@ -71,7 +72,7 @@ from ._weight_copies import behind_operand
 from ._weight_gradients import put_in_order
 
 FENCES = ("finished", "cotangents", "ordered")
-"""What holds a fence back: the small results of the stage before, or every cotangent that it hands on as well.
+"""What holds a barrier back: the small results of the stage before, or every cotangent that it hands on as well.
 
 *Ordered* are as *finished*, and within a stage a convolution's weight gradient that reads something recomputed comes
 before the convolution that goes on from its cotangent. XLA:GPU otherwise makes one kernel of what is recomputed and of
@@ -79,7 +80,7 @@ the next gradients that read the same operand, which puts the weight gradient of
 """
 
 COMBINED = "combined"
-"""Fences of a step on several devices through which nothing passes that these add up: the compiler then adds up all
+"""Barriers of a step on several devices through which nothing passes that these add up: the compiler then adds up all
 gradients at once, as it does in the plain step. What finishes a stage is a cotangent, so that more may be in memory.
 """
 
@@ -95,10 +96,10 @@ def emit(
     """The planned step as a jaxpr whose types are checked, those of its loops too, and which `_validation` has seen to
     compute the step; node ids of `graph` are equation indices of `traced.jaxpr`. Where that is a body, so is this.
 
-    **Arguments:** `fence` is one of `FENCES`, or `COMBINED`; `detached` the barriers' operands that are put behind
+    **Arguments:** `barrier` is one of `FENCES`, or `COMBINED`; `detached` the barriers' operands that are put behind
     barriers of their own, see `_detaching`.
     """
-    graph, schedule = merged(graph, schedule) if graph.backend.fuses else (graph, schedule)
+    graph, schedule = merged(graph, schedule) if graph.backend.fuses_reductions else (graph, schedule)
     jaxpr = traced.jaxpr.jaxpr
     if not graph.stages and not traced.loops and not any(map(replaced(graph.backend), jaxpr.eqns)):
         planned = traced.jaxpr
@@ -108,10 +109,12 @@ def emit(
         eqns, loop_of = sink(emitter.eqns, emitter.loop_of, traced.loops)
         if detached:
             eqns, loop_of, outvars = detach(eqns, loop_of, traced.loops, outvars, detached)
-        eqns = close_loops(eqns, loop_of, traced.loops, hoists=graph.backend.hoists)
+        eqns = close_loops(
+            eqns, loop_of, traced.loops, materialises_eagerly=graph.backend.materialises_eagerly
+        )
         eqns = without_unread(eqns, outvars)
         planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
-    if not graph.backend.fuses:
+    if not graph.backend.fuses_reductions:
         planned = canonical_in_bodies(planned)
     _compat.check_jaxpr(traced.step(planned))
     check_runs(planned, traced.flat)
@@ -130,7 +133,7 @@ class Emitter:
     ):
         self.traced, self.graph = traced, graph
         self.cotangents = cotangents  # of a backward pass that is a program of its own
-        self.poor = replaced(graph.backend)
+        self.needs_replacement = replaced(graph.backend)
         self.all_cotangents = form == "cotangents"
         self.ordered = form == "ordered"
         self.combined = form == COMBINED
@@ -142,10 +145,10 @@ class Emitter:
         self.forward_count = 0  # how many of them are the forward pass's
         self.home: dict[Any, int] = {}  # variable -> the loop in whose iterations it is, -1 for none
         self.clones: dict[Any, Any] = {}  # variable -> its clone that the present stage reads
-        self.passed: dict[Any, Any] = {}  # trigger -> its fenced name, which later readers use
+        self.passed: dict[Any, Any] = {}  # trigger -> its barrier name, which later readers use
         self.mask_operands: dict[Any, Any] = {}  # result -> the name by which masks read it
-        self.zeros: dict[int, tuple[Any]] = {}  # loop -> a zero behind the fence before it
-        self.waiting: dict[int, int] = {}  # deferred equation -> the stage of the fence that it waits for
+        self.zeros: dict[int, tuple[Any]] = {}  # loop -> a zero behind the barrier before it
+        self.waiting: dict[int, int] = {}  # deferred equation -> the stage of the barrier that it waits for
         self.value_of: dict[Any, int] = {}
         self.variable: dict[int, Any] = {}
         self.readers: dict[Any, list[int]] = {}
@@ -176,7 +179,7 @@ class Emitter:
     def run(self) -> list[Any]:
         """Append everything; returns the step's outputs by their final names."""
         for n in range(self.graph.forward_stop):
-            eqn = self.decoding.as_made(n, behind_fence(self, n, self.elsewhere.behind_exit(n)))
+            eqn = self.decoding.as_made(n, behind_barrier(self, n, self.elsewhere.behind_exit(n)))
             self.append([behind_operand(self, n, eqn, lambda a: a)], [self.traced.loop_of[n]])
             self.elsewhere.leave(n)
             self.stacks_elsewhere.leave(n)
@@ -187,8 +190,8 @@ class Emitter:
 
     def append(self, eqns: Sequence[Any], loop_of: Sequence[int]) -> None:
         for eqn, loop in zip(eqns, loop_of, strict=True):
-            placed = inline(eqn) if self.poor(eqn) else [eqn]
-            late = self.graph.backend.hoists and self.forward_count > 0 and loop < 0
+            placed = inline(eqn) if self.needs_replacement(eqn) else [eqn]
+            late = self.graph.backend.materialises_eagerly and self.forward_count > 0 and loop < 0
             if late and stacked_nbytes(eqn) > self.graph.small_nbytes:
                 placed = begun_late(eqn)
             self.eqns.extend(placed)
@@ -200,7 +203,7 @@ class Emitter:
     def finish(self, outvars: Sequence[Any]) -> list[Any]:
         """Append what still waits; returns the step's outputs by their final names."""
         if self.waiting:
-            self.fenced([], finished(self, len(self.graph.stages)), "fence_updates", -1)
+            self.fenced([], finished(self, len(self.graph.stages)), "barrier_updates", -1)
             self._run(list(self.waiting), {})
         return [a if _compat.is_literal(a) else self.passed.get(a, a) for a in outvars]
 
@@ -210,7 +213,7 @@ class Emitter:
         self.clones = {var: clone for var, clone in self.clones.items() if self.value_of[var] in kept_here}
         wanted = self._wanted(k)
         loop, around = graph.nodes[stage.start].loop, graph.around(stage.start)
-        # The fence of a loop's first stage holds the whole loop back, not what its iterations recompute.
+        # The barrier of a loop's first stage holds the whole loop back, not what its iterations recompute.
         begins = loop != around
         renamed = self._fence(k, [] if begins else wanted, around)
         self.elsewhere.arrive(k, renamed)
@@ -223,7 +226,7 @@ class Emitter:
             if PASSING_ZERO in renamed:
                 self.zeros[loop] = (renamed.pop(PASSING_ZERO),)
             if self.traced.loops[loop].length == 1:
-                renamed = fence_within(self, k, wanted, inside, loop)
+                renamed = barrier_within(self, k, wanted, inside, loop)
         for n in wanted:
             eqn = self.decoding.again(n, self.source[n])
             invars = [
@@ -247,17 +250,17 @@ class Emitter:
         self._run(sorted(now, key=lambda n: (n in self.held, n)), renamed)
 
     def _resume(self, k: int, renamed: dict[Any, Any]) -> dict[int, int]:
-        """Append the deferred equations that waited for the fence of stage `k`; returns those that wait on."""
+        """Append the deferred equations that waited for the barrier of stage `k`; returns those that wait on."""
         self._run([n for n, until in self.waiting.items() if until <= k], renamed)
         return {n: until for n, until in self.waiting.items() if until > k}
 
     def _run(self, nodes: Sequence[int], renamed: dict[Any, Any]) -> None:
-        """Append equations in their own place, reading clones and fenced names where there are any."""
+        """Append equations in their own place, reading clones and barrier names where there are any."""
         for n in nodes:
             if n in self.streams.begun:
                 continue
             if n in self.blocks:
-                self.fenced([], self.blocks[n], "fence_block", -1)
+                self.fenced([], self.blocks[n], "barrier_block", -1)
             self.streams.hold(n, renamed)
             eqn = self.decoding.as_made(n, self.source[n])
             if self.ordered:
@@ -283,7 +286,7 @@ class Emitter:
 
     def _name(self, eqn: Any, loop: int, var: Any, *names: Any) -> Any:
         """What an equation, in the iterations of a loop, reads in place of an operand: of these names, and that
-        behind a trigger's fence, the first that it sees; else the operand itself.
+        behind a trigger's barrier, the first that it sees; else the operand itself.
 
         A loop begins with what is there before it: names made within its iterations mean nothing there.
         """
@@ -302,7 +305,7 @@ class Emitter:
 
     def _placed(self, n: int, eqn: Any, renamed: dict[Any, Any]) -> list[Any]:
         """The equation, which is `n` or a clone of it, held back where nothing else would hold it."""
-        zero = renamed.get(PASSING_ZERO) if self.graph.backend.hoists else None
+        zero = renamed.get(PASSING_ZERO) if self.graph.backend.materialises_eagerly else None
         if is_zero(eqn) and zero is not None:
             return [eqn.replace(invars=[zero])]
         if eqn.primitive.name == "scan_stack" and len(eqn.invars) == 1:
@@ -331,7 +334,7 @@ class Emitter:
         # What a clone reads must not be written to memory for its sake: fused operands are cloned with it.
         stack.extend(v for n in wanted for v in graph.nodes[n].inputs)
         self._clone_fused(k, stack, wanted)
-        if graph.backend.fuses:
+        if graph.backend.fuses_reductions:
             # A kernel that makes what is cloned besides its own result is to read the sources of both once.
             again = {v for n in wanted for v in graph.reads[n]} & self.schedule.saved
             stack = [v for n in self.own[k] for v in graph.nodes[n].inputs]
@@ -365,20 +368,20 @@ class Emitter:
         return elsewhere or bool(self.cotangents and 0 <= producer < self.graph.forward_stop)
 
     def _fence(self, k: int, wanted: list[int], loop: int) -> dict[Any, Any]:
-        """Append the stage's fence in a loop, -1 for none; returns the fenced names of what passes through."""
+        """Append the stage's barrier in a loop, -1 for none; returns the barrier names of what passes through."""
         through = [*passing(self, k, wanted, loop), *self.elsewhere.through(k), *self.streams.through(k)]
         through = list(dict.fromkeys(through))
         # What is outside of a loop is over before the loop, or behind it.
         over = [*self.streams.over(k), *self.elsewhere.back.get(k, ())] if loop < 0 else []
         due = any(until <= k for until in self.waiting.values())
         waits_for = [*trigger(self, k), *parts(self, k), *over]
-        return self.fenced(through, waits_for, f"fence_{k}", loop) if through or due or over else {}
+        return self.fenced(through, waits_for, f"barrier_{k}", loop) if through or due or over else {}
 
     def fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:
-        """Append a fence; returns the fenced names of what passes through, and remembers those of the trigger."""
+        """Append a barrier; returns the barrier names of what passes through, and remembers those of the trigger."""
         varying = {_compat.varying_axes(a) for a in (*trigger, *through) if not isinstance(a, str)}
         if any(varying):
-            # In a `shard_map` a fence takes what varies over the same axes; what recomputation reads does somewhere.
+            # In a `shard_map` a barrier takes what varies over the same axes; what recomputation reads does somewhere.
             axes = max(varying, key=len)
             through = [a for a in through if not isinstance(a, str) and _compat.varying_axes(a) == axes]
             trigger = [a for a in trigger if _compat.varying_axes(a) == axes]
@@ -389,21 +392,21 @@ class Emitter:
         if not operands:
             return {}
         source = self.source[self.graph.forward_stop].source_info
-        outvars = append_fence(self, (*through, *trigger), operands, name, loop, source, self.barrier)
+        outvars = append_barrier(self, (*through, *trigger), operands, name, loop, source, self.barrier)
         self.passed.update(zip(trigger, outvars[len(through) :], strict=True))
         return dict(zip(through, outvars, strict=False))
 
     @property
     def barrier(self) -> Any:
-        """What makes a fence's equation."""
+        """What makes a barrier's equation."""
         return fence if self.cotangents else _compat.barrier
 
     def beside(self, operands: Sequence[Any], source: Any) -> list[Any]:
-        """Append a fence for one equation outside of loops; returns the names of what passes."""
-        return append_fence(self, operands, operands, "fence_operand", -1, source, self.barrier)
+        """Append a barrier for one equation outside of loops; returns the names of what passes."""
+        return append_barrier(self, operands, operands, "barrier_operand", -1, source, self.barrier)
 
     def _waits(self, n: int, var: Any) -> bool:
-        """Whether the equation reads the operand behind the fence, though that is not recomputed."""
-        saved = self.graph.backend.fuses and self.value_of.get(var) in self.schedule.saved
+        """Whether the equation reads the operand behind the barrier, though that is not recomputed."""
+        saved = self.graph.backend.fuses_reductions and self.value_of.get(var) in self.schedule.saved
         fetched = self.graph.nodes[n].primitive == FETCH
         return saved or fetched or bool(entered(self, n)) or self.hazards.early(n, var)

@@ -1,7 +1,7 @@
-"""Stage of a planned step -> what passes through its fence, and so waits for the stage before.
+"""Stage of a planned step -> what passes through its barrier, and so waits for the stage before.
 
 Law: nothing that a stage recomputes, nor what its own contractions read in another layout, is made of what is there
-before the fence in any other way.
+before the barrier in any other way.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from ._hoisting import is_zero
 from ._placement import entered
 
 ZERO = "zero"
-"""A constant that passes, so that what is made of it waits for the fence."""
+"""A constant that passes, so that what is made of it waits for the barrier."""
 
 
 def passing(emitter: Any, k: int, wanted: Sequence[int], loop: int) -> list[Any]:
-    """What passes through the fence of stage `k` in a loop, -1 for none, which clones the equations `wanted`."""
+    """What passes through the barrier of stage `k` in a loop, -1 for none, which clones the equations `wanted`."""
     source, graph = emitter.source, emitter.graph
     made = {v for n in wanted for v in source[n].outvars} | emitter.sunk
     found: list[Any] = []
@@ -37,15 +37,15 @@ def passing(emitter: Any, k: int, wanted: Sequence[int], loop: int) -> list[Any]
     made |= emitter.elsewhere.arriving(k)
     found = [a for a in dict.fromkeys(found) if a not in made and can_pass(a) and not _due(emitter, a)]
     filled = any(is_zero(source[n]) for n in (*here, *wanted))
-    if entering or (filled and graph.backend.hoists):
+    if entering or (filled and graph.backend.materialises_eagerly):
         found.append(ZERO)  # what loops fill, any compiler begins early
     return found
 
 
-def fence_within(
+def barrier_within(
     emitter: Any, k: int, wanted: Sequence[int], inside: Sequence[int], loop: int
 ) -> dict[Any, Any]:
-    """Append the fence of the first stage of a loop of one iteration; returns the fenced names of what passes.
+    """Append the barrier of the first stage of a loop of one iteration; returns the barrier names of what passes.
 
     The compiler makes no loop of it, so that the loop's carries hold nothing back but what is made of them: what the
     stage recomputes it would compute in the forward pass, once, and keep.
@@ -55,7 +55,7 @@ def fence_within(
     carries = (emitter.source[n].outvars[0] for n in inside if entered(emitter, n))
     carried = [v for v in carries if can_pass(v) and not _is_written(emitter, v)]
     through = passing(emitter, k, wanted, loop)
-    return emitter.fenced(through, carried, f"fence_{k}", loop) if through else {}
+    return emitter.fenced(through, carried, f"barrier_{k}", loop) if through else {}
 
 
 def can_pass(var: Any) -> bool:
@@ -64,12 +64,12 @@ def can_pass(var: Any) -> bool:
 
 
 def _is_written(emitter: Any, var: Any) -> bool:
-    """Whether a part of it is written over: behind a fence it would be copied for that."""
+    """Whether a part of it is written over: behind a barrier it would be copied for that."""
     return any(is_write(emitter.source[n]) for n in emitter.readers.get(var, ()))
 
 
 def _due(emitter: Any, var: Any) -> bool:
-    """Whether what makes it waits for a fence, behind which it is made then."""
+    """Whether what makes it waits for a barrier, behind which it is made then."""
     return var in emitter.value_of and emitter.maker(var) in emitter.waiting
 
 

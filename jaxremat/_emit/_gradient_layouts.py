@@ -2,8 +2,8 @@
 
 JAX writes the gradient of a product's weights as a product and a transposition of it. XLA:GPU multiplies the other way
 round instead where it knows in which order the result is wanted, which it finds out from the step's results, backwards.
-No fence lets that through: behind one, gradient and update came in the product's order, each result of the update from
-a kernel of its own, and were transposed at the end of the step.
+No barrier lets that through: behind one, gradient and update came in the product's order, each result of the update
+from a kernel of its own, and were transposed at the end of the step.
 
 On several devices it stays as it is: what says the order cannot be divided, and XLA would gather each gradient.
 """
@@ -17,7 +17,7 @@ from ._last_reads import update_nodes
 def turned_gradients(emitter: Any) -> set[int]:
     """The transpositions, the last where there are several, of products from which nothing but updates follows."""
     graph, source = emitter.graph, emitter.source
-    if not graph.backend.fuses or emitter.traced.devices > 1:
+    if not graph.backend.fuses_reductions or emitter.traced.devices > 1:
         return set()
     turns = {
         n

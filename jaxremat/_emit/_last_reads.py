@@ -2,7 +2,7 @@
 
 A weight is read for the gradient of what it was multiplied with, and overwritten when its own gradient is there, in the
 same stage, and nothing says in which order. XLA:GPU then copies the weight before the step begins, or the updated one
-at its end, and either copy is there for most of the step. So the weight passes a fence with that product's result, on
+at its end, and either copy is there for most of the step. So the weight passes a barrier with that product's result, on
 its way to its update, and the result on its way to its readers: both are in memory in any case.
 
 On several devices each may have a part of a product's sum over what is divided among them. Where several products are
@@ -15,7 +15,7 @@ from typing import Any
 
 from .._program import _compat
 from .._program._primitives import SUMS, is_relabelling
-from ._layouts import append_fence
+from ._layouts import append_barrier
 
 
 def last_reads(emitter: Any) -> tuple[dict[int, list[Any]], set[int]]:
@@ -24,7 +24,9 @@ def last_reads(emitter: Any) -> tuple[dict[int, list[Any]], set[int]]:
     """
     jaxpr, graph, place = emitter.traced.jaxpr.jaxpr, emitter.graph, emitter.place
     donated = {v for v, d in zip(jaxpr.invars, emitter.traced.donated, strict=True) if d}
-    updates = update_nodes(emitter) if donated and graph.backend.fuses and not graph.loop_stop else set()
+    updates = (
+        update_nodes(emitter) if donated and graph.backend.fuses_reductions and not graph.loop_stop else set()
+    )
     updated = {a: n for n in updates for a in _compat.variables(emitter.source[n].invars) if a in donated}
     last: dict[Any, int] = {}
     for n in range(graph.forward_stop, len(graph.nodes)):
@@ -49,7 +51,7 @@ def update_nodes(emitter: Any) -> set[int]:
     found: set[int] = set()
     for n in reversed(range(graph.forward_stop, len(graph.nodes))):
         readers = (m for v in emitter.source[n].outvars for m in emitter.readers.get(v, ()))
-        if not graph.nodes[n].heavy and graph.nodes[n].repeatable and found.issuperset(readers):
+        if not graph.nodes[n].fusion_root and graph.nodes[n].repeatable and found.issuperset(readers):
             found.add(n)
     return found
 
@@ -69,11 +71,11 @@ def _added_up(emitter: Any, n: int, updates: set[int]) -> int:
 
 
 def hold(emitter: Any, n: int) -> None:
-    """Append a fence behind what comes of the products that are the last to read some arguments."""
+    """Append a barrier behind what comes of the products that are the last to read some arguments."""
     if arguments := emitter.last_reads.get(n):
         (made,) = emitter.source[n].outvars
         operands = [*arguments, made]
-        names = append_fence(emitter, operands, operands, "last_read", -1, emitter.source[n].source_info)
+        names = append_barrier(emitter, operands, operands, "last_read", -1, emitter.source[n].source_info)
         emitter.passed[made] = names.pop()
         emitter.overwritten.update(zip(arguments, names, strict=True))
 

@@ -1,21 +1,21 @@
-"""Mask made of a result in place of its operand (see `_masks`) -> the same, reading the result behind a fence.
+"""Mask made of a result in place of its operand (see `_masks`) -> the same, reading the result behind a barrier.
 
 What XLA sees to be `max(x, 0) > 0` it computes of `x` within the kernels that read the mask, and keeps `x` for them. A
-fence of its own hides from these what the result is made of. It costs nothing: the result is in memory when it passes,
-where the backward pass wants it, and all others read it in front.
+barrier of its own hides from these what the result is made of. It costs nothing: the result is in memory when it
+passes, where the backward pass wants it, and all others read it in front.
 
-Law: a fence stands only before masks that kernels of the backward pass make themselves, of a result that is saved on
+Law: a barrier stands only before masks that kernels of the backward pass make themselves, of a result that is saved on
 the device. Loops of the backward pass read results from a stack, of which nothing else is known.
 """
 
 from typing import Any
 
 from .._program import _compat
-from ._layouts import append_fence
+from ._layouts import append_barrier
 
 
-def behind_fence(emitter: Any, n: int, eqn: Any) -> Any:
-    """The equation of a node of the forward pass; appends the fence that it is behind, if any."""
+def behind_barrier(emitter: Any, n: int, eqn: Any) -> Any:
+    """The equation of a node of the forward pass; appends the barrier that it is behind, if any."""
     if n not in emitter.traced.masked:
         return eqn
     graph, schedule = emitter.graph, emitter.schedule
@@ -29,9 +29,9 @@ def behind_fence(emitter: Any, n: int, eqn: Any) -> Any:
         return eqn
     variable = emitter.variable[result]
     if variable not in emitter.mask_operands:
-        scope, loop = "fence_mask", graph.nodes[n].loop
+        scope, loop = "barrier_mask", graph.nodes[n].loop
         name = emitter.passed.get(variable, variable)
-        (emitter.mask_operands[variable],) = append_fence(
+        (emitter.mask_operands[variable],) = append_barrier(
             emitter, [variable], [name], scope, loop, eqn.source_info, emitter.barrier
         )
     return eqn.replace(

@@ -14,7 +14,7 @@ from jax import lax
 
 from .._program import _compat
 from .._program._splice import inlined
-from .._rewrite._loop_opening import CARRY, LAST, STACK
+from .._rewrite._loop_inlining import CARRY, LAST, STACK
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 

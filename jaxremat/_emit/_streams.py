@@ -1,11 +1,12 @@
-"""The user's own copies from and to the host's memory -> each where the graph has it.
+"""The user's own copies from and to host memory -> each where the graph has it.
 
 Copies run beside the kernels, and the compiler begins each as early and waits for it as late as it can. So what is
-copied to the device passes the fence of the stage in which its copy stands. A copy to the host begins as soon as there
-is what it copies, and passes the fence of the stage in which it stands in the graph: there it is over.
+copied to the device passes the barrier of the stage in which its copy stands. A copy to the host begins as soon as
+there is what it copies, and passes the barrier of the stage in which it stands in the graph: there it is over.
 
 Updates may follow one another within a stage, as they do where the norm of all gradients scales each. What an update
-has copied therefore passes a fence of its own besides, with what the one before the last returns, to which memory ever.
+has copied therefore passes a barrier of its own besides, with what the one before the last returns, to which memory
+ever.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any
 from .._model._primitive_names import FETCH, PUT
 from .._program import _compat
 from .._rewrite._streamed_copies import UPDATES, updates
-from ._layouts import append_fence
+from ._layouts import append_barrier
 
 
 class Streams:
@@ -34,7 +35,7 @@ class Streams:
         self.begun = {n for puts in self.puts.values() for n in puts}
         self.returning = {source[n].invars[0] for n in self.begun}
         self.under_way: dict[int, Any] = {}  # copy to the host that has begun -> its result
-        self.names: dict[Any, Any] = {}  # argument in the host's memory -> its name behind a fence of its own
+        self.names: dict[Any, Any] = {}  # argument in host memory -> its name behind a barrier of its own
         of = updates(source, self.fetches)
         made = {n: source[n].outvars[0] for n in self.fetches}
         self.update = {n: of[var] for n, var in made.items() if var in of}
@@ -54,7 +55,7 @@ class Streams:
         return [self.under_way.pop(n) for n in [*self.under_way] if self.emitter.place[n] <= k]
 
     def hold(self, n: int, renamed: Mapping[Any, Any]) -> None:
-        """Append the fence of the update that a node is the first to copy for."""
+        """Append the barrier of the update that a node is the first to copy for."""
         emitter = self.emitter
         if (update := self.update.get(n)) is None or (turn := self.turns.index(update) - UPDATES - 1) < 0:
             return
@@ -65,7 +66,7 @@ class Streams:
         through = [*arguments, *results]
         operands = [renamed.get(a) or emitter.passed.get(a, a) for a in through]
         info = emitter.source[n].source_info
-        names = append_fence(emitter, through, operands, "fence_fetch", -1, info, emitter.barrier)
+        names = append_barrier(emitter, through, operands, "barrier_fetch", -1, info, emitter.barrier)
         self.names.update(zip(arguments, names, strict=False))
         emitter.passed.update(zip(results, names[len(arguments) :], strict=True))
         self.under_way = {m: var for m, var in self.under_way.items() if var not in set(results)}

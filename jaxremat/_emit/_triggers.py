@@ -1,4 +1,4 @@
-"""Stages before a fence -> the results that must be there before anything behind the fence may begin."""
+"""Stages before a barrier -> the results that must be there before anything behind the barrier may begin."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from ._fence_operands import can_pass
 def trigger(emitter: Any, k: int) -> list[Any]:
     """What must be finished before the stage's recomputation may begin.
 
-    The compiler drops a fence's operands whose results nobody reads, so a trigger has readers behind the fence: the
+    The compiler drops a barrier's operands whose results nobody reads, so a trigger has readers behind the barrier: the
     updates that wait for it, or the step's result. Where no small result has any, a cotangent passes through.
     """
     graph, start = emitter.graph, emitter.graph.stages[k].start
@@ -34,7 +34,7 @@ def trigger(emitter: Any, k: int) -> list[Any]:
     contractions = [n for n in range(before, start) if graph.nodes[n].contraction and counts(n)]
     last = contractions[-1] if contractions else before
     behind_pass = bool(contractions) and graph.nodes[last].forward
-    place = emitter.place if graph.backend.fuses or behind_pass else graph.stage_of
+    place = emitter.place if graph.backend.fuses_reductions or behind_pass else graph.stage_of
     if emitter.all_cotangents or not any(emitter.maker(v) >= last for v in triggers):
         crossing = [
             v
@@ -53,7 +53,7 @@ def trigger(emitter: Any, k: int) -> list[Any]:
 
 
 def _end_of_pass(emitter: Any, last: int, crossing: Sequence[Any]) -> list[Any]:
-    """Of what crosses a fence right behind a forward pass what its last contraction leads to, the smallest first."""
+    """Of what crosses a barrier right behind a forward pass what its last contraction leads to, the smallest first."""
     reached: set[Any] = set()
     for eqn in emitter.source[last : emitter.maker(crossing[-1]) + 1] if crossing else ():
         if not reached or not reached.isdisjoint(_compat.variables(eqn.invars)):
@@ -65,10 +65,10 @@ def parts(emitter: Any, k: int) -> list[Any]:
     """Parts of cotangents that were cut off before stage `k` and are read in it or behind it.
 
     The compiler would cut them off where they are read, and keep the whole until then. Not so of images whose channels
-    lie together in memory: the fence would have their parts copied.
+    lie together in memory: the barrier would have their parts copied.
     """
     graph = emitter.graph
-    if not graph.backend.fuses:
+    if not graph.backend.fuses_reductions:
         return []
     around, start = graph.around(graph.stages[k].start), graph.forward_stop
     return [
@@ -85,9 +85,9 @@ def parts(emitter: Any, k: int) -> list[Any]:
 
 
 def finished(emitter: Any, k: int) -> list[Any]:
-    """What earlier stages have finished and readers behind the fence of stage `k` wait for.
+    """What earlier stages have finished and readers behind the barrier of stage `k` wait for.
 
-    A value passes the fence after its stage, and those up to the one that its deferred readers wait for.
+    A value passes the barrier after its stage, and those up to the one that its deferred readers wait for.
     """
     stages = emitter.graph.stages
     around = emitter.graph.around(stages[k].start) if k < len(stages) else -1
@@ -105,7 +105,7 @@ def finished(emitter: Any, k: int) -> list[Any]:
 
 
 def _is_added_up(emitter: Any, var: Any) -> bool:
-    """Whether a value passes no fence because devices may add it up, as products and sums (see `_emit.COMBINED`)."""
+    """Whether a value passes no barrier because devices may add it up, as products and sums (see `_emit.COMBINED`)."""
     eqn = emitter.source[emitter.maker(var)] if emitter.combined and emitter.maker(var) >= 0 else None
     if eqn is not None and is_relabelling(eqn):
         operands = [a for a in _compat.variables(eqn.invars) if a in emitter.value_of]

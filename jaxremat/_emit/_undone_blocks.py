@@ -1,7 +1,7 @@
-"""Blocks that the backward pass undoes -> what passes a fence before each.
+"""Blocks that the backward pass undoes -> what passes a barrier before each.
 
 What undoes a block reads no cotangent, so that the compiler might do it long before it is wanted. It reads what it
-starts from behind a fence, together with a cotangent that is made last before.
+starts from behind a barrier, together with a cotangent that is made last before.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from .._rewrite._reversed_chains import block_of
 
 
 def before_blocks(emitter: Any) -> dict[int, list[Any]]:
-    """For the first equation of each block what passes the fence before it."""
+    """For the first equation of each block what passes the barrier before it."""
     graph, source = emitter.graph, emitter.source
     members: dict[int, list[int]] = {}
     for n in range(graph.forward_stop, len(source)):

@@ -1,7 +1,7 @@
-"""Convolution with a large argument as its kernel -> the same, behind a fence of its own with what it convolves.
+"""Convolution with a large argument as its kernel -> the same, behind a barrier of its own with what it convolves.
 
 A library that convolves wants kernels in a layout of its own. XLA:CPU copies arguments into it as soon as it can: at
-the step's begin for the whole forward pass, behind a stage's fence for the whole stage. Where weights are large and
+the step's begin for the whole forward pass, behind a stage's barrier for the whole stage. Where weights are large and
 activations small, these copies are the peak of any plan. Law: a large argument is copied when the convolution's other
 operand is there, not before. Products of matrices read their operands in either order, and copy nothing.
 """
@@ -15,12 +15,12 @@ from .._program._primitives import is_light
 
 
 def behind_operand(emitter: Any, n: int, eqn: Any, name_of: Callable[[Any], Any]) -> Any:
-    """The equation, which is `n` or a clone of it; appends the fence that it is behind, if any.
+    """The equation, which is `n` or a clone of it; appends the barrier that it is behind, if any.
 
     **Arguments:** `name_of` an argument the name by which it is read here.
     """
     graph, node = emitter.graph, emitter.graph.nodes[n]
-    if not graph.backend.hoists or node.primitive != "conv_general_dilated" or node.loop >= 0:
+    if not graph.backend.materialises_eagerly or node.primitive != "conv_general_dilated" or node.loop >= 0:
         return eqn
     operands = [
         (a, b) for a, b in zip(emitter.source[n].invars, eqn.invars, strict=True) if not _compat.is_literal(b)
@@ -31,7 +31,7 @@ def behind_operand(emitter: Any, n: int, eqn: Any, name_of: Callable[[Any], Any]
     if not made or not weights:
         return eqn
     roots = list(dict.fromkeys(root for root, _ in weights.values()))
-    # What is convolved passes too, and is read from behind: else XLA forgets that the fence waits for it.
+    # What is convolved passes too, and is read from behind: else XLA forgets that the barrier waits for it.
     behind = emitter.beside([*map(name_of, roots), made[0]], eqn.source_info)
     passed = dict(zip(roots, behind, strict=False))
     names = {b: _again(emitter, passed[root], views) for b, (root, views) in weights.items()}

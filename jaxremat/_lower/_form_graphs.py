@@ -18,7 +18,7 @@ from .._compiler._program import Program
 from .._compiler._roofline import roofline
 from .._compiler._scratch import Scratch, scratch
 from .._compiler._shardings import Division
-from .._compiler._tags import Beside, Written, borrowed, constants, written
+from .._compiler._tags import Beside, Written, constants, implicitly_read, written
 from .._compiler._workspace import alone_seconds, workspaces
 from .._model._backend import Backend, backend
 from .._model._device_specs import DeviceSpec
@@ -26,10 +26,10 @@ from .._model._form import PLAIN, REVERSED, Form
 from .._model._graph import Graph
 from .._model._loop_levels import deep
 from .._model._pins import Patterns
-from .._model._unnamed_buffers import borrows
+from .._model._unnamed_buffers import implicit_inputs
 from .._program._primitives import is_relabelling
 from .._rewrite._encodings import decoders
-from .._rewrite._flat_program import ALONE
+from .._rewrite._flat_program import UNPAIRED
 from .._rewrite._row_chunks import is_in_chunks
 from .._rewrite._trace import Traced
 from .._runtime._progress import phase
@@ -102,7 +102,7 @@ class FormGraphs:
             return graph
         iterations |= backward(traced, graph, self.backend)
         graph = lowered(iterations)
-        if not self.backend.fuses:
+        if not self.backend.fuses_reductions:
             return lowered(iterations, self._beside(traced, graph))
         alone = {i: (each, self._alone(each)) for i, each in iterations.items()}
         self._looped[traced.form] = alone
@@ -114,7 +114,7 @@ class FormGraphs:
         of constants.
         """
         shared: dict[int, int] = {}
-        borrowing: set[tuple[int, int]] = set()
+        implicit_reads: set[tuple[int, int]] = set()
         fixed: dict[int, int] = {}
         eqns = traced.jaxpr.jaxpr.eqns
         fused = {n.id for n in graph.nodes if n.forward and not graph.kernel[n.id]}
@@ -124,9 +124,11 @@ class FormGraphs:
             shared.update(
                 (i, sum(own)) for i, own in sizes.items() if i in fused and not is_relabelling(eqns[i])
             )
-            borrowing.update((place[i], place[j]) for i, j in borrowed(module) if {i, j} <= place.keys())
+            implicit_reads.update(
+                (place[i], place[j]) for i, j in implicitly_read(module) if {i, j} <= place.keys()
+            )
             fixed.update((place[i], nbytes) for i, nbytes in constants(module).items() if i in place)
-        return Beside(shared, borrows(graph, borrowing, shared), fixed)
+        return Beside(shared, implicit_inputs(graph, implicit_reads, shared), fixed)
 
     @cached_property
     def _plainly_written(self) -> Written:
@@ -147,7 +149,7 @@ class FormGraphs:
         )
         for loop, iteration in iterations.items():
             alone = self._written_alone(iteration)
-            found = found.also(loop, alone) if self.backend.fuses else found.with_(alone)
+            found = found.also(loop, alone) if self.backend.fuses_reductions else found.with_(alone)
         for loop, alone in again.items():
             found = found.also(loop, alone)
         return found
@@ -213,9 +215,9 @@ class FormGraphs:
         """Scratch memory by equation: what the program shows, and of the bodies of loops what they need alone."""
         platform, among = self.device.platform, None
         there, _ = self.division.local(traced)
-        if self.backend.fuses:
+        if self.backend.fuses_reductions:
             own = (i for i, loop in enumerate(traced.loop_of) if loop >= 0)
-            among = {i for i in own if traced.loops[traced.loop_of[i]].role == ALONE}
+            among = {i for i in own if traced.loops[traced.loop_of[i]].role == UNPAIRED}
             among.update(i for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns) if is_whole(eqn))
         alone = workspaces(there, self.program, platform, least, among)
         found = {i: Scratch(nbytes) for i, nbytes in alone.items()}
@@ -229,7 +231,7 @@ class FormGraphs:
         the plain step has them, and of attention without its scores.
         """
         if self.profile != "measure":
-            called = self._called if self.backend.fuses else {}
+            called = self._called if self.backend.fuses_reductions else {}
             known = {j: called[i] for i, j in self.plain.places(traced).items() if i in called}
             eqns = self.division.local(traced)[0].jaxpr.jaxpr.eqns
             own = [i for i, eqn in enumerate(eqns) if attends(eqn)]

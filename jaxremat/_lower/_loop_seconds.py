@@ -17,7 +17,7 @@ from .._model._form import Form
 from .._model._graph import Graph
 from .._model._loop_levels import deep
 from .._model._total_trips import total_trips
-from .._rewrite._flat_program import ALONE, FORWARD, Loop
+from .._rewrite._flat_program import FORWARD, UNPAIRED, Loop
 from .._rewrite._trace import Traced
 from ._iteration import Iteration
 from ._iteration_buffers import kernel_of
@@ -31,7 +31,7 @@ def known(loops: Sequence[Loop], form: Form) -> bool:
     """Whether iterations alone say what a form's loops take: there are loops, and no others with loops in them than
     those that levels make.
     """
-    inner = any(loop.role == ALONE or loop.parent >= 0 for loop in loops)
+    inner = any(loop.role == UNPAIRED or loop.parent >= 0 for loop in loops)
     return bool(loops) and (not inner or deep(form))
 
 

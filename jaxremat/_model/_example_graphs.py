@@ -34,7 +34,7 @@ class Builder:
         is_output: Sequence[bool] | bool = False,
         seconds: float = 1.0,
         workspace: int = 0,
-        heavy: bool = True,
+        fusion_root: bool = True,
         contraction: bool = False,
         forward: bool | None = None,
         repeatable: bool = True,
@@ -54,7 +54,7 @@ class Builder:
                 outputs=outputs,
                 seconds=seconds,
                 workspace_nbytes=workspace * UNIT,
-                heavy=heavy,
+                fusion_root=fusion_root,
                 contraction=contraction,
                 forward=not self.starts if forward is None else forward,
                 repeatable=repeatable,
@@ -98,19 +98,21 @@ def in_loops(graph: Graph, length: int, saved_seconds: float = 0.0) -> Graph:
     **Arguments:** `saved_seconds` what stacking costs, for each value that need not be.
     """
     stop = graph.forward_stop
-    fused = {n.id for n in graph.nodes[:stop] if not n.heavy and not graph.kernel[n.id]}
+    fused = {n.id for n in graph.nodes[:stop] if not n.fusion_root and not graph.kernel[n.id]}
     slices = {n for n in fused if all(graph.values[v].producer < 0 for v in graph.nodes[n].inputs)}
     nodes = tuple(
         replace(
             n,
             loop=int(n.id >= stop),
-            contraction=n.heavy,
+            contraction=n.fusion_root,
             primitive="scan_slice" if n.id in slices else n.primitive,
-            shared_nbytes=sum(graph.values[v].nbytes for v in n.outputs) if n.id in fused - slices else 0,
-            borrows=tuple(sorted(m for m in fused - slices if m < n.id)[-1:])
+            duplicated_fusion_nbytes=sum(graph.values[v].nbytes for v in n.outputs)
+            if n.id in fused - slices
+            else 0,
+            implicit_inputs=tuple(sorted(m for m in fused - slices if m < n.id)[-1:])
             if n.id in fused - slices
             else (),
-            constant_nbytes=UNIT if n.heavy and n.id % 3 == 1 else 0,
+            constant_nbytes=UNIT if n.fusion_root and n.id % 3 == 1 else 0,
         )
         for n in graph.nodes
     )
@@ -157,9 +159,11 @@ def blocks(count: int, *, inner: int = 3, big: int = 4) -> Graph:
         values, v = [stream], stream
         for i in range(inner):
             kernel = i != 1
-            (v,) = build.node([v], [big], materialised=kernel, heavy=kernel, seconds=2.0 if kernel else 0.25)
+            (v,) = build.node(
+                [v], [big], materialised=kernel, fusion_root=kernel, seconds=2.0 if kernel else 0.25
+            )
             values.append(v)
-        (stream,) = build.node([stream, v], [1], heavy=False, seconds=0.5, primitive="add")
+        (stream,) = build.node([stream, v], [1], fusion_root=False, seconds=0.5, primitive="add")
         made.append(values)
     cotangent: list[int] = []
     for values in reversed(made):
@@ -195,7 +199,7 @@ def passes(count: int, length: int, *, size: int = 2) -> Graph:
                     scope="transpose(jvp())",
                 )
             )
-        (weights,) = build.node(cotangent, [1], is_output=turn + 1 == count, seconds=0.25, heavy=False)
+        (weights,) = build.node(cotangent, [1], is_output=turn + 1 == count, seconds=0.25, fusion_root=False)
     return build.graph(base=1)
 
 

@@ -14,7 +14,7 @@ Setting = tuple[int, ...]
 LOOP, ROWS, COPIES, INNER, ATTENTION, REVERSED = "loop", "rows", "copies", "inner", "attention", "reversed"
 """Kinds of sites. Of a pair of loops the setting is its lengths by level and those of its parts (see `_loop_levels`),
 of a region of rows how many chunks it is done in, of values the codes of the ways to keep them in fewer bits, of the
-pairs inside of pairs, which are one site, a one: they are laid open; of attention, which is one site too, a one where
+pairs inside of pairs, which are one site, a one: they are inlined; of attention, which is one site too, a one where
 it is done in parts, a two in kernels; of what can be undone, which is site 0 outside of loops and else one more than
 the number of the pair of loops, a one where the way back computes it from what comes out of it.
 """

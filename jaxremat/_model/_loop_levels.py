@@ -8,9 +8,9 @@ them, has at most
 carries in memory at once, for `d - 1` more runs of its forward pass: about `d * L ** (1 / d)`, which `d = log L` makes
 `O(log L)`. A rest is run no more than once, and costs nothing until it has as many iterations as all the inner levels.
 
-A loop in levels absorbs the updates of what it stacks (see `_update_absorption`): one of a single level does nothing
-else, or, if that has fewer than `L` iterations, is divided: it and its rest are two pairs, each with a plan of its
-own. The rest may be divided again: negative numbers behind the levels are lengths of more parts.
+A loop with nested checkpointing absorbs the updates of what it stacks (see `_optimizer_in_backward`): one of a single
+level does nothing else, or, if that has fewer than `L` iterations, is divided: it and its rest are two pairs, each with
+a plan of its own. The rest may be divided again: negative numbers behind the levels are lengths of more parts.
 
 The last iteration is the first that the backward pass comes to. What others recompute there it has just made, so that
 saving it needs no more memory than that; it is a part of its own.
@@ -118,7 +118,8 @@ class LoopOffers:
     ) -> "LoopOffers":
         """Those of the graph of a step's plain form; `cuttable` says which may be other loops at all.
 
-        A loop in levels makes all that its iterations make again: where some of it must be saved, it has one level.
+        A loop with nested checkpointing makes all that its iterations make again: where some of it must be saved, it
+        has one level.
         """
         place = {loop: i for i, loop in enumerate(graph.pairs)}
         nbytes, seconds = [0] * len(place), [0.0] * len(place)
@@ -178,7 +179,7 @@ class LoopOffers:
             depth[max(saving, key=lambda i: saving[i] / (self.forward_seconds[i] or 1e-12))] += 1
 
     def undivided(self, form: Form) -> bool:
-        """Whether no pair is in levels or in parts."""
+        """Whether no pair is with nested checkpointing or in parts."""
         return all(setting == (self.lengths[pair],) for pair, setting in form.settings(LOOP).items())
 
     def divided(self, pair: int, share: float) -> list[Choice]:

@@ -1,6 +1,6 @@
-"""Graph + schedule -> the same with fewer stages: fences only where something is recomputed.
+"""Graph + schedule -> the same with fewer stages: barriers only where something is recomputed.
 
-On GPUs a fence costs traffic, because what passes through cannot be fused across, and brings nothing where nothing
+On GPUs a barrier costs traffic, because what passes through cannot be fused across, and brings nothing where nothing
 waits for it. A stage that recomputes nothing, and with which no copy from or to host memory begins or ends, therefore
 becomes part of the one before. Law: saved, recomputed, kept and offloaded values stay what they were; a schedule that
 drops nothing and offloads nothing has no stage left, unless there are loops, whose ends stay.
@@ -16,9 +16,9 @@ from ._schedule import Schedule
 
 
 def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
-    """The graph and the schedule without the stages that need no fence, but for the first.
+    """The graph and the schedule without the stages that need no barrier, but for the first.
 
-    All that a merged stage finishes waits for the fence behind it: else the compiler puts weight gradients off, and
+    All that a merged stage finishes waits for the barrier behind it: else the compiler puts weight gradients off, and
     keeps what they are made of.
     """
     if not graph.stages or (schedule.drops_nothing and not graph.loop_stop):
@@ -35,8 +35,8 @@ def merged(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
     new_of = {k: i for i, k in enumerate(first)}
     graph = replace(graph, stages=_finishing_sums(graph)) if schedule.offloaded else graph
     groups = [graph.stages[k:stop] for k, stop in zip(first, [*first[1:], len(graph.stages)], strict=True)]
-    fences = {n: bisect_left(first, fence) for stage in graph.stages for n, fence in stage.deferred}
-    waits = _waiting(graph, fences, first)
+    barriers = {n: bisect_left(first, fence) for stage in graph.stages for n, fence in stage.deferred}
+    waits = _waiting(graph, barriers, first)
     stages = [
         Stage(
             start=group[0].start,
@@ -68,7 +68,7 @@ def _merged(copy: HostCopy, first: list[int]) -> HostCopy:
 
 
 def _waiting(graph: Graph, waits: dict[int, int], first: list[int]) -> dict[int, int]:
-    """The deferred nodes with the stages of their fences, but for those whose results are read before."""
+    """The deferred nodes with the stages of their barriers, but for those whose results are read before."""
     starts = [*(graph.stages[k].start for k in first), len(graph.nodes)]
     readers: dict[int, list[int]] = {}
     for node in graph.nodes[graph.forward_stop :]:

@@ -68,7 +68,7 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
         cuts.append(places[i])
         i = previous[i]
     cuts.reverse()
-    if graph.backend.fuses:
+    if graph.backend.fuses_reductions:
         cuts = [cut for cut in dict.fromkeys(past_updates(graph, cuts[:-1])) if cut < stop] + [stop]
     return with_updates(graph, [start, *cuts])
 
@@ -137,7 +137,9 @@ def _spanning_and_consumed(
     for n, values in read.items():
         for v in values:
             producer = graph.nodes[graph.values[v].producer]
-            sources = () if fine or producer.heavy else (u for u in graph.reads[producer.id] if u in own)
+            sources = (
+                () if fine or producer.fusion_root else (u for u in graph.reads[producer.id] if u in own)
+            )
             for u in (v, *sources):
                 first.setdefault(u, n - start)
                 last[u] = n - start

@@ -136,7 +136,9 @@ class Tape:
         ]
         scratch.extend(self._early)
         scratch.extend(
-            Life(graph.nodes[n].outputs[0], -1, events[0], events[-1], graph.nodes[n].shared_nbytes)
+            Life(
+                graph.nodes[n].outputs[0], -1, events[0], events[-1], graph.nodes[n].duplicated_fusion_nbytes
+            )
             for (_, _, n), events in self._shared.items()
             if len(events) > 1
         )
@@ -176,7 +178,7 @@ def forward_tape(graph: Any) -> Tape:
 
 
 def lingering(graph: Any) -> dict[int, int]:
-    """The finished values that deferred nodes read, each with the last stage of whose fence one waits."""
+    """The finished values that deferred nodes read, each with the last stage of whose barrier one waits."""
     lingering: dict[int, int] = {}
     for stage in graph.stages:
         finished = set(stage.finished)

@@ -5,8 +5,8 @@
 - Rows of an array that the loop writes over are read once, when an iteration begins, and are there until its last
   reader, which is what the update is made of (see `_in_place_stacks`).
 - Constants that a kernel wants as arrays are there from an iteration's begin on too: nothing holds them back.
-- Fused work that several kernels of a stage want is written for all of them, by the first; `Node.borrows` says what a
-  node's expansion (the gauss function in `erfc`) reads of another's.
+- Fused work that several kernels of a stage want is written for all of them, by the first; `Node.implicit_inputs` says
+  what a node's expansion (the gauss function in `erfc`) reads of another's.
 """
 
 from collections.abc import Collection, Iterable
@@ -17,7 +17,7 @@ from ._primitive_names import LOOP_SLICES, OVERWRITING
 
 def rows(graph: Any) -> tuple[tuple[int, ...], ...]:
     """For each node the values of which it may read rows that are copied for it; see `copied`."""
-    early = graph.backend.hoists and graph.counts_forward
+    early = graph.backend.materialises_eagerly and graph.counts_forward
     found = (n.inputs if early and n.contraction and n.loop >= 0 else () for n in graph.nodes)
     return tuple(tuple({row for row in (_row(graph, v) for v in inputs) if row >= 0}) for inputs in found)
 
@@ -94,15 +94,15 @@ def shared(graph: Any) -> tuple[tuple[int, ...], ...]:
     inside: dict[int, frozenset[int]] = {}
     found: list[tuple[int, ...]] = []
     for node in graph.nodes:
-        wanted: frozenset[int] = frozenset(node.borrows)
+        wanted: frozenset[int] = frozenset(node.implicit_inputs)
         wanted = wanted.union(*(inside[v] for v in node.inputs if v in inside))
         found.append(tuple(sorted(wanted)) if graph.kernel[node.id] else ())
-        wanted = wanted | {node.id} if node.shared_nbytes else wanted
+        wanted = wanted | {node.id} if node.duplicated_fusion_nbytes else wanted
         inside.update((v, wanted) for v in node.outputs if wanted and not graph.values[v].materialised)
     return tuple(found)
 
 
-def borrows(
+def implicit_inputs(
     graph: Any, pairs: Iterable[tuple[int, int]], written: Collection[int]
 ) -> dict[int, tuple[int, ...]]:
     """Of pairs of a node and another whose written work it reads, by node, those of which it is no consequence."""

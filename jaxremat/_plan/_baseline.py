@@ -67,7 +67,7 @@ class Baseline:
         """
         if self.compiled_tagged is not None:
             return self.compiled_tagged
-        timed = self.compiling is None or self.problem.undoes or self.problem.backend.fuses
+        timed = self.compiling is None or self.problem.undoes or self.problem.backend.fuses_reductions
         return self.problem.compile_tagged(timed=timed)
 
     @property

@@ -36,7 +36,7 @@ LEAST_SLACK = 0.02
 class Cuttings:
     """**Fields:** `graph` of the plain step's form; `solver` and its `time_limit`; `temporaries_nbytes` of the plain
     step; the `forms` that the step may take and the `graph_of` each; `made` so far, what those promise that are `left`,
-    by whether they change numbers, and those that were `passed` over; `divided` the forms, with the host's memory that
+    by whether they change numbers, and those that were `passed` over; `divided` the forms, with host memory that
     they had, that were looked at for what dividing a loop would gain; `plain_nbytes` the least that the plain form
     needs, once it does not fit; forms in fewer microbatches than that of least memory, the `shallower` ones.
     """
@@ -99,7 +99,8 @@ class Cuttings:
 
     def divide(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
         """Add the cuttings of a form with one of its loops in parts, and return them, if the best of these solutions of
-        its cuttings, which fit, is a good deal dearer than such a form promises to be. No form is looked at twice.
+        its cuttings, which fit, is a good deal more expensive than such a form promises to be. No form is looked at
+        twice.
         """
         seconds = min(extra_seconds(graph, solution.schedule) for graph, solution in solutions)
         form, host = solutions[0][0].form, solutions[0][0].host
@@ -154,7 +155,7 @@ class Cuttings:
 
     def make_shallower(self) -> list[Graph]:
         """Add the cuttings of the deepest form in microbatches that is left, and return them: where the one that was
-        made of these turns out to be dearer than it promised.
+        made of these turns out to be more expensive than it promised.
         """
         return self.make(self.shallower.pop()) if self.shallower else []
 

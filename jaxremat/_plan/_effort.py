@@ -35,9 +35,9 @@ class Effort:
 
     **Fields:** `stopwatch` since planning began; `equations` of the step; `planning_seconds` that the user gave;
     `limited` whether work is; `turns` in which plans are looked for, which have as much work each and share the user's
-    seconds; `turn` the present one, from 1 on; `drafts` whether what is compiled in search is compiled anew to run;
-    `fits` whether there is a program that does anyway; `compile_seconds` of the last plan, at first of the plain step;
-    `compilations` of plans and `solves` so far; `exhausted` whether a limit on work has ended the search.
+    seconds; `turn` the present one, from 1 on; `unfused_builds` whether what is compiled in search is compiled anew to
+    run; `fits` whether there is a program that does anyway; `compile_seconds` of the last plan, at first of the plain
+    step; `compilations` of plans and `solves` so far; `exhausted` whether a limit on work has ended the search.
     """
 
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -46,7 +46,7 @@ class Effort:
     limited: bool = True
     turns: int = 1
     turn: int = 1
-    drafts: bool = False
+    unfused_builds: bool = False
     fits: bool = False
     compile_seconds: float = 0.0
     compilations: int = 0
@@ -61,7 +61,7 @@ class Effort:
     @property
     def left_seconds(self) -> float:
         """The user's, in this turn."""
-        finishing = self.compile_seconds if self.drafts else 0.0
+        finishing = self.compile_seconds if self.unfused_builds else 0.0
         return self.turn * self.planning_seconds / self.turns - self.stopwatch.seconds - finishing
 
     def allows(self, fits: bool) -> bool:

@@ -23,16 +23,16 @@ from .._model._inner_offers import InnerOffers
 from .._model._loop_levels import LoopOffers
 from .._model._reversed_offers import ReversedOffers
 from .._model._row_offers import RowOffers
-from .._model._schedule import everything
+from .._model._schedule import save_all
 from .._model._simulate import simulate
 from .._model._total_trips import total_trips
 from .._program._flops import alone_seconds, aval_nbytes
-from .._program._primitives import is_heavy
+from .._program._primitives import is_fusion_root
 from .._rewrite._encodings import allowed, fewer_nbytes
 from .._rewrite._flat_program import BACKWARD, FORWARD, alive
+from .._rewrite._inlined_loops import closed_loop
 from .._rewrite._inner_loops import fewer_nbytes as inner_nbytes
 from .._rewrite._inner_loops import inner_pairs
-from .._rewrite._laid_open import closed_loop
 from .._rewrite._reversed_chains import chains
 from .._rewrite._reversed_loops import reversible_nbytes
 from .._rewrite._row_regions import Region
@@ -92,7 +92,7 @@ def _chunked(sites: Sites, region: Region, chunks: int) -> Worth:
     graph, device = sites.graph, sites.device
     fewer, more = region.fewer_nbytes(chunks), region.more_seconds(chunks, device)
     if region.whole:
-        temporaries = simulate(graph, everything(graph)).peak_nbytes - graph.base_nbytes
+        temporaries = simulate(graph, save_all(graph)).peak_nbytes - graph.base_nbytes
         fewer = max(min(fewer, temporaries - temporaries // chunks) - region.sum_nbytes, 0)
         trips = total_trips(graph.loop_lengths, graph.parents)
         launched = sum(trips[n.loop] if n.loop >= 0 else 1 for n in graph.kernels())
@@ -101,7 +101,7 @@ def _chunked(sites: Sites, region: Region, chunks: int) -> Worth:
 
 
 def _inner(sites: Sites) -> Offers | None:
-    """Pairs of loops inside of pairs laid open."""
+    """Pairs of loops inside of pairs inlined."""
     traced, there = sites.traced, sites.there
     found = inner_pairs(traced.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops)
     fewer = inner_nbytes(there.jaxpr.jaxpr.eqns, found)
@@ -147,7 +147,7 @@ def _attention(sites: Sites) -> Offers | None:
     for site, eqns, trips in within:
         fewer = max(fewer, site.pattern.scores_nbytes)
         if how > 1:
-            once = math.fsum(alone_seconds(device, eqns[i]) for i in site.forward if is_heavy(eqns[i]))
+            once = math.fsum(alone_seconds(device, eqns[i]) for i in site.forward if is_fusion_root(eqns[i]))
             more += trips * (kernels_seconds(site.pattern, device, gradient=False) - once)
     return AttentionOffers(how, fewer, more)
 
@@ -161,7 +161,7 @@ def _trips_of(traced: Traced, graph: Graph) -> list[int]:
 def _attention_inside(
     closed: jex.ClosedJaxpr, trips: Sequence[int]
 ) -> Iterator[tuple[Site, Sequence[jex.JaxprEqn], int]]:
-    """Attention in the bodies of loops that are not laid open, with the equations of each and how often it is done.
+    """Attention in the bodies of loops that are not inlined, with the equations of each and how often it is done.
 
     **Arguments:** `trips` how often each equation runs.
     """
@@ -197,7 +197,7 @@ def _reversed(sites: Sites) -> Offers | None:
     blocks = [block for chain in chains(traced.jaxpr, traced.loop_of, traced.loops) for block in chain]
     if blocks:
         fewer = sum(aval_nbytes(v.aval) for block in blocks for v in block.names)
-        again = math.fsum(alone_seconds(sites.device, e) for b in blocks for e in b.eqns if is_heavy(e))
+        again = math.fsum(alone_seconds(sites.device, e) for b in blocks for e in b.eqns if is_fusion_root(e))
         found[0] = Worth(fewer, again)
     return ReversedOffers(found) if found else None
 

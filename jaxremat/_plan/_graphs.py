@@ -14,7 +14,7 @@ from .._lower._form_graphs import FormGraphs
 from .._model._form import ATTENTION, Form
 from .._model._form_offers import Forms
 from .._model._graph import Graph
-from .._model._schedule import everything
+from .._model._schedule import save_all
 from .._rewrite._trace import Traced
 from .._runtime._bytes import format_nbytes
 from .._runtime._progress import phase
@@ -102,7 +102,7 @@ class MeasuredGraphs(Graphs):
             module=self.tagged.module,
             base_nbytes=self.tagged.memory.base_nbytes,
             temporaries_nbytes=self.temporaries_nbytes,
-            program=problem.sketch,
+            program=problem.unoptimised_build,
             device=problem.device,
             profile=problem.profile,
             here=problem.here,
@@ -135,7 +135,7 @@ class MeasuredGraphs(Graphs):
     @property
     def _by_kernels(self) -> bool:
         """Whether the compiled kernels say what a step takes."""
-        return self.problem.backend.fuses and self.problem.profile == "roofline"
+        return self.problem.backend.fuses_reductions and self.problem.profile == "roofline"
 
     @property
     def _tagged_more(self) -> float:
@@ -166,6 +166,6 @@ class MeasuredGraphs(Graphs):
             graph = self._lowering.graph(traced)
             own = self._lowering.looped_seconds(graph, traced) or 0.0
             with phase("compiling attention's form", kind="compile"):
-                compiled = self.problem.compile(self.problem.jitted(graph, everything(graph)))
+                compiled = self.problem.compile(self.problem.jitted(graph, save_all(graph)))
             self._around[alone] = compiled.seconds - self.tagged.seconds - own
         return self._around[alone]

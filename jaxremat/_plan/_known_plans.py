@@ -32,15 +32,15 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownPlans:
-    """**Fields:** `path` of the list of them; `fuses` whether their compiled programs say what they take."""
+    """**Fields:** `path` of the list of them; `fuses_reductions` whether their compiled programs say what they take."""
 
     path: Path
-    fuses: bool
+    fuses_reductions: bool
 
     @classmethod
-    def of(cls, key: str, fuses: bool) -> "KnownPlans":
+    def of(cls, key: str, fuses_reductions: bool) -> "KnownPlans":
         """Of one program with one set of options, whatever the budget."""
-        return cls(cache_dir() / "known" / f"{key}.json", fuses)
+        return cls(cache_dir() / "known" / f"{key}.json", fuses_reductions)
 
     def add(self, plan: Plan, file: Path) -> None:
         """One more, that is kept in this file."""
@@ -54,7 +54,11 @@ class KnownPlans:
 
     def overhead(self, plan: Plan) -> float:
         """What a plan is judged by."""
-        return plan.overhead if plan.compiled_overhead is None or not self.fuses else plan.compiled_overhead
+        return (
+            plan.overhead
+            if plan.compiled_overhead is None or not self.fuses_reductions
+            else plan.compiled_overhead
+        )
 
     def better(self, plan: Plan | None, budget: int | None) -> list[Known]:
         """Those that beat a plan, or none, within a budget, None for the least memory; the best first."""

@@ -67,7 +67,7 @@ def recall_or_plan(problem: Problem, request: Request) -> Planned:
                 return _kept(planned, path, plan)
     key = key_of(problem, request.options, {"known": True}, besides=_SEARCHING)
     assert key is not None  # there is none for what is not kept
-    known = KnownPlans.of(key, problem.backend.fuses)
+    known = KnownPlans.of(key, problem.backend.fuses_reductions)
     with timed() as stopwatch:
         return _fresh(problem, request, known, path, refusal, stopwatch)
 

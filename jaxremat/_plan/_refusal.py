@@ -1,4 +1,6 @@
-"""What was found where nothing fits, or only what is dear -> what to say of it: what is true, and what to write."""
+"""What was found where nothing fits, or only what is expensive -> what to say of it: what is true, and what to
+write.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,7 +21,7 @@ SMALL_NBYTES = 2**20
 
 
 WORTH = 0.1
-"""Moving less of the arguments to the host's memory is not worth a word."""
+"""Moving less of the arguments to host memory is not worth a word."""
 
 
 class Least(NamedTuple):
@@ -105,7 +107,7 @@ def _ended(effort: Effort) -> str:
 
 
 def _movable(graph: Graph) -> str:
-    """What to say of arguments that the host's memory could hold; "" where they are not worth it."""
+    """What to say of arguments that host memory could hold; "" where they are not worth it."""
     updated = sum(graph.values[v].nbytes for v in updated_alone(graph))
     if graph.platform != "gpu" or updated < WORTH * graph.base_nbytes:
         return ""

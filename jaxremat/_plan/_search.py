@@ -2,9 +2,9 @@
 
 The loop: solve within what the model allows, compile, read the compiler's peak, correct the model's allowance by the
 difference, solve again; within a budget, or within what is about the least memory that was compiled. The forms of the
-step (its loops as they are, or in levels) and the two ways to cut the backward pass into stages compete; each has an
-allowance of its own, because the model errs differently on each. A deeper form is made when no other promises to fit
-for less than running the forward passes that it repeats.
+step (its loops as they are, or with nested checkpointing) and the two ways to cut the backward pass into stages
+compete; each has an allowance of its own, because the model errs differently on each. A deeper form is made when no
+other promises to fit for less than running the forward passes that it repeats.
 """
 
 import itertools
@@ -59,8 +59,9 @@ LEAST_MORE = 0.05
 temporaries besides."""
 
 MOST_OVERHEAD = 1.0
-"""Dearer plans are nobody's wish: the least memory is looked for at no more than this overhead, and a plan within a
-budget that costs more is the answer only after a search between it and the cheaper ones that do not fit."""
+"""More expensive plans are nobody's wish: the least memory is looked for at no more than this overhead, and a plan
+within a budget that costs more is the answer only after a search between it and the cheaper ones that do not fit.
+"""
 
 
 @dataclass
@@ -182,7 +183,7 @@ class Search:
         return trial is not None and trial.seconds <= self.most_seconds()
 
     def lowest(self) -> Trial:
-        """The compiled schedule of least peak, however dear. **Raises:** `NoProgramError`."""
+        """The compiled schedule of least peak, however expensive. **Raises:** `NoProgramError`."""
         self._least(0)
         return min(some(self.trials), key=lambda t: t.peak_nbytes)
 
@@ -223,7 +224,7 @@ class Search:
         return min(fitting, key=lambda t: (t.seconds, t.peak_nbytes), default=None)
 
     def reformed(self, trial: Trial, budget: int) -> Trial:
-        """The trial, or the same schedule with another form of fences, if its compiled program is faster and fits."""
+        """The trial, or the same schedule with another form of barriers, if its compiled program is faster and fits."""
         for fence in FENCES:
             if fence != trial.fence and trial.profile.extra_seconds > 0:
                 self._attempt(trial.graph, trial.solution, fence)
@@ -332,7 +333,7 @@ class Search:
         """Whether a plan misses the budget because the compiler keeps what the model takes to be done with."""
         more = trial.peak_nbytes - trial.profile.peak_nbytes
         return (
-            trial.graph.backend.fuses
+            trial.graph.backend.fuses_reductions
             and trial.peak_nbytes > budget
             and more > ASTRAY * self.temporaries_nbytes
         )

@@ -50,7 +50,7 @@ class Trial:
         """Extra seconds of a step: of the compiled kernels where they say it, else by the model, unless those are
         many: what the compiler makes of a form may be another program than the model has in mind.
         """
-        if self.graph.backend.fuses:
+        if self.graph.backend.fuses_reductions:
             return self.compiled_overhead * self.graph.step_seconds
         believed = (self.compiled_overhead - DOUBT) * self.graph.step_seconds
         return max(self.profile.extra_seconds, believed) if believed > 0 else self.profile.extra_seconds
@@ -92,9 +92,9 @@ def some(found: T | None) -> T:
 
 @dataclass
 class Line:
-    """One cutting into stages: what was compiled of it; the form of fences and the predicted peak to ask for next, and
-    the solution for that with its rank; by how many seconds the model erred on the last of its form, with the host's
-    memory; whether no more is to be gained of it.
+    """One cutting into stages: what was compiled of it; the form of barriers and the predicted peak to ask for next,
+    and the solution for that with its rank; by how many seconds the model erred on the last of its form, with the
+    host's memory; whether no more is to be gained of it.
     """
 
     graph: Graph
@@ -126,8 +126,8 @@ class Line:
 
 
 def first(lines: Sequence[Line], alike_seconds: float) -> Line | None:
-    """The cheapest of these lines; of those that fit about as cheaply one that leaves the host's memory alone, and that
-    of the fewest stages: where fences divide what the compiler would make one kernel of, the model does not see it.
+    """The cheapest of these lines; of those that fit about as cheaply one that leaves host memory alone, and that
+    of the fewest stages: where barriers divide what the compiler would make one kernel of, the model does not see it.
     """
     best = min(lines, key=lambda line: line.expected, default=None)
     if best is None or best.order[0] != 0.0:
@@ -147,7 +147,7 @@ def untried(trials: Sequence[Trial], graph: Graph) -> bool:
 
 
 def in_vain(trials: Sequence[Trial], graph: Graph) -> bool:
-    """Whether of plans of this form that were compiled with both forms of fences some need no less in order."""
+    """Whether of plans of this form that were compiled with both forms of barriers some need no less in order."""
     alike = [t for t in trials if t.graph.form == graph.form]
     finished, ordered = ([t for t in alike if t.fence == fence] for fence in ("finished", "ordered"))
     same = ((t, o) for t in finished for o in ordered if t.solution.schedule == o.solution.schedule)
@@ -155,7 +155,7 @@ def in_vain(trials: Sequence[Trial], graph: Graph) -> bool:
 
 
 Attempt = Callable[[Graph, Solution, str], Trial | None]
-"""Emits a solution with a form of fences (see `_emit.FENCES`), compiles it and reads its peak; None where no program
+"""Emits a solution with a form of barriers (see `_emit.FENCES`), compiles it and reads its peak; None where no program
 came.
 """
 

@@ -17,7 +17,7 @@ from .._lower._lower import as_stacked
 from .._model._form import Form
 from .._model._graph import Graph
 from .._model._pins import offloading, staying
-from .._model._schedule import everything
+from .._model._schedule import save_all
 from .._model._simulate import simulate, waits
 from .._report._account import account, account_of_plain
 from .._report._actions import NONE_DECIDED, actions, decided
@@ -54,8 +54,9 @@ LIKELY = 1.2
 """A step that rules say to need at most this multiple of the budget may well fit as it is written: it is compiled."""
 
 COMBINED_ROUNDS = 3
-"""Fences that leave sums over devices alone need more or less than others: so many further schedules are compiled that
-use the budget with them."""
+"""Barriers that leave sums over devices alone need more or less than others: so many further schedules are compiled
+that use the budget with them.
+"""
 
 SURELY = 0.5
 """Up to this share of the budget a step that rules say to need so much is taken to fit, and nothing else is made."""
@@ -109,19 +110,19 @@ class _Planner:
             self.stopwatch,
             planning_seconds=options.planning_seconds or math.inf,
             limited=options.effort == "normal",
-            drafts=self.problem.drafts,
+            unfused_builds=self.problem.unfused_builds,
         )
 
     def run(self) -> Planned:
         options, problem = self.request.options, self.problem
         pins = offloading(problem.estimated)
         if pins and options.offload is False:
-            said = "saved on the device, for plans use the host's memory with `offload=True` alone."
+            said = "saved on the device, for plans use host memory with `offload=True` alone."
             warnings.warn(f"{pins[0].origin}: {said}", JaxrematWarning, stacklevel=2)
         elif (
             pins
             and not problem.must_plan
-            and (said := staying(problem.estimated, everything(problem.estimated)))
+            and (said := staying(problem.estimated, save_all(problem.estimated)))
         ):
             warnings.warn(said, JaxrematWarning, stacklevel=2)
         budget = parse_budget(self.request.budget, self.request.device_nbytes)
@@ -208,14 +209,14 @@ class _Planner:
         run_as_written(self.request.budget, peak, room, self.margin_nbytes)
         if verify:
             return self._plain(room)
-        plan = self._as_plan(graph, room, Solution(everything(graph), solver="none"))
+        plan = self._as_plan(graph, room, Solution(save_all(graph), solver="none"))
         written = replace(plan, overhead=0.0, gap=0.0, stages=(), account=account_of_plain(as_stacked(graph)))
         return Planned(written, self.problem.program.plain, None)
 
     def _plain(self, budget: int) -> Planned:
         self.baseline = self._measured().with_plain()
         compiled, graph = self.baseline.plain, self.problem.estimated
-        plan = self._as_plan(graph, budget, Solution(everything(graph), solver="none"))
+        plan = self._as_plan(graph, budget, Solution(save_all(graph), solver="none"))
         plan = replace(
             confirmed(plan, compiled, self.problem.compiler),
             predicted_peak_nbytes=plan.baseline_peak_nbytes,
@@ -300,7 +301,7 @@ class _Planner:
 
     def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
         make = partial(self._compiled, graph, solution, fence)
-        return self.problem.defects.attempted(f"fence {fence!r}", make, graph.form, graph, solution)
+        return self.problem.defects.attempted(f"barrier {fence!r}", make, graph.form, graph, solution)
 
     def _compiled(self, graph: Graph, solution: Solution, fence: str) -> Trial:
         baseline = self._measured()
@@ -332,8 +333,9 @@ class _Planner:
         return trial
 
     def _combined(self, search: Search, trial: Trial, budget: int) -> Trial:
-        """The trial, or one with fences that leave what devices add up alone, if that fits and its kernels, the
-        collectives among them, take no longer: of the same schedule, or of others that use the budget with such fences.
+        """The trial, or one with barriers that leave what devices add up alone, if that fits and its kernels, the
+        collectives among them, take no longer: of the same schedule, or of others that use the budget with such
+        barriers.
         """
         if self.problem.division.devices == 1 or trial.solution.schedule.drops_nothing:
             return trial

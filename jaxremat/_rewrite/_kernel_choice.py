@@ -17,7 +17,7 @@ import jax.extend.core as jex
 
 from .._model._backend import Backend
 from .._program._equivalence import Equivalence
-from .._program._primitives import is_late
+from .._program._primitives import is_backward
 from .._program._splice import inlined
 from ._canonical_convolutions import canonical, is_transposed_convolution
 from ._cotangent_chains import in_memory, is_named
@@ -27,7 +27,7 @@ from ._selections import is_marked
 
 def replaced(backend: Backend) -> Callable[[Any], bool]:
     """Which equations have such an implementation for this compiler."""
-    if backend.fuses:
+    if backend.fuses_reductions:
         return lambda eqn: is_transposed(eqn) or is_marked(eqn)
     return lambda eqn: is_depthwise_gradient(eqn) or is_named(eqn) or is_marked(eqn)
 
@@ -53,7 +53,7 @@ def equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
 
 def is_transposed(eqn: Any) -> bool:
     """Whether it is a transposed convolution of the forward pass."""
-    if eqn.primitive.name != "conv_general_dilated" or is_late(eqn):
+    if eqn.primitive.name != "conv_general_dilated" or is_backward(eqn):
         return False
     params = eqn.params
     groups = max(params["feature_group_count"], params["batch_group_count"])

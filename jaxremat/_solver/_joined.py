@@ -1,6 +1,6 @@
 """Nodes that may run again for a stage -> the terms of an integer program's objective that say what that takes.
 
-Where a node joins a kernel of the stage, it takes `joined_seconds`, and the rest if it runs apart all the same: for
+Where a node joins a kernel of the stage, it takes `fused_seconds`, and the rest if it runs apart all the same: for
 something else that runs again for that stage and reads it. Law: these terms are what `simulate` counts. With `r[n,k]`
 for running node n again for stage k
 
@@ -34,12 +34,12 @@ def run_again(
         if graph.joins(n, k) < 0:
             terms.append((node.seconds, x))
             continue
-        terms.append((node.joined_seconds, x))
+        terms.append((node.fused_seconds, x))
         if readers := [y for v in node.outputs for y in reading.get((v, k), ())]:
             apart[n, k] = a = program.variable(1.0)
             for y in readers:
                 program.at_least([(a, 1.0), (x, -1.0), (y, -1.0)], -1.0)
             program.at_most([(a, 1.0), (x, -1.0)], 0.0)
             program.at_most([(a, 1.0), *((y, -1.0) for y in readers)], 0.0)
-            terms.append((node.seconds - node.joined_seconds, a))
+            terms.append((node.seconds - node.fused_seconds, a))
     return terms, apart

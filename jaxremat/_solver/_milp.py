@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from .._model._graph import Graph
-from .._model._schedule import Schedule, complete, must_save
+from .._model._schedule import Schedule, close_over_dependencies, must_save
 from .._model._simulate import extra_seconds, rank, simulate
 from .._runtime._errors import JaxrematWarning
 from .._runtime._garbage import uncollected
@@ -96,7 +96,7 @@ class Milp:
 
     @uncollected
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
-        start = complete(graph, graph.residuals)
+        start = close_over_dependencies(graph, graph.residuals)
         free = not any(graph.values[v].saved_seconds for v in graph.residuals)
         if not graph.residuals or (
             free and start.drops_nothing and rank(graph, start, budget_nbytes)[0] == 0
@@ -156,7 +156,9 @@ class Milp:
         least = _Model(graph, self).solve(None, start, time_limit / 8)
         least = _Model(graph, self, holding=True).solve(None, least.schedule, time_limit / 8)
         peak = simulate(graph, least.schedule).peak_nbytes
-        plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes - graph.base_nbytes
+        plain = (
+            simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes - graph.base_nbytes
+        )
         found, most = least, MOST_OVERHEAD * graph.step_seconds
         low = high = 0.0  # shares of slack with which all takes too long, and with which it does not
         for slack in LEAST_SLACKS:
@@ -382,7 +384,7 @@ class _Model:
             kind: [key for key, x in variables[kind].items() if values[x] >= 0.5] for kind in ("s", "h", "o")
         }
         saved, away = ([v for (v,) in chosen[kind]] for kind in ("s", "o"))
-        return complete(self.graph, saved, ((v, k) for v, k in chosen["h"]), away)
+        return close_over_dependencies(self.graph, saved, ((v, k) for v, k in chosen["h"]), away)
 
     def _start(self, schedule: Schedule, variables: dict[str, dict[tuple[int, ...], int]]) -> list[Term]:
         graph = self.graph

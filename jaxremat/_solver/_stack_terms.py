@@ -45,7 +45,7 @@ class StackTerms:
                     yield (("o", v),), -self.graph.values[v].nbytes
 
     def row(self, v: int) -> Iterator[Part]:
-        """The copy of a row of a saved value; of what comes from the host's memory there is none."""
+        """The copy of a row of a saved value; of what comes from host memory there is none."""
         yield (("s", v),), self.graph.values[v].nbytes
         if v in self.away:
             yield (("o", v),), -self.graph.values[v].nbytes

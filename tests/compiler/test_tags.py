@@ -5,7 +5,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxremat._compiler._hlo import parse
-from jaxremat._compiler._tags import borrowed, constants, tagged, written
+from jaxremat._compiler._tags import constants, implicitly_read, tagged, written
 from jaxremat._model._backend import backend
 from jaxremat._rewrite._trace import trace
 
@@ -72,4 +72,4 @@ def test_constants_that_kernels_want_as_arrays() -> None:
 
 def test_an_expansion_borrows_what_another_equation_makes() -> None:
     """A part of `erfc` reads what stands in memory for `exp`, which is no operand of it; others read their operands."""
-    assert borrowed(parse(HLO)) == {(4, 5), (7, 6), (7, 3)}
+    assert implicitly_read(parse(HLO)) == {(4, 5), (7, 6), (7, 3)}

@@ -1,4 +1,4 @@
-"""Weight gradients and updates in the order in memory that the weights have, fences or not."""
+"""Weight gradients and updates in the order in memory that the weights have, barriers or not."""
 
 import re
 from typing import Any
@@ -57,7 +57,7 @@ def test_updates_stay_in_the_order_of_weights(monkeypatch: pytest.MonkeyPatch) -
     common: dict[str, Any] = {"donate_argnums": made.donate_argnums, "target": "h100"}
     needs = jaxremat.memory(made.step, *args, **common)
     budget = needs.base_nbytes + int(0.6 * needs.temporaries_nbytes)
-    allow = ("microbatches", "rows")  # so that it recomputes, behind fences
+    allow = ("microbatches", "rows")  # so that it recomputes, behind barriers
     plan = jaxremat.plan(made.step, *args, budget=budget, cache=False, allow=allow, **common)
     assert not plan.drops_nothing
 

@@ -8,7 +8,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from test_optimize import assert_same
 
-from jaxremat import complete
+from jaxremat import close_over_dependencies
 from jaxremat._compiler._devices import DEVICES
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
@@ -27,12 +27,12 @@ def loss(weights: Any, x: jax.Array) -> jax.Array:
 
 
 def step(weights: Any, x: jax.Array) -> Any:
-    """One of gradient descent, whose fences wait for weights' gradients."""
+    """One of gradient descent, whose barriers wait for weights' gradients."""
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
 
 
 def planned() -> tuple[Any, list[Any]]:
-    """The emitted step that recomputes all it can, and its fences."""
+    """The emitted step that recomputes all it can, and its barriers."""
     keys = jax.random.split(jax.random.key(0), LAYERS + 3)
     shapes = [(WIDTH, WIDTH)] * (LAYERS + 1) + [(3 * WIDTH, WIDTH)]
     weights = [0.5 * jax.random.normal(k, shape) for k, shape in zip(keys, shapes, strict=False)]
@@ -45,7 +45,7 @@ def planned() -> tuple[Any, list[Any]]:
     values = tuple(replace(v, materialised=v.materialised or v.id in parts) for v in graph.values)
     graph = replace(graph, values=values)
     assert len(graph.stages) > 2
-    jaxpr = emit(traced, graph, complete(graph, ()))
+    jaxpr = emit(traced, graph, close_over_dependencies(graph, ()))
     plain = jex.jaxpr_as_fun(traced.jaxpr)(*jax.tree.leaves(args))
     assert_same(plain, jex.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args)))
     return jaxpr, [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "optimization_barrier"]
@@ -53,15 +53,15 @@ def planned() -> tuple[Any, list[Any]]:
 
 def test_what_is_read_late_passes_the_next_fence() -> None:
     """Compilers for GPUs would cut it off in the kernel that reads it."""
-    jaxpr, fences = planned()
+    jaxpr, barriers = planned()
     eqns = jaxpr.jaxpr.eqns
     *skips, rest = (v for e in eqns if e.primitive.name in ("split", "slice") for v in e.outvars)
     made = next(i for i, e in enumerate(eqns) if skips[0] in e.outvars)
-    (through,) = [e for e in fences if not set(skips).isdisjoint(e.invars)]
-    assert through is next(e for i, e in enumerate(eqns) if e in fences and i > made)
+    (through,) = [e for e in barriers if not set(skips).isdisjoint(e.invars)]
+    assert through is next(e for i, e in enumerate(eqns) if e in barriers and i > made)
     assert set(skips) <= set(through.invars)
-    assert not any(rest in e.invars for e in fences)  # which its own stage reads
+    assert not any(rest in e.invars for e in barriers)  # which its own stage reads
     for skip in skips:
-        fenced = through.outvars[through.invars.index(skip)]
-        assert [e.primitive.name for e in eqns if fenced in e.invars] == ["add_any"]
+        behind_barrier = through.outvars[through.invars.index(skip)]
+        assert [e.primitive.name for e in eqns if behind_barrier in e.invars] == ["add_any"]
         assert all(e is through for e in eqns if skip in e.invars)

@@ -54,11 +54,11 @@ def test_the_table_begins_with_what_matters_most() -> None:
 
 @pytest.mark.slow
 def test_a_mechanism_that_is_off_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without stages' fences' triggers the compiler computes again when it likes, which costs memory."""
+    """Without stages' barriers' triggers the compiler computes again when it likes, which costs memory."""
     monkeypatch.setattr(ablation, "PLANNING_SECONDS", 20.0)
     path = tmp_path / "cpu.json"
-    found = ablation.run(["gpt"], [0.6], None, path, ["triggers of fences"], "tiny")
-    on, off = (found["rows"][f"gpt | 0.6 | {name}"] for name in (ALL_ON, "triggers of fences"))
+    found = ablation.run(["gpt"], [0.6], None, path, ["triggers of barriers"], "tiny")
+    on, off = (found["rows"][f"gpt | 0.6 | {name}"] for name in (ALL_ON, "triggers of barriers"))
     assert on["peak_nbytes"] <= on["budget_nbytes"] == off["budget_nbytes"]
     assert off != on
     assert records.read(path)["rows"].keys() == found["rows"].keys()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import graphs
 
-from jaxremat import Graph, complete, simulate
+from jaxremat import Graph, close_over_dependencies, simulate
 from jaxremat._model._schedule import check
 from jaxremat._model._simulate import extra_seconds, rank
 from jaxremat._model._stage_merging import merged
@@ -17,12 +17,12 @@ def test_merging_changes_neither_what_is_saved_nor_what_is_recomputed(
     graph: Graph, data: st.DataObject
 ) -> None:
     saved = data.draw(st.sets(st.sampled_from(graph.residuals))) if graph.residuals else set()
-    schedule = complete(graph, saved)
+    schedule = close_over_dependencies(graph, saved)
     fewer, same = merged(graph, schedule)
     assert same.saved == schedule.saved
     assert [nodes for nodes in same.recomputed if nodes] == [nodes for nodes in schedule.recomputed if nodes]
     assert extra_seconds(fewer, same) <= extra_seconds(graph, schedule)  # more joins what is in its stage
-    if not any(node.partners for node in graph.nodes):
+    if not any(node.fusable_into for node in graph.nodes):
         assert extra_seconds(fewer, same) == extra_seconds(graph, schedule)
     if schedule.drops_nothing and not graph.loop_stop:
         assert fewer.stages == ()
@@ -36,7 +36,9 @@ def test_merging_changes_neither_what_is_saved_nor_what_is_recomputed(
 
 def test_kept_values_stay_kept() -> None:
     graph = chain(6)
-    schedule = complete(graph, (), {(v, k) for v in graph.residuals for k in range(1, len(graph.stages))})
+    schedule = close_over_dependencies(
+        graph, (), {(v, k) for v in graph.residuals for k in range(1, len(graph.stages))}
+    )
     assert schedule.kept
     fewer, same = merged(graph, schedule)
     check(fewer, same)
@@ -45,7 +47,7 @@ def test_kept_values_stay_kept() -> None:
 
 @given(graphs(most_nodes=10), st.floats(0, 1))
 def test_holding_never_costs_time_and_never_breaks_the_budget(graph: Graph, share: float) -> None:
-    schedule = complete(graph, ())
+    schedule = close_over_dependencies(graph, ())
     least = simulate(graph, schedule).peak_nbytes
     budget = int(least + share * 4 * UNIT)
     held = check(graph, hold(graph, schedule, budget))
@@ -55,6 +57,6 @@ def test_holding_never_costs_time_and_never_breaks_the_budget(graph: Graph, shar
 
 def test_holding_saves_what_two_stages_recompute() -> None:
     graph = blocks(3)
-    schedule = complete(graph, ())
-    ample = simulate(graph, complete(graph, graph.residuals)).peak_nbytes * 2
+    schedule = close_over_dependencies(graph, ())
+    ample = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes * 2
     assert extra_seconds(graph, hold(graph, schedule, ample)) < extra_seconds(graph, schedule)
