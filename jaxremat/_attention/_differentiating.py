@@ -9,6 +9,7 @@ import jax.extend.core as jex
 from jax import lax
 
 from .._program import _compat
+from .._program._compat import Atom, shaped
 from .._program._inline import Inliner
 from .._program._splice import inlined
 from ._reading import Program
@@ -25,12 +26,12 @@ class Gradient:
     at: int
 
 
-def between(program: Program, result: Any, operands: Sequence[Any]) -> tuple[list[int], list[Any]]:
+def between(program: Program, result: Any, operands: Sequence[Atom]) -> tuple[list[int], list[Any]]:
     """The equations that make a result of these operands, in order, and what else they read."""
     depends: dict[Any, bool] = dict.fromkeys(operands, True)
     first = min(program.maker.get(a, -1) for a in operands)
 
-    def follow(a: Any) -> bool:
+    def follow(a: Atom) -> bool:
         if a not in depends:
             i = program.maker.get(a, -1)
             read = _compat.variables(program.eqns[i].invars) if i > first else []
@@ -47,9 +48,9 @@ def between(program: Program, result: Any, operands: Sequence[Any]) -> tuple[lis
 def gradient_of(
     program: Program,
     forward: Sequence[int],
-    operands: Sequence[Any],
-    fixed: Sequence[Any],
-    result: Any,
+    operands: Sequence[jex.Var],
+    fixed: Sequence[jex.Var],
+    result: jex.Var,
     scope: int,
 ) -> tuple[Gradient | None, set[int]]:
     """The gradient, and the equations that compute it."""
@@ -83,7 +84,7 @@ def _cotangents(program: Program, values: Any, result: Any, scope: int) -> list[
         eqn = program.eqns[i]
         if eqn.primitive.name == "dot_general" and program.scopes[i] == scope:
             for a in _compat.variables(eqn.invars):
-                alike = (a.aval.shape, a.aval.dtype) == (result.aval.shape, result.aval.dtype)
+                alike = (shaped(a).shape, shaped(a).dtype) == (result.aval.shape, result.aval.dtype)
                 if a is not values and a is not result and alike:
                     found[a] = None
     return list(found)
@@ -92,9 +93,9 @@ def _cotangents(program: Program, values: Any, result: Any, scope: int) -> list[
 def _differentiated(
     program: Program,
     forward: Sequence[int],
-    operands: Sequence[Any],
-    fixed: Sequence[Any],
-    result: Any,
+    operands: Sequence[jex.Var],
+    fixed: Sequence[jex.Var],
+    result: jex.Var,
 ) -> Iterable[jex.ClosedJaxpr]:
     """Operands, what is `fixed`, cotangent -> gradients, with the maxima as constants, and as they are."""
     eqns = [program.eqns[i] for i in forward]
@@ -132,8 +133,8 @@ def _pulled(closed: jex.ClosedJaxpr, count: int, *, constant: bool) -> jex.Close
     return flat
 
 
-def _typed(v: Any) -> Any:
+def _typed(v: jex.Var) -> Any:
     weak = bool(getattr(v.aval, "weak_type", False))
     sharding = getattr(v.aval, "sharding", None)
     named = sharding if sharding is not None and not sharding.mesh.empty else None
-    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=weak, sharding=named)
+    return jax.ShapeDtypeStruct(shaped(v).shape, shaped(v).dtype, weak_type=weak, sharding=named)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._program import _compat
+from .._program._compat import Atom, shaped
 from .._program._primitives import is_pointwise, on_host, on_mesh
 from ._differentiating import Gradient, between, gradient_of
 from ._pattern import Axes, Pattern, Product
@@ -87,7 +88,7 @@ def _site(program: Program, at: int, side: int) -> Site | None:
         return None
 
 
-def _is_plain(eqn: Any) -> bool:
+def _is_plain(eqn: jex.JaxprEqn) -> bool:
     """Whether a product is one of arrays on one device, or where the compiler likes."""
     atoms = (*eqn.invars, *eqn.outvars)
     return eqn.params.get("out_sharding") is None and not any(
@@ -96,10 +97,10 @@ def _is_plain(eqn: Any) -> bool:
     )
 
 
-def _product(eqn: Any, side: int, axes: Axes, fresh: int) -> tuple[Product, int]:
+def _product(eqn: jex.JaxprEqn, side: int, axes: Axes, fresh: int) -> tuple[Product, int]:
     """A product of rows, the operand of this `side` with these axes, and columns; and the next number for an axis."""
     contracted, batched = eqn.params["dimension_numbers"]
-    columns: list[int | None] = [None] * len(eqn.invars[1 - side].aval.shape)
+    columns: list[int | None] = [None] * len(shaped(eqn.invars[1 - side]).shape)
     for mine, other in ((contracted[side], contracted[1 - side]), (batched[side], batched[1 - side])):
         for d, e in zip(mine, other, strict=True):
             columns[e] = axes[d]
@@ -185,14 +186,14 @@ def _may_be_learned(i: int, leaves: Sequence[Any], pattern: Pattern) -> bool:
     return alone and bool(jnp.issubdtype(leaves[i].aval.dtype, jnp.floating))
 
 
-def _beside(axes: Axes, a: Any, rank: int) -> int:
+def _beside(axes: Axes, a: Atom, rank: int) -> int:
     """How many numbers a value has along axes beside those of the scores."""
     return math.prod(
-        n for axis, n in zip(axes, a.aval.shape, strict=True) if axis is not None and axis >= rank
+        n for axis, n in zip(axes, shaped(a).shape, strict=True) if axis is not None and axis >= rank
     )
 
 
-def _dots(program: Program, a: Any, axes: Axes, size: int) -> dict[Any, Axes]:
+def _dots(program: Program, a: Atom, axes: Axes, size: int) -> dict[Any, Axes]:
     """The products that a value is made of, entry by entry, with their axes."""
     found: dict[Any, Axes] = {}
     seen: set[Any] = set()
@@ -208,7 +209,7 @@ def _dots(program: Program, a: Any, axes: Axes, size: int) -> dict[Any, Axes]:
         elif (inner := relabelled(eqn, axes)) is not None:
             waiting += [(b, inner) for b in _compat.variables(eqn.invars)]
         elif is_pointwise(eqn):
-            waiting += [(b, axes) for b in _compat.variables(eqn.invars) if b.aval.shape]
+            waiting += [(b, axes) for b in _compat.variables(eqn.invars) if shaped(b).shape]
     return found
 
 

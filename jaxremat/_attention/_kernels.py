@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from .._model._device_specs import KERNEL_RATES, DeviceSpec
+from .._program._compat import Aval
 from ._pattern import Pattern, in_order, results_of
 from ._tiles import Blocks, Layout, Tile, blocks_of, dot, layout, padded, tiles
 
@@ -35,7 +37,7 @@ _ABLE = frozenset(
 """What tiles may be made of. Not all that Triton has: with a derivative that it has too."""
 
 
-def fits(pattern: Pattern, operands: Sequence[Any]) -> bool:
+def fits(pattern: Pattern, operands: Sequence[Aval]) -> bool:
     """Whether there are kernels for a pattern of such operands."""
     floats = [str(a.dtype) for a in operands[: len(operands) - len(pattern.leaves)]]
     known = all(kind in _TYPES for kind in (*floats, *map(str, pattern.types)))
@@ -45,7 +47,7 @@ def fits(pattern: Pattern, operands: Sequence[Any]) -> bool:
     return known and able and max(pattern.widths) <= _MOST_WIDE and layout(pattern) is not None
 
 
-def gradient_fits(pattern: Pattern, operands: Sequence[Any]) -> bool:
+def gradient_fits(pattern: Pattern, operands: Sequence[Aval]) -> bool:
     """Whether there are kernels for its gradient too: learned leaves have to be tiles of scores."""
     made = layout(pattern)
     if made is None or not fits(pattern, operands):
@@ -90,7 +92,7 @@ def attend_in_kernels(
     scores, mixed, result = pattern.scores, pattern.mixed, pattern.mixed.result
     others = (*made.batch, *made.groups)
 
-    def kernel(q: Any, k: Any, v: Any, *refs: Any) -> None:
+    def kernel(q: Any, k: Any, v: jex.Var, *refs: Any) -> None:
         *of, o, largest, total = refs
         row, rest = place_of(pattern.sizes[made.row], blocks.rows)
         places = made.places(rest, others)

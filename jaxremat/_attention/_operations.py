@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import batching, mlir
 
+from .._program._compat import shaped
 from .._program._primitives import inner_eqns
 from ._gradient_kernels import gradient_in_kernels
 from ._kernels import attend_in_kernels, fits, gradient_fits
@@ -224,7 +225,7 @@ def _count(pattern: Pattern, axes: Axes) -> int:
     return math.prod(pattern.sizes[axis] for axis in axes if axis is not None and axis < len(pattern.sizes))
 
 
-def _define(primitive: Any, fn: Any, in_kernels: Any, *, gradient: bool) -> None:
+def _define(primitive: jex.Primitive, fn: Any, in_kernels: Any, *, gradient: bool) -> None:
     def typed(*avals: Any, pattern: Pattern, kernels: bool, places: Places | None) -> Any:
         del places
         return jax.make_jaxpr(functools.partial(fn, pattern=pattern, kernels=kernels))(*avals).out_avals
@@ -270,7 +271,7 @@ _define(ATTENTION, attend, attend_in_kernels, gradient=False)
 _define(GRADIENT, attend_gradient, gradient_in_kernels, gradient=True)
 
 
-def of_one_device(eqn: Any) -> Any:
+def of_one_device(eqn: jex.JaxprEqn) -> Any:
     """One of these operations as a device has it."""
     pattern, places = eqn.params["pattern"], eqn.params["places"]
     if places is None:
@@ -278,19 +279,19 @@ def of_one_device(eqn: Any) -> Any:
     return eqn.replace(params={**eqn.params, "pattern": places.part(pattern), "places": None})
 
 
-def runs_in_kernels(eqn: Any) -> tuple[bool, bool]:
+def runs_in_kernels(eqn: jex.JaxprEqn) -> tuple[bool, bool]:
     """Whether an attention is in kernels on a GPU, and its gradient."""
     pattern = of_one_device(eqn).params["pattern"]
-    operands = [v.aval for v in eqn.invars]
+    operands = list(map(shaped, eqn.invars))
     asked = eqn.params["kernels"]
     return asked and fits(pattern, operands), asked and gradient_fits(pattern, operands)
 
 
-def is_attention(eqn: Any) -> bool:
+def is_attention(eqn: jex.JaxprEqn) -> bool:
     """Whether it is one of these operations."""
     return eqn.primitive is ATTENTION or eqn.primitive is GRADIENT
 
 
-def attends(eqn: Any) -> bool:
+def attends(eqn: jex.JaxprEqn) -> bool:
     """Whether it is one of them, or has some in its bodies."""
     return any(map(is_attention, (eqn, *inner_eqns(eqn))))

@@ -13,6 +13,7 @@ from jax import lax
 
 from .._program import _compat
 from .._program._common_subexpressions import Equals
+from .._program._compat import Atom, shaped
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import is_pointwise
@@ -37,16 +38,18 @@ class _UpToShape(Equals):
 
     _of: dict[Any, Any] = field(default_factory=dict)
 
-    def add(self, eqn: Any, scope: int = -1, in_backward: bool | None = None) -> None:
+    def add(self, eqn: jex.JaxprEqn, scope: int = -1, in_backward: bool | None = None) -> None:
         if _shapes(eqn):
             (made,) = eqn.outvars
             whole = self.read(eqn.invars[0])
             self._of[made] = whole = self._of.get(whole, whole)
-            eqn = eqn.replace(primitive=lax.reshape_p, invars=[whole], params={"new_sizes": made.aval.shape})
+            eqn = eqn.replace(
+                primitive=lax.reshape_p, invars=[whole], params={"new_sizes": shaped(made).shape}
+            )
         super().add(eqn, scope, in_backward)
 
 
-def _shapes(eqn: Any) -> bool:
+def _shapes(eqn: jex.JaxprEqn) -> bool:
     """Whether the result has the entries of the operand, in order."""
     if len(eqn.invars) != 1 or _compat.is_literal(eqn.invars[0]):
         return False
@@ -95,19 +98,19 @@ class Program:
             found.add(eqn, scope)
         return found
 
-    def made(self, a: Any) -> Any | None:
+    def made(self, a: Atom) -> Any | None:
         """The equation that makes an operand."""
         return None if _compat.is_literal(a) or a not in self.maker else self.eqns[self.maker[a]]
 
 
-def count(a: Any) -> int:
-    return math.prod(a.aval.shape)
+def count(a: Atom) -> int:
+    return math.prod(shaped(a).shape)
 
 
-def relabelled(eqn: Any, axes: Axes) -> Axes | None:
+def relabelled(eqn: jex.JaxprEqn, axes: Axes) -> Axes | None:
     """The axes of the operand of a mere change of shape, of those of its result; None of another equation."""
     name, params = eqn.primitive.name, eqn.params
-    shape = eqn.invars[0].aval.shape if eqn.invars else ()
+    shape = shaped(eqn.invars[0]).shape if eqn.invars else ()
     if name == "transpose":
         found: list[int | None] = [None] * len(shape)
         for axis, d in zip(axes, params["permutation"], strict=True):
@@ -116,11 +119,11 @@ def relabelled(eqn: Any, axes: Axes) -> Axes | None:
     if name == "broadcast_in_dim" and len(eqn.invars) == 1:
         dimensions = map(int, params["broadcast_dimensions"])
         return tuple(
-            axes[d] if eqn.outvars[0].aval.shape[d] == n else None
+            axes[d] if shaped(eqn.outvars[0]).shape[d] == n else None
             for d, n in zip(dimensions, shape, strict=True)
         )
     if name in ("reshape", "squeeze", "expand_dims") and len(eqn.invars) == 1:
-        result = eqn.outvars[0].aval.shape
+        result = shaped(eqn.outvars[0]).shape
         if params.get("dimensions") is not None and name == "reshape":
             return None
         kept = [axis for axis, n in zip(axes, result, strict=True) if n > 1]
@@ -131,7 +134,7 @@ def relabelled(eqn: Any, axes: Axes) -> Axes | None:
     return None
 
 
-def behind(program: Program, a: Any, axes: Axes, *, maxima: bool = False) -> tuple[Any, Axes]:
+def behind(program: Program, a: Atom, axes: Axes, *, maxima: bool = False) -> tuple[Any, Axes]:
     """What a value is a mere change of shape, or a cast, of; of `maxima`, with -inf, too."""
     while (eqn := program.made(a)) is not None:
         if is_cast(eqn):
@@ -147,15 +150,15 @@ def behind(program: Program, a: Any, axes: Axes, *, maxima: bool = False) -> tup
     return a, axes
 
 
-def is_cast(eqn: Any) -> bool:
+def is_cast(eqn: jex.JaxprEqn) -> bool:
     """Whether it makes floats of floats."""
     if eqn.primitive.name != "convert_element_type" or _compat.is_literal(eqn.invars[0]):
         return False
-    both = (eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
+    both = (shaped(eqn.invars[0]).dtype, shaped(eqn.outvars[0]).dtype)
     return all(jax.numpy.issubdtype(dtype, jax.numpy.floating) for dtype in both)
 
 
-def _above_nothing(program: Program, eqn: Any) -> Any | None:
+def _above_nothing(program: Program, eqn: jex.JaxprEqn) -> Any | None:
     """The other operand of a maximum with -inf."""
     for one, other in (eqn.invars, eqn.invars[::-1]):
         if constant(program, one) == -math.inf and not _compat.is_literal(other):
@@ -163,7 +166,7 @@ def _above_nothing(program: Program, eqn: Any) -> Any | None:
     return None
 
 
-def constant(program: Program, a: Any) -> float | None:
+def constant(program: Program, a: Atom) -> float | None:
     """The number that all of a value is, None if it is not known."""
     while not _compat.is_literal(a):
         eqn = program.made(a)
@@ -196,12 +199,12 @@ class Reading:
         self._dependent: dict[Any, bool] = {source: True}
         self._prices: dict[Any, int] = {}
 
-    def value(self, a: Any, axes: Axes) -> Any:
+    def value(self, a: Atom, axes: Axes) -> Any:
         """What stands for a value: a scalar, ("source",), ("leaf", number) or ("step", number)."""
         if _compat.is_literal(a):
             if np.asarray(a.val).shape != ():
                 raise UnlikeError
-            return Scalar(np.asarray(a.val).item(), np.dtype(a.aval.dtype))
+            return Scalar(np.asarray(a.val).item(), np.dtype(shaped(a).dtype))
         if a is self.source:
             if without_units(axes, a) != without_units(self.axes, a):
                 raise UnlikeError
@@ -210,7 +213,7 @@ class Reading:
             self._known[a, axes] = self._made(a, axes)
         return self._known[a, axes]
 
-    def depends(self, a: Any) -> bool:
+    def depends(self, a: Atom) -> bool:
         """Whether a value is made of the source, entry by entry."""
         if _compat.is_literal(a) or count(a) < self.count:
             return False
@@ -220,15 +223,15 @@ class Reading:
             self._dependent[a] = able and any(map(self.depends, eqn.invars if eqn else ()))
         return self._dependent[a]
 
-    def _made(self, a: Any, axes: Axes) -> Any:
+    def _made(self, a: Atom, axes: Axes) -> Any:
         eqn = self.program.made(a)
         dependent = self.depends(a)
         if (number := constant(self.program, a)) is not None:
-            return Scalar(number, np.dtype(a.aval.dtype))
+            return Scalar(number, np.dtype(shaped(a).dtype))
         if eqn is None or (not dependent and self._price(a) >= aval_nbytes(a.aval)):
             return self._leaf(a, axes)
         outside = self.scope is not None and self.program.scopes[self.program.maker[a]] != self.scope
-        if outside and jax.numpy.issubdtype(a.aval.dtype, jax.numpy.floating):
+        if outside and jax.numpy.issubdtype(shaped(a).dtype, jax.numpy.floating):
             return self._leaf(a, axes)
         if eqn.primitive.name == "iota":
             axis = axes[eqn.params["dimension"]]
@@ -247,18 +250,18 @@ class Reading:
             self._check(eqn)
         return self._step(eqn, [self.value(b, axes if b.aval.shape else ()) for b in eqn.invars], None)
 
-    def _check(self, eqn: Any) -> None:
+    def _check(self, eqn: jex.JaxprEqn) -> None:
         """Whether an operation on what depends on the source may be. **Raises:** `UnlikeError`."""
 
-    def _step(self, eqn: Any, operands: list[Any], axis: int | None) -> Any:
+    def _step(self, eqn: jex.JaxprEqn, operands: list[Atom], axis: int | None) -> Any:
         self.steps.append((eqn.primitive, eqn.params, operands, axis))
         return ("step", len(self.steps) - 1)
 
-    def _leaf(self, a: Any, axes: Axes) -> Any:
+    def _leaf(self, a: Atom, axes: Axes) -> Any:
         key = a, without_units(axes, a)
         return ("leaf", self.leaves.setdefault(key, len(self.leaves)))
 
-    def _price(self, a: Any, depth: int = 0) -> int:
+    def _price(self, a: Atom, depth: int = 0) -> int:
         """Bytes that must be there for a value that does not depend on the source: itself, or what it is made of."""
         if _compat.is_literal(a):
             return 0
@@ -286,20 +289,20 @@ class Reading:
 class LinearReading(Reading):
     """The same of what is linear in the source."""
 
-    def _check(self, eqn: Any) -> None:
+    def _check(self, eqn: jex.JaxprEqn) -> None:
         name = eqn.primitive.name
         depends = [self.depends(a) for a in eqn.invars]
         others = [a for a, is_so in zip(eqn.invars, depends, strict=True) if not is_so]
         linear = name in LINEAR and sum(depends) == 1 and not (name == "div" and depends[1])
         if name == "select_n":
             linear &= not depends[0] and all(constant(self.program, a) == 0 for a in others[1:])
-        if not linear or not jax.numpy.issubdtype(eqn.outvars[0].aval.dtype, jax.numpy.floating):
+        if not linear or not jax.numpy.issubdtype(shaped(eqn.outvars[0]).dtype, jax.numpy.floating):
             raise UnlikeError
 
 
-def _is_relabelling(eqn: Any) -> bool:
+def _is_relabelling(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name in ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims")
 
 
-def without_units(axes: Axes, a: Any) -> Axes:
-    return tuple(axis if n > 1 else None for axis, n in zip(axes, a.aval.shape, strict=True))
+def without_units(axes: Axes, a: Atom) -> Axes:
+    return tuple(axis if n > 1 else None for axis, n in zip(axes, shaped(a).shape, strict=True))

@@ -12,6 +12,7 @@ import jax.extend.core as jex
 from jax.core import ShapedArray
 
 from .._program import _compat
+from .._program._compat import Atom, shaped
 from ._finding import attention
 from ._operations import ATTENTION, GRADIENT
 from ._pattern import Pattern
@@ -74,9 +75,11 @@ def attending(
     return Attending(made, place, origin)
 
 
-def _eqn(primitive: Any, operands: Sequence[Any], params: Any, named: Sequence[Any], info: Any) -> Any:
+def _eqn(
+    primitive: jex.Primitive, operands: Sequence[Atom], params: Any, named: Sequence[Any], info: Any
+) -> Any:
     """The equation, whose results have these names where there are any."""
-    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in operands]
+    types = [jax.ShapeDtypeStruct(shaped(a).shape, shaped(a).dtype) for a in operands]
     made = jax.eval_shape(lambda *of: primitive.bind(*of, **params), *types)
     outvars = [
         _compat.new_var(ShapedArray(a.shape, a.dtype)) if v is None else v

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax.extend.core as jex
 import numpy as np
 
 from .._program import _compat
+from .._program._compat import Atom, shaped
 from ._pattern import Axes
 from ._reading import DEEPEST, LINEAR, Program, behind, count, is_cast, relabelled
 
@@ -20,7 +22,7 @@ class Softmax:
     key: int
 
 
-def softmax_in(program: Program, a: Any, axes: Axes, key: int, depth: int = 0) -> Softmax | None:
+def softmax_in(program: Program, a: Atom, axes: Axes, key: int, depth: int = 0) -> Softmax | None:
     """The softmax that a value is linear in."""
     eqn = program.made(a)
     if eqn is None or depth > DEEPEST:
@@ -32,13 +34,13 @@ def softmax_in(program: Program, a: Any, axes: Axes, key: int, depth: int = 0) -
         return softmax_in(program, eqn.invars[0], inner, key, depth + 1) if whole else None
     if eqn.primitive.name in LINEAR:
         for b in _compat.variables(eqn.invars):
-            whole = b.aval.shape == a.aval.shape and b.aval.dtype != np.bool_
+            whole = shaped(b).shape == shaped(a).shape and shaped(b).dtype != np.bool_
             if whole and (found := softmax_in(program, b, axes, key, depth + 1)) is not None:
                 return found
     return None
 
 
-def _is_softmax(program: Program, eqn: Any, axes: Axes, key: int) -> Softmax | None:
+def _is_softmax(program: Program, eqn: jex.JaxprEqn, axes: Axes, key: int) -> Softmax | None:
     exponentials, total = eqn.invars
     exp = program.made(exponentials)
     if exp is None or exp.primitive.name != "exp" or _compat.is_literal(total):
@@ -57,7 +59,7 @@ def _is_softmax(program: Program, eqn: Any, axes: Axes, key: int) -> Softmax | N
     return Softmax(eqn.outvars[0], of, axes, key)
 
 
-def _reduced(program: Program, a: Any, axes: Axes, name: str, of: Any) -> Axes | None:
+def _reduced(program: Program, a: Atom, axes: Axes, name: str, of: Any) -> Axes | None:
     """The axes that are left where a value is a reduction of another along one axis, spread again; None where not."""
     root, left = behind(program, a, axes, maxima=name == "reduce_max")
     eqn = program.made(root)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.extend.core as jex
+
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_relabelling
@@ -32,7 +34,7 @@ class Purposes:
     extras: Sequence[tuple[Life, bool]]
 
 
-def values_of(eqns: Sequence[Any]) -> "Values":
+def values_of(eqns: Sequence[jex.JaxprEqn]) -> "Values":
     """The step's values, none of them seen yet."""
     root: dict[Any, int] = {}  # variable -> the equation whose memory it is in
     for i, eqn in enumerate(eqns):

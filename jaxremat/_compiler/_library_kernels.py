@@ -5,7 +5,8 @@ convolution, for one, becomes a dense one of an operand with zeros in between, w
 """
 
 from collections.abc import Sequence
-from typing import Any
+
+import jax.extend.core as jex
 
 from ._attribution import purposes, values_of
 from ._devices import DeviceSpec
@@ -13,7 +14,7 @@ from ._hlo import Module, executed
 from ._roofline import kernels, seconds_of
 
 
-def library_seconds(module: Module, eqns: Sequence[Any], device: DeviceSpec) -> dict[int, float]:
+def library_seconds(module: Module, eqns: Sequence[jex.JaxprEqn], device: DeviceSpec) -> dict[int, float]:
     """Seconds of one run by the roofline, of each equation that is a call into a library there, by index."""
     unseen = values_of(eqns)
     seconds = {(k.computation, k.instruction.name): seconds_of(k, device) for k in kernels(module)}

@@ -12,7 +12,8 @@ has besides.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+import jax.extend.core as jex
 
 from .._model._graph import Graph
 from .._model._reuse import dies_at
@@ -40,7 +41,7 @@ class Scratch:
         return Scratch(self.nbytes, {place[i]: nbytes for i, nbytes in self.fewer.items() if i in place})
 
 
-def scratch(module: Module, eqns: Sequence[Any]) -> dict[int, Scratch]:
+def scratch(module: Module, eqns: Sequence[jex.JaxprEqn]) -> dict[int, Scratch]:
     """That of each equation that has kernels of its own in the program, by index."""
     found: dict[int, Scratch] = {}
     unseen = values_of(eqns)

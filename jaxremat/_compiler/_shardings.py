@@ -25,6 +25,7 @@ from .._attention._pattern import Pattern
 from .._attention._places import Places
 from .._model._form import Form
 from .._program import _compat
+from .._program._compat import shaped
 from .._program._flops import aval_nbytes, eqn_flops
 from .._program._sharding_propagation import Layout, propagated
 from .._rewrite._loop_closing import close_loops
@@ -47,9 +48,9 @@ class Shardings:
     mesh: Mesh | AbstractMesh | None
     layouts: Mapping[Any, Layout]
 
-    def part(self, var: Any) -> tuple[int, ...]:
+    def part(self, var: jex.Var) -> tuple[int, ...]:
         """The shape of the largest part that a device has of a variable."""
-        shape = tuple(var.aval.shape)
+        shape = tuple(shaped(var).shape)
         layout = self.layouts.get(var, ())
         return tuple(
             -(-size // math.prod(axis[2] for axis in axes))
@@ -72,7 +73,7 @@ class Shardings:
             nbytes[count] = nbytes.get(count, 0) + aval_nbytes(var.aval)
         return max(nbytes, key=lambda count: nbytes[count])
 
-    def ways(self, eqn: Any) -> int:
+    def ways(self, eqn: jex.JaxprEqn) -> int:
         """Among how many devices an equation's arithmetic is divided."""
         atoms = _compat.variables((*eqn.invars, *eqn.outvars))
         axes = {axis for a in atoms for each in self.layouts.get(a, ()) for axis in each}
@@ -83,7 +84,7 @@ class Shardings:
         scores = self.named(site.scores) if self.inferred else None
         return None if scores is None else Places.of(scores, site.pattern)
 
-    def named(self, var: Any) -> NamedSharding | None:
+    def named(self, var: jex.Var) -> NamedSharding | None:
         """The layout as the program would say it, None where it cannot."""
         layout = self.layouts.get(var)
         if self.mesh is None or layout is None:
@@ -147,7 +148,7 @@ class Division:
             found[site.pattern] = own if found.setdefault(site.pattern, own) == own else None
         return traced.attending({pattern: own for pattern, own in found.items() if own is not None})
 
-    def named(self, var: Any) -> NamedSharding | None:
+    def named(self, var: jex.Var) -> NamedSharding | None:
         """The sharding of a variable of any form, None where it is not known."""
         if var is None or _compat.is_literal(var):
             return None
@@ -190,15 +191,15 @@ def local(traced: Traced, places: Shardings) -> tuple[Traced, tuple[float, ...]]
     """
     renamed: dict[Any, Any] = {}
 
-    def of(var: Any) -> Any:
+    def of(var: jex.Var) -> Any:
         if _compat.is_literal(var) or not hasattr(var.aval, "dtype"):
             return var
         if var not in renamed:
             weak = getattr(var.aval, "weak_type", False)
-            renamed[var] = _compat.new_var(ShapedArray(places.part(var), var.aval.dtype, weak_type=weak))
+            renamed[var] = _compat.new_var(ShapedArray(places.part(var), shaped(var).dtype, weak_type=weak))
         return renamed[var]
 
-    def each(variables: Iterable[Any]) -> list[Any]:
+    def each(variables: Iterable[jex.Var]) -> list[Any]:
         return [of(v) for v in variables]
 
     jaxpr = traced.jaxpr.jaxpr
@@ -230,13 +231,13 @@ def _numbered(traced: Traced) -> jex.ClosedJaxpr:
 
 
 def _result(
-    eqn: Any,
+    eqn: jex.JaxprEqn,
     k: int,
     made: Sequence[Sequence[tuple[tuple[int, ...], Layout]]],
     layouts: Mapping[Any, Layout],
 ) -> Layout:
     """The layout of an equation's result, by what its operations make, or as that of what it is made of."""
-    shape, name = tuple(eqn.outvars[k].aval.shape), eqn.primitive.name
+    shape, name = tuple(shaped(eqn.outvars[k]).shape), eqn.primitive.name
     operand = next((layouts[a] for a in _compat.variables(eqn.invars) if a in layouts), ())
     if name == "scan_slice":
         return operand[1:]
@@ -265,7 +266,7 @@ def _layout_of(sharding: Any, rank: int) -> Layout:
     return tuple(tuple((name, 1, sharding.mesh.shape[name]) for name in each) for each in named)
 
 
-def meshes(eqns: Sequence[Any], leaves: Sequence[Any]) -> Iterable[Mesh | AbstractMesh]:
+def meshes(eqns: Sequence[jex.JaxprEqn], leaves: Sequence[Any]) -> Iterable[Mesh | AbstractMesh]:
     """The meshes that arguments or the program's constraints name."""
     given = [leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None) for leaf in leaves]
     given += [eqn.params["sharding"] for eqn in eqns if eqn.primitive.name == "sharding_constraint"]

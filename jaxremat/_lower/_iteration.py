@@ -193,7 +193,7 @@ def _once(
 ) -> Iteration:
     """The program of one iteration of a scan, at an index that is given."""
     closed = scan.params["jaxpr"]
-    jaxpr = getattr(closed, "jaxpr", closed)
+    jaxpr = _compat.opened(closed)[0]
     consts, init, arrays = operands(scan)
     index = _compat.new_var(ShapedArray((), jnp.int32))
     whole = [_compat.new_var(a.aval) for a in arrays]

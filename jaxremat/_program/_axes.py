@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import jax.extend.core as jex
 import jax.numpy as jnp
 
+from ._compat import Atom, shaped
 from ._primitives import PLACES, is_placed, is_placing, is_repeatable, pointwise_names
 
 Rule = Callable[[Any], Iterator["BatchingRule"]]
@@ -43,7 +45,7 @@ class BatchingRule:
         """Return for each result whether it is a sum over the axis."""
         return tuple(d is None for d in self.results)
 
-    def in_chunk(self, eqn: Any, chunks: int, *, widens: bool = True) -> dict[str, Any]:
+    def in_chunk(self, eqn: jex.JaxprEqn, chunks: int, *, widens: bool = True) -> dict[str, Any]:
         """Return the equation's parameters for one of `chunks` equal parts of the axis.
 
         **Arguments:** `widens`: whether a sum gets the type in which parts are added up.
@@ -60,7 +62,7 @@ class BatchingRule:
                 sizes[index] //= chunks
                 params[name] = tuple(sizes)
         if self.summed and widens and "preferred_element_type" in params:
-            params["preferred_element_type"] = sum_type(eqn.outvars[0].aval.dtype)
+            params["preferred_element_type"] = sum_type(shaped(eqn.outvars[0]).dtype)
         return params
 
 
@@ -69,7 +71,7 @@ OF_SUMS = BatchingRule((None, None), (None,), linear=True)
 """Equations that are linear in one sum over an axis, or in two."""
 
 
-def rules(eqn: Any) -> Iterator[BatchingRule]:
+def rules(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     """Yield the independent axes of an equation; none for loops, which need to know what surrounds them."""
     placed = is_placed(eqn) and not is_placing(eqn)
     if placed or not eqn.outvars or not is_repeatable(eqn):
@@ -84,7 +86,7 @@ def agree(placed: Iterable[tuple[Any, int | None]]) -> bool:
     return all(found.setdefault(a, d) == d for a, d in placed)
 
 
-def is_scattered(eqn: Any) -> bool:
+def is_scattered(eqn: jex.JaxprEqn) -> bool:
     """Return whether the equation adds to an array in its place."""
     return eqn.primitive.name == "scatter-add"
 
@@ -97,11 +99,11 @@ def sum_type(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if short else dtype
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
-    return atom.aval.shape
+def _shape(atom: Atom) -> tuple[int, ...]:
+    return shaped(atom).shape
 
 
-def _alike(eqn: Any, dimensions: Iterable[int], *sizes: str) -> Iterator[BatchingRule]:
+def _alike(eqn: jex.JaxprEqn, dimensions: Iterable[int], *sizes: str) -> Iterator[BatchingRule]:
     """Yield an axis for each of these dimensions, the same in all operands and results; scalars have none.
 
     **Arguments:** `sizes`: parameters that hold the size of each dimension.
@@ -114,18 +116,18 @@ def _alike(eqn: Any, dimensions: Iterable[int], *sizes: str) -> Iterator[Batchin
         )
 
 
-def _named(eqn: Any) -> Iterator[BatchingRule]:
+def _named(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     yield from _alike(eqn, range(len(_shape(eqn.outvars[0]))))
 
 
-def _pointwise(eqn: Any) -> Iterator[BatchingRule]:
+def _pointwise(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     """An operand with one entry along the axis is read whole."""
     for d, size in enumerate(_shape(eqn.outvars[0])):
         own = (d if _shape(a) and _shape(a)[d] == size else None for a in eqn.invars)
         yield BatchingRule(tuple(own), tuple(d for _ in eqn.outvars))
 
 
-def _leading(eqn: Any) -> Iterator[BatchingRule]:
+def _leading(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     """Results have more trailing dimensions than the operand, or fewer."""
     yield from _alike(eqn, range(min(len(_shape(v)) for v in (*eqn.invars, *eqn.outvars))))
 
@@ -133,29 +135,29 @@ def _leading(eqn: Any) -> Iterator[BatchingRule]:
 def _batched(core: int) -> Rule:
     """All dimensions of the first operand but the last `core` are independent problems."""
 
-    def rule(eqn: Any) -> Iterator[BatchingRule]:
+    def rule(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
         yield from _alike(eqn, range(len(_shape(eqn.invars[0])) - core))
 
     return rule
 
 
-def _fourier(eqn: Any) -> Iterator[BatchingRule]:
+def _fourier(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     yield from _batched(len(eqn.params["fft_lengths"]))(eqn)
 
 
-def _keys(eqn: Any) -> Iterator[BatchingRule]:
+def _keys(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     """Each key draws by itself. Other generators than Threefry may draw for all keys of a batch from the first."""
-    if "fry" in str(eqn.invars[0].aval.dtype):
+    if "fry" in str(shaped(eqn.invars[0]).dtype):
         yield from _leading(eqn)
 
 
-def _iota(eqn: Any) -> Iterator[BatchingRule]:
+def _iota(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     if len(eqn.invars) == 0:
         others = (d for d in range(len(_shape(eqn.outvars[0]))) if d != eqn.params["dimension"])
         yield from _alike(eqn, others, "shape")
 
 
-def _broadcast(eqn: Any) -> Iterator[BatchingRule]:
+def _broadcast(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     if len(eqn.invars) > 1:
         return  # dynamic shapes
     operand, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
@@ -164,7 +166,7 @@ def _broadcast(eqn: Any) -> Iterator[BatchingRule]:
         yield BatchingRule((of.get(d),), (d,), sizes=(("shape", d),))
 
 
-def _reshape(eqn: Any) -> Iterator[BatchingRule]:
+def _reshape(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     """An axis is the outermost of those that a dimension is merged of, or split in, once `dimensions` permute them."""
     if len(eqn.invars) > 1:
         return
@@ -178,25 +180,25 @@ def _reshape(eqn: Any) -> Iterator[BatchingRule]:
                 yield BatchingRule((order[i],), (j,), sizes=(("new_sizes", j),))
 
 
-def _transpose(eqn: Any) -> Iterator[BatchingRule]:
+def _transpose(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     for j, i in enumerate(eqn.params["permutation"]):
         yield BatchingRule((int(i),), (j,))
 
 
-def _squeeze(eqn: Any) -> Iterator[BatchingRule]:
+def _squeeze(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     rank = len(_shape(eqn.invars[0]))
     gone = {d % rank for d in eqn.params["dimensions"]}
     for j, i in enumerate(d for d in range(rank) if d not in gone):
         yield BatchingRule((i,), (j,))
 
 
-def _stack(eqn: Any) -> Iterator[BatchingRule]:
+def _stack(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     axis = eqn.params["axis"] % len(_shape(eqn.outvars[0]))
     for d in range(len(_shape(eqn.invars[0]))):
         yield BatchingRule(tuple(d for _ in eqn.invars), (d + (d >= axis),))
 
 
-def _unstack(eqn: Any) -> Iterator[BatchingRule]:
+def _unstack(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     rank = len(_shape(eqn.invars[0]))
     axis = eqn.params["axis"] % rank
     for d in range(rank):
@@ -204,13 +206,13 @@ def _unstack(eqn: Any) -> Iterator[BatchingRule]:
             yield BatchingRule((d,), tuple(d - (d > axis) for _ in eqn.outvars))
 
 
-def _tile(eqn: Any) -> Iterator[BatchingRule]:
+def _tile(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     yield from _alike(eqn, (d for d, times in enumerate(eqn.params["reps"]) if times == 1))
 
 
-def _reduction(eqn: Any) -> Iterator[BatchingRule]:
+def _reduction(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     """Initial values, of which a general reduction has one for each operand, are scalars."""
-    axes = set(eqn.params.get("axes", eqn.params.get("dimensions")))
+    axes = set(eqn.params["axes" if "axes" in eqn.params else "dimensions"])
     kept = [d for d in range(len(_shape(eqn.invars[0]))) if d not in axes]
     for j, i in enumerate(kept):
         yield BatchingRule(tuple(i if _shape(a) else None for a in eqn.invars), tuple(j for _ in eqn.outvars))
@@ -222,7 +224,7 @@ def _reduction(eqn: Any) -> Iterator[BatchingRule]:
 def _but(name: str) -> Rule:
     """All dimensions but that, or those, that a parameter names."""
 
-    def rule(eqn: Any) -> Iterator[BatchingRule]:
+    def rule(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
         rank, named = len(_shape(eqn.invars[0])), eqn.params[name]
         mixed = {d % rank for d in (named if isinstance(named, tuple) else (named,))} if rank else set[int]()
         yield from _alike(eqn, (d for d in range(rank) if d not in mixed))
@@ -230,28 +232,28 @@ def _but(name: str) -> Rule:
     return rule
 
 
-def _pad(eqn: Any) -> Iterator[BatchingRule]:
+def _pad(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     padded = eqn.params["padding_config"]
     yield from _alike(eqn, (d for d, each in enumerate(padded) if tuple(each) == (0, 0, 0)))
 
 
-def _slice(eqn: Any) -> Iterator[BatchingRule]:
+def _slice(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     operand, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     yield from _alike(eqn, (d for d in range(len(result)) if operand[d] == result[d]), "limit_indices")
 
 
-def _window(eqn: Any) -> Iterator[BatchingRule]:
+def _window(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     """A window at a position that is data, along the dimensions that it spans."""
     operand, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     yield from _alike(eqn, (d for d in range(len(result)) if operand[d] == result[d]), "slice_sizes")
 
 
-def _written_window(eqn: Any) -> Iterator[BatchingRule]:
+def _written_window(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     operand, update = _shape(eqn.invars[0]), _shape(eqn.invars[1])
     yield from _alike(eqn, (d for d in range(len(operand)) if operand[d] == update[d]))
 
 
-def _product(eqn: Any) -> Iterator[BatchingRule]:
+def _product(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     contracted, batched = eqn.params["dimension_numbers"]
     for i, (a, b) in enumerate(zip(*batched, strict=True)):
         yield BatchingRule((int(a), int(b)), (i,))
@@ -265,7 +267,7 @@ def _product(eqn: Any) -> Iterator[BatchingRule]:
         yield BatchingRule((int(a), int(b)), (None,), summed=True)
 
 
-def _ragged_product(eqn: Any) -> Iterator[BatchingRule]:
+def _ragged_product(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     """The ragged dimension and that of the groups are mixed: sizes of groups are data.
 
     Sizes may have dimensions of their own before that of the groups: the product's batch, and the dimensions of the
@@ -298,7 +300,7 @@ def _ragged_product(eqn: Any) -> Iterator[BatchingRule]:
             yield BatchingRule((a, b, None), (None,), summed=True)
 
 
-def _convolution(eqn: Any) -> Iterator[BatchingRule]:
+def _convolution(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     """The batch; the contracted features, as the batch is in a kernel's gradient; groups of features, and of the batch;
     features of the result; positions that a window of one entry reads.
     """
@@ -326,7 +328,7 @@ def _convolution(eqn: Any) -> Iterator[BatchingRule]:
             yield BatchingRule((a, None), (c,))
 
 
-def _windows(eqn: Any) -> Iterator[BatchingRule]:
+def _windows(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     """Dimensions in which each entry has a window of its own."""
     params, rank = eqn.params, len(_shape(eqn.outvars[0]))
     ones = (params.get(name) or (1,) * rank for name in ("base_dilation", "window_dilation"))
@@ -337,7 +339,7 @@ def _windows(eqn: Any) -> Iterator[BatchingRule]:
     yield from _alike(eqn, [d for d, each in enumerate(alone) if each])
 
 
-def _gather(eqn: Any) -> Iterator[BatchingRule]:
+def _gather(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     """Batch dimensions of the operand, dimensions that are read whole, and rows of the indices."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices, result = (_shape(a) for a in (*eqn.invars, *eqn.outvars))
@@ -352,7 +354,7 @@ def _gather(eqn: Any) -> Iterator[BatchingRule]:
             yield BatchingRule((d, None), (out,), sizes=(("slice_sizes", d),))
 
 
-def _scatter(eqn: Any) -> Iterator[BatchingRule]:
+def _scatter(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
     """The same of what is scattered; parts of the indices add up where the scattered is added to the operand."""
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = (_shape(a) for a in eqn.invars)

@@ -22,6 +22,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from . import _compat
+from ._compat import Atom
 from ._inline import Inliner
 from ._primitives import (
     is_barrier,
@@ -61,11 +62,11 @@ class Equals:
         default_factory=dict
     )  # what makes such equations equal -> results
 
-    def read(self, atom: Any) -> Any:
+    def read(self, atom: Atom) -> Any:
         """What an operand or a result is called now."""
         return atom if _compat.is_literal(atom) else self._rename.get(atom, atom)
 
-    def add(self, eqn: Any, scope: int = -1, in_backward: bool | None = None) -> None:
+    def add(self, eqn: jex.JaxprEqn, scope: int = -1, in_backward: bool | None = None) -> None:
         """The next equation.
 
         **Arguments:** `scope` within which equals are merged; `in_backward` whether it is of the backward pass, by
@@ -102,18 +103,23 @@ class Equals:
                 self._seen[key, scope] = twin
         self.merged_of.append(twin)
 
-    def value(self, atom: Any) -> Any:
+    def value(self, atom: Atom) -> Any:
         """What makes two operands the same, of whatever scope: what they are called or, of constants, made of."""
         return _atom(self.first(atom))
 
-    def first(self, atom: Any) -> Any:
+    def first(self, atom: Atom) -> Any:
         """What a name names, the first variable that is made of the same constants in the same way; others are
         themselves.
         """
         return atom if _compat.is_literal(atom) else self._alike.get(atom, atom)
 
     def body(
-        self, closed: Any, operands: Sequence[Any], info: Any, into: list[Any], at: int | None = None
+        self,
+        closed: jex.ClosedJaxpr,
+        operands: Sequence[Atom],
+        info: Any,
+        into: list[Any],
+        at: int | None = None,
     ) -> list[Any]:
         """As `Inliner.body`, with operands that are made of constants made anew.
 
@@ -121,7 +127,7 @@ class Equals:
         """
         made: dict[Any, Any] = {}
 
-        def maker(atom: Any) -> Any | None:
+        def maker(atom: Atom) -> Any | None:
             if _compat.is_literal(atom):
                 return None
             if atom not in self._constants and at is not None and self._maker.get(atom, -1) > at:
@@ -129,7 +135,7 @@ class Equals:
                 return eqn if is_light(eqn) and not eqn.effects and not is_loop_edge(eqn) else None
             return self._constants.get(atom)
 
-        def anew(atom: Any) -> Any:
+        def anew(atom: Atom) -> Any:
             if (eqn := maker(atom)) is None:
                 return atom
             if atom not in made:
@@ -175,12 +181,12 @@ class _Joined:
     results: Mapping[Any, Any]
 
 
-def _variables(atoms: Sequence[Any]) -> list[Any]:
+def _variables(atoms: Sequence[Atom]) -> list[Any]:
     return list(dict.fromkeys(a for a in atoms if not _compat.is_literal(a)))
 
 
 def _extra(
-    outvars: Sequence[Any],
+    outvars: Sequence[jex.Var],
     made: Sequence[Sequence[Any]],
     own: Sequence[Any],
     own_made: Sequence[Sequence[Any]],
@@ -201,7 +207,7 @@ def _extra(
     return found, extra
 
 
-def _joined_scans(eqn: Any, again: Any, around: Equals, at: int) -> _Joined | None:
+def _joined_scans(eqn: jex.JaxprEqn, again: Any, around: Equals, at: int) -> _Joined | None:
     length = eqn.params["length"]
     if any(eqn.params[name] != again.params[name] for name in ("length", "reverse")):
         return None
@@ -252,7 +258,7 @@ def _slice(length: int, array: Any) -> Any:
     return _compat.new_var(jex.mapped_aval(length, 0, array.aval))
 
 
-def _joined_conds(eqn: Any, again: Any, around: Equals, at: int) -> _Joined | None:
+def _joined_conds(eqn: jex.JaxprEqn, again: Any, around: Equals, at: int) -> _Joined | None:
     branches = eqn.params["branches"]
     if around.value(eqn.invars[0]) != around.value(again.invars[0]) or len(branches) != len(
         again.params["branches"]
@@ -292,7 +298,7 @@ def _joined_conds(eqn: Any, again: Any, around: Equals, at: int) -> _Joined | No
 _JOINED = {"scan": _joined_scans, "cond": _joined_conds}
 
 
-def _atom(a: Any) -> Any:
+def _atom(a: Atom) -> Any:
     """What makes two operands the same."""
     if not _compat.is_literal(a):
         return a
@@ -300,7 +306,7 @@ def _atom(a: Any) -> Any:
     return (str(value.dtype), value.shape, value.tobytes(), str(a.aval))
 
 
-def _key(eqn: Any, invars: Sequence[Any]) -> Any:
+def _key(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> Any:
     """What makes two pure equations the same; None where parameters cannot be compared."""
     try:
         key = _like(eqn, tuple(map(_atom, invars)))
@@ -310,7 +316,7 @@ def _key(eqn: Any, invars: Sequence[Any]) -> Any:
     return key
 
 
-def _like(eqn: Any, invars: Any) -> Any:
+def _like(eqn: jex.JaxprEqn, invars: Any) -> Any:
     params = tuple(sorted((k, _hashable(v)) for k, v in eqn.params.items()))
     return (eqn.primitive, invars, params, eqn.ctx, tuple(v.aval for v in eqn.outvars))
 
@@ -332,14 +338,14 @@ def _hashable(value: Any) -> Any:
     return _Typed((type(value), value))
 
 
-def _structure(closed: Any) -> Any:
+def _structure(closed: jex.ClosedJaxpr) -> Any:
     """What makes two bodies the same, whatever their variables are called."""
-    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+    jaxpr, consts = _compat.opened(closed)
     place: dict[Any, int] = {}
     for v in (*jaxpr.constvars, *jaxpr.invars):
         place[v] = len(place)
 
-    def atom(a: Any) -> Any:
+    def atom(a: Atom) -> Any:
         return _atom(a) if _compat.is_literal(a) else place[a]
 
     eqns = []

@@ -6,9 +6,10 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import jax
+import jax.core
 import jax.extend.core as jex
 from jax._src import ad_checkpoint as _checkpoint
 from jax._src import api_util as _api_util
@@ -34,6 +35,18 @@ except ImportError:
 
 _UNSPECIFIED: type = _shardings.UnspecifiedValue  # type: ignore[attr-defined]
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+Atom: TypeAlias = jex.Var | jex.Literal
+"""What an equation reads."""
+
+Aval: TypeAlias = jax.core.ShapedArray
+"""The shape and the type of an array."""
+
+AnyJaxpr: TypeAlias = jex.Jaxpr | jex.ClosedJaxpr
+"""What an equation may have for a body."""
+
 JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split(".")[:2])
 
 
@@ -43,11 +56,11 @@ def new_var(aval: Any) -> jex.Var:
 
 
 def new_jaxpr(
-    constvars: Sequence[Any],
+    constvars: Sequence[jex.Var],
     consts: Sequence[Any],
-    invars: Sequence[Any],
-    outvars: Sequence[Any],
-    eqns: Sequence[Any],
+    invars: Sequence[jex.Var],
+    outvars: Sequence[Atom],
+    eqns: Sequence[jex.JaxprEqn],
 ) -> jex.ClosedJaxpr:
     """A closed jaxpr whose effects are the union of its equations' effects."""
     effects = _core.join_effects(*(eqn.effects for eqn in eqns)) if eqns else jex.no_effects
@@ -58,7 +71,7 @@ def new_jaxpr(
     return jex.ClosedJaxpr(jaxpr, list(consts))
 
 
-def is_reference(var: Any) -> bool:
+def is_reference(var: jex.Var) -> bool:
     """Whether a variable is what `jax.new_ref` makes."""
     return isinstance(var.aval, _state.AbstractRef)
 
@@ -98,36 +111,36 @@ def check_jaxpr(closed: jex.ClosedJaxpr) -> None:
     jex.check_jaxpr(closed.jaxpr)
 
 
-def name_stack_text(eqn: Any) -> str:
+def name_stack_text(eqn: jex.JaxprEqn) -> str:
     """The equation's name stack, as profilers show it."""
     return str(eqn.source_info.name_stack)
 
 
-def under(outer: Any, eqn: Any) -> Any:
+def under(outer: Any, eqn: jex.JaxprEqn) -> Any:
     """The source info of an inlined equation: its own line, its name stack below that of the call."""
     info = eqn.source_info
     stack = outer.name_stack + info.name_stack
     return info.replace(name_stack=stack)
 
 
-def in_scope(eqn: Any, scope: str) -> Any:
+def in_scope(eqn: jex.JaxprEqn, scope: str) -> Any:
     """The equation with one more name at the end of its name stack."""
     info = eqn.source_info
     return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
 
 
-def has_scope(eqn: Any, scope: str) -> bool:
+def has_scope(eqn: jex.JaxprEqn, scope: str) -> bool:
     """Whether this name is in the equation's name stack."""
     return any(part.name == scope for part in eqn.source_info.name_stack.stack)
 
 
-def scope_below(eqn: Any, outer: Any) -> str:
+def scope_below(eqn: jex.JaxprEqn, outer: Any) -> str:
     """The first name in the equation's name stack below that of another equation, "" where it is not below it."""
     own, above = eqn.source_info.name_stack.stack, outer.source_info.name_stack.stack
     return own[len(above)].name if len(own) > len(above) and own[: len(above)] == above else ""
 
 
-def last_scope(eqn: Any) -> str:
+def last_scope(eqn: jex.JaxprEqn) -> str:
     """The last name in the equation's name stack, "" where it has none."""
     parts = eqn.source_info.name_stack.stack
     return parts[-1].name if parts else ""
@@ -137,25 +150,25 @@ REMATTED = "rematted_computation"
 """How JAX names the forward pass that a checkpoint runs again in the backward pass."""
 
 
-def as_forward(eqn: Any) -> Any:
+def as_forward(eqn: jex.JaxprEqn) -> Any:
     """An equation that a checkpoint computes again, under the name that it has without the checkpoint."""
     info = eqn.source_info
     own = (part for part in info.name_stack.stack if part.name not in ("transpose", REMATTED))
     return eqn.replace(source_info=info.replace(name_stack=_source.NameStack(tuple(own))))
 
 
-def as_backward(eqn: Any, like: Any, scope: str) -> Any:
+def as_backward(eqn: jex.JaxprEqn, like: Any, scope: str) -> Any:
     """An equation that the backward pass runs for another, under that one's names, one more, and its own line."""
     stack = like.source_info.name_stack.extend(scope)
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
-def root_source(eqn: Any) -> Any:
+def root_source(eqn: jex.JaxprEqn) -> Any:
     """An empty source info to start inlining from."""
     return eqn.source_info.replace(name_stack=_source.new_name_stack())
 
 
-def user_line(eqn: Any) -> str:
+def user_line(eqn: jex.JaxprEqn) -> str:
     """`file.py:12 (function)` of the user's code that made the equation, or ""."""
     frame = _source.user_frame(eqn.source_info.traceback)
     if frame is None:
@@ -201,7 +214,7 @@ def jit_options(fn: Any) -> dict[str, Any] | None:
     return options
 
 
-def varying_axes(var: Any) -> frozenset[Any]:
+def varying_axes(var: Atom) -> frozenset[Any]:
     """The axes of a `shard_map`'s mesh over which a variable's values differ."""
     kind = getattr(var.aval, "manual_axis_type", None)
     return frozenset(getattr(kind or var.aval, "varying", getattr(var.aval, "vma", ())))
@@ -214,14 +227,24 @@ def unvaried(aval: Any) -> Any:
     return _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def is_literal(atom: Any) -> bool:
-    """Whether a jaxpr's operand is an inline constant."""
+def is_literal(atom: Atom) -> "TypeIs[jex.Literal]":
+    """Return whether a jaxpr's operand is an inline constant."""
     return isinstance(atom, jex.Literal)
 
 
-def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The atoms that are no literals."""
+def variables(atoms: Iterable[Atom]) -> list[jex.Var]:
+    """Return the atoms that are no literals."""
     return [a for a in atoms if not is_literal(a)]
+
+
+def shaped(atom: Atom) -> Aval:
+    """Return the shape and the type of an array."""
+    return cast(Aval, atom.aval)
+
+
+def opened(jaxpr: AnyJaxpr) -> tuple[jex.Jaxpr, Sequence[Any]]:
+    """Return a body's jaxpr and its constants, none where it is not closed."""
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, jex.ClosedJaxpr) else (jaxpr, ())
 
 
 def literal(value: Any) -> Any:
@@ -230,13 +253,17 @@ def literal(value: Any) -> Any:
 
 
 def new_eqn(
-    invars: Sequence[Any], outvars: Sequence[Any], primitive: Any, params: dict[str, Any], source_info: Any
+    invars: Sequence[Atom],
+    outvars: Sequence[jex.Var],
+    primitive: jex.Primitive,
+    params: dict[str, Any],
+    source_info: Any,
 ) -> Any:
     """An equation without effects."""
     return jex.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, jex.no_effects, source_info)
 
 
-def scan_counts(eqn: Any) -> tuple[int, int]:
+def scan_counts(eqn: jex.JaxprEqn) -> tuple[int, int]:
     """A scan's numbers of constants and of carries."""
     params = eqn.params
     if "num_carry" in params:
@@ -245,20 +272,22 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carries)
 
 
-def scan_operands(eqn: Any) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+def scan_operands(eqn: jex.JaxprEqn) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """A scan's constants, initial carries and scanned-over arrays."""
     consts, carries = scan_counts(eqn)
     return eqn.invars[:consts], eqn.invars[consts : consts + carries], eqn.invars[consts + carries :]
 
 
-def cond_like(eqn: Any, branches: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]) -> Any:
+def cond_like(
+    eqn: jex.JaxprEqn, branches: Sequence[Any], invars: Sequence[Atom], outvars: Sequence[jex.Var]
+) -> Any:
     """A `cond` that chooses as another does, between other branches, which have no constants."""
     return eqn.replace(
         invars=list(invars), outvars=list(outvars), params={**eqn.params, "branches": tuple(branches)}
     )
 
 
-def with_results(eqn: Any, wanted: Sequence[bool]) -> Any:
+def with_results(eqn: jex.JaxprEqn, wanted: Sequence[bool]) -> Any:
     """An equation without some of its results, and its bodies without what makes only them."""
     operands = list(dict.fromkeys(a for a in eqn.invars if not is_literal(a)))
     jaxpr = new_jaxpr((), (), operands, eqn.outvars, [eqn]).jaxpr
@@ -272,7 +301,7 @@ def pruned(closed: jex.ClosedJaxpr) -> Any:
 
 
 def scan_like(
-    eqn: Any,
+    eqn: jex.JaxprEqn,
     body: Any,
     length: int,
     operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
@@ -306,7 +335,7 @@ def staging_checkpoints() -> AbstractContextManager[Any]:
     return nullcontext() if JAX_VERSION >= (0, 11) else _config.remat3(False)
 
 
-def name_eqn(operand: Any, outvar: Any, name: str, source_info: Any) -> Any:
+def name_eqn(operand: Atom, outvar: Any, name: str, source_info: Any) -> Any:
     """What `jax.ad_checkpoint.checkpoint_name` stages: the operand under a name that policies see."""
     if not _config.remat3.value:
         return new_eqn([operand], [outvar], _checkpoint.name_p, {"name": name}, source_info)
@@ -314,7 +343,7 @@ def name_eqn(operand: Any, outvar: Any, name: str, source_info: Any) -> Any:
     return new_eqn([operand], [outvar], _hijax.call_hi_primitive_p, params, source_info)
 
 
-def without_hijax(eqn: Any, *, derivatives: bool) -> Any:
+def without_hijax(eqn: jex.JaxprEqn, *, derivatives: bool) -> Any:
     """An equation that `jax_remat3` stages, or another of JAX's "high" primitives, as one that has been there before.
 
     A checkpoint becomes a `remat2`, a name a `name`. What else brings rules for differentiation becomes a call of what
@@ -336,7 +365,7 @@ def without_hijax(eqn: Any, *, derivatives: bool) -> Any:
         }
         return eqn.replace(primitive=_checkpoint.remat_p, params=params)
     if derivatives and _config.remat3.value and isinstance(kind, _checkpoint.CustomRemat):
-        alone = single(eqn, eqn.invars)
+        alone = single(eqn, cast(list[jex.Var], eqn.invars))
         params = {"_prim": _checkpoint.RematTraced(alone.jaxpr if JAX_VERSION >= (0, 11) else alone, None)}
         return eqn.replace(params=params)
     if derivatives or eqn.effects:
@@ -351,7 +380,7 @@ _NAMES = tuple(
 )
 
 
-def _expanded(eqn: Any) -> jex.ClosedJaxpr:
+def _expanded(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
     """What JAX computes for an equation of a "high" primitive."""
     kind = eqn.params["_prim"]
     if hasattr(kind, "jaxpr"):
@@ -419,7 +448,7 @@ def enclosing_options() -> dict[str, Any] | None:
     return found
 
 
-def barrier(operands: Sequence[Any], outvars: Sequence[Any], source_info: Any) -> Any:
+def barrier(operands: Sequence[Atom], outvars: Sequence[jex.Var], source_info: Any) -> Any:
     """An optimization barrier: nothing that reads its results starts before all of its operands are there."""
     return new_eqn(operands, outvars, _lax.optimization_barrier_p, {}, source_info)
 
@@ -430,28 +459,28 @@ def _placing(space: Any) -> Any:
     return jax.make_jaxpr(lambda x: jax.device_put(x, space))(0.0).eqns[0]
 
 
-def placed(operand: Any, space: Any, source_info: Any) -> Any:
+def placed(operand: Atom, space: Any, source_info: Any) -> Any:
     """A variable copied to another memory, `jax.memory.Space.Host` or `Device`."""
     eqn = _placing(space)
     outvar = new_var(operand.aval.update(memory_space=space))
     return new_eqn([operand], [outvar], eqn.primitive, eqn.params, source_info)
 
 
-def permuted(operand: Any, axes: Sequence[int], source_info: Any) -> Any:
+def permuted(operand: Atom, axes: Sequence[int], source_info: Any) -> Any:
     """A transposition of a variable."""
     params = {"permutation": tuple(axes)}
     aval, _ = _lax.transpose_p.abstract_eval(operand.aval, **params)
     return new_eqn([operand], [new_var(aval)], _lax.transpose_p, params, source_info)
 
 
-def row_major(operand: Any, source_info: Any) -> Any:
+def row_major(operand: Atom, source_info: Any) -> Any:
     """A variable with its elements in memory in the order of its axes."""
-    layout = _MemoryLayout(major_to_minor=tuple(range(len(operand.aval.shape))))
+    layout = _MemoryLayout(major_to_minor=tuple(range(len(shaped(operand).shape))))
     (eqn,) = jax.make_jaxpr(lambda x: with_layout_constraint(x, layout))(operand.aval).jaxpr.eqns
     return eqn.replace(invars=[operand], outvars=[new_var(operand.aval)], source_info=source_info)
 
 
-def single(eqn: Any, invars: Sequence[Any]) -> jex.ClosedJaxpr:
+def single(eqn: jex.JaxprEqn, invars: Sequence[jex.Var]) -> jex.ClosedJaxpr:
     """One equation as a closed jaxpr whose arguments are `invars`, in place of the equation's operands."""
     outvars = [new_var(v.aval) for v in eqn.outvars]
     return new_jaxpr((), (), invars, outvars, [eqn.replace(invars=list(invars), outvars=outvars)])

@@ -21,6 +21,7 @@ from . import (
     _mask_rules,  # noqa: F401 (it adds its rules)
 )
 from ._carries import Carries
+from ._compat import Atom, shaped
 from ._index_rules import grid
 from ._inline import body_of, index_on_every_platform, is_identity
 from ._operation_keys import KEYS
@@ -106,19 +107,19 @@ class _Numbers:
         self._constants = {i: each for i, each in self._constants.items() if each[1] < mark[0]}
         self._keys = {i: each for i, each in self._keys.items() if not each[2] > mark[0]}
 
-    def _body(self, closed: Any, operands: Sequence[int]) -> list[int]:
-        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+    def _body(self, closed: _compat.AnyJaxpr, operands: Sequence[int]) -> list[int]:
+        jaxpr, consts = _compat.opened(closed)
         known = [self._constant(c, v) for c, v in zip(consts, jaxpr.constvars, strict=False)]
         env: dict[Any, int] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*known, *operands], strict=True))
 
-        def read(atom: Any) -> int:
+        def read(atom: Atom) -> int:
             return self._literal(atom) if _compat.is_literal(atom) else env[atom]
 
         for eqn in _needed(jaxpr):
             env.update(zip(eqn.outvars, self._results(eqn, list(map(read, eqn.invars))), strict=True))
         return [read(a) for a in jaxpr.outvars]
 
-    def _results(self, eqn: Any, operands: list[int]) -> Sequence[int]:
+    def _results(self, eqn: jex.JaxprEqn, operands: list[int]) -> Sequence[int]:
         eqn = _compat.without_hijax(eqn, derivatives=False)
         name = eqn.primitive.name
         if name in _UNCHANGED or is_identity(eqn, eqn.invars):
@@ -140,23 +141,23 @@ class _Numbers:
             return [self.values.make(name, key, operands, _type(eqn.outvars[0]))]
         return self._each(eqn, self.values.node(name, key, tuple(operands), ((), None)))
 
-    def _each(self, eqn: Any, made: int) -> list[int]:
+    def _each(self, eqn: jex.JaxprEqn, made: int) -> list[int]:
         return [self.values.node("Result", i, (made,), _type(v)) for i, v in enumerate(eqn.outvars)]
 
-    def _literal(self, atom: Any) -> int:
+    def _literal(self, atom: jex.Literal) -> int:
         kind = _type(atom)
         value = np.asarray(atom.val, kind[1])
         if not kind[0] and np.issubdtype(kind[1], np.integer):
             return grid(self.values, kind, (), constant(int(value)))
         return self.values.node("Literal", (value.tobytes(),), (), kind)
 
-    def _constant(self, const: Any, var: Any) -> int:
+    def _constant(self, const: Any, var: jex.Var) -> int:
         if id(const) not in self._constants:
             made = self.values.node("Constant", id(const), (), _type(var))
             self._constants[id(const)] = const, made
         return self._constants[id(const)][1]
 
-    def _key(self, eqn: Any) -> Any:
+    def _key(self, eqn: jex.JaxprEqn) -> Any:
         """What says which operation of its name an equation is."""
         name, params = eqn.primitive.name, eqn.params
         if (own := KEYS.get(name)) is not None:
@@ -193,9 +194,9 @@ class _Numbers:
             return "id", id(value)
         return type(value), value
 
-    def _opaque(self, closed: Any) -> tuple[Any, ...]:
+    def _opaque(self, closed: jex.ClosedJaxpr) -> tuple[Any, ...]:
         """The numbers of a body of arguments of its own."""
-        jaxpr = getattr(closed, "jaxpr", closed)
+        jaxpr = _compat.opened(closed)[0]
         own, self.turns = self.turns, {}
         lengths, self.values.lengths = self.values.lengths, []
         self.bodies += 1
@@ -225,7 +226,7 @@ class _Numbers:
             made = self.values.node("Turn", (*key, kinds), (*operands, *inside), ((), None))
             self.turns.setdefault("body", []).append(made)
 
-    def _scan(self, eqn: Any, operands: list[int]) -> list[int] | None:
+    def _scan(self, eqn: jex.JaxprEqn, operands: list[int]) -> list[int] | None:
         length, backward, values = eqn.params["length"], eqn.params["reverse"], self.values
         if length == 0:
             return None
@@ -261,7 +262,7 @@ class _Numbers:
             self._turn_of(("scan", symbol, length, backward), [filled], ())
         return [*lasts, *stacked]
 
-    def _while(self, eqn: Any, operands: list[int]) -> list[int]:
+    def _while(self, eqn: jex.JaxprEqn, operands: list[int]) -> list[int]:
         params, values = eqn.params, self.values
         first, second = params["cond_nconsts"], params["body_nconsts"]
         begin, symbol = operands[first + second :], len(values.lengths)
@@ -295,7 +296,7 @@ class _Numbers:
         yield [self.values.node("Hole", i, (), self.values.type(a)) for i, a in zip(own, begin, strict=True)]
         self.holes -= len(begin)
 
-    def _cond(self, eqn: Any, operands: list[int]) -> list[int]:
+    def _cond(self, eqn: jex.JaxprEqn, operands: list[int]) -> list[int]:
         index, *given = operands
         branches = eqn.params["branches"]
         node = self.values.nodes[index]
@@ -312,7 +313,7 @@ class _Numbers:
             for v, *ways in zip(eqn.outvars, *made, strict=True)
         ]
 
-    def _shard_map(self, eqn: Any, operands: list[int]) -> list[int]:
+    def _shard_map(self, eqn: jex.JaxprEqn, operands: list[int]) -> list[int]:
         params, values = eqn.params, self.values
         jaxpr = params["jaxpr"]
         mesh = params["mesh"], params.get("manual_axes")
@@ -335,18 +336,18 @@ class _Numbers:
         inner = self.values.nodes[node.operands[0]]
         return inner.operands[0] if inner.op == undone and inner.key == node.key else value
 
-    def _split(self, eqn: Any, operands: list[int]) -> list[int]:
+    def _split(self, eqn: jex.JaxprEqn, operands: list[int]) -> list[int]:
         axis, start, found = eqn.params["axis"], 0, []
         shape = self.values.type(operands[0])[0]
         for v in eqn.outvars:
-            size = v.aval.shape[axis]
+            size = shaped(v).shape[axis]
             begin = tuple(start if i == axis else 0 for i in range(len(shape)))
             end = tuple(start + size if i == axis else n for i, n in enumerate(shape))
             found.append(self.values.make("slice", (begin, end, (1,) * len(shape)), operands, _type(v)))
             start += size
         return found
 
-    def _platform(self, eqn: Any, operands: list[int]) -> list[int] | None:
+    def _platform(self, eqn: jex.JaxprEqn, operands: list[int]) -> list[int] | None:
         index = index_on_every_platform(eqn)
         return None if index is None else [grid(self.values, _type(eqn.outvars[0]), (), constant(index))]
 
@@ -377,7 +378,7 @@ _STRUCTURED: dict[str, Callable[[_Numbers, Any, list[int]], Sequence[int] | None
 }
 
 
-def _needed(jaxpr: Any) -> list[Any]:
+def _needed(jaxpr: jex.Jaxpr) -> list[Any]:
     """The equations that results or effects need."""
     needed = set(_compat.variables(jaxpr.outvars))
     found = []
@@ -388,6 +389,6 @@ def _needed(jaxpr: Any) -> list[Any]:
     return found[::-1]
 
 
-def _type(atom: Any) -> Type:
+def _type(atom: Atom) -> Type:
     aval = atom.aval
     return tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", None) or str(aval)

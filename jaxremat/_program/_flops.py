@@ -4,9 +4,11 @@ import math
 from functools import cache
 from typing import Any
 
+import jax.extend.core as jex
 import numpy as np
 
 from .._model._device_specs import DeviceSpec
+from ._compat import shaped
 from ._primitives import inner_jaxprs, is_light, is_threefry, is_write, on_host
 
 THREEFRY_OPERATIONS = 200.0
@@ -38,13 +40,13 @@ def _item_nbytes(dtype: Any) -> float:
     )
 
 
-def eqn_flops(eqn: Any) -> float:
+def eqn_flops(eqn: jex.JaxprEqn) -> float:
     """Floating-point operations of one run; loops count every trip."""
     name = eqn.primitive.name
     out = math.prod(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0
     if name in ("dot_general", "scaled_matmul"):
         ((lhs_contracting, _), _) = eqn.params["dimension_numbers"]
-        return 2.0 * out * math.prod(eqn.invars[0].aval.shape[d] for d in lhs_contracting)
+        return 2.0 * out * math.prod(shaped(eqn.invars[0]).shape[d] for d in lhs_contracting)
     if name == "conv_general_dilated":
         return _conv_flops(eqn)
     if name in ("attention", "attention_gradient"):
@@ -61,9 +63,9 @@ def eqn_flops(eqn: Any) -> float:
     return float(max([out, *(math.prod(getattr(a.aval, "shape", ())) for a in eqn.invars)]))
 
 
-def _conv_flops(eqn: Any) -> float:
-    lhs, rhs = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-    out = eqn.outvars[0].aval.shape
+def _conv_flops(eqn: jex.JaxprEqn) -> float:
+    lhs, rhs = shaped(eqn.invars[0]).shape, shaped(eqn.invars[1]).shape
+    out = shaped(eqn.outvars[0]).shape
     numbers = eqn.params["dimension_numbers"]
     lhs_spec, rhs_spec, out_spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     total = 2.0 * lhs[lhs_spec[0]] * out[out_spec[1]] * rhs[rhs_spec[1]]
@@ -90,7 +92,7 @@ def _taps(
     return int(inside.sum())
 
 
-def in_rounds(device: DeviceSpec, eqn: Any) -> bool:
+def in_rounds(device: DeviceSpec, eqn: jex.JaxprEqn) -> bool:
     """Whether the compiler makes a loop of the equation, whose buffers are in memory: random words on the CPU."""
     return device.platform == "cpu" and is_threefry(eqn)
 
@@ -100,7 +102,7 @@ def kernel_seconds(device: DeviceSpec, dtype: str, flops: float, nbytes: float) 
     return max(flops / device.peak(dtype), nbytes / device.bandwidth) + device.launch_seconds
 
 
-def alone_seconds(device: DeviceSpec, eqn: Any, flops: float | None = None) -> float:
+def alone_seconds(device: DeviceSpec, eqn: jex.JaxprEqn, flops: float | None = None) -> float:
     """Roofline time of an equation that is a kernel with nothing fused into it.
 
     **Arguments:** `flops` what it does there, where that is not all.
@@ -112,7 +114,7 @@ def alone_seconds(device: DeviceSpec, eqn: Any, flops: float | None = None) -> f
     return kernel_seconds(device, flops_dtype(eqn), eqn_flops(eqn) if flops is None else flops, nbytes)
 
 
-def flops_dtype(eqn: Any) -> str:
+def flops_dtype(eqn: jex.JaxprEqn) -> str:
     """The type whose arithmetic rate the equation runs at: its widest floating operand."""
     for atom in (*eqn.invars, *eqn.outvars):
         dtype = getattr(atom.aval, "dtype", None)

@@ -15,6 +15,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .._runtime._errors import HintError
 from . import _compat
+from ._compat import Atom
 from ._primitives import inner_jaxprs
 
 T = TypeVar("T")
@@ -93,12 +94,12 @@ class Hint:
     origin: str
 
 
-def is_hint(eqn: Any) -> bool:
+def is_hint(eqn: jex.JaxprEqn) -> bool:
     """Whether the equation is a mark."""
     return eqn.primitive is HINT
 
 
-def read_hint(eqn: Any, operand: Any) -> Hint | None:
+def read_hint(eqn: jex.JaxprEqn, operand: Atom) -> Hint | None:
     """What the equation marks, with that operand; None for a mark that only leads to another."""
     role = "cotangent" if eqn.params["action"] == "stage" else "primal"
     if eqn.params["role"] != role or _compat.is_literal(operand):
@@ -106,7 +107,7 @@ def read_hint(eqn: Any, operand: Any) -> Hint | None:
     return Hint(operand, eqn.params["action"], origin(eqn))
 
 
-def origin(eqn: Any) -> str:
+def origin(eqn: jex.JaxprEqn) -> str:
     """`hint(..., "save", name="h") at model.py:12 (f)`."""
     name = eqn.params["name"]
     named = f', name="{name}"' if name else ""

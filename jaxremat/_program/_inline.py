@@ -13,6 +13,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from . import _compat
+from ._compat import Atom, shaped
 from ._hints import Hint, is_hint, read_hint
 from ._primitives import is_backward, is_barrier
 from ._splice import inlined
@@ -73,13 +74,19 @@ class Inliner:
         return _compat.new_jaxpr(self.constvars, self.consts, invars, outvars, eqns)
 
     def body(
-        self, closed: Any, operands: Sequence[Any], info: Any, into: list[Any], *, marks: bool = False
+        self,
+        closed: jex.ClosedJaxpr,
+        operands: Sequence[Atom],
+        info: Any,
+        into: list[Any],
+        *,
+        marks: bool = False,
     ) -> list[Any]:
         """Append a body's flat equations for these operands below a call's source info; returns its results.
 
         **Arguments:** `marks` leaves names and hints where they are, for when the body is inlined for good.
         """
-        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        jaxpr, consts = _compat.opened(closed)
         known = [self.constant(c, v.aval) for c, v in zip(consts, jaxpr.constvars, strict=True)]
         return self._walk(jaxpr, [*known, *operands], info, into, marks)
 
@@ -92,11 +99,11 @@ class Inliner:
         return self._const_of[id(const)]
 
     def _walk(
-        self, jaxpr: Any, operands: Sequence[Any], outer: Any, into: list[Any], marks: bool
+        self, jaxpr: jex.Jaxpr, operands: Sequence[Atom], outer: Any, into: list[Any], marks: bool
     ) -> list[Any]:
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], operands, strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> Any:
             return atom if _compat.is_literal(atom) else env[atom]
 
         barriers = frozenset() if self.respect_checkpoint else _of_checkpoints(jaxpr.eqns, outer)
@@ -145,7 +152,7 @@ class Inliner:
             into.extend(_each_placed(moved) if name == "device_put" else [moved])
         return [read(a) for a in jaxpr.outvars]
 
-    def _iteration(self, eqn: Any, into: list[Any], marks: bool) -> list[Any]:
+    def _iteration(self, eqn: jex.JaxprEqn, into: list[Any], marks: bool) -> list[Any]:
         """Append the one iteration of a scan; returns the scan's results."""
         consts, init, scanned = _compat.scan_operands(eqn)
         rows = [self._row(a, eqn.source_info, into) for a in scanned]
@@ -153,7 +160,7 @@ class Inliner:
         made = self.body(eqn.params["jaxpr"], operands, eqn.source_info, into, marks=marks)
         results = made[: len(init)]
         for row, stack in zip(made[len(init) :], eqn.outvars[len(init) :], strict=True):
-            shape = stack.aval.shape
+            shape = shaped(stack).shape
             results.append(_compat.new_var(stack.aval))
             _append(lambda x, shape=shape: jax.lax.reshape(x, shape), row, results[-1], eqn.source_info, into)
             self._row_of[results[-1]] = row
@@ -166,7 +173,7 @@ class Inliner:
             _append(lambda x: jax.lax.squeeze(x, (0,)), stack, self._row_of[stack], info, into)
         return self._row_of[stack]
 
-    def _call(self, eqn: Any) -> Any | None:
+    def _call(self, eqn: jex.JaxprEqn) -> Any | None:
         """The body of a call that may be inlined."""
         name = eqn.primitive.name
         if name not in self.calls or (name in ("jit", "pjit") and not _compat.is_plain_call(eqn.params)):
@@ -174,9 +181,9 @@ class Inliner:
         return body_of(eqn)
 
 
-def body_of(eqn: Any) -> Any | None:
+def body_of(eqn: jex.JaxprEqn) -> Any | None:
     """The jaxpr that an equation evaluates of its operands; None of equations that do something else."""
-    body = eqn.params.get((_CALLS | _DERIVATIVES).get(eqn.primitive.name))
+    body = eqn.params.get((_CALLS | _DERIVATIVES).get(eqn.primitive.name, ""))
     if body is None:
         return None
     jaxpr, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
@@ -185,13 +192,13 @@ def body_of(eqn: Any) -> Any | None:
     return body
 
 
-def _append(fn: Callable[[Any], Any], atom: Any, result: Any, info: Any, into: list[Any]) -> None:
+def _append(fn: Callable[[Any], Any], atom: Atom, result: Any, info: Any, into: list[Any]) -> None:
     """Append the one equation that a function of an atom is, under the name of its result."""
-    of = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+    of = jax.ShapeDtypeStruct(shaped(atom).shape, shaped(atom).dtype)
     into.extend(inlined(jax.make_jaxpr(fn)(of), [atom], info, [result])[0])
 
 
-def _of_checkpoints(eqns: Sequence[Any], outer: Any) -> frozenset[int]:
+def _of_checkpoints(eqns: Sequence[jex.JaxprEqn], outer: Any) -> frozenset[int]:
     """Return the barriers, by position, behind which checkpoints begin to compute again.
 
     Under `jax_remat3` no equation of the backward pass holds a checkpoint's region. What the region reads passes
@@ -215,13 +222,13 @@ def _of_checkpoints(eqns: Sequence[Any], outer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _computes_again(eqn: Any, info: Any) -> bool:
+def _computes_again(eqn: jex.JaxprEqn, info: Any) -> bool:
     """Whether a checkpoint stands in the backward pass, where it computes again what it did not save."""
     in_backward = is_backward(eqn.replace(source_info=info))
     return in_backward and eqn.primitive.name in _CHECKPOINTS and eqn.params["differentiated"]
 
 
-def index_on_every_platform(eqn: Any) -> int | None:
+def index_on_every_platform(eqn: jex.JaxprEqn) -> int | None:
     """The branch that a choice by platform takes wherever a whole program may run; None where that differs."""
     *named, otherwise = eqn.params["platforms"]
     if otherwise is not None or not _PLATFORMS.isdisjoint(name for names in named for name in names or ()):
@@ -229,17 +236,17 @@ def index_on_every_platform(eqn: Any) -> int | None:
     return len(named)
 
 
-def is_identity(eqn: Any, invars: Sequence[Any]) -> bool:
+def is_identity(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> bool:
     """Whether the only result is the only operand, of the same type."""
     if len(invars) != 1 or len(eqn.outvars) != 1 or invars[0].aval != eqn.outvars[0].aval:
         return False
     if eqn.primitive.name == "reduce_precision":
-        info = jax.numpy.finfo(invars[0].aval.dtype)
+        info = jax.numpy.finfo(shaped(invars[0]).dtype)
         return eqn.params["exponent_bits"] == info.nexp and eqn.params["mantissa_bits"] == info.nmant
     return eqn.primitive.name in _IDENTITIES
 
 
-def _each_placed(eqn: Any) -> list[Any]:
+def _each_placed(eqn: jex.JaxprEqn) -> list[Any]:
     """A `jax.device_put` of several arrays as one of each."""
     several = ("devices", "srcs", "copy_semantics")
     found = []

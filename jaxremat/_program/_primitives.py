@@ -3,10 +3,12 @@
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 from jax.sharding import AxisType
 
 from .._model._primitive_names import LOOP_EDGES, LOOP_SLICES
 from . import _compat
+from ._compat import shaped
 
 SUMS = ("add", "add_any")
 """Sums of two arrays; the second are those of cotangents."""
@@ -122,18 +124,18 @@ _UNREPEATABLE = frozenset(
 )
 
 
-def is_contraction(eqn: Any) -> bool:
+def is_contraction(eqn: jex.JaxprEqn) -> bool:
     """Contractions, loops and opaque calls: where a step's time goes."""
     name = eqn.primitive.name
     return name in _CONTRACTIONS or name in _LOOPS or name in _CALLS or name in _LIBRARY or bool(eqn.effects)
 
 
-def is_product(eqn: Any) -> bool:
+def is_product(eqn: jex.JaxprEqn) -> bool:
     """Products and convolutions: where both operands are divided alike, every device has a part of a sum."""
     return eqn.primitive.name in _CONTRACTIONS
 
 
-def is_reshaped_by_compiler(eqn: Any) -> bool:
+def is_reshaped_by_compiler(eqn: jex.JaxprEqn) -> bool:
     """Whether a compiler makes the result as one of fewer dimensions: a product of matrices, whose rows or columns are
     several dimensions in the program.
     """
@@ -141,10 +143,10 @@ def is_reshaped_by_compiler(eqn: Any) -> bool:
         return False
     contracted, batched = eqn.params["dimension_numbers"]
     both = zip(eqn.invars, contracted, batched, strict=True)
-    return any(len(a.aval.shape) - len(own) - len(each) > 1 for a, own, each in both)
+    return any(len(shaped(a).shape) - len(own) - len(each) > 1 for a, own, each in both)
 
 
-def is_fusion_root(eqn: Any) -> bool:
+def is_fusion_root(eqn: jex.JaxprEqn) -> bool:
     """Work that is a kernel of its own: no reader absorbs it, and what it writes is in memory."""
     name = eqn.primitive.name
     return (
@@ -158,13 +160,13 @@ def is_fusion_root(eqn: Any) -> bool:
     )
 
 
-def reads_memory(eqn: Any) -> bool:
+def reads_memory(eqn: jex.JaxprEqn) -> bool:
     """Work whose operands must be in memory: it cannot absorb their producers."""
     name = eqn.primitive.name
     return is_contraction(eqn) or name in _COLLECTIVES or is_barrier(eqn)
 
 
-def is_barrier(eqn: Any) -> bool:
+def is_barrier(eqn: jex.JaxprEqn) -> bool:
     """What keeps XLA from moving or merging work across it."""
     return eqn.primitive.name == "optimization_barrier"
 
@@ -180,72 +182,72 @@ def on_mesh(aval: Any) -> bool:
     return mesh is not None and not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
-def is_fetch(eqn: Any) -> bool:
+def is_fetch(eqn: jex.JaxprEqn) -> bool:
     """A copy from host memory to the device."""
     return _copies(eqn) and on_host(eqn.invars[0].aval) and not on_host(eqn.outvars[0].aval)
 
 
-def is_put(eqn: Any) -> bool:
+def is_put(eqn: jex.JaxprEqn) -> bool:
     """A copy from the device to host memory."""
     return _copies(eqn) and not on_host(eqn.invars[0].aval) and on_host(eqn.outvars[0].aval)
 
 
-def _copies(eqn: Any) -> bool:
+def _copies(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name == "device_put" and not _compat.is_literal(eqn.invars[0])
 
 
-def is_view(eqn: Any) -> bool:
+def is_view(eqn: jex.JaxprEqn) -> bool:
     """A change of shape alone: the result shares its operand's memory."""
     return eqn.primitive.name in _VIEWS
 
 
-def is_relabelling(eqn: Any) -> bool:
+def is_relabelling(eqn: jex.JaxprEqn) -> bool:
     """A view or a transposition, which contractions fold into the way they read their operand."""
     return is_view(eqn) or eqn.primitive.name == "transpose"
 
 
-def is_light(eqn: Any) -> bool:
+def is_light(eqn: jex.JaxprEqn) -> bool:
     """Data movement that kernels absorb at no arithmetic."""
     return eqn.primitive.name in _LIGHT or is_view(eqn)
 
 
-def is_window(eqn: Any) -> bool:
+def is_window(eqn: jex.JaxprEqn) -> bool:
     """A part of an array, of which no more is read than the result has."""
     return eqn.primitive.name in ("slice", "dynamic_slice")
 
 
-def is_part(eqn: Any) -> bool:
+def is_part(eqn: jex.JaxprEqn) -> bool:
     """A fixed part of an array, or all of its parts."""
     return eqn.primitive.name in ("slice", "split")
 
 
-def is_placed(eqn: Any) -> bool:
+def is_placed(eqn: jex.JaxprEqn) -> bool:
     """Whether the program says on which devices the result is: by axes of a mesh that are in types."""
     meshes = (each.mesh for name in PLACES if (each := eqn.params.get(name)) is not None)
     return any(kind != AxisType.Auto for mesh in meshes if not mesh.empty for kind in mesh.axis_types)
 
 
-def is_placing(eqn: Any) -> bool:
+def is_placing(eqn: jex.JaxprEqn) -> bool:
     """Whether an equation does nothing but say where a value is."""
     return eqn.primitive.name == "sharding_constraint"
 
 
-def is_write(eqn: Any) -> bool:
+def is_write(eqn: jex.JaxprEqn) -> bool:
     """An update of a part of an array, which is written over it."""
     return eqn.primitive.name == "dynamic_update_slice"
 
 
-def is_loop_edge(eqn: Any) -> bool:
+def is_loop_edge(eqn: jex.JaxprEqn) -> bool:
     """Whether the equation is one of `LOOP_EDGES`."""
     return eqn.primitive.name in LOOP_EDGES
 
 
-def is_loop_slice(eqn: Any) -> bool:
+def is_loop_slice(eqn: jex.JaxprEqn) -> bool:
     """Whether the equation is one of `LOOP_SLICES`."""
     return eqn.primitive.name in LOOP_SLICES
 
 
-def is_backward(eqn: Any) -> bool:
+def is_backward(eqn: jex.JaxprEqn) -> bool:
     """Whether automatic differentiation made the equation for the backward pass, as the outermost transformation.
 
     What is transposed below a `jvp` is of a gradient that is itself differentiated, and of its forward pass.
@@ -255,7 +257,7 @@ def is_backward(eqn: Any) -> bool:
     return transposed >= 0 and not 0 <= stack.find("jvp(") < transposed
 
 
-def is_pointwise(eqn: Any) -> bool:
+def is_pointwise(eqn: jex.JaxprEqn) -> bool:
     """Whether each entry of the result is made of the same entry of the operands, and of scalars."""
     return eqn.primitive.name in _POINTWISE
 
@@ -265,28 +267,28 @@ def pointwise_names() -> frozenset[str]:
     return _POINTWISE
 
 
-def is_costly(eqn: Any) -> bool:
+def is_costly(eqn: jex.JaxprEqn) -> bool:
     """Pointwise work of many operations per entry, which XLA does not repeat in each kernel that reads the result."""
     return eqn.primitive.name in _COSTLY
 
 
-def is_threefry(eqn: Any) -> bool:
+def is_threefry(eqn: jex.JaxprEqn) -> bool:
     """Whether the equation makes random words by JAX's own generator, of some hundred operations a word."""
     name = eqn.primitive.name
-    return name == "threefry2x32" or (name == "random_bits" and "fry" in str(eqn.invars[0].aval.dtype))
+    return name == "threefry2x32" or (name == "random_bits" and "fry" in str(shaped(eqn.invars[0]).dtype))
 
 
-def is_random(eqn: Any) -> bool:
+def is_random(eqn: jex.JaxprEqn) -> bool:
     """Whether the equation makes random words, by any generator."""
     return eqn.primitive.name in ("threefry2x32", "random_bits", "rng_bit_generator")
 
 
-def is_draw(eqn: Any) -> bool:
+def is_draw(eqn: jex.JaxprEqn) -> bool:
     """Whether the equation makes keys of a generator, or random words."""
     return is_random(eqn) or eqn.primitive.name.startswith("random_")
 
 
-def is_repeatable(eqn: Any) -> bool:
+def is_repeatable(eqn: jex.JaxprEqn) -> bool:
     """Whether running the equation twice is invisible: no effects, no callbacks, no collectives.
 
     What its bodies do to references of their own, as kernels do, is no effect of the equation.
@@ -294,7 +296,7 @@ def is_repeatable(eqn: Any) -> bool:
     return not runs_once(eqn) and not _holds(eqn, _COLLECTIVES | (LOOP_EDGES - LOOP_SLICES))
 
 
-def runs_once(eqn: Any) -> bool:
+def runs_once(eqn: jex.JaxprEqn) -> bool:
     """Whether another run of the equation could be seen, by what it gives or does: it has effects, calls the host,
     draws from a state of the device, or reads what is fed in.
 
@@ -304,12 +306,12 @@ def runs_once(eqn: Any) -> bool:
     return bool(eqn.effects) or _holds(eqn, _UNREPEATABLE)
 
 
-def _holds(eqn: Any, names: frozenset[str]) -> bool:
+def _holds(eqn: jex.JaxprEqn, names: frozenset[str]) -> bool:
     """Whether the equation, or one of its bodies' equations, is of one of these primitives."""
     return eqn.primitive.name in names or any(inner.primitive.name in names for inner in inner_eqns(eqn))
 
 
-def inner_jaxprs(eqn: Any) -> list[Any]:
+def inner_jaxprs(eqn: jex.JaxprEqn) -> list[Any]:
     """The open jaxprs among an equation's parameters (bodies of loops, branches, calls)."""
     found = []
     for param in eqn.params.values():
@@ -320,7 +322,7 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     return found
 
 
-def inner_eqns(eqn: Any) -> list[Any]:
+def inner_eqns(eqn: jex.JaxprEqn) -> list[Any]:
     """The equations of an equation's bodies, and of the bodies in those."""
     found = [inner for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns]
     return found + [deeper for inner in found for deeper in inner_eqns(inner)]

@@ -3,8 +3,6 @@
 Law: a program that is made of another runs them as often, and in the same order.
 """
 
-from typing import Any
-
 import jax.extend.core as jex
 
 from . import _compat
@@ -31,7 +29,7 @@ def check_runs(closed: jex.ClosedJaxpr, original: jex.ClosedJaxpr) -> None:
         raise RuntimeError(f"what runs once runs as {found}, and is written as {expected}")
 
 
-def _counted(eqns: list[Any], trips: int) -> Runs:
+def _counted(eqns: list[jex.JaxprEqn], trips: int) -> Runs:
     found: Runs = []
     for eqn in filter(runs_once, eqns):
         more = eqn.params["length"] if eqn.primitive.name == "scan" else 1

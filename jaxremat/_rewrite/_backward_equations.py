@@ -3,13 +3,17 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.extend.core as jex
+
 from .._program import _compat
 from .._program._primitives import is_backward, is_fetch, runs_once
 from ._flat_program import BACKWARD, UNPAIRED, Loop
 from ._row_chunks import is_in_chunks
 
 
-def backward_equations(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
+def backward_equations(
+    eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
+) -> list[bool]:
     """For each equation whether it is late: what it makes is no value of the forward pass.
 
     All of a loop of a pair is of the pass that the loop is of. What is made of nothing, as the gradient of a mean is,
@@ -44,7 +48,9 @@ def backward_equations(eqns: Sequence[Any], loop_of: Sequence[int], loops: Seque
     return found
 
 
-def behind_backward(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
+def behind_backward(
+    eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
+) -> list[bool]:
     """For each equation whether it is of the backward pass, or reads what that makes; alike for all of a loop."""
     in_backward = [is_backward(eqn) for eqn in eqns]
     made: set[Any] = set()

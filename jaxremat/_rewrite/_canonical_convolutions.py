@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
+from .._program._compat import shaped
 from .._program._splice import inlined
 from ._flat_program import with_eqns
 
@@ -47,7 +48,7 @@ def _is(one: Any, other: Any) -> bool:
     return one is other
 
 
-def _with_bodies(eqn: Any, *, inside: bool) -> Any:
+def _with_bodies(eqn: jex.JaxprEqn, *, inside: bool) -> Any:
     name = eqn.primitive.name
     changed: dict[str, Any] = {}
     for param in _BODIES.get(name, _CALLS.get(name, ())):
@@ -59,12 +60,12 @@ def _with_bodies(eqn: Any, *, inside: bool) -> Any:
     return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
 
 
-def is_transposed_convolution(eqn: Any) -> bool:
+def is_transposed_convolution(eqn: jex.JaxprEqn) -> bool:
     """Return whether it is a convolution in another order that XLA:CPU has a kernel for in its own."""
     if eqn.primitive.name != "conv_general_dilated" or eqn.params["batch_group_count"] != 1:
         return False
-    rank = eqn.invars[0].aval.ndim
-    known = 3 <= rank <= 5 and all(str(a.aval.dtype) in _TYPES for a in (*eqn.invars, *eqn.outvars))
+    rank = shaped(eqn.invars[0]).ndim
+    known = 3 <= rank <= 5 and all(str(shaped(a).dtype) in _TYPES for a in (*eqn.invars, *eqn.outvars))
     return known and tuple(map(tuple, eqn.params["dimension_numbers"])) != _order(rank)
 
 
@@ -74,10 +75,10 @@ def _order(rank: int) -> tuple[tuple[int, ...], ...]:
     return images, (rank - 1, rank - 2, *range(rank - 2)), images
 
 
-def canonical(eqn: Any) -> jex.ClosedJaxpr:
+def canonical(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
     """Return the convolution in XLA:CPU's order, with transposes around it."""
     numbers = eqn.params["dimension_numbers"]
-    order = _order(eqn.invars[0].aval.ndim)
+    order = _order(shaped(eqn.invars[0]).ndim)
 
     def run(operand: jax.Array, kernel: jax.Array) -> jax.Array:
         # the axis that is to stand at `there` is the one that is meant by the number in the same place
@@ -91,5 +92,8 @@ def canonical(eqn: Any) -> jex.ClosedJaxpr:
         back = [order[2][numbers.out_spec.index(axis)] for axis in range(made.ndim)]
         return jax.lax.transpose(made, back)
 
-    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars]
+    types = [
+        jax.ShapeDtypeStruct(shaped(a).shape, shaped(a).dtype, weak_type=shaped(a).weak_type)
+        for a in eqn.invars
+    ]
     return jax.make_jaxpr(run)(*types)

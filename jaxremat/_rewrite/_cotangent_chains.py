@@ -33,12 +33,12 @@ MOST_SOURCES = 64
 _SCOPE = "in_memory"
 
 
-def is_named(eqn: Any) -> bool:
+def is_named(eqn: jex.JaxprEqn) -> bool:
     """Whether it makes a cotangent that should be in memory."""
     return _compat.has_scope(eqn, _SCOPE)
 
 
-def in_memory(eqn: Any) -> list[Any]:
+def in_memory(eqn: jex.JaxprEqn) -> list[Any]:
     """The equation, whose result passes a barrier of its own."""
     (made,) = eqn.outvars
     before = _compat.new_var(made.aval)
@@ -76,7 +76,7 @@ def with_names(flat: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return with_eqns(flat, named)
 
 
-def _read_by_fusion_root(eqns: Sequence[Any]) -> set[Any]:
+def _read_by_fusion_root(eqns: Sequence[jex.JaxprEqn]) -> set[Any]:
     """What contractions and the like read, views of it looked through: it is in memory."""
     found: set[Any] = set()
     for eqn in reversed(eqns):

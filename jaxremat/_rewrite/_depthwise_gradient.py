@@ -14,24 +14,26 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
+from .._program._compat import shaped
+
 MOST_PLACES = 64
 """Kernels of more are left as they are; 7 x 7 has 49."""
 
 
-def is_depthwise_gradient(eqn: Any) -> bool:
+def is_depthwise_gradient(eqn: jex.JaxprEqn) -> bool:
     """Whether it is a convolution of as many groups as its operand has in the batch, with a small result."""
     if eqn.primitive.name != "conv_general_dilated":
         return False
-    params, shape = eqn.params, eqn.invars[0].aval.shape
+    params, shape = eqn.params, shaped(eqn.invars[0]).shape
     groups = params["batch_group_count"]
-    places = (eqn.outvars[0].aval.shape[axis] for axis in params["dimension_numbers"].out_spec[2:])
+    places = (shaped(eqn.outvars[0]).shape[axis] for axis in params["dimension_numbers"].out_spec[2:])
     alone = groups > 1 and groups == shape[params["dimension_numbers"].lhs_spec[0]]
     return alone and max(params["lhs_dilation"], default=1) == 1 and math.prod(places) <= MOST_PLACES
 
 
-def summed(eqn: Any) -> jex.ClosedJaxpr:
+def summed(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
     """The equation as a loop of such sums."""
-    params, out = eqn.params, eqn.outvars[0].aval
+    params, out = eqn.params, shaped(eqn.outvars[0])
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     groups_axis, groups = lhs_spec[0], params["batch_group_count"]
     places = [out.shape[axis] for axis in out_spec[2:]]
@@ -65,5 +67,8 @@ def summed(eqn: Any) -> jex.ClosedJaxpr:
         found = jnp.moveaxis(sums, 0, -1).reshape(1, -1, *places).astype(out.dtype)
         return jnp.transpose(found, np.argsort(out_spec).tolist())
 
-    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
+    types = [
+        jax.ShapeDtypeStruct(shaped(v).shape, shaped(v).dtype, weak_type=shaped(v).weak_type)
+        for v in eqn.invars
+    ]
     return jax.make_jaxpr(run)(*types)

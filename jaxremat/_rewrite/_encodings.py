@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 
 from .._program import _compat
+from .._program._compat import shaped
 from .._program._flops import aval_nbytes
 from .._program._primitives import (
     SUMS,
@@ -212,22 +213,22 @@ def with_copies(program: FlatProgram, codes: Sequence[int] = ()) -> FlatProgram:
     return program.moved(closed, sources, loop_of, encoded=(*program.encoded, *encoded))
 
 
-def _copied(eqn: Any, v: Any, encoding: Encoding) -> tuple[list[Any], Encoded]:
-    program = _program(encoding, v.aval.shape, v.aval.dtype)
+def _copied(eqn: jex.JaxprEqn, v: jex.Var, encoding: Encoding) -> tuple[list[Any], Encoded]:
+    program = _program(encoding, shaped(v).shape, shaped(v).dtype)
     info = _compat.in_scope(eqn, f"as_{encoding.label}").source_info
     eqns, (*parts, decoded) = inlined(program, [v], info)
     eqns = [each.replace(source_info=info) for each in eqns]
     return eqns, Encoded(v, tuple(parts), decoded, encoding.code, encoding.exact)
 
 
-def decoders(jaxpr: Any, encoded: Sequence[Encoded]) -> dict[int, int]:
+def decoders(jaxpr: jex.Jaxpr, encoded: Sequence[Encoded]) -> dict[int, int]:
     """For each equation that makes a value with an inexact copy the last of those that decode it."""
     maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     return {maker[each.whole]: maker[each.decoded] for each in encoded if not each.exact}
 
 
 def _encodable(
-    jaxpr: Any, loop_of: Sequence[int], loops: Sequence[Loop], kinds: Sequence[Encoding]
+    jaxpr: jex.Jaxpr, loop_of: Sequence[int], loops: Sequence[Loop], kinds: Sequence[Encoding]
 ) -> dict[Any, Encoding]:
     """The values that get copies, and of which kind: those that the backward pass wants, expensive to make again."""
     in_backward = backward_equations(jaxpr.eqns, loop_of, loops)
@@ -260,7 +261,9 @@ def _encodable(
     return {v: kind for v, kind in able.items() if v in read}
 
 
-def fewer_nbytes(jaxpr: Any, loop_of: Sequence[int], loops: Sequence[Loop], codes: Sequence[int]) -> int:
+def fewer_nbytes(
+    jaxpr: jex.Jaxpr, loop_of: Sequence[int], loops: Sequence[Loop], codes: Sequence[int]
+) -> int:
     """What all values that may have copies take more than these."""
     lengths = {
         v: loops[i].length if i >= 0 else 1

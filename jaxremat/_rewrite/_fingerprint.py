@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from .._program import _compat
+from .._program._compat import Atom
 from ._selections import INSTEAD
 from ._trace import Traced
 
@@ -19,7 +20,7 @@ def fingerprint(traced: Traced) -> str:
     digest = hashlib.sha256()
     selected: dict[tuple[str, frozenset[str]], str] = {}
 
-    def atom(a: Any) -> str:
+    def atom(a: Atom) -> str:
         return f"{a.val!r}:{a.aval}" if _compat.is_literal(a) else str(index[a])
 
     def define(variables: Any) -> str:

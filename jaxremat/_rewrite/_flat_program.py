@@ -179,7 +179,7 @@ class FlatProgram:
         )
 
 
-def with_eqns(closed: jex.ClosedJaxpr, eqns: Sequence[Any]) -> jex.ClosedJaxpr:
+def with_eqns(closed: jex.ClosedJaxpr, eqns: Sequence[jex.JaxprEqn]) -> jex.ClosedJaxpr:
     """Return the jaxpr with other equations, and the same constants, arguments and results."""
     jaxpr = closed.jaxpr
     return _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, jaxpr.outvars, list(eqns))
@@ -204,5 +204,5 @@ def alive(closed: jex.ClosedJaxpr) -> list[bool]:
     return found
 
 
-def _edge(eqn: Any) -> tuple[int, int]:
+def _edge(eqn: jex.JaxprEqn) -> tuple[int, int]:
     return eqn.params["loop"], eqn.params["index"]

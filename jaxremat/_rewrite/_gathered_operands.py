@@ -16,6 +16,7 @@ import jax.extend.core as jex
 from jax.sharding import NamedSharding
 
 from .._program import _compat
+from .._program._compat import shaped
 from ._flat_program import with_eqns
 
 _PLACING = ("sharding_constraint", "reshard")
@@ -52,18 +53,18 @@ def gathered(flat: jex.ClosedJaxpr, gathers: Sequence[Gather]) -> jex.ClosedJaxp
     return with_eqns(flat, eqns)
 
 
-def _made(var: Any, sharding: NamedSharding, reader: Any) -> Any:
+def _made(var: jex.Var, sharding: NamedSharding, reader: Any) -> Any:
     """The equation that gathers a variable."""
     explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
-    of = var.aval if explicit else jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+    of = var.aval if explicit else jax.ShapeDtypeStruct(shaped(var).shape, shaped(var).dtype)
     place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
     (eqn,) = jax.make_jaxpr(lambda x: place(x, sharding))(of).jaxpr.eqns
     info = _compat.under(_compat.root_source(reader), reader)
     return eqn.replace(invars=[var], outvars=[_compat.new_var(eqn.outvars[0].aval)], source_info=info)
 
 
-def is_gather(eqn: Any) -> bool:
+def is_gather(eqn: jex.JaxprEqn) -> bool:
     """Whether an equation gathers its operand, by the types that one device has of both."""
     if eqn.primitive.name not in _PLACING:
         return False
-    return math.prod(eqn.outvars[0].aval.shape) > math.prod(eqn.invars[0].aval.shape)
+    return math.prod(shaped(eqn.outvars[0]).shape) > math.prod(shaped(eqn.invars[0]).shape)

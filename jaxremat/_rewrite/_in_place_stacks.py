@@ -101,7 +101,7 @@ def written_in_place(
     return before, over
 
 
-def renamed(eqn: Any, rename: dict[Any, Any]) -> Any:
+def renamed(eqn: jex.JaxprEqn, rename: dict[Any, Any]) -> Any:
     """The equation with other operands."""
     invars = [a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars]
     return eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)

@@ -9,9 +9,11 @@ them, so that where it is recomputed, it is recomputed there, once for all inner
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.extend.core as jex
 from jax.extend.core.primitives import reshape_p
 
 from .._program import _compat
+from .._program._compat import Atom, shaped
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import runs_once
@@ -20,7 +22,9 @@ from ._loop_closing import without_unread
 from ._loop_inlining import Opener, operands, pairs
 
 
-def inner_pairs(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> dict[int, int]:
+def inner_pairs(
+    eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
+) -> dict[int, int]:
     """For each inner backward scan the inner forward scan that it reads, by index, the outer ones inlined."""
     found: dict[int, int] = {}
     for loop in loops:
@@ -31,7 +35,7 @@ def inner_pairs(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loo
     return found
 
 
-def fewer_nbytes(eqns: Sequence[Any], forward_of: Mapping[int, int]) -> int:
+def fewer_nbytes(eqns: Sequence[jex.JaxprEqn], forward_of: Mapping[int, int]) -> int:
     """What the forward scans of these inner pairs stack for one outer iteration, but for their carries."""
     stacked = 0
     for b, f in forward_of.items():
@@ -49,15 +53,15 @@ def open_inner(program: FlatProgram, inliner: Inliner) -> FlatProgram:
     made_in = {v: i for eqn, i in zip(jaxpr.eqns, loop_of, strict=True) for v in eqn.outvars}
     named: dict[tuple[int, Any], Any] = {}  # by loop and variable of the outer forward loop
 
-    def here(eqn: Any, i: int) -> Any:
+    def here(eqn: jex.JaxprEqn, i: int) -> Any:
         """The inner scan, with what it reads of the forward loop called by names of this one."""
 
-        def name(a: Any) -> Any:
+        def name(a: Atom) -> Any:
             if _compat.is_literal(a) or made_in.get(a) != loops[i].group:
                 return a
             if (i, a) not in named:
                 named[i, a] = _compat.new_var(a.aval)
-                same = {"new_sizes": a.aval.shape, "dimensions": None, "sharding": None}
+                same = {"new_sizes": shaped(a).shape, "dimensions": None, "sharding": None}
                 opener.add(_compat.new_eqn([a], [named[i, a]], reshape_p, same, eqn.source_info), i)
             return named[i, a]
 

@@ -10,11 +10,13 @@ Law: in exact arithmetic what follows is what it was. In floats sums are rounded
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from .._program import _compat
+from .._program._compat import Atom, shaped
 from .._program._primitives import SUMS, is_repeatable
 from ._loop_inlining import append
 
@@ -53,7 +55,7 @@ class Following:
             self.name.setdefault(v, name)
         self._follow([eqn for v in names for eqn in self._about.get(v, ())])
 
-    def learn(self, eqn: Any) -> None:
+    def learn(self, eqn: jex.JaxprEqn) -> None:
         """Take an equation for true."""
         if not is_repeatable(eqn):
             return
@@ -73,11 +75,11 @@ class Following:
                 needed.update(_compat.variables(eqn.invars))
         return kept[::-1]
 
-    def read(self, atom: Any) -> Any:
+    def read(self, atom: Atom) -> Any:
         """What a variable that is known is called; a literal as it is."""
         return atom if _compat.is_literal(atom) else self.name[atom]
 
-    def _is_known(self, atom: Any) -> bool:
+    def _is_known(self, atom: Atom) -> bool:
         return _compat.is_literal(atom) or atom in self.name
 
     def _follow(self, waiting: list[Any]) -> None:
@@ -86,7 +88,7 @@ class Following:
             for v in self._forward(eqn) or self._backward(eqn):
                 waiting.extend(self._about.get(v, ()))
 
-    def _forward(self, eqn: Any) -> list[Any]:
+    def _forward(self, eqn: jex.JaxprEqn) -> list[Any]:
         """What becomes known of an equation's results."""
         new = [v for v in eqn.outvars if v not in self.name]
         if not new or not all(map(self._is_known, eqn.invars)):
@@ -96,7 +98,7 @@ class Following:
         self.name.update((v, name) for v, name in zip(eqn.outvars, made, strict=True) if v in new)
         return new
 
-    def _backward(self, eqn: Any) -> list[Any]:
+    def _backward(self, eqn: jex.JaxprEqn) -> list[Any]:
         """What becomes known of its operands."""
         unknown = [i for i, a in enumerate(eqn.invars) if not self._is_known(a)]
         if not unknown or not any(v in self.name for v in eqn.outvars):
@@ -112,21 +114,21 @@ class Following:
         rest = [self.read(a) for j, a in enumerate(eqn.invars) if j != i]
         return [self._made(eqn, eqn.invars[i], inverse, [*map(self.read, eqn.outvars), *rest])]
 
-    def _made(self, eqn: Any, v: Any, fn: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    def _made(self, eqn: jex.JaxprEqn, v: Atom, fn: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         made = _compat.new_var(v.aval)
         self.name[v] = append(self.eqns, fn, arguments, eqn, made)
         return v
 
-    def _parts(self, eqn: Any, unknown: Sequence[int]) -> list[Any]:
+    def _parts(self, eqn: jex.JaxprEqn, unknown: Sequence[int]) -> list[Any]:
         """The operands of a concatenation, of which its result is known."""
         axis, (y,) = eqn.params["dimension"], eqn.outvars
-        ends = np.cumsum([a.aval.shape[axis] for a in eqn.invars])
+        ends = np.cumsum([shaped(a).shape[axis] for a in eqn.invars])
         found = []
         for i in unknown:
             a = eqn.invars[i]
             if a in self.name:  # it is there twice
                 continue
-            start = int(ends[i]) - a.aval.shape[axis]
+            start = int(ends[i]) - shaped(a).shape[axis]
 
             def part(y: Any, start: int = start, end: int = int(ends[i])) -> Any:
                 return lax.slice_in_dim(y, start, end, axis=axis)
@@ -156,9 +158,9 @@ class Following:
                 return [self._made(known[0], x, joined, [self.name[v] for v in parts])]
         return []
 
-    def _inverse(self, eqn: Any, i: int) -> Callable[..., Any] | None:
+    def _inverse(self, eqn: jex.JaxprEqn, i: int) -> Callable[..., Any] | None:
         """What makes an operand of all results and the other operands, in order; None where these do not tell."""
-        name, a, y = eqn.primitive.name, eqn.invars[i].aval, eqn.outvars[0].aval
+        name, a, y = eqn.primitive.name, shaped(eqn.invars[i]), shaped(eqn.outvars[0])
         if name in _OF_TWO:
             alike = a.shape == y.shape and jnp.issubdtype(a.dtype, jnp.number)
             return self._of_two(eqn, name, i) if alike else None
@@ -177,13 +179,13 @@ class Following:
             return lambda y: lax.reshape(y, a.shape)
         return None
 
-    def _of_two(self, eqn: Any, name: str, i: int) -> Callable[..., Any] | None:
+    def _of_two(self, eqn: jex.JaxprEqn, name: str, i: int) -> Callable[..., Any] | None:
         """The same of a sum, a difference, a product or a ratio."""
         if name in SUMS:
             return _entrywise(lax.sub)
         if name == "sub":
             return _entrywise(lax.add) if i == 0 else _entrywise(lambda y, a: lax.sub(a, y))
-        if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact) or not self._is_positive(
+        if not jnp.issubdtype(shaped(eqn.outvars[0]).dtype, jnp.inexact) or not self._is_positive(
             eqn.invars[1 - i]
         ):
             return None
@@ -191,7 +193,7 @@ class Following:
             return _entrywise(lax.div)
         return _entrywise(lax.mul) if i == 0 else _entrywise(lambda y, a: lax.div(a, y))
 
-    def _is_positive(self, atom: Any) -> bool:
+    def _is_positive(self, atom: Atom) -> bool:
         """Whether all numbers of an array are greater than zero, but for what is too small for a float."""
         if _compat.is_literal(atom):
             return bool(np.all(np.asarray(atom.val) > 0))

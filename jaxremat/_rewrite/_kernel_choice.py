@@ -16,6 +16,7 @@ import jax
 import jax.extend.core as jex
 
 from .._model._backend import Backend
+from .._program._compat import shaped
 from .._program._equivalence import Equivalence
 from .._program._primitives import is_backward
 from .._program._splice import inlined
@@ -32,7 +33,7 @@ def replaced(backend: Backend) -> Callable[[Any], bool]:
     return lambda eqn: is_depthwise_gradient(eqn) or is_named(eqn) or is_marked(eqn)
 
 
-def inline(eqn: Any) -> list[Any]:
+def inline(eqn: jex.JaxprEqn) -> list[Any]:
     """The equations in place of one that is to be replaced."""
     if is_named(eqn) or is_marked(eqn):
         return in_memory(eqn)
@@ -43,7 +44,7 @@ def inline(eqn: Any) -> list[Any]:
 def equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
     """Return the proof that programs compute what this one does, which knows these implementations of convolutions."""
 
-    def meant(eqn: Any) -> jex.ClosedJaxpr | None:
+    def meant(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
         if is_depthwise_gradient(eqn):
             return summed(eqn)
         return canonical(eqn) if is_transposed_convolution(eqn) else None
@@ -51,7 +52,7 @@ def equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
     return Equivalence(closed, meant)
 
 
-def is_transposed(eqn: Any) -> bool:
+def is_transposed(eqn: jex.JaxprEqn) -> bool:
     """Whether it is a transposed convolution of the forward pass."""
     if eqn.primitive.name != "conv_general_dilated" or is_backward(eqn):
         return False
@@ -61,7 +62,7 @@ def is_transposed(eqn: Any) -> bool:
     return max(params["lhs_dilation"], default=1) > 1 and groups == 1 and not strided
 
 
-def reversed_twice(eqn: Any) -> jex.ClosedJaxpr:
+def reversed_twice(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
     """The convolution with a kernel that is reversed, and in a way that the compiler cannot undo was so before."""
 
     def run(operand: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -69,5 +70,8 @@ def reversed_twice(eqn: Any) -> jex.ClosedJaxpr:
         kernel = jax.lax.optimization_barrier(jax.lax.rev(kernel, axes))
         return eqn.primitive.bind(operand, jax.lax.rev(kernel, axes), **eqn.params)
 
-    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
+    types = [
+        jax.ShapeDtypeStruct(shaped(v).shape, shaped(v).dtype, weak_type=shaped(v).weak_type)
+        for v in eqn.invars
+    ]
     return jax.make_jaxpr(run)(*types)

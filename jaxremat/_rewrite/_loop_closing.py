@@ -12,6 +12,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._program import _compat
+from .._program._compat import Atom
 from .._program._primitives import is_barrier
 from ._flat_program import Loop
 from ._in_place_stacks import renamed, written_in_place
@@ -19,7 +20,11 @@ from ._loop_inlining import SLICE
 
 
 def close_loops(
-    eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop], *, materialises_eagerly: bool = True
+    eqns: Sequence[jex.JaxprEqn],
+    loop_of: Sequence[int],
+    loops: Sequence[Loop],
+    *,
+    materialises_eagerly: bool = True,
 ) -> list[Any]:
     """Flat equations with scans in the place of sections.
 
@@ -31,7 +36,7 @@ def close_loops(
 
 
 def closed_within(
-    eqns: Sequence[Any],
+    eqns: Sequence[jex.JaxprEqn],
     loop_of: Sequence[int],
     loops: Sequence[Loop],
     around: int,
@@ -48,7 +53,9 @@ def closed_within(
     return [(item.eqn, item.loop) for item in items]
 
 
-def scan_of(section: Sequence[Any], loop: Loop, before: dict[Any, Any], *, materialises_eagerly: bool) -> Any:
+def scan_of(
+    section: Sequence[jex.JaxprEqn], loop: Loop, before: dict[Any, Any], *, materialises_eagerly: bool
+) -> Any:
     """The scan that a section becomes where no other hands it anything: what it reads of others are constants.
 
     **Arguments:** `before` as by `before_barriers`.
@@ -60,7 +67,7 @@ def scan_of(section: Sequence[Any], loop: Loop, before: dict[Any, Any], *, mater
     return _scan(found, loop)
 
 
-def before_barriers(eqns: Sequence[Any]) -> dict[Any, Any]:
+def before_barriers(eqns: Sequence[jex.JaxprEqn]) -> dict[Any, Any]:
     """What variables were before a barrier."""
     barriers = (eqn for eqn in eqns if is_barrier(eqn))
     return {v: a for eqn in barriers for v, a in zip(eqn.outvars, eqn.invars, strict=True)}
@@ -69,7 +76,7 @@ def before_barriers(eqns: Sequence[Any]) -> dict[Any, Any]:
 def name_before(before: dict[Any, Any]) -> Callable[[Any], Any]:
     """What gives a variable its first name."""
 
-    def same(atom: Any) -> Any:
+    def same(atom: Atom) -> Any:
         while not _compat.is_literal(atom) and atom in before:
             atom = before[atom]
         return atom
@@ -78,7 +85,7 @@ def name_before(before: dict[Any, Any]) -> Callable[[Any], Any]:
 
 
 def without_unread(
-    eqns: Sequence[Any], results: Sequence[Any], kinds: Collection[str] = ("cond", "shard_map")
+    eqns: Sequence[jex.JaxprEqn], results: Sequence[Any], kinds: Collection[str] = ("cond", "shard_map")
 ) -> list[Any]:
     """The equations, those of these kinds without results that nobody reads, nor what they make only those of.
 
@@ -146,14 +153,14 @@ def _closed(
     return [*items[: at[0]], *closed, *after]
 
 
-def _sorted(eqns: Sequence[Any]) -> _Section:
+def _sorted(eqns: Sequence[jex.JaxprEqn]) -> _Section:
     section = _Section()
     for eqn in eqns:
         _sort(eqn, section)
     return section
 
 
-def _sort(eqn: Any, section: _Section) -> None:
+def _sort(eqn: jex.JaxprEqn, section: _Section) -> None:
     name = eqn.primitive.name
     if name == "scan_carry":
         section.carries[eqn.params["index"]] = (eqn.invars[0], eqn.outvars[0])

@@ -31,6 +31,7 @@ from jax.extend.core.primitives import scan_p
 
 from .._program import _compat
 from .._program._common_subexpressions import Equals
+from .._program._compat import Atom
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import inner_eqns, inner_jaxprs, is_backward, is_light, is_pointwise, on_host
@@ -83,13 +84,13 @@ class Opener:
         )
         return before.moved(closed, self.origin, self.loop_of, loops=tuple(self.loops))
 
-    def add(self, eqn: Any, loop: int, origin: int = -1) -> None:
+    def add(self, eqn: jex.JaxprEqn, loop: int, origin: int = -1) -> None:
         """Append an equation of a loop; `origin` its index before, -1 for a new one."""
         self.eqns.append(eqn)
         self.loop_of.append(loop)
         self.origin.append(origin)
 
-    def run(self, eqns: Sequence[Any], parent: int, origin: Sequence[int]) -> None:
+    def run(self, eqns: Sequence[jex.JaxprEqn], parent: int, origin: Sequence[int]) -> None:
         forward_of = pairs(eqns)
         forward = set(forward_of.values())
         opened: dict[int, int] = {}  # index of a forward scan -> its loop
@@ -105,7 +106,7 @@ class Opener:
             else:
                 self.add(eqn, parent, origin[i])
 
-    def open(self, eqn: Any, role: str, group: int | None, parent: int) -> int:
+    def open(self, eqn: jex.JaxprEqn, role: str, group: int | None, parent: int) -> int:
         """Append the section of a scan; returns its loop's id."""
         number = len(self.loops)
         group = number if group is None else group
@@ -142,7 +143,7 @@ class Opener:
         return self.slices[key]
 
     def _edge(
-        self, primitive: Any, atom: Any, loop: Loop, made: Any = None, *more: Any, **params: Any
+        self, primitive: jex.Primitive, atom: Atom, loop: Loop, made: Any = None, *more: Any, **params: Any
     ) -> Any:
         params = {"loop": loop.id, **params}
         if made is None:
@@ -174,11 +175,11 @@ def row_written(array: Any, row: Any, index: Any) -> Any:
     return lax.dynamic_update_index_in_dim(array, row, index, 0, allow_negative_indices=False)
 
 
-def _is_scan(eqn: Any) -> bool:
+def _is_scan(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name == "scan" and not eqn.effects and eqn.params["length"] > 0
 
 
-def pairs(eqns: Sequence[Any]) -> dict[int, int]:
+def pairs(eqns: Sequence[jex.JaxprEqn]) -> dict[int, int]:
     """For each backward scan the forward scan whose stacked results it scans over, by index; the last if several. Not
     of pairs that are mere recurrences.
     """
@@ -198,7 +199,7 @@ def pairs(eqns: Sequence[Any]) -> dict[int, int]:
     return forward_of
 
 
-def _runs_backward(eqn: Any, forward: Any) -> bool:
+def _runs_backward(eqn: jex.JaxprEqn, forward: Any) -> bool:
     same = eqn.params["length"] == forward.params["length"]
     return same and eqn.params["reverse"] != forward.params["reverse"]
 
@@ -217,6 +218,6 @@ def _is_recurrence(forward: Any, backward: Any) -> bool:
     return stacked <= scanned and all(is_pointwise(eqn) or is_light(eqn) for eqn in inside)
 
 
-def _has_both_passes(eqn: Any) -> bool:
+def _has_both_passes(eqn: jex.JaxprEqn) -> bool:
     """Whether a scan's body differentiates something: backward equations stand in it, and others before them."""
     return not is_backward(eqn) and any(map(is_backward, inner_eqns(eqn)))

@@ -20,9 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.extend.core as jex
 import numpy as np
 
 from .._program import _compat
+from .._program._compat import Atom, shaped
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_fusion_root, is_relabelling, reads_memory
 from ._backward_equations import backward_equations
@@ -82,7 +84,7 @@ def with_results(program: FlatProgram) -> FlatProgram:
     return program.anew(closed=with_eqns(program.closed, read), masked=masked)
 
 
-def _limits(eqn: Any) -> tuple[Any, float, float] | None:
+def _limits(eqn: jex.JaxprEqn) -> tuple[Any, float, float] | None:
     """The operand that an equation clamps, and its limits; None where it does something else."""
     name = eqn.primitive.name
     if name in ("max", "min"):
@@ -101,7 +103,7 @@ def _limits(eqn: Any) -> tuple[Any, float, float] | None:
     return None
 
 
-def _compared(eqn: Any) -> tuple[Any, str, float] | None:
+def _compared(eqn: jex.JaxprEqn) -> tuple[Any, str, float] | None:
     """What an equation compares with a number, and how; None where it does something else."""
     name = eqn.primitive.name
     if name not in _MIRRORED:
@@ -115,11 +117,11 @@ def _compared(eqn: Any) -> tuple[Any, str, float] | None:
     return None if first is None else (operand, _MIRRORED[name], first)
 
 
-def _number(atom: Any) -> float | None:
+def _number(atom: Atom) -> float | None:
     """A real number that is written in the program; None for anything else, NaN too."""
     if not _compat.is_literal(atom) or np.ndim(atom.val) or np.iscomplexobj(atom.val):
         return None
-    exact = np.asarray(atom.val, atom.aval.dtype).item()
+    exact = np.asarray(atom.val, shaped(atom).dtype).item()
     number = float(exact)
     return number if number == exact else None
 
@@ -134,7 +136,7 @@ def _says_the_same(kind: str, number: float, clamped: _Clamped) -> bool:
     return low < number < high
 
 
-def _kept(eqns: Sequence[Any], in_backward: Sequence[bool]) -> set[Any]:
+def _kept(eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool]) -> set[Any]:
     """What contractions and the like of the backward pass read, views of it looked through."""
     found: set[Any] = set()
     for eqn, is_backward in zip(reversed(eqns), reversed(in_backward), strict=True):
@@ -143,7 +145,9 @@ def _kept(eqns: Sequence[Any], in_backward: Sequence[bool]) -> set[Any]:
     return found
 
 
-def _wanted(eqns: Sequence[Any], in_backward: Sequence[bool], kept: set[Any], masks: Any) -> set[Any]:
+def _wanted(
+    eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool], kept: set[Any], masks: Any
+) -> set[Any]:
     """What the backward pass reads of the forward pass, and what of that is fused is made of, these masks left out."""
     found: set[Any] = set()
     for i in reversed(range(len(eqns))):
@@ -154,7 +158,7 @@ def _wanted(eqns: Sequence[Any], in_backward: Sequence[bool], kept: set[Any], ma
     return found
 
 
-def _frees(operand: Any, wanted: set[Any], kept: set[Any], maker: Mapping[Any, Any]) -> bool:
+def _frees(operand: Atom, wanted: set[Any], kept: set[Any], maker: Mapping[Any, Any]) -> bool:
     """Whether something large that the operand is made of is there for this mask alone."""
     least = _LEAST_SHARE * aval_nbytes(operand.aval)
     stack, seen = [operand], {operand}

@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.extend.core as jex
+
 from .._program import _compat
 from .._program._primitives import is_backward, is_contraction, runs_once
 from ._flat_program import Loop
 
 
 def memory_order(
-    jaxpr: Any,
+    jaxpr: jex.Jaxpr,
     alive: Sequence[bool],
     loop_of: Sequence[int] = (),
     loops: Sequence[Loop] = (),
@@ -55,7 +57,7 @@ class _Unit:
 
 
 def _ordered(
-    eqns: Sequence[Any],
+    eqns: Sequence[jex.JaxprEqn],
     live: Sequence[int],
     loop_of: Sequence[int],
     loops: Sequence[Loop],
@@ -82,7 +84,7 @@ def _ordered(
     return [i for i in order if i not in leaving] + [i for i in order if i in leaving]
 
 
-def _unit(eqns: Sequence[Any], order: Sequence[int], contraction: bool) -> _Unit:
+def _unit(eqns: Sequence[jex.JaxprEqn], order: Sequence[int], contraction: bool) -> _Unit:
     return _Unit(
         tuple(order),
         tuple(a for i in order for a in eqns[i].invars if not _compat.is_literal(a)),
@@ -163,13 +165,13 @@ def _turns(units: Sequence[_Unit], operands: Mapping[int, Sequence[int]]) -> lis
     return turns
 
 
-def _forward(eqn: Any) -> bool:
+def _forward(eqn: jex.JaxprEqn) -> bool:
     """Whether it is of the forward pass of what is differentiated."""
     stack = _compat.name_stack_text(eqn)
     return "jvp(" in stack and "transpose(" not in stack
 
 
-def _backward(eqn: Any) -> bool:
+def _backward(eqn: jex.JaxprEqn) -> bool:
     """Whether running early can only free memory: not in the forward pass of the differentiated function."""
     stack = _compat.name_stack_text(eqn)
     return "transpose(" in stack or "jvp(" not in stack

@@ -15,6 +15,7 @@ import jax.extend.core as jex
 
 from .._program import _compat
 from .._program._axes import OF_SUM, OF_SUMS, BatchingRule, is_scattered, sum_type
+from .._program._compat import shaped
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_backward, is_contraction, is_relabelling
 from ._program_readers import Readers
@@ -134,7 +135,7 @@ class _Whole(Grower):
         leaves = handed_on(self.program, [self.rules], 0)
         return all(self.dimension[v] is not None or v in self.sums for v in leaves)
 
-    def batching_rules_of(self, eqn: Any) -> Iterable[BatchingRule]:
+    def batching_rules_of(self, eqn: jex.JaxprEqn) -> Iterable[BatchingRule]:
         if eqn.primitive.name != "scan":
             return super().batching_rules_of(eqn)
         eqns, maker = self.program.eqns, self.program.maker
@@ -170,18 +171,18 @@ class _Whole(Grower):
     def _add(self, i: int) -> bool:
         return i not in self.early and i not in self.taken and super()._add(i)
 
-    def _goes_on(self, v: Any) -> bool:
+    def _goes_on(self, v: jex.Var) -> bool:
         """Whether each microbatch adds to a sum in its place, so that there is no sum of its own."""
         return is_scattered(self.program.eqns[self.program.maker[v]])
 
-    def _of_sums(self, eqn: Any, made: Collection[Any]) -> BatchingRule | None:
+    def _of_sums(self, eqn: jex.JaxprEqn, made: Collection[Any]) -> BatchingRule | None:
         """The way of an equation that adds two sums of these, or puts one that nothing else reads in another form; not
         of short numbers, whose sums have another type here.
         """
         operands = eqn.invars
         if not operands or any(_compat.is_literal(a) or a not in made or self._goes_on(a) for a in operands):
             return None
-        if any(sum_type(a.aval.dtype) != a.aval.dtype for a in operands):
+        if any(sum_type(shaped(a).dtype) != shaped(a).dtype for a in operands):
             return None
         if eqn.primitive.name in ("add", "add_any"):
             return OF_SUMS

@@ -31,6 +31,7 @@ from jax import lax
 
 from .._model._loop_levels import nested, parts
 from .._program import _compat
+from .._program._compat import Atom, shaped
 from .._program._inline import Inliner
 from .._program._primitives import runs_once
 from ._flat_program import FlatProgram
@@ -73,7 +74,7 @@ def segmented(program: FlatProgram, inliner: Inliner) -> FlatProgram:
     return program.moved(cut, sources)
 
 
-def backward_of(eqns: Sequence[Any]) -> dict[int, list[int]]:
+def backward_of(eqns: Sequence[jex.JaxprEqn]) -> dict[int, list[int]]:
     """For the forward scan of each pair, in order, its backward scans, by index."""
     found: dict[int, list[int]] = {}
     for backward, forward in pairs(eqns).items():
@@ -81,14 +82,14 @@ def backward_of(eqns: Sequence[Any]) -> dict[int, list[int]]:
     return dict(sorted(found.items()))
 
 
-def cuttable(eqns: Sequence[Any]) -> tuple[bool, ...]:
+def cuttable(eqns: Sequence[jex.JaxprEqn]) -> tuple[bool, ...]:
     """For each pair whether it can be other loops: zeros stand for what its backward scans have not stacked yet, and
     levels run the forward scan again.
     """
     return tuple(
         not runs_once(eqns[i])
         and all(
-            jnp.issubdtype(v.aval.dtype, jnp.number)
+            jnp.issubdtype(shaped(v).dtype, jnp.number)
             for j in own
             for v in eqns[j].outvars[_compat.scan_counts(eqns[j])[1] :]
         )
@@ -104,7 +105,7 @@ class _Pair:
 
     def __init__(
         self,
-        eqn: Any,
+        eqn: jex.JaxprEqn,
         inliner: Inliner,
         lengths: Sequence[int],
         seen: Sequence[bool],
@@ -126,7 +127,7 @@ class _Pair:
         self.first: dict[Any, Any] = {}  # for the forward scan's stacked results those of the first level
         self.last: list[dict[Any, Any]] = []  # and those of each rest
 
-    def _known(self, eqn: Any, but: Sequence[Any] = ()) -> list[Any]:
+    def _known(self, eqn: jex.JaxprEqn, but: Sequence[Any] = ()) -> list[Any]:
         """A scan's constants, those of its body and the arrays that it scans over but for these."""
         consts, _, arrays = operands(eqn)
         closed = eqn.params["jaxpr"]
@@ -173,7 +174,7 @@ class _Pair:
             append(made, whole, [self.first[v], *(last[v] for last in self.last)], eqn, v)
         return made
 
-    def backward(self, eqn: Any) -> list[Any]:
+    def backward(self, eqn: jex.JaxprEqn) -> list[Any]:
         """The rests' backward scans, the last first, and that over the first level; with nested checkpointing its body
         runs a segment's forward scan once more.
         """
@@ -198,7 +199,7 @@ class _Pair:
             )
         return made
 
-    def _handed(self, eqn: Any) -> list[Any]:
+    def _handed(self, eqn: jex.JaxprEqn) -> list[Any]:
         """What a backward scan reads of what the forward scan stacks."""
         stacked = self.eqn.outvars[self.carries :]
         return [v for v in stacked if v in operands(eqn)[2]]
@@ -231,7 +232,7 @@ class _Pair:
 
     def _backward(
         self,
-        eqn: Any,
+        eqn: jex.JaxprEqn,
         length: int,
         known: Sequence[Any],
         state: Sequence[Any],
@@ -260,7 +261,7 @@ class _Pair:
 
     def _apart(
         self,
-        eqn: Any,
+        eqn: jex.JaxprEqn,
         levels: Sequence[int],
         known: Sequence[Any],
         state: Sequence[Any],
@@ -294,7 +295,7 @@ class _Pair:
 
     def _iteration(
         self,
-        eqn: Any,
+        eqn: jex.JaxprEqn,
         known: Sequence[Any],
         carried: Sequence[Any],
         index: Any,
@@ -308,7 +309,7 @@ class _Pair:
         read at the `index`.
         """
         closed = eqn.params["jaxpr"]
-        jaxpr = getattr(closed, "jaxpr", closed)
+        jaxpr = _compat.opened(closed)[0]
         arrays = operands(eqn)[2]
         first = len(known) - sum(a not in given for a in arrays)
         eqns: list[Any] = []
@@ -328,11 +329,11 @@ class _Pair:
         return append(into, made, (), self.eqn)
 
 
-def _read(atom: Any, rename: dict[Any, Any]) -> Any:
+def _read(atom: Atom, rename: dict[Any, Any]) -> Any:
     return atom if _compat.is_literal(atom) else rename[atom]
 
 
-def _needed(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+def _needed(eqns: Sequence[jex.JaxprEqn], outvars: Sequence[_compat.Atom]) -> list[Any]:
     """The equations that these results need."""
     needed = {a for a in outvars if not _compat.is_literal(a)}
     kept = []
@@ -357,12 +358,12 @@ def _zeros(into: list[Any], aval: Any, like: Any) -> Any:
     return append(into, lambda: lax.full(aval.shape, 0, aval.dtype), (), like)
 
 
-def _inside(eqn: Any) -> Any:
+def _inside(eqn: jex.JaxprEqn) -> Any:
     """The equation as part of a body: the names around it are those of the loop."""
     return eqn.replace(source_info=_compat.root_source(eqn))
 
 
-def _fresh(atoms: Sequence[Any]) -> list[Any]:
+def _fresh(atoms: Sequence[Atom]) -> list[Any]:
     return [_compat.new_var(a.aval) for a in atoms]
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._program import _compat
+from .._program._compat import Atom, shaped
 from .._program._flops import aval_nbytes
 from .._program._primitives import (
     PLACES,
@@ -61,7 +62,7 @@ def with_optimizer_in_backward(program: FlatProgram, donated: Sequence[bool]) ->
     return program.moved(closed, [i for i, _ in items], over=over, gains=tuple(gains))
 
 
-def _aliases(jaxpr: Any, donated: Sequence[bool]) -> dict[Any, Any]:
+def _aliases(jaxpr: jex.Jaxpr, donated: Sequence[bool]) -> dict[Any, Any]:
     """For results the donated argument whose memory JAX gives them: the first left of the same type, in order, of those
     that are read at all.
     """
@@ -80,9 +81,9 @@ def _aliases(jaxpr: Any, donated: Sequence[bool]) -> dict[Any, Any]:
     return found
 
 
-def _alike(atom: Any) -> tuple[Any, ...]:
+def _alike(atom: Atom) -> tuple[Any, ...]:
     """What results have in common with the argument whose memory they take."""
-    return atom.aval.shape, atom.aval.dtype, on_host(atom.aval)
+    return shaped(atom).shape, shaped(atom).dtype, on_host(atom.aval)
 
 
 @dataclass(frozen=True)
@@ -128,14 +129,14 @@ class _Loop:
             ):
                 self.blocked.add(i)
 
-    def _split(self, index: int, eqn: Any, late: bool) -> list[tuple[int, Any]]:
+    def _split(self, index: int, eqn: jex.JaxprEqn, late: bool) -> list[tuple[int, Any]]:
         """A reduction of whole stacks, as a norm is of gradients, as one of each row and then one of those."""
         if not late or eqn.primitive.name not in _REDUCTIONS:
             return [(index, eqn)]
         axes = eqn.params["axes"]
-        if 0 not in axes or len(axes) == 1 or eqn.invars[0].aval.shape[0] != self.length:
+        if 0 not in axes or len(axes) == 1 or shaped(eqn.invars[0]).shape[0] != self.length:
             return [(index, eqn)]
-        kept = [n for d, n in enumerate(eqn.invars[0].aval.shape) if d == 0 or d not in axes]
+        kept = [n for d, n in enumerate(shaped(eqn.invars[0]).shape) if d == 0 or d not in axes]
         rows = _compat.new_var(eqn.outvars[0].aval.update(shape=tuple(kept)))
         inner = {**eqn.params, "axes": tuple(d for d in axes if d)}
         first = eqn.replace(outvars=[rows], params=inner)
@@ -177,16 +178,16 @@ class _Loop:
             by_rows.update(dict.fromkeys(group, group))
         return [set(each) for each in {id(group): group for group in by_rows.values()}.values()]
 
-    def by_rows(self, eqn: Any) -> bool:
+    def by_rows(self, eqn: jex.JaxprEqn) -> bool:
         """Whether the rows of an equation's result depend on those of its operands alone."""
         if len(eqn.outvars) != 1 or not is_repeatable(eqn) or is_placed(eqn):
             return False
-        shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
+        shape, name = shaped(eqn.outvars[0]).shape, eqn.primitive.name
         if not eqn.invars or not shape or shape[0] != self.length:
             return False
         if is_pointwise(eqn):
-            return all(a.aval.shape in ((), shape) for a in eqn.invars)
-        operand = eqn.invars[0].aval.shape
+            return all(shaped(a).shape in ((), shape) for a in eqn.invars)
+        operand = shaped(eqn.invars[0]).shape
         if name == "broadcast_in_dim":
             return len(eqn.invars) == 1 and (_repeats(eqn) or operand[0] == self.length)
         if not operand or operand[0] != self.length:
@@ -199,11 +200,11 @@ class _Loop:
             return eqn.params["permutation"][0] == 0
         return name in _REDUCTIONS and 0 not in eqn.params["axes"]
 
-    def _seen(self, v: Any, group: set[int]) -> bool:
+    def _seen(self, v: jex.Var, group: set[int]) -> bool:
         """Whether a value is read by others than these equations."""
         return v in self.returned or not self.readers.get(v, set()) <= group
 
-    def _written_over(self, v: Any, group: set[int]) -> Any:
+    def _written_over(self, v: jex.Var, group: set[int]) -> Any:
         """The argument that the value is to take the memory of, if nothing else reads that in or behind the loop."""
         argument = self.aliased.get(v)
         if argument is None or argument in self.returned:
@@ -254,7 +255,7 @@ class _Body:
     def __init__(self, loop: _Loop, inside: set[int]):
         self.loop, self.inside = loop, inside
         closed = loop.scan.params["jaxpr"]
-        self.jaxpr, self.own = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        self.jaxpr, self.own = _compat.opened(closed)
         self.eqns = list(self.jaxpr.eqns)
         self.consts, self.init, scanned = map(list, _compat.scan_operands(loop.scan))
         self.first = len(self.consts) + len(self.init)
@@ -271,14 +272,14 @@ class _Body:
         i = self.loop.maker.get(array, -1)
         eqn = self.loop.items[i][1] if i >= 0 else None
         anew = eqn is not None and _repeats(eqn) and self.loop.by_rows(eqn) and i not in self.loop.behind
-        if i in self.inside or anew:
+        if eqn is not None and (i in self.inside or anew):
             self.rows[array] = self._made(eqn)
         else:
             made = _compat.new_var(jex.mapped_aval(self.loop.length, 0, array.aval))
             self.rows[array] = self.scanned[array] = made
         return self.rows[array]
 
-    def _made(self, eqn: Any) -> Any:
+    def _made(self, eqn: jex.JaxprEqn) -> Any:
         """Append the equation for one row."""
         params: dict[str, Any] = {
             name: None if name in PLACES else value for name, value in eqn.params.items()
@@ -286,7 +287,7 @@ class _Body:
         if _repeats(eqn):
             invars = [self._outside(a) for a in eqn.invars]
         else:
-            invars = [self.row(a) if a.aval.shape else self._outside(a) for a in eqn.invars]
+            invars = [self.row(a) if shaped(a).shape else self._outside(a) for a in eqn.invars]
         less = {name: tuple(d - 1 for d in params[name] if d) for name in _DIMENSIONS if name in params}
         less |= {name: tuple(params[name][1:]) for name in _SIZES if name in params}
         made = _compat.new_var(jex.mapped_aval(self.loop.length, 0, eqn.outvars[0].aval))
@@ -294,7 +295,7 @@ class _Body:
         self.eqns.append(inner.replace(source_info=_compat.root_source(eqn)))
         return made
 
-    def _outside(self, atom: Any) -> Any:
+    def _outside(self, atom: Atom) -> Any:
         """What stands for a value that is the same in all iterations."""
         if _compat.is_literal(atom):
             return atom
@@ -321,7 +322,7 @@ _DIMENSIONS = ("broadcast_dimensions", "permutation", "axes")
 _SIZES = ("shape", "new_sizes")
 
 
-def _repeats(eqn: Any) -> bool:
+def _repeats(eqn: jex.JaxprEqn) -> bool:
     """Whether all rows of the result are the same."""
     return eqn.primitive.name == "broadcast_in_dim" and 0 not in eqn.params["broadcast_dimensions"]
 

@@ -23,6 +23,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from .._program import _compat
+from .._program._compat import Atom, shaped
 from .._program._splice import inlined
 
 MOST_PLACES = 256
@@ -105,7 +106,7 @@ def _each_place(dimensions: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*map(range, dimensions))
 
 
-def _define(primitive: Any, fn: Callable[..., jax.Array], differentiated: int | None) -> None:
+def _define(primitive: jex.Primitive, fn: Callable[..., jax.Array], differentiated: int | None) -> None:
     """Give a primitive the meaning of a function, and the derivative with respect to one operand, None for none."""
 
     def typed(*avals: Any, **params: Any) -> Any:
@@ -141,7 +142,7 @@ def pooled_by_place(flat: jex.ClosedJaxpr, *, early: bool) -> jex.ClosedJaxpr:
     )
 
 
-def by_place(eqns: Sequence[Any], *, early: bool = True) -> list[Any]:
+def by_place(eqns: Sequence[jex.JaxprEqn], *, early: bool = True) -> list[Any]:
     """The equations of one body, with such gradients.
 
     **Arguments:** `early` whether places stand behind the pooling, and not all before their gradients.
@@ -171,19 +172,19 @@ def by_place(eqns: Sequence[Any], *, early: bool = True) -> list[Any]:
             continue
         (cotangent, operand), window = eqn.invars, _window(eqn)
         key = operand, *window, eqn.params["select_prim"] is jax.lax.ge_p
-        rows = zip(window[0], window[1], window[2], operand.aval.shape, strict=True)
+        rows = zip(window[0], window[1], window[2], shaped(operand).shape, strict=True)
         sizes = tuple(None if (w, s, *pad) == (1, 1, 0, 0) else n for w, s, pad, n in rows)
         params = {**_named(window), "sizes": sizes}
         found += _placed(GRADIENT, [cotangent, chosen[key]], params, eqn.source_info, eqn.outvars)[0]
     return found
 
 
-def is_by_place(eqn: Any) -> bool:
+def is_by_place(eqn: jex.JaxprEqn) -> bool:
     """Whether it is such a gradient."""
     return eqn.primitive is GRADIENT
 
 
-def is_pooling_gradient(eqn: Any) -> bool:
+def is_pooling_gradient(eqn: jex.JaxprEqn) -> bool:
     """Whether it is JAX's gradient of a max-pooling, of windows that are not too large."""
     if eqn.primitive.name != "select_and_scatter_add" or _compat.is_literal(eqn.invars[1]):
         return False
@@ -191,7 +192,7 @@ def is_pooling_gradient(eqn: Any) -> bool:
     return known and math.prod(eqn.params["window_dimensions"]) <= MOST_PLACES
 
 
-def _pooling(eqn: Any) -> tuple[Any, ...] | None:
+def _pooling(eqn: jex.JaxprEqn) -> tuple[Any, ...] | None:
     """The windows of a max-pooling, and whether it takes the largest; None of another equation."""
     largest = {"reduce_window_max": True, "reduce_window_min": False}.get(eqn.primitive.name)
     if largest is None or max(*eqn.params["base_dilation"], *eqn.params["window_dilation"], 1) > 1:
@@ -199,7 +200,7 @@ def _pooling(eqn: Any) -> tuple[Any, ...] | None:
     return (*_window(eqn), largest)
 
 
-def _window(eqn: Any) -> Window:
+def _window(eqn: jex.JaxprEqn) -> Window:
     params = eqn.params
     edges = tuple((int(low), int(high)) for low, high in params["padding"])
     return tuple(params["window_dimensions"]), tuple(params["window_strides"]), edges
@@ -210,7 +211,11 @@ def _named(window: Window) -> dict[str, Any]:
 
 
 def _placed(
-    primitive: Any, operands: list[Any], params: dict[str, Any], info: Any, results: Sequence[Any] = ()
+    primitive: jex.Primitive,
+    operands: list[Atom],
+    params: dict[str, Any],
+    info: Any,
+    results: Sequence[Any] = (),
 ) -> tuple[list[Any], list[Any]]:
     closed = jax.make_jaxpr(functools.partial(primitive.bind, **params))(*(a.aval for a in operands))
     return inlined(closed, operands, info, results)

@@ -27,6 +27,6 @@ class Readers:
             for a in dict.fromkeys(_compat.variables(self.eqns[i].invars)):
                 self.readers.setdefault(a, []).append(i)
 
-    def inner(self, v: Any) -> bool:
+    def inner(self, v: jex.Var) -> bool:
         """Whether a value may stay within a region."""
         return v not in self.returned and v in self.maker and bool(getattr(v.aval, "shape", ()))

@@ -18,6 +18,8 @@ import heapq
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+import jax.extend.core as jex
+
 from .._program import _compat
 from .._program._axes import BatchingRule
 from .._program._flops import aval_nbytes, eqn_flops
@@ -125,7 +127,7 @@ def handed_on(program: Readers, loops: Sequence[Loop], number: int) -> list[Any]
     """Return what equations outside of a loop, or other loops, read of it."""
     first = owners(loops)
 
-    def is_read(v: Any, i: int) -> bool:
+    def is_read(v: jex.Var, i: int) -> bool:
         if v in program.returned:
             return True
         readers = program.readers.get(v, ())

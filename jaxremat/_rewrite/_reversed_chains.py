@@ -37,7 +37,7 @@ _UNDONE = "undone_"
 """How the equations that undo blocks are named, before the block's number."""
 
 
-def block_of(eqn: Any) -> int | None:
+def block_of(eqn: jex.JaxprEqn) -> int | None:
     """The number of the block that an equation of the backward pass undoes, None where it does not."""
     name = _compat.last_scope(eqn)
     return int(name.removeprefix(_UNDONE)) if name.startswith(_UNDONE) else None

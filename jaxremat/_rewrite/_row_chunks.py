@@ -22,6 +22,7 @@ from jax.core import ShapedArray
 
 from .._program import _compat
 from .._program._axes import is_scattered, sum_type
+from .._program._compat import Atom, shaped
 from .._program._primitives import is_backward, is_contraction, is_light, is_placing, is_relabelling
 from .._program._splice import inlined
 from ._flat_program import with_eqns
@@ -176,18 +177,18 @@ class _Chunks:
             _in_shape(a.astype(v.aval.dtype), v.aval.shape) for a, v in zip(state, self.leaves, strict=True)
         ]
 
-    def _laid(self, v: Any) -> tuple[int, ...]:
+    def _laid(self, v: jex.Var) -> tuple[int, ...]:
         """The shape of all rows of a value, the parts that lie on devices of their own in a dimension of theirs: so
         each device has its rows of every chunk.
         """
         d, parts = self.dimension.get(v), self.region.parts
         if d is None or parts == 1:
-            return tuple(v.aval.shape)
-        return (*v.aval.shape[:d], parts, v.aval.shape[d] // parts, *v.aval.shape[d + 1 :])
+            return tuple(shaped(v).shape)
+        return (*shaped(v).shape[:d], parts, shaped(v).shape[d] // parts, *shaped(v).shape[d + 1 :])
 
-    def _type(self, v: Any) -> Any:
+    def _type(self, v: jex.Var) -> Any:
         """The type in which a result is carried from chunk to chunk."""
-        return sum_type(v.aval.dtype) if v in self.adder and v not in self.over else v.aval.dtype
+        return sum_type(shaped(v).dtype) if v in self.adder and v not in self.over else shaped(v).dtype
 
     def _body(self) -> jex.ClosedJaxpr:
         """One chunk: its index, the results so far and what the region reads -> the results."""
@@ -230,17 +231,17 @@ class _Chunks:
         made = _compat.new_jaxpr((), (), [index, *state, *operands], results, eqns)
         return made if self.opens else settled(_without_unread(made))
 
-    def _aval(self, v: Any, dimension: int | None, params: Mapping[str, Any]) -> Any:
+    def _aval(self, v: jex.Var, dimension: int | None, params: Mapping[str, Any]) -> Any:
         if dimension is None:
-            return v.aval.update(dtype=params.get("preferred_element_type") or v.aval.dtype)
-        shape = list(v.aval.shape)
+            return v.aval.update(dtype=params.get("preferred_element_type") or shaped(v).dtype)
+        shape = list(shaped(v).shape)
         shape[dimension] //= self.chunks
         return v.aval.update(shape=tuple(shape))
 
-    def _part(self, eqns: list[Any], operand: Any, index: Any, dimension: int, like: Any) -> Any:
+    def _part(self, eqns: list[jex.JaxprEqn], operand: Atom, index: Any, dimension: int, like: Any) -> Any:
         """The rows of this chunk."""
         along = self._along(dimension)
-        size = operand.aval.shape[along] // self.chunks
+        size = shaped(operand).shape[along] // self.chunks
         shape = list(like.aval.shape)
         shape[dimension] //= self.chunks
 
@@ -249,7 +250,7 @@ class _Chunks:
 
         return append(eqns, part, (operand, index), self._reader(like))
 
-    def _added(self, eqns: list[Any], v: Any, so_far: Any, made: Any, index: Any) -> Any:
+    def _added(self, eqns: list[jex.JaxprEqn], v: jex.Var, so_far: Any, made: Any, index: Any) -> Any:
         """A result with what this chunk makes of it."""
         d = self.dimension[v]
         if v in self.over:
@@ -269,7 +270,7 @@ class _Chunks:
         """The dimension of a part's rows."""
         return dimension + (self.region.parts > 1)
 
-    def _reader(self, v: Any) -> Any:
+    def _reader(self, v: jex.Var) -> Any:
         return next(self.program.eqns[i] for i in self.program.readers[v] if i in self.rules)
 
 
@@ -285,18 +286,18 @@ def _without_unread(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return with_eqns(closed, eqns)
 
 
-def is_in_chunks(eqn: Any) -> bool:
+def is_in_chunks(eqn: jex.JaxprEqn) -> bool:
     """Whether an equation is all of a region, in chunks."""
     return eqn.params.get("name") == IN_CHUNKS
 
 
-def _moves(eqn: Any) -> bool:
+def _moves(eqn: jex.JaxprEqn) -> bool:
     return is_light(eqn) or is_placing(eqn)
 
 
-def _in_shape(a: Any, shape: Sequence[int]) -> Any:
+def _in_shape(a: jax.Array, shape: Sequence[int]) -> Any:
     return a if a.shape == tuple(shape) else lax.reshape(a, shape)
 
 
-def _weak(a: Any) -> bool:
+def _weak(a: Atom) -> bool:
     return bool(getattr(a.aval, "weak_type", False))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from .._program import _compat
+from .._program._compat import Atom
 from .._program._primitives import is_barrier
 from ._flat_program import Loop
 from ._loop_inlining import PART, append, row_at
@@ -57,7 +58,7 @@ def read_late(
     index_of = {index: index for _, index in where.values()}  # its name behind the last barrier
     names: dict[Any, Any] = {}  # row -> its name there
 
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> Any:
         row = None if _compat.is_literal(atom) else passed.get(atom, atom)
         if row not in where:
             return there.get(row, atom)

@@ -152,7 +152,7 @@ def largest(program: Readers, count: int, without: Collection[int] = ()) -> list
     return [v for v in found.values() if _nbytes(v) >= least]
 
 
-def _nbytes(v: Any) -> int:
+def _nbytes(v: jex.Var) -> int:
     return aval_nbytes(v.aval)
 
 
@@ -274,7 +274,7 @@ class Grower:
                     self.large.append(a)
         return True
 
-    def batching_rules_of(self, eqn: Any) -> Iterable[BatchingRule]:
+    def batching_rules_of(self, eqn: jex.JaxprEqn) -> Iterable[BatchingRule]:
         """The ways that are looked at of an equation; none of draws, which are made before, all at once."""
         return () if is_draw(eqn) else rules(eqn)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from .._program import _compat
 from .._program._axes import OF_SUMS, BatchingRule, agree, rules
+from .._program._compat import Atom, shaped
 from .._program._inline import Inliner
 from .._program._primitives import is_relabelling, runs_once
 
@@ -33,10 +34,10 @@ class Around:
     dimension: Mapping[Any, int | None]
     maker: Callable[[Any], Any]
 
-    def is_zero(self, atom: Any) -> bool:
+    def is_zero(self, atom: Atom) -> bool:
         """Whether a value is known to be zeros."""
         if _compat.is_literal(atom):
-            return not atom.aval.shape and atom.val == 0
+            return not shaped(atom).shape and atom.val == 0
         eqn = self.maker(atom)
         if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
             return False
@@ -58,15 +59,15 @@ class ScanBatchingRule(BatchingRule):
     def sums(self) -> tuple[bool, ...]:
         return self.adding
 
-    def in_chunk(self, eqn: Any, chunks: int, *, widens: bool = True) -> dict[str, Any]:
+    def in_chunk(self, eqn: jex.JaxprEqn, chunks: int, *, widens: bool = True) -> dict[str, Any]:
         del widens  # what is summed within keeps its type
         rename: dict[Any, Any] = {}
 
-        def renamed(v: Any) -> Any:
+        def renamed(v: jex.Var) -> Any:
             if _compat.is_literal(v):
                 return v
             if v not in rename:
-                shape = list(v.aval.shape)
+                shape = list(shaped(v).shape)
                 if v in self.dimension:
                     shape[self.dimension[v]] //= chunks
                 rename[v] = _compat.new_var(v.aval.update(shape=tuple(shape)))
@@ -85,7 +86,7 @@ class ScanBatchingRule(BatchingRule):
         return {**eqn.params, "jaxpr": body}
 
 
-def scan_batching_rule(eqn: Any, around: Around) -> ScanBatchingRule | None:
+def scan_batching_rule(eqn: jex.JaxprEqn, around: Around) -> ScanBatchingRule | None:
     """The way of a scan in which what is known of it is so; None where there is none."""
     body = _Body(eqn, around)
     return body.rule() if body.settled() else None
@@ -94,7 +95,7 @@ def scan_batching_rule(eqn: Any, around: Around) -> ScanBatchingRule | None:
 class _Body:
     """The rows and sums of a scan's body, as far as they are known."""
 
-    def __init__(self, eqn: Any, around: Around):
+    def __init__(self, eqn: jex.JaxprEqn, around: Around):
         self.eqn, self.around = eqn, around
         self.closed = _flat(eqn.params["jaxpr"])
         jaxpr = self.closed.jaxpr
@@ -165,22 +166,22 @@ class _Body:
             return True
         return not (stacked and d == 0) and self._is_row(inner, d - stacked)
 
-    def _is_row(self, atom: Any, d: int) -> bool:
+    def _is_row(self, atom: Atom, d: int) -> bool:
         if _compat.is_literal(atom) or atom in self.sums or atom in self.whole:
             return False
         return self.dimension.setdefault(atom, d) == d
 
-    def _touched(self, eqn: Any) -> bool:
+    def _touched(self, eqn: jex.JaxprEqn) -> bool:
         atoms = _compat.variables((*eqn.invars, *eqn.outvars))
         return any(a in self.dimension or a in self.sums for a in atoms)
 
-    def _add(self, i: int, eqn: Any) -> bool:
+    def _add(self, i: int, eqn: jex.JaxprEqn) -> bool:
         """Find the way of an equation of the body."""
         if any(a in self.dimension for a in _compat.variables((*eqn.invars, *eqn.outvars))):
             return self._add_rows(i, eqn)
         return self._add_sums(i, eqn)
 
-    def _add_rows(self, i: int, eqn: Any) -> bool:
+    def _add_rows(self, i: int, eqn: jex.JaxprEqn) -> bool:
         if any(a in self.sums for a in _compat.variables(eqn.invars)):
             return False
         known: dict[Any, int | None] = {**dict.fromkeys(self.whole), **self.dimension}
@@ -197,11 +198,11 @@ class _Body:
         self.whole.update(a for a, d in placed if d is None and a not in self.sums)
         return True
 
-    def _inner_scan(self, eqn: Any, known: Mapping[Any, int | None]) -> list[BatchingRule]:
+    def _inner_scan(self, eqn: jex.JaxprEqn, known: Mapping[Any, int | None]) -> list[BatchingRule]:
         found = scan_batching_rule(eqn, Around(known, self.makers.get))
         return [found] if found is not None else []
 
-    def _add_sums(self, i: int, eqn: Any) -> bool:
+    def _add_sums(self, i: int, eqn: jex.JaxprEqn) -> bool:
         """Whether sums make a sum here."""
         if eqn.primitive.name in _ADDING:  # to a carry
             begun = {a for a in _compat.variables(eqn.invars) if a in self.begun}
@@ -212,11 +213,11 @@ class _Body:
         self.inner[i] = OF_SUMS
         return True
 
-    def _is_linear(self, eqn: Any) -> bool:
+    def _is_linear(self, eqn: jex.JaxprEqn) -> bool:
         """Whether an equation makes a sum of one, or of two, for all that is known."""
         name = eqn.primitive.name
         summed = [not _compat.is_literal(a) and a in self.sums for a in eqn.invars]
-        kept = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
+        kept = [jnp.issubdtype(shaped(v).dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
         if name in _ADDING:
             return summed == [True, True]
         if name in _SCALING:

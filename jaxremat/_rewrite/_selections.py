@@ -40,7 +40,7 @@ def compared_directly(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return with_eqns(closed, eqns)
 
 
-def _directly(eqn: Any, chosen: dict[Any, Any]) -> Any:
+def _directly(eqn: jex.JaxprEqn, chosen: dict[Any, Any]) -> Any:
     for one, result in (eqn.invars, eqn.invars[::-1]):
         choice = None if _compat.is_literal(result) else chosen.get(result)
         if choice is not None and any(one is operand for operand in choice.invars):
@@ -63,7 +63,7 @@ def marked(closed: jex.ClosedJaxpr, alive: Sequence[bool]) -> jex.ClosedJaxpr:
     )
 
 
-def is_marked(eqn: Any) -> bool:
+def is_marked(eqn: jex.JaxprEqn) -> bool:
     """Whether it is one of those. Loops and calls may have their names from one."""
     return _compat.has_scope(eqn, _SCOPE) and is_pointwise(eqn)
 
@@ -76,7 +76,7 @@ def settled(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return with_eqns(direct, [eqn for part in parts for eqn in part])
 
 
-def _alive(jaxpr: Any) -> list[bool]:
+def _alive(jaxpr: jex.Jaxpr) -> list[bool]:
     needed = set(_compat.variables(jaxpr.outvars))
     found = []
     for eqn in reversed(jaxpr.eqns):
@@ -86,7 +86,7 @@ def _alive(jaxpr: Any) -> list[bool]:
     return found[::-1]
 
 
-def _made_twice(eqns: Sequence[Any], alive: Sequence[bool]) -> set[int]:
+def _made_twice(eqns: Sequence[jex.JaxprEqn], alive: Sequence[bool]) -> set[int]:
     """The equations that compilers repeat in a kernel that selects and in one that compares."""
     shared = {j for i, own in decisions(eqns).compared.items() if alive[i] for j in own}
     return {i for i in shared if is_pointwise(eqns[i]) and len(eqns[i].outvars) == 1}

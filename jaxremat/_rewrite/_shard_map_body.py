@@ -18,6 +18,7 @@ import jax.extend.core as jex
 from jax.sharding import PartitionSpec
 
 from .._program import _compat
+from .._program._compat import Atom
 from .._program._flops import eqn_flops
 from .._program._inline import Inliner
 from .._program._primitives import inner_jaxprs, is_backward
@@ -119,7 +120,7 @@ class Around:
     def _eqn(self) -> Any:
         return self.flat.jaxpr.eqns[self.at]
 
-    def _mapped(self, body: jex.ClosedJaxpr, operands: Sequence[Any], specs: Sequence[Any]) -> Any:
+    def _mapped(self, body: jex.ClosedJaxpr, operands: Sequence[Atom], specs: Sequence[Any]) -> Any:
         """The equation with another body, whose constants come first among the operands."""
         jaxpr = body.jaxpr
         opened = _compat.new_jaxpr((), (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns).jaxpr
@@ -141,17 +142,17 @@ def _with_unchecked(flat: jex.ClosedJaxpr, at: int) -> jex.ClosedJaxpr:
     return _compat.new_jaxpr(own.constvars, flat.consts, own.invars, own.outvars, eqns)
 
 
-def _unchecked(jaxpr: Any) -> Any:
+def _unchecked(jaxpr: jex.Jaxpr) -> Any:
     """The equations without types that say what differs between devices."""
     if not any(map(_compat.varying_axes, _variables(jaxpr))):
         return jaxpr
     env: dict[Any, Any] = {}
 
-    def named(variables: Sequence[Any]) -> list[Any]:
+    def named(variables: Sequence[jex.Var]) -> list[Any]:
         env.update((v, _compat.new_var(_compat.unvaried(v.aval))) for v in variables)
         return [env[v] for v in variables]
 
-    def read(atoms: Sequence[Any]) -> list[Any]:
+    def read(atoms: Sequence[Atom]) -> list[Any]:
         return [a if _compat.is_literal(a) else env[a] for a in atoms]
 
     def inner(param: Any) -> Any:
@@ -175,14 +176,14 @@ def _unchecked(jaxpr: Any) -> Any:
     return jaxpr.replace(constvars=constvars, invars=invars, outvars=read(jaxpr.outvars), eqns=eqns)
 
 
-def _names(jaxpr: Any) -> Iterator[str]:
+def _names(jaxpr: jex.Jaxpr) -> Iterator[str]:
     """The primitives of its equations, and of the inner ones."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         yield from chain.from_iterable(map(_names, inner_jaxprs(eqn)))
 
 
-def _variables(jaxpr: Any) -> Iterator[Any]:
+def _variables(jaxpr: jex.Jaxpr) -> Iterator[Any]:
     """All variables of its equations, of the inner ones too."""
     yield from (*jaxpr.constvars, *jaxpr.invars)
     for eqn in jaxpr.eqns:

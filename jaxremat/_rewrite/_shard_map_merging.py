@@ -6,15 +6,19 @@ it reads no result of the first, else behind it; arithmetic on scalars that are 
 Law: the merged program gives what the program gave, and each device does and sends what it did.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.extend.core as jex
 from jax.sharding import PartitionSpec
 
 from .._program import _compat
+from .._program._compat import Atom, shaped
 from .._program._primitives import is_backward, is_pointwise, runs_once
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 _OWN = frozenset({"jaxpr", "in_specs", "out_specs"})
 
@@ -31,7 +35,7 @@ def merged_shard_maps(flat: jex.ClosedJaxpr) -> Iterator[jex.ClosedJaxpr]:
             yield _compat.new_jaxpr(own.constvars, flat.consts, own.invars, own.outvars, found)
 
 
-def _merged(jaxpr: Any, first: int, second: int) -> list[Any] | None:
+def _merged(jaxpr: jex.Jaxpr, first: int, second: int) -> list[Any] | None:
     """The equations with two of them merged."""
     eqns = jaxpr.eqns
     one, other = eqns[first], eqns[second]
@@ -93,9 +97,9 @@ class _Body:
         self.invars: list[Any] = []
         self.eqns: list[Any] = []
 
-    def operand(self, atom: Any, spec: Any, aval: Any) -> Any:
+    def operand(self, atom: Atom, spec: Any, aval: Any) -> Any:
         """The body's variable for an operand: one for all who read it alike."""
-        if _compat.is_literal(atom) and not atom.aval.shape and spec == PartitionSpec():
+        if _compat.is_literal(atom) and not shaped(atom).shape and spec == PartitionSpec():
             return atom
         for known, own, var in zip(self.atoms, self.specs, self.invars, strict=True):
             if known is atom and own == spec:
@@ -105,7 +109,7 @@ class _Body:
         self.invars.append(_compat.new_var(aval))
         return self.invars[-1]
 
-    def append(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    def append(self, eqn: jex.JaxprEqn, operands: Sequence[Atom]) -> list[Any]:
         """Write an equation on the body's own values; returns its results."""
         outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=[*operands], outvars=outvars))
@@ -126,7 +130,7 @@ class _Body:
         return [a if _compat.is_literal(a) else env[a] for a in jaxpr.outvars]
 
 
-def _between(eqns: Sequence[Any], one: Any, other: Any) -> tuple[list[Any], list[Any], list[Any]]:
+def _between(eqns: Sequence[jex.JaxprEqn], one: Any, other: Any) -> tuple[list[Any], list[Any], list[Any]]:
     """What reads no result of the first, what the second reads of the others, and what it does not."""
     reached, wanted = {*one.outvars}, {*_compat.variables(other.invars)}
     before: list[Any] = []
@@ -148,15 +152,16 @@ def _between(eqns: Sequence[Any], one: Any, other: Any) -> tuple[list[Any], list
     return before, inside[::-1], behind[::-1]
 
 
-def is_of_scalars(eqn: Any) -> bool:
+def is_of_scalars(eqn: jex.JaxprEqn) -> bool:
     """Whether all that an equation reads and makes is scalars."""
     return not any(a.aval.shape for a in [*eqn.invars, *eqn.outvars])
 
 
-def _is_in(atom: Any, values: dict[Any, Any]) -> bool:
+def _is_in(atom: Atom, values: Mapping[jex.Var, Any]) -> "TypeIs[jex.Var]":
+    """Return whether an atom is one of these variables."""
     return not _compat.is_literal(atom) and atom in values
 
 
-def _common(eqn: Any) -> dict[str, Any]:
+def _common(eqn: jex.JaxprEqn) -> dict[str, Any]:
     """What two that are merged have in common: the mesh, its axes and whether they are checked."""
     return {key: value for key, value in eqn.params.items() if key not in _OWN}

@@ -10,7 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.extend.core as jex
+
 from .._program import _compat
+from .._program._compat import Atom
 from .._program._flops import aval_nbytes
 from .._program._inline import CALLS
 from .._program._primitives import (
@@ -27,7 +30,7 @@ GROWTH = 8
 """An array grows out of little if what it is made of has at most this part of its bytes."""
 
 
-def grows(eqn: Any) -> bool:
+def grows(eqn: jex.JaxprEqn) -> bool:
     """Whether an equation fills a large array from a small one, which any kernel can do while it reads."""
     if eqn.primitive.name not in ("broadcast_in_dim", "iota"):
         return False
@@ -35,7 +38,9 @@ def grows(eqn: Any) -> bool:
     return GROWTH * read <= aval_nbytes(eqn.outvars[0].aval)
 
 
-def sunk_values(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> frozenset[Any]:
+def sunk_values(
+    eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
+) -> frozenset[Any]:
     """The variables that grow out of little outside of a loop whose iterations read them, each in a kernel that can."""
     made = _makers(eqns, loop_of)
     stored = {a for eqn in eqns if _in_memory(eqn) for a in _compat.variables(eqn.invars)}
@@ -51,7 +56,9 @@ def sunk_values(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loo
     return frozenset(found)
 
 
-def sink(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> tuple[list[Any], list[int]]:
+def sink(
+    eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
+) -> tuple[list[Any], list[int]]:
     """Equations, and the loop of each, where iterations make such values themselves."""
     made = _makers(eqns, loop_of)
     sunk = sunk_values(eqns, loop_of, loops)
@@ -59,7 +66,7 @@ def sink(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> 
     places: list[int] = []
     clones: dict[tuple[Any, int], Any] = {}
 
-    def within(a: Any, loop: int) -> Any:
+    def within(a: Atom, loop: int) -> Any:
         """What the variable is called in the loop, where it is made if need be."""
         if _compat.is_literal(a) or a not in sunk or not _around(made, a, loop, loops):
             return a
@@ -79,17 +86,17 @@ def sink(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> 
     return found, places
 
 
-def sink_into(eqns: Sequence[Any], chosen: Collection[int]) -> list[Any]:
+def sink_into(eqns: Sequence[jex.JaxprEqn], chosen: Collection[int]) -> list[Any]:
     """Equations of which the chosen scans, which are not inlined, make such values themselves."""
     made = _makers(eqns, [-1] * len(eqns))
     return [_grown_within(eqn, made) if i in chosen else eqn for i, eqn in enumerate(eqns)]
 
 
-def _grown_within(scan: Any, made: Mapping[Any, "_Made"]) -> Any:
+def _grown_within(scan: jex.JaxprEqn, made: Mapping[Any, "_Made"]) -> Any:
     """A scan whose body makes constants that grow out of little."""
     consts, init, arrays = _compat.scan_operands(scan)
     closed = scan.params["jaxpr"]
-    jaxpr = getattr(closed, "jaxpr", closed)
+    jaxpr = _compat.opened(closed)[0]
     stored = _stored(jaxpr)
     inner = dict(zip(jaxpr.invars, consts, strict=False))
     grown = [v for v, a in inner.items() if v not in stored and not _compat.is_literal(a) and a in made]
@@ -99,7 +106,7 @@ def _grown_within(scan: Any, made: Mapping[Any, "_Made"]) -> Any:
     known = {a: v for v, a in own.items() if not _compat.is_literal(a)}
     eqns: list[Any] = []
 
-    def within(a: Any, name: Any = None) -> Any:
+    def within(a: Atom, name: Any = None) -> Any:
         """What an outer variable is called in the body, where it is made if it can be."""
         if _compat.is_literal(a) or (name is None and a in known):
             return a if _compat.is_literal(a) else known[a]
@@ -125,14 +132,15 @@ def _grown_within(scan: Any, made: Mapping[Any, "_Made"]) -> Any:
     return _compat.scan_like(scan, body, scan.params["length"], operands, (lasts, stacks))
 
 
-def _stored(jaxpr: Any) -> set[Any]:
+def _stored(jaxpr: jex.Jaxpr) -> set[Any]:
     """The variables of a body that equations read from memory, in calls too, or that it returns."""
     found = set(_compat.variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
         inner = inner_jaxprs(eqn)
         if eqn.primitive.name in CALLS and len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):
             deeper = _stored(inner[0])
-            found.update(a for a, v in zip(eqn.invars, inner[0].invars, strict=True) if v in deeper)
+            read = (a for a, v in zip(eqn.invars, inner[0].invars, strict=True) if v in deeper)
+            found.update(_compat.variables(read))
         elif _in_memory(eqn) or inner:
             found.update(_compat.variables(eqn.invars))
     return {a for a in found if not _compat.is_literal(a)}
@@ -147,7 +155,7 @@ class _Made:
     constant: bool
 
 
-def _makers(eqns: Sequence[Any], loop_of: Sequence[int]) -> dict[Any, _Made]:
+def _makers(eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int]) -> dict[Any, _Made]:
     """The variables that grow out of little, and those that take nothing but cheap pointwise work on constants."""
     made: dict[Any, _Made] = {}
     for eqn, loop in zip(eqns, loop_of, strict=True):
@@ -160,7 +168,7 @@ def _makers(eqns: Sequence[Any], loop_of: Sequence[int]) -> dict[Any, _Made]:
     return made
 
 
-def _around(made: Mapping[Any, _Made], atom: Any, loop: int, loops: Sequence[Loop]) -> bool:
+def _around(made: Mapping[Any, _Made], atom: Atom, loop: int, loops: Sequence[Loop]) -> bool:
     """Whether a variable of these is made in the body around a loop, or further out."""
     if _compat.is_literal(atom) or atom not in made:
         return False
@@ -170,6 +178,6 @@ def _around(made: Mapping[Any, _Made], atom: Any, loop: int, loops: Sequence[Loo
     return parent == outside
 
 
-def _in_memory(eqn: Any) -> bool:
+def _in_memory(eqn: jex.JaxprEqn) -> bool:
     """Whether the equation reads arrays that no kernel of its own can make."""
     return is_loop_edge(eqn) or reads_memory(eqn)

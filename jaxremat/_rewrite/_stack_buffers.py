@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._program import _compat
+from .._program._compat import shaped
 from .._program._flops import aval_nbytes
 from .._program._primitives import on_mesh
 from .._program._splice import inlined
@@ -20,17 +21,17 @@ from ._loop_inlining import operands, row_written
 _ZERO = _compat.literal(np.float32(0))
 
 
-def stacked_nbytes(eqn: Any) -> int:
+def stacked_nbytes(eqn: jex.JaxprEqn) -> int:
     """The bytes that a scan fills slice by slice; 0 of others, and where they cannot be carries."""
     if eqn.primitive.name != "scan" or eqn.effects:
         return 0
-    stacks = [v.aval for v in eqn.outvars[_compat.scan_counts(eqn)[1] :]]
+    stacks = list(map(shaped, eqn.outvars[_compat.scan_counts(eqn)[1] :]))
     plain = all(jnp.issubdtype(a.dtype, jnp.number) or a.dtype == jnp.bool_ for a in stacks)
-    untyped = not any(map(_compat.varying_axes, eqn.invars)) and not any(map(on_mesh, stacks))
+    untyped = not any(_compat.varying_axes(a) for a in eqn.invars) and not any(map(on_mesh, stacks))
     return sum(map(aval_nbytes, stacks)) if plain and untyped and _compat.variables(eqn.invars) else 0
 
 
-def begun_late(eqn: Any) -> list[Any]:
+def begun_late(eqn: jex.JaxprEqn) -> list[Any]:
     """The equations in place of such a scan."""
     given = list(dict.fromkeys(_compat.variables(eqn.invars)))
     zero = _compat.new_var(_ZERO.aval)
@@ -40,11 +41,11 @@ def begun_late(eqn: Any) -> list[Any]:
     return [fence, *inlined(_carrying(eqn), invars, eqn.source_info, eqn.outvars)[0]]
 
 
-def _carrying(eqn: Any) -> jex.ClosedJaxpr:
+def _carrying(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
     """A zero and the scan's operands -> its results."""
     length, reverse = eqn.params["length"], eqn.params["reverse"]
     consts, init, _ = map(len, operands(eqn))
-    stacks = [v.aval for v in eqn.outvars[init:]]
+    stacks = list(map(shaped, eqn.outvars[init:]))
 
     def run(zero: jax.Array, *given: Any) -> Any:
         known = given[:consts]
@@ -61,11 +62,14 @@ def _carrying(eqn: Any) -> jex.ClosedJaxpr:
         (_, last, filled), _ = jax.lax.scan(iteration, begun, given[consts + init :], length, **options)
         return [*last, *filled]
 
-    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars]
+    types = [
+        jax.ShapeDtypeStruct(shaped(a).shape, shaped(a).dtype, weak_type=shaped(a).weak_type)
+        for a in eqn.invars
+    ]
     return jax.make_jaxpr(run)(jax.ShapeDtypeStruct((), jnp.float32), *types)
 
 
-def _evaluated(closed: Any, given: list[Any]) -> list[Any]:
+def _evaluated(closed: jex.ClosedJaxpr, given: list[Any]) -> list[Any]:
     """The results of a body."""
     if not hasattr(closed, "consts"):
         closed = _compat.new_jaxpr((), (), closed.invars, closed.outvars, closed.eqns)

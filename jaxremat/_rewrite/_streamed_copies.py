@@ -15,7 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import jax.extend.core as jex
+
 from .._program import _compat
+from .._program._compat import shaped
 from .._program._flops import array_nbytes, eqn_flops
 from .._program._primitives import is_backward, is_contraction, is_fetch, is_put
 from ._flat_program import Loop
@@ -28,7 +31,7 @@ UPDATES = 1
 """A copy begins at most so many updates early, and is over at most so many late."""
 
 
-def updates(eqns: Sequence[Any], fetches: Collection[int]) -> dict[Any, int]:
+def updates(eqns: Sequence[jex.JaxprEqn], fetches: Collection[int]) -> dict[Any, int]:
     """For each variable that is made of what these equations copy, contractions aside, which update it is of: a number
     that ascends with the places of equations. Counters and the like, which all updates read, belong to none.
     """
@@ -42,7 +45,7 @@ def updates(eqns: Sequence[Any], fetches: Collection[int]) -> dict[Any, int]:
     of: dict[Any, int] = {}
     for i, eqn in enumerate(eqns):
         if i in fetches:
-            if len(eqn.outvars[0].aval.shape) > 1:
+            if len(shaped(eqn.outvars[0]).shape) > 1:
                 before[i] = i
                 of[eqn.outvars[0]] = i
         elif not is_contraction(eqn):
@@ -64,7 +67,7 @@ class _Copy(NamedTuple):
 
 
 def streamed(
-    jaxpr: Any, order: Sequence[int], loop_of: Sequence[int] = (), loops: Sequence[Loop] = ()
+    jaxpr: jex.Jaxpr, order: Sequence[int], loop_of: Sequence[int] = (), loops: Sequence[Loop] = ()
 ) -> list[int]:
     """The indices of equations in this order, with those copies moved.
 
@@ -113,7 +116,7 @@ def streamed(
     return [order[p] for p in sorted(range(len(order)), key=lambda p: (places.get(p, p), p))]
 
 
-def _copy(var: Any, p: int, at: int, of: dict[Any, int]) -> _Copy:
+def _copy(var: _compat.Atom, p: int, at: int, of: dict[Any, int]) -> _Copy:
     """**Arguments:** what is copied, on the device."""
     return _Copy(p, at, of.get(var, p), INTENSITY * array_nbytes(var.aval))
 

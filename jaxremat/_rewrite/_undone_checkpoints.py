@@ -11,11 +11,13 @@ Law: the same equations in a topological order; none that reads a cotangent move
 from collections.abc import Sequence
 from typing import Any
 
+import jax.extend.core as jex
+
 from .._program import _compat
 from .._program._primitives import is_backward, runs_once
 
 
-def forward_again(eqns: Sequence[Any]) -> tuple[list[Any], list[int]]:
+def forward_again(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[int]]:
     """The equations in their new order, under the names of a forward pass where they have moved; and for each of them
     its index before.
     """
