@@ -118,7 +118,7 @@ class Equals:
         closed: jex.ClosedJaxpr,
         operands: Sequence[Atom],
         info: Any,
-        into: list[Any],
+        into: list[jex.JaxprEqn],
         at: int | None = None,
     ) -> list[Any]:
         """As `Inliner.body`, with operands that are made of constants made anew.

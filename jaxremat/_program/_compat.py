@@ -44,6 +44,9 @@ Atom: TypeAlias = jex.Var | jex.Literal
 Aval: TypeAlias = jax.core.ShapedArray
 """The shape and the type of an array."""
 
+SourceInfo: TypeAlias = _source.SourceInfo
+"""The user's line and the name stack of an equation."""
+
 AnyJaxpr: TypeAlias = jex.Jaxpr | jex.ClosedJaxpr
 """What an equation may have for a body."""
 
@@ -257,7 +260,7 @@ def new_eqn(
     outvars: Sequence[jex.Var],
     primitive: jex.Primitive,
     params: dict[str, Any],
-    source_info: Any,
+    source_info: SourceInfo,
 ) -> Any:
     """An equation without effects."""
     return jex.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, jex.no_effects, source_info)
@@ -335,7 +338,7 @@ def staging_checkpoints() -> AbstractContextManager[Any]:
     return nullcontext() if JAX_VERSION >= (0, 11) else _config.remat3(False)
 
 
-def name_eqn(operand: Atom, outvar: Any, name: str, source_info: Any) -> Any:
+def name_eqn(operand: Atom, outvar: Any, name: str, source_info: SourceInfo) -> Any:
     """What `jax.ad_checkpoint.checkpoint_name` stages: the operand under a name that policies see."""
     if not _config.remat3.value:
         return new_eqn([operand], [outvar], _checkpoint.name_p, {"name": name}, source_info)
@@ -448,7 +451,7 @@ def enclosing_options() -> dict[str, Any] | None:
     return found
 
 
-def barrier(operands: Sequence[Atom], outvars: Sequence[jex.Var], source_info: Any) -> Any:
+def barrier(operands: Sequence[Atom], outvars: Sequence[jex.Var], source_info: SourceInfo) -> Any:
     """An optimization barrier: nothing that reads its results starts before all of its operands are there."""
     return new_eqn(operands, outvars, _lax.optimization_barrier_p, {}, source_info)
 
@@ -459,21 +462,21 @@ def _placing(space: Any) -> Any:
     return jax.make_jaxpr(lambda x: jax.device_put(x, space))(0.0).eqns[0]
 
 
-def placed(operand: Atom, space: Any, source_info: Any) -> Any:
+def placed(operand: Atom, space: Any, source_info: SourceInfo) -> Any:
     """A variable copied to another memory, `jax.memory.Space.Host` or `Device`."""
     eqn = _placing(space)
     outvar = new_var(operand.aval.update(memory_space=space))
     return new_eqn([operand], [outvar], eqn.primitive, eqn.params, source_info)
 
 
-def permuted(operand: Atom, axes: Sequence[int], source_info: Any) -> Any:
+def permuted(operand: Atom, axes: Sequence[int], source_info: SourceInfo) -> Any:
     """A transposition of a variable."""
     params = {"permutation": tuple(axes)}
     aval, _ = _lax.transpose_p.abstract_eval(operand.aval, **params)
     return new_eqn([operand], [new_var(aval)], _lax.transpose_p, params, source_info)
 
 
-def row_major(operand: Atom, source_info: Any) -> Any:
+def row_major(operand: Atom, source_info: SourceInfo) -> Any:
     """A variable with its elements in memory in the order of its axes."""
     layout = _MemoryLayout(major_to_minor=tuple(range(len(shaped(operand).shape))))
     (eqn,) = jax.make_jaxpr(lambda x: with_layout_constraint(x, layout))(operand.aval).jaxpr.eqns

@@ -78,7 +78,7 @@ class Inliner:
         closed: jex.ClosedJaxpr,
         operands: Sequence[Atom],
         info: Any,
-        into: list[Any],
+        into: list[jex.JaxprEqn],
         *,
         marks: bool = False,
     ) -> list[Any]:
@@ -99,7 +99,7 @@ class Inliner:
         return self._const_of[id(const)]
 
     def _walk(
-        self, jaxpr: jex.Jaxpr, operands: Sequence[Atom], outer: Any, into: list[Any], marks: bool
+        self, jaxpr: jex.Jaxpr, operands: Sequence[Atom], outer: Any, into: list[jex.JaxprEqn], marks: bool
     ) -> list[Any]:
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], operands, strict=True))
 
@@ -152,7 +152,7 @@ class Inliner:
             into.extend(_each_placed(moved) if name == "device_put" else [moved])
         return [read(a) for a in jaxpr.outvars]
 
-    def _iteration(self, eqn: jex.JaxprEqn, into: list[Any], marks: bool) -> list[Any]:
+    def _iteration(self, eqn: jex.JaxprEqn, into: list[jex.JaxprEqn], marks: bool) -> list[Any]:
         """Append the one iteration of a scan; returns the scan's results."""
         consts, init, scanned = _compat.scan_operands(eqn)
         rows = [self._row(a, eqn.source_info, into) for a in scanned]
@@ -166,7 +166,7 @@ class Inliner:
             self._row_of[results[-1]] = row
         return results
 
-    def _row(self, stack: Any, info: Any, into: list[Any]) -> Any:
+    def _row(self, stack: Any, info: Any, into: list[jex.JaxprEqn]) -> Any:
         """The only row of a stack."""
         if stack not in self._row_of:
             self._row_of[stack] = _compat.new_var(jex.mapped_aval(1, 0, stack.aval))
@@ -192,7 +192,7 @@ def body_of(eqn: jex.JaxprEqn) -> Any | None:
     return body
 
 
-def _append(fn: Callable[[Any], Any], atom: Atom, result: Any, info: Any, into: list[Any]) -> None:
+def _append(fn: Callable[[Any], Any], atom: Atom, result: Any, info: Any, into: list[jex.JaxprEqn]) -> None:
     """Append the one equation that a function of an atom is, under the name of its result."""
     of = jax.ShapeDtypeStruct(shaped(atom).shape, shaped(atom).dtype)
     into.extend(inlined(jax.make_jaxpr(fn)(of), [atom], info, [result])[0])

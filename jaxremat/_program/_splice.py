@@ -9,11 +9,11 @@ from typing import Any
 import jax.extend.core as jex
 
 from . import _compat
-from ._compat import Atom
+from ._compat import Atom, SourceInfo
 
 
 def inlined(
-    closed: jex.ClosedJaxpr, operands: Sequence[Atom], source_info: Any, results: Sequence[Any] = ()
+    closed: jex.ClosedJaxpr, operands: Sequence[Atom], source_info: SourceInfo, results: Sequence[Any] = ()
 ) -> tuple[list[Any], list[Any]]:
     """The equations of a jaxpr without constants for these operands, and their results, under given names if any."""
     jaxpr = closed.jaxpr

@@ -153,7 +153,7 @@ class Opener:
 
 
 def append(
-    into: list[Any], fn: Callable[..., Any], arguments: Sequence[Any], like: Any, made: Any = None
+    into: list[jex.JaxprEqn], fn: Callable[..., Any], arguments: Sequence[Any], like: Any, made: Any = None
 ) -> Any:
     """Append the equations of a function of these arguments; returns its result, of the given name if any."""
     types = [

@@ -323,7 +323,7 @@ class _Pair:
             eqns.append(inner.replace(invars=[_read(a, rename) for a in inner.invars], outvars=made))
         return eqns, [_read(a, rename) for a in outvars]
 
-    def _indices(self, into: list[Any], shape: Sequence[int], first: int) -> Any:
+    def _indices(self, into: list[jex.JaxprEqn], shape: Sequence[int], first: int) -> Any:
         """Append what makes an array of this shape of the iterations' indices from the first on."""
         made = lambda: lax.iota(jnp.int32, prod(shape)).reshape(shape) + first  # noqa: E731
         return append(into, made, (), self.eqn)
@@ -344,7 +344,7 @@ def _needed(eqns: Sequence[jex.JaxprEqn], outvars: Sequence[_compat.Atom]) -> li
     return kept[::-1]
 
 
-def _row(into: list[Any], array: Any, index: Any, like: Any, opened: bool) -> Any:
+def _row(into: list[jex.JaxprEqn], array: Any, index: Any, like: Any, opened: bool) -> Any:
     """Append what reads the row of an array at an index."""
     if opened:
         params = {"length": array.aval.shape[0]}
@@ -354,7 +354,7 @@ def _row(into: list[Any], array: Any, index: Any, like: Any, opened: bool) -> An
     return append(into, row_at, (array, index), like)
 
 
-def _zeros(into: list[Any], aval: Any, like: Any) -> Any:
+def _zeros(into: list[jex.JaxprEqn], aval: Any, like: Any) -> Any:
     return append(into, lambda: lax.full(aval.shape, 0, aval.dtype), (), like)
 
 
