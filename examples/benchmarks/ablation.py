@@ -114,9 +114,6 @@ MECHANISMS = (
         {"_rewrite._passes.memory_order": lambda jaxpr, alive, *_: [i for i, a in enumerate(alive) if a]},
     ),
     Mechanism("stages merged where nothing is recomputed", {"_emit._emit.merged": lambda *args: args}),
-    Mechanism(
-        "updates behind a later fence", {"_model._stages.past_updates": lambda graph, cuts: list(cuts)}
-    ),
     Mechanism("operands' memory taken over", {"_model._graph.in_place": always(frozenset())}),
     Mechanism("triggers of fences", {"_emit._emit.trigger": always([])}),
     Mechanism("clones apart", {"_emit._emit.make_apart": always(None)}),

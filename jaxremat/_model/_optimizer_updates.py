@@ -37,17 +37,6 @@ def sums(graph: Graph) -> list[tuple[int, ...]]:
     return [tuple(updates.sums(range(a, b))) for a, b in pairwise(cuts)]
 
 
-def past_updates(graph: Graph, cuts: Sequence[int]) -> list[int]:
-    """The cuts, moved behind the pointwise ends of lines of work that follow them, so that no update is cut off."""
-    final = _last_contractions(graph, _readers(graph))
-    moved = []
-    for cut in cuts:
-        while cut < len(graph.nodes) and cut in final and not graph.nodes[cut].heavy:
-            if graph.nodes[cut].loop >= 0 or graph.nodes[cut - 1].loop >= 0:
-                break  # loops begin and end where they do
-            cut += 1
-        moved.append(cut)
-    return moved
 
 
 def updated_alone(graph: Graph) -> list[int]:

@@ -28,7 +28,7 @@ from itertools import accumulate, pairwise
 
 from ._graph import Graph, Stage
 from ._later_passes import LaterPass, divides, later_passes, made_later, passes_before
-from ._optimizer_updates import past_updates, with_updates
+from ._optimizer_updates import with_updates
 
 FINENESS = 1500
 """A cut costs `total / FINENESS` bytes: about `sqrt(FINENESS)` stages where all layers are equal."""
@@ -68,8 +68,6 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
         cuts.append(places[i])
         i = previous[i]
     cuts.reverse()
-    if graph.backend.fuses:
-        cuts = [cut for cut in dict.fromkeys(past_updates(graph, cuts[:-1])) if cut < stop] + [stop]
     return with_updates(graph, [start, *cuts])
 
 
