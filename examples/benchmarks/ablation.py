@@ -127,10 +127,7 @@ MECHANISMS = (
         {"_lower._lower.written_sums": always(set()), "_lower._lower.sums_of_scattered": always({})},
         on=(GPU,),
     ),
-    Mechanism("library kernels' times", {"_lower._form_graphs.library_seconds": always({})}, on=(GPU,)),
     Mechanism("scratch memory as compiled", {"_lower._form_graphs.scratch": always({})}, on=(GPU,)),
-    Mechanism("iterations' other buffers", {"_lower._form_graphs.with_beside": given(0)}, on=(GPU,)),
-    Mechanism("iterations' times", {"_lower._form_graphs.with_seconds": given(0)}, on=(GPU,)),
     Mechanism(
         "kernels of its own choice",
         {
@@ -176,19 +173,6 @@ MECHANISMS = (
             "_emit._emit.sink": lambda eqns, loop_of, loops: (list(eqns), list(loop_of)),
             "_lower._iteration.sink": lambda eqns, loop_of, loops: (list(eqns), list(loop_of)),
         },
-    ),
-    Mechanism(
-        "copies of rows",
-        {"_model._unnamed_buffers.rows": lambda graph: ((),) * len(graph.nodes)},
-        on=(CPU,),
-    ),
-    Mechanism(
-        "buffers that are there early",
-        {"_model._unnamed_buffers.early": lambda graph: (0,) * len(graph.nodes)},
-        on=(CPU,),
-    ),
-    Mechanism(
-        "fused work in iterations", {"_lower._form_graphs.FormGraphs._beside": always(None)}, on=(CPU,)
     ),
 )
 """In the order in which a step meets them: forms, stages, fences, the model."""

@@ -5,20 +5,19 @@ of its loops, work in chunks) is compiled, alone, and once.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from .._attention._operations import attends
 from .._compiler._hlo import Module
-from .._compiler._library_kernels import library_seconds
 from .._compiler._measured_times import measure
 from .._compiler._program import Program
 from .._compiler._roofline import roofline
 from .._compiler._scratch import Scratch, scratch
 from .._compiler._shardings import Division
-from .._compiler._tags import Beside, Written, borrowed, constants, written
+from .._compiler._tags import Written, written
 from .._compiler._workspace import alone_seconds, workspaces
 from .._model._backend import Backend, backend
 from .._model._device_specs import DeviceSpec
@@ -26,18 +25,15 @@ from .._model._form import PLAIN, REVERSED, Form
 from .._model._graph import Graph
 from .._model._loop_levels import deep
 from .._model._pins import Patterns
-from .._model._unnamed_buffers import borrows
-from .._program._primitives import is_relabelling
 from .._rewrite._encodings import decoders
 from .._rewrite._flat_program import ALONE
 from .._rewrite._row_chunks import is_in_chunks
 from .._rewrite._trace import Traced
 from .._runtime._progress import phase
-from ._iteration import Iteration, backward, forward, recomputing, repeated
-from ._iteration_buffers import with_beside
+from ._iteration import Iteration, backward, forward, repeated
 from ._kernel_prices import always_stacked_seconds
 from ._loop_memory import is_whole
-from ._loop_seconds import Alone, known, looped_seconds, moved_seconds, plain_seconds, with_seconds
+from ._loop_seconds import known, looped_seconds, moved_seconds, plain_seconds
 from ._lower import lower
 
 _WORKSPACE_SHARE = 1 / 200
@@ -69,7 +65,7 @@ class FormGraphs:
     pins: Patterns
     division: Division
     _iterations: dict[str, Module] = field(default_factory=dict)
-    _looped: dict[Form, Alone] = field(default_factory=dict)
+    _looped: dict[Form, dict[int, Module]] = field(default_factory=dict)
 
     @property
     def backend(self) -> Backend:
@@ -83,14 +79,13 @@ class FormGraphs:
         seconds = self._measured(traced, self.temporaries_nbytes)
         again = {i: self._written_alone(each) for i, each in repeated(traced, self.backend).items()}
 
-        def lowered(iterations: Mapping[int, Iteration], beside: Beside | None = None) -> Graph:
+        def lowered(iterations: Mapping[int, Iteration]) -> Graph:
             return lower(
                 there,
                 self.device,
                 base_nbytes=self.base_nbytes,
                 written=self._written(traced, iterations, again),
-                workspace=workspace,
-                beside=beside,
+                workspace=workspace | self._scratch_of(there, iterations.values()),
                 seconds=seconds,
                 flops=flops,
                 patterns=self.pins,
@@ -102,31 +97,22 @@ class FormGraphs:
             return graph
         iterations |= backward(traced, graph, self.backend)
         graph = lowered(iterations)
-        if not self.backend.fuses:
-            return lowered(iterations, self._beside(traced, graph))
-        alone = {i: (each, self._alone(each)) for i, each in iterations.items()}
-        self._looped[traced.form] = alone
-        graph = with_beside(graph, alone)
-        return with_seconds(graph, traced, alone, self.device) if self.profile == "roofline" else graph
+        if self.backend.fuses:
+            self._looped[traced.form] = {i: self._alone(each) for i, each in iterations.items()}
+        return graph
 
-    def _beside(self, traced: Traced, graph: Graph) -> Beside:
-        """What iterations of backward loops write of the forward pass's fused work where they recompute all of it, and
-        of constants.
+    def _scratch_of(self, traced: Traced, iterations: Iterable[Iteration]) -> dict[int, Scratch]:
+        """Return the scratch memory of equations in loops, as iterations show it.
+
+        Where the compiler does not fuse, programs do not say what it is for: equations are compiled alone.
         """
-        shared: dict[int, int] = {}
-        borrowing: set[tuple[int, int]] = set()
-        fixed: dict[int, int] = {}
-        eqns = traced.jaxpr.jaxpr.eqns
-        fused = {n.id for n in graph.nodes if n.forward and not graph.kernel[n.id]}
-        for iteration in recomputing(traced, graph, self.backend).values():
-            module, place = self._alone(iteration), dict(enumerate(iteration.places))
-            sizes = self._written_alone(iteration).sizes
-            shared.update(
-                (i, sum(own)) for i, own in sizes.items() if i in fused and not is_relabelling(eqns[i])
-            )
-            borrowing.update((place[i], place[j]) for i, j in borrowed(module) if {i, j} <= place.keys())
-            fixed.update((place[i], nbytes) for i, nbytes in constants(module).items() if i in place)
-        return Beside(shared, borrows(graph, borrowing, shared), fixed)
+        found: dict[int, Scratch] = {}
+        for iteration in iterations if self.backend.fuses else ():
+            places = dict(enumerate(iteration.places))
+            eqns = [traced.jaxpr.jaxpr.eqns[i] for i in iteration.places]
+            shown = scratch(self._alone(iteration), eqns)
+            found |= {places[j]: each.renumbered(places) for j, each in shown.items()}
+        return found
 
     @cached_property
     def _plainly_written(self) -> Written:
@@ -187,7 +173,7 @@ class FormGraphs:
         if not looped:
             return in_chunks - moved
         taken = looped_seconds(graph, traced, self._looped[traced.form], self.device)
-        stacked = always_stacked_seconds(graph, traced.loops, self.device)
+        stacked = always_stacked_seconds(graph, self.device)
         return in_chunks + taken + stacked - moved - plain_seconds(self.module, self.device)
 
     def _microbatch_seconds(self, traced: Traced) -> Iterator[float]:
@@ -204,11 +190,6 @@ class FormGraphs:
         """Scratch memory of the plain form's equations, as its program shows it."""
         return scratch(self.module, self.division.local(self.plain)[0].jaxpr.jaxpr.eqns)
 
-    @cached_property
-    def _called(self) -> dict[int, float]:
-        """Seconds of those that are library calls in its program."""
-        return library_seconds(self.module, self.plain.jaxpr.jaxpr.eqns, self.device)
-
     def _workspace(self, traced: Traced, least: int) -> dict[int, Scratch]:
         """Scratch memory by equation: what the program shows, and of the bodies of loops what they need alone."""
         platform, among = self.device.platform, None
@@ -224,16 +205,14 @@ class FormGraphs:
             found |= {j: self._shown[i].renumbered(places) for i, j in places.items() if i in self._shown}
         return found
 
-    def _measured(self, traced: Traced, temporaries_nbytes: int) -> dict[int, float] | None:
-        """Seconds of equations that ran alone: on the device at hand where that is asked for, else of library calls, as
-        the plain step has them, and of attention without its scores.
+    def _measured(self, traced: Traced, temporaries_nbytes: int) -> dict[int, float]:
+        """Seconds of equations that ran alone, on the device at hand where that is asked for, else of attention without
+        its scores, as its kernels take them.
         """
         if self.profile != "measure":
-            called = self._called if self.backend.fuses else {}
-            known = {j: called[i] for i, j in self.plain.places(traced).items() if i in called}
             eqns = self.division.local(traced)[0].jaxpr.jaxpr.eqns
             own = [i for i, eqn in enumerate(eqns) if attends(eqn)]
             alone = alone_seconds([eqns[i] for i in own], self.program, self.device)
-            return known | dict(zip(own, alone, strict=True)) or None
+            return dict(zip(own, alone, strict=True))
         least = int(temporaries_nbytes * _MEASURED_SHARE)
         return measure(self.division.local(traced)[0], self.here, self.options, least)

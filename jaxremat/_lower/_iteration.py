@@ -6,7 +6,7 @@ says one that is compiled alone, with its equations tagged. Rows of arrays it re
 are copied, updates of several become one kernel, and what waits for what is in memory meanwhile.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,9 +21,8 @@ from .._compiler._program import Program
 from .._emit._emit import FENCES, Emitter
 from .._model._backend import Backend
 from .._model._graph import Graph
-from .._model._schedule import Schedule, complete, everything
+from .._model._schedule import everything
 from .._model._stage_merging import merged
-from .._model._stages import uncut
 from .._program import _compat
 from .._program._host_arguments import to_host
 from .._program._primitives import inner_jaxprs, is_loop_edge, is_loop_slice, on_host
@@ -43,15 +42,14 @@ class Iteration:
     loop's iteration hands it is there.
 
     **Fields:** `closed`, where the equation of index `places[j]` of the whole step has `#j` in its name stack;
-    `written` how many of its first arguments are such arrays, whose memory its first results take; `arguments` what
-    the others are called in the whole step, None for the index, and `arrays` what those are called.
+    `written` how many of its first arguments are such arrays, whose memory its first results take; `names` what its
+    arguments are called in the whole step, None for the index.
     """
 
     closed: jex.ClosedJaxpr
     places: tuple[int, ...]
     written: int
-    arguments: tuple[Any, ...]
-    arrays: tuple[Any, ...]
+    names: tuple[Any, ...]
 
     @cached_property
     def key(self) -> str:
@@ -67,7 +65,7 @@ class Iteration:
         variables = self.closed.jaxpr.invars
         types = [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=named(name))
-            for v, name in zip(variables, (*self.arrays, *self.arguments), strict=True)
+            for v, name in zip(variables, self.names, strict=True)
         ]
         types = [
             to_host(t, least_nbytes=0) if on_host(v.aval) else t
@@ -87,24 +85,16 @@ class Iteration:
 
 def forward(traced: Traced, backend: Backend) -> dict[int, Iteration]:
     """Iterations of the forward loops that stack nothing, by loop."""
-    wanted = {loop.id: loop.id for loop in _alive(traced) if loop.role == FORWARD}
-    named, places = _tagged(traced, wanted)
+    named, places = _tagged(traced, [loop.id for loop in _alive(traced) if loop.role == FORWARD])
     return _iterations(named.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops, places, backend)
 
 
 def backward(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iteration]:
     """Iterations of the backward loops that find all saved that the forward pass writes, by loop."""
-    wanted = {loop.id: loop.id for loop in _alive(traced) if loop.role == BACKWARD}
-    return _emitted(traced, graph, everything(graph), wanted, backend)
-
-
-def recomputing(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iteration]:
-    """Iterations of the backward loops that recompute all that they can, at once, by loop; what they recompute of the
-    forward loop's is tagged too.
-    """
-    graph = replace(graph, stages=uncut(graph))
-    wanted = {loop.id: loop.group for loop in _alive(traced) if loop.role != ALONE}
-    return _emitted(traced, graph, complete(graph, ()), wanted, backend)
+    named, places = _tagged(traced, [loop.id for loop in _alive(traced) if loop.role == BACKWARD])
+    emitter = Emitter(named, *merged(graph, everything(graph)), FENCES[0])
+    emitter.run()
+    return _iterations(emitter.eqns, emitter.loop_of, traced.loops, places, backend)
 
 
 def repeated(traced: Traced, backend: Backend) -> dict[int, Iteration]:
@@ -112,7 +102,7 @@ def repeated(traced: Traced, backend: Backend) -> dict[int, Iteration]:
     found: dict[int, Iteration] = {}
     for loop in _alive(traced):
         if loop.role == ALONE:
-            named, places = _tagged(traced, {loop.id: loop.id})
+            named, places = _tagged(traced, [loop.id])
             eqns = named.jaxpr.jaxpr.eqns
             closed = closed_within(eqns, traced.loop_of, traced.loops, loop.id, hoists=backend.hoists)
             flat, loop_of = (list(each) for each in zip(*closed, strict=True))
@@ -126,29 +116,16 @@ def _alive(traced: Traced) -> list[Loop]:
     return [loop for loop in traced.loops if loop.id in left]
 
 
-def _emitted(
-    traced: Traced, graph: Graph, schedule: Schedule, wanted: Mapping[int, int], backend: Backend
-) -> dict[int, Iteration]:
-    """Iterations of the backward loops in the step that follows a schedule; `wanted` as for `_tagged`."""
-    named, places = _tagged(traced, wanted)
-    emitter = Emitter(named, *merged(graph, schedule), FENCES[0])
-    emitter.run()
-    places = {loop: found for loop, found in places.items() if traced.loops[loop].role == BACKWARD}
-    return _iterations(emitter.eqns, emitter.loop_of, traced.loops, places, backend)
-
-
-def _tagged(traced: Traced, wanted: Mapping[int, int]) -> tuple[Traced, dict[int, tuple[int, ...]]]:
-    """The step with the equations of these loops numbered in their name stacks, and those of each loop; loops with the
-    same number are numbered together.
-    """
+def _tagged(traced: Traced, wanted: Sequence[int]) -> tuple[Traced, dict[int, tuple[int, ...]]]:
+    """The step with the equations of these loops numbered in their name stacks, and those of each loop."""
     eqns = list(traced.jaxpr.jaxpr.eqns)
-    places: dict[int, list[int]] = {number: [] for number in wanted.values()}
+    places: dict[int, list[int]] = {loop: [] for loop in wanted}
     for i, loop in enumerate(traced.loop_of):
-        if loop in wanted and not is_loop_edge(eqns[i]):
-            eqns[i] = _compat.in_scope(eqns[i], f"#{len(places[wanted[loop]])}")
-            places[wanted[loop]].append(i)
+        if loop in places and not is_loop_edge(eqns[i]):
+            eqns[i] = _compat.in_scope(eqns[i], f"#{len(places[loop])}")
+            places[loop].append(i)
     program = traced.program.with_same(with_eqns(traced.jaxpr, eqns))
-    return replace(traced, program=program), {loop: tuple(places[number]) for loop, number in wanted.items()}
+    return replace(traced, program=program), {loop: tuple(found) for loop, found in places.items()}
 
 
 def _iterations(
@@ -217,13 +194,8 @@ def _once(
     invars, outvars = [*(a for a, _ in over), *others], [*(v for _, v in over), *fresh]
     closed = _compat.new_jaxpr((), (), invars, outvars, eqns)
     first = dict(zip((*(a for a, _ in carried), *stacks), (*init, *scan.outvars[len(init) :]), strict=True))
-    return Iteration(
-        closed,
-        places,
-        len(over),
-        tuple(None if a is None else same(a) for a in others.values()),
-        tuple(same(first[a]) for a, _ in over),
-    )
+    names = [*(first[a] for a, _ in over), *others.values()]
+    return Iteration(closed, places, len(over), tuple(None if a is None else same(a) for a in names))
 
 
 def _writes_part(eqn: Any) -> bool:

@@ -17,7 +17,6 @@ from .._compiler._devices import DeviceSpec
 from .._compiler._tags import Kernel, Written
 from .._model._graph import Graph, Node, Value
 from .._model._primitive_names import GATHER
-from .._model._total_trips import total_trips
 from .._program._flops import (
     THREEFRY_PASSES,
     alone_seconds,
@@ -35,7 +34,6 @@ from .._program._primitives import (
     is_window,
     is_write,
 )
-from .._rewrite._flat_program import Loop
 
 MOST_FUSED_FLOPS = 50.0
 """Bound on the pointwise arithmetic behind a fused value, per byte."""
@@ -50,14 +48,12 @@ def priced(
     eqns: Sequence[Any],
     device: DeviceSpec,
     written: Written | None,
-    loops: Sequence[Loop],
     measured: Mapping[int, float],
 ) -> Graph:
     """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results.
 
     Where its equation was measured alone, the roofline is corrected by what it says of that equation alone.
     """
-    trips = total_trips([loop.length for loop in loops], [loop.parent for loop in loops])
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
     # contractions and reductions that the compiler fuses into their reader
     heavy: dict[int, frozenset[int]] = {}
@@ -78,7 +74,9 @@ def priced(
                 heavy[v] = inner | {node.id} if node.heavy else inner
     loaded = _contracted(graph, eqns)
     beside: dict[int, float] = {}  # what saving values costs that are written for the backward pass alone
-    alone = _for_later(graph, written) if written and graph.backend.fuses and not loops else frozenset()
+    alone = (
+        _for_later(graph, written) if written and graph.backend.fuses and not graph.parents else frozenset()
+    )
     behind: dict[int, frozenset[int]] = {}  # what these are made of
     readers: dict[int, list[int]] = {}
     for node in graph.nodes:
@@ -114,7 +112,7 @@ def priced(
         else:
             sent = [nbytes for nbytes in (node.summed_nbytes, node.gathered_nbytes) if nbytes]
             once += sum(sent) / device.link + len(sent) * device.collective_seconds
-        times = trips[node.loop] if node.loop >= 0 else 1
+        times = graph.total_trips[node.loop] if node.loop >= 0 else 1
         step_seconds += once * times
         if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
             # Its readers absorb it: they read its operands in its place.
@@ -139,7 +137,7 @@ def priced(
     if beside:
         values = tuple(replace(v, saved_seconds=beside.get(v.id, 0.0)) for v in graph.values)
         return replace(graph, values=values, extra_seconds=-math.fsum(beside.values()))
-    return _with_stacking(graph, device, trips)
+    return _with_stacking(graph, device)
 
 
 def _absorbed_seconds(device: DeviceSpec, arithmetic: float, read: int, more: int) -> float:
@@ -240,22 +238,6 @@ def _contracted(graph: Graph, eqns: Sequence[Any]) -> set[int]:
     }
 
 
-def repriced(graph: Graph, eqns: Sequence[Any], seconds: Mapping[int, float]) -> Graph:
-    """The graph with other seconds for nodes that run as kernels of their own wherever they run again.
-
-    The others are part of what reads them there, and keep their price.
-    """
-    own = _contracted(graph, eqns)
-    hidden: set[int] = set()  # fused values with a contraction or reduction in them
-    found = []
-    for node in graph.nodes:
-        heavy = node.heavy or not hidden.isdisjoint(node.inputs)
-        hidden.update(v for v in node.outputs if heavy and not graph.values[v].materialised)
-        again = heavy or not own.isdisjoint(node.outputs)
-        found.append(replace(node, seconds=seconds[node.id]) if again and node.id in seconds else node)
-    return replace(graph, nodes=tuple(found))
-
-
 def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
     """Bytes that the backward pass's kernels read more when they make a value themselves instead of reading it."""
     made = sum(graph.values[v].nbytes for v in node.outputs)
@@ -274,7 +256,7 @@ def _late_readers(graph: Graph, node: Node, written: Written | None) -> tuple[in
     return tuple(sorted({late for k in kernels if (late := _late(graph, k.writes, k.reads)) >= 0}))
 
 
-def _with_stacking(graph: Graph, device: DeviceSpec, trips: Sequence[int]) -> Graph:
+def _with_stacking(graph: Graph, device: DeviceSpec) -> Graph:
     """The graph with the time of copies into stacks and out of them, which the plain step spends on all it stacks."""
     plain = handed_over(graph)
     loaded = _loaded(graph)
@@ -283,7 +265,8 @@ def _with_stacking(graph: Graph, device: DeviceSpec, trips: Sequence[int]) -> Gr
     for value in graph.values:
         if not value.length or not graph.recomputable(value.id) or graph.is_small(value.id):
             continue  # as in every plan
-        taken = _stacking_seconds(graph, value, device, loaded) * trips[graph.nodes[value.producer].loop]
+        times = graph.total_trips[graph.nodes[value.producer].loop]
+        taken = times * _stacking_seconds(graph, value, device, loaded)
         if value.materialised:
             seconds[value.id] = taken
         if value.id in plain:
@@ -305,11 +288,10 @@ def _stacking_seconds(graph: Graph, value: Value, device: DeviceSpec, loaded: Se
     return (1 + 2 * copies) * value.nbytes / device.bandwidth + copies * device.launch_seconds
 
 
-def always_stacked_seconds(graph: Graph, loops: Sequence[Loop], device: DeviceSpec) -> float:
+def always_stacked_seconds(graph: Graph, device: DeviceSpec) -> float:
     """What the loops of a compiler that fuses spend on stacks under any plan: on zeros that their own results are
     written over, and on what is saved because it cannot be made again.
     """
-    trips = total_trips([loop.length for loop in loops], [loop.parent for loop in loops])
     loaded = _loaded(graph)
     taken = 0.0
     for node in graph.nodes:
@@ -318,7 +300,7 @@ def always_stacked_seconds(graph: Graph, loops: Sequence[Loop], device: DeviceSp
             taken += nbytes / device.bandwidth + device.launch_seconds
     for value in (graph.values[v] for v in graph.residuals):
         if value.length and not graph.recomputable(value.id):
-            times = trips[graph.nodes[value.producer].loop]
+            times = graph.total_trips[graph.nodes[value.producer].loop]
             taken += times * _stacking_seconds(graph, value, device, loaded)
     return taken
 

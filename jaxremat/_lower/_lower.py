@@ -11,7 +11,7 @@ from typing import Any
 
 from .._compiler._devices import DeviceSpec
 from .._compiler._scratch import Scratch, with_room
-from .._compiler._tags import Beside, Written
+from .._compiler._tags import Written
 from .._emit._layouts import axes_in_memory
 from .._model._backend import backend
 from .._model._graph import Graph, Node, Pin, Stage, Value
@@ -56,7 +56,6 @@ def lower(
     base_nbytes: int,
     written: Written | None = None,
     workspace: Mapping[int, Scratch] | None = None,
-    beside: Beside | None = None,
     seconds: Mapping[int, float] | None = None,
     flops: Sequence[float] | None = None,
     patterns: Patterns = (),
@@ -65,7 +64,7 @@ def lower(
 
     - `base_nbytes`: arguments + outputs - aliased bytes.
     - `written`: what the plain step's program writes and reads; None where there is none, and fusion rules decide.
-    - `workspace`: scratch memory by equation index; `beside`: what iterations of loops write that is no value.
+    - `workspace`: scratch memory by equation index.
     - `seconds`: measured times by index of equations that ran alone; the others' are the roofline's.
     - `flops` of each equation, where a device does only a part; `patterns`: what `pins` the user gave besides hints.
 
@@ -95,7 +94,6 @@ def lower(
 
     for var in (*jaxpr.constvars, *jaxpr.invars):
         add(var, -1)
-    beside = beside or Beside()
     nodes: list[Node] = []
     summed, gathered = (written.summed, written.gathered) if written is not None else ({}, {})
     fuses = backend(device.platform).fuses
@@ -114,9 +112,6 @@ def lower(
                 seconds=0.0,
                 flops=eqn_flops(eqn) if flops is None else flops[i],
                 workspace_nbytes=workspace[i].nbytes if workspace and i in workspace else 0,
-                shared_nbytes=beside.shared.get(i, 0),
-                borrows=beside.borrowed.get(i, ()),
-                constant_nbytes=beside.constants.get(i, 0),
                 flattened=not fuses and is_flattened(eqn),
                 heavy=is_heavy(eqn) or is_gather(eqn) or in_rounds(device, eqn),
                 contraction=is_gather(eqn) or reads_memory(eqn),
@@ -185,7 +180,7 @@ def lower(
     graph = with_room(graph, workspace or {}, sums)
     pins = [*_hinted(traced, index, graph), *matching(graph, patterns, written is not None)]
     graph = with_pins(graph, pins) if pins else graph
-    graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, traced.loops, seconds or {})
+    graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, seconds or {})
     graph = replace(graph, values=tuple(_as_copy(v, device) if v.id in copies else v for v in graph.values))
     return replace(graph, stages=cut_stages(graph))
 

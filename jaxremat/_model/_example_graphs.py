@@ -91,10 +91,6 @@ class Builder:
 def in_loops(graph: Graph, length: int, saved_seconds: float = 0.0) -> Graph:
     """The graph with its forward pass as a loop of that length, and all its stages as the loop that runs back.
 
-    Heavy nodes read copies of rows, also of arguments that they read through one fused node; of other fused nodes the
-    results are written where several kernels of a stage want them, and each reads something of the one before it. Of
-    the heavy ones every third wants a constant as an array.
-
     **Arguments:** `saved_seconds` what stacking costs, for each value that need not be.
     """
     stop = graph.forward_stop
@@ -106,11 +102,6 @@ def in_loops(graph: Graph, length: int, saved_seconds: float = 0.0) -> Graph:
             loop=int(n.id >= stop),
             contraction=n.heavy,
             primitive="scan_slice" if n.id in slices else n.primitive,
-            shared_nbytes=sum(graph.values[v].nbytes for v in n.outputs) if n.id in fused - slices else 0,
-            borrows=tuple(sorted(m for m in fused - slices if m < n.id)[-1:])
-            if n.id in fused - slices
-            else (),
-            constant_nbytes=UNIT if n.heavy and n.id % 3 == 1 else 0,
         )
         for n in graph.nodes
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from . import _tape, _unnamed_buffers
+from . import _tape
 from ._backend import Backend, backend
 from ._form import PLAIN, Form
 from ._host_copies import Away, HostMemory
@@ -57,9 +57,7 @@ class Node:
 
     **Fields:** `id` its place in the schedule; `primitive` its name in JAX; `inputs` and `outputs` value ids;
     `seconds` what running it once more costs on the device, all iterations of its loop together; `flops` of one
-    iteration; `workspace_nbytes` scratch memory while it runs; `shared_nbytes` what is written of a fused node's work
-    where several kernels of a stage want it, `borrows` the other nodes of whose work so written it reads something that
-    is no operand; `constant_nbytes` of constants that it wants as arrays in memory; `flattened` whether the compiler
+    iteration; `workspace_nbytes` scratch memory while it runs; `flattened` whether the compiler
     makes the result in another shape, so that nothing is written over it;
     `partners` nodes of the backward pass into whose kernel the compiler takes it where they run in its stage, and
     `joined_seconds` what running it once more costs there, if nothing else that runs again reads its result;
@@ -79,9 +77,6 @@ class Node:
     seconds: float
     flops: float = 0.0
     workspace_nbytes: int = 0
-    shared_nbytes: int = 0
-    borrows: tuple[int, ...] = ()
-    constant_nbytes: int = 0
     flattened: bool = False
     heavy: bool = False
     contraction: bool = False
@@ -168,7 +163,11 @@ class Graph:
 
     def loops_of(self, node: int) -> tuple[int, ...]:
         """The loops in whose bodies a node stands, the innermost first."""
-        found, loop = [], self.nodes[node].loop
+        return self.within(self.nodes[node].loop)
+
+    def within(self, loop: int) -> tuple[int, ...]:
+        """A loop and those around it, the innermost first; none for -1."""
+        found = []
         while loop >= 0:
             found.append(loop)
             loop = self.parents[loop]
@@ -179,6 +178,14 @@ class Graph:
         """The forward loops of pairs that stand outside of other loops."""
         loops = Counter(self.groups)
         return tuple(loop for loop, count in loops.items() if count > 1 and self.parents[loop] < 0)
+
+    @cached_property
+    def total_trips(self) -> tuple[int, ...]:
+        """For each loop how often its body runs in one step: its own iterations times those of all loops around it."""
+        found: list[int] = []
+        for length, parent in zip(self.loop_lengths, self.parents, strict=True):
+            found.append(length * (found[parent] if parent >= 0 else 1))
+        return tuple(found)
 
     @property
     def backend(self) -> Backend:
@@ -225,41 +232,6 @@ class Graph:
         """For each node the materialised values its kernel reads; empty for nodes that are fused away."""
         sources = list(self.sources)
         return tuple(self._union(sources, n.inputs) if self.kernel[n.id] else () for n in self.nodes)
-
-    @cached_property
-    def rows(self) -> tuple[tuple[int, ...], ...]:
-        """For each node the values of which it may read rows that are copied for it; see `_unnamed_buffers`."""
-        return _unnamed_buffers.rows(self)
-
-    @cached_property
-    def array_of(self) -> dict[int, int]:
-        """For each row, and each array that is another one written over, that array as it was at first."""
-        return _unnamed_buffers.array_of(self)
-
-    @cached_property
-    def overwritten(self) -> frozenset[tuple[int, int]]:
-        """Pairs of a loop and an array whose rows its iterations write over, and read."""
-        return _unnamed_buffers.overwritten(self)
-
-    @cached_property
-    def early(self) -> tuple[int, ...]:
-        """For each node the bytes that are there for it from the begin of its iteration on."""
-        return _unnamed_buffers.early(self)
-
-    def since(self, loop: int) -> int:
-        """The loop from whose begin on that is there: of a pair of one iteration, which the compiler makes no loops of,
-        the forward one, as it knows the index of the rows that both read.
-        """
-        return self.groups[loop] if loop >= 0 and self.loop_lengths[loop] == 1 else loop
-
-    @cached_property
-    def shared(self) -> tuple[tuple[int, ...], ...]:
-        """For each kernel the fused nodes in it that the compiler does once for all kernels of a stage."""
-        return _unnamed_buffers.shared(self)
-
-    def copies(self, n: int, loop: int) -> Iterator[int]:
-        """The values of which a node that runs in this loop reads copied rows, where their originals are read."""
-        return (v for v in self.rows[n] if _unnamed_buffers.copied(self, v, loop))
 
     def joins(self, n: int, stage: int) -> int:
         """The node with which one that a stage runs again is part of a kernel, if nothing that it does reads it; -1 for

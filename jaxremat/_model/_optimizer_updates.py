@@ -37,8 +37,6 @@ def sums(graph: Graph) -> list[tuple[int, ...]]:
     return [tuple(updates.sums(range(a, b))) for a, b in pairwise(cuts)]
 
 
-
-
 def updated_alone(graph: Graph) -> list[int]:
     """The donated arguments that are read to be updated alone, neither by the forward pass nor by a product, as an
     optimizer's state is: in the order in which they are read.

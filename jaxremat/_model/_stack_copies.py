@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from ._primitive_names import LOOP_SLICES
-from ._total_trips import total_trips
 
 AT_ONCE = 2
 """So many copies are under way at once: of more the compiler has the kernels wait for the first, wherever that is then.
@@ -93,7 +92,7 @@ class Stacks:
         """What copying a whole stack takes, one way."""
         graph = self.graph
         loop = graph.nodes[graph.values[v].producer].loop
-        trips = total_trips(graph.loop_lengths, graph.parents)[loop] if loop >= 0 else 1
+        trips = graph.total_trips[loop] if loop >= 0 else 1
         return trips * graph.values[v].nbytes / graph.host.link
 
     def leaving(self, v: int) -> tuple[float, float]:

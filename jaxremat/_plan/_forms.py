@@ -25,7 +25,6 @@ from .._model._reversed_offers import ReversedOffers
 from .._model._row_offers import RowOffers
 from .._model._schedule import everything
 from .._model._simulate import simulate
-from .._model._total_trips import total_trips
 from .._program._flops import alone_seconds, aval_nbytes
 from .._program._primitives import is_heavy
 from .._rewrite._encodings import allowed, fewer_nbytes
@@ -94,7 +93,7 @@ def _chunked(sites: Sites, region: Region, chunks: int) -> Worth:
     if region.whole:
         temporaries = simulate(graph, everything(graph)).peak_nbytes - graph.base_nbytes
         fewer = max(min(fewer, temporaries - temporaries // chunks) - region.sum_nbytes, 0)
-        trips = total_trips(graph.loop_lengths, graph.parents)
+        trips = graph.total_trips
         launched = sum(trips[n.loop] if n.loop >= 0 else 1 for n in graph.kernels())
         more += (chunks - 1) * max(launched - region.kernels, 0) * device.launch_seconds
     return Worth(fewer, more, region.whole)
@@ -154,7 +153,7 @@ def _attention(sites: Sites) -> Offers | None:
 
 def _trips_of(traced: Traced, graph: Graph) -> list[int]:
     """How often each equation of a step runs."""
-    trips = total_trips(graph.loop_lengths, graph.parents)
+    trips = graph.total_trips
     return [trips[loop] if loop >= 0 else 1 for loop in traced.loop_of]
 
 

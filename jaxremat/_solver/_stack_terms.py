@@ -31,21 +31,8 @@ class StackTerms:
         if (less := self.here_nbytes(v, at, k, whole) - whole) < 0:
             yield (("o", v),), less
 
-    def fixed(
-        self, at: int, k: int, last: Mapping[int, int], rows: Mapping[tuple[int, int], int]
-    ) -> Iterator[Part]:
-        """The same of values that are always saved, and of the rows that contractions read in copies.
-
-        **Arguments:** `last` the last reader of each value; `rows` for values and stages that of a copied row.
-        """
+    def fixed(self, at: int, k: int, last: Mapping[int, int]) -> Iterator[Part]:
+        """The same of values that are always saved; `last` is the last reader of each value."""
         for v in self._fixed:
             if at <= last.get(v, -1):
                 yield from self.elsewhere(v, at, k)
-                if rows.get((v, k), -1) >= at:
-                    yield (("o", v),), -self.graph.values[v].nbytes
-
-    def row(self, v: int) -> Iterator[Part]:
-        """The copy of a row of a saved value; of what comes from the host's memory there is none."""
-        yield (("s", v),), self.graph.values[v].nbytes
-        if v in self.away:
-            yield (("o", v),), -self.graph.values[v].nbytes

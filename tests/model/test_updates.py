@@ -83,8 +83,6 @@ def test_on_a_gpu_a_gradient_whose_update_cannot_run_at_once_holds_the_fence_bac
     assert [stage.finished for stage in graph.stages] == [(4,), (8,)]
 
 
-
-
 def test_what_lingers_counts() -> None:
     graph = two_layers(donated=True)
     events = simulate(graph, complete(graph, graph.residuals)).events
