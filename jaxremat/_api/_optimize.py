@@ -6,8 +6,8 @@ from typing import Any
 
 from .._compiler._program import Program
 from .._compiler._target import Target
-from .._model._form_offers import EXACT
 from .._model._pins import parse_pins
+from .._model._sites import EXACT
 from .._plan._arguments import as_tuple, check_choice, check_host_memory, check_planning, parse_forms
 from .._plan._plan import GivenPlan, given_plan
 from .._plan._request import Offload, Options

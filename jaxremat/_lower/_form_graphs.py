@@ -22,11 +22,11 @@ from .._compiler._tags import Beside, Written, borrowed, constants, written
 from .._compiler._workspace import alone_seconds, workspaces
 from .._model._backend import Backend, backend
 from .._model._device_specs import DeviceSpec
-from .._model._form import PLAIN, REVERSED, Form
 from .._model._graph import Graph
 from .._model._loop_levels import deep
 from .._model._pins import Patterns
 from .._model._unnamed_buffers import borrows
+from .._model._variant import PLAIN, REVERSED, Variant
 from .._program._primitives import is_relabelling
 from .._rewrite._encodings import decoders
 from .._rewrite._flat_program import ALONE
@@ -69,7 +69,7 @@ class FormGraphs:
     pins: Patterns
     division: Division
     _iterations: dict[str, Module] = field(default_factory=dict)
-    _looped: dict[Form, Alone] = field(default_factory=dict)
+    _looped: dict[Variant, Alone] = field(default_factory=dict)
 
     @property
     def backend(self) -> Backend:
