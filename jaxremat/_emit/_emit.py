@@ -49,7 +49,6 @@ from .._rewrite._sinking import sink, sunk_values
 from .._rewrite._stack_buffers import begun_late, stacked_nbytes
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
-from ._clones import make_apart
 from ._decoding import Decoding
 from ._detaching import detach
 from ._differentiable_barrier import fence
@@ -241,7 +240,6 @@ class Emitter:
             )
         if not begins:
             self.waiting = self._resume(k, renamed)
-        make_apart(self, k, wanted, inside, loop)
         self.waiting, self.due = self.waiting | dict(stage.deferred), {}
         now = [n for n in inside if n not in self.waiting]
         self._run(sorted(now, key=lambda n: (n in self.held, n)), renamed)
