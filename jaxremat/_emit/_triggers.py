@@ -35,10 +35,10 @@ def trigger(emitter: Any, k: int) -> list[Any]:
     last = contractions[-1] if contractions else before
     behind_pass = bool(contractions) and graph.nodes[last].forward
     place = emitter.place if graph.backend.fuses or behind_pass else graph.stage_of
-    if emitter.all_cotangents or not any(emitter.maker(v) >= last for v in triggers):
+    if not any(emitter.maker(v) >= last for v in triggers):
         crossing = [
             v
-            for n in range(before if emitter.all_cotangents else last, start)
+            for n in range(last, start)
             if counts(n) and n not in emitter.waiting and emitter.place[n] < k
             for v in emitter.source[n].outvars
             if can_pass(v)
@@ -46,9 +46,9 @@ def trigger(emitter: Any, k: int) -> list[Any]:
             and (v in emitter.returned or any(place[m] >= k for m in emitter.readers.get(v, ())))
             and graph.values[emitter.value_of[v]].materialised
         ]
-        if behind_pass and not emitter.all_cotangents:
+        if behind_pass:
             crossing = _end_of_pass(emitter, last, crossing)
-        triggers.extend(crossing if emitter.all_cotangents else crossing[:1])
+        triggers.extend(crossing[:1])
     return triggers
 
 

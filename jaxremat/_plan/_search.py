@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from .._emit._emit import FENCES
+from .._emit._emit import FINISHED
 from .._model._form import Form
 from .._model._form_offers import Forms
 from .._model._graph import Graph
@@ -23,7 +23,7 @@ from .._solver._mincut import saving_less
 from ._cuttings import CHEAP, EXACTLY, LEAST_SLACK, Cuttings
 from ._effort import Effort
 from ._solving import Solving
-from ._trial import Attempt, Line, Trial, first, in_vain, some, untried
+from ._trial import Attempt, Line, Trial, first, some, untried
 from ._trial import allowance as next_allowance
 
 HOPE = 1.25
@@ -34,9 +34,6 @@ MORE_ROUNDS = 2
 
 MORE_GAIN = 0.005
 """Or while a plan promises to save this share of the step's time, as each near the least memory must."""
-
-ASTRAY = 0.05
-"""A plan that needs more than predicted by this share of the plain step's temporaries is tried again in order."""
 
 UNLIKELY = 0.1
 """Schedules of least memory are not compiled where they need more than the least of them by this share of the plain
@@ -124,7 +121,7 @@ class Search:
         low, high = -1, len(between)
         while high - low > 1 and self._allows(self.best(budget), budget):
             middle = (low + high) // 2
-            trial = self._attempt(fast.graph, replace(fast.solution, schedule=between[middle]), fast.fence)
+            trial = self._attempt(fast.graph, replace(fast.solution, schedule=between[middle]))
             fits = trial is not None and trial.peak_nbytes <= budget
             low, high = (low, middle) if fits else (middle, high)
 
@@ -157,7 +154,7 @@ class Search:
                     break
                 if not self._allows(best, budget()):
                     break
-                self._attempt(line.graph, line.pending, line.fence)
+                self._attempt(line.graph, line.pending)
                 line.pending = None
 
     def _allows(self, best: Trial | None, budget: int) -> bool:
@@ -206,7 +203,7 @@ class Search:
         """Where the schedule of least memory costs too much, look for one in fewer microbatches that does not."""
         lowest = min(some(self.trials), key=lambda t: t.peak_nbytes)
         while not self._bearable(lowest) and (made := self.cuttings.make_shallower()):
-            attempts = (self._attempt(cut, self._lowest(cut), "finished") for cut in made)
+            attempts = (self._attempt(cut, self._lowest(cut)) for cut in made)
             lowest = min(filter(None, attempts), key=lambda t: t.peak_nbytes, default=lowest)
 
     def _about_least(self) -> int:
@@ -222,18 +219,10 @@ class Search:
         fitting = [t for t in self.trials if t.peak_nbytes <= budget]
         return min(fitting, key=lambda t: (t.seconds, t.peak_nbytes), default=None)
 
-    def reformed(self, trial: Trial, budget: int) -> Trial:
-        """The trial, or the same schedule with another form of fences, if its compiled program is faster and fits."""
-        for fence in FENCES:
-            if fence != trial.fence and trial.profile.extra_seconds > 0:
-                self._attempt(trial.graph, trial.solution, fence)
-        same = [t for t in self.trials if t.solution is trial.solution and t.peak_nbytes <= budget]
-        return min(same, key=lambda t: t.compiled_overhead)
-
     def follow(self, graph: Graph, solution: Solution) -> Trial:
         """Compile a solution that was found elsewhere. **Raises:** `NoProgramError`."""
         check(graph, solution.schedule)
-        self._attempt(graph, solution, "finished")
+        self._attempt(graph, solution)
         return some(self.trials)[-1]
 
     def most_seconds(self) -> float:
@@ -272,7 +261,7 @@ class Search:
             if line.pending is None:
                 line.pending = self.solving.within(line.graph, line.allowance)
             line.order = self.rank(line.graph, line.pending, line.allowance)
-            tried = self._tried(line.graph, line.pending, line.fence)
+            tried = self._tried(line.graph, line.pending)
             if line.order[0] == 0.0 and (tried or self._promises(line, line.order[1], best)):
                 known.append(line)
                 if not tried:
@@ -284,9 +273,7 @@ class Search:
                 if id(line.graph) in self.failed or self.cuttings.turn(line.graph) != turn:
                     continue
                 line.pending = self._lowest(line.graph)
-                if line.may_fit(self.trials, budget) and not self._tried(
-                    line.graph, line.pending, line.fence
-                ):
+                if line.may_fit(self.trials, budget) and not self._tried(line.graph, line.pending):
                     line.order = rank(line.graph, line.pending.schedule, None)
                     ready.append(line)
         return first(ready, CHEAP / 2 * self.graph.step_seconds)
@@ -295,16 +282,12 @@ class Search:
         """Say what to ask for next, by what was compiled so far of this cutting, else of others of its form."""
         alike = [t for t in self.trials if t.graph.alike(line.graph)]
         own = [t for t in alike if t.graph is line.graph]
-        astray = any(t.fence == "finished" and self._astray(t, budget) for t in own)
-        astray = astray and not (line.graph.host is not None and in_vain(self.trials, line.graph))
-        if astray or (not own and self._mended(line.graph)):
-            line.fence = "ordered"
-        line.trials = [t for t in own if t.fence == line.fence or not self._astray(t, budget)]
+        line.trials = own
         line.closed = bool(line.trials) and self._enough(line.trials[-1], budget)
         line.closed |= id(line.graph) in self.failed
         last = (own or alike)[-1:] if line.graph.host is not None else []  # of copies the model is least sure
         line.error_seconds = sum(t.seconds - t.profile.extra_seconds for t in last)
-        known = line.trials or [t for t in alike if not self._astray(t, budget)]
+        known = own or alike
         allowance = next_allowance(known, budget) if known else budget
         if line.allowance != allowance:
             line.allowance, line.pending = allowance, None
@@ -327,20 +310,6 @@ class Search:
             return best is None
         seconds = extra_seconds(line.graph, line.pending.schedule)
         return line.gain(seconds, best) >= MORE_GAIN * self.graph.step_seconds
-
-    def _astray(self, trial: Trial, budget: int) -> bool:
-        """Whether a plan misses the budget because the compiler keeps what the model takes to be done with."""
-        more = trial.peak_nbytes - trial.profile.peak_nbytes
-        return (
-            trial.graph.backend.fuses
-            and trial.peak_nbytes > budget
-            and more > ASTRAY * self.temporaries_nbytes
-        )
-
-    def _mended(self, graph: Graph) -> bool:
-        """Whether plans of this form do not go astray in order, where that was tried because another did."""
-        alike = (t for t in self.trials if t.graph.alike(graph))
-        return any(t.fence == "ordered" and not self._astray(t, 0) for t in alike)
 
     def _least(self, budget: int | None) -> None:
         """Compile the schedules of least predicted peak; with a budget, until one fits at a bearable overhead, and
@@ -369,12 +338,10 @@ class Search:
                 promised = budget is not None and peak <= budget and untried(self.trials, cut)
                 if tried and not (promised or is_least) and not self.effort.allows(fits):
                     continue
-                for fence in ("ordered",) if self._mended(cut) else ("finished", "ordered"):
-                    trial = self._tried(cut, solution, fence) or self._attempt(cut, solution, fence)
-                    if budget is not None and self._bearable(self.best(budget)):
-                        return
-                    if trial is None or not self._astray(trial, budget or 0):
-                        break
+                if not self._tried(cut, solution):
+                    self._attempt(cut, solution)
+                if budget is not None and self._bearable(self.best(budget)):
+                    return
 
     def _no_lower(self, graph: Graph, solution: Solution, solver: Solver, peak: int, budget: int) -> bool:
         """Whether a schedule of this solver's of least memory would neither fit nor need less than what was compiled,
@@ -389,19 +356,19 @@ class Search:
         least = min(t.peak_nbytes for t in self.trials)
         return expected > max(budget, least - LITTLE * self.temporaries_nbytes)
 
-    def _attempt(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
+    def _attempt(self, graph: Graph, solution: Solution) -> Trial | None:
         """Compile a solution, and note the seconds of solving since the trial before; None where no program came."""
-        if id(graph) in self.failed or (trial := self.attempt(graph, solution, fence)) is None:
+        if id(graph) in self.failed or (trial := self.attempt(graph, solution, FINISHED)) is None:
             return self.failed.add(id(graph))
         self.effort.compiled(trial.compile_seconds)
         before = sum(t.solve_seconds for t in self.trials)
         self.trials.append(replace(trial, solve_seconds=self.solving.seconds - before))
         return self.trials[-1]
 
-    def _tried(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
-        """The trial of the same schedule of this form."""
-        same = (t for t in self.trials if t.solution.schedule == solution.schedule and t.fence == fence)
-        return next((t for t in same if t.graph.form == graph.form), None)
+    def _tried(self, graph: Graph, solution: Solution) -> bool:
+        """Return whether the same schedule of this form was compiled."""
+        same = (t for t in self.trials if t.solution.schedule == solution.schedule)
+        return any(t.graph.form == graph.form for t in same)
 
     def _lowest(self, graph: Graph, solver: Solver | None = None) -> Solution:
         """The solution of least predicted peak."""

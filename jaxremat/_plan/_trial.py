@@ -92,14 +92,13 @@ def some(found: T | None) -> T:
 
 @dataclass
 class Line:
-    """One cutting into stages: what was compiled of it; the form of fences and the predicted peak to ask for next, and
-    the solution for that with its rank; by how many seconds the model erred on the last of its form, with the host's
-    memory; whether no more is to be gained of it.
+    """One cutting into stages: what was compiled of it; the predicted peak to ask for next, and the solution for that
+    with its rank; by how many seconds the model erred on the last of its form, with the host's memory; whether no more
+    is to be gained of it.
     """
 
     graph: Graph
     trials: Sequence[Trial] = ()
-    fence: str = "finished"
     allowance: int = -1
     pending: Solution | None = None
     order: tuple[float, ...] = ()
@@ -146,16 +145,8 @@ def untried(trials: Sequence[Trial], graph: Graph) -> bool:
     return all(trial.graph.form != graph.form for trial in trials)
 
 
-def in_vain(trials: Sequence[Trial], graph: Graph) -> bool:
-    """Whether of plans of this form that were compiled with both forms of fences some need no less in order."""
-    alike = [t for t in trials if t.graph.form == graph.form]
-    finished, ordered = ([t for t in alike if t.fence == fence] for fence in ("finished", "ordered"))
-    same = ((t, o) for t in finished for o in ordered if t.solution.schedule == o.solution.schedule)
-    return any(o.peak_nbytes >= t.peak_nbytes for t, o in same)
-
-
 Attempt = Callable[[Graph, Solution, str], Trial | None]
-"""Emits a solution with a form of fences (see `_emit.FENCES`), compiles it and reads its peak; None where no program
+"""Emits a solution with a kind of barriers (see `_emit.FENCES`), compiles it and reads its peak; None where no program
 came.
 """
 

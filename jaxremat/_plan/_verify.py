@@ -140,7 +140,7 @@ class _Planner:
 
     def _found(self, budget: int | Literal["min"], *, fits: bool) -> Planned:
         """**Arguments:** `fits` whether the step does as it is written."""
-        options, baseline = self.request.options, self._measured()
+        baseline = self._measured()
         search = some(self.problem.defects.attempted("pricing", self._measured_search))
         if budget == "min":
             trial = search.least(self.rounds)
@@ -160,8 +160,6 @@ class _Planner:
             if least.trial is not None:
                 error.least_plan = self._planned(search, least.trial, least.peak_nbytes).plan
             raise error
-        if options.effort == "thorough":
-            trial = search.reformed(trial, budget)
         trial = self._combined(search, trial, budget)
         said = slow(search, trial)
         found = (f"`optimize({self.request.budget!r})`: {said}",) if said else ()
