@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from .._compiler._compiled_step import CompiledStep
+from .._emit._emit import FINISHED
 from .._model._graph import Graph
 from .._model._schedule import Passing, Schedule, check
 from .._model._simulate import Profile, simulate
@@ -173,10 +174,6 @@ class CompiledCandidate:
         )
 
 
-FENCE = "finished"
-"""The form of barriers that plans have (see `_emit`), unless another is asked for."""
-
-
 class NoProgramError(Exception):
     """No variant of a step could be emitted and compiled, which is a defect; not for the user to see."""
 
@@ -223,7 +220,7 @@ class Ledger:
         fitting = [each for each in self.compiled if each.peak_nbytes <= budget]
         return min(fitting, key=lambda each: (each.seconds, each.peak_nbytes), default=None)
 
-    def compile(self, graph: Graph, solution: Solution, fence: str = FENCE) -> CompiledCandidate | None:
+    def compile(self, graph: Graph, solution: Solution, fence: str = FINISHED) -> CompiledCandidate | None:
         """Compile a solution, and note the seconds of solving since the one before; None where no program came."""
         found = None
         if self.compiler is not None and id(graph) not in self.failed:
@@ -236,10 +233,10 @@ class Ledger:
         self.compiled.append(replace(found, solve_seconds=self.seconds - before))
         return self.compiled[-1]
 
-    def find(self, graph: Graph, solution: Solution) -> CompiledCandidate | None:
-        """Return what was compiled of the same schedule of the same variant."""
+    def knows(self, graph: Graph, solution: Solution) -> bool:
+        """Return whether the same schedule of the same variant was compiled."""
         same = (each for each in self.compiled if each.solution.schedule == solution.schedule)
-        return next((each for each in same if each.graph.form == graph.form), None)
+        return any(each.graph.form == graph.form for each in same)
 
     def know(self, graph: Graph, schedule: Schedule) -> None:
         """Remember a schedule that was found elsewhere."""

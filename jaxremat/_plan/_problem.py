@@ -19,7 +19,7 @@ from .._compiler._gathers import gathers
 from .._compiler._program import Compiled, Program, processes_of
 from .._compiler._shardings import Division
 from .._compiler._tags import tagged
-from .._emit._emit import FENCES, emit
+from .._emit._emit import FINISHED, emit
 from .._emit._validation import unproved
 from .._lower._lower import as_stacked, estimate_base, lower
 from .._model._backend import Backend, backend
@@ -185,7 +185,7 @@ class Problem:
         return complete(graph, [v for v in graph.residuals if made[v].producer not in again])
 
     def jitted(
-        self, graph: Graph, schedule: Schedule, fence: str = FENCES[0], detached: Sequence[Passing] = ()
+        self, graph: Graph, schedule: Schedule, fence: str = FINISHED, detached: Sequence[Passing] = ()
     ) -> Any:
         """The step that follows a schedule of one of its graphs."""
         traced = self.form(graph.form)

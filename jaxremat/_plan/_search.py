@@ -248,7 +248,7 @@ class Search:
             if candidate.pending is None:
                 candidate.pending = self.ledger.within(candidate.graph, candidate.allowance)
             candidate.order = self._rank(candidate.graph, candidate.pending, candidate.allowance)
-            tried = self.ledger.find(candidate.graph, candidate.pending)
+            tried = self.ledger.knows(candidate.graph, candidate.pending)
             if candidate.order[0] == 0.0 and (tried or self._promises(candidate, best)):
                 known.append(candidate)
                 if not tried:
@@ -268,7 +268,7 @@ class Search:
         candidate.order = rank(graph, candidate.pending.schedule, None)
         beyond = min((each.beyond_nbytes for each in self.ledger.compiled), default=0)
         fits = simulate(graph, candidate.pending.schedule).peak_nbytes + beyond <= budget
-        return fits and not self.ledger.find(graph, candidate.pending)
+        return fits and not self.ledger.knows(graph, candidate.pending)
 
     def _split_loop(self, known: Sequence[Candidate]) -> bool:
         """Make a variant with a loop in parts of the best of these candidates; return whether there is one."""
@@ -381,7 +381,7 @@ class Search:
                 promised = budget is not None and peak <= budget and untried
                 if tried and not (promised or is_least) and not self.effort.allows(fits):
                     continue
-                if self.ledger.find(cut, solution) is None:
+                if not self.ledger.knows(cut, solution):
                     self.ledger.compile(cut, solution)
                 if budget is not None and self._affordable(self.ledger.best(budget)):
                     return

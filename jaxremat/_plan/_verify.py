@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from .._emit._emit import FINISHED
 from .._lower._lower import as_stacked
 from .._model._graph import Graph
 from .._model._pins import offloading, staying
@@ -25,7 +26,7 @@ from .._solver import Solution
 from ._baseline import Baseline, EstimatedGraphs, measure_baseline
 from ._candidates import Space
 from ._defects import run_as_written
-from ._ledger import FENCE, CompiledCandidate, Effort, Ledger, NoProgramError
+from ._ledger import CompiledCandidate, Effort, Ledger, NoProgramError
 from ._made_for import made_for
 from ._plan import Plan
 from ._planned import Planned, compiled_facts, confirmed, facts, planned, sent, warn_of
@@ -301,7 +302,7 @@ class _Planner:
             materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
             unrepeated=tuple(n.id for n in graph.nodes if not n.repeatable),
             small_nbytes=graph.small_nbytes,
-            fence=FENCE,
+            fence=FINISHED,
             form=graph.form,
             loops=loop_forms(
                 traced.lengths,
