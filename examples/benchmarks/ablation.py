@@ -26,7 +26,7 @@ import jaxremat
 from examples.benchmarks import records
 from examples.benchmarks.networks import Program, Scale, program
 from jaxremat import InfeasibleBudgetError
-from jaxremat._model._loop_levels import LoopOffers, nested
+from jaxremat._model._loop_levels import Loops, nested
 from jaxremat._model._stages import cuttings
 from jaxremat._rewrite._passes import without
 
@@ -96,7 +96,7 @@ def given(place: int) -> Callable[..., Any]:
     return lambda *args, **kwargs: args[place]
 
 
-_rungs = LoopOffers.rungs
+_rungs = Loops.rungs
 _levels_of_one = wraps(_rungs)(
     lambda loops: [rung for rung in _rungs(loops) if not any(nested(choice.setting) for choice in rung)]
 )
@@ -105,10 +105,10 @@ MECHANISMS = (
     Mechanism("attention without its scores", options={"allow": ("microbatches", "rows")}),
     Mechanism("rows in chunks", options={"allow": ("attention", "microbatches")}),
     Mechanism("microbatches", options={"allow": ("attention", "rows")}),
-    Mechanism("loops in levels", {"_model._loop_levels.LoopOffers.rungs": _levels_of_one}),
-    Mechanism("loops in levels, absorbed updates", {"_model._loop_levels.LoopOffers.rungs": always([])}),
-    Mechanism("loops in parts", {"_plan._cuttings.Cuttings.divide": always([])}),
-    Mechanism("fine stages", {"_plan._cuttings.cuttings": lambda graph: cuttings(graph)[:1]}),
+    Mechanism("loops in levels", {"_model._loop_levels.Loops.rungs": _levels_of_one}),
+    Mechanism("loops in levels, absorbed updates", {"_model._loop_levels.Loops.rungs": always([])}),
+    Mechanism("loops in parts", {"_plan._candidates.CandidateSource.split_loop": always([])}),
+    Mechanism("fine stages", {"_plan._candidates.cuttings": lambda graph: cuttings(graph)[:1]}),
     Mechanism(
         "memory order",
         {"_rewrite._passes.memory_order": lambda jaxpr, alive, *_: [i for i, a in enumerate(alive) if a]},
@@ -116,9 +116,6 @@ MECHANISMS = (
     Mechanism("stages merged where nothing is recomputed", {"_emit._emit.merged": lambda *args: args}),
     Mechanism("operands' memory taken over", {"_model._graph.in_place": always(frozenset())}),
     Mechanism("triggers of fences", {"_emit._emit.trigger": always([])}),
-    Mechanism("clones apart", {"_emit._emit.make_apart": always(None)}),
-    Mechanism("fences in order", {"_plan._search.Search._astray": always(False)}, on=(GPU,)),
-    Mechanism("parts of cotangents pass fences", {"_emit._emit.parts": always([])}, on=(GPU,)),
     Mechanism("updates behind the last read", {"_emit._emit.last_reads": always(({}, set()))}, on=(GPU,)),
     Mechanism("gradients in the weights' order", {"_emit._emit.turned_gradients": always(set())}, on=(GPU,)),
     Mechanism("images' axes in memory order", {"_lower._lower.axes_in_memory": always({})}, on=(GPU,)),
@@ -149,7 +146,7 @@ MECHANISMS = (
     ),
     Mechanism("stacks begun late", {"_emit._emit.stacked_nbytes": always(0)}, on=(CPU,)),
     Mechanism("chained cotangents in memory", passes=("cotangents",), on=(CPU,)),
-    Mechanism("pairs of loops in loops laid open", {"_plan._forms.inner_pairs": always({})}),
+    Mechanism("pairs of loops in loops laid open", {"_plan._rules.inner_pairs": always({})}),
     Mechanism("what waits in loops", {"_lower._lower.with_waiting": given(1)}),
     Mechanism("masks of results", passes=("masks",)),
     Mechanism("results of masks behind fences", {"_emit._emit.behind_fence": given(2)}),

@@ -33,8 +33,8 @@ from jaxremat._compiler._devices import detect
 from jaxremat._compiler._program import Program
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import LOOP, Choice, Form
 from jaxremat._model._loop_levels import carries, choices
+from jaxremat._model._variant import LOOP, Choice, Variant
 from jaxremat._rewrite._trace import trace
 from jaxremat._runtime._bytes import parse_budget
 
@@ -84,7 +84,7 @@ def peaks(depth: int) -> list[records.Record]:
     for form, chosen in zip(FORMS, (None, (), levels[1], levels[-1]), strict=True):
         jitted = program.plain
         if chosen is not None:
-            cut = traced.in_form(Form.of(Choice(LOOP, 0, chosen))) if chosen else traced
+            cut = traced.in_form(Variant.of(Choice(LOOP, 0, chosen))) if chosen else traced
             graph = lower(cut, detect(jax.devices()[0]), base_nbytes=0)
             jitted = program.evaluating(emit(cut, graph, complete(graph, ())), cut)
         stats = MemoryStats.of(program.lower(jitted, args, {}).compile())

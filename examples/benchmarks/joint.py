@@ -21,39 +21,38 @@ from examples.benchmarks import ablation, records
 from examples.benchmarks.ablation import CPU, PROGRAMS, SHARES, Mechanism, always, measure
 from examples.benchmarks.networks import Program, Scale, program
 from jaxremat import InfeasibleBudgetError, SaveAll
-from jaxremat._model._form import PLAIN, Choice, Form
-from jaxremat._plan._cuttings import Cuttings
+from jaxremat._model._variant import PLAIN, Choice, Variant
+from jaxremat._plan._candidates import CandidateSource
 
 FOLDER = "joint"
 
-_UNDIVIDED = {"_plan._cuttings.Cuttings.divide": always([])}
+_UNDIVIDED = {"_plan._candidates.CandidateSource.split_loop": always([])}
 RECOMPUTING = Mechanism(
-    "recomputing alone", {**_UNDIVIDED, "_model._loop_levels.LoopOffers.rungs": always([])}, {"allow": ()}
+    "recomputing alone", {**_UNDIVIDED, "_model._loop_levels.Loops.rungs": always([])}, {"allow": ()}
 )
-FORMS = Mechanism("forms alone", {"_plan._solving.MinCut": SaveAll}, {"solver": SaveAll()})
+FORMS = Mechanism("forms alone", {"_plan._ledger.MinCut": SaveAll}, {"solver": SaveAll()})
 IN_TURN, TOGETHER = "one after the other", "together"
 WAYS = (RECOMPUTING.name, FORMS.name, IN_TURN, TOGETHER)
 
-_begin = Cuttings.__post_init__
+_begin = CandidateSource.__post_init__
 
 
-def within(form: Form) -> Mechanism:
+def within(form: Variant) -> Mechanism:
     """Planning in this form of the step alone."""
 
-    def begin(cuttings: Cuttings) -> None:
-        _begin(cuttings)
-        if form and cuttings.graph_of is not None:
-            assert cuttings.forms is not None  # where it has some
-            cuttings.made = cuttings.make(cuttings.forms.promise(form))
-        cuttings.left = {False: [], True: []}
+    def begin(source: CandidateSource) -> None:
+        _begin(source)
+        if form:
+            source.made = source.make(form)
+        source.left = {False: [], True: []}
 
-    return Mechanism(IN_TURN, {**_UNDIVIDED, "_plan._cuttings.Cuttings.__post_init__": begin})
+    return Mechanism(IN_TURN, {**_UNDIVIDED, "_plan._candidates.CandidateSource.__post_init__": begin})
 
 
 def in_turn(step: Program, share: float, target: str | None, forms: records.Record) -> records.Record:
     """The form that forms alone choose, then what is recomputed."""
     if "form" in forms:
-        form = Form.of(*(Choice(kind, site, tuple(setting)) for kind, site, setting in forms["form"]))
+        form = Variant.of(*(Choice(kind, site, tuple(setting)) for kind, site, setting in forms["form"]))
     else:
         options: dict[str, Any] = {"donate_argnums": step.donate_argnums, "target": target, "cache": False}
         try:

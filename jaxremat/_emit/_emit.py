@@ -9,7 +9,6 @@ dropped equations behind it. Tied as follows:
 - the trigger holds the fence back until the stage before is done: the small results (weight gradients, reductions)
   that it leaves behind pass through the fence on their way to the optimizer, whose updates wait for it. Only where
   there is none that is late enough, a cotangent passes through, which cuts it off from kernels that would read it.
-  Letting every cotangent through is another form of the same fence, which is tried where time for that is given.
 - images pass with their axes in the order of memory (see `_layouts`), so that kernels behind the fence find them as the
   plain step's do.
 - fused values (never in memory) that a clone reads are cloned with it; the stage's own equations read the original
@@ -49,7 +48,6 @@ from .._rewrite._sinking import sink, sunk_values
 from .._rewrite._stack_buffers import begun_late, stacked_nbytes
 from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
-from ._clones import make_apart
 from ._decoding import Decoding
 from ._detaching import detach
 from ._differentiable_barrier import fence
@@ -64,24 +62,22 @@ from ._mask_operands import behind_fence
 from ._placement import entered, places
 from ._stacks_elsewhere import StacksElsewhere
 from ._streams import Streams
-from ._triggers import finished, parts, trigger
+from ._triggers import finished, trigger
 from ._undone_blocks import before_blocks
 from ._validation import validated
 from ._weight_copies import behind_operand
-from ._weight_gradients import put_in_order
 
-FENCES = ("finished", "cotangents", "ordered")
-"""What holds a fence back: the small results of the stage before, or every cotangent that it hands on as well.
-
-*Ordered* are as *finished*, and within a stage a convolution's weight gradient that reads something recomputed comes
-before the convolution that goes on from its cotangent. XLA:GPU otherwise makes one kernel of what is recomputed and of
-the next gradients that read the same operand, which puts the weight gradient off and keeps all that it reads.
+FINISHED = "finished"
+"""Barriers that the small results of the stage before hold back. Plans of earlier versions may name other kinds, which
+are followed as this one.
 """
 
 COMBINED = "combined"
-"""Fences of a step on several devices through which nothing passes that these add up: the compiler then adds up all
+"""Barriers of a step on several devices through which nothing passes that these add up: the compiler then adds up all
 gradients at once, as it does in the plain step. What finishes a stage is a cotangent, so that more may be in memory.
 """
+
+FENCES = (FINISHED, COMBINED)
 
 
 @uncollected
@@ -89,14 +85,14 @@ def emit(
     traced: Traced,
     graph: Graph,
     schedule: Schedule,
-    fence: str = "finished",
+    fence: str = FINISHED,
     detached: Sequence[Passing] = (),
 ) -> jex.ClosedJaxpr:
     """The planned step as a jaxpr whose types are checked, those of its loops too, and which `_validation` has seen to
     compute the step; node ids of `graph` are equation indices of `traced.jaxpr`. Where that is a body, so is this.
 
-    **Arguments:** `fence` is one of `FENCES`, or `COMBINED`; `detached` the barriers' operands that are put behind
-    barriers of their own, see `_detaching`.
+    **Arguments:** `fence` the kind of barriers, `FINISHED` or `COMBINED`; `detached` the barriers' operands that are
+    put behind barriers of their own, see `_detaching`.
     """
     graph, schedule = merged(graph, schedule) if graph.backend.fuses else (graph, schedule)
     jaxpr = traced.jaxpr.jaxpr
@@ -131,10 +127,7 @@ class Emitter:
         self.traced, self.graph = traced, graph
         self.cotangents = cotangents  # of a backward pass that is a program of its own
         self.poor = replaced(graph.backend)
-        self.all_cotangents = form == "cotangents"
-        self.ordered = form == "ordered"
         self.combined = form == COMBINED
-        self.due: dict[Any, list[Any]] = {}  # see `_weight_gradients`
         self.schedule = schedule
         self.source = traced.jaxpr.jaxpr.eqns
         self.eqns: list[Any] = []
@@ -241,8 +234,7 @@ class Emitter:
             )
         if not begins:
             self.waiting = self._resume(k, renamed)
-        make_apart(self, k, wanted, inside, loop)
-        self.waiting, self.due = self.waiting | dict(stage.deferred), {}
+        self.waiting |= dict(stage.deferred)
         now = [n for n in inside if n not in self.waiting]
         self._run(sorted(now, key=lambda n: (n in self.held, n)), renamed)
 
@@ -260,8 +252,6 @@ class Emitter:
                 self.fenced([], self.blocks[n], "fence_block", -1)
             self.streams.hold(n, renamed)
             eqn = self.decoding.as_made(n, self.source[n])
-            if self.ordered:
-                put_in_order(self, n, eqn)
             invars = [
                 a
                 if _compat.is_literal(a)
@@ -371,7 +361,7 @@ class Emitter:
         # What is outside of a loop is over before the loop, or behind it.
         over = [*self.streams.over(k), *self.elsewhere.back.get(k, ())] if loop < 0 else []
         due = any(until <= k for until in self.waiting.values())
-        waits_for = [*trigger(self, k), *parts(self, k), *over]
+        waits_for = [*trigger(self, k), *over]
         return self.fenced(through, waits_for, f"fence_{k}", loop) if through or due or over else {}
 
     def fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:

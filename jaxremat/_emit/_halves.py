@@ -19,7 +19,7 @@ from .._rewrite._canonical_convolutions import canonical_in_bodies
 from .._rewrite._flat_program import Loop
 from .._rewrite._loop_closing import close_loops, without_unread
 from .._rewrite._sinking import sink
-from ._emit import FENCES, Emitter
+from ._emit import FINISHED, Emitter
 from ._joint import Joint
 
 
@@ -46,7 +46,7 @@ def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     traced = joint.traced
     jaxpr, consts = traced.jaxpr.jaxpr, traced.jaxpr.consts
     primals, cotangents = jaxpr.invars[: joint.primals], jaxpr.invars[joint.primals :]
-    emitter = Emitter(traced, graph, schedule, FENCES[0], cotangents=cotangents)
+    emitter = Emitter(traced, graph, schedule, FINISHED, cotangents=cotangents)
     outvars = emitter.run()
     results, gradients = outvars[: joint.results], outvars[joint.results :]
     eqns = close_loops(*sink(emitter.eqns, emitter.loop_of, traced.loops), traced.loops)

@@ -6,7 +6,7 @@ from typing import Any
 from .._model._later_passes import made_later
 from .._program import _compat
 from .._program._flops import aval_nbytes
-from .._program._primitives import is_part, is_product, is_relabelling
+from .._program._primitives import is_product, is_relabelling
 from ._fence_operands import can_pass
 
 
@@ -35,10 +35,10 @@ def trigger(emitter: Any, k: int) -> list[Any]:
     last = contractions[-1] if contractions else before
     behind_pass = bool(contractions) and graph.nodes[last].forward
     place = emitter.place if graph.backend.fuses or behind_pass else graph.stage_of
-    if emitter.all_cotangents or not any(emitter.maker(v) >= last for v in triggers):
+    if not any(emitter.maker(v) >= last for v in triggers):
         crossing = [
             v
-            for n in range(before if emitter.all_cotangents else last, start)
+            for n in range(last, start)
             if counts(n) and n not in emitter.waiting and emitter.place[n] < k
             for v in emitter.source[n].outvars
             if can_pass(v)
@@ -46,9 +46,9 @@ def trigger(emitter: Any, k: int) -> list[Any]:
             and (v in emitter.returned or any(place[m] >= k for m in emitter.readers.get(v, ())))
             and graph.values[emitter.value_of[v]].materialised
         ]
-        if behind_pass and not emitter.all_cotangents:
+        if behind_pass:
             crossing = _end_of_pass(emitter, last, crossing)
-        triggers.extend(crossing if emitter.all_cotangents else crossing[:1])
+        triggers.extend(crossing[:1])
     return triggers
 
 
@@ -59,29 +59,6 @@ def _end_of_pass(emitter: Any, last: int, crossing: Sequence[Any]) -> list[Any]:
         if not reached or not reached.isdisjoint(_compat.variables(eqn.invars)):
             reached.update(eqn.outvars)
     return sorted((v for v in crossing if v in reached), key=lambda v: aval_nbytes(v.aval))
-
-
-def parts(emitter: Any, k: int) -> list[Any]:
-    """Parts of cotangents that were cut off before stage `k` and are read in it or behind it.
-
-    The compiler would cut them off where they are read, and keep the whole until then. Not so of images whose channels
-    lie together in memory: the fence would have their parts copied.
-    """
-    graph = emitter.graph
-    if not graph.backend.fuses:
-        return []
-    around, start = graph.around(graph.stages[k].start), graph.forward_stop
-    return [
-        v
-        for n in range(start, graph.stages[k].start)
-        if is_part(emitter.source[n]) and emitter.place[n] < k
-        for v in emitter.source[n].outvars
-        if graph.values[emitter.value_of[v]].materialised
-        and (len(v.aval.shape) < 4 or graph.values[emitter.value_of[v]].axes)
-        and v not in emitter.passed
-        and _home(emitter, v) == around
-        and any(emitter.place[m] >= k for m in emitter.readers.get(v, ()))
-    ]
 
 
 def finished(emitter: Any, k: int) -> list[Any]:

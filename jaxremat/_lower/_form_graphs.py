@@ -21,10 +21,10 @@ from .._compiler._tags import Written, written
 from .._compiler._workspace import alone_seconds, workspaces
 from .._model._backend import Backend, backend
 from .._model._device_specs import DeviceSpec
-from .._model._form import PLAIN, REVERSED, Form
 from .._model._graph import Graph
 from .._model._loop_levels import deep
 from .._model._pins import Patterns
+from .._model._variant import PLAIN, REVERSED, Variant
 from .._rewrite._encodings import decoders
 from .._rewrite._flat_program import ALONE
 from .._rewrite._row_chunks import is_in_chunks
@@ -65,7 +65,7 @@ class FormGraphs:
     pins: Patterns
     division: Division
     _iterations: dict[str, Module] = field(default_factory=dict)
-    _looped: dict[Form, dict[int, Module]] = field(default_factory=dict)
+    _looped: dict[Variant, dict[int, Module]] = field(default_factory=dict)
 
     @property
     def backend(self) -> Backend:

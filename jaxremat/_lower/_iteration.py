@@ -18,7 +18,7 @@ from jax.core import ShapedArray
 
 from .._compiler._hlo import Module, parse
 from .._compiler._program import Program
-from .._emit._emit import FENCES, Emitter
+from .._emit._emit import FINISHED, Emitter
 from .._model._backend import Backend
 from .._model._graph import Graph
 from .._model._schedule import everything
@@ -92,7 +92,7 @@ def forward(traced: Traced, backend: Backend) -> dict[int, Iteration]:
 def backward(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iteration]:
     """Iterations of the backward loops that find all saved that the forward pass writes, by loop."""
     named, places = _tagged(traced, [loop.id for loop in _alive(traced) if loop.role == BACKWARD])
-    emitter = Emitter(named, *merged(graph, everything(graph)), FENCES[0])
+    emitter = Emitter(named, *merged(graph, everything(graph)), FINISHED)
     emitter.run()
     return _iterations(emitter.eqns, emitter.loop_of, traced.loops, places, backend)
 

@@ -11,14 +11,14 @@ from .._compiler._devices import DeviceSpec
 from .._compiler._hlo import CONTROL, NAMES, Instruction, Module, maker
 from .._compiler._roofline import kernels, roofline, seconds_of
 from .._compiler._tags import TAG
-from .._model._form import Form
 from .._model._graph import Graph
 from .._model._loop_levels import deep
+from .._model._variant import Variant
 from .._rewrite._flat_program import ALONE, FORWARD, Loop
 from .._rewrite._trace import Traced
 
 
-def known(loops: Sequence[Loop], form: Form) -> bool:
+def known(loops: Sequence[Loop], form: Variant) -> bool:
     """Whether iterations alone say what a form's loops take: there are loops, and no others with loops in them than
     those that levels make.
     """

@@ -17,9 +17,9 @@ from typing import Any
 
 from . import _tape
 from ._backend import Backend, backend
-from ._form import PLAIN, Form
 from ._host_copies import Away, HostMemory
 from ._reuse import in_place
+from ._variant import PLAIN, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Graph:
     groups: tuple[int, ...] = ()
     loop_lengths: tuple[int, ...] = ()
     extra_seconds: float = 0.0
-    form: Form = PLAIN
+    form: Variant = PLAIN
     pins: tuple[Pin, ...] = ()
     counts_forward: bool = True
     host: HostMemory | None = None

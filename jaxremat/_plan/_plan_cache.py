@@ -3,6 +3,8 @@
 Laws: a plan is found under all that planning looks at, the planner's own code included, and nothing else; one that a
 clock cut short is used, but made anew when it is asked for again, and the better one kept; what is found is
 emitted, compiled and held against its budget as a plan from a file is, so that a cache can cost time but no byte.
+A budget that a plan made before keeps, with whatever other budget, is not refused, and within it nothing that takes
+longer is returned; for the least memory nothing is returned that needs a good deal more than the least of them.
 """
 
 import dataclasses
@@ -12,9 +14,9 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 from jaxlib import version as jaxlib
@@ -25,11 +27,11 @@ from .._runtime._cache_folder import cache_dir, read, store, touch, trim
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
 from .._runtime._progress import Stopwatch, timed
 from .._solver import Solver
-from ._known_plans import KnownPlans
 from ._plan import Plan
 from ._planned import Planned, apply_plan
 from ._problem import Problem
 from ._request import Options, Request
+from ._search import MOST_OVERHEAD
 from ._state_on_host import movable
 from ._verify import make_plan
 
@@ -44,6 +46,68 @@ _TOLD = ("budget_nbytes", "min_peak_nbytes", "step_seconds")
 
 MOST_NBYTES = 256 * 2**20
 """Plans kept, all together. A plan of a network with thousands of equations takes some hundred kilobytes."""
+
+MORE = 0.05
+"""A least peak is a good deal more than another from this share on."""
+
+SAVES = 0.005
+"""Of two plans within a budget that were made at different times, the newer one stays unless it takes longer by this
+share of the step."""
+
+
+class Known(NamedTuple):
+    """A plan by its compiled peak, the share of the step's time that it takes longer, and its file."""
+
+    peak_nbytes: int
+    overhead: float
+    file: str
+
+
+@dataclass(frozen=True)
+class KnownPlans:
+    """**Fields:** `path` of the list of them; `fuses` whether their compiled programs say what they take."""
+
+    path: Path
+    fuses: bool
+
+    @classmethod
+    def of(cls, key: str, fuses: bool) -> "KnownPlans":
+        """Of one program with one set of options, whatever the budget."""
+        return cls(cache_dir() / "known" / f"{key}.json", fuses)
+
+    def add(self, plan: Plan, file: Path) -> None:
+        """One more, that is kept in this file."""
+        known = [each for each in self.all() if each.file != file.name]
+        known.append(Known(plan.peak_nbytes, self.overhead(plan), file.name))
+        store(self.path, json.dumps(known))
+
+    def all(self) -> list[Known]:
+        """Those that there are; the files may have been removed since."""
+        return read(self.path, lambda text: [Known(*each) for each in json.loads(text)]) or []
+
+    def overhead(self, plan: Plan) -> float:
+        """What a plan is judged by."""
+        return plan.overhead if plan.compiled_overhead is None or not self.fuses else plan.compiled_overhead
+
+    def better(self, plan: Plan | None, budget: int | None) -> list[Known]:
+        """Those that beat a plan, or none, within a budget, None for the least memory; the best first."""
+        if budget is None:
+            most = 0 if plan is None else (1 - MORE) * plan.peak_nbytes
+            found = [
+                each for each in self.all() if each.peak_nbytes < most and each.overhead <= MOST_OVERHEAD
+            ]
+            return sorted(found)
+        most = float("inf") if plan is None else self.overhead(plan) - SAVES
+        found = [each for each in self.all() if each.peak_nbytes <= budget and each.overhead < most]
+        return sorted(found, key=lambda each: (each.overhead, each.peak_nbytes))
+
+    def corrected(self, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+        """A refusal that names no more than the least of them needs."""
+        least = min((each.peak_nbytes for each in self.all()), default=error.min_peak_nbytes)
+        if least < error.min_peak_nbytes:
+            error.min_peak_nbytes = least
+            error.args = (f"{error} A plan that was made before needs {least} bytes.",)
+        return error
 
 
 def recall_or_plan(problem: Problem, request: Request) -> Planned:

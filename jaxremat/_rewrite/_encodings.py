@@ -55,7 +55,7 @@ _FLOAT8 = jnp.float8_e4m3fn
 class Encoding:
     """A way to keep a value in fewer bits.
 
-    **Fields:** `name` as in `jaxremat.optimize`'s `allow`; `code` in a `Form`; `label` for people; `fits`
+    **Fields:** `name` as in `jaxremat.optimize`'s `allow`; `code` in a `Variant`; `label` for people; `fits`
     says of a type whether it has copies of this kind; `encode` gives the parts of a copy, `decode` the value, of its
     type and those; `entrywise` whether each entry has its own copy, on whichever device it is; `exact` whether what is
     decoded is the value, which then is never in memory itself.

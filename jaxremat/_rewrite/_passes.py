@@ -21,7 +21,7 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from .._model._form import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Form
+from .._model._variant import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Variant
 from .._program import _compat
 from .._program._inline import Inliner
 from ._backward_equations import behind_backward
@@ -71,7 +71,7 @@ class Task:
     """
 
     source: Source
-    form: Form
+    form: Variant
     inliner: Inliner
     sites: Sites = Sites()
 

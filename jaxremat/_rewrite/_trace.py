@@ -19,7 +19,7 @@ from .._attention._operations import ATTENTION as ATTEND
 from .._attention._operations import runs_in_kernels
 from .._attention._pattern import Pattern
 from .._attention._places import Places
-from .._model._form import PLAIN, ROWS, Form
+from .._model._variant import PLAIN, ROWS, Variant
 from .._program import _compat
 from .._program._hints import Hint, hidden
 from .._program._inline import Inliner
@@ -55,7 +55,7 @@ class Traced:
     """
 
     source: Source
-    form: Form
+    form: Variant
     sites: Sites
     program: FlatProgram
     flat: jex.ClosedJaxpr
@@ -176,12 +176,12 @@ class Traced:
         """Some part of this step as a program by itself."""
         return self.around.alone(closed) if self.around else closed
 
-    def in_form(self, form: Form) -> "Traced":
+    def in_form(self, form: Variant) -> "Traced":
         """Return the same step in another form."""
         return normalise(replace(self.source, regions=self.regions), form)
 
-    def named(self, form: Form) -> Form:
-        """The form, with names for its sites where it has none, see `Form.unnamed`."""
+    def named(self, form: Variant) -> Variant:
+        """The form, with names for its sites where it has none, see `Variant.unnamed`."""
         return form.named(len(self.lengths), len(self.regions))
 
     def gathered(self, gathers: tuple[Gather, ...], devices: int) -> "Traced":
@@ -291,7 +291,7 @@ def trace(
     return traced
 
 
-def normalise(source: Source, form: Form = PLAIN) -> Traced:
+def normalise(source: Source, form: Variant = PLAIN) -> Traced:
     """Inline, lay open, merge, prune and order a step, in this form."""
     inliner = Inliner(respect_checkpoint=source.respect_checkpoint)
     task = Task(source, form, inliner)

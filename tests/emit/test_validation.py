@@ -24,7 +24,7 @@ from jaxremat._emit import _emit, _validation
 from jaxremat._emit._emit import FENCES, emit
 from jaxremat._emit._validation import UNPROVED, EmittedOtherwiseError, names, unproved, validated
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import LOOP, ROWS, Form
+from jaxremat._model._variant import LOOP, ROWS, Variant
 from jaxremat._program import _compat
 from jaxremat._rewrite import _row_regions
 from jaxremat._rewrite._trace import Traced, trace
@@ -115,7 +115,7 @@ def test_what_is_not_proved_is_named(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_step_as_written_has_nothing_to_name() -> None:
-    assert names(Form()) == ()
+    assert names(Variant()) == ()
     assert set(names(of_levels((2, 3)))) == {UNPROVED[LOOP]}
 
 

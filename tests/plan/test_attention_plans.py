@@ -12,8 +12,8 @@ import jaxremat
 from jaxremat import InfeasibleBudgetError
 from jaxremat._compiler._devices import DEVICES
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import ATTENTION
-from jaxremat._plan._forms import OFFERS, Sites
+from jaxremat._model._variant import ATTENTION, Variant
+from jaxremat._plan._rules import Written, variants
 from jaxremat._rewrite._trace import trace
 
 pytestmark = pytest.mark.usefixtures("few_compilations")
@@ -110,9 +110,10 @@ def offered(accumulated: int) -> tuple[float, float]:
     batches = jax.ShapeDtypeStruct((accumulated, 2, 256, width), jnp.float32)
     traced = trace(jax.jit(step), (ws, batches), {})
     graph = lower(traced, DEVICES["h100"], base_nbytes=0)
-    sites = Sites(traced, traced, graph, DEVICES["h100"], None, ("attention",), False)
-    (found,) = (each for kind in OFFERS if (each := kind(sites)) and each.kind == ATTENTION)
-    return -found.worth(0, (2,)).more_seconds, graph.step_seconds
+    found = variants(Written(traced, traced, graph, DEVICES["h100"], None, ("attention",)), decided=False)
+    in_kernels = Variant.of_rule(ATTENTION, {0: (2,)})
+    assert in_kernels in found.exact()
+    return -found.estimate(in_kernels).more_seconds, graph.step_seconds
 
 
 def test_attention_in_a_loop_within_a_loop_is_offered_once_for_each_iteration_of_both() -> None:

@@ -1,11 +1,14 @@
-"""Schedule -> the step that follows it, compiled, in which XLA overwrites nothing that is still read.
+"""Schedule -> the step that follows it, compiled, in which XLA overwrites nothing that is still read, and read.
 
 Invariant: every planned step that runs has passed `overwritten_reads`. Where that finds a kernel, the array that it
 reads twice is put behind a barrier of its own, and the step is compiled once more.
 """
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .._compiler._compiled_step import CompiledStep
@@ -13,7 +16,15 @@ from .._compiler._overwritten_reads import OverwrittenRead
 from .._emit._detaching import SCOPE
 from .._model._graph import Graph
 from .._model._schedule import Passing, Schedule
+from .._model._simulate import simulate
+from .._runtime._bytes import format_nbytes
+from .._runtime._progress import Stopwatch, phase
+from .._solver import Solution
+from ._baseline import Baseline
+from ._ledger import CompiledCandidate
 from ._problem import Problem
+
+logger = logging.getLogger("jaxremat")
 
 ROUNDS = 3
 """Compilations at most. Putting an array behind a barrier divides kernels, so that others may read two names then."""
@@ -66,3 +77,48 @@ def compile_schedule(
         if attempt == ROUNDS or more <= set(known):
             raise OverwrittenReadError(*reads)
         known = tuple(sorted({*known, *more}))
+
+
+@dataclass
+class StepCompiler:
+    """Compiles solutions of one step, to be read. **Fields:** `baseline` that overheads are counted from; `stopwatch`
+    since planning began; `count` of what was tried.
+    """
+
+    baseline: Baseline
+    stopwatch: Stopwatch
+    count: int = 0
+
+    def compile(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate | None:
+        """Return a solution compiled with a form of barriers, None where no program came of it."""
+        make = partial(self._compiled, graph, solution, fence)
+        defects = self.baseline.problem.defects
+        return defects.attempted(f"fence {fence!r}", make, graph.form, graph, solution)
+
+    def _compiled(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        baseline, profile = self.baseline, simulate(graph, solution.schedule)
+        self.count += 1
+        began = time.monotonic()
+        with phase(f"compiling plan {self.count}", kind="compile"):
+            made = compile_schedule(baseline.problem, graph, solution.schedule, fence)
+        plain_seconds = baseline.seconds
+        found = CompiledCandidate(
+            graph=graph,
+            solution=solution,
+            fence=fence,
+            profile=profile,
+            jitted=made.jitted,
+            compiled=made.compiled,
+            detached=made.detached,
+            peak_nbytes=made.compiled.peak_nbytes,
+            # 0 of a step of nothing
+            compiled_overhead=made.compiled.seconds / plain_seconds - 1 if plain_seconds else 0.0,
+            compile_seconds=time.monotonic() - began,
+            ended_seconds=self.stopwatch.seconds,
+        )
+        logger.info(
+            "predicted %s, compiled %s, overhead predicted %.2f %%, compiled %.2f %%",
+            format_nbytes(profile.peak_nbytes), format_nbytes(found.peak_nbytes),
+            100 * profile.extra_seconds / (graph.step_seconds or 1.0), 100 * found.compiled_overhead,
+        )  # fmt: skip
+        return found

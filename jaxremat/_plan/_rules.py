@@ -1,12 +1,12 @@
-"""Plain step and its graph -> the `Forms` that it may take: what each kind of its sites offers, priced.
+"""Step as written -> the variants that it may take: what each rule of a table may do to it, with estimates.
 
-`OFFERS` has a function for each kind of sites but loops: None where the step has none, or the user decides about them.
+To add a form of the step: a rule in `RULES`, and the pass that follows it in `_rewrite._passes.FORM_PASSES`.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
@@ -14,17 +14,12 @@ from .._attention._finding import Site, attention
 from .._attention._kernels import LEAST_CAPABILITY, gradient_fits, kernels_seconds
 from .._compiler._devices import DeviceSpec
 from .._compiler._tried_kernels import kernels_work
-from .._model._attention_offers import AttentionOffers
-from .._model._copy_offers import CopyOffers
-from .._model._form import ATTENTION, Worth
-from .._model._form_offers import REVERSIBLE, Forms, Offers
 from .._model._graph import Graph
-from .._model._inner_offers import InnerOffers
-from .._model._loop_levels import LoopOffers
-from .._model._reversed_offers import ReversedOffers
-from .._model._row_offers import RowOffers
+from .._model._loop_levels import Loops
 from .._model._schedule import everything
 from .._model._simulate import simulate
+from .._model._sites import REVERSIBLE, Sites, Variants
+from .._model._variant import ATTENTION, COPIES, INNER, REVERSED, ROWS, Estimate
 from .._program._flops import alone_seconds, aval_nbytes
 from .._program._primitives import is_heavy
 from .._rewrite._encodings import allowed, fewer_nbytes
@@ -42,11 +37,11 @@ ROW_COPIES = 2
 
 
 @dataclass(frozen=True)
-class Sites:
-    """The plain step, whose sites may be done otherwise.
+class Written:
+    """The step as it is written, some of which rules may do otherwise.
 
     **Fields:** `traced`, and `there` as one device has it; `graph`; `device`, and `here` the GPU if it is at hand;
-    what is allowed by `allow`; `decided` whether the user says what is saved.
+    what is allowed by `allow`.
     """
 
     traced: Traced
@@ -55,40 +50,56 @@ class Sites:
     device: DeviceSpec
     here: Any
     allow: Collection[str]
-    decided: bool
 
 
-def forms(sites: Sites) -> Forms:
-    """The forms that a step may take."""
-    offered = (offers(sites) for offers in OFFERS)
-    there = tuple(offers for offers in offered if offers is not None)
-    alone = sites.traced.attention_places is None  # of chunks it is not known where each device's part lies
-    return Forms(_loops(sites), there, in_chunks=(ATTENTION,) if alone else ())
+Estimates = Mapping[tuple[int, tuple[int, ...]], Estimate]
+"""By site and setting what a rule may do, as of `Sites`."""
 
 
-def _loops(sites: Sites) -> LoopOffers:
-    traced, bandwidth = sites.traced, sites.device.bandwidth
+class Rule(NamedTuple):
+    """What may be done otherwise in a step.
+
+    **Fields:** `name` in a `Choice`; `estimate` finds its sites in a step, and says what each setting is worth; `apply`
+    the passes that follow it, by their names in `FORM_PASSES`; `exact` and `together` as of `Sites`.
+    """
+
+    name: str
+    estimate: Callable[[Written], Estimates]
+    apply: tuple[str, ...]
+    exact: bool = True
+    together: bool = False
+
+
+def variants(step: Written, *, decided: bool) -> Variants:
+    """Return the variants that a step may take.
+
+    **Arguments:** `decided` whether the user says what is saved: then loops alone are done otherwise.
+    """
+    found = ((rule, rule.estimate(step)) for rule in RULES if not decided)
+    sites = tuple(Sites(rule.name, each, rule.exact, rule.together) for rule, each in found if each)
+    alone = step.traced.attention_places is None  # of chunks it is not known where each device's part lies
+    return Variants(_loops(step), sites, in_chunks=(ATTENTION,) if alone else ())
+
+
+def _loops(step: Written) -> Loops:
+    traced, bandwidth = step.traced, step.device.bandwidth
     absorbing = [(g.fewer_nbytes, ROW_COPIES * g.written_nbytes / bandwidth) for g in traced.gains]
-    return LoopOffers.of(sites.graph, traced.lengths, traced.cuttable, absorbing)
+    return Loops.of(step.graph, traced.lengths, traced.cuttable, absorbing)
 
 
-def _rows(sites: Sites) -> Offers | None:
+def _rows(step: Written) -> Estimates:
     """Rows, and most of the step, in chunks."""
-    if sites.decided:
-        return None
-    return RowOffers(
-        tuple(
-            {chunks: _chunked(sites, region, chunks) for chunks in region.choices}
-            if ("microbatches" if region.whole else "rows") in sites.allow
-            else {}
-            for region in sites.traced.regions
-        )
-    )
+    return {
+        (site, (chunks,)): _chunked(step, region, chunks)
+        for site, region in enumerate(step.traced.regions)
+        if ("microbatches" if region.whole else "rows") in step.allow
+        for chunks in region.choices
+    }
 
 
-def _chunked(sites: Sites, region: Region, chunks: int) -> Worth:
-    """What becomes of a region in so many chunks."""
-    graph, device = sites.graph, sites.device
+def _chunked(step: Written, region: Region, chunks: int) -> Estimate:
+    """Estimate a region in so many chunks."""
+    graph, device = step.graph, step.device
     fewer, more = region.fewer_nbytes(chunks), region.more_seconds(chunks, device)
     if region.whole:
         temporaries = simulate(graph, everything(graph)).peak_nbytes - graph.base_nbytes
@@ -96,36 +107,36 @@ def _chunked(sites: Sites, region: Region, chunks: int) -> Worth:
         trips = graph.total_trips
         launched = sum(trips[n.loop] if n.loop >= 0 else 1 for n in graph.kernels())
         more += (chunks - 1) * max(launched - region.kernels, 0) * device.launch_seconds
-    return Worth(fewer, more, region.whole)
+    return Estimate(fewer, more, region.whole)
 
 
-def _inner(sites: Sites) -> Offers | None:
-    """Pairs of loops inside of pairs laid open."""
-    traced, there = sites.traced, sites.there
+def _inner(step: Written) -> Estimates:
+    """Pairs of loops inside of pairs, inlined: the inner loops' forward passes run once more where the plain step does
+    not repeat them in the backward pass itself.
+    """
+    traced = step.traced
     found = inner_pairs(traced.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops)
-    fewer = inner_nbytes(there.jaxpr.jaxpr.eqns, found)
-    if not fewer or sites.decided:
-        return None
-    nodes = (sites.graph.nodes[i] for i in set(found.values()))
+    fewer = inner_nbytes(step.there.jaxpr.jaxpr.eqns, found)
+    nodes = (step.graph.nodes[i] for i in set(found.values()))
     again = (n for n in nodes if traced.loops[n.loop].role == FORWARD)
-    return InnerOffers(fewer, math.fsum(n.seconds for n in again))
+    return {(0, (1,)): Estimate(fewer, math.fsum(n.seconds for n in again))} if fewer else {}
 
 
-def _attention(sites: Sites) -> Offers | None:
-    """Attention without its matrix of scores."""
-    traced, graph, device = sites.traced, sites.graph, sites.device
-    if sites.decided or "attention" not in sites.allow:
-        return None
+def _attention(step: Written) -> Estimates:
+    """Attention without its matrix of scores: what is computed once more, less what is not written and read."""
+    traced, graph, device = step.traced, step.graph, step.device
+    if "attention" not in step.allow:
+        return {}
     closed, places = traced.jaxpr, traced.attention_places
     found = attention(closed, traced.program.scopes, [True] * len(traced.loop_of))
     found = [site for site in found if places is None or site.pattern in places]
     trips_of = _trips_of(traced, graph)
     within = [] if places is not None else list(_attention_inside(closed, trips_of))
     if not (found or within):
-        return None
+        return {}
     able = device.chip is not None and device.chip.capability >= LEAST_CAPABILITY
-    if able and sites.here is not None:
-        able = kernels_work([*found, *(site for site, _, _ in within)], sites.here)
+    if able and step.here is not None:
+        able = kernels_work([*found, *(site for site, _, _ in within)], step.here)
     how = 2 if able else 1
     fewer, more = 0, 0.0
     for site in found:
@@ -148,7 +159,7 @@ def _attention(sites: Sites) -> Offers | None:
         if how > 1:
             once = math.fsum(alone_seconds(device, eqns[i]) for i in site.forward if is_heavy(eqns[i]))
             more += trips * (kernels_seconds(site.pattern, device, gradient=False) - once)
-    return AttentionOffers(how, fewer, more)
+    return {(0, (how,)): Estimate(fewer, more)}
 
 
 def _trips_of(traced: Traced, graph: Graph) -> list[int]:
@@ -172,34 +183,43 @@ def _attention_inside(
             yield from _attention_inside(body, [often] * len(body.jaxpr.eqns))
 
 
-def _copies(sites: Sites) -> Offers | None:
-    """Values in fewer bits."""
-    traced, codes = sites.traced, allowed(sites.allow, sites.traced.devices)
-    if not codes or sites.decided or traced.around:
-        return None
-    found = fewer_nbytes(sites.there.jaxpr.jaxpr, traced.loop_of, traced.loops, codes)
-    return CopyOffers(codes, found) if found else None
+def _copies(step: Written) -> Estimates:
+    """Values in fewer bits. Encoding and decoding are operations like others, whose time the graph has."""
+    traced, codes = step.traced, allowed(step.allow, step.traced.devices)
+    if not codes or traced.around:
+        return {}
+    fewer = fewer_nbytes(step.there.jaxpr.jaxpr, traced.loop_of, traced.loops, codes)
+    return {(0, codes): Estimate(fewer)} if fewer else {}
 
 
-def _reversed(sites: Sites) -> Offers | None:
-    """Blocks undone on the way back."""
-    traced, graph = sites.traced, sites.graph
-    if REVERSIBLE not in sites.allow or sites.decided or traced.around or traced.devices > 1:
-        return None
-    found: dict[int, Worth] = {}
+def _reversed(step: Written) -> Estimates:
+    """Blocks whose values the backward pass computes from their results."""
+    traced, graph = step.traced, step.graph
+    if REVERSIBLE not in step.allow or traced.around or traced.devices > 1:
+        return {}
+    found: dict[tuple[int, tuple[int, ...]], Estimate] = {}
     for number, loop in enumerate(graph.pairs):
         backward = [each.eqn for each in traced.loops if each.group == loop and each.role == BACKWARD]
         carried = reversible_nbytes(traced.loops[loop].eqn, backward[0]) if len(backward) == 1 else 0
         if carried:
             again = math.fsum(node.seconds for node in graph.nodes if node.loop == loop)
-            found[number + 1] = Worth(graph.loop_lengths[loop] * carried, again)
+            found[number + 1, (1,)] = Estimate(graph.loop_lengths[loop] * carried, again)
     blocks = [block for chain in chains(traced.jaxpr, traced.loop_of, traced.loops) for block in chain]
     if blocks:
         fewer = sum(aval_nbytes(v.aval) for block in blocks for v in block.names)
-        again = math.fsum(alone_seconds(sites.device, e) for b in blocks for e in b.eqns if is_heavy(e))
-        found[0] = Worth(fewer, again)
-    return ReversedOffers(found) if found else None
+        again = math.fsum(alone_seconds(step.device, e) for b in blocks for e in b.eqns if is_heavy(e))
+        found[0, (1,)] = Estimate(fewer, again)
+    return found
 
 
-OFFERS: Sequence[Callable[[Sites], Offers | None]] = (_attention, _rows, _inner, _copies, _reversed)
-"""What kinds of sites offer, those of exact forms first."""
+RULES = (
+    Rule(ATTENTION, _attention, ("attention",)),
+    Rule(ROWS, _rows, ("rows",)),
+    Rule(INNER, _inner, ("loops",)),
+    Rule(COPIES, _copies, ("copies",), exact=False),
+    Rule(REVERSED, _reversed, ("reversed loops", "reversed chains"), exact=False, together=True),
+)
+"""The rules in the order in which variants combine them: a rule goes with what saves most of those before it.
+
+`LOOP` is a rule too, of the pass "levels", and the last one: its settings are so many that `Loops` computes them.
+"""
