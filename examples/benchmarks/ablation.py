@@ -124,7 +124,7 @@ MECHANISMS = (
         {"_lower._lower.written_sums": always(set()), "_lower._lower.sums_of_scattered": always({})},
         on=(GPU,),
     ),
-    Mechanism("scratch memory as compiled", {"_lower._form_graphs.scratch": always({})}, on=(GPU,)),
+    Mechanism("scratch memory as compiled", {"_lower._facts.scratch": always({})}, on=(GPU,)),
     Mechanism(
         "kernels of its own choice",
         {

@@ -5,28 +5,76 @@ prices of its own. An optimizer's updates that a form moves into its loops are n
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from .._attention._operations import attends
 from .._compiler._devices import DeviceSpec
 from .._compiler._hlo import CONTROL, NAMES, Instruction, Module, maker
 from .._compiler._roofline import kernels, roofline, seconds_of
 from .._compiler._tags import TAG
 from .._model._graph import Graph
 from .._model._loop_levels import deep
-from .._model._variant import Variant
+from .._model._variant import PLAIN, REVERSED, Variant
 from .._rewrite._flat_program import ALONE, FORWARD, Loop
+from .._rewrite._row_chunks import is_in_chunks
 from .._rewrite._trace import Traced
+from ._facts import BaselineFacts
+from ._iteration import Iteration
+from ._kernel_prices import always_stacked_seconds
 
 
-def known(loops: Sequence[Loop], form: Variant) -> bool:
-    """Whether iterations alone say what a form's loops take: there are loops, and no others with loops in them than
+def longer_seconds(
+    graph: Graph,
+    traced: Traced,
+    facts: BaselineFacts,
+    iterations: Mapping[int, Iteration],
+    both: Mapping[int, Iteration],
+) -> float | None:
+    """Compute what the loops of a variant take longer than the tagged plain step's where they stack nothing and find
+    all saved; None where that is not known.
+
+    **Arguments:** `iterations` of pairs of loops; `both` those with a forward and a backward pass of their own.
+    """
+    variant, device = traced.form, facts.device
+    if variant.settings(REVERSED):
+        return None
+    eqns = zip(facts.division.local(traced)[0].jaxpr.jaxpr.eqns, traced.loop_of, strict=True)
+    apart = [eqn for eqn, loop in eqns if is_in_chunks(eqn) or (attends(eqn) and loop < 0)]
+    if deep(variant):  # whose forward passes are counted by their iterations
+        apart = [eqn for eqn in apart if eqn.primitive.name != "scan" or is_in_chunks(eqn)]
+    in_chunks = math.fsum(facts.alone_seconds(apart))
+    looped = _known(traced.loops, variant) and _known(facts.plain.loops, PLAIN)
+    if not (in_chunks or looped or traced.microbatches):
+        return None
+    moved = _moved_seconds(facts, facts.plain.places(traced), most=traced.microbatches > 0)
+    if traced.microbatches:
+        modules = {i: facts.compiled(iteration) for i, iteration in both.items()}
+        in_chunks += traced.microbatches * math.fsum(_microbatch_seconds(traced, modules, device))
+        looped = bool(facts.plain.loops)
+    if not looped:
+        return in_chunks - moved
+    modules = {i: facts.compiled(iteration) for i, iteration in iterations.items()}
+    taken = _looped_seconds(graph, traced, modules, device) + always_stacked_seconds(graph, device)
+    return in_chunks + taken - moved - _plain_seconds(facts.module, device)
+
+
+def _known(loops: Sequence[Loop], variant: Variant) -> bool:
+    """Whether iterations alone say what a variant's loops take: there are loops, and no others with loops in them than
     those that levels make.
     """
     inner = any(loop.role == ALONE or loop.parent >= 0 for loop in loops)
-    return bool(loops) and (not inner or deep(form))
+    return bool(loops) and (not inner or deep(variant))
 
 
-def looped_seconds(graph: Graph, traced: Traced, alone: Mapping[int, Module], device: DeviceSpec) -> float:
+def _microbatch_seconds(traced: Traced, both: Mapping[int, Module], device: DeviceSpec) -> Iterator[float]:
+    """What a microbatch takes in each of the loops that do it, but for the pairs of loops in it."""
+    for i, module in both.items():
+        loop = traced.loops[i]
+        if loop.parent < 0 and loop.length == traced.microbatches:
+            yield roofline(module, device).seconds + device.launch_seconds - _plain_seconds(module, device)
+
+
+def _looped_seconds(graph: Graph, traced: Traced, alone: Mapping[int, Module], device: DeviceSpec) -> float:
     """Seconds of all iterations of the form's loops, with a kernel each that counts them.
 
     Levels run a forward pass once more for each loop around its own, and in the forward pass.
@@ -39,7 +87,7 @@ def looped_seconds(graph: Graph, traced: Traced, alone: Mapping[int, Module], de
     return taken
 
 
-def plain_seconds(module: Module, device: DeviceSpec) -> float:
+def _plain_seconds(module: Module, device: DeviceSpec) -> float:
     """Seconds of the plain program's pairs of loops, with what fills their stacks: those loops have no tag."""
     entry = module.computations[module.entry]
     scope = entry.by_name()
@@ -59,14 +107,13 @@ def plain_seconds(module: Module, device: DeviceSpec) -> float:
     )
 
 
-def moved_seconds(
-    module: Module, places: Mapping[int, int], device: DeviceSpec, *, most: bool = False
-) -> float:
-    """Seconds of the plain program's kernels outside of pairs of loops that only make what a form makes otherwise.
+def _moved_seconds(facts: BaselineFacts, places: Mapping[int, int], *, most: bool) -> float:
+    """Seconds of the plain program's kernels outside of pairs of loops that only make what a variant makes otherwise.
 
-    **Arguments:** `places` for the equations that the form has too, by index, what they are there; `most` whether that
-    makes most of the step within, and so what is of no equation.
+    **Arguments:** `places` for the equations that the variant has too, by index, what they are there; `most` whether
+    that makes most of the step within, and so what is of no equation.
     """
+    module, device = facts.module, facts.device
     entry = module.computations[module.entry]
     scope = entry.by_name()
 

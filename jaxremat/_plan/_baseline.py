@@ -14,7 +14,8 @@ from functools import cached_property, partial
 
 from .._compiler._compiled_step import CompiledStep
 from .._compiler._program import Compiled
-from .._lower._form_graphs import FormGraphs
+from .._lower._build import build_graph
+from .._lower._facts import BaselineFacts
 from .._model._graph import Graph
 from .._model._schedule import Schedule, everything
 from .._model._sites import Variants
@@ -45,12 +46,8 @@ class Graphs(ABC):
         """The same, made."""
 
     @abstractmethod
-    def _lowered(self, traced: Traced) -> Graph:
-        """The graph of such a form, in whatever seconds."""
-
-    def _longer(self, graph: Graph, promised: float) -> float:
-        """What such a form takes longer than the plain step, of which its offer has `promised` so much."""
-        return promised
+    def _built(self, traced: Traced, promised: float) -> Graph:
+        """The graph of a variant, which its rule has `promised` to take so much longer than the plain step."""
 
     def known(self, graph: Graph) -> Schedule | None:
         """Return what the user's own checkpoints save of a cutting of the plain graph, None where there are none."""
@@ -77,11 +74,9 @@ class Graphs(ABC):
         return self._made[variant]
 
     def _of(self, variant: Variant) -> Graph:
-        plain, graph = self.plain, self._lowered(self.problem.form(variant))
-        more = self._longer(graph, plain.extra_seconds + self.variants.estimate(variant).more_seconds)
-        return replace(
-            graph, step_seconds=plain.step_seconds, extra_seconds=more, host=self.problem.usable_host
-        )
+        promised = self.plain.extra_seconds + self.variants.estimate(variant).more_seconds
+        graph = self._built(self.problem.form(variant), promised)
+        return replace(graph, step_seconds=self.plain.step_seconds, host=self.problem.usable_host)
 
 
 class EstimatedGraphs(Graphs):
@@ -90,8 +85,8 @@ class EstimatedGraphs(Graphs):
     def _plain(self) -> Graph:
         return self.problem.estimated
 
-    def _lowered(self, traced: Traced) -> Graph:
-        return self.problem.estimate(traced, self.plain.base_nbytes)
+    def _built(self, traced: Traced, promised: float) -> Graph:
+        return replace(self.problem.estimate(traced, self.plain.base_nbytes), extra_seconds=promised)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +103,9 @@ class MeasuredGraphs(Graphs):
     _around: dict[Variant, float] = field(default_factory=dict, init=False)
 
     @cached_property
-    def _lowering(self) -> FormGraphs:
+    def _facts(self) -> BaselineFacts:
         problem = self.problem
-        return FormGraphs(
+        return BaselineFacts(
             plain=problem.traced,
             module=self.tagged.module,
             base_nbytes=self.tagged.memory.base_nbytes,
@@ -126,14 +121,14 @@ class MeasuredGraphs(Graphs):
 
     def _plain(self) -> Graph:
         problem = self.problem
-        graph = replace(self._lowered(problem.traced), host=problem.usable_host)
+        graph = replace(build_graph(problem.traced, self._facts), host=problem.usable_host)
         measured = self.measured()
         logger.info(
             "plain step: peak %s, %d equations, %d residuals, %d stages",
             format_nbytes(measured.peak_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
         )  # fmt: skip
-        if self._by_kernels:
-            more = self._more_seconds(graph, graph.extra_seconds)
+        if self._facts.by_kernels:
+            more = graph.extra_seconds + self._tagged_more
             return replace(graph, step_seconds=measured.seconds, extra_seconds=more)
         if problem.undoes:  # counted from the user's own step, which computes again what its checkpoints say
             own = graph.step_seconds * measured.seconds / self.tagged.seconds
@@ -142,30 +137,17 @@ class MeasuredGraphs(Graphs):
             )
         return graph
 
-    def _lowered(self, traced: Traced) -> Graph:
-        return self._lowering.graph(traced)
-
-    @property
-    def _by_kernels(self) -> bool:
-        """Whether the compiled kernels say what a step takes."""
-        return self.problem.backend.fuses and self.problem.profile == "roofline"
+    def _built(self, traced: Traced, promised: float) -> Graph:
+        if not self._facts.by_kernels:
+            return replace(build_graph(traced, self._facts), extra_seconds=promised)
+        graph = build_graph(traced, self._facts, promised - self._tagged_more)
+        more = self._around_attention(traced.form) + self._tagged_more
+        return replace(graph, extra_seconds=graph.extra_seconds + more)
 
     @property
     def _tagged_more(self) -> float:
         """What the tagged step takes longer than the plain one."""
         return self.tagged.seconds - self.measured().seconds
-
-    def _longer(self, graph: Graph, promised: float) -> float:
-        return self._more_seconds(graph, promised - self._tagged_more) if self._by_kernels else promised
-
-    def _more_seconds(self, graph: Graph, otherwise: float) -> float:
-        """What such a form of the tagged step takes longer than the plain step.
-
-        **Arguments:** `otherwise` what it takes longer than the tagged one where its loops' time is not known.
-        """
-        own = self._lowering.looped_seconds(graph, self.problem.form(graph.form))
-        more = otherwise if own is None else own
-        return more + self._around_attention(graph.form) + self._tagged_more
 
     def _around_attention(self, form: Variant) -> float:
         """What the compiled step takes longer with attention as in this form than its operations say, outside of loops:
@@ -176,11 +158,10 @@ class MeasuredGraphs(Graphs):
             return 0.0
         if alone not in self._around:
             traced = self.problem.form(alone)
-            graph = self._lowering.graph(traced)
-            own = self._lowering.looped_seconds(graph, traced) or 0.0
+            graph = build_graph(traced, self._facts, 0.0)
             with phase("compiling attention's form", kind="compile"):
                 compiled = self.problem.compile(self.problem.jitted(graph, everything(graph)))
-            self._around[alone] = compiled.seconds - self.tagged.seconds - own
+            self._around[alone] = compiled.seconds - self.tagged.seconds - graph.extra_seconds
         return self._around[alone]
 
 
