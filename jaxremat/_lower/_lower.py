@@ -22,7 +22,6 @@ from .._program import _compat
 from .._program._flops import aval_nbytes, eqn_flops, in_rounds
 from .._program._primitives import (
     is_fetch,
-    is_flattened,
     is_heavy,
     is_light,
     is_product,
@@ -112,7 +111,6 @@ def lower(
                 seconds=0.0,
                 flops=eqn_flops(eqn) if flops is None else flops[i],
                 workspace_nbytes=workspace[i].nbytes if workspace and i in workspace else 0,
-                flattened=not fuses and is_flattened(eqn),
                 heavy=is_heavy(eqn) or is_gather(eqn) or in_rounds(device, eqn),
                 contraction=is_gather(eqn) or reads_memory(eqn),
                 forward=not late[i],
@@ -180,7 +178,7 @@ def lower(
     graph = with_room(graph, workspace or {}, sums)
     pins = [*_hinted(traced, index, graph), *matching(graph, patterns, written is not None)]
     graph = with_pins(graph, pins) if pins else graph
-    graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, seconds or {})
+    graph = priced(graph, jaxpr.eqns, device, written, seconds or {})
     graph = replace(graph, values=tuple(_as_copy(v, device) if v.id in copies else v for v in graph.values))
     return replace(graph, stages=cut_stages(graph))
 
@@ -304,31 +302,6 @@ def _read_in_memory(
                 if producer >= 0 and nodes[producer].inputs:
                     chosen.add(root)
     return chosen
-
-
-def _without_fused_copies(graph: Graph) -> Graph:
-    """Scratch memory of what was compiled alone, less the copies of matrix operands that their own producer writes in
-    the layout wanted.
-
-    A value that several contractions read is there in its own layout too.
-    """
-    readers: dict[int, int] = {}
-    for node in graph.nodes:
-        if node.contraction:
-            for v in node.inputs:
-                readers[v] = readers.get(v, 0) + 1
-
-    def written_as_wanted(node: Node) -> int:
-        producers = ((v, graph.values[v].producer) for v in node.inputs if readers[v] == 1)
-        return sum(graph.values[v].nbytes for v, n in producers if n >= 0 and not graph.nodes[n].heavy)
-
-    nodes = tuple(
-        replace(n, workspace_nbytes=max(n.workspace_nbytes - written_as_wanted(n), 0))
-        if n.workspace_nbytes and n.primitive == "dot_general" and (n.loop >= 0 or not graph.backend.fuses)
-        else n
-        for n in graph.nodes
-    )
-    return replace(graph, nodes=nodes)
 
 
 def estimate_base(traced: Traced) -> int:

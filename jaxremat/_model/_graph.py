@@ -57,8 +57,7 @@ class Node:
 
     **Fields:** `id` its place in the schedule; `primitive` its name in JAX; `inputs` and `outputs` value ids;
     `seconds` what running it once more costs on the device, all iterations of its loop together; `flops` of one
-    iteration; `workspace_nbytes` scratch memory while it runs; `flattened` whether the compiler
-    makes the result in another shape, so that nothing is written over it;
+    iteration; `workspace_nbytes` scratch memory while it runs;
     `partners` nodes of the backward pass into whose kernel the compiler takes it where they run in its stage, and
     `joined_seconds` what running it once more costs there, if nothing else that runs again reads its result;
     `summed_nbytes` and `gathered_nbytes` what a device sends to others in one iteration to add up their parts of its
@@ -77,7 +76,6 @@ class Node:
     seconds: float
     flops: float = 0.0
     workspace_nbytes: int = 0
-    flattened: bool = False
     heavy: bool = False
     contraction: bool = False
     forward: bool = True

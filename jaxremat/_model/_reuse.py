@@ -4,9 +4,6 @@ from typing import Any
 
 from ._primitive_names import OVERWRITING
 
-RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
-"""Fused work that puts the same numbers in another shape."""
-
 
 def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
     """Whether the backward pass made the value (of this size), and no later node reads it."""
@@ -20,20 +17,16 @@ def in_place(graph: Any) -> frozenset[int]:
     """The nodes of the backward pass whose result takes over the memory of an operand that dies there.
 
     These are pointwise kernels and those of `OVERWRITING`, with an operand of the result's size that the backward
-    pass made, and that nobody else reads later, nor a reduction that is fused into the kernel. A compiler that does
-    not fuse those wants the operand in the result's shape, too.
+    pass made, and that nobody else reads later, nor a reduction that is fused into the kernel.
     """
     # what reductions that a fused value hides read, before any of it may be written over
     reduced: dict[int, frozenset[int]] = {}
     for node in graph.nodes:
         fused = [v for v in node.outputs if not graph.values[v].materialised]
         hidden = frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)) if fused else None
-        if hidden is not None and (node.heavy or (not graph.backend.fuses and node.primitive in RESHAPES)):
+        if hidden is not None and node.heavy:
             hidden = hidden.union(*(graph.sources[v] for v in node.inputs))
         reduced.update((v, hidden) for v in fused if hidden)
-
-    def dies(v: int, node: Any, nbytes: int) -> bool:
-        return dies_at(graph, v, node, nbytes) and not graph.nodes[graph.values[v].producer].flattened
 
     return frozenset(
         node.id
@@ -41,5 +34,5 @@ def in_place(graph: Any) -> frozenset[int]:
         if (node.primitive in OVERWRITING or not node.heavy) and not node.forward and len(node.outputs) == 1
         for nbytes in (graph.values[node.outputs[0]].nbytes,)
         for read in (frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)),)
-        if any(v not in read and dies(v, node, nbytes) for v in graph.reads[node.id])
+        if any(v not in read and dies_at(graph, v, node, nbytes) for v in graph.reads[node.id])
     )

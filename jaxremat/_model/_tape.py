@@ -7,7 +7,7 @@ Law: `_simulate`'s docstring. The forward pass is the same in all schedules of a
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ._stack_copies import SLICES
+from ._host_copies import SLICES
 
 
 class Life(NamedTuple):

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from .._compiler._collectives import KINDS
-from .._compiler._compiled_step import CompiledStep
+from .._compiler._compiled_step import KINDS, CompiledStep
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import Compiled
 from .._compiler._target import in_words

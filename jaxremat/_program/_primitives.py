@@ -133,17 +133,6 @@ def is_product(eqn: Any) -> bool:
     return eqn.primitive.name in _CONTRACTIONS
 
 
-def is_flattened(eqn: Any) -> bool:
-    """Whether a compiler makes the result as one of fewer dimensions: a product of matrices, whose rows or columns are
-    several dimensions in the program.
-    """
-    if eqn.primitive.name != "dot_general":
-        return False
-    contracted, batched = eqn.params["dimension_numbers"]
-    both = zip(eqn.invars, contracted, batched, strict=True)
-    return any(len(a.aval.shape) - len(own) - len(each) > 1 for a, own, each in both)
-
-
 def is_heavy(eqn: Any) -> bool:
     """Work that is a kernel of its own: no reader absorbs it, and what it writes is in memory."""
     name = eqn.primitive.name

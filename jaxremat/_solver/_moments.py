@@ -11,7 +11,10 @@ from .._model._graph import Graph
 from .._model._host_copies import Reading
 from .._model._schedule import Schedule, complete
 from .._model._simulate import Profile, joined, simulate
-from ._stack_terms import Key, Part, StackTerms
+
+Key = tuple[str, *tuple[int, ...]]
+Part = tuple[tuple[Key, ...], int]
+
 
 MIB = 2**20
 
@@ -59,7 +62,8 @@ class Moments:
                 else:
                     own[v][k] = node.id
                     until[v] = max(until.get(v, end), end)
-        self.stacks = StackTerms(graph, free)
+        self.stacked = graph.away.stacked
+        self._stacked_always = [v for v in self.stacked if v not in free]
         away = graph.away.alone.items()
         self.away = {v: copy for v, copy in away if v in free and v not in graph.away.stacked}
         # Of a node with several results, a saved one is read in the original though the node is run again: saved or
@@ -217,7 +221,7 @@ class Moments:
                     parts.append(((("h", v, k + 1), ("h", v, k)), nbytes))
                 else:
                     parts.extend((keys, nbytes) for keys in self._clones(v, k, read, made=True))
-        parts.extend(self.stacks.fixed(n, k, self.last))
+        parts.extend(self._stacks_elsewhere(n, k))
         parts.extend(self._leaving(n))
         constant = self.base[n] + self.graph.nodes[n].workspace_nbytes
         return Terms(constant, tuple(parts))
@@ -233,7 +237,7 @@ class Moments:
                 parts.extend(self._originals(v, at, k, saved_nbytes, self._saved(v, k, own_at=None)))
             read = k in life.by_stage
             parts.extend((keys, nbytes) for keys in self._clones(v, k, read, made=life.born < upto))
-        parts.extend(self.stacks.fixed(self.graph.stages[k].start, k, self.last))
+        parts.extend(self._stacks_elsewhere(self.graph.stages[k].start, k))
         parts.extend(self._leaving(self.graph.stages[k].start))
         return Terms(self.across[k], tuple(parts))
 
@@ -241,9 +245,27 @@ class Moments:
         """What of a saved value is here at a node, or where the stage before it begins."""
         for key in keys:
             yield (key,), nbytes
-            yield from self.stacks.elsewhere(v, at, k)
+            yield from self._stack_elsewhere(v, at, k)
             if key[0] == "s" and self._elsewhere(v, at, k):
                 yield (("o", v),), -nbytes
+
+    def _here_nbytes(self, v: int, at: int, k: int, nbytes: int) -> int:
+        """What of a value of so many bytes is here at a node of a stage, if its stack is in host memory meanwhile."""
+        if v not in self.stacked or at < self.stacked[v].gone:
+            return nbytes
+        return self.graph.away.stacks.here_nbytes(v, k)
+
+    def _stack_elsewhere(self, v: int, at: int, k: int) -> Iterator[Part]:
+        """What is then not here of a value that is saved and counted."""
+        whole = self.graph.values[v].saved_nbytes
+        if (less := self._here_nbytes(v, at, k, whole) - whole) < 0:
+            yield (("o", v),), less
+
+    def _stacks_elsewhere(self, at: int, k: int) -> Iterator[Part]:
+        """The same of all that are saved in any case."""
+        for v in self._stacked_always:
+            if at <= self.last.get(v, -1):
+                yield from self._stack_elsewhere(v, at, k)
 
     def _leaving(self, at: int) -> Iterator[Part]:
         """What is on its way to the host then, where copies wait for one another."""
@@ -281,7 +303,7 @@ class Moments:
             nonlocal parts
             there = self._original_nbytes(u, at)
             if u in schedule.away and ("o", u) not in counted:
-                there = self.stacks.here_nbytes(u, at, stage, there)
+                there = self._here_nbytes(u, at, stage, there)
             if u in schedule.away.intersection(self.away) and (
                 ("o", u) in counted and ("o", u, 0) not in counted
             ):

@@ -9,11 +9,10 @@ from graphs import SOLVERS, UNIT, Builder, in_loops
 
 import jaxremat
 from jaxremat import Graph, Pin, complete, simulate
-from jaxremat._model._host_copies import HostCopy, HostMemory
+from jaxremat._model._host_copies import AT_ONCE, HostCopy, HostMemory
 from jaxremat._model._pins import staying, with_pins
 from jaxremat._model._schedule import check
 from jaxremat._model._simulate import waits
-from jaxremat._model._stack_copies import AT_ONCE
 
 
 def layers(

@@ -492,22 +492,3 @@ def test_an_iteration_of_its_own_lets_go_of_what_was_saved_for_it() -> None:
     one = [e.live_nbytes for e in simulate(once, saved).events]
     assert one[-1] < one[graph.forward_stop]
     assert many[-1] >= 3 * 4 * 2 * UNIT > one[-1]
-
-
-def test_what_has_another_shape_is_not_written_over() -> None:
-    """Where the compiler does not fuse products: the rows of a matrix, and what is read through a reshape."""
-    for flattened, reshaped in ((False, False), (True, False), (False, True)):
-        build = Builder()
-        (a,) = build.node([build.argument()], [4])
-        build.stage()
-        (p,) = build.node([a], [4], primitive="dot_general")
-        (q,) = build.node(
-            [p], [4], heavy=False, materialised=False, primitive="reshape" if reshaped else "neg"
-        )
-        (r,) = build.node([q], [4], heavy=False)
-        build.node([r], [3], is_output=True)
-        graph = build.graph()
-        graph = replace(
-            graph, nodes=tuple(replace(n, flattened=flattened and n.outputs == (p,)) for n in graph.nodes)
-        )
-        assert (graph.values[r].producer in graph.in_place) == (not flattened and not reshaped)
