@@ -15,7 +15,8 @@ has besides.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+import jax.extend.core as jex
 
 from .._model._graph import Graph
 from .._model._reuse import dies_at
@@ -42,9 +43,9 @@ class Purposes:
     extras: Sequence[tuple[Life, bool]]
 
 
-def values_of(eqns: Sequence[Any]) -> "Values":
+def values_of(eqns: Sequence[jex.JaxprEqn]) -> "Values":
     """The step's values, none of them seen yet."""
-    root: dict[Any, int] = {}  # variable -> the equation whose memory it is in
+    root: dict[jex.Var | jex.Literal, int] = {}  # variable -> the equation whose memory it is in
     for i, eqn in enumerate(eqns):
         operands = [a for a in eqn.invars if not _compat.is_literal(a)]
         seen = is_relabelling(eqn) and len(operands) == len(eqn.outvars) == 1
@@ -123,7 +124,7 @@ class Scratch:
         return Scratch(self.nbytes, {place[i]: nbytes for i, nbytes in self.fewer.items() if i in place})
 
 
-def scratch(module: Module, eqns: Sequence[Any]) -> dict[int, Scratch]:
+def scratch(module: Module, eqns: Sequence[jex.JaxprEqn]) -> dict[int, Scratch]:
     """That of each equation that has kernels of its own in the program, by index."""
     found: dict[int, Scratch] = {}
     unseen = values_of(eqns)

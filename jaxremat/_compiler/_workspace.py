@@ -6,7 +6,6 @@ Figures are cached on disk by equation, compiler options and jax version.
 
 import functools
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -57,7 +56,7 @@ def workspaces(
     return found
 
 
-def alone_seconds(eqns: Sequence[Any], program: Program, device: DeviceSpec) -> list[float]:
+def alone_seconds(eqns: Sequence[jex.JaxprEqn], program: Program, device: DeviceSpec) -> list[float]:
     """Seconds of each of these equations, compiled alone, by a roofline of its kernels."""
     program = program.alone(_nothing)
     where = (sorted(program.compiler_options), jax.__version__, device)

@@ -49,7 +49,7 @@ class Iteration:
     closed: jex.ClosedJaxpr
     places: tuple[int, ...]
     written: int
-    names: tuple[Any, ...]
+    names: tuple[jex.Var | jex.Literal | None, ...]
 
     @cached_property
     def key(self) -> str:
@@ -129,15 +129,15 @@ def _tagged(traced: Traced, wanted: Sequence[int]) -> tuple[Traced, dict[int, tu
 
 
 def _iterations(
-    eqns: Sequence[Any],
+    eqns: Sequence[jex.JaxprEqn],
     loop_of: Sequence[int],
     loops: Sequence[Loop],
     places: dict[int, tuple[int, ...]],
     backend: Backend,
 ) -> dict[int, Iteration]:
     """One iteration of each of these loops as a program."""
-    sections: dict[int, list[Any]] = {loop: [] for loop in places}
-    slices: dict[Any, tuple[Any, int]] = {}
+    sections: dict[int, list[jex.JaxprEqn]] = {loop: [] for loop in places}
+    slices: dict[jex.Var, tuple[jex.JaxprEqn, int]] = {}
     for eqn, loop in zip(*sink(eqns, loop_of, loops), strict=True):
         if loop in sections:
             sections[loop].append(eqn)
@@ -159,7 +159,10 @@ def _iterations(
 
 
 def _once(
-    scan: Any, places: tuple[int, ...], poor: Callable[[Any], bool], same: Callable[[Any], Any]
+    scan: jex.JaxprEqn,
+    places: tuple[int, ...],
+    poor: Callable[[jex.JaxprEqn], bool],
+    same: Callable[[jex.Var | jex.Literal], jex.Var | jex.Literal],
 ) -> Iteration:
     """The program of one iteration of a scan, at an index that is given."""
     closed = scan.params["jaxpr"]
@@ -167,7 +170,7 @@ def _once(
     consts, init, arrays = operands(scan)
     index = _compat.new_var(ShapedArray((), jnp.int32))
     whole = [_compat.new_var(a.aval) for a in arrays]
-    eqns: list[Any] = []
+    eqns: list[jex.JaxprEqn] = []
     for array, row in zip(whole, jaxpr.invars[len(consts) + len(init) :], strict=True):
         append(eqns, row_at, (array, index), scan, row)
     eqns.extend(each for eqn in jaxpr.eqns for each in (inline(eqn) if poor(eqn) else [eqn]))
@@ -198,7 +201,7 @@ def _once(
     return Iteration(closed, places, len(over), tuple(None if a is None else same(a) for a in names))
 
 
-def _writes_part(eqn: Any) -> bool:
+def _writes_part(eqn: jex.JaxprEqn) -> bool:
     """Whether an equation, or the last in a call, writes a part of its operand."""
     inner = [each for jaxpr in inner_jaxprs(eqn) for each in jaxpr.eqns] or [eqn]
     return inner[-1].primitive.name == "dynamic_update_slice"

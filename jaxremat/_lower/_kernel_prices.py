@@ -11,7 +11,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
+
+import jax.extend.core as jex
 
 from .._compiler._devices import DeviceSpec
 from .._compiler._tags import Kernel, Written
@@ -45,7 +46,7 @@ buffers that an iteration's kernels work on. Fitted to a compiled scanned GPT, w
 
 def priced(
     graph: Graph,
-    eqns: Sequence[Any],
+    eqns: Sequence[jex.JaxprEqn],
     device: DeviceSpec,
     written: Written | None,
     measured: Mapping[int, float],
@@ -162,7 +163,7 @@ def _partners(
     graph: Graph,
     node: Node,
     written: Written | None,
-    eqns: Sequence[Any],
+    eqns: Sequence[jex.JaxprEqn],
     readers: Mapping[int, Sequence[int]],
 ) -> tuple[int, ...]:
     """What the kernels of the backward pass write that read all that a node is made of, of its size, and wait for no
@@ -193,7 +194,11 @@ def _partners(
 
 
 def _following(
-    graph: Graph, values: Sequence[int], eqns: Sequence[Any], readers: Mapping[int, Sequence[int]], last: int
+    graph: Graph,
+    values: Sequence[int],
+    eqns: Sequence[jex.JaxprEqn],
+    readers: Mapping[int, Sequence[int]],
+    last: int,
 ) -> set[int]:
     """The nodes of the backward pass, up to the last, that follow from a contraction which reads these values."""
     found: set[int] = set()
@@ -228,7 +233,7 @@ def _for_later(graph: Graph, written: Written) -> frozenset[int]:
     )
 
 
-def _contracted(graph: Graph, eqns: Sequence[Any]) -> set[int]:
+def _contracted(graph: Graph, eqns: Sequence[jex.JaxprEqn]) -> set[int]:
     """What contractions of the backward pass read."""
     return {
         behind_views(v, eqns, graph.nodes, graph.values)
@@ -323,7 +328,7 @@ def handed_over(graph: Graph) -> set[int]:
     } - slices
 
 
-def behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> int:
+def behind_views(v: int, eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> int:
     """The value whose memory a contraction reads in place of a reshaped or transposed one."""
     while (
         (producer := values[v].producer) >= 0

@@ -4,10 +4,11 @@ Law: node ids are the indices of `traced.jaxpr`'s equations, and value ids numbe
 equation outputs in order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+
+import jax.extend.core as jex
 
 from .._compiler._devices import DeviceSpec
 from .._compiler._scratch import Scratch, with_room
@@ -70,11 +71,11 @@ def lower(
     **Raises:** `HintError` where hints or pins contradict each other or the program.
     """
     jaxpr = traced.jaxpr.jaxpr
-    index: dict[Any, int] = {}
+    index: dict[jex.Var, int] = {}
     values: list[Value] = []
     outputs = {a for a in jaxpr.outvars if not _compat.is_literal(a)}
 
-    def add(var: Any, producer: int, length: int = 0) -> int:
+    def add(var: jex.Var, producer: int, length: int = 0) -> int:
         index[var] = len(values)
         short = getattr(var.aval, "str_short", None)
         values.append(
@@ -188,14 +189,14 @@ def _as_copy(value: Value, device: DeviceSpec) -> Value:
     return replace(value, saved_seconds=max(value.saved_seconds, value.nbytes / device.bandwidth))
 
 
-def _name(eqn: Any) -> str:
+def _name(eqn: jex.JaxprEqn) -> str:
     """The primitive's name, or what the graph knows the equation as."""
     if is_gather(eqn):
         return GATHER
     return FETCH if is_fetch(eqn) else PUT if is_put(eqn) else eqn.primitive.name
 
 
-def _hinted(traced: Traced, index: Mapping[Any, int], graph: Graph) -> list[Pin]:
+def _hinted(traced: Traced, index: Mapping[jex.Var, int], graph: Graph) -> list[Pin]:
     """The program's own hints: of a value that is a view of another, the one that is in memory; of a stage, the first
     node that reads the cotangent.
     """
@@ -229,7 +230,7 @@ def _take_over(nodes: Sequence[Node], values: list[Value], over: set[int]) -> No
                 values[v] = replace(values[v], nbytes=0)
 
 
-def _length(eqn: Any, loop: Loop | None) -> int:
+def _length(eqn: jex.JaxprEqn, loop: Loop | None) -> int:
     """How many of a value of this equation a backward loop finds where it is saved, 0 where none looks for it."""
     if loop is None or loop.role != FORWARD or eqn.primitive.name in ("scan_last", "scan_stack"):
         return 0
@@ -250,7 +251,10 @@ def _small(sizes: Sequence[int]) -> int:
 
 
 def _by_compiler(
-    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], written: Mapping[int, Sequence[int]]
+    eqns: Sequence[jex.JaxprEqn],
+    nodes: Sequence[Node],
+    values: Sequence[Value],
+    written: Mapping[int, Sequence[int]],
 ) -> set[int]:
     """The values whose buffers the compiled plain step writes, and those that the backward pass needs in memory."""
     chosen = {
@@ -271,7 +275,7 @@ def _unnamed(nodes: Sequence[Node], written: Mapping[int, Sequence[int]]) -> set
     return {v for node in lost for v in node.outputs}
 
 
-def _by_rules(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
+def _by_rules(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
     """What XLA's fusion usually leaves in memory: results and operands of heavy work, and values read far apart."""
     chosen = {v for node in nodes if node.heavy for v in node.outputs}
     chosen |= _read_in_memory(eqns, nodes, values, lambda node: True)
@@ -290,7 +294,10 @@ def _by_rules(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value
 
 
 def _read_in_memory(
-    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], which: Any
+    eqns: Sequence[jex.JaxprEqn],
+    nodes: Sequence[Node],
+    values: Sequence[Value],
+    which: Callable[[Node], bool],
 ) -> set[int]:
     """The values that contractions and the like read: those are in memory whatever their producer is."""
     chosen = set()
