@@ -29,15 +29,16 @@ which updates wait until they may overwrite their argument; a graph without stag
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.extend.core as jex
 
 from .._model._graph import Graph
 from .._model._later_passes import later_passes
+from .._model._optimizer_updates import finishing_sums
 from .._model._primitive_names import FETCH
 from .._model._schedule import Passing, Schedule
-from .._model._stage_merging import merged
 from .._program import _compat
 from .._program._run_counts import check_runs
 from .._rewrite._canonical_convolutions import canonical_in_bodies
@@ -54,7 +55,6 @@ from ._differentiable_barrier import fence
 from ._elsewhere import Elsewhere
 from ._fence_operands import ZERO as PASSING_ZERO
 from ._fence_operands import fence_within, passing
-from ._gradient_layouts import in_order, turned_gradients
 from ._hoisting import ZERO, Hazards, is_zero
 from ._last_reads import hold, last_reads
 from ._layouts import append_fence
@@ -94,7 +94,7 @@ def emit(
     **Arguments:** `fence` the kind of barriers, `FINISHED` or `COMBINED`; `detached` the barriers' operands that are
     put behind barriers of their own, see `_detaching`.
     """
-    graph, schedule = merged(graph, schedule) if graph.backend.fuses else (graph, schedule)
+    graph = _with_needed_stages(graph, schedule)
     jaxpr = traced.jaxpr.jaxpr
     if not graph.stages and not traced.loops and not any(map(replaced(graph.backend), jaxpr.eqns)):
         planned = traced.jaxpr
@@ -113,6 +113,17 @@ def emit(
     check_runs(planned, traced.flat)
     validated(traced, planned)
     return planned
+
+
+def _with_needed_stages(graph: Graph, schedule: Schedule) -> Graph:
+    """Return the graph with the stages that are written: on GPUs none for a schedule that drops nothing, unless there
+    are loops, whose ends stay; stages between which copies run finish sums too.
+    """
+    if not graph.backend.fuses:
+        return graph
+    if schedule.drops_nothing and not graph.loop_stop:
+        return replace(graph, stages=())
+    return replace(graph, stages=finishing_sums(graph)) if schedule.offloaded else graph
 
 
 _CONSTANTS = {PASSING_ZERO: ZERO}
@@ -159,7 +170,6 @@ class Emitter:
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
         self.returned |= self.streams.returning
         self.last_reads, self.held = last_reads(self)
-        self.turned = turned_gradients(self)
         self.overwritten: dict[Any, Any] = {}  # argument -> its name where it is updated
         self.decoding = Decoding(self)
         self.elsewhere = Elsewhere(self)
@@ -298,8 +308,7 @@ class Emitter:
         if eqn.primitive.name == "scan_stack" and len(eqn.invars) == 1:
             eqn = eqn.replace(invars=[*eqn.invars, *self.zeros.get(eqn.params["loop"], ())])
         loop = self.graph.nodes[n].loop
-        eqn = behind_operand(self, n, eqn, lambda a: self._name(eqn, loop, a, renamed.get(a)))
-        return in_order(eqn) if n in self.turned else [eqn]
+        return [behind_operand(self, n, eqn, lambda a: self._name(eqn, loop, a, renamed.get(a)))]
 
     def _wanted(self, k: int) -> list[int]:
         """The equations to clone: the schedule's nodes, and the fused ones between them and the stage's readers."""

@@ -22,7 +22,7 @@ from .._emit._emit import FINISHED, Emitter
 from .._model._backend import Backend
 from .._model._graph import Graph
 from .._model._schedule import everything
-from .._model._stage_merging import merged
+from .._model._stages import uncut
 from .._program import _compat
 from .._program._host_arguments import to_host
 from .._program._primitives import inner_jaxprs, is_loop_edge, is_loop_slice, on_host
@@ -92,7 +92,8 @@ def forward(traced: Traced, backend: Backend) -> dict[int, Iteration]:
 def backward(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iteration]:
     """Iterations of the backward loops that find all saved that the forward pass writes, by loop."""
     named, places = _tagged(traced, [loop.id for loop in _alive(traced) if loop.role == BACKWARD])
-    emitter = Emitter(named, *merged(graph, everything(graph)), FINISHED)
+    graph = replace(graph, stages=uncut(graph))
+    emitter = Emitter(named, graph, everything(graph), FINISHED)
     emitter.run()
     return _iterations(emitter.eqns, emitter.loop_of, traced.loops, places, backend)
 
