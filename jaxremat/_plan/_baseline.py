@@ -30,27 +30,27 @@ logger = logging.getLogger("jaxremat")
 
 @dataclass(frozen=True, eq=False)
 class Graphs(ABC):
-    """The graphs of a step's forms, each made once."""
+    """The graphs of a step's variants, each made once."""
 
     problem: Problem
     _made: dict[Variant, Graph | None] = field(default_factory=dict, init=False)
 
     @cached_property
     def plain(self) -> Graph:
-        """The graph of the step's loops as they are."""
+        """The graph of the step as it is written."""
         return self._plain()
 
     @abstractmethod
     def _plain(self) -> Graph:
-        """The same, made."""
+        """Make the graph of the step as it is written."""
 
     @abstractmethod
     def _lowered(self, traced: Traced) -> Graph:
-        """The graph of such a form, in whatever seconds."""
+        """Return the graph of a variant, in whatever seconds."""
 
-    def _longer(self, graph: Graph, promised: float) -> float:
-        """What such a form takes longer than the plain step, of which its offer has `promised` so much."""
-        return promised
+    def _longer(self, graph: Graph, estimated: float) -> float:
+        """Return what a variant takes longer than the plain step, of which so much is estimated."""
+        return estimated
 
     def known(self, graph: Graph) -> Schedule | None:
         """Return what the user's own checkpoints save of a cutting of the plain graph, None where there are none."""
@@ -105,6 +105,7 @@ class MeasuredGraphs(Graphs):
     tagged: CompiledStep
     measured: Callable[[], CompiledStep]
     temporaries_nbytes: int
+    _in_form: dict[Variant, Graph] = field(default_factory=dict, init=False)
     _around: dict[Variant, float] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -143,7 +144,9 @@ class MeasuredGraphs(Graphs):
         return graph
 
     def _lowered(self, traced: Traced) -> Graph:
-        return self._lowering.graph(traced)
+        if traced.form not in self._in_form:
+            self._in_form[traced.form] = self._lowering.graph(traced)
+        return self._in_form[traced.form]
 
     @property
     def _by_kernels(self) -> bool:
@@ -155,11 +158,11 @@ class MeasuredGraphs(Graphs):
         """What the tagged step takes longer than the plain one."""
         return self.tagged.seconds - self.measured().seconds
 
-    def _longer(self, graph: Graph, promised: float) -> float:
-        return self._more_seconds(graph, promised - self._tagged_more) if self._by_kernels else promised
+    def _longer(self, graph: Graph, estimated: float) -> float:
+        return self._more_seconds(graph, estimated - self._tagged_more) if self._by_kernels else estimated
 
     def _more_seconds(self, graph: Graph, otherwise: float) -> float:
-        """What such a form of the tagged step takes longer than the plain step.
+        """Return what a variant of the tagged step takes longer than the plain step.
 
         **Arguments:** `otherwise` what it takes longer than the tagged one where its loops' time is not known.
         """
@@ -168,15 +171,15 @@ class MeasuredGraphs(Graphs):
         return more + self._around_attention(graph.form) + self._tagged_more
 
     def _around_attention(self, form: Variant) -> float:
-        """What the compiled step takes longer with attention as in this form than its operations say, outside of loops:
-        arrays that products of matrices want in another order are copied no more, which nothing else tells.
+        """Return what the compiled step takes longer with attention as in this variant than its operations say, outside
+        of loops: arrays that products of matrices want in another order are copied no more, which nothing else tells.
         """
         alone = Variant.of_rule(ATTENTION, form.settings(ATTENTION))
         if not alone or self.problem.traced.loops:
             return 0.0
         if alone not in self._around:
             traced = self.problem.form(alone)
-            graph = self._lowering.graph(traced)
+            graph = self._lowered(traced)
             own = self._lowering.looped_seconds(graph, traced) or 0.0
             with phase("compiling attention's form", kind="compile"):
                 compiled = self.problem.compile(self.problem.jitted(graph, everything(graph)))

@@ -80,7 +80,7 @@ class _KeptPlans:
 
     def __init__(self, problem: Problem, request: Request, known: Path) -> None:
         self.problem, self.request, self.known = problem, request, known
-        self.budget = parse_budget(request.budget, request.device_nbytes)
+        self.budget: int | Literal["min"] = parse_budget(request.budget, request.device_nbytes)
         self.margin = self._margin(self.budget)
         self.path = self._path("plans", self.budget)
         # What is planned in place of a refusal is kept, see `_state_on_host`.
