@@ -94,17 +94,7 @@ def in_loops(graph: Graph, length: int, saved_seconds: float = 0.0) -> Graph:
     **Arguments:** `saved_seconds` what stacking costs, for each value that need not be.
     """
     stop = graph.forward_stop
-    fused = {n.id for n in graph.nodes[:stop] if not n.heavy and not graph.kernel[n.id]}
-    slices = {n for n in fused if all(graph.values[v].producer < 0 for v in graph.nodes[n].inputs)}
-    nodes = tuple(
-        replace(
-            n,
-            loop=int(n.id >= stop),
-            contraction=n.heavy,
-            primitive="scan_slice" if n.id in slices else n.primitive,
-        )
-        for n in graph.nodes
-    )
+    nodes = tuple(replace(n, loop=int(n.id >= stop), contraction=n.heavy) for n in graph.nodes)
     values = tuple(
         replace(v, length=length, is_output=False) if 0 <= v.producer < stop else v for v in graph.values
     )

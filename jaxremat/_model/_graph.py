@@ -226,6 +226,15 @@ class Graph:
         return tuple(sorted({u for group in distinct for u in group}))
 
     @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each value the nodes that read it, by any name, in order."""
+        readers: list[list[int]] = [[] for _ in self.values]
+        for node in self.nodes:
+            for v in node.inputs:
+                readers[v].append(node.id)
+        return tuple(map(tuple, readers))
+
+    @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
         """For each node the materialised values its kernel reads; empty for nodes that are fused away."""
         sources = list(self.sources)
@@ -301,7 +310,13 @@ class Graph:
     @cached_property
     def lingering(self) -> dict[int, int]:
         """The finished values that deferred nodes read, each with the last stage of whose fence one waits."""
-        return _tape.lingering(self)
+        lingering: dict[int, int] = {}
+        for stage in self.stages:
+            finished = set(stage.finished)
+            for n, k in stage.deferred:
+                for v in finished.intersection(self.nodes[n].inputs):
+                    lingering[v] = max(lingering.get(v, k), k)
+        return lingering
 
     def holdable(self, value: int, stage: int) -> bool:
         """Whether the stage before can recompute the value and hand it on into the stage: not in or out of a loop."""

@@ -280,13 +280,7 @@ class _Updates:
 
 def _readers(graph: Graph) -> list[list[int]]:
     """For each value the nodes that read it, but for copies to the host's memory, which return it."""
-    readers: list[list[int]] = [[] for _ in graph.values]
-    for node in graph.nodes:
-        if node.primitive == PUT:
-            continue
-        for v in node.inputs:
-            readers[v].append(node.id)
-    return readers
+    return [[n for n in readers if graph.nodes[n].primitive != PUT] for readers in graph.readers]
 
 
 def _last_contractions(graph: Graph, readers: list[list[int]]) -> set[int]:

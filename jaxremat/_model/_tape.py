@@ -125,14 +125,3 @@ def forward_tape(graph: Any) -> Tape:
     tape = Tape(graph)
     tape.run_all(n for n in range(graph.forward_stop) if graph.kernel[n])
     return tape
-
-
-def lingering(graph: Any) -> dict[int, int]:
-    """The finished values that deferred nodes read, each with the last stage of whose fence one waits."""
-    lingering: dict[int, int] = {}
-    for stage in graph.stages:
-        finished = set(stage.finished)
-        for n, k in stage.deferred:
-            for v in finished.intersection(graph.nodes[n].inputs):
-                lingering[v] = max(lingering.get(v, k), k)
-    return lingering

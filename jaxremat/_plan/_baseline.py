@@ -31,23 +31,23 @@ logger = logging.getLogger("jaxremat")
 
 @dataclass(frozen=True, eq=False)
 class Graphs(ABC):
-    """The graphs of a step's forms, each made once."""
+    """The graphs of a step's variants, each made once."""
 
     problem: Problem
     _made: dict[Variant, Graph | None] = field(default_factory=dict, init=False)
 
     @cached_property
     def plain(self) -> Graph:
-        """The graph of the step's loops as they are."""
+        """The graph of the step as it is written."""
         return self._plain()
 
     @abstractmethod
     def _plain(self) -> Graph:
-        """The same, made."""
+        """Make the graph of the step as it is written."""
 
     @abstractmethod
-    def _built(self, traced: Traced, promised: float) -> Graph:
-        """The graph of a variant, which its rule has `promised` to take so much longer than the plain step."""
+    def _built(self, traced: Traced, estimated: float) -> Graph:
+        """Return the graph of a variant, which is estimated to take so much longer than the plain step."""
 
     def known(self, graph: Graph) -> Schedule | None:
         """Return what the user's own checkpoints save of a cutting of the plain graph, None where there are none."""
@@ -74,8 +74,8 @@ class Graphs(ABC):
         return self._made[variant]
 
     def _of(self, variant: Variant) -> Graph:
-        promised = self.plain.extra_seconds + self.variants.estimate(variant).more_seconds
-        graph = self._built(self.problem.form(variant), promised)
+        estimated = self.plain.extra_seconds + self.variants.estimate(variant).more_seconds
+        graph = self._built(self.problem.form(variant), estimated)
         return replace(graph, step_seconds=self.plain.step_seconds, host=self.problem.usable_host)
 
 
@@ -85,8 +85,8 @@ class EstimatedGraphs(Graphs):
     def _plain(self) -> Graph:
         return self.problem.estimated
 
-    def _built(self, traced: Traced, promised: float) -> Graph:
-        return replace(self.problem.estimate(traced, self.plain.base_nbytes), extra_seconds=promised)
+    def _built(self, traced: Traced, estimated: float) -> Graph:
+        return replace(self.problem.estimate(traced, self.plain.base_nbytes), extra_seconds=estimated)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +100,7 @@ class MeasuredGraphs(Graphs):
     tagged: CompiledStep
     measured: Callable[[], CompiledStep]
     temporaries_nbytes: int
+    _in_form: dict[Variant, Graph] = field(default_factory=dict, init=False)
     _around: dict[Variant, float] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -121,7 +122,7 @@ class MeasuredGraphs(Graphs):
 
     def _plain(self) -> Graph:
         problem = self.problem
-        graph = replace(build_graph(problem.traced, self._facts), host=problem.usable_host)
+        graph = replace(self._lowered(problem.traced), host=problem.usable_host)
         measured = self.measured()
         logger.info(
             "plain step: peak %s, %d equations, %d residuals, %d stages",
@@ -137,12 +138,18 @@ class MeasuredGraphs(Graphs):
             )
         return graph
 
-    def _built(self, traced: Traced, promised: float) -> Graph:
+    def _built(self, traced: Traced, estimated: float) -> Graph:
         if not self._facts.by_kernels:
-            return replace(build_graph(traced, self._facts), extra_seconds=promised)
-        graph = build_graph(traced, self._facts, promised - self._tagged_more)
+            return replace(self._lowered(traced), extra_seconds=estimated)
+        graph = self._lowered(traced, estimated - self._tagged_more)
         more = self._around_attention(traced.form) + self._tagged_more
         return replace(graph, extra_seconds=graph.extra_seconds + more)
+
+    def _lowered(self, traced: Traced, otherwise: float | None = None) -> Graph:
+        """Return the graph in seconds of the tagged step; `otherwise` as for `build_graph`."""
+        if traced.form not in self._in_form:
+            self._in_form[traced.form] = build_graph(traced, self._facts, otherwise)
+        return self._in_form[traced.form]
 
     @property
     def _tagged_more(self) -> float:
@@ -150,15 +157,15 @@ class MeasuredGraphs(Graphs):
         return self.tagged.seconds - self.measured().seconds
 
     def _around_attention(self, form: Variant) -> float:
-        """What the compiled step takes longer with attention as in this form than its operations say, outside of loops:
-        arrays that products of matrices want in another order are copied no more, which nothing else tells.
+        """Return what the compiled step takes longer with attention as in this variant than its operations say, outside
+        of loops: arrays that products of matrices want in another order are copied no more, which nothing else tells.
         """
         alone = Variant.of_rule(ATTENTION, form.settings(ATTENTION))
         if not alone or self.problem.traced.loops:
             return 0.0
         if alone not in self._around:
             traced = self.problem.form(alone)
-            graph = build_graph(traced, self._facts, 0.0)
+            graph = self._lowered(traced, 0.0)
             with phase("compiling attention's form", kind="compile"):
                 compiled = self.problem.compile(self.problem.jitted(graph, everything(graph)))
             self._around[alone] = compiled.seconds - self.tagged.seconds - graph.extra_seconds

@@ -25,8 +25,8 @@ from .._solver._hull import Priced, edge
 from ._ledger import CompiledCandidate
 
 CHEAP = 0.002
-"""A plan of at most this overhead is not worth another round, nor is a gain of half of it: compiling once more takes
-seconds, and kernels' times vary by as much from run to run."""
+"""A plan of at most this overhead is not worth another round, nor is a gain of half of it: a thousandth of a day's
+training is 86 s, about what another compilation of a large step takes."""
 
 UNEVEN = 0.003
 """A loop is split where that promises to save this share of the step's time: more than `CHEAP`, because a part is one
@@ -36,14 +36,16 @@ EXACTLY, INEXACTLY, HOST = range(3)
 """The turns in which variants are looked at, so that what may round, or needs a host, makes nothing worse."""
 
 LEAST_SLACK = 0.02
-"""About the least memory is what is within this share of the plain step's temporaries: compiled peaks differ from
-predicted ones by about as much."""
+"""About the least memory is what is within this share of the plain step's temporaries: the least itself may cost
+several times the step."""
 
 TIME_SHARE = 0.25
-"""Share of a solve's time limit for finding the edge of the hull: it takes up to four solves."""
+"""Share of a solve's time limit for finding the edge of the hull, and for each schedule between its ends: as a rule no
+loop is split, so that looking for one may not take longer than the solves that find plans."""
 
 MULTIPLES = (1, 2, 4)
-"""How many iterations may have the larger schedule, or one between the two: so many times those that the edge has."""
+"""How many iterations may have the larger schedule, or one between the two: so many times those that the edge has. Of
+what few iterations leave over, twice or four times as many that save less may have a use."""
 
 
 class Space(Protocol):

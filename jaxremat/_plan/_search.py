@@ -33,8 +33,8 @@ from ._candidates import (
 from ._ledger import CompiledCandidate, Ledger
 
 HOPE = 1.25
-"""A candidate that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's:
-where it errs by more, it has erred on the best one too."""
+"""A candidate that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's.
+Chosen, not measured: above 1 because the model errs, and small because each try is a compilation."""
 
 MORE_ROUNDS = 2
 """What is added to the rounds while nothing fits, before the least memory is looked for, and once more behind that: the
@@ -46,11 +46,11 @@ MORE_GAIN = 0.005
 
 UNLIKELY = 0.1
 """Schedules of least memory are not compiled where they need more than the least of them by this share of the plain
-step's temporaries: the model rarely errs by more on one than on another."""
+step's temporaries: the model would have to err by that much more on the least of them than on these."""
 
 LITTLE = 0.01
 """Nor, with a budget, where they promise no such share less than what was compiled, if the model errs as on others;
-and what misses the budget by no more has further rounds: one correction is nearly always enough then."""
+and what misses the budget by no more has further rounds: the solver needs to drop only one more value or two."""
 
 NEAR = 0.1
 """A candidate that misses the budget by at most this share gets one corrected solve even where the effort is exhausted,
