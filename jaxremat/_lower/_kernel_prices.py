@@ -79,10 +79,6 @@ def priced(
         _for_later(graph, written) if written and graph.backend.fuses and not graph.parents else frozenset()
     )
     behind: dict[int, frozenset[int]] = {}  # what these are made of
-    readers: dict[int, list[int]] = {}
-    for node in graph.nodes:
-        for v in node.inputs:
-            readers.setdefault(v, []).append(node.id)
     nodes = []
     step_seconds = 0.0
     for node, eqn in zip(graph.nodes, eqns, strict=True):
@@ -130,7 +126,7 @@ def priced(
                 late = _late_readers(graph, node, written)
                 partners = late if len(late) == 1 else ()
                 node = replace(node, partners=partners, joined_seconds=min(absorbed, once))
-        elif partners := _partners(graph, node, written, eqns, readers):
+        elif partners := _partners(graph, node, written, eqns):
             joined = slower * _absorbed_seconds(device, flops / device.peak(flops_dtype(eqn)), read, made)
             node = replace(node, partners=partners, joined_seconds=min(joined, once))
         nodes.append(replace(node, seconds=once * times))
@@ -164,7 +160,6 @@ def _partners(
     node: Node,
     written: Written | None,
     eqns: Sequence[jex.JaxprEqn],
-    readers: Mapping[int, Sequence[int]],
 ) -> tuple[int, ...]:
     """What the kernels of the backward pass write that read all that a node is made of, of its size, and wait for no
     reader of it: running in the same stage, they write its result besides.
@@ -190,19 +185,18 @@ def _partners(
         if operands <= reads and not single and not any(graph.nodes[n].contraction for n in writes)
         if (late := _late(graph, writes, reads)) >= 0
     }
-    return tuple(sorted(found - _following(graph, node.outputs, eqns, readers, max(found, default=-1))))
+    return tuple(sorted(found - _following(graph, node.outputs, eqns, max(found, default=-1))))
 
 
 def _following(
     graph: Graph,
     values: Sequence[int],
     eqns: Sequence[jex.JaxprEqn],
-    readers: Mapping[int, Sequence[int]],
     last: int,
 ) -> set[int]:
     """The nodes of the backward pass, up to the last, that follow from a contraction which reads these values."""
     found: set[int] = set()
-    waiting = [(n, False) for v in values for n in readers.get(v, ())]
+    waiting = [(n, False) for v in values for n in graph.readers[v]]
     while waiting:
         n, follows = waiting.pop()
         follows = follows or graph.nodes[n].contraction
@@ -210,7 +204,7 @@ def _following(
             continue
         if follows:
             found.add(n)
-        waiting.extend((m, follows) for v in graph.nodes[n].outputs for m in readers.get(v, ()))
+        waiting.extend((m, follows) for v in graph.nodes[n].outputs for m in graph.readers[v])
     return found
 
 

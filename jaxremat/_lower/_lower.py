@@ -205,8 +205,7 @@ def _hinted(traced: Traced, index: Mapping[jex.Var, int], graph: Graph) -> list[
         if (v := index.get(hint.variable)) is None:
             continue  # nothing needs it
         if hint.action == "stage":
-            readers = [n.id for n in graph.nodes if v in n.inputs]
-            found.extend(Pin("stage", n, hint.origin) for n in readers[:1])
+            found.extend(Pin("stage", n, hint.origin) for n in graph.readers[v][:1])
             continue
         if not graph.values[v].materialised:
             v = behind_views(v, traced.jaxpr.jaxpr.eqns, graph.nodes, graph.values)
