@@ -1,8 +1,9 @@
 """Variant of a step, facts of the plain step -> `Graph`, by what XLA writes to memory."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
-from .._compiler._tags import Written
 from .._model._graph import Graph
 from .._rewrite._trace import Traced
 from ._facts import BaselineFacts
@@ -21,43 +22,39 @@ def build_graph(traced: Traced, facts: BaselineFacts, otherwise: float | None = 
     do not say; None for what prices of stacks say.
     """
     there, flops = facts.division.local(traced)
-    known, workspace, seconds = facts.written(traced), facts.workspace(traced), facts.seconds(traced)
+    workspace, seconds = facts.workspace(traced), facts.seconds(traced)
     both = repeated(traced, facts.backend)  # iterations with a forward and a backward pass of their own
+    written = facts.written(traced)
+    for loop, iteration in both.items():
+        written = written.also(loop, facts.written_in(iteration))
 
-    def graph_with(iterations: dict[int, Iteration]) -> Graph:
+    def graph_with(iterations: Mapping[int, Iteration]) -> Graph:
+        """Lower the step by what these iterations of pairs of loops show, and those before."""
+        nonlocal written, workspace
+        for loop, iteration in iterations.items():
+            # Of pairs, a compiler that does not fuse reductions writes what the rules say, and some more.
+            add = partial(written.also, loop) if facts.backend.fuses else written.with_
+            written = add(facts.written_in(iteration))
+        workspace = workspace | facts.workspace_in(traced, iterations.values())
         return lower(
             there,
             facts.device,
             base_nbytes=facts.base_nbytes,
-            written=_with_iterations(known, facts, iterations, both),
-            workspace=workspace | facts.workspace_in(traced, iterations.values()),
+            written=written,
+            workspace=workspace,
             seconds=seconds,
             flops=flops,
             patterns=facts.pins,
         )
 
-    iterations = forward(traced, facts.backend)
-    graph = graph_with(iterations)
+    pairs = forward(traced, facts.backend)
+    graph = graph_with(pairs)
     if traced.loops:
-        iterations |= backward(traced, graph, facts.backend)
-        graph = graph_with(iterations)
+        behind = backward(traced, graph, facts.backend)
+        graph = graph_with(behind)
+        pairs |= behind
     if not facts.by_kernels:
         return graph
-    more = longer_seconds(graph, traced, facts, iterations, both)
+    more = longer_seconds(graph, traced, facts, pairs, both)
     more = otherwise if more is None else more
     return graph if more is None else replace(graph, extra_seconds=more)
-
-
-def _with_iterations(
-    known: Written, facts: BaselineFacts, pairs: dict[int, Iteration], both: dict[int, Iteration]
-) -> Written:
-    """Add what iterations of loops write.
-
-    Of pairs of loops, a compiler that does not fuse reductions writes what the rules say, and some more.
-    """
-    for loop, iteration in pairs.items():
-        written = facts.written_in(iteration)
-        known = known.also(loop, written) if facts.backend.fuses else known.with_(written)
-    for loop, iteration in both.items():
-        known = known.also(loop, facts.written_in(iteration))
-    return known

@@ -1,7 +1,7 @@
-"""Compiled plain step, iterations compiled alone -> how much longer the loops of a form take than those of the step.
+"""Compiled plain step, iterations compiled alone -> how much longer the loops of a variant take than those of the step.
 
 Counted is what they take where they stack nothing and find all saved: what a plan saves in them and recomputes has
-prices of its own. An optimizer's updates that a form moves into its loops are no longer made outside of them.
+prices of its own. An optimizer's updates that a variant moves into its loops are no longer made outside of them.
 """
 
 import math

@@ -14,8 +14,6 @@ from .._model._simulate import Profile, joined, simulate
 
 Key = tuple[str, *tuple[int, ...]]
 Part = tuple[tuple[Key, ...], int]
-
-
 MIB = 2**20
 
 
