@@ -6,7 +6,6 @@ asked of it before. The time of every graph is counted from that of the plain st
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from .._rewrite._trace import Traced
 from .._runtime._bytes import format_nbytes
 from .._runtime._progress import phase
 from ._problem import Problem
-from ._rules import Written, variants
+from ._rules import PlainStep, variants
 
 logger = logging.getLogger("jaxremat")
 
@@ -63,7 +62,7 @@ class Graphs(ABC):
         problem = self.problem
         traced, there = problem.traced, problem.division.local(problem.traced)[0]
         here = problem.here if problem.device.platform != "cpu" else None
-        step = Written(traced, there, plain, problem.device, here, problem.allow)
+        step = PlainStep(traced, there, plain, problem.device, here, problem.allow)
         return variants(step, decided=bool(problem.pins or traced.hints))
 
     def of(self, variant: Variant) -> Graph | None:
@@ -91,26 +90,23 @@ class EstimatedGraphs(Graphs):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredGraphs(Graphs):
-    """Graphs by what XLA writes to memory.
+    """Graphs by what XLA writes to memory. **Fields:** `baseline` of the step."""
 
-    **Fields:** `tagged` the compiled step with every equation tagged; `measured` gives the compiled step from whose
-    time seconds are counted, for which others need not wait; `temporaries_nbytes` of the step as it is written.
-    """
-
-    tagged: CompiledStep
-    measured: Callable[[], CompiledStep]
-    temporaries_nbytes: int
+    baseline: "Baseline"
     _in_form: dict[Variant, Graph] = field(default_factory=dict, init=False)
     _around: dict[Variant, float] = field(default_factory=dict, init=False)
 
     @cached_property
     def _facts(self) -> BaselineFacts:
-        problem = self.problem
+        problem, tagged = self.problem, self.baseline.tagged
+        differs = problem.traced.rematted or problem.replaces
+        # Else the tagged step's are as many as the plain step's, which is still being compiled.
+        measured = self.baseline.temporaries_nbytes if differs else tagged.memory.temporaries_nbytes
         return BaselineFacts(
             plain=problem.traced,
-            module=self.tagged.module,
-            base_nbytes=self.tagged.memory.base_nbytes,
-            temporaries_nbytes=self.temporaries_nbytes,
+            module=tagged.module,
+            base_nbytes=tagged.memory.base_nbytes,
+            temporaries_nbytes=measured,
             program=problem.sketch,
             device=problem.device,
             profile=problem.profile,
@@ -123,7 +119,7 @@ class MeasuredGraphs(Graphs):
     def _plain(self) -> Graph:
         problem = self.problem
         graph = replace(self._lowered(problem.traced), host=problem.usable_host)
-        measured = self.measured()
+        measured = self.baseline.measured
         logger.info(
             "plain step: peak %s, %d equations, %d residuals, %d stages",
             format_nbytes(measured.peak_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
@@ -132,7 +128,7 @@ class MeasuredGraphs(Graphs):
             more = graph.extra_seconds + self._tagged_more
             return replace(graph, step_seconds=measured.seconds, extra_seconds=more)
         if problem.undoes:  # counted from the user's own step, which computes again what its checkpoints say
-            own = graph.step_seconds * measured.seconds / self.tagged.seconds
+            own = graph.step_seconds * measured.seconds / self.baseline.tagged.seconds
             return replace(
                 graph, step_seconds=own, extra_seconds=graph.extra_seconds + graph.step_seconds - own
             )
@@ -154,7 +150,7 @@ class MeasuredGraphs(Graphs):
     @property
     def _tagged_more(self) -> float:
         """What the tagged step takes longer than the plain one."""
-        return self.tagged.seconds - self.measured().seconds
+        return self.baseline.tagged.seconds - self.baseline.measured.seconds
 
     def _around_attention(self, form: Variant) -> float:
         """Return what the compiled step takes longer with attention as in this variant than its operations say, outside
@@ -168,7 +164,7 @@ class MeasuredGraphs(Graphs):
             graph = self._lowered(traced, 0.0)
             with phase("compiling attention's form", kind="compile"):
                 compiled = self.problem.compile(self.problem.jitted(graph, everything(graph)))
-            self._around[alone] = compiled.seconds - self.tagged.seconds - graph.extra_seconds
+            self._around[alone] = compiled.seconds - self.baseline.tagged.seconds - graph.extra_seconds
         return self._around[alone]
 
 
@@ -249,11 +245,7 @@ class Baseline:
     @cached_property
     def graphs(self) -> MeasuredGraphs:
         """The graphs of the step's forms by what XLA writes to memory; each is made when it is asked for."""
-        problem, tagged = self.problem, self.tagged
-        differs = problem.traced.rematted or problem.replaces
-        # Else as many as the plain step's, which is still being compiled.
-        nbytes = self.temporaries_nbytes if differs else tagged.memory.temporaries_nbytes
-        return MeasuredGraphs(problem, tagged, lambda: self.measured, nbytes)
+        return MeasuredGraphs(self.problem, self)
 
     def with_plain(self, tagged: CompiledStep | None = None) -> "Baseline":
         """Return this with the plain step compiled too, of which all figures are then.

@@ -32,6 +32,11 @@ def made_for(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     )
 
 
+def placeless(text: str) -> str:
+    """Return a text without the places of objects in memory, which are others in each process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
 def _place(path: Sequence[Any]) -> str:
     """`0['w']` of the first argument, `batch['x']` of one that is given by name."""
     first, *rest = path[1:]
@@ -51,5 +56,5 @@ def _type(leaf: Any) -> str:
 
 
 def _repr(value: Any) -> str:
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    text = placeless(repr(value))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -45,31 +45,31 @@ WORTH = 0.1
 class Least(NamedTuple):
     """The least memory that was found.
 
-    **Fields:** `peak_nbytes`, and `how` that is known; the `schedule` of a `graph` that needs it; the `trial` in which
-    it was compiled, None where it was not, or is of the step as it is written.
+    **Fields:** `peak_nbytes`, and `how` that is known; the `schedule` of a `graph` that needs it; the compiled
+    `candidate`, None where it was not compiled, or is the step as it is written.
     """
 
     peak_nbytes: int
     how: str
     graph: Graph
     schedule: Schedule
-    trial: CompiledCandidate | None = None
+    candidate: CompiledCandidate | None = None
 
 
-def compiled(trials: Sequence[CompiledCandidate], baseline: Baseline) -> Least:
-    """Of these trials, or of the step as it is written where that needs less."""
-    trial = min(trials, key=lambda t: t.peak_nbytes)
+def compiled(candidates: Sequence[CompiledCandidate], baseline: Baseline) -> Least:
+    """Return the least of these candidates, or the step as it is written where that needs less."""
+    candidate = min(candidates, key=lambda t: t.peak_nbytes)
     least = Least(
-        trial.peak_nbytes,
-        f"compiled, the least of {len(trials)} plans",
-        trial.graph,
-        trial.solution.schedule,
-        trial,
+        candidate.peak_nbytes,
+        f"compiled, the least of {len(candidates)} plans",
+        candidate.graph,
+        candidate.solution.schedule,
+        candidate,
     )
-    if baseline.problem.must_plan or baseline.peak_nbytes >= trial.peak_nbytes:
+    if baseline.problem.must_plan or baseline.peak_nbytes >= candidate.peak_nbytes:
         return least
-    how = f"compiled, as it is written: none of {len(trials)} plans needs less"
-    return least._replace(peak_nbytes=baseline.peak_nbytes, how=how, trial=None)
+    how = f"compiled, as it is written: none of {len(candidates)} plans needs less"
+    return least._replace(peak_nbytes=baseline.peak_nbytes, how=how, candidate=None)
 
 
 def predicted(graph: Graph, schedule: Schedule) -> Least:
@@ -136,12 +136,12 @@ def _movable(graph: Graph) -> str:
     )
 
 
-def slow(search: Search, trial: CompiledCandidate) -> str:
+def slow(search: Search, candidate: CompiledCandidate) -> str:
     """What to say of a plan that takes several times as long as the plain step; "" of others."""
     step = search.graph.step_seconds or 1.0
-    if trial.seconds <= MOST_OVERHEAD * step:
+    if candidate.seconds <= MOST_OVERHEAD * step:
         return ""
-    times = 1 + trial.seconds / step
+    times = 1 + candidate.seconds / step
     said = f"the cheapest plan found within this budget takes {times:.1f} times the plain step's time."
     cheaper = [t for t in search.ledger.compiled if t.seconds <= MOST_OVERHEAD * step]
     if not cheaper:

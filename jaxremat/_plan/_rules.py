@@ -37,7 +37,7 @@ ROW_COPIES = 2
 
 
 @dataclass(frozen=True)
-class Written:
+class PlainStep:
     """The step as it is written, some of which rules may do otherwise.
 
     **Fields:** `traced`, and `there` as one device has it; `graph`; `device`, and `here` the GPU if it is at hand;
@@ -64,13 +64,13 @@ class Rule(NamedTuple):
     """
 
     name: str
-    estimate: Callable[[Written], Estimates]
+    estimate: Callable[[PlainStep], Estimates]
     apply: tuple[str, ...]
     exact: bool = True
     together: bool = False
 
 
-def variants(step: Written, *, decided: bool) -> Variants:
+def variants(step: PlainStep, *, decided: bool) -> Variants:
     """Return the variants that a step may take.
 
     **Arguments:** `decided` whether the user says what is saved: then loops alone are done otherwise.
@@ -81,13 +81,13 @@ def variants(step: Written, *, decided: bool) -> Variants:
     return Variants(_loops(step), sites, in_chunks=(ATTENTION,) if alone else ())
 
 
-def _loops(step: Written) -> Loops:
+def _loops(step: PlainStep) -> Loops:
     traced, bandwidth = step.traced, step.device.bandwidth
     absorbing = [(g.fewer_nbytes, ROW_COPIES * g.written_nbytes / bandwidth) for g in traced.gains]
     return Loops.of(step.graph, traced.lengths, traced.cuttable, absorbing)
 
 
-def _rows(step: Written) -> Estimates:
+def _rows(step: PlainStep) -> Estimates:
     """Rows, and most of the step, in chunks."""
     return {
         (site, (chunks,)): _chunked(step, region, chunks)
@@ -97,7 +97,7 @@ def _rows(step: Written) -> Estimates:
     }
 
 
-def _chunked(step: Written, region: Region, chunks: int) -> Estimate:
+def _chunked(step: PlainStep, region: Region, chunks: int) -> Estimate:
     """Estimate a region in so many chunks."""
     graph, device = step.graph, step.device
     fewer, more = region.fewer_nbytes(chunks), region.more_seconds(chunks, device)
@@ -110,7 +110,7 @@ def _chunked(step: Written, region: Region, chunks: int) -> Estimate:
     return Estimate(fewer, more, region.whole)
 
 
-def _inner(step: Written) -> Estimates:
+def _inner(step: PlainStep) -> Estimates:
     """Pairs of loops inside of pairs, inlined: the inner loops' forward passes run once more where the plain step does
     not repeat them in the backward pass itself.
     """
@@ -122,7 +122,7 @@ def _inner(step: Written) -> Estimates:
     return {(0, (1,)): Estimate(fewer, math.fsum(n.seconds for n in again))} if fewer else {}
 
 
-def _attention(step: Written) -> Estimates:
+def _attention(step: PlainStep) -> Estimates:
     """Attention without its matrix of scores: what is computed once more, less what is not written and read."""
     traced, graph, device = step.traced, step.graph, step.device
     if "attention" not in step.allow:
@@ -183,7 +183,7 @@ def _attention_inside(
             yield from _attention_inside(body, [often] * len(body.jaxpr.eqns))
 
 
-def _copies(step: Written) -> Estimates:
+def _copies(step: PlainStep) -> Estimates:
     """Values in fewer bits. Encoding and decoding are operations like others, whose time the graph has."""
     traced, codes = step.traced, allowed(step.allow, step.traced.devices)
     if not codes or traced.around:
@@ -192,7 +192,7 @@ def _copies(step: Written) -> Estimates:
     return {(0, codes): Estimate(fewer)} if fewer else {}
 
 
-def _reversed(step: Written) -> Estimates:
+def _reversed(step: PlainStep) -> Estimates:
     """Blocks whose values the backward pass computes from their results."""
     traced, graph = step.traced, step.graph
     if REVERSIBLE not in step.allow or traced.around or traced.devices > 1:

@@ -143,8 +143,8 @@ class _Planner:
         if found is None:
             least = compiled(search.ledger.compiled, baseline)
             error = blamed(self._refusal(budget, least), budget, baseline.graphs.plain, self._least_compiled)
-            if least.trial is not None:
-                error.least_plan = self._planned(search, least.trial, least.peak_nbytes).plan
+            if least.candidate is not None:
+                error.least_plan = self._planned(search, least.candidate, least.peak_nbytes).plan
             raise error
         found = self._combined(search, found, budget)
         said = slow(search, found)
@@ -276,11 +276,11 @@ class _Planner:
 
     def _as_plan(self, graph: Graph, budget: int, solution: Solution, search: Search | None = None) -> Plan:
         problem, traced = self.problem, self.problem.traced
-        trials = search.ledger.compiled if search else []
+        made = search.ledger.compiled if search else []
         told = facts(problem, search.graph if search else graph, graph, solution)
         told["solver"] = solution.solver or type(self.request.options.solver).__name__
         form = problem.form(graph.form)
-        first = min((each.ended_seconds for each in trials if each.peak_nbytes <= budget), default=0.0)
+        first = min((each.ended_seconds for each in made if each.peak_nbytes <= budget), default=0.0)
         return Plan(
             **told,
             step=getattr(problem.program.fn, "__name__", "step"),
@@ -294,7 +294,7 @@ class _Planner:
             compiled_overhead=None,
             solve_seconds=search.ledger.seconds if search else 0.0,
             compile_count=problem.compilations.count - self.compiled_before,
-            rounds=tuple(each.round for each in trials),
+            rounds=tuple(each.round for each in made),
             alive=(),
             fingerprint=problem.fingerprint,
             made_for=made_for(problem.program, problem.args, problem.kwargs),
