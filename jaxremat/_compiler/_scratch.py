@@ -16,6 +16,7 @@ from typing import Any
 
 from .._model._graph import Graph
 from .._model._reuse import dies_at
+from .._runtime._mechanisms import mechanism
 from ._attribution import Values, purposes, values_of
 from ._hlo import COLLECTIVES, CONTROL, Computation, Instruction, Module, executed, transfer
 from ._liveness import peak_of
@@ -40,6 +41,7 @@ class Scratch:
         return Scratch(self.nbytes, {place[i]: nbytes for i, nbytes in self.fewer.items() if i in place})
 
 
+@mechanism("scratch memory as compiled", off=lambda *_: {})
 def scratch(module: Module, eqns: Sequence[Any]) -> dict[int, Scratch]:
     """That of each equation that has kernels of its own in the program, by index."""
     found: dict[int, Scratch] = {}

@@ -12,6 +12,7 @@
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from .._runtime._mechanisms import mechanism
 from ._primitive_names import LOOP_SLICES, OVERWRITING
 
 
@@ -63,6 +64,7 @@ def overwritten(graph: Any) -> frozenset[tuple[int, int]]:
     return frozenset(read & written)
 
 
+@mechanism("buffers that are there early", off=lambda graph: (0,) * len(graph.nodes))
 def early(graph: Any) -> tuple[int, ...]:
     """For each node the bytes that are there for it from the begin of its iteration on, where it runs in its own
     place; its constants are too where it is run again.

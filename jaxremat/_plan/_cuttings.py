@@ -14,6 +14,7 @@ from .._model._host_copies import HostMemory
 from .._model._loop_levels import deep
 from .._model._simulate import extra_seconds
 from .._model._stages import cuttings
+from .._runtime._mechanisms import mechanism
 from .._runtime._progress import phase
 from .._solver import Solution, Solver
 from ._loop_division import uneven
@@ -97,6 +98,7 @@ class Cuttings:
         self.made += (made := _with_and_without_host(graph) if graph else [])
         return made
 
+    @mechanism("loops in parts", off=lambda *_: [])
     def divide(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
         """Add the cuttings of a form with one of its loops in parts, and return them, if the best of these solutions of
         its cuttings, which fit, is a good deal dearer than such a form promises to be. No form is looked at twice.
