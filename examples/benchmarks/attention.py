@@ -1,6 +1,6 @@
 """Measure attention's kernels on the GPU at hand, beside cuDNN's and XLA's operations: seconds and errors.
 
-    python -m examples.benchmarks.attention all
+    python -m examples.benchmarks.attention all --save
     python -m examples.benchmarks.attention "width 64, 4k" --tiles     # each kernel with other tiles than its own
 
 A case is the attention of one layer, `[batch, length, heads, width]`. Each implementation runs forward, and forward
@@ -22,7 +22,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from examples.benchmarks import command_line, records
+from examples.benchmarks import records, runner
 from examples.benchmarks.device import where
 from jaxremat._attention import _gradient_kernels, _kernels
 from jaxremat._attention._finding import Site, attention
@@ -243,16 +243,14 @@ def seconds_of(compiled: Any, operands: Arrays, runs: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; without names a tiny case, into ``out/``."""
-    parser = command_line.parser("Measure attention's kernels on the GPU at hand.", CASES)
-    parser.add_argument("--fresh", action="store_true", help="measure cases anew that are there")
+    parser = runner.parser_of(__doc__, CASES)
     parser.add_argument("--tiles", action="store_true", help="measure each kernel with other tiles")
-    given = command_line.parse(parser, argv, CASES, quick=QUICK)
-    folder = given.results or (records.OUT if given.quick else records.RESULTS)
-    about = {"environment": records.environment()}
-    make, name = (measure_tiles, "tiles") if given.tiles else (measure, "attention")
-    wanted = {case: functools.partial(make, CASES[case]) for case in given.names}
-    path = folder / "attention" / f"{where()}{'-tiles' if given.tiles else ''}.json"
-    records.completed(path, {**about, "kind": name}, wanted, fresh=given.fresh)
+    asked = runner.parse(parser, argv, CASES, quick=(QUICK,))
+    make, name = (measure_tiles, "tiles") if asked.tiles else (measure, "attention")
+    about = {"environment": records.environment(), "kind": name}
+    wanted = {case: functools.partial(make, CASES[case]) for case in asked.names}
+    path = asked.folder / "attention" / f"{where()}{'-tiles' if asked.tiles else ''}.json"
+    runner.completed(path, about, wanted, fresh=asked.fresh)
 
 
 if __name__ == "__main__":

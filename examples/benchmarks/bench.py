@@ -38,6 +38,16 @@ SHARES = ("0.75", "0.5", "0.4", "0.33", "0.25", "min")
 ROWS = ("plain", *BY_HAND, *SHARES)
 
 
+def is_plan(name: str) -> bool:
+    """Whether a row is a plan's."""
+    return name not in ("plain", *BY_HAND, SCAN)
+
+
+def on_cpu(record: records.Record) -> bool:
+    """Whether a record is of steps that were compiled for the CPU."""
+    return record["environment"]["platform"] == "cpu"
+
+
 def by_hand(network: str) -> tuple[str, ...]:
     """The steps by hand that there are of a network."""
     return (*BY_HAND, SCAN) if network.endswith("_scanned") else BY_HAND

@@ -1,6 +1,6 @@
 """Measure what a plan costs in JAX's own currency: the same plan, followed by each emitter.
 
-    python -m examples.benchmarks.emitters gpt vit --scale small --budgets dots 0.5 min
+    python -m examples.benchmarks.emitters gpt vit --scale small --budgets dots 0.5 min --save
 
 The program is the gradient of a network's loss. `jaxremat.checkpoint` plans the loss, as a sequence of
 `jax.checkpoint`s with policies or as a `custom_vjp`, and `jax.value_and_grad` differentiates it. Beside each stands the
@@ -10,10 +10,8 @@ fences and recomputation where it likes. Peaks are by XLA's buffer assignment, w
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -21,7 +19,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 import jaxremat
-from examples.benchmarks import records
+from examples.benchmarks import records, runner
 from examples.benchmarks.bench import Bench
 from examples.benchmarks.networks import NAMES, Program
 from jaxremat._emit._emit import emit
@@ -127,54 +125,51 @@ def markdown(found: Sequence[records.Record]) -> str:
     if not found:
         return ""
     size = jaxremat.format_nbytes
-    rows = [row for record in found for name, row in record["rows"].items() if name != "plain"]
-    worst = max(row["peak_nbytes"] / row["joint_peak_nbytes"] - 1 for row in rows)
-    lines = [
-        "### One plan by each emitter",
-        "",
-        "The gradient of a network's loss, planned by `jaxremat.checkpoint`, and beside it the program that the "
-        "emitter of `optimize`, which sees both passes at once, writes for the same plan "
-        "(`examples/benchmarks/emitters.py`). *Held* is what the plan has of the forward pass's values at most, of "
-        f"what plain JAX keeps; peaks are XLA's. The largest is {worst:+.1%} off the joint emitter's.",
-        "",
-        "| gradient of | emitter, budget | held | peak | joint emitter | difference | extra FLOPs | joint emitter |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    plans = [row for record in found for name, row in record["rows"].items() if name != "plain"]
+    worst = max(row["peak_nbytes"] / row["joint_peak_nbytes"] - 1 for row in plans)
+    lines = []
     for record in found:
-        plain = record["rows"]["plain"]
-        label = f"{record['network']}, {record['scale']} size"
-        lines.append(f"| {label} | plain |  | {size(plain['peak_nbytes'])} |  |  |  |  |")
+        title = f"{record['network']}, {record['scale']} size"
         for name, row in record["rows"].items():
-            if name != "plain":
-                more = row["peak_nbytes"] / row["joint_peak_nbytes"] - 1
-                lines.append(
-                    f"| | {name} | {size(row['held_nbytes'])} of {size(row['plain_held_nbytes'])} "
-                    f"| {size(row['peak_nbytes'])} | {size(row['joint_peak_nbytes'])} | {more:+.1%} "
-                    f"| {row['extra_flops']:.1%} | {row['joint_extra_flops']:.1%} |"
-                )
-    return "\n".join(lines)
+            if name == "plain":
+                lines.append((title, "plain", "", size(row["peak_nbytes"]), "", "", "", ""))
+                continue
+            more = row["peak_nbytes"] / row["joint_peak_nbytes"] - 1
+            held = f"{size(row['held_nbytes'])} of {size(row['plain_held_nbytes'])}"
+            sizes = (held, size(row["peak_nbytes"]), size(row["joint_peak_nbytes"]), f"{more:+.1%}")
+            work = (f"{row[key]:.1%}" for key in ("extra_flops", "joint_extra_flops"))
+            lines.append(("", name, *sizes, *work))
+    said = f"of what plain JAX keeps; peaks are XLA's. The largest is {worst:+.1%} off the joint emitter's."
+    return "\n\n".join([f"{LEGEND} {said}", runner.grid(HEADER, lines, 2)])
+
+
+HEADER = (
+    *("gradient of", "emitter, budget", "held", "peak", "joint emitter"),
+    *("difference", "extra FLOPs", "joint emitter"),
+)
+LEGEND = """\
+### One plan by each emitter
+
+The gradient of a network's loss, planned by `jaxremat.checkpoint`, and beside it the program that the emitter of \
+`optimize`, which sees both passes at once, writes for the same plan (`examples/benchmarks/emitters.py`). *Held* is \
+what the plan has of the forward pass's values at most,\
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; without networks a tiny GPT, into ``out/``."""
-    parser = argparse.ArgumentParser(description="Measure one plan under each emitter.")
-    parser.add_argument("networks", nargs="*", metavar="network", help=", ".join(NAMES))
-    parser.add_argument("--scale", choices=("full", "small", "tiny"), default="tiny")
+    parser = runner.parser_of(__doc__, NAMES)
     parser.add_argument("--budgets", nargs="+", default=list(BUDGETS), metavar="B", help=", ".join(BUDGETS))
     parser.add_argument("--emitters", nargs="+", choices=EMITTERS, default=list(EMITTERS))
-    parser.add_argument("--fresh", action="store_true", help="measure rows anew that are there")
     parser.add_argument("--time-limit", type=float, default=10.0, help="seconds for each solve (default: 10)")
-    parser.add_argument("--results", type=Path, help="folder of the JSON files")
-    given = parser.parse_args(argv)
-    if unknown := set(given.networks) - {*NAMES}:
-        parser.error(f"no network is called {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    folder = (given.results or (records.OUT if given.scale == "tiny" else records.RESULTS)) / "emitters"
-    rows = ["plain", *(f"{emitter} {budget}" for emitter in given.emitters for budget in given.budgets)]
-    for network in given.networks or ("gpt",):
-        print(f"{network}-{given.scale}:")
-        path = folder / f"{network}-{given.scale}-{jax.default_backend()}.json"
-        bench = Emitters(network, given.scale, path, time_limit=given.time_limit)
-        bench.run(rows, fresh=given.fresh or not given.networks)
+    asked = runner.parse(parser, argv, NAMES, quick=("gpt",))
+    rows = ["plain", *(f"{emitter} {budget}" for emitter in asked.emitters for budget in asked.budgets)]
+    for network in asked.names:
+        name = f"{network}-{asked.scale}"
+        print(f"{name}:")
+        path = asked.folder / "emitters" / f"{name}-{records.platform()}.json"
+        bench = Emitters(network, asked.scale, path, time_limit=asked.time_limit)
+        bench.run(rows, fresh=asked.fresh or asked.quick)
         print(f"  in {bench.path}")
 
 

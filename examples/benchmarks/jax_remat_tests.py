@@ -10,7 +10,6 @@ test that does not pass with the reason that is given here.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -22,8 +21,9 @@ from xml.etree import ElementTree
 import jax
 
 import jaxremat
+from examples.benchmarks import records
 
-RESULTS = Path(__file__).parent / "results" / "jax_remat_tests.json"
+RESULTS = records.RESULTS / "jax_remat_tests" / "outcomes.json"
 WAYS = ("jax", "policy", "custom_vjp")
 BOTH = ("policy", "custom_vjp")
 FORWARD = "it needs forward mode, which a `custom_vjp` does not have, as the error says"
@@ -190,8 +190,8 @@ def main() -> None:
         for name, outcome in failures(found, way).items() if way != "jax" else ():
             print(f"  {name}: {reason(way, name) or outcome}")
     if args.save:
-        record = {"jax": jax.__version__, "outcomes": found}
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+        record = {"kind": "jax_remat_tests", "jax": jax.__version__, "outcomes": found}
+        records.write(RESULTS, record)
 
 
 if __name__ == "__main__":

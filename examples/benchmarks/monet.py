@@ -1,14 +1,12 @@
 """The networks of MONeT at its sizes, and GPT-2: plans against rematerialisation by hand, a knapsack and MONeT itself.
 
-    python -m examples.benchmarks.monet resnet50 --target p100
+    python -m examples.benchmarks.monet resnet50 --target p100 --save
 
 MONeT (Shah et al., "Memory Optimization for Deep Networks", ICLR 2021) reports the compute overhead of PyTorch 1.5 on a
 P100 with 16 GB at budgets of 10 to 5 GB. Here each network's budgets are the same *shares* of its plain peak, then
 a quarter, a fifth, the least, and the peak of rematerialisation by hand. Steps are compiled for a target, and planned
 with its rates; every compiled program is then priced by roofline at the rates of the H100 and of MONeT's P100.
 Nothing is timed.
-
-Rows are written one by one, so that a run that was cut short goes on where it stopped. Tiny sizes go to ``out/``.
 """
 
 from __future__ import annotations
@@ -22,21 +20,16 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 import jaxremat
-from examples.benchmarks import command_line, records
+from examples.benchmarks import records, runner, steps
 from examples.benchmarks.bench import BY_HAND, Bench
 from examples.benchmarks.knapsack import Knapsack
+from examples.benchmarks.monet_table import AT_BLOCK, KNAPSACK
 
 RATES = ("p100", "h100")
 """The devices at whose rates the compiled programs are priced."""
 
-AT_BLOCK = "at block"
-"""The row of the plan whose budget is the peak of per-block rematerialisation by hand."""
-
 AT_BLOCK_HOST = "at block and host"
 """That row with values in the host's memory, where the plan is cheaper for it."""
-
-KNAPSACK = "knapsack "
-"""What a row's name begins with that is planned by the knapsack."""
 
 BEYOND = ("1/4", "1/5", AT_BLOCK, "min")
 
@@ -198,25 +191,20 @@ def bench(subject: str, target: str, *, scale: str, folder: Path, **options: Any
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; without subjects the smallest GPT, tiny, anew, at one share, into ``out/``."""
-    parser = command_line.parser("Plan MONeT's networks at its budgets, for a GPU or without it.", SUBJECTS)
-    parser.add_argument("--target", choices=jaxremat.targets(), default="p100", help="default: p100")
-    parser.add_argument(
-        "--scale", choices=("full", "small", "tiny"), help="default: full; without subjects tiny"
-    )
+    parser = runner.parser_of(__doc__, SUBJECTS)
     parser.add_argument("--rows", nargs="+", type=a_row, metavar="ROW", help="in place of the subject's own")
     parser.add_argument("--only", choices=("plans", "knapsack"), help="of the subject's own rows")
-    command_line.add_planning(parser)
-    given = command_line.parse(parser, argv, SUBJECTS, quick=QUICK)
-    scale = given.scale or ("tiny" if given.quick else "full")
-    folder = given.results or (records.RESULTS if scale == "full" else records.OUT)
-    for subject in given.names:
-        plans = given.rows or (["1/2"] if given.quick else rows_of(SUBJECTS[subject]))
-        if given.only:
-            plans = [row for row in plans if row.startswith(KNAPSACK) == (given.only == "knapsack")]
+    steps.add_planning(parser)
+    asked = runner.parse(parser, argv, SUBJECTS, quick=(QUICK,))
+    target = asked.target or "p100"
+    for subject in asked.names:
+        plans = asked.rows or (["1/2"] if asked.quick else rows_of(SUBJECTS[subject]))
+        if asked.only:
+            plans = [row for row in plans if row.startswith(KNAPSACK) == (asked.only == "knapsack")]
         rows = list(dict.fromkeys(["plain", *BY_HAND, *plans]))
-        print(f"{subject} for {given.target}:", flush=True)
-        of = bench(subject, given.target, scale=scale, folder=folder, time_limit=given.time_limit)
-        of.run(rows, fresh=given.fresh or given.quick)
+        print(f"{subject} for {target}:", flush=True)
+        of = bench(subject, target, scale=asked.scale, folder=asked.folder, time_limit=asked.time_limit)
+        of.run(rows, fresh=asked.fresh or asked.quick)
         print(f"  in {of.path}")
 
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from examples.benchmarks import records
 from examples.benchmarks.monet_table import AT_BLOCK, monet_findings
+from examples.benchmarks.networks import LABELS
+from examples.benchmarks.runner import grid
+from examples.benchmarks.step_table import by_group
 from jaxremat import EXACT, format_nbytes
 from jaxremat._model._device_specs import DEVICES
 
@@ -18,18 +21,6 @@ COLUMNS = {
 }
 """Rows of a record by name, and how they are headed."""
 
-NAMES = {
-    "resnet50": "ResNet-50",
-    "vgg16": "VGG-16",
-    "mobilenet_v2": "MobileNet-V2",
-    "googlenet": "GoogLeNet",
-    "unet": "UNet",
-    "vit": "ViT-B/16",
-    "gpt": "GPT-2 small",
-    "gpt_scanned": "GPT-2 medium, scanned",
-    "vit_scanned": "ViT-B/16, scanned",
-}
-
 FEW = ("resnet50", "unet", "gpt", "gpt_scanned")
 """A network of each kind: convolutions, skip connections, a transformer in blocks and one in a scan."""
 
@@ -37,19 +28,16 @@ FEW = ("resnet50", "unet", "gpt", "gpt_scanned")
 def overview(
     steps: Sequence[records.Record],
     monet: Sequence[records.Record],
-    networks: Collection[str] = tuple(NAMES),
+    networks: Collection[str] = tuple(LABELS),
     device: Sequence[records.Record] = (),
 ) -> str:
-    """The table of some networks, and what was timed and what MONeT says; empty without results.
-
-    **Arguments:** `steps` in the order of rows.
-    """
-    full = [record for record in steps if record["scale"] == "full" and record["network"] in networks]
+    """The table of some networks, and what was timed and what MONeT says; empty without results."""
+    ordered = [record for members in by_group(steps) for record in members]
+    full = [record for record in ordered if record["scale"] == "full" and record["network"] in networks]
     if not full:
         return ""
     head = ("step", "XLA for", "plain", *COLUMNS.values())
-    lines = [head, ("---", "---", *("---:",) * (len(head) - 2)), *map(_cells, full)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = grid(head, map(_cells, full), 2)
     p100 = [record for record in monet if record["environment"]["platform"] == "p100"]
     said = next((line for line in monet_findings(p100) if "below MONeT's" in line), "")
     published = said.partition("; ")[0]
@@ -75,7 +63,7 @@ def _timed(record: records.Record) -> str:
         name: f"{rows[name]['time_ratio'] - 1:.1%} (roofline {rows[name]['roofline_overhead']:.1%})"
         for name in TIMED
     }
-    network, at = NAMES[record["network"]], record["environment"]["device"]
+    network, at = LABELS[record["network"]], record["environment"]["device"]
     inputs = record["inputs"].partition("[")[2].partition(",")[0]
     return (
         f"**Timed** on an {at}{_but(record)}: {network}, batch {inputs}, takes {longer['1/2']} longer at "
@@ -96,7 +84,7 @@ def _cells(record: records.Record) -> tuple[str, ...]:
     where = "CPU" if platform == "cpu" else DEVICES[platform].name.removeprefix("NVIDIA ")
     plain = format_nbytes(rows["plain"]["peak_nbytes"])
     found = (_cell(rows.get(name)) for name in COLUMNS)
-    return NAMES.get(network, network), where, plain, *found
+    return LABELS.get(network, network), where, plain, *found
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
+import platform as machine
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,21 +36,29 @@ def environment(target: str | None = None) -> Record:
 
     device = jax.devices()[0]
     if target is not None:
+        kind = re.sub(r"[x:]\d.*", "", target)  # of which a target like h100x8 has several
         return {
             "jax": jax.__version__,
             "jaxlib": jaxlib.__version__,
             "platform": target,
-            "device": f"XLA's compiler for {DEVICES[target].name}, without the device",
+            "device": f"XLA's compiler for {DEVICES[kind].name}, without the device",
         }
     return {
         **({} if device.platform == "cpu" else _runtime(device)),
-        "python": platform.python_version(),
+        "python": machine.python_version(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "platform": device.platform,
         "device": _processor() if device.platform == "cpu" else device.device_kind,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
+
+
+def platform(target: str | None = None) -> str:
+    """What rows are compiled for: the target's name, or JAX's own of the device at hand."""
+    import jax
+
+    return target or jax.default_backend()
 
 
 def today() -> str:
@@ -77,23 +85,6 @@ def read_all(folder: Path, kind: str) -> Iterator[Record]:
         record = read(path)
         if record["kind"] == kind:
             yield record
-
-
-def completed(
-    path: Path, about: Record, wanted: Mapping[str, Callable[[], Record]], *, fresh: bool = False
-) -> Record:
-    """A file's record with the rows that it lacks of those that are wanted, each written as soon as it is made.
-
-    **Arguments:** `about` what it says besides; `fresh` to make all rows anew.
-    """
-    rows = {} if fresh else read(path).get("rows", {})
-    record = {**about, "rows": rows}
-    for name, make in wanted.items():
-        if name not in rows:
-            rows[name] = make()
-            print(path.stem, name, rows[name], flush=True)
-            write(path, record)
-    return record
 
 
 def write(path: Path, record: Record) -> None:
@@ -144,4 +135,4 @@ def _processor() -> str:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
     except OSError:
         found = None
-    return found[1].strip() if found else platform.processor() or platform.machine() or "unknown processor"
+    return found[1].strip() if found else machine.processor() or machine.machine() or "unknown processor"

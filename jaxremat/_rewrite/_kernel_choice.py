@@ -10,6 +10,7 @@ Law: the same result, up to rounding. They stand in every planned step, whatever
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,13 +29,13 @@ from ._selections import is_marked
 
 def replaced(backend: Backend) -> Callable[[Any], bool]:
     """Which equations have such an implementation for this compiler."""
-    poor = is_transposed if backend.fuses else lambda eqn: is_depthwise_gradient(eqn) or is_named(eqn)
+    return partial(_is_replaced, backend.fuses)
 
-    @mechanism("kernels of its own choice", off=lambda _: False)
-    def is_replaced(eqn: Any) -> bool:
-        return poor(eqn) or is_marked(eqn)
 
-    return is_replaced
+@mechanism("kernels of its own choice", off=lambda *_: False)
+def _is_replaced(fuses: bool, eqn: Any) -> bool:
+    poor = is_transposed(eqn) if fuses else is_depthwise_gradient(eqn) or is_named(eqn)
+    return poor or is_marked(eqn)
 
 
 def inline(eqn: Any) -> list[Any]:

@@ -1,19 +1,15 @@
 """Steps of kinds that the nine networks lack: that they train, and what their table says."""
 
-from typing import Any
-
 import jax
 import pytest
 
 from examples.benchmarks import prediction
-from examples.benchmarks.ablation import PROGRAMS
 from examples.benchmarks.networks import program
 
 
 @pytest.mark.parametrize("name", prediction.NAMES)
 def test_each_learns(name: str) -> None:
-    sizes: dict[str, Any] = {"name": name} | PROGRAMS[name]
-    made = program(**sizes, scale="tiny")
+    made = program(name, scale="tiny")
     state, batch = made.make_args()
     step = jax.jit(made.step)
     losses = []
@@ -44,7 +40,7 @@ def test_the_table() -> None:
     }
     none = {"budget_nbytes": 40, "temporaries_nbytes": 100, "least_nbytes": 55}
     text = prediction.markdown(
-        {"environment": {"platform": "h100"}, "rows": {"highway | 0.6": fits, "highway | 0.4": none}}
+        [{"environment": {"platform": "h100"}, "rows": {"highway | 0.6": fits, "highway | 0.4": none}}]
     )
     assert "| highway | 60% | +2.0% | +5.0% | -1.0 | 2.0% | 7 s |" in text
     assert "| highway | 40% | none: +15% |  |  |  |  |" in text

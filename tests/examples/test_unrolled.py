@@ -10,7 +10,7 @@ import pytest
 from examples.benchmarks import records, unrolled
 from examples.benchmarks.bench import Bench, by_hand
 from examples.benchmarks.networks import program
-from examples.benchmarks.unrolled import Unrolled, excess, markdown, plans_of
+from examples.benchmarks.unrolled import Unrolled, excess, plans_of, table
 
 
 def row(peak: int, extra: float, **more: Any) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def test_the_unrolled_network_has_the_scanned_ones_peaks_as_budgets(tmp_path: Pa
 
 def test_the_table_says_by_how_much_the_scanned_plans_are_dearer() -> None:
     assert excess(SCANNED, WRITTEN_OUT) == {"0.5": pytest.approx(-0.02)}
-    lines = markdown(SCANNED, WRITTEN_OUT).splitlines()[2:]
+    lines = table(SCANNED, WRITTEN_OUT).splitlines()[2:]
     assert lines == [
         "| 1000 B | 1.00% | 990 B | 3.00% | -2.00 points |",
         "| 800 B | 5.00% | infeasible: least 850 B |  |  |",
@@ -98,5 +98,5 @@ def test_rows_of_the_scanned_network_must_be_there(
     assert "python -m examples.benchmarks.steps gpt_scanned" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         unrolled.main(["gpt"])
-    assert "no scanned network is called gpt" in capsys.readouterr().err
+    assert "nothing is called gpt" in capsys.readouterr().err
     assert not list(records.read_all(tmp_path, "unrolled"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -208,8 +208,44 @@ _REVERSIBLE: dict[str, Recipe] = {
     ),
 }
 
+
+@dataclass(frozen=True)
+class Variant:
+    """A network with something other than its recipe says: `full` at that scale alone, `always` at any."""
+
+    network: str
+    full: Mapping[str, Any] = field(default_factory=dict)
+    always: Mapping[str, Any] = field(default_factory=dict)
+
+
+VARIANTS: dict[str, Variant] = {
+    "gpt of 4 layers": Variant("gpt", {"layers": 4}),
+    "resnet50 bf16": Variant("resnet50", always={"dtype": jnp.bfloat16}),
+    "dropout bf16": Variant("dropout", always={"dtype": jnp.bfloat16}),
+    "loops in loops": Variant("gpt_scanned", always={"remat": "scan"}),
+    "gpt_medium": Variant("gpt_scanned", {"batch": 8, "length": 1024}),
+    "gpt_1b": Variant("gpt_scanned", {"layers": 80}),
+    "deep": Variant("gpt_scanned", {"layers": 100, "width": 768, "heads": 12, "batch": 8}),
+}
+"""Networks at other sizes: GPT-2 medium with tokens for a GPU to work on, with three times the parameters, and a
+hundred layers; in another type; and with loops in its loops.
+"""
+
 NAMES: tuple[str, ...] = tuple(_RECIPES)
 """The networks that ``program`` knows by their papers' names."""
+
+LABELS = {
+    "resnet50": "ResNet-50",
+    "vgg16": "VGG-16",
+    "mobilenet_v2": "MobileNet-V2",
+    "googlenet": "GoogLeNet",
+    "unet": "UNet",
+    "vit": "ViT-B/16",
+    "gpt": "GPT-2 small",
+    "gpt_scanned": "GPT-2 medium, scanned",
+    "vit_scanned": "ViT-B/16, scanned",
+}
+"""What they are called in tables."""
 
 KINDS: tuple[str, ...] = tuple(_KINDS)
 """More that it knows, of kinds that those lack."""
@@ -227,11 +263,18 @@ def program(
     batch: int | None = None,
     **sizes: Any,
 ) -> Program:
-    """The train step of the network ``name``.
+    """The train step of the network or variant ``name``.
 
     ``dtype`` is what the network computes in; parameters and loss are float32. ``sizes``
     overrides fields of the network or of its data, such as ``layers`` or ``pixels``.
     """
+    if name in VARIANTS:
+        variant = VARIANTS[name]
+        other = {**(variant.full if scale == "full" else {}), **variant.always}
+        asked = {"remat": remat, "dtype": dtype, "batch": batch, **sizes}
+        defaults = {"remat": "none", "dtype": jnp.float32, "batch": None}
+        other |= {key: value for key, value in asked.items() if value != defaults.get(key)}
+        return program(variant.network, scale=scale, **other)
     known = _RECIPES | _KINDS | _REVERSIBLE
     if name not in known:
         raise ValueError(f"no network is called {name!r}; there are {', '.join(known)}")
