@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxremat
-from examples.benchmarks.networks.resnet import ResNet
+from examples.benchmarks.networks.convolutional import ResNet
 from examples.benchmarks.plans import of_plan
 from examples.benchmarks.records import Record
 from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, least

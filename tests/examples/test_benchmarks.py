@@ -15,9 +15,7 @@ from flax import linen as nn
 import jaxremat
 from examples.benchmarks import bench as bench_module
 from examples.benchmarks import chain, compare, emitters, records, step_table, steps, table
-from examples.benchmarks.networks.data import Images
-from examples.benchmarks.networks.rematerialisation import Remat, rematted, save_dots
-from examples.benchmarks.networks.training import Program, make_program
+from examples.benchmarks.networks.training import Images, Program, Remat, make_program, rematted, save_dots
 from examples.benchmarks.overview import overview
 from jaxremat._compiler._devices import detect
 

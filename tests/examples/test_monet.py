@@ -14,8 +14,7 @@ from test_benchmarks import Perceptron, perceptron
 import jaxremat
 from examples.benchmarks import bench, device, monet, monet_table, records, table
 from examples.benchmarks.networks import Program, program
-from examples.benchmarks.networks.data import Images
-from examples.benchmarks.networks.training import make_program
+from examples.benchmarks.networks.training import Images, make_program
 
 pytestmark = pytest.mark.slow
 

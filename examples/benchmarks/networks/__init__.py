@@ -10,7 +10,6 @@ Every layer is unrolled in Python, so a step's jaxpr shows each block separately
 """
 
 from .registry import KINDS, LABELS, NAMES, REVERSIBLE, VARIANTS, Scale, program
-from .rematerialisation import Remat
-from .training import Program
+from .training import Program, Remat
 
 __all__ = ["KINDS", "LABELS", "NAMES", "REVERSIBLE", "VARIANTS", "Program", "Remat", "Scale", "program"]
