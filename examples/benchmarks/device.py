@@ -31,7 +31,6 @@ from examples.benchmarks import kernels, monet, records, runner
 from examples.benchmarks.bench import BY_HAND
 from examples.benchmarks.monet import AT_BLOCK, SUBJECTS, Monet
 from jaxremat._compiler._devices import detect
-from jaxremat._model._device_specs import find
 
 NEARLY_FREE = ("19/20", "9/10")
 """Budgets that cost nothing by prediction: what their plans take longer is the price of the fences."""
@@ -126,10 +125,10 @@ class Device(Monet):
             return (
                 None if self._by_hand(name) else jaxremat.Plan.load(self.plan_path(name)).compiled_peak_nbytes
             )
-        if where() not in jaxremat.targets():
+        if records.platform() not in jaxremat.targets():
             return None
         try:
-            return jaxremat.MemoryStats.of(replace(self, target=where())._follow(name)).peak_nbytes
+            return jaxremat.MemoryStats.of(replace(self, target=records.platform())._follow(name)).peak_nbytes
         except jaxremat.TargetError as error:
             self.say(f"  {name:>6}: {error}")
             return None
@@ -159,16 +158,11 @@ def in_use() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def where() -> str:
-    """The device's name among the targets, else its platform."""
-    return find(str(jax.devices()[0].device_kind)) or jax.default_backend()
-
-
 def bench(subject: str, *, scale: str, folder: Path, plans: Path | None, profile: str) -> Device:
     """The measurements of a subject on the device at hand, kept below a folder."""
     what = SUBJECTS[subject]
     suffix = ("" if scale == "full" else f"-{scale}") + ("" if profile == "roofline" else f"-{profile}")
-    name = f"{subject}-{where()}{suffix}"
+    name = f"{subject}-{records.platform()}{suffix}"
     return Device(
         what.network,
         scale,

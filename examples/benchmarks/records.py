@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxremat._model._device_specs import DEVICES
+from jaxremat._model._device_specs import DEVICES, find
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -55,10 +55,10 @@ def environment(target: str | None = None) -> Record:
 
 
 def platform(target: str | None = None) -> str:
-    """What rows are compiled for: the target's name, or JAX's own of the device at hand."""
+    """What rows are compiled for: a target's name, also for the device at hand if it is one, else JAX's own name."""
     import jax
 
-    return target or jax.default_backend()
+    return target or find(str(jax.devices()[0].device_kind)) or jax.default_backend()
 
 
 def today() -> str:
