@@ -9,7 +9,7 @@ budgeted at half of what its temporaries are expected to need.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,17 +20,21 @@ import jax.numpy as jnp
 from examples.benchmarks import records
 from examples.benchmarks.records import Record
 from examples.benchmarks.runner import Asked, Benchmark, Rows
-from examples.benchmarks.solvers import SECONDS, budget_of, jitted, lowered
-from jaxremat import Milp, format_nbytes, simulate
+from jaxremat import Milp, SaveAll, compiler_options, format_nbytes, simulate
+from jaxremat._compiler._devices import detect
+from jaxremat._compiler._program import Program
 from jaxremat._emit._emit import emit
+from jaxremat._lower._lower import estimate_base, lower
 from jaxremat._model._schedule import check
 from jaxremat._rewrite._trace import trace
 
 BATCH, WIDTH = 1024, 64
+SECONDS = 10.0
+"""The time limit of the solve."""
 
 
-def chain(layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A train step of that many layers, and its arguments as shapes and types."""
+def chain(layers: int) -> tuple[Program, tuple[Any, ...]]:
+    """A train step of that many layers as the planner is given it, and its arguments as shapes and types."""
 
     def step(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         def loss_of(weights: list[jax.Array]) -> jax.Array:
@@ -43,15 +47,17 @@ def chain(layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return [w - 0.01 * g for w, g in zip(weights, gradients, strict=True)], loss
 
     weight = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
-    return step, ([weight] * layers, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))
+    options = tuple(sorted(compiler_options(jax.default_backend()).items()))
+    program = Program(step, donate_argnums=(0,), compiler_options=options)
+    return program, ([weight] * layers, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))
 
 
 def layers_for(equations: int) -> int:
     """The least number of layers with that many equations."""
     counts = []
     for layers in (2, 3):
-        step, args = chain(layers)
-        counts.append(len(trace(jitted(step, (0,)).plain, args, {}).jaxpr.jaxpr.eqns))
+        program, args = chain(layers)
+        counts.append(len(trace(program.plain, args, {}).jaxpr.jaxpr.eqns))
     each = counts[1] - counts[0]
     return max(2, 2 + -(-(equations - counts[0]) // each))
 
@@ -67,16 +73,16 @@ def measure(equations: int, share: float) -> Record:
         seconds[name] = time.perf_counter() - began
         print(f"  {name}: {seconds[name]:.2f} s", flush=True)
 
-    step, args = chain(layers_for(equations))
-    program = jitted(step, (0,))
+    program, args = chain(layers_for(equations))
     with phase("jax"):  # its own tracing and differentiation, which `trace` finds done
         program.plain.trace(*args)
     with phase("trace"):
         traced = trace(program.plain, args, {})
     with phase("lower"):
-        graph = lowered(traced)
+        graph = lower(traced, detect(jax.devices()[0]), base_nbytes=estimate_base(traced))
     with phase("simulate"):
-        budget = budget_of(graph, share)
+        plain = simulate(graph, SaveAll().solve(graph, None, time_limit=SECONDS).schedule)
+        budget = int(graph.base_nbytes + share * (plain.peak_nbytes - graph.base_nbytes))
     with phase("solve"):
         solution = Milp().solve(graph, budget, time_limit=SECONDS)
     with phase("emit"):
@@ -88,7 +94,7 @@ def measure(equations: int, share: float) -> Record:
         "residuals": len(graph.residuals),
         "stages": len(graph.stages),
         "budget_nbytes": budget,
-        "plain_nbytes": budget_of(graph, 1.0),
+        "plain_nbytes": plain.peak_nbytes,
         "predicted_nbytes": profile.peak_nbytes,
         "fits": profile.peak_nbytes <= budget,
         "overhead": overhead,

@@ -12,6 +12,7 @@ Nothing is timed.
 from __future__ import annotations
 
 import argparse
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,31 +62,19 @@ class Subject:
     published: Published | None = None
 
 
-def _monet(network: str, batch: int, plain: float, **overheads: float) -> Subject:
-    by_budget = {key.removeprefix("gb").replace("_", "."): value for key, value in overheads.items()}
-    return Subject(network, {"batch": batch}, published=Published(plain, by_budget))
-
-
 _GPTS = {
     "gpt-small": {"batch": 8, "length": 1024},
     "gpt-medium": {"batch": 8, "length": 1024, "layers": 24, "width": 1024, "heads": 16},
 }
 _KINDS: dict[str, dict[str, Any]] = {"unrolled": {}, "scanned": {"scanned": True}}
 _TYPES: dict[str, dict[str, Any]] = {"bf16": {"dtype": jnp.bfloat16}, "f32": {}}
+_PUBLISHED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
-# Percent by budget in GB, from the tables of MONeT's appendix. VGG-16's budgets are those that it says it needed.
 SUBJECTS: dict[str, Subject] = {
-    "resnet50": _monet("resnet50", 184, 15.06, gb10=3.22, gb9=4.68, gb8=5.56, gb7=7.28, gb6=9.31, gb5=11.95),
-    "googlenet": _monet(
-        "googlenet", 320, 14.93, gb10=7.13, gb9=7.87, gb8=8.44, gb7=9.71, gb6=12.14, gb5=15.77
-    ),
-    "unet": _monet("unet", 11, 14.32, gb10=-4.10, gb9=-2.07, gb8=-0.09, gb7=1.39, gb6=4.95, gb5=11.51),
-    "mobilenet_v2": _monet(
-        "mobilenet_v2", 272, 14.46, gb10=2.40, gb9=3.10, gb8=4.77, gb7=5.53, gb6=7.55, gb5=8.72
-    ),
-    "vgg16": _monet(
-        "vgg16", 176, 14.12, gb9_71=-5.30, gb8_66=-4.64, gb7_88=-2.18, gb6_82=1.99, gb5_90=5.44, gb5_51=9.11
-    ),
+    **{
+        name: Subject(name, {"batch": said["batch"]}, published=Published(said["plain"], said["overheads"]))
+        for name, said in _PUBLISHED.items()
+    },
     **{
         f"{size}-{kind}-{dtype}": Subject("gpt", _GPTS[size], {**variant, **computed})
         for size in _GPTS

@@ -16,7 +16,9 @@ from collections.abc import Sequence
 import jaxremat
 from examples.benchmarks import records, runner
 from examples.benchmarks.bench import AT, BY_HAND, SCAN, SHARES, Bench, by_hand
-from examples.benchmarks.networks import NAMES
+from examples.benchmarks.networks import KINDS, NAMES, REVERSIBLE, VARIANTS
+
+NETWORKS = (*NAMES, *KINDS, *REVERSIBLE, *VARIANTS)
 
 
 def _share(text: str) -> str:
@@ -37,7 +39,7 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; without networks a tiny GPT anew, by hand and at one share, into ``out/``."""
-    parser = runner.parser_of(__doc__, NAMES)
+    parser = runner.parser_of(__doc__, NETWORKS)
     parser.add_argument(
         "--shares",
         nargs="+",
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--check", action="store_true", help="compare all results after one step with the plain step's"
     )
     add_planning(parser)
-    asked = runner.parse(parser, argv, NAMES, quick=("gpt",))
+    asked = runner.parse(parser, argv, NETWORKS, quick=("gpt",))
     if asked.target and (asked.time or asked.check):
         parser.error("--time and --check run the steps; with --target they are only compiled")
     platform = records.platform(asked.target)

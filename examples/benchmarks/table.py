@@ -15,20 +15,16 @@ from examples.benchmarks import (
     ablation,
     chain,
     depth,
-    emitters,
     host_memory,
     jax_remat_tests,
     joint,
     monet_table,
-    prediction,
     records,
     residuals,
     reversible,
     runner,
     sharded,
-    solvers,
     step_table,
-    unrolled,
 )
 from examples.benchmarks.overview import FEW, overview
 
@@ -61,14 +57,12 @@ def everything(results: Path) -> str:
         monet_table.device_markdown(device),
         step_table.markdown(steps),
         told(chain.BENCHMARK),
-        unrolled.markdown(of("unrolled"), steps),
         *map(depth.markdown, of("depth")),
         told(sharded.BENCHMARK),
         *map(llama_70b.markdown, of("llama")),
-        *(told(each.BENCHMARK) for each in (host_memory, residuals, reversible, solvers)),
-        emitters.markdown(of("emitters")),
+        *(told(each.BENCHMARK) for each in (host_memory, residuals, reversible)),
         *map(jax_remat_tests.markdown, of("jax_remat_tests")),
-        *(told(each.BENCHMARK) for each in (joint, prediction, ablation)),
+        *(told(each.BENCHMARK) for each in (joint, ablation)),
     ]
     return "\n\n".join(part for part in parts if part)
 

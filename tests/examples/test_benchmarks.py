@@ -14,7 +14,7 @@ from flax import linen as nn
 
 import jaxremat
 from examples.benchmarks import bench as bench_module
-from examples.benchmarks import chain, compare, emitters, records, step_table, steps, table
+from examples.benchmarks import chain, compare, records, step_table, steps, table
 from examples.benchmarks.networks.training import Images, Program, Remat, make_program, rematted, save_dots
 from examples.benchmarks.overview import overview
 from jaxremat._compiler._devices import detect
@@ -265,36 +265,17 @@ def test_the_summary_names_what_falls_short() -> None:
     ]
 
 
-def test_one_plan_is_followed_by_each_emitter(tmp_path: Path) -> None:
-    path = tmp_path / "emitters" / "vgg16-tiny-cpu.json"
-    said: list[str] = []
-    rows = ("plain", "policy dots", "policy min", "custom_vjp 0.5")
-    record = emitters.Emitters("vgg16", "tiny", path, say=said.append).run(rows)
-    assert list(record["rows"]) == list(rows) and records.read(path)["kind"] == "emitters"
-    plain = record["rows"]["plain"]
-    for name in rows[1:]:
-        row = record["rows"][name]
-        assert row["held_nbytes"] < row["plain_held_nbytes"]
-        most = 1.001 * plain["peak_nbytes"]  # the parameters of the tiny one hold its peak
-        assert row["peak_nbytes"] < most and row["joint_peak_nbytes"] < most
-        assert row["peak_nbytes"] == pytest.approx(row["joint_peak_nbytes"], rel=0.05)
-    lines = emitters.markdown([record]).splitlines()
-    assert len(lines) == 6 + len(rows) and {line.count("|") for line in lines[4:]} == {9}
-    assert sum("by the joint emitter" in line for line in said) == 3
+def test_networks_of_a_loop_have_one_more_step_by_hand() -> None:
+    assert bench_module.by_hand("gpt") == ("block", "dots")
+    assert bench_module.by_hand("gpt_scanned") == ("block", "dots", "scan")
 
 
-def test_what_the_emitters_are_compared_on_is_the_same_function() -> None:
-    """The joint emitter's program gives the gradients that differentiating the planned loss gives."""
-    program = perceptron("vgg16", scale="tiny")
-    args = program.make_args()
-    want = jax.jit(emitters.gradient_of(program.loss))(*args)
-    for emitter in emitters.EMITTERS:
-        planned = jaxremat.checkpoint(program.loss, "min", emit=emitter)
-        jitted = jax.jit(emitters.jointly(planned, args), compiler_options=jaxremat.compiler_options())
-        found = jitted(*args)
-        assert jax.tree.structure(found) == jax.tree.structure(want)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-            assert jnp.allclose(a, b, rtol=1e-4, atol=1e-6)
+def test_a_step_by_hand_gives_its_peak_as_a_budget(tmp_path: Path) -> None:
+    bench = bench_module.Bench("gpt_scanned", "tiny", tmp_path / "x.json")
+    bench.record = {"rows": {"scan": {"peak_nbytes": 900}}}
+    assert bench.budget("at scan") == 900
+    names = ["plain", "block", "dots", "scan", "0.5", "0.33", "min", "at block", "at scan"]
+    assert sorted(set(names), key=bench.place) == names
 
 
 def test_the_readme_shows_the_published_results() -> None:

@@ -190,14 +190,9 @@ class MobileNetV2(Network):
     (arXiv:1801.04381).
     """
 
-    stages: tuple[Stage, ...] = (
-        Stage(1, 16, 1, 1),
-        Stage(6, 24, 2, 2),
-        Stage(6, 32, 3, 2),
-        Stage(6, 64, 4, 2),
-        Stage(6, 96, 3, 1),
-        Stage(6, 160, 3, 2),
-        Stage(6, 320, 1, 1),
+    stages: tuple[tuple[int, int, int, int], ...] = (
+        *((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2)),
+        *((6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)),
     )
     stem: int = 32
     last: int = 1280
@@ -209,7 +204,7 @@ class MobileNetV2(Network):
         block = partial(rematted(InvertedResidual, self.remat, save_convolutions), dtype=self.dtype)
         conv = partial(ConvNorm, activation=nn.relu6, dtype=self.dtype)
         x = conv(self.stem, 3, 2, name="stem")(x)
-        for row, stage in enumerate(self.stages):
+        for row, stage in enumerate(Stage(*stage) for stage in self.stages):
             for index in range(stage.repeats):
                 stride = stage.stride if index == 0 else 1
                 x = block(stage.features, stage.expansion, stride, name=f"stage{row}_block{index}")(x)
@@ -228,21 +223,17 @@ class Branches(NamedTuple):
     five: int
     pool: int
 
-    def narrowed(self, divisor: int) -> Branches:
-        """The same row with ``divisor`` times fewer channels."""
-        return Branches(*(features // divisor for features in self))
-
 
 INCEPTIONS = (
-    (Branches(64, 96, 128, 16, 32, 32), Branches(128, 128, 192, 32, 96, 64)),
+    ((64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64)),
     (
-        Branches(192, 96, 208, 16, 48, 64),
-        Branches(160, 112, 224, 24, 64, 64),
-        Branches(128, 128, 256, 24, 64, 64),
-        Branches(112, 144, 288, 32, 64, 64),
-        Branches(256, 160, 320, 32, 128, 128),
+        (192, 96, 208, 16, 48, 64),
+        (160, 112, 224, 24, 64, 64),
+        (128, 128, 256, 24, 64, 64),
+        (112, 144, 288, 32, 64, 64),
+        (256, 160, 320, 32, 128, 128),
     ),
-    (Branches(256, 160, 320, 32, 128, 128), Branches(384, 192, 384, 48, 128, 128)),
+    ((256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128)),
 )
 
 
@@ -271,7 +262,9 @@ class GoogLeNet(Network):
     with batch normalisation in place of local response normalisation, as is now usual.
     """
 
-    stages: tuple[tuple[Branches, ...], ...] = INCEPTIONS
+    stages: tuple[tuple[tuple[int, ...], ...], ...] = INCEPTIONS
+    narrower: int = 1
+    """By which all channels of the stages are divided."""
     stem: int = 64
     dropout: float = 0.4
     classes: int = 1000
@@ -286,7 +279,8 @@ class GoogLeNet(Network):
         x = conv(3 * self.stem, 3, name="stem_spatial")(x)
         for row, stage in enumerate(self.stages):
             x = max_pool(x, 3, 2, padding=1)
-            for index, branches in enumerate(stage):
+            for index, channels in enumerate(stage):
+                branches = Branches(*(features // self.narrower for features in channels))
                 x = block(branches, name=f"stage{row}_block{index}")(x)
         x = nn.Dropout(self.dropout, deterministic=False)(global_mean(x))
         return nn.Dense(self.classes, dtype=self.dtype, name="head")(x)
