@@ -6,7 +6,7 @@
 Mechanisms are switched off by name (`jaxremat._runtime._mechanisms`), by leaving out a pass of the step's rewriting
 (`jaxremat._rewrite._passes`), or by an option of `jaxremat.plan`. Budgets are shares of the plain step's temporaries.
 Worth is how much longer, by a roofline of the compiled programs, the step takes without the mechanism (or that no plan
-is found), how much further the first prediction of the peak is off, and how much longer planning takes.
+is found), and how much further the first prediction of the peak is off.
 
 A mechanism is switched off only where it acted: where it changed something while the plan with all of them was made, or
 is in that plan, if it is a form of the step. Elsewhere its row says that it did not act. Rows are compared with others
@@ -36,27 +36,18 @@ from jaxremat._rewrite._passes import Pass, watched, without
 from jaxremat._runtime._mechanisms import recorded, switched_off
 
 PROGRAMS: dict[str, Mapping[str, Any]] = {
-    "gpt of 4 layers": {},
-    "gpt_scanned": {},
-    "resnet50": {},
-    "unet": {},
-    "resnet50 bf16": {},
-    "googlenet": {},
-    "vit_scanned": {},
-    "mobilenet_v2": {},
-    "vgg16": {},
+    **{
+        name: {}
+        for name in (
+            *("gpt of 4 layers", "gpt_scanned", "resnet50", "resnet50 bf16", "unet", "googlenet"),
+            *("mobilenet_v2", "vgg16", "vit_scanned", "dropout bf16", "loops in loops", "mlp mapped"),
+            *("depthwise", "encoder_decoder", "distances", "highway", "sharpness"),
+        )
+    },
     "vit": {"allow": (*EXACT, "bf16_residuals")},
-    "dropout bf16": {},
-    "depthwise": {},
-    "encoder_decoder": {},
-    "distances": {},
-    "highway": {},
-    "sharpness": {},
-    "loops in loops": {},
     "gpt_medium": {"offload": True},
     "revnet": {"allow": (*EXACT, "reversible")},
     "revtransformer": {"allow": (*EXACT, "reversible")},
-    "mlp mapped": {},
 }
 """Networks, and cases of `sharded`, with what their plans may do besides what all may."""
 
@@ -124,32 +115,27 @@ MECHANISMS = (
     Mechanism("loops in levels, absorbed updates", in_plan=choices(LOOP)),
     Mechanism("loops in parts", in_plan=choices(LOOP, lambda lengths: any(n < 0 for n in lengths[1:]))),
     Mechanism("pairs of loops in loops laid open", in_plan=choices(INNER)),
-    Mechanism("steps within a shard_map"),
-    Mechanism("fine stages"),
-    Mechanism("memory order"),
-    Mechanism("operands' memory taken over"),
-    Mechanism("triggers of fences"),
-    Mechanism("updates behind the last read", on=(GPU,)),
-    Mechanism("images' axes in memory order", on=(GPU,)),
-    Mechanism("sums in place of products", on=(GPU,)),
-    Mechanism("scratch memory as compiled", on=(GPU,)),
-    Mechanism("kernels of its own choice"),
-    Mechanism("every backward pass for itself"),
-    Mechanism("stacks begun late", on=(CPU,)),
     Mechanism("chained cotangents in memory", passes=("cotangents",), on=(CPU,)),
-    Mechanism("what waits in loops"),
     Mechanism("masks of results", passes=("masks",)),
-    Mechanism("results of masks behind fences"),
-    Mechanism("weights' copies behind fences", on=(CPU,)),
-    Mechanism("what is made early", on=(CPU,)),
-    Mechanism("rows read late", on=(CPU,)),
-    Mechanism("rows written together", on=(CPU,)),
-    Mechanism("pooling's gradient by place"),
-    Mechanism("masks in bits"),
-    Mechanism("what iterations make themselves"),
-    Mechanism("buffers that are there early", on=(CPU,)),
+    *map(Mechanism, ("steps within a shard_map", "fine stages", "memory order", "triggers of fences")),
+    *map(Mechanism, ("operands' memory taken over", "kernels of its own choice", "what waits in loops")),
+    *map(Mechanism, ("every backward pass for itself", "results of masks behind fences", "masks in bits")),
+    *map(Mechanism, ("pooling's gradient by place", "what iterations make themselves")),
+    *(
+        Mechanism(name, on=(GPU,))
+        for name in (
+            *("updates behind the last read", "images' axes in memory order"),
+            *("sums in place of products", "scratch memory as compiled"),
+        )
+    ),
+    *(
+        Mechanism(name, on=(CPU,))
+        for name in (
+            *("stacks begun late", "weights' copies behind fences", "what is made early"),
+            *("rows read late", "rows written together", "buffers that are there early"),
+        )
+    ),
 )
-"""In the order in which a step meets them: forms, stages, fences, the model."""
 
 
 def measured(name: str, share: float, mechanism: Mechanism | None, asked: Asked) -> Record:
@@ -204,13 +190,12 @@ class Worth:
     """What a step loses without a mechanism.
 
     **Fields:** `where` program and share; `points` of a step's time, infinite where no plan is found; `unsure` how much
-    further off, in points of the plain step's temporaries, the first prediction of the peak is; `seconds` of planning.
+    further off, in points of the plain step's temporaries, the first prediction of the peak is.
     """
 
     where: str
     points: float
     unsure: float = 0.0
-    seconds: float = 0.0
 
 
 def worth(record: Record) -> dict[str, list[Worth]]:
@@ -231,7 +216,7 @@ def worth(record: Record) -> dict[str, list[Worth]]:
             continue
         points = 100 * (row["compiled_overhead"] - on["compiled_overhead"])
         unsure = 100 * (abs(row["first_prediction"] or 0.0) - abs(on["first_prediction"] or 0.0))
-        where.append(Worth(place, points, unsure, row["planning_seconds"] - on["planning_seconds"]))
+        where.append(Worth(place, points, unsure))
     return found
 
 

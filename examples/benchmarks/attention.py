@@ -79,11 +79,7 @@ def site_of(case: Case) -> Site:
         jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.eval_shape(lambda: case.operands(case.dtype))
     ]
 
-    def step(q: Any, k: Any, v: Any, to: Any) -> Any:
-        result, back = jax.vjp(written, q, k, v)
-        return result, back(to)
-
-    traced = trace(jax.jit(step), shapes, {})
+    traced = trace(jax.jit(passes(written)[1]), shapes, {})
     (site,) = attention(traced.jaxpr, [-1] * len(traced.loop_of), traced.program.alive)
     return site
 
@@ -115,16 +111,18 @@ def in_kernels(site: Site) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return forward, both
 
 
+def passes(attend: Callable[..., jax.Array]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """An attention forward, and forward and backward."""
+
+    def both(q: Any, k: Any, v: Any, to: Any) -> Any:
+        result, back = jax.vjp(attend, q, k, v)
+        return result, *back(to)
+
+    return lambda q, k, v, to: attend(q, k, v), both
+
+
 def implementations(case: Case) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
     """Each implementation forward, and forward and backward, of queries, keys, values and the cotangent."""
-
-    def passes(attend: Callable[..., jax.Array]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        def both(q: Any, k: Any, v: Any, to: Any) -> Any:
-            result, back = jax.vjp(attend, q, k, v)
-            return result, *back(to)
-
-        return lambda q, k, v, to: attend(q, k, v), both
-
     of_jax = functools.partial(jax.nn.dot_product_attention, is_causal=True)
     found = {"kernels": in_kernels(site_of(case))}
     if case.dtype != "float32":
@@ -165,12 +163,7 @@ _SPELLING = {"bfloat16": "bf16", "float32": "f32"}
 
 def _reference(case: Case) -> Sequence[jax.Array]:
     with jax.default_matmul_precision("highest"):
-
-        def both(q: Any, k: Any, v: Any, to: Any) -> Any:
-            result, back = jax.vjp(written, q, k, v)
-            return result, *back(to)
-
-        return jax.block_until_ready(jax.jit(both)(*case.operands(jnp.float32)))
+        return jax.block_until_ready(jax.jit(passes(written)[1])(*case.operands(jnp.float32)))
 
 
 def _apart(a: jax.Array, b: jax.Array) -> float:

@@ -25,7 +25,7 @@ from jax import lax
 
 import jaxremat
 from examples.benchmarks import records, runner
-from examples.deep_resnet import Bottleneck, step_of
+from examples.deep_resnet import Bottleneck, DeepResNet, step_of
 from jaxremat import MemoryStats, compiler_options, complete, format_nbytes
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._program import Program
@@ -99,31 +99,20 @@ def slope(rows: Sequence[records.Record], form: str) -> float:
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
 
 
-class ResNet(nn.Module):
-    """The network of `examples/deep_resnet.py` with its third stage rematerialised by hand, or not."""
+class ByHand(DeepResNet):
+    """That network with its loops rematerialised by hand: their *body*, or in two levels (*scan*)."""
 
-    blocks: tuple[int, ...]
-    remat: str
-    width: int = 64
-    classes: int = 1000
+    remat: str = "body"
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(self.width, (7, 7), 2, use_bias=False)(x)
-        x = nn.max_pool(nn.relu(nn.BatchNorm(use_running_average=False)(x)), (3, 3), (2, 2), "SAME")
-        axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
-        for stage, count in enumerate(self.blocks):
-            width = self.width * 2**stage
-            x, _ = Bottleneck(width, 1 if stage == 0 else 2)(x)
-            if self.remat == "scan":
-                root = math.isqrt(count - 1)
-                for lengths in ((root, (count - 1) // root), (1, (count - 1) % root)):
-                    if math.prod(lengths):
-                        x = nn.remat_scan(_Alone, lengths=lengths)(width)(x)
-                continue
-            body = nn.remat(Bottleneck, prevent_cse=False) if self.remat == "body" else Bottleneck
-            x, _ = nn.scan(body, length=count - 1, **axes)(width)(x, None)  # type: ignore[arg-type]
-        return nn.Dense(self.classes)(x.mean((1, 2)))
+    def loop(self, width: int, count: int, x: jax.Array, block: Any = Bottleneck) -> jax.Array:
+        """So many equal blocks, as one loop over stacked weights or two, the second over the rest."""
+        if self.remat == "body":
+            return super().loop(width, count, x, nn.remat(block, prevent_cse=False))
+        root = math.isqrt(count)
+        for lengths in ((root, count // root), (1, count % root)):
+            if math.prod(lengths):
+                x = nn.remat_scan(_Alone, lengths=lengths)(width)(x)
+        return x
 
 
 class _Alone(nn.Module):
@@ -138,7 +127,8 @@ class _Alone(nn.Module):
 
 def train_step(blocks: int, remat: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step with that many blocks in the third stage, and its arguments as shapes and types."""
-    net = ResNet((6, 32, blocks, 6), remat)
+    sizes = {"blocks": (6, 32, blocks, 6), "width": 64, "classes": 1000}
+    net = DeepResNet(**sizes) if remat == "plain" else ByHand(**sizes, remat=remat)
     images = jax.ShapeDtypeStruct((16, 224, 224, 3), jnp.float32)
     state = jax.eval_shape(net.init, jax.random.key(0), images)
     return step_of(net), (state, images, jax.ShapeDtypeStruct((16,), jnp.int32))

@@ -28,10 +28,8 @@ from jaxremat._plan import _solving
 from jaxremat._plan._cuttings import Cuttings
 from jaxremat._runtime._mechanisms import switched_off
 
-RECOMPUTING, FORMS, IN_TURN, TOGETHER = WAYS = (
-    *("recomputing alone", "forms alone"),
-    *("one after the other", "together"),
-)
+WAYS = ("recomputing alone", "forms alone", "one after the other", "together")
+RECOMPUTING, FORMS, IN_TURN, TOGETHER = WAYS
 
 
 @contextmanager

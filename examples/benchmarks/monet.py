@@ -36,30 +36,18 @@ BEYOND = ("1/4", "1/5", AT_BLOCK, "min")
 
 
 @dataclass(frozen=True)
-class Published:
-    """MONeT's figures for a network: the plain step's GB, and the overhead in percent by the budget in GB."""
-
-    plain: float
-    overheads: dict[str, float]
-
-    @property
-    def rows(self) -> dict[str, float]:
-        """Overheads as shares of the step, by the name of the row with that share of the plain peak."""
-        return {f"{gigabytes}/{self.plain}": percent / 100 for gigabytes, percent in self.overheads.items()}
-
-
-@dataclass(frozen=True)
 class Subject:
     """A network at one size.
 
     **Fields:** `network` its name in `networks`; `sizes` what the published size has other than the default, at scale
-    "full" alone; `variant` what this subject has other than the default at any scale.
+    "full" alone; `variant` what this subject has other than the default at any scale; `published` MONeT's overheads, as
+    shares of the step, by the name of the row with that share of the plain peak.
     """
 
     network: str
     sizes: dict[str, Any] = field(default_factory=dict)
     variant: dict[str, Any] = field(default_factory=dict)
-    published: Published | None = None
+    published: dict[str, float] = field(default_factory=dict)
 
 
 _GPTS = {
@@ -72,7 +60,11 @@ _PUBLISHED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 SUBJECTS: dict[str, Subject] = {
     **{
-        name: Subject(name, {"batch": said["batch"]}, published=Published(said["plain"], said["overheads"]))
+        name: Subject(
+            name,
+            {"batch": said["batch"]},
+            published={f"{gb}/{said['plain']}": percent / 100 for gb, percent in said["overheads"].items()},
+        )
         for name, said in _PUBLISHED.items()
     },
     **{
@@ -91,7 +83,7 @@ PLAIN_SHARES = ("2/3", "1/2", "1/3")
 
 def rows_of(subject: Subject) -> list[str]:
     """The names of a subject's own rows; those by hand first, because a plan's budget is the peak of one."""
-    shares = list(subject.published.rows) if subject.published else list(PLAIN_SHARES)
+    shares = list(subject.published or PLAIN_SHARES)
     plans = [*shares, *BEYOND]
     return ["plain", *BY_HAND, *plans, *(KNAPSACK + name for name in (*shares[::2], "1/4"))]
 
@@ -108,8 +100,7 @@ class Monet(Bench):
 
     def _describe(self) -> records.Record:
         published = SUBJECTS[self.subject].published
-        found = {"subject": self.subject, "published": published.rows if published else {}}
-        return {**super()._describe(), **found}
+        return {**super()._describe(), "subject": self.subject, "published": published}
 
     def budget(self, name: str) -> int | str:
         """The bytes that a row's name says: a share of the plain peak, or what per-block rematerialisation needs."""

@@ -18,6 +18,7 @@ from examples.benchmarks.step_table import (
     plans_of,
     spread,
     table_of,
+    time_of,
 )
 from jaxremat import format_nbytes
 from jaxremat._model._device_specs import DEVICES
@@ -62,24 +63,19 @@ DEVICE_COLUMNS: tuple[Column, ...] = (
     ("peak, compiled", PEAK),
     ("peak, allocator", figure("device_peak_nbytes", format_nbytes)),
     ("beyond", figure("beyond_nbytes", format_nbytes)),
-    ("step time", lambda row: _time(row)),
+    ("step time", time_of("{:.3f}", "{:.4f} s")),
     ("predicted", figure("predicted_overhead", PERCENT)),
     ("roofline", figure("roofline_overhead", PERCENT)),
     ("difference", figure("difference", DIFFERENCE)),
 )
 
 
-def _time(row: Record) -> str:
-    """Relative to the plain step's; its own in seconds."""
-    plain = "extra_flops" not in row
-    key, text = ("step_seconds", "{:.4f} s") if plain else ("time_ratio", "{:.3f}")
-    return figure(key, text.format)(row)
-
-
 def monet_markdown(found: Sequence[Record]) -> str:
     """The tables of `monet`, one per subject and target; empty without results."""
     parts: list[str] = []
-    for target, group in itertools.groupby(sorted(found, key=_place), key=_target):
+    for target, group in itertools.groupby(
+        sorted(found, key=_place), key=lambda record: record["environment"]["platform"]
+    ):
         members = list(group)
         parts.append(f"### MONeT's networks and GPT-2, planned and compiled for the {DEVICES[target].name}")
         parts += [] if len(parts) > 1 else [MONET_LEGEND]
@@ -208,11 +204,7 @@ def _label(name: str) -> str:
     return f"{float(part) / float(whole):.0%}" + (f" ({name})" if "." in name else "")
 
 
-def _target(record: Record) -> str:
-    return record["environment"]["platform"]
-
-
 def _place(record: Record) -> tuple[bool, str, bool, str]:
     """MONeT's device first, and its networks first."""
-    target = _target(record)
+    target = record["environment"]["platform"]
     return target != "p100", target, not record["published"], record["subject"]

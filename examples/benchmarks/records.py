@@ -44,7 +44,11 @@ def environment(target: str | None = None) -> Record:
             "device": f"XLA's compiler for {DEVICES[kind].name}, without the device",
         }
     return {
-        **({} if device.platform == "cpu" else _runtime(device)),
+        **(
+            {}
+            if device.platform == "cpu"
+            else {"driver": driver(), "runtime": device.client.platform_version}
+        ),
         "python": machine.python_version(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
@@ -114,10 +118,6 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _runtime(device: Any) -> Record:
-    return {"driver": driver(), "runtime": device.client.platform_version}
 
 
 def driver() -> str | None:

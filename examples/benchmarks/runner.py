@@ -31,10 +31,6 @@ Rows = Mapping[str, Callable[[], Record]]
 """How to measure each row, by the name that it has in its file."""
 
 
-def no_options(parser: argparse.ArgumentParser) -> None:
-    """Add nothing."""
-
-
 @dataclass(frozen=True)
 class Benchmark:
     """**Fields:** `name` of the records (their `kind`) and of their folder; `doc` for the command line; `names` of what
@@ -54,7 +50,7 @@ class Benchmark:
     shares: Sequence[Any] = ()
     only: Collection[str] = ()
     target: str | None = None
-    options: Callable[[argparse.ArgumentParser], None] = no_options
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     shared: bool = False
     about: Callable[[Asked, str], Record] = lambda asked, name: {}
     stale: Callable[[Record], bool] = lambda row: False
@@ -102,10 +98,6 @@ class Benchmark:
         if unknown := set(asked.only) - set(self.only):
             parser.error(f"no row is called {', '.join(sorted(unknown))}; there are {', '.join(self.only)}")
         return asked
-
-    def records(self, results: Path) -> list[Record]:
-        """Return the records of a folder of results."""
-        return list(records.read_all(results, self.name))
 
 
 def parser_of(doc: str | None, names: Collection[str]) -> argparse.ArgumentParser:

@@ -52,13 +52,10 @@ def _predicted(row: Record) -> str:
     return shown(row, "predicted_nbytes", format_nbytes) + first
 
 
-def _time(row: Record) -> str:
-    """Relative to the plain step's; its own in seconds."""
-    return (
-        shown(row, "time_ratio", "{:.2f}".format)
-        if "extra_flops" in row
-        else figure("step_seconds", "{:.2f} s".format)(row)
-    )
+def time_of(ratio: str, own: str) -> Callable[[Record], str]:
+    """A step's time relative to the plain step's; its own in seconds."""
+    relative, seconds = figure("time_ratio", ratio.format), figure("step_seconds", own.format)
+    return lambda row: (relative if "extra_flops" in row else seconds)(row)
 
 
 BUDGET: Column = ("budget", figure("budget_nbytes", format_nbytes))
@@ -68,7 +65,7 @@ COLUMNS: tuple[Column, ...] = (
     ("extra FLOPs", figure("extra_flops", PERCENT)),
     ("overhead, predicted", figure("predicted_overhead", PERCENT)),
     ("overhead, roofline", figure("roofline_overhead", PERCENT)),
-    ("step time", _time),
+    ("step time", time_of("{:.2f}", "{:.2f} s")),
     ("solve", figure("solve_seconds", SECONDS)),
     ("gap", figure("gap", "{:.2%}".format)),
     ("difference", figure("difference", DIFFERENCE)),
@@ -223,16 +220,3 @@ def spread(
     worst = max(values, key=lambda name: values[name])
     median = text(statistics.median(values.values()))
     return [f"{what} {median} in the median, {text(values[worst])} at most ({worst})"]
-
-
-def summary(steps: Sequence[Record]) -> str:
-    """What `findings` says of each device and scale, for a terminal."""
-    lines: list[str] = []
-    for members in by_group(steps):
-        lines.append(f"{members[0]['environment']['platform']}, {members[0]['scale']}:")
-        lines += [f"  {line}" for line in findings(members)]
-    libraries = {row["library"] for record in steps for row in record["rows"].values()}
-    if libraries != {records.library_version()}:
-        now = records.library_version()
-        lines.append(f"measured with {listed(libraries)} of the library, which now is {now}")
-    return "\n".join(lines)

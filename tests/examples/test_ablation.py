@@ -53,7 +53,6 @@ def record(**rows: Any) -> records.Record:
         "acted": 1,
         "compiled_overhead": 0.1,
         "first_prediction": -0.01,
-        "planning_seconds": 4.0,
     }
     return {
         "kind": "ablation",
@@ -62,14 +61,13 @@ def record(**rows: Any) -> records.Record:
     }
 
 
-OFF = {"compiled_overhead": 0.13, "first_prediction": 0.03, "planning_seconds": 3.0}
+OFF = {"compiled_overhead": 0.13, "first_prediction": 0.03}
 
 
 def test_worth_is_what_a_step_loses() -> None:
     found = ablation.worth(record(**{ALL_ON: {}, "triggers": OFF, "levels": {"least_nbytes": 7}}))
     (triggers,), (levels,) = found["triggers"], found["levels"]
     assert (triggers.where, round(triggers.points, 6), round(triggers.unsure, 6)) == ("gpt, 50%", 3.0, 2.0)
-    assert triggers.seconds == -1.0
     assert levels.points == float("inf")
 
 

@@ -14,9 +14,9 @@ from flax import linen as nn
 
 import jaxremat
 from examples.benchmarks import bench as bench_module
-from examples.benchmarks import chain, compare, records, step_table, steps, table
+from examples.benchmarks import chain, records, step_table, steps, table
 from examples.benchmarks.networks.training import Images, Program, Remat, make_program, rematted, save_dots
-from examples.benchmarks.overview import overview
+from examples.benchmarks.table import overview
 from jaxremat._compiler._devices import detect
 
 pytestmark = pytest.mark.slow
@@ -152,11 +152,13 @@ def test_differences_are_relative_to_each_array() -> None:
         return jitted.lower(*args).compile()
 
     args = ({"a": jnp.array([1.0, 1e3]), "b": jnp.zeros(2)}, jnp.arange(3))
-    found = compare.largest_differences({"plain": step(1.0), "same": step(1.0), "other": step(1.25)}, args)
+    found = bench_module.largest_differences(
+        {"plain": step(1.0), "same": step(1.0), "other": step(1.25)}, args
+    )
     assert found["same"][0] == 0.0
     assert found["other"] == (0.25, "[0]['a']")
     with pytest.raises(FloatingPointError, match="not finite"):
-        compare.largest_differences({"plain": step(1.0), "other": step(jnp.inf)}, args)
+        bench_module.largest_differences({"plain": step(1.0), "other": step(jnp.inf)}, args)
 
 
 def test_shares_are_read_as_rows() -> None:

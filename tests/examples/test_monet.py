@@ -79,16 +79,14 @@ def test_the_published_figures_are_rows() -> None:
     subjects = [subject for subject in monet.SUBJECTS.values() if subject.published]
     assert len(subjects) == 5
     for subject in subjects:
-        assert subject.published is not None
-        rows = subject.published.rows
+        rows = subject.published
         shares = [float(a) / float(b) for a, b in (name.split("/") for name in rows)]
         assert len(rows) == 6 and shares == sorted(shares, reverse=True)
         assert max(shares) < 0.72 and min(shares) > 0.33
         assert list(rows.values()) == sorted(rows.values())  # less memory, more time
         assert set(rows) <= set(monet.rows_of(subject))
     published = monet.SUBJECTS["resnet50"].published
-    assert published is not None
-    assert (published.rows["10/15.06"], published.rows["5/15.06"]) == (0.0322, 0.1195)
+    assert (published["10/15.06"], published["5/15.06"]) == (0.0322, 0.1195)
 
 
 def test_the_sizes_are_monets() -> None:

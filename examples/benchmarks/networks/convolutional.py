@@ -67,11 +67,6 @@ def max_pool(x: jax.Array, window: int, stride: int, padding: int = 0) -> jax.Ar
     return nn.pool(x, -jnp.inf, lax.max, (window, window), (stride, stride), sides)
 
 
-def global_mean(x: jax.Array) -> jax.Array:
-    """Mean over height and width."""
-    return jnp.mean(x, axis=(1, 2))
-
-
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions beside a shortcut; the output is four times as wide as what is between."""
 
@@ -111,7 +106,7 @@ class ResNet(Network):
             for index in range(repeats):
                 stride = 2 if stage > 0 and index == 0 else 1
                 x = block(self.width * 2**stage, stride, name=f"stage{stage}_block{index}")(x)
-        return nn.Dense(self.classes, dtype=self.dtype, name="head")(global_mean(x))
+        return nn.Dense(self.classes, dtype=self.dtype, name="head")(x.mean((1, 2)))
 
 
 class Group(nn.Module):
@@ -174,20 +169,11 @@ class InvertedResidual(nn.Module):
         return x + y if self.stride == 1 and channels == self.features else y
 
 
-class Stage(NamedTuple):
-    """One row of table 2 of MobileNet-V2's paper."""
-
-    expansion: int
-    features: int
-    repeats: int
-    stride: int
-
-
 class MobileNetV2(Network):
     """Mobile network; the defaults are width 1.0 (3.50 M parameters).
 
     Sandler, Howard, Zhu, Zhmoginov and Chen, "MobileNetV2: Inverted Residuals and Linear Bottlenecks", 2018
-    (arXiv:1801.04381).
+    (arXiv:1801.04381). Stages are expansion, features, repeats and stride: the rows of its table 2.
     """
 
     stages: tuple[tuple[int, int, int, int], ...] = (
@@ -204,12 +190,12 @@ class MobileNetV2(Network):
         block = partial(rematted(InvertedResidual, self.remat, save_convolutions), dtype=self.dtype)
         conv = partial(ConvNorm, activation=nn.relu6, dtype=self.dtype)
         x = conv(self.stem, 3, 2, name="stem")(x)
-        for row, stage in enumerate(Stage(*stage) for stage in self.stages):
-            for index in range(stage.repeats):
-                stride = stage.stride if index == 0 else 1
-                x = block(stage.features, stage.expansion, stride, name=f"stage{row}_block{index}")(x)
+        for row, (expansion, features, repeats, stride) in enumerate(self.stages):
+            for index in range(repeats):
+                name = f"stage{row}_block{index}"
+                x = block(features, expansion, stride if index == 0 else 1, name=name)(x)
         x = conv(self.last, 1, name="last")(x)
-        x = nn.Dropout(self.dropout, deterministic=False)(global_mean(x))
+        x = nn.Dropout(self.dropout, deterministic=False)(x.mean((1, 2)))
         return nn.Dense(self.classes, dtype=self.dtype, name="head")(x)
 
 
@@ -282,7 +268,7 @@ class GoogLeNet(Network):
             for index, channels in enumerate(stage):
                 branches = Branches(*(features // self.narrower for features in channels))
                 x = block(branches, name=f"stage{row}_block{index}")(x)
-        x = nn.Dropout(self.dropout, deterministic=False)(global_mean(x))
+        x = nn.Dropout(self.dropout, deterministic=False)(x.mean((1, 2)))
         return nn.Dense(self.classes, dtype=self.dtype, name="head")(x)
 
 
@@ -356,14 +342,13 @@ class UNet(Network):
 class SqueezeExcite(nn.Module):
     """Each channel times a number between 0 and 1, made of all channels' means (Hu et al. 2018, arXiv:1709.01507)."""
 
-    ratio: int = 4
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         width = x.shape[-1]
         gate = x.mean((1, 2), keepdims=True)
-        gate = nn.silu(nn.Dense(width // self.ratio, dtype=self.dtype, name="squeeze")(gate))
+        gate = nn.silu(nn.Dense(width // 4, dtype=self.dtype, name="squeeze")(gate))
         return x * nn.sigmoid(nn.Dense(width, dtype=self.dtype, name="excite")(gate))
 
 
@@ -376,7 +361,6 @@ class Depthwise(Network):
     depths: tuple[int, ...] = (2, 2, 4, 2)
     widths: tuple[int, ...] = (64, 128, 256, 512)
     classes: int = 1000
-    groups: int = 8
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -388,7 +372,7 @@ class Depthwise(Network):
             for index in range(depth):
                 each = f"stage{stage}_{index}"
                 y = conv(name=f"{each}_depthwise")(x)
-                y = nn.GroupNorm(self.groups, dtype=self.dtype, name=f"{each}_norm")(y)
+                y = nn.GroupNorm(8, dtype=self.dtype, name=f"{each}_norm")(y)
                 y = nn.gelu(dense(4 * width, name=f"{each}_widen")(y))
                 y = SqueezeExcite(dtype=self.dtype, name=f"{each}_gate")(y)
                 x = x + dense(width, name=f"{each}_narrow")(y)

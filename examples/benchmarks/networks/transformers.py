@@ -112,9 +112,8 @@ class GPT(Network):
     Radford et al., "Language Models are Unsupervised Multitask Learners", 2019; sizes and details as in
     github.com/openai/gpt-2.
 
-    ``context`` is the most tokens that the network can be given; ``tied`` uses the
-    token embedding as the last layer's weights too. Dropout is off unless asked for.
-    With ``scanned`` the blocks are one loop over stacked weights.
+    ``context`` is the most tokens that the network can be given; the token embedding is the last layer's weights too.
+    Dropout is off unless asked for. With ``scanned`` the blocks are one loop over stacked weights.
     """
 
     layers: int = 12
@@ -122,7 +121,6 @@ class GPT(Network):
     heads: int = 12
     vocabulary: int = 50257
     context: int = 1024
-    tied: bool = True
     dropout: float = 0.0
     scanned: bool = False
 
@@ -141,11 +139,7 @@ class GPT(Network):
         block = partial(block, self.heads, causal=True, dropout=self.dropout, dtype=self.dtype)
         x = in_turn(block, self.layers, x, scanned=self.scanned, remat=self.remat)
         x = nn.LayerNorm(1e-5, dtype=self.dtype, name="norm")(x)
-        if self.tied:
-            return embed.attend(x)
-        return nn.Dense(
-            self.vocabulary, use_bias=False, kernel_init=small_normal, dtype=self.dtype, name="head"
-        )(x)
+        return embed.attend(x)
 
 
 class ViT(Network):
@@ -161,7 +155,6 @@ class ViT(Network):
     width: int = 768
     heads: int = 12
     patch: int = 16
-    dropout: float = 0.0
     classes: int = 1000
     scanned: bool = False
 
@@ -176,10 +169,7 @@ class ViT(Network):
         x = jnp.concatenate([token.astype(x.dtype), x], axis=1)
         places = self.param("positions", small_normal, (1, x.shape[1], self.width))
         x = x + places.astype(x.dtype)
-        x = nn.Dropout(self.dropout, deterministic=False)(x)
-        block = partial(
-            block, self.heads, exact_gelu=True, epsilon=1e-6, dropout=self.dropout, dtype=self.dtype
-        )
+        block = partial(block, self.heads, exact_gelu=True, epsilon=1e-6, dtype=self.dtype)
         x = in_turn(block, self.layers, x, scanned=self.scanned, remat=self.remat)
         x = nn.LayerNorm(1e-6, dtype=self.dtype, name="norm")(x)
         return nn.Dense(self.classes, dtype=self.dtype, name="head")(x[:, 0])
