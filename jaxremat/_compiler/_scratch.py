@@ -23,6 +23,7 @@ from .._model._reuse import dies_at
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_relabelling
+from .._runtime._mechanisms import mechanism
 from ._hlo import COLLECTIVES, CONTROL, Computation, Instruction, Module, executed, maker, transfer
 from ._liveness import Life, lives, peak_of
 from ._tags import TAG
@@ -124,6 +125,7 @@ class Scratch:
         return Scratch(self.nbytes, {place[i]: nbytes for i, nbytes in self.fewer.items() if i in place})
 
 
+@mechanism("scratch memory as compiled", off=lambda *_: {})
 def scratch(module: Module, eqns: Sequence[jex.JaxprEqn]) -> dict[int, Scratch]:
     """That of each equation that has kernels of its own in the program, by index."""
     found: dict[int, Scratch] = {}

@@ -15,9 +15,11 @@ from typing import Any
 
 from .._program import _compat
 from .._program._primitives import SUMS, is_relabelling
+from .._runtime._mechanisms import mechanism
 from ._layouts import append_fence
 
 
+@mechanism("updates behind the last read", off=lambda _: ({}, set()))
 def last_reads(emitter: Any) -> tuple[dict[int, list[Any]], set[int]]:
     """For each product, or the sum that it is a part of, the donated arguments that no later one reads before they are
     updated, in the same stage; and the nodes of those updates, from the first that reads such an argument on.

@@ -14,6 +14,7 @@ from typing import Any
 from .._model._device_specs import Chip
 from .._model._graph import Node, Value
 from .._program import _compat
+from .._runtime._mechanisms import mechanism
 
 _OTHERWISE = frozenset(
     {"transpose", "reshape", "broadcast_in_dim", "dot_general", "gather", "sort", "scan", "while", "cond"}
@@ -21,6 +22,7 @@ _OTHERWISE = frozenset(
 """Results of these have no axes that are their operands'."""
 
 
+@mechanism("images' axes in memory order", off=lambda *_: {})
 def axes_in_memory(
     eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], chip: Chip | None
 ) -> dict[int, tuple[int, ...]]:

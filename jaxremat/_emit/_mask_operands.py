@@ -11,9 +11,11 @@ the device. Loops of the backward pass read results from a stack, of which nothi
 from typing import Any
 
 from .._program import _compat
+from .._runtime._mechanisms import mechanism
 from ._layouts import append_fence
 
 
+@mechanism("results of masks behind fences", off=lambda _, __, eqn: eqn)
 def behind_fence(emitter: Any, n: int, eqn: Any) -> Any:
     """The equation of a node of the forward pass; appends the fence that it is behind, if any."""
     if n not in emitter.traced.masked:

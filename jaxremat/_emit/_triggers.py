@@ -7,9 +7,11 @@ from .._model._later_passes import made_later
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_product, is_relabelling
+from .._runtime._mechanisms import mechanism
 from ._fence_operands import can_pass
 
 
+@mechanism("triggers of fences", off=lambda *_: [])
 def trigger(emitter: Any, k: int) -> list[Any]:
     """What must be finished before the stage's recomputation may begin.
 

@@ -12,8 +12,10 @@ import jax.extend.core as jex
 
 from .._model._graph import Node, Value
 from .._program._primitives import SUMS, is_light
+from .._runtime._mechanisms import mechanism
 
 
+@mechanism("sums in place of products", off=lambda *_: set())
 def written_sums(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
     """The values that are a matrix product and something of its size, where the product is read for that alone."""
     readers: dict[int, list[Node]] = {}
@@ -51,6 +53,7 @@ def _is_repeated(v: int, product: int, nodes: Sequence[Node], values: Sequence[V
     return repeated or values[v].nbytes < values[product].nbytes
 
 
+@mechanism("sums in place of products", off=lambda *_: {})
 def sums_of_scattered(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node]) -> dict[int, int]:
     """What is scattered into zeros to be added to something else, and that sum: the compiler scatters into the other
     operand, and writes no zeros.

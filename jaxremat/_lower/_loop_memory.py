@@ -10,6 +10,7 @@ from .._model._graph import Node, Value
 from .._program._primitives import is_loop_edge, is_view
 from .._rewrite._flat_program import Loop
 from .._rewrite._row_chunks import is_in_chunks
+from .._runtime._mechanisms import mechanism
 from ._kernel_prices import behind_views
 
 
@@ -61,6 +62,7 @@ def written_whole(nodes: Sequence[Node], in_memory: Set[int]) -> set[int]:
     return {v for n in writes if (v := n.inputs[row[n.primitive]]) in hidden}
 
 
+@mechanism("what waits in loops", off=lambda _, nodes, *__: list(nodes))
 def with_waiting(
     eqns: Sequence[jex.JaxprEqn],
     nodes: Sequence[Node],

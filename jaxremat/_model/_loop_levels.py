@@ -23,6 +23,7 @@ from itertools import combinations_with_replacement
 from math import ceil, prod
 from typing import ClassVar
 
+from .._runtime._mechanisms import mechanism
 from ._graph import Graph
 from ._variant import LOOP, Choice, Estimate, Variant
 
@@ -65,6 +66,7 @@ def carries(length: int, lengths: Sequence[int]) -> int:
     return max(levels[0] + sum(behind), sum(levels))
 
 
+@mechanism("loops in levels", off=lambda _: ((),))
 @cache
 def choices(length: int) -> tuple[tuple[int, ...], ...]:
     """Lengths by level for a loop: as it is, and then of one level more each, as long as that saves carries."""
@@ -151,6 +153,7 @@ class Loops:
         again = (len(levels) - 1) * prod(levels) / length
         return Estimate(fewer + less_nbytes, again * self.forward_seconds[site] + more_seconds)
 
+    @mechanism("loops in levels, absorbed updates", off=lambda _: [])
     def rungs(self) -> Sequence[tuple[Choice, ...]]:
         """Return deeper and deeper levels of pairs, the first in one level; each cuts the pair further where that saves
         most bytes for its time.

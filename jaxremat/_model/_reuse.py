@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from .._runtime._mechanisms import mechanism
 from ._primitive_names import OVERWRITING
 
 
@@ -13,6 +14,7 @@ def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
     return own and graph.kept_by(v, graph.reader_loop(node)) < 0
 
 
+@mechanism("operands' memory taken over", off=lambda _: frozenset())
 def in_place(graph: Any) -> frozenset[int]:
     """The nodes of the backward pass whose result takes over the memory of an operand that dies there.
 

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+from .._runtime._mechanisms import mechanism
 from ._graph import Graph, Stage
 from ._later_passes import LaterPass, divides, later_passes, made_later, passes_before
 from ._optimizer_updates import with_updates
@@ -71,6 +72,7 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
     return with_updates(graph, [start, *cuts])
 
 
+@mechanism("fine stages", off=lambda graph: [graph])
 def cuttings(graph: Graph) -> list[Graph]:
     """The graph with its coarse stages, and with fine ones if those are others."""
     return [replace(graph, stages=c) for c in dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))]

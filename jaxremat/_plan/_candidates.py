@@ -19,6 +19,7 @@ from .._model._simulate import extra_seconds, simulate
 from .._model._sites import Variants
 from .._model._stages import cuttings
 from .._model._variant import Variant
+from .._runtime._mechanisms import mechanism
 from .._runtime._progress import phase
 from .._solver import MinCut, Solution, Solver
 from .._solver._hull import Priced, edge
@@ -147,6 +148,7 @@ class CandidateSource:
                 return True
         return False
 
+    @mechanism("loops in parts", off=lambda *_: [])
     def split_loop(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
         """Add the graphs of a variant with one of its loops in parts, and return them, if the best of these solutions
         of its graphs, which fit, is a good deal slower than such a variant promises to be. None is looked at twice.

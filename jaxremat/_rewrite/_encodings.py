@@ -36,6 +36,7 @@ from .._program._primitives import (
     on_mesh,
 )
 from .._program._splice import inlined
+from .._runtime._mechanisms import mechanism
 from ._backward_equations import late_equations
 from ._flat_program import Encoded, FlatProgram, Loop, with_eqns
 
@@ -276,6 +277,7 @@ def _copy_nbytes(encoding: Encoding, aval: Any) -> int:
     return sum(aval_nbytes(v.aval) for v in parts)
 
 
+@mechanism("masks in bits", off=lambda *_: [])
 def _random_masks(forward: Sequence[Any], lengths: Sequence[int], large: float) -> list[Any]:
     """The large masks that are made of random words entry by entry, and of no other mask."""
     words: set[Any] = set()  # and what is made of them

@@ -15,11 +15,13 @@ from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import runs_once
+from .._runtime._mechanisms import mechanism
 from ._flat_program import BACKWARD, FORWARD, FlatProgram, Loop
 from ._loop_closing import without_unread
 from ._loop_opening import Opener, operands, pairs
 
 
+@mechanism("pairs of loops in loops laid open", off=lambda *_: {})
 def inner_pairs(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> dict[int, int]:
     """For each inner backward scan the inner forward scan that it reads, by index, the outer ones laid open."""
     found: dict[int, int] = {}

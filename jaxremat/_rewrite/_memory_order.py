@@ -15,9 +15,11 @@ from typing import Any
 
 from .._program import _compat
 from .._program._primitives import is_contraction, is_late, runs_once
+from .._runtime._mechanisms import mechanism
 from ._flat_program import Loop
 
 
+@mechanism("memory order", off=lambda _, alive, *__, **___: [i for i, keep in enumerate(alive) if keep])
 def memory_order(
     jaxpr: Any,
     alive: Sequence[bool],

@@ -24,6 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .._program import _compat
 from .._program._splice import inlined
+from .._runtime._mechanisms import mechanism
 
 MOST_PLACES = 256
 """In a window; larger ones are left as they are."""
@@ -141,6 +142,7 @@ def pooled_by_place(flat: jex.ClosedJaxpr, *, early: bool) -> jex.ClosedJaxpr:
     )
 
 
+@mechanism("pooling's gradient by place", off=lambda eqns, **_: list(eqns))
 def by_place(eqns: Sequence[Any], *, early: bool = True) -> list[Any]:
     """The equations of one body, with such gradients.
 

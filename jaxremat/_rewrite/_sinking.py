@@ -14,6 +14,7 @@ from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._inline import CALLS
 from .._program._primitives import inner_jaxprs, is_costly, is_heavy, is_loop_edge, reads_memory, runs_once
+from .._runtime._mechanisms import mechanism
 from ._flat_program import Loop
 
 GROWTH = 8
@@ -28,6 +29,7 @@ def grows(eqn: Any) -> bool:
     return GROWTH * read <= aval_nbytes(eqn.outvars[0].aval)
 
 
+@mechanism("what iterations make themselves", off=lambda *_: frozenset())
 def sunk_values(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> frozenset[Any]:
     """The variables that grow out of little outside of a loop whose iterations read them, each in a kernel that can."""
     made = _makers(eqns, loop_of)
