@@ -62,7 +62,7 @@ from ._mask_operands import behind_fence
 from ._placement import entered, places
 from ._stacks_elsewhere import StacksElsewhere
 from ._streams import Streams
-from ._triggers import finished, parts, trigger
+from ._triggers import finished, trigger
 from ._undone_blocks import before_blocks
 from ._validation import validated
 from ._weight_copies import behind_operand
@@ -361,7 +361,7 @@ class Emitter:
         # What is outside of a loop is over before the loop, or behind it.
         over = [*self.streams.over(k), *self.elsewhere.back.get(k, ())] if loop < 0 else []
         due = any(until <= k for until in self.waiting.values())
-        waits_for = [*trigger(self, k), *parts(self, k), *over]
+        waits_for = [*trigger(self, k), *over]
         return self.fenced(through, waits_for, f"fence_{k}", loop) if through or due or over else {}
 
     def fenced(self, through: list[Any], trigger: list[Any], name: str, loop: int) -> dict[Any, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from .._model._later_passes import made_later
 from .._program import _compat
 from .._program._flops import aval_nbytes
-from .._program._primitives import is_part, is_product, is_relabelling
+from .._program._primitives import is_product, is_relabelling
 from ._fence_operands import can_pass
 
 
@@ -59,29 +59,6 @@ def _end_of_pass(emitter: Any, last: int, crossing: Sequence[Any]) -> list[Any]:
         if not reached or not reached.isdisjoint(_compat.variables(eqn.invars)):
             reached.update(eqn.outvars)
     return sorted((v for v in crossing if v in reached), key=lambda v: aval_nbytes(v.aval))
-
-
-def parts(emitter: Any, k: int) -> list[Any]:
-    """Parts of cotangents that were cut off before stage `k` and are read in it or behind it.
-
-    The compiler would cut them off where they are read, and keep the whole until then. Not so of images whose channels
-    lie together in memory: the fence would have their parts copied.
-    """
-    graph = emitter.graph
-    if not graph.backend.fuses:
-        return []
-    around, start = graph.around(graph.stages[k].start), graph.forward_stop
-    return [
-        v
-        for n in range(start, graph.stages[k].start)
-        if is_part(emitter.source[n]) and emitter.place[n] < k
-        for v in emitter.source[n].outvars
-        if graph.values[emitter.value_of[v]].materialised
-        and (len(v.aval.shape) < 4 or graph.values[emitter.value_of[v]].axes)
-        and v not in emitter.passed
-        and _home(emitter, v) == around
-        and any(emitter.place[m] >= k for m in emitter.readers.get(v, ()))
-    ]
 
 
 def finished(emitter: Any, k: int) -> list[Any]:

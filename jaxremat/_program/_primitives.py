@@ -214,11 +214,6 @@ def is_window(eqn: Any) -> bool:
     return eqn.primitive.name in ("slice", "dynamic_slice")
 
 
-def is_part(eqn: Any) -> bool:
-    """A fixed part of an array, or all of its parts."""
-    return eqn.primitive.name in ("slice", "split")
-
-
 def is_placed(eqn: Any) -> bool:
     """Whether the program says on which devices the result is: by axes of a mesh that are in types."""
     meshes = (each.mesh for name in PLACES if (each := eqn.params.get(name)) is not None)
