@@ -113,7 +113,6 @@ MECHANISMS = (
         "memory order",
         {"_rewrite._passes.memory_order": lambda jaxpr, alive, *_: [i for i, a in enumerate(alive) if a]},
     ),
-    Mechanism("stages merged where nothing is recomputed", {"_emit._emit.merged": lambda *args: args}),
     Mechanism(
         "updates behind a later fence", {"_model._stages.past_updates": lambda graph, cuts: list(cuts)}
     ),

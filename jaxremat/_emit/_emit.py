@@ -29,15 +29,16 @@ which updates wait until they may overwrite their argument; a graph without stag
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax.extend.core as jex
 
 from .._model._graph import Graph
 from .._model._later_passes import later_passes
+from .._model._optimizer_updates import finishing_sums
 from .._model._primitive_names import FETCH
 from .._model._schedule import Passing, Schedule
-from .._model._stage_merging import merged
 from .._program import _compat
 from .._program._run_counts import check_runs
 from .._rewrite._canonical_convolutions import canonical_in_bodies
@@ -94,7 +95,7 @@ def emit(
     **Arguments:** `fence` the kind of barriers, `FINISHED` or `COMBINED`; `detached` the barriers' operands that are
     put behind barriers of their own, see `_detaching`.
     """
-    graph, schedule = merged(graph, schedule) if graph.backend.fuses else (graph, schedule)
+    graph = _with_needed_stages(graph, schedule)
     jaxpr = traced.jaxpr.jaxpr
     if not graph.stages and not traced.loops and not any(map(replaced(graph.backend), jaxpr.eqns)):
         planned = traced.jaxpr
@@ -113,6 +114,17 @@ def emit(
     check_runs(planned, traced.flat)
     validated(traced, planned)
     return planned
+
+
+def _with_needed_stages(graph: Graph, schedule: Schedule) -> Graph:
+    """Return the graph with the stages that are written: on GPUs none for a schedule that drops nothing, unless there
+    are loops, whose ends stay; stages between which copies run finish sums too.
+    """
+    if not graph.backend.fuses:
+        return graph
+    if schedule.drops_nothing and not graph.loop_stop:
+        return replace(graph, stages=())
+    return replace(graph, stages=finishing_sums(graph)) if schedule.offloaded else graph
 
 
 _CONSTANTS = {PASSING_ZERO: ZERO}

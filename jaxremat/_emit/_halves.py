@@ -11,7 +11,6 @@ import jax.extend.core as jex
 
 from .._model._graph import Graph
 from .._model._schedule import Schedule
-from .._model._stage_merging import merged
 from .._program import _compat
 from .._program._primitives import runs_once
 from .._program._run_counts import check_runs
@@ -41,8 +40,6 @@ class Halves:
 
 def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     """The two passes, type-checked; node ids of `graph` are equation indices of the joint program."""
-    if graph.backend.fuses and not schedule.drops_nothing:
-        graph, schedule = merged(graph, schedule)
     traced = joint.traced
     jaxpr, consts = traced.jaxpr.jaxpr, traced.jaxpr.consts
     primals, cotangents = jaxpr.invars[: joint.primals], jaxpr.invars[joint.primals :]

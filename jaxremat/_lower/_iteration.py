@@ -22,7 +22,6 @@ from .._emit._emit import FINISHED, Emitter
 from .._model._backend import Backend
 from .._model._graph import Graph
 from .._model._schedule import Schedule, complete, everything
-from .._model._stage_merging import merged
 from .._model._stages import uncut
 from .._program import _compat
 from .._program._host_arguments import to_host
@@ -95,6 +94,7 @@ def forward(traced: Traced, backend: Backend) -> dict[int, Iteration]:
 def backward(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iteration]:
     """Iterations of the backward loops that find all saved that the forward pass writes, by loop."""
     wanted = {loop.id: loop.id for loop in _alive(traced) if loop.role == BACKWARD}
+    graph = replace(graph, stages=uncut(graph))
     return _emitted(traced, graph, everything(graph), wanted, backend)
 
 
@@ -131,7 +131,7 @@ def _emitted(
 ) -> dict[int, Iteration]:
     """Iterations of the backward loops in the step that follows a schedule; `wanted` as for `_tagged`."""
     named, places = _tagged(traced, wanted)
-    emitter = Emitter(named, *merged(graph, schedule), FINISHED)
+    emitter = Emitter(named, graph, schedule, FINISHED)
     emitter.run()
     places = {loop: found for loop, found in places.items() if traced.loops[loop].role == BACKWARD}
     return _iterations(emitter.eqns, emitter.loop_of, traced.loops, places, backend)

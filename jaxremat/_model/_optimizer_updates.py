@@ -9,6 +9,7 @@ Law: whatever reads a deferred node's results is deferred with it or longer, or 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from ._graph import Graph, Node, Stage
@@ -26,15 +27,19 @@ def with_updates(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
     return _Updates(graph, cuts).stages()
 
 
-def sums(graph: Graph) -> list[tuple[int, ...]]:
-    """For each stage what reductions leave behind that ends lines of work, where the stage has products to finish.
+def finishing_sums(graph: Graph) -> tuple[Stage, ...]:
+    """Return the stages, which finish also what reductions leave behind that ends lines of work, where they have
+    products to finish.
 
     As they read what those read, they are done with them. But where copies run beside the kernels, the compiler orders
     kernels by that, and puts off what nobody waits for, with all that it is made of.
     """
-    cuts = [*(stage.start for stage in graph.stages), len(graph.nodes)]
-    updates = _Updates(graph, cuts)
-    return [tuple(updates.sums(range(a, b))) for a, b in pairwise(cuts)]
+    updates = _Updates(graph, [*(stage.start for stage in graph.stages), len(graph.nodes)])
+    left = (updates.sums(range(stage.start, stage.stop)) for stage in graph.stages)
+    return tuple(
+        replace(stage, finished=(*stage.finished, *more))
+        for stage, more in zip(graph.stages, left, strict=True)
+    )
 
 
 def past_updates(graph: Graph, cuts: Sequence[int]) -> list[int]:
