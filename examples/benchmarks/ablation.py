@@ -119,7 +119,6 @@ MECHANISMS = (
     Mechanism("operands' memory taken over", {"_model._graph.in_place": always(frozenset())}),
     Mechanism("triggers of fences", {"_emit._emit.trigger": always([])}),
     Mechanism("updates behind the last read", {"_emit._emit.last_reads": always(({}, set()))}, on=(GPU,)),
-    Mechanism("gradients in the weights' order", {"_emit._emit.turned_gradients": always(set())}, on=(GPU,)),
     Mechanism("images' axes in memory order", {"_lower._lower.axes_in_memory": always({})}, on=(GPU,)),
     Mechanism(
         "sums in place of products",

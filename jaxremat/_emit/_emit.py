@@ -55,7 +55,6 @@ from ._differentiable_barrier import fence
 from ._elsewhere import Elsewhere
 from ._fence_operands import ZERO as PASSING_ZERO
 from ._fence_operands import fence_within, passing
-from ._gradient_layouts import in_order, turned_gradients
 from ._hoisting import ZERO, Hazards, is_zero
 from ._last_reads import hold, last_reads
 from ._layouts import append_fence
@@ -171,7 +170,6 @@ class Emitter:
         self.returned = {a for a in traced.jaxpr.jaxpr.outvars if not _compat.is_literal(a)}
         self.returned |= self.streams.returning
         self.last_reads, self.held = last_reads(self)
-        self.turned = turned_gradients(self)
         self.overwritten: dict[Any, Any] = {}  # argument -> its name where it is updated
         self.decoding = Decoding(self)
         self.elsewhere = Elsewhere(self)
@@ -310,8 +308,7 @@ class Emitter:
         if eqn.primitive.name == "scan_stack" and len(eqn.invars) == 1:
             eqn = eqn.replace(invars=[*eqn.invars, *self.zeros.get(eqn.params["loop"], ())])
         loop = self.graph.nodes[n].loop
-        eqn = behind_operand(self, n, eqn, lambda a: self._name(eqn, loop, a, renamed.get(a)))
-        return in_order(eqn) if n in self.turned else [eqn]
+        return [behind_operand(self, n, eqn, lambda a: self._name(eqn, loop, a, renamed.get(a)))]
 
     def _wanted(self, k: int) -> list[int]:
         """The equations to clone: the schedule's nodes, and the fused ones between them and the stage's readers."""
