@@ -26,6 +26,7 @@ import jaxremat
 from examples.benchmarks import records
 from examples.benchmarks.networks import Program, Scale, program
 from jaxremat import InfeasibleBudgetError
+from jaxremat._emit._constraints import without as without_rules
 from jaxremat._model._loop_levels import LoopOffers, nested
 from jaxremat._model._stages import cuttings
 from jaxremat._rewrite._passes import without
@@ -66,8 +67,8 @@ Platform = Literal["cpu", "gpu"]
 class Mechanism:
     """One that can be switched off.
 
-    **Fields:** `name`; `passes` that are left out, by name; `instead` what is put in place of functions by where they
-    are looked up; `options` of `plan`; `on` whose compilers it is for.
+    **Fields:** `name`; `passes` and `rules` of barriers that are left out, by name; `instead` what is put in place of
+    functions by where they are looked up; `options` of `plan`; `on` whose compilers it is for.
     """
 
     name: str
@@ -75,12 +76,14 @@ class Mechanism:
     options: Mapping[str, Any] = field(default_factory=dict)
     on: tuple[Platform, ...] = (CPU, GPU)
     passes: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """Plans that are made inside are made without it."""
         with ExitStack() as stack:
             stack.enter_context(without(*self.passes))
+            stack.enter_context(without_rules(*self.rules))
             for place, other in self.instead.items():
                 stack.enter_context(patch(f"jaxremat.{place}", other))
             yield
@@ -117,8 +120,8 @@ MECHANISMS = (
         "updates behind a later fence", {"_model._stages.past_updates": lambda graph, cuts: list(cuts)}
     ),
     Mechanism("operands' memory taken over", {"_model._graph.in_place": always(frozenset())}),
-    Mechanism("triggers of fences", {"_emit._emit.trigger": always([])}),
-    Mechanism("updates behind the last read", {"_emit._emit.last_reads": always(({}, set()))}, on=(GPU,)),
+    Mechanism("triggers of fences", rules=("triggers",)),
+    Mechanism("updates behind the last read", rules=("last reads",), on=(GPU,)),
     Mechanism("images' axes in memory order", {"_lower._lower.axes_in_memory": always({})}, on=(GPU,)),
     Mechanism(
         "sums in place of products",
@@ -133,7 +136,13 @@ MECHANISMS = (
         "kernels of its own choice",
         {
             f"{room}.replaced": always(lambda eqn: False)
-            for room in ("_compiler._tags", "_lower._iteration", "_plan._problem", "_emit._emit")
+            for room in (
+                "_compiler._tags",
+                "_lower._iteration",
+                "_plan._problem",
+                "_emit._emit",
+                "_emit._writer",
+            )
         },
     ),
     Mechanism(
@@ -143,18 +152,18 @@ MECHANISMS = (
             for module in (
                 "_model._stages",
                 "_model._optimizer_updates",
-                "_emit._emit",
+                "_emit._analysis",
                 "_solver._block_frontiers",
             )
         },
     ),
-    Mechanism("stacks begun late", {"_emit._emit.stacked_nbytes": always(0)}, on=(CPU,)),
+    Mechanism("stacks begun late", {"_emit._writer.stacked_nbytes": always(0)}, on=(CPU,)),
     Mechanism("chained cotangents in memory", passes=("cotangents",), on=(CPU,)),
     Mechanism("pairs of loops in loops laid open", {"_plan._forms.inner_pairs": always({})}),
     Mechanism("what waits in loops", {"_lower._lower.with_waiting": given(1)}),
     Mechanism("masks of results", passes=("masks",)),
-    Mechanism("results of masks behind fences", {"_emit._emit.behind_fence": given(2)}),
-    Mechanism("weights' copies behind fences", {"_emit._emit.behind_operand": given(2)}, on=(CPU,)),
+    Mechanism("results of masks behind fences", rules=("masks",)),
+    Mechanism("weights' copies behind fences", rules=("weights",), on=(CPU,)),
     Mechanism("what is made early", {"_emit._hoisting.Hazards.early": always(False)}, on=(CPU,)),
     Mechanism("rows read late", {"_rewrite._in_place_stacks.read_late": always(None)}, on=(CPU,)),
     Mechanism(
@@ -170,7 +179,7 @@ MECHANISMS = (
         "what iterations make themselves",
         {
             "_lower._lower.sunk_values": always(frozenset()),
-            "_emit._emit.sunk_values": always(frozenset()),
+            "_emit._analysis.sunk_values": always(frozenset()),
             "_emit._emit.sink": lambda eqns, loop_of, loops: (list(eqns), list(loop_of)),
             "_lower._iteration.sink": lambda eqns, loop_of, loops: (list(eqns), list(loop_of)),
         },

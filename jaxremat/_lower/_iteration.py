@@ -18,7 +18,8 @@ from jax.core import ShapedArray
 
 from .._compiler._hlo import Module, parse
 from .._compiler._program import Program
-from .._emit._emit import FINISHED, Emitter
+from .._emit._analysis import Analysis
+from .._emit._emit import write
 from .._model._backend import Backend
 from .._model._graph import Graph
 from .._model._schedule import Schedule, complete, everything
@@ -131,10 +132,9 @@ def _emitted(
 ) -> dict[int, Iteration]:
     """Iterations of the backward loops in the step that follows a schedule; `wanted` as for `_tagged`."""
     named, places = _tagged(traced, wanted)
-    emitter = Emitter(named, graph, schedule, FINISHED)
-    emitter.run()
+    written = write(Analysis(named, graph, schedule))
     places = {loop: found for loop, found in places.items() if traced.loops[loop].role == BACKWARD}
-    return _iterations(emitter.eqns, emitter.loop_of, traced.loops, places, backend)
+    return _iterations(written.eqns, written.loop_of, traced.loops, places, backend)
 
 
 def _tagged(traced: Traced, wanted: Mapping[int, int]) -> tuple[Traced, dict[int, tuple[int, ...]]]:
