@@ -122,7 +122,7 @@ def write(step: Analysis) -> Written:
         transfers.wait(n)
         writer.constrain(Point("before", n), loop)
         writer.put(n, _in_place(step, n), loop)
-        transfers.leave(n)
+        transfers.begin(n)
     forward_count = len(writer.eqns)
     for k in range(len(step.graph.stages)):
         _write_stage(step, writer, transfers, k)
@@ -141,7 +141,7 @@ def _write_stage(step: Analysis, writer: Writer, transfers: Transfers, k: int) -
     resumed = [n for n, until in waiting.items() if until <= k]
     writer.begin_stage(k)
     # What is outside of a loop is over before the loop, or behind it.
-    over = transfers.over(k) if around < 0 else []
+    over = transfers.finished(k) if around < 0 else []
     writer.constrain(Point("stage", k), around, transfers.through(k), over)
     transfers.arrive(k)
     if loop != around:

@@ -19,6 +19,7 @@ Images are copied with their axes in the order of memory, as they pass barriers.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -26,15 +27,51 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Var
 
-from .._model._host_copies import HostCopy, chain, exit_operand
+from .._model._host_copies import chain, exit_operand
 from .._program import _compat
 from .._program._splice import inlined
 from .._rewrite._loop_opening import CARRY, LAST, STACK
 from .._rewrite._streamed_copies import UPDATES, updates
 from ._analysis import Analysis
+from ._constraints import Point
 from ._writer import Writer
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+class Transfer(NamedTuple):
+    """A copy of a value to another memory.
+
+    **Fields:** `to` that memory; `begin` the point at which it begins; `end` that before which it is over, None where
+    its first reader waits for it.
+    """
+
+    value: int
+    to: object
+    begin: Point
+    end: Point | None = None
+
+
+def transfers(step: Analysis) -> list[Transfer]:
+    """Return the schedule's copies, and the user's own to the host."""
+    graph, schedule = step.graph, step.schedule
+    stacked = sorted(copy for copy in schedule.offloaded if graph.values[copy.value].length)
+    whole = sorted(schedule.offloaded.difference(stacked), key=lambda copy: copy[1:])
+    first = graph.away.first([copy.value for copy in whole], schedule.recomputed)
+    stage_at = {stage.start: k for k, stage in enumerate(graph.stages)}
+    found: list[Transfer] = []
+    for v, left, gone, begun, over in whole:
+        exit_ = Point("stage", stage_at[gone]) if gone in stage_at else Point("before", gone)
+        end = Point("stage", over) if 0 <= over <= first[v].stage else None
+        found.append(Transfer(v, _HOST, Point("behind", left), exit_))
+        found.append(Transfer(v, _DEVICE, Point("stage", begun), end))
+    for copy in stacked:
+        found.append(Transfer(copy.value, _HOST, Point("behind", copy.left)))
+        found.append(Transfer(copy.value, _DEVICE, Point("within", copy.begun)))
+    for maker, puts in step.puts.items():
+        places = ((*graph.nodes[n].outputs, Point("stage", step.place[n])) for n in puts)
+        found.extend(Transfer(v, _HOST, Point("behind", maker), end) for v, end in places)
+    return found
 
 
 class Transfers:
@@ -46,21 +83,14 @@ class Transfers:
 
     def __init__(self, step: Analysis, writer: Writer) -> None:
         self.step, self.writer = step, writer
-        values, offloaded = step.graph.values, step.schedule.offloaded
         self.there: dict[int, Var] = {}
-        self.under_way: dict[int, Var] = {}
-        self.whole = sorted(
-            (copy for copy in offloaded if not values[copy.value].length), key=lambda c: c[1:]
-        )
-        self.stacked = sorted(copy for copy in offloaded if values[copy.value].length)
-        self.leaving: dict[int, list[HostCopy]] = {}  # equation -> the copies that begin behind it
-        for copy in (*self.whole, *self.stacked):
-            self.leaving.setdefault(copy.left, []).append(copy)
-        first = step.graph.away.first([copy.value for copy in self.whole], step.schedule.recomputed)
-        self.back: dict[int, list[Var]] = {}  # stage -> what has come back before it
-        for copy in self.whole:
-            if 0 <= copy.over <= first[copy.value].stage:
-                self.back.setdefault(copy.over, []).append(step.variable[copy.value])
+        self.under_way: dict[Transfer, Var] = {}
+        self.begun: dict[Point, list[Transfer]] = {}
+        self.over: dict[Point, list[Transfer]] = {}
+        for each in transfers(step):
+            self.begun.setdefault(each.begin, []).append(each)
+            if each.end is not None:
+                self.over.setdefault(each.end, []).append(each)
         self._ordered_updates()
 
     def _ordered_updates(self) -> None:
@@ -76,25 +106,29 @@ class Transfers:
                 self.results.setdefault(update, []).append(var)
         self.held: set[Var] = set()  # arguments that are behind barriers of their own
 
-    def leave(self, n: int) -> None:
-        """Write the copies to the host that begin behind an equation of the forward pass."""
-        for copy in self.leaving.get(n, ()):
-            v = copy.value
-            name = self.writer.name(self.step.variable[v])
-            if self.step.graph.values[v].length:
-                self.there[v] = self._stack(n, name)
+    def begin(self, n: int) -> None:
+        """Write the copies to the host that begin behind an equation."""
+        step, values = self.step, self.step.graph.values
+        for each in self.begun.get(Point("behind", n), ()):
+            maker, name = values[each.value].producer, self.writer.name(step.variable[each.value])
+            if maker in step.begun:
+                self.writer.append([step.source[maker]], -1)
+                self.under_way[each] = step.variable[each.value]
+            elif values[each.value].length:
+                self.there[each.value] = self._stack(n, name)
             else:
-                self.there[v] = self._copy(name, self._axes(v), _HOST, "offload")
+                self.there[each.value] = self._copy(name, values[each.value].axes, _HOST, "offload")
 
     def wait(self, n: int) -> None:
         """Write the barrier of an equation of the forward pass that is the exit of copies: an operand of it passes,
         with the copies that have to be over, and with what leaves behind them.
         """
         step, writer, graph = self.step, self.writer, self.step.graph
-        gone = [copy.value for copy in self.whole if copy.gone == n]
+        gone = [each.value for each in self.over.get(Point("before", n), ())]
         if not gone:
             return
-        leaving = [copy.value for copy in self.leaving.get(n, ()) if graph.values[copy.value].producer != n]
+        begun = self.begun.get(Point("behind", n), ())
+        leaving = [each.value for each in begun if graph.values[each.value].producer != n]
         operand = exit_operand(graph, n)
         nodes = chain(graph, operand) or []
         source = graph.nodes[nodes[-1]].inputs[0] if nodes else operand
@@ -115,33 +149,32 @@ class Transfers:
         """Return the copies that the barrier of a stage holds back: those to the host that have to be over, and those
         that are wanted back.
         """
-        start = self.step.graph.stages[k].start
-        away = [copy for copy in self.whole if copy.value in self.there]
-        return [self.there[copy.value] for copy in away if copy.begun == k or copy.gone == start]
+        at = Point("stage", k)
+        gone = {each.value for each in self.over.get(at, ()) if each.to is _HOST}
+        wanted = gone.union(each.value for each in self.begun.get(at, ()))
+        return [name for v, name in self.there.items() if v in wanted]
 
-    def over(self, k: int) -> list[Var]:
+    def finished(self, k: int) -> list[Var]:
         """Return the copies that have to be over before a stage outside of loops."""
-        done = [self.under_way.pop(n) for n in [*self.under_way] if self.step.place[n] <= k]
-        return [*done, *self.back.get(k, ())]
+        own = [each for each in self.under_way if each.end is not None and each.end.number <= k]
+        back = [each.value for each in self.over.get(Point("stage", k), ()) if each.to is _DEVICE]
+        return [*(self.under_way.pop(each) for each in own), *(self.step.variable[v] for v in back)]
 
     def arrive(self, k: int) -> None:
         """Write the copies back that begin behind the barrier of a stage."""
-        for copy in self.whole:
-            v = copy.value
-            if v in self.there:
-                self.there[v] = self.writer.held.get(self.there[v], self.there[v])
-            if copy.begun == k:
-                axes = self._axes(v)
-                back = [axes.index(axis) for axis in range(len(axes))]
-                name = self._copy(self.there.pop(v), (), _DEVICE, "fetch", back)
-                self.writer.rename([(self.step.variable[v], name)])
+        self.there = {v: self.writer.held.get(name, name) for v, name in self.there.items()}
+        for each in self.begun.get(Point("stage", k), ()):
+            axes = self.step.graph.values[each.value].axes
+            back = [axes.index(axis) for axis in range(len(axes))]
+            name = self._copy(self.there.pop(each.value), (), _DEVICE, "fetch", back)
+            self.writer.rename([(self.step.variable[each.value], name)])
 
     def arrive_in_loop(self, k: int, loop: int, around: int) -> None:
         """Write the copies back of what a loop reads whose first stage this is.
 
         **Arguments:** `around` the loop in which it is, -1 for none.
         """
-        due = [copy.value for copy in self.stacked if copy.begun == k]
+        due = [each.value for each in self.begun.get(Point("within", k), ())]
         if not due:
             return
         opened = self.step.traced.loops[loop]
@@ -180,17 +213,7 @@ class Transfers:
         self.held.update(arguments)
         writer.read_behind({m: {a: name} for m, a, name in zip(nodes, arguments, names, strict=False)})
         writer.rename(zip(results, names[len(arguments) :], strict=True))
-        self.under_way = {m: var for m, var in self.under_way.items() if var not in set(results)}
-
-    def begin(self, n: int) -> None:
-        """Write the user's copies to the host of what an equation has made."""
-        for m in self.step.puts.get(n, ()):
-            eqn = self.step.source[m]
-            self.writer.append([eqn], -1)
-            self.under_way[m] = eqn.outvars[0]
-
-    def _axes(self, v: int) -> tuple[int, ...]:
-        return self.step.graph.values[v].axes
+        self.under_way = {each: var for each, var in self.under_way.items() if var not in results}
 
     def _copy(
         self, var: Var, before: Sequence[int], space: object, scope: str, behind: Sequence[int] = ()
