@@ -92,7 +92,8 @@ class Writer:
         behind, step = self._behind.get(n, {}), self.step
         operands = _compat.variables(eqn.invars)
         names = {a: self.seen(eqn, loop, a, behind.get(a), self.clones.get(a)) for a in operands}
-        made = eqn.replace(invars=[names[a] if isinstance(a, Var) else a for a in eqn.invars])
+        invars = [names[a] if isinstance(a, Var) else a for a in eqn.invars]
+        made = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
         if clone_of is not None:
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
             made = _compat.in_scope(made.replace(outvars=outvars), f"recompute_{clone_of}")
