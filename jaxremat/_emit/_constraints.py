@@ -90,7 +90,7 @@ def operands(step: Analysis) -> Iterator[Constraint]:
         outside = [n for n in step.own[k] if graph.nodes[n].loop != loop]
         waiting, deferred = step.waiting(k), dict(stage.deferred)
         outer = [*(n for n, until in waiting.items() if until <= k), *outside]
-        inner = [n for n in inside if n not in deferred]
+        inner = [n for n in inside if n not in deferred and n not in waiting]
         # The barrier of a loop's first stage holds the whole loop back, not what its iterations make again.
         begins = loop != around
         hold = _held(step, k, [] if begins else step.cloned[k], around, waiting, _arriving(step, k))

@@ -123,10 +123,10 @@ class Writer:
         return next((name for name in known if self.made.get(name, -1) in around), var)
 
     def begin_stage(self, k: int) -> None:
-        """Forget the clones that the stage does not read, and what those of the one before read behind its barrier."""
+        """Forget the clones that the stage does not read, and what its own were to read behind earlier barriers."""
         self.clones = {var: clone for var, clone in self.clones.items() if var in self.step.handed_on[k]}
         self.held, self._is_late = {}, True
-        for n in self.step.cloned[k - 1] if k else ():
+        for n in self.step.cloned[k]:
             self._behind.pop(n, None)
 
     def begin_loop(self, loop: int) -> None:
