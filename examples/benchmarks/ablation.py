@@ -117,22 +117,23 @@ MECHANISMS = (
     Mechanism("pairs of loops in loops laid open", in_plan=choices(INNER)),
     Mechanism("chained cotangents in memory", passes=("cotangents",), on=(CPU,)),
     Mechanism("masks of results", passes=("masks",)),
-    *map(Mechanism, ("steps within a shard_map", "fine stages", "memory order", "triggers of fences")),
+    *map(Mechanism, ("steps within a shard_map", "fine stages", "memory order", "barriers: triggers")),
     *map(Mechanism, ("operands' memory taken over", "kernels of its own choice", "what waits in loops")),
-    *map(Mechanism, ("every backward pass for itself", "results of masks behind fences", "masks in bits")),
+    *map(Mechanism, ("every backward pass for itself", "barriers: masks", "masks in bits")),
+    *map(Mechanism, ("barriers: operands", "barriers: fetches", "barriers: updates", "barriers: blocks")),
     *map(Mechanism, ("pooling's gradient by place", "what iterations make themselves")),
     *(
         Mechanism(name, on=(GPU,))
         for name in (
-            *("updates behind the last read", "images' axes in memory order"),
+            *("barriers: last reads", "images' axes in memory order"),
             *("sums in place of products", "scratch memory as compiled"),
         )
     ),
     *(
         Mechanism(name, on=(CPU,))
         for name in (
-            *("stacks begun late", "weights' copies behind fences", "what is made early"),
-            *("rows read late", "rows written together", "buffers that are there early"),
+            *("stacks begun late", "barriers: weights", "what is made early"),
+            *("rows read late", "rows written together"),
         )
     ),
 )

@@ -18,7 +18,8 @@ from .._rewrite._canonical_convolutions import canonical_in_bodies
 from .._rewrite._flat_program import Loop
 from .._rewrite._loop_closing import close_loops, without_unread
 from .._rewrite._sinking import sink
-from ._emit import FINISHED, Emitter
+from ._analysis import Analysis
+from ._emit import write
 from ._joint import Joint
 
 
@@ -43,11 +44,10 @@ def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     traced = joint.traced
     jaxpr, consts = traced.jaxpr.jaxpr, traced.jaxpr.consts
     primals, cotangents = jaxpr.invars[: joint.primals], jaxpr.invars[joint.primals :]
-    emitter = Emitter(traced, graph, schedule, FINISHED, cotangents=cotangents)
-    outvars = emitter.run()
-    results, gradients = outvars[: joint.results], outvars[joint.results :]
-    eqns = close_loops(*sink(emitter.eqns, emitter.loop_of, traced.loops), traced.loops)
-    forward_loops = emitter.loop_of[: emitter.forward_count]
+    written = write(Analysis(traced, graph, schedule, cotangents=cotangents))
+    results, gradients = written.outvars[: joint.results], written.outvars[joint.results :]
+    eqns = close_loops(*sink(written.eqns, written.loop_of, traced.loops), traced.loops)
+    forward_loops = written.loop_of[: written.forward_count]
     outermost = {_outermost(loop, traced.loops) for loop in forward_loops}
     single = sum(loop < 0 for loop in forward_loops)
     stop = single + len(outermost - {-1})

@@ -18,7 +18,8 @@ from jax.core import ShapedArray
 
 from .._compiler._hlo import Module, parse
 from .._compiler._program import Program
-from .._emit._emit import FINISHED, Emitter
+from .._emit._analysis import Analysis
+from .._emit._emit import write
 from .._model._backend import Backend
 from .._model._graph import Graph
 from .._model._schedule import everything
@@ -93,9 +94,8 @@ def backward(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iterat
     """Iterations of the backward loops that find all saved that the forward pass writes, by loop."""
     named, places = _tagged(traced, [loop.id for loop in _alive(traced) if loop.role == BACKWARD])
     graph = replace(graph, stages=uncut(graph))
-    emitter = Emitter(named, graph, everything(graph), FINISHED)
-    emitter.run()
-    return _iterations(emitter.eqns, emitter.loop_of, traced.loops, places, backend)
+    written = write(Analysis(named, graph, everything(graph)))
+    return _iterations(written.eqns, written.loop_of, traced.loops, places, backend)
 
 
 def repeated(traced: Traced, backend: Backend) -> dict[int, Iteration]:

@@ -5,7 +5,7 @@ the value read what is decoded. Each is a value like others: the planner saves i
 Chosen are values that are dear to make again: what a contraction makes or a loop carries, and sums of such. What is
 made of one of them, entry by entry, costs about as much to make of it as to decode.
 
-Law: where the value itself is there, nothing is decoded (see `_emit._decoding`), so that the forward pass computes what
+Law: where the value itself is there, nothing is decoded (see `_emit._emit`), so that the forward pass computes what
 it computes without copies.
 
 Masks of random words, as dropout's, are packed, eight to a byte, whatever is allowed: that is exact, and what is

@@ -20,9 +20,10 @@ from zoo_loops import LOOPS
 
 from jaxremat import Graph, complete
 from jaxremat._compiler._devices import DeviceSpec
-from jaxremat._emit import _emit, _validation
+from jaxremat._emit import _validation
 from jaxremat._emit._emit import FENCES, emit
 from jaxremat._emit._validation import UNPROVED, EmittedOtherwiseError, names, unproved, validated
+from jaxremat._emit._writer import Writer
 from jaxremat._lower._lower import lower
 from jaxremat._model._variant import LOOP, ROWS, Variant
 from jaxremat._program import _compat
@@ -312,6 +313,6 @@ def test_emit_compares(monkeypatch: pytest.MonkeyPatch) -> None:
         alike = (v for v in found.jaxpr.jaxpr.invars if str(v.aval) == str(var.aval) and v is not var)
         return next(alike, var) if eqn.primitive.name == "dot_general" else var
 
-    monkeypatch.setattr(_emit.Emitter, "_name", forgetful)
+    monkeypatch.setattr(Writer, "seen", forgetful)
     with pytest.raises(EmittedOtherwiseError):
         emit(found, graph, complete(graph, ()))

@@ -136,6 +136,7 @@ def test_forms_cost_what_they_compile_to(levels: tuple[int, ...]) -> None:
     recompute is priced by the rules of kernels outside of loops, which overprices these plans by 2 to 4.3 points.
     """
     graph = baseline().graphs.of(of_levels(levels)) if levels else baseline().graphs.plain
+    assert graph is not None
     schedule = complete(graph, ())
     peak, overhead = compiled(graph)
     profile = simulate(graph, schedule)
