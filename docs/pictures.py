@@ -27,7 +27,7 @@ HERE = Path(__file__).parent / "pages" / "pictures"
 def schedules() -> Figure:
     """Memory over one graph's step in three ways: all saved, nothing saved, planned for a budget between."""
     graph = testing.graphs()["more blocks"]
-    everything = jaxremat.complete(graph, graph.residuals)
+    everything = jaxremat.close_over_dependencies(graph, graph.residuals)
     least = jaxremat.RecomputeAll().solve(graph, None, time_limit=1.0).schedule
     peaks = [jaxremat.simulate(graph, schedule).peak_nbytes for schedule in (everything, least)]
     planned = jaxremat.Milp().solve(graph, sum(peaks) // 2, time_limit=10.0).schedule

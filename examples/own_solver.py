@@ -33,7 +33,7 @@ class PeakShaver:
         saved = set(graph.residuals)
         best: tuple[int, Schedule] | None = None
         while True:
-            schedule = jaxremat.complete(graph, saved)
+            schedule = jaxremat.close_over_dependencies(graph, saved)
             profile = jaxremat.simulate(graph, schedule)
             if best is None or profile.peak_nbytes < best[0]:
                 best = (profile.peak_nbytes, schedule)

@@ -32,7 +32,7 @@ from ._model._graph import Pin as Pin
 from ._model._graph import Stage as Stage
 from ._model._graph import Value as Value
 from ._model._schedule import Schedule as Schedule
-from ._model._schedule import complete as complete
+from ._model._schedule import close_over_dependencies as close_over_dependencies
 from ._model._simulate import Profile as Profile
 from ._model._simulate import simulate as simulate
 from ._model._sites import EXACT as EXACT
@@ -72,3 +72,12 @@ from ._solver import Solution as Solution
 from ._solver import Solver as Solver
 
 __version__ = "0.1.0"
+
+_RENAMED = {"complete": "close_over_dependencies"}
+
+
+def __getattr__(name: str) -> object:
+    """Raise an error that says the new name where an old one is asked for."""
+    if name in _RENAMED:
+        raise AttributeError(f"`jaxremat.{name}` is now called `jaxremat.{_RENAMED[name]}`.")
+    raise AttributeError(f"module 'jaxremat' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from ._model import _example_graphs as specimens
 from ._model._graph import Graph
-from ._model._schedule import check, complete, must_save
+from ._model._schedule import check, close_over_dependencies, must_save
 from ._model._simulate import Profile, simulate
 from ._runtime._bytes import format_nbytes
 from ._runtime._errors import SolverRuleError
@@ -145,7 +145,7 @@ def frontier(graph: Graph, pairs: Sequence[tuple[int, int]] = ()) -> dict[int, f
     best: dict[int, float] = {}
     for saved in subsets(_free(graph)):
         for kept in subsets([pair for pair in pairs if pair[0] not in saved]):
-            profile = simulate(graph, complete(graph, saved, kept))
+            profile = simulate(graph, close_over_dependencies(graph, saved, kept))
             peak = profile.peak_nbytes
             best[peak] = min(best.get(peak, math.inf), profile.extra_seconds)
     return best
@@ -176,7 +176,9 @@ class _Case:
         self.time_limit = time_limit
         self.own = _GRAPHS[graph]()  # never shown to the solver
         self.step_seconds = self.own.step_seconds or 1.0
-        self.plain_nbytes = simulate(self.own, complete(self.own, self.own.residuals)).peak_nbytes
+        self.plain_nbytes = simulate(
+            self.own, close_over_dependencies(self.own, self.own.residuals)
+        ).peak_nbytes
         self.best = frontier(self.own) if len(_free(self.own)) <= MOST_FREE else None
 
     def rows(self) -> Iterator[SolverRow]:
@@ -259,7 +261,7 @@ class _Case:
                 "answers",
                 budget,
                 f"`solve` returned a {type(solution).__name__}. Return a `jaxremat.Solution`, for example "
-                "`Solution(complete(graph, saved))`",
+                "`Solution(close_over_dependencies(graph, saved))`",
             )
         if _changed(shown, before):
             raise self.broken("leaves the graph alone", budget, "the graph is not what it was before `solve`")

@@ -2,7 +2,7 @@
 
 from forms import of_levels
 
-from jaxremat import Alive, Graph, MemoryStats, Plan, Round, Schedule, complete, simulate
+from jaxremat import Alive, Graph, MemoryStats, Plan, Round, Schedule, close_over_dependencies, simulate
 from jaxremat._report._account import account
 from jaxremat._report._actions import actions
 
@@ -27,7 +27,7 @@ def plan_of(graph: Graph, schedule: Schedule) -> Plan:
     return Plan(
         step="train_step",
         budget_nbytes=profile.peak_nbytes,
-        baseline_peak_nbytes=simulate(graph, complete(graph, graph.residuals)).peak_nbytes,
+        baseline_peak_nbytes=simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes,
         predicted_peak_nbytes=profile.peak_nbytes,
         compiled_peak_nbytes=profile.peak_nbytes + 17,
         memory=MemoryStats(7, 5, 3, profile.peak_nbytes + 8),

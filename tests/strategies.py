@@ -27,7 +27,7 @@ def graphs(
     late_forward: bool = True,
     least_size: int = 0,
     loops: bool = True,
-    partners: bool = True,
+    fusable_into: bool = True,
 ) -> Graph:
     """A forward DAG with skips, fused values, outputs and scratch memory, and stages that read it backwards.
 
@@ -38,7 +38,7 @@ def graphs(
     - `late_forward`: stages may hold nodes of the forward pass, whose results later stages read.
     - `least_size`: of a value, in units.
     - `loops`: the forward pass may be a loop and the stages its backward loop.
-    - `partners`: nodes may be part of kernels of the backward pass, where those run in their stage.
+    - `fusable_into`: nodes may be part of kernels of the backward pass, where those run in their stage.
     """
     build = Builder()
     values = [build.argument(draw(st.integers(0, 2))) for _ in range(draw(st.integers(1, 2)))]
@@ -61,7 +61,7 @@ def graphs(
                 is_output=returned,
                 seconds=draw(SECONDS),
                 workspace=draw(st.sampled_from([0, 0, 0, 1, 4])),
-                heavy=once or draw(st.booleans()),
+                fusion_root=once or draw(st.booleans()),
                 forward=forward,
                 repeatable=not once,
             )
@@ -91,12 +91,12 @@ def graphs(
                     is_output=last,
                     seconds=draw(SECONDS),
                     workspace=draw(st.sampled_from([0, 0, 0, 1, 4])),
-                    heavy=draw(st.booleans()),
+                    fusion_root=draw(st.booleans()),
                 )
             )
     build.node([*cotangent, *pick(1)], [1], is_output=True, seconds=1.0, forward=False)
     graph = build.graph(base=draw(st.integers(0, 3)), small=draw(st.sampled_from([0, 0, 1])))
-    if partners and draw(st.booleans()):
+    if fusable_into and draw(st.booleans()):
         graph = draw(joining(graph))
     return (
         graph
@@ -113,16 +113,18 @@ def joining(draw: st.DrawFn, graph: Graph) -> Graph:
     def joined(node: Node) -> Node:
         if not node.forward or len(node.outputs) > 1 or draw(st.booleans()):
             return node
-        partners = draw(st.lists(st.sampled_from(backward), min_size=1, max_size=2, unique=True))
+        fusable_into = draw(st.lists(st.sampled_from(backward), min_size=1, max_size=2, unique=True))
         share = draw(st.sampled_from([0.0, 0.5]))
-        return replace(node, partners=tuple(sorted(partners)), joined_seconds=share * node.seconds)
+        return replace(node, fusable_into=tuple(sorted(fusable_into)), fused_seconds=share * node.seconds)
 
     return replace(graph, nodes=tuple(map(joined, graph.nodes)))
 
 
 @st.composite
 def choices(draw: st.DrawFn, graph: Graph) -> tuple[frozenset[int], frozenset[tuple[int, int]]]:
-    """What to save and what to keep, as `complete` takes them: any residuals, any of them into any later stage."""
+    """What to save and what to keep, as `close_over_dependencies` takes them: any residuals, any of them into any later
+    stage.
+    """
     saved = {v for v in graph.residuals if draw(st.booleans())}
     pairs = holdable(graph)
     kept = {pair for pair in pairs if draw(FEW if draw(st.booleans()) else st.booleans())}

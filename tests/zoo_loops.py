@@ -1,4 +1,4 @@
-"""Small train steps with loops, one per structure that has to be laid open and closed again."""
+"""Small train steps with loops, one per structure that has to be inlined and closed again."""
 
 from collections.abc import Callable
 from typing import Any

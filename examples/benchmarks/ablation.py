@@ -1,7 +1,7 @@
 """What each mechanism of the planner is worth: plans of the same budgets with one of them switched off at a time.
 
     python -m examples.benchmarks.ablation "gpt of 4 layers" resnet50 --target h100 --save
-    python -m examples.benchmarks.ablation gpt_scanned --only "memory order" "loops in levels"
+    python -m examples.benchmarks.ablation gpt_scanned --only "memory order" "loops with nested checkpointing"
 
 Mechanisms are switched off by name (`jaxremat._runtime._mechanisms`), by leaving out a pass of the step's rewriting
 (`jaxremat._rewrite._passes`), or by an option of `jaxremat.plan`. Budgets are shares of the plain step's temporaries.
@@ -107,14 +107,14 @@ MECHANISMS = (
     Mechanism("values in fewer bits", denied="bf16_residuals", in_plan=choices(COPIES)),
     Mechanism("reversible blocks", denied="reversible", in_plan=choices(REVERSED)),
     Mechanism(
-        "copies in the host's memory",
+        "copies in host memory",
         options={"offload": False},
         in_plan=lambda row: row.get("offloaded_nbytes", 0),
     ),
-    Mechanism("loops in levels", in_plan=choices(LOOP, nested)),
-    Mechanism("loops in levels, absorbed updates", in_plan=choices(LOOP)),
+    Mechanism("loops with nested checkpointing", in_plan=choices(LOOP, nested)),
+    Mechanism("loops with nested checkpointing, absorbed updates", in_plan=choices(LOOP)),
     Mechanism("loops in parts", in_plan=choices(LOOP, lambda lengths: any(n < 0 for n in lengths[1:]))),
-    Mechanism("pairs of loops in loops laid open", in_plan=choices(INNER)),
+    Mechanism("pairs of loops in loops inlined", in_plan=choices(INNER)),
     Mechanism("chained cotangents in memory", passes=("cotangents",), on=(CPU,)),
     Mechanism("masks of results", passes=("masks",)),
     *map(Mechanism, ("steps within a shard_map", "fine stages", "memory order", "barriers: triggers")),

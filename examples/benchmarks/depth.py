@@ -26,7 +26,7 @@ from jax import lax
 import jaxremat
 from examples.benchmarks import records, runner
 from examples.deep_resnet import Bottleneck, DeepResNet, step_of
-from jaxremat import MemoryStats, compiler_options, complete, format_nbytes
+from jaxremat import MemoryStats, close_over_dependencies, compiler_options, format_nbytes
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._program import Program
 from jaxremat._emit._emit import emit
@@ -83,7 +83,7 @@ def peaks(depth: int) -> list[records.Record]:
         if chosen is not None:
             cut = traced.in_form(Variant.of(Choice(LOOP, 0, chosen))) if chosen else traced
             graph = lower(cut, detect(jax.devices()[0]), base_nbytes=0)
-            jitted = program.evaluating(emit(cut, graph, complete(graph, ())), cut)
+            jitted = program.evaluating(emit(cut, graph, close_over_dependencies(graph, ())), cut)
         stats = MemoryStats.of(program.lower(jitted, args, {}).compile())
         row = {"depth": depth, "form": form, "levels": chosen, "peak_nbytes": stats.peak_nbytes}
         row |= {"carries": None if chosen is None else carries(depth, chosen)}

@@ -33,7 +33,7 @@ from examples.benchmarks.monet import AT_BLOCK, SUBJECTS, Monet
 from jaxremat._compiler._devices import detect
 
 NEARLY_FREE = ("19/20", "9/10")
-"""Budgets that cost nothing by prediction: what their plans take longer is the price of the fences."""
+"""Budgets that cost nothing by prediction: what their plans take longer is the price of the barriers."""
 
 ROWS = ("plain", *BY_HAND, *NEARLY_FREE, "2/3", "1/2", "1/3", AT_BLOCK)
 

@@ -1,4 +1,4 @@
-"""What the host's memory is worth: plans of the same budgets without it and with it, by a GPU's compiler.
+"""What host memory is worth: plans of the same budgets without it and with it, by a GPU's compiler.
 
     python -m examples.benchmarks.host_memory gpt_scanned resnet50 --shares 0.5 0.33 --save
     python -m examples.benchmarks.host_memory gpt_medium --shares block 0.12 --save
@@ -6,7 +6,7 @@
     python -m examples.benchmarks.host_memory gpt --only state --state 0.5 0.35 --save
 
 Budgets are shares of the plain step's temporaries, or what the step needs that recomputes each block by hand (`block`);
-with `--state` shares of its peak, and plans with the optimizer's state in the host's memory stand beside those with it
+with `--state` shares of its peak, and plans with the optimizer's state in host memory stand beside those with it
 on the device. Overheads are rooflines of the compiled programs, with what kernels wait for copies; nothing is timed.
 """
 
@@ -30,7 +30,7 @@ VARIANTS = ("gpt_medium", "gpt_1b", "deep")
 
 
 def rows(asked: Asked, network: str) -> Rows:
-    """Each share without the host's memory and with it; each share of the peak with the state here and there."""
+    """Each share without host memory and with it; each share of the peak with the state here and there."""
 
     def make(remat: Remat) -> Program:
         return program(network, scale=asked.scale, remat=remat)
@@ -105,14 +105,14 @@ def _states(found: Sequence[Record]) -> list[str]:
 
 
 TITLE = """\
-### The host's memory
+### Host memory
 
 By the compilers for these GPUs; copies at the rates of the H100's PCIe link, and of the memory behind the
 GH200's NVLink-C2C. Budgets are shares of the plain step's temporaries; overheads are rooflines of the
 compiled programs, with what kernels wait for copies.\
 """
 STATES = """\
-The optimizer's state on the device, and in the host's memory with `jaxremat.to_host`; milliseconds by the
+The optimizer's state on the device, and in host memory with `jaxremat.to_host`; milliseconds by the
 same roofline. These steps have few tokens for their parameters: copies take longer than kernels.\
 """
 

@@ -54,7 +54,7 @@ def profiled(step: Any, args: Args, runs: int = 3) -> dict[str, tuple[float, int
 def beside_roofline(
     text: str, measured: dict[str, tuple[float, int]], device: DeviceSpec
 ) -> list[records.Record]:
-    """One record per kernel of a compiled program, the dearest first; kernels without an instruction last."""
+    """One record per kernel of a compiled program, the most expensive first; kernels without an instruction last."""
     left = dict(measured)
     rows = []
     for kernel in kernels(parse(text)):

@@ -1,9 +1,9 @@
 """A ratio of saved bytes -> schedule: what torch.compile's `activation_memory_budget` decides, on this library's graph.
 
-There (torch/_functorch/partitioners.py) a knapsack picks, of the activations that are dear to recompute, those to save:
-maximise the sum of their own run times subject to the sum of their bytes being at most a ratio of all. Each value
-is priced alone, as if what it is made of were always there, and what a stage of the backward pass holds while
-it recomputes appears nowhere. So a ratio is no number of bytes of the step's peak; to meet a budget, one tries ratios.
+There (torch/_functorch/partitioners.py) a knapsack picks, of the activations that are expensive to recompute, those to
+save: maximise the sum of their own run times subject to the sum of their bytes being at most a ratio of all. Each value
+is priced alone, as if what it is made of were always there, and what a stage of the backward pass holds while it
+recomputes appears nowhere. So a ratio is no number of bytes of the step's peak; to meet a budget, one tries ratios.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxremat import Graph, Schedule, Solution, complete, simulate
+from jaxremat import Graph, Schedule, Solution, close_over_dependencies, simulate
 
 STEPS = 10_000
 """Bytes are counted in this many units, as torch's dynamic programme counts them."""
@@ -36,7 +36,7 @@ class Knapsack:
         del time_limit
         least: tuple[int, Schedule] | None = None
         for ratio in RATIOS if self.ratio is None else (self.ratio,):
-            schedule = complete(graph, chosen(graph, ratio))
+            schedule = close_over_dependencies(graph, chosen(graph, ratio))
             peak = simulate(graph, schedule).peak_nbytes
             if budget_nbytes is not None and peak <= budget_nbytes:
                 return Solution(schedule, solver="knapsack")

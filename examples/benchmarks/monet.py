@@ -30,7 +30,7 @@ RATES = ("p100", "h100")
 """The devices at whose rates the compiled programs are priced."""
 
 AT_BLOCK_HOST = "at block and host"
-"""That row with values in the host's memory, where the plan is cheaper for it."""
+"""That row with values in host memory, where the plan is cheaper for it."""
 
 BEYOND = ("1/4", "1/5", AT_BLOCK, "min")
 
@@ -112,7 +112,7 @@ class Monet(Bench):
         return int(self.plain["peak_nbytes"] * share(name))
 
     def options(self, name: str) -> dict[str, Any]:
-        """The knapsack where the row is about it, or copies of values in the host's memory."""
+        """The knapsack where the row is about it, or copies of values in host memory."""
         solver = {"solver": Knapsack()} if name.startswith(KNAPSACK) else {}
         return solver | ({"offload": True} if name == AT_BLOCK_HOST else {})
 

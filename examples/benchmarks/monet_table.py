@@ -164,7 +164,8 @@ def _against_knapsack(members: Sequence[Record]) -> list[str]:
     if not cheaper + dearer + unfit:
         return []
     return [
-        f"against the knapsack at the same budget: no dearer at {cheaper}, dearer at {dearer}; the knapsack has "
+        f"against the knapsack at the same budget: no more expensive at {cheaper}, more expensive at {dearer}; "
+        f"the knapsack has "
         f"nothing that fits at {unfit} more"
     ]
 

@@ -66,7 +66,7 @@ def checkpoint(
     - `emit`: `"policy"` makes the function a sequence of `jax.checkpoint`s with policies. It works under every
       transformation, forward mode and second derivatives included, but what one part hands on to the next is kept, and
       so is not what only derivative rules make. `"custom_vjp"` gives the function a backward pass of its own, with any
-      plan whatever and with fences around what is recomputed; reverse mode only.
+      plan whatever and with barriers around what is recomputed; reverse mode only.
     - `static_argnums`, `static_argnames`: as in `jax.jit`.
     - `prevent_cse`: as in `jax.checkpoint`, for `"policy"`: False where nothing would merge recomputation with the
       original, or a tuple, with a bool for each argument or for each part of one.

@@ -1,7 +1,7 @@
-"""Arguments, plan -> the same arguments where the plan wants them: an optimizer's state in the host's memory.
+"""Arguments, plan -> the same arguments where the plan wants them: an optimizer's state in host memory.
 
-Where the planner may use that memory and nothing fits on the device, or only what is dear, it decides so by itself.
-Arguments that are donated are given up when they are moved, as by the step itself.
+Where the planner may use that memory and nothing fits on the device, or only what is expensive, it decides so by
+itself. Arguments that are donated are given up when they are moved, as by the step itself.
 """
 
 import warnings
@@ -27,7 +27,7 @@ from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
 
 
 def usable(options: Options, spec: DeviceSpec, here: Any) -> HostMemory | None:
-    """The host's memory, where the planner may use it. **Arguments:** `here` the device, None for a target."""
+    """Host memory, where the planner may use it. **Arguments:** `here` the device, None for a target."""
     if not options.offload:
         return None
     allowed = None if options.host_budget is None else parse_nbytes(options.host_budget)
@@ -60,7 +60,7 @@ class Arrangement:
         return self._moved(plan.on_host, args, kwargs) if plan.on_host else (args, kwargs)
 
     def give_up(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Free on the device what a call with these arguments takes from the host's memory."""
+        """Free on the device what a call with these arguments takes from host memory."""
         leaves = jax.tree.leaves(self.program.dynamic(args, kwargs))
         for place in plan.on_host:
             if not is_there(leaves[place]):
@@ -89,7 +89,7 @@ class Arrangement:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Planned:
-        """The plan with as many of the arguments in the host's memory as are worth it. **Raises:** the last refusal."""
+        """The plan with as many of the arguments in host memory as are worth it. **Raises:** the last refusal."""
         sizes, step_seconds = movable(problem), refused.step_seconds
         found: list[Planned] = []
         for places in enough(sizes, missing_nbytes(refused, request)):
@@ -112,7 +112,7 @@ class Arrangement:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Planned:
-        """The plan of the step with these arguments in the host's memory, timed against the step without."""
+        """The plan of the step with these arguments in host memory, timed against the step without."""
         problem, request = self.prepare(*self._moved(places, args, kwargs))
         on_host_nbytes = sum(sizes[place] for place in places)
         planned = agreed(beside(problem, on_host_nbytes), request, None)
@@ -144,7 +144,7 @@ def _said(planned: Planned) -> Planned:
     if nbytes := planned.plan.on_host_nbytes:
         warnings.warn(
             f"The plan keeps {format_nbytes(nbytes)} of the donated arguments, which are read to be "
-            "updated alone, in the host's memory. The step returns them there; what else computes with them copies "
+            "updated alone, in host memory. The step returns them there; what else computes with them copies "
             "them to the device first, with `jax.device_put(x, jax.memory.Space.Device)`.",
             JaxrematWarning,
             stacklevel=6,

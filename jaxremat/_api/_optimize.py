@@ -57,8 +57,8 @@ def optimize(
       5 % more temporaries.
     - `plan`: a plan made before, or the file that it was saved to, in place of a budget; needs no solver.
     - `donate_argnums`, `donate_argnames`, `static_argnums`, `static_argnames`, `in_shardings`, `out_shardings`,
-      `compiler_options`: as in `jax.jit`. What the backend needs for fences to count is added to the options. A jitted
-      function brings its own along.
+      `compiler_options`: as in `jax.jit`. What the backend needs for barriers to count is added to the options. A
+      jitted function brings its own along.
     - `solver`: a `jaxremat.Solver`; None for `jaxremat.Milp()`.
     - `time_limit`: the work of each solve, in seconds of a usual machine (nodes are counted, so that plans are the same
       on all); the incumbent and its honest gap are used when it ends. Ctrl-C ends planning at once.
@@ -90,11 +90,11 @@ def optimize(
       cut short is improved when asked for again. By default work is counted: once a plan fits, 2 compilations and one
       for each time that the step goes into 6,000 equations, 8 at most; twice as many while none does, as many again
       for inexact forms or host memory; no limit where `effort="thorough"`. See `Plan.planning`.
-    - `offload`: let the planner keep saved values in the host's memory between their readers, where that costs less
-      than computing them again. Plans without are looked for first, so that planning may take twice as long.
-      Where nothing fits, or only what is dear, it keeps donated arguments there that are read to be updated alone, as
-      an optimizer's state: the step returns them there, and a warning says so (see `Plan.on_host`). A CPU has none:
-      with True a warning says so. `"auto"` is True where there is one.
+    - `offload`: let the planner keep saved values in host memory between their readers, where that costs less than
+      computing them again. Plans without are looked for first, so that planning may take twice as long. Where nothing
+      fits, or only what is expensive, it keeps donated arguments there that are read to be updated alone, as an
+      optimizer's state: the step returns them there, and a warning says so (see `Plan.on_host`). A CPU has none: with
+      True a warning says so. `"auto"` is True where there is one.
     - `host_budget`: what these may take there, all devices of the process together: bytes or text, by default half of
       the machine's memory, without limit for a `target`.
     - `allow`: what the planner may do besides, where that is cheaper. `"attention"`: without its matrix of scores.

@@ -36,7 +36,7 @@ def memory(
 
     **Arguments:** the function (jitted or not, or a `Step`) and its arguments (arrays or `jax.ShapeDtypeStruct`s);
     `target` as in `optimize`; the rest as in `jax.jit`. On the CPU the compiler is told to keep `jax.checkpoint`'s
-    fences, as `optimize` does.
+    barriers, as `optimize` does.
     """
     if isinstance(fn, Step):
         return MemoryStats.of(fn.compile(*args))

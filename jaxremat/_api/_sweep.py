@@ -128,7 +128,7 @@ class _Sweep:
         self.progress.advance()
         vertices, bounds = self._hull(found[0].plan, found[1].plan, step_seconds, (points - 2) // 2)
         found += [Point(plan, "hull") for plan in vertices]
-        compiled = self.request.options.verify and self.problem.backend.fuses
+        compiled = self.request.options.verify and self.problem.backend.fuses_reductions
         frontier = Frontier(
             points=(),
             policies=(),

@@ -37,13 +37,13 @@ class _UpToShape(Equals):
 
     _of: dict[Any, Any] = field(default_factory=dict)
 
-    def add(self, eqn: Any, scope: int = -1, late: bool | None = None) -> None:
+    def add(self, eqn: Any, scope: int = -1, in_backward: bool | None = None) -> None:
         if _shapes(eqn):
             (made,) = eqn.outvars
             whole = self.read(eqn.invars[0])
             self._of[made] = whole = self._of.get(whole, whole)
             eqn = eqn.replace(primitive=lax.reshape_p, invars=[whole], params={"new_sizes": made.aval.shape})
-        super().add(eqn, scope, late)
+        super().add(eqn, scope, in_backward)
 
 
 def _shapes(eqn: Any) -> bool:

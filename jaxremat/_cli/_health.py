@@ -62,7 +62,7 @@ class Requirement:
 
 
 def findings() -> Iterator[Finding]:
-    """Of every check, in the order in which they are best read; the dear ones come as they are done."""
+    """Of every check, in the order in which they are best read; the expensive ones come as they are done."""
     needed = requirements()
     yield Finding("jaxremat", "ok", __version__ + ("" if needed else ", from a folder, not installed"))
     yield Finding("Python", "ok", platform.python_version())

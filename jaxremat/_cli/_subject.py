@@ -161,7 +161,7 @@ class Planning:
     margin: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What stays free below the budget: 500MiB.")
     ] = None
-    offload: Annotated[bool | None, typer.Option(help="Let values be in the host's memory meanwhile.")] = None
+    offload: Annotated[bool | None, typer.Option(help="Let values be in host memory meanwhile.")] = None
     host_budget: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What they may take there: 64GiB.")
     ] = None

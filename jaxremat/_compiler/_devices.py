@@ -45,7 +45,7 @@ AHEAD_SECONDS = 5e-3
 
 
 def host_memory(spec: DeviceSpec, device: Any, nbytes: int | None) -> HostMemory | None:
-    """The host's memory as one device may use it, None where the device has no memory but that.
+    """Host memory as one device may use it, None where the device has no memory but that.
 
     **Arguments:** `device` the `jax.Device`, None where it is not there; `nbytes` of all its devices together, by
     default half of what the machine has.

@@ -10,7 +10,7 @@ class MemoryStats:
 
     **Fields:** `arguments_nbytes`, `outputs_nbytes`, `aliased_nbytes` (outputs that reuse donated arguments),
     `temporaries_nbytes`. `peak_nbytes` is arguments + outputs - aliased + temporaries. `host_nbytes` are temporaries in
-    the host's memory, which count in none of these.
+    host memory, which count in none of these.
     """
 
     arguments_nbytes: int

@@ -18,10 +18,10 @@ from .._rewrite._trace import Traced
 from .._runtime._errors import TargetError
 from ._target import Target, TargetCompiled, TargetLowered, mismatch
 
-_DRAFT = {"xla_backend_optimization_level": 0}
+_UNFUSED = {"xla_backend_optimization_level": 0}
 """Machine code that nobody optimises, of the same kernels in the same order and memory: half of a compilation."""
 
-_SKETCH = {"xla_cpu_use_fusion_emitters": False}
+_UNOPTIMISED = {"xla_cpu_use_fusion_emitters": False}
 """Of XLA:CPU, machine code by its older writers of kernels, in a third to two thirds of a draft's time. They write the
 same values to memory, but in more kernels and in some bytes more or less: a sketch proves no peak and tells no time.
 """
@@ -38,7 +38,7 @@ writer of such kernels ends the process with `Check failed: buffer != nullptr` w
 
 
 def compiler_options(platform: str | None = None, own: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The compiler options under which fences count on this platform, merged with the caller's own.
+    """The compiler options under which barriers count on this platform, merged with the caller's own.
 
     **Arguments:** `platform`: by JAX's name ("cpu", "gpu"), None for the default backend's.
     """
@@ -113,7 +113,7 @@ class Program:
                 return lowered.compile(compiler_options=dict(self.compiler_options))
         return lowered.compile(compiler_options=dict(self.otherwise or self.compiler_options) or None)
 
-    def draft(self, platform: str, *, shared: bool = False) -> "Program":
+    def unfused_build(self, platform: str, *, shared: bool = False) -> "Program":
         """The program as it is compiled to be read, not to be run. On a device at hand that is no CPU it is as it is:
         what the compiler chooses there by running it must run as fast as it will.
 
@@ -121,21 +121,21 @@ class Program:
         """
         given = dict(self.compiler_options)
         if platform == "cpu" or self.target is not None:
-            options = _DRAFT
+            options = _UNFUSED
         else:
             options = _ALONE if shared and platform == "gpu" else {}
         return replace(self, compiler_options=tuple(sorted((options | given).items()))) if options else self
 
-    def sketch(self, platform: str, *, shared: bool = False) -> "Program":
+    def unoptimised_build(self, platform: str, *, shared: bool = False) -> "Program":
         """The program as it is compiled to see what it writes to memory, not how much or how fast: a draft or less.
 
-        **Arguments:** as of `draft`.
+        **Arguments:** as of `unfused_build`.
         """
-        draft = self.draft(platform, shared=shared)
+        unfused_build = self.unfused_build(platform, shared=shared)
         if platform != "cpu" or self.target is not None:
-            return draft
-        options = tuple(sorted((_SKETCH | dict(draft.compiler_options)).items()))
-        return replace(draft, compiler_options=options, otherwise=draft.compiler_options)
+            return unfused_build
+        options = tuple(sorted((_UNOPTIMISED | dict(unfused_build.compiler_options)).items()))
+        return replace(unfused_build, compiler_options=options, otherwise=unfused_build.compiler_options)
 
     def alone(self, fn: Callable[..., Any], donate_argnums: tuple[int, ...] = ()) -> "Program":
         """Another function, such as a part of this one, that is compiled for the same device with the same options."""
@@ -238,7 +238,7 @@ def _as_weak(array: Any, aval: Any) -> Any:
 
 def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """The program with the compiler options of the device that it is for, and such that it takes arguments that are in
-    the host's memory.
+    host memory.
 
     **Raises:** `TargetError` where it is on another number of devices than its target has, or on none.
     """

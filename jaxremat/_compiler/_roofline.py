@@ -1,9 +1,9 @@
 """Module, DeviceSpec -> Roofline: seconds of the compiled program, from its kernels, without running it.
 
 Law: time(kernel) = max(flops / peak, bytes / bandwidth, bytes sent to other devices / link) + launch, or the latency of
-a collective, one kernel after the other; a loop's kernels count once per trip, of a branch the dearer side. The bytes
-are those of the kernel's operands and results that it must touch: a slice reads its window, an update in place writes
-its window, what stays inside a fusion costs none.
+a collective, one kernel after the other; a loop's kernels count once per trip, of a branch the more expensive side. The
+bytes are those of the kernel's operands and results that it must touch: a slice reads its window, an update in place
+writes its window, what stays inside a fusion costs none.
 """
 
 import functools

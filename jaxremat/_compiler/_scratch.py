@@ -7,7 +7,7 @@ Copies of operands in another layout or with padding and library scratch appear 
 equation's value counts for the equations whose kernels read it, directly or through kernels of no equation, or for the
 one whose kernel it is of where nothing does. A copy of an argument alone is made at any time, and counts for all that
 run while it is there; but not a copy of an argument as it is, which the program's order needs because something
-overwrites the argument before its last reader; nor one from the host's memory, which is an equation's own.
+overwrites the argument before its last reader; nor one from host memory, which is an equation's own.
 
 An operand that is copied, and that nothing reads later, is gone before the copy is: it makes room for what the equation
 has besides.
@@ -196,7 +196,7 @@ def _most(spans: Sequence[Span]) -> int:
 
 
 def _is_spare(module: Module, made: Instruction, scope: Mapping[str, Instruction]) -> bool:
-    """Whether it is a copy of an argument as it is, or one from the host's memory that the step makes itself."""
+    """Whether it is a copy of an argument as it is, or one from host memory that the step makes itself."""
     if transfer(module, made) is not None:
         return True
     if made.opcode != "copy":

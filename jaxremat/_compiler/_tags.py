@@ -96,11 +96,11 @@ def tagged(traced: Traced, backend: Backend) -> jex.ClosedJaxpr:
 
     What this compiler's plans replace is replaced here too.
     """
-    flat, poor = traced.flat, replaced(backend)
+    flat, needs_replacement = traced.flat, replaced(backend)
     eqns = []
     for eqn, origin in zip(flat.jaxpr.eqns, traced.origin, strict=True):
         named = eqn if origin < 0 else _compat.in_scope(eqn, f"#{origin}")
-        eqns.extend(inline(named) if poor(eqn) else [named])
+        eqns.extend(inline(named) if needs_replacement(eqn) else [named])
     return _compat.new_jaxpr(flat.jaxpr.constvars, flat.consts, flat.jaxpr.invars, flat.jaxpr.outvars, eqns)
 
 

@@ -1,4 +1,4 @@
-"""Schedule -> program: equations in stages behind fences, or names and policies, or a forward and a backward pass.
+"""Schedule -> program: equations in stages behind barriers, or names and policies, or a forward and a backward pass.
 
 In: `Traced`, `Graph`, `Schedule`. Out: a jaxpr, or a function for JAX to differentiate. Law: it computes what the
 function computes; a schedule without stages leaves the equations as they were.

@@ -150,7 +150,7 @@ class Analysis:
         found: set[int] = set()
         for n in reversed(range(graph.forward_stop, len(graph.nodes))):
             readers = (m for v in self.source[n].outvars for m in self.readers.get(v, ()))
-            if not graph.nodes[n].heavy and graph.nodes[n].repeatable and found.issuperset(readers):
+            if not graph.nodes[n].fusion_root and graph.nodes[n].repeatable and found.issuperset(readers):
                 found.add(n)
         return frozenset(found)
 
@@ -238,7 +238,7 @@ class Analysis:
         """Return whether an equation in its own place reads an operand behind the stage's barrier: so that kernels
         which make again what is made of it read it once, or since it would begin early.
         """
-        saved = self.graph.backend.fuses and self.value_of.get(var) in self.schedule.saved
+        saved = self.graph.backend.fuses_reductions and self.value_of.get(var) in self.schedule.saved
         fetched = self.graph.nodes[n].primitive == FETCH
         return saved or fetched or bool(self.entered(n)) or self.hazards.early(n, var)
 
@@ -261,7 +261,7 @@ class Analysis:
         # What a clone reads must not be written to memory for its sake: fused operands are cloned with it.
         stack.extend(v for n in wanted for v in graph.nodes[n].inputs)
         self._clone_fused(k, stack, wanted)
-        if graph.backend.fuses:
+        if graph.backend.fuses_reductions:
             # A kernel that makes what is cloned besides its own result is to read the sources of both once.
             again = {v for n in wanted for v in graph.reads[n]} & self.schedule.saved
             stack = [v for n in self.own[k] for v in graph.nodes[n].inputs]

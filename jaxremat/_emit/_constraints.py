@@ -227,7 +227,7 @@ def weights(step: Analysis) -> Iterator[Constraint]:
     either order, and copy nothing.
     """
     graph = step.graph
-    if not graph.backend.hoists:
+    if not graph.backend.materialises_eagerly:
         return
     for n, eqn in enumerate(step.source):
         if graph.nodes[n].primitive != "conv_general_dilated" or graph.nodes[n].loop >= 0:
@@ -326,13 +326,13 @@ def _held(
     made.update(arriving)
     hold = [a for a in dict.fromkeys(found) if a not in made and _can_pass(a) and not is_due(a)]
     filled = any(is_zero(source[n]) for n in (*here, *cloned))
-    if entering or (filled and graph.backend.hoists):
+    if entering or (filled and graph.backend.materialises_eagerly):
         hold.append(ZERO)  # what loops fill, any compiler begins early
     return hold
 
 
 def _arriving(step: Analysis, k: int) -> set[Var]:
-    """Return what comes back from the host's memory behind the barrier of a stage."""
+    """Return what comes back from host memory behind the barrier of a stage."""
     copies = (copy for copy in step.schedule.offloaded if not step.graph.values[copy.value].length)
     return {step.variable[copy.value] for copy in copies if copy.begun == k}
 
@@ -364,7 +364,7 @@ def _triggers(step: Analysis, k: int) -> list[Var]:
     if any(step.maker(v) >= last for v in found):
         return found
     behind_pass = bool(contractions) and graph.nodes[last].forward
-    place = step.place if graph.backend.fuses or behind_pass else graph.stage_of
+    place = step.place if graph.backend.fuses_reductions or behind_pass else graph.stage_of
     waiting = step.waiting(k)
     crossing = [
         v
@@ -426,7 +426,7 @@ def _last_products(step: Analysis) -> dict[Var, int]:
     """Return by donated argument the last product that reads it before it is updated, in the same stage."""
     jaxpr, graph = step.traced.jaxpr.jaxpr, step.graph
     donated = {v for v, d in zip(jaxpr.invars, step.traced.donated, strict=True) if d}
-    if not donated or not graph.backend.fuses or graph.loop_stop:
+    if not donated or not graph.backend.fuses_reductions or graph.loop_stop:
         return {}
     updated = {a: n for n in step.updates for a in _compat.variables(step.source[n].invars) if a in donated}
     last: dict[Var, int] = {}

@@ -16,9 +16,9 @@ from jax.extend.core import JaxprEqn, Var
 from .._model._schedule import Passing
 from .._program import _compat
 from .._rewrite._flat_program import Loop
-from .._rewrite._loop_opening import LAST, STACK
+from .._rewrite._loop_inlining import LAST, STACK
 
-SCOPE = re.compile(r"fence_\w+")
+SCOPE = re.compile(r"barrier_\w+")
 """The name of a barrier of this library in a name stack."""
 
 
@@ -51,7 +51,7 @@ def detach(
         for var in chosen.intersection(eqn.outvars):
             names[var], _ = behind = [_compat.new_var(var.aval) for _ in range(2)]
             barrier = _compat.barrier([var, var], behind, eqn.source_info)
-            placed.append(_compat.in_scope(barrier, "fence_detached"))
+            placed.append(_compat.in_scope(barrier, "barrier_detached"))
             placed_loops.append(around)
     return placed, placed_loops, [renamed(a) for a in outvars]
 

@@ -1,7 +1,7 @@
-"""Operands -> a fence that may itself be differentiated, for backward passes that are programs of their own.
+"""Operands -> a barrier that may itself be differentiated, for backward passes that are programs of their own.
 
-JAX's rule for `lax.optimization_barrier` gives every result a tangent, integers too, and a `cond` behind the fence
-takes an index with a tangent for a mistake. So where integers pass through, the fence is a `custom_jvp` function, and
+JAX's rule for `lax.optimization_barrier` gives every result a tangent, integers too, and a `cond` behind the barrier
+takes an index with a tangent for a mistake. So where integers pass through, the barrier is a `custom_jvp` function, and
 tangents pass by it.
 """
 

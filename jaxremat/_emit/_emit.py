@@ -66,7 +66,7 @@ def emit(
     """The planned step as a jaxpr whose types are checked, those of its loops too, and which `_validation` has seen to
     compute the step; node ids of `graph` are equation indices of `traced.jaxpr`. Where that is a body, so is this.
 
-    **Arguments:** `fence` the kind of barriers, `FINISHED` or `COMBINED`; `detached` the barriers' operands that are
+    **Arguments:** `barrier` the kind of barriers, `FINISHED` or `COMBINED`; `detached` the barriers' operands that are
     put behind barriers of their own, see `_detaching`.
     """
     graph = _with_needed_stages(graph, schedule)
@@ -79,10 +79,12 @@ def emit(
         eqns, loop_of = sink(written.eqns, written.loop_of, traced.loops)
         if detached:
             eqns, loop_of, outvars = detach(eqns, loop_of, traced.loops, outvars, detached)
-        eqns = close_loops(eqns, loop_of, traced.loops, hoists=graph.backend.hoists)
+        eqns = close_loops(
+            eqns, loop_of, traced.loops, materialises_eagerly=graph.backend.materialises_eagerly
+        )
         eqns = without_unread(eqns, outvars)
         planned = _compat.new_jaxpr(jaxpr.constvars, traced.jaxpr.consts, jaxpr.invars, outvars, eqns)
-    if not graph.backend.fuses:
+    if not graph.backend.fuses_reductions:
         planned = canonical_in_bodies(planned)
     _compat.check_jaxpr(traced.step(planned))
     check_runs(planned, traced.flat)
@@ -94,7 +96,7 @@ def _with_needed_stages(graph: Graph, schedule: Schedule) -> Graph:
     """Return the graph with the stages that are written: on GPUs none for a schedule that drops nothing, unless there
     are loops, whose ends stay; stages between which copies run finish sums too.
     """
-    if not graph.backend.fuses:
+    if not graph.backend.fuses_reductions:
         return graph
     if schedule.drops_nothing and not graph.loop_stop:
         return replace(graph, stages=())
@@ -114,7 +116,7 @@ class Written:
 
 
 def write(step: Analysis) -> Written:
-    """Write the planned step, whose loops are laid open still."""
+    """Write the planned step, whose loops are inlined still."""
     writer = Writer(step)
     transfers = Transfers(step, writer)
     for n in range(step.graph.forward_stop):

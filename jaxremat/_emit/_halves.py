@@ -1,7 +1,7 @@
 """Joint program + graph + schedule -> its forward and its backward pass as two jaxprs.
 
 Law: the forward pass hands on what the schedule saves and nothing else that it makes. What is fused there, the backward
-pass computes again. Its recomputation waits behind fences, the first of them for the cotangents.
+pass computes again. Its recomputation waits behind barriers, the first of them for the cotangents.
 """
 
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     forward = _compat.new_jaxpr(jaxpr.constvars, consts, primals, [*results, *kept], early)
     operands = [*kept, *(primals[i] for i in read), *cotangents]
     backward = _compat.new_jaxpr(jaxpr.constvars, consts, operands, gradients, late)
-    if not graph.backend.fuses:
+    if not graph.backend.fuses_reductions:
         forward, backward = canonical_in_bodies(forward), canonical_in_bodies(backward)
     _compat.check_jaxpr(forward)
     _compat.check_jaxpr(backward)

@@ -47,7 +47,7 @@ class Hazards:
 
         A contraction's operand it copies into another layout; a small one it broadcasts.
         """
-        if not self.graph.backend.hoists or is_loop_edge(self.source[n]):
+        if not self.graph.backend.materialises_eagerly or is_loop_edge(self.source[n]):
             return False
         made = max((aval_nbytes(v.aval) for v in self.source[n].outvars), default=0)
         small = made > self.graph.small_nbytes and 2 * aval_nbytes(var.aval) <= made
@@ -78,7 +78,7 @@ class Hazards:
         if made.producer < 0 or made.nbytes <= self.graph.small_nbytes:
             return False
         node = self.graph.nodes[made.producer]
-        return len(node.outputs) == 1 and not node.heavy and node.loop < 0
+        return len(node.outputs) == 1 and not node.fusion_root and node.loop < 0
 
     def _costly(self) -> set[int]:
         """Large values of the forward pass that are costly to make, and in no memory."""

@@ -20,7 +20,7 @@ from .._compiler._program import Program
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
-from .._program._primitives import is_late
+from .._program._primitives import is_backward
 from .._program._references import of_values
 from .._rewrite._source import Source
 from .._rewrite._trace import Traced, normalise
@@ -178,7 +178,7 @@ def _kept_nbytes(flat: jex.ClosedJaxpr) -> int:
     made: set[Any] = set()
     read: set[Any] = set()
     for eqn in flat.jaxpr.eqns:
-        if is_late(eqn):
+        if is_backward(eqn):
             read.update(a for a in eqn.invars if not _compat.is_literal(a))
         else:
             made.update(eqn.outvars)

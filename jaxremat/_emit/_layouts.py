@@ -1,11 +1,12 @@
-"""Equations -> images' axes in the order of memory, in which they pass fences.
+"""Equations -> images' axes in the order of memory, in which they pass barriers.
 
 XLA:GPU keeps what it convolves in an order of its own, on GPUs before Hopper with channels before pixels, and calls its
-axes by that order from then on; only what passes a fence keeps the program's own names for them. A kernel that reduces
-would then read the same order by two names, which XLA does not look through: it leaves the masks of what has passed,
-and other results that it writes with a reduction's otherwise, to kernels of their own.
+axes by that order from then on; only what passes a barrier keeps the program's own names for them. A kernel that
+reduces would then read the same order by two names, which XLA does not look through: it leaves the masks of what has
+passed, and other results that it writes with a reduction's otherwise, to kernels of their own.
 
-So images pass with their axes in the order of memory and are turned round behind the fence: no kernel runs for either.
+So images pass with their axes in the order of memory and are turned round behind the barrier: no kernel runs for
+either.
 """
 
 from collections.abc import Sequence
@@ -56,6 +57,6 @@ def _rank(var: Any) -> int:
 
 def _root(nodes: Sequence[Node], values: Sequence[Value], v: int) -> int:
     """The node that makes what a value is the same numbers as, -1 for none: gradients read reversed kernels."""
-    while (n := values[v].producer) >= 0 and len(nodes[n].inputs) == 1 and not nodes[n].heavy:
+    while (n := values[v].producer) >= 0 and len(nodes[n].inputs) == 1 and not nodes[n].fusion_root:
         (v,) = nodes[n].inputs
     return n

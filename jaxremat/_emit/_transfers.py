@@ -30,7 +30,7 @@ from jax.extend.core import Var
 from .._model._host_copies import chain, exit_operand
 from .._program import _compat
 from .._program._splice import inlined
-from .._rewrite._loop_opening import CARRY, LAST, STACK
+from .._rewrite._loop_inlining import CARRY, LAST, STACK
 from .._rewrite._streamed_copies import UPDATES, updates
 from ._analysis import Analysis
 from ._constraints import Point
@@ -135,7 +135,7 @@ class Transfers:
         own = [*dict.fromkeys(step.variable[v] for v in (source, *leaving))]
         through = [*own, *(self.there[v] for v in gone)]
         info = step.source[n].source_info
-        names = writer.barrier(through, [writer.name(a) for a in through], "fence_offload", -1, info)
+        names = writer.barrier(through, [writer.name(a) for a in through], "barrier_offload", -1, info)
         writer.rename(zip(own, names, strict=False))
         self.there.update(zip(gone, names[len(own) :], strict=True))
         for m in reversed(nodes):
@@ -209,7 +209,7 @@ class Transfers:
             return
         through = [*arguments, *results]
         operands = [writer.held.get(a) or writer.name(a) for a in through]
-        names = writer.barrier(through, operands, "fence_fetch", -1, step.source[n].source_info)
+        names = writer.barrier(through, operands, "barrier_fetch", -1, step.source[n].source_info)
         self.held.update(arguments)
         writer.read_behind({m: {a: name} for m, a, name in zip(nodes, arguments, names, strict=False)})
         writer.rename(zip(results, names[len(arguments) :], strict=True))

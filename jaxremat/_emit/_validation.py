@@ -23,8 +23,8 @@ logger = logging.getLogger("jaxremat")
 UNPROVED = {
     ATTENTION: "attention without its matrix of scores",
     COPIES: "values in fewer bits",
-    INNER: "loops within loops laid open",
-    LOOP: "loops in levels or parts",
+    INNER: "loops within loops inlined",
+    LOOP: "loops with nested checkpointing or parts",
     REVERSED: "values computed back from results",
     ROWS: "work in chunks of rows or in microbatches",
 }

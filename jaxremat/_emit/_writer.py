@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, Var
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._rewrite._kernel_choice import inline, replaced
-from .._rewrite._loop_opening import CARRY, LAST, SLICE, STACK
+from .._rewrite._loop_inlining import CARRY, LAST, SLICE, STACK
 from .._rewrite._stack_buffers import begun_late, stacked_nbytes
 from ._analysis import Analysis
 from ._constraints import ZERO, Constraint, Point, constraints
@@ -24,10 +24,10 @@ from ._differentiable_barrier import fence
 from ._hoisting import ZERO as ZERO_LITERAL
 
 SCOPES = {
-    "blocks": "fence_block",
+    "blocks": "barrier_block",
     "last reads": "last_read",
-    "masks": "fence_mask",
-    "weights": "fence_operand",
+    "masks": "barrier_mask",
+    "weights": "barrier_operand",
 }
 """What barriers beside equations are called in name stacks, by the rules that they are for."""
 
@@ -65,7 +65,7 @@ class Writer:
         for eqn in eqns:
             placed = inline(eqn) if self._needs_replacement(eqn) else [eqn]
             if (
-                graph.backend.hoists
+                graph.backend.materialises_eagerly
                 and self._is_late
                 and loop < 0
                 and stacked_nbytes(eqn) > graph.small_nbytes
@@ -97,7 +97,7 @@ class Writer:
         if clone_of is not None:
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
             made = _compat.in_scope(made.replace(outvars=outvars), f"recompute_{clone_of}")
-        if ZERO in behind and step.graph.backend.hoists:
+        if ZERO in behind and step.graph.backend.materialises_eagerly:
             made = made.replace(invars=[behind[ZERO]])
         elif eqn.primitive is STACK and len(eqn.invars) == 1 and eqn.params["loop"] in self._zeros:
             made = made.replace(invars=[*made.invars, self._zeros[eqn.params["loop"]]])
@@ -160,7 +160,7 @@ class Writer:
         held, until = _alike(held, both), _alike(until, both)
         source = self.step.source[self.step.graph.forward_stop if inner else at.number].source_info
         if inner:
-            scope = f"fence_{at.number}" if at.number < len(self.step.graph.stages) else "fence_updates"
+            scope = f"barrier_{at.number}" if at.number < len(self.step.graph.stages) else "barrier_updates"
         else:
             scope = SCOPES[found[0].why]
         operands = [self.clones.get(v) or self._names.get(v, v) for v in (*held, *until)]

@@ -33,7 +33,7 @@ def build_graph(traced: Traced, facts: BaselineFacts, otherwise: float | None = 
         nonlocal written, workspace
         for loop, iteration in iterations.items():
             # Of pairs, a compiler that does not fuse reductions writes what the rules say, and some more.
-            add = partial(written.also, loop) if facts.backend.fuses else written.with_
+            add = partial(written.also, loop) if facts.backend.fuses_reductions else written.with_
             written = add(facts.written_in(iteration))
         workspace = workspace | facts.workspace_in(traced, iterations.values())
         return lower(

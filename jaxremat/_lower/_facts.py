@@ -23,7 +23,7 @@ from .._model._backend import Backend, backend
 from .._model._device_specs import DeviceSpec
 from .._model._pins import Patterns
 from .._rewrite._encodings import decoders
-from .._rewrite._flat_program import ALONE
+from .._rewrite._flat_program import UNPAIRED
 from .._rewrite._trace import Traced
 from .._runtime._progress import phase
 from ._iteration import Iteration
@@ -67,7 +67,7 @@ class BaselineFacts:
     @property
     def by_kernels(self) -> bool:
         """Whether the compiled kernels say what a step takes."""
-        return self.backend.fuses and self.profile == "roofline"
+        return self.backend.fuses_reductions and self.profile == "roofline"
 
     @cached_property
     def _written(self) -> Written:
@@ -102,9 +102,9 @@ class BaselineFacts:
     def workspace(self, traced: Traced) -> dict[int, Scratch]:
         """Return scratch memory by equation: what the program shows, and of bodies of loops what they need alone."""
         there, among = self.division.local(traced)[0], None
-        if self.backend.fuses:
+        if self.backend.fuses_reductions:
             own = (i for i, loop in enumerate(traced.loop_of) if loop >= 0)
-            among = {i for i in own if traced.loops[traced.loop_of[i]].role == ALONE}
+            among = {i for i in own if traced.loops[traced.loop_of[i]].role == UNPAIRED}
             among.update(i for i, eqn in enumerate(traced.jaxpr.jaxpr.eqns) if is_whole(eqn))
         least = int(self.temporaries_nbytes * _WORKSPACE_SHARE)
         alone = workspaces(there, self.program, self.device.platform, least, among)
@@ -121,7 +121,7 @@ class BaselineFacts:
         """
         found: dict[int, Scratch] = {}
         eqns = self.division.local(traced)[0].jaxpr.jaxpr.eqns
-        for iteration in iterations if self.backend.fuses else ():
+        for iteration in iterations if self.backend.fuses_reductions else ():
             places = dict(enumerate(iteration.places))
             shown = scratch(self.compiled(iteration), [eqns[i] for i in iteration.places])
             found |= {places[j]: each.renumbered(places) for j, each in shown.items()}

@@ -22,15 +22,15 @@ from .._emit._analysis import Analysis
 from .._emit._emit import write
 from .._model._backend import Backend
 from .._model._graph import Graph
-from .._model._schedule import everything
+from .._model._schedule import save_all
 from .._model._stages import uncut
 from .._program import _compat
 from .._program._host_arguments import to_host
 from .._program._primitives import inner_jaxprs, is_loop_edge, is_loop_slice, on_host
-from .._rewrite._flat_program import ALONE, BACKWARD, FORWARD, Loop, with_eqns
+from .._rewrite._flat_program import BACKWARD, FORWARD, UNPAIRED, Loop, with_eqns
 from .._rewrite._kernel_choice import inline, replaced
-from .._rewrite._loop_closing import before_fences, closed_within, name_before, scan_of
-from .._rewrite._loop_opening import append, operands, row_at, row_written
+from .._rewrite._loop_closing import before_barriers, closed_within, name_before, scan_of
+from .._rewrite._loop_inlining import append, operands, row_at, row_written
 from .._rewrite._sinking import sink
 from .._rewrite._trace import Traced
 
@@ -76,7 +76,7 @@ class Iteration:
         evaluate = jex.jaxpr_as_fun(traced.alone(self.closed))
 
         def iteration(*args: jax.Array) -> list[jax.Array]:
-            """What JAX is to return in the host's memory it looks for among copies there."""
+            """What JAX is to return in host memory it looks for among copies there."""
             results = evaluate(*args)
             return [jax.device_put(a, jax.memory.Space.Host) if on_host(a.aval) else a for a in results]
 
@@ -94,7 +94,7 @@ def backward(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iterat
     """Iterations of the backward loops that find all saved that the forward pass writes, by loop."""
     named, places = _tagged(traced, [loop.id for loop in _alive(traced) if loop.role == BACKWARD])
     graph = replace(graph, stages=uncut(graph))
-    written = write(Analysis(named, graph, everything(graph)))
+    written = write(Analysis(named, graph, save_all(graph)))
     return _iterations(written.eqns, written.loop_of, traced.loops, places, backend)
 
 
@@ -102,10 +102,12 @@ def repeated(traced: Traced, backend: Backend) -> dict[int, Iteration]:
     """Iterations of the loops with a forward and a backward pass of their own, by loop."""
     found: dict[int, Iteration] = {}
     for loop in _alive(traced):
-        if loop.role == ALONE:
+        if loop.role == UNPAIRED:
             named, places = _tagged(traced, [loop.id])
             eqns = named.jaxpr.jaxpr.eqns
-            closed = closed_within(eqns, traced.loop_of, traced.loops, loop.id, hoists=backend.hoists)
+            closed = closed_within(
+                eqns, traced.loop_of, traced.loops, loop.id, materialises_eagerly=backend.materialises_eagerly
+            )
             flat, loop_of = (list(each) for each in zip(*closed, strict=True))
             found |= _iterations(flat, loop_of, traced.loops, places, backend)
     return found
@@ -144,7 +146,7 @@ def _iterations(
             sections[loop].append(eqn)
         if is_loop_slice(eqn):
             slices[eqn.outvars[0]] = eqn, loop
-    before, found = before_fences(eqns), {}
+    before, found = before_barriers(eqns), {}
     for loop, section in sections.items():
         group = loops[loop].group
         whole = [*section]
@@ -154,7 +156,12 @@ def _iterations(
                 if row is not None and of != loop and loops[of].group == group and row not in whole:
                     whole.append(row)
         rows = whole[len(section) :]
-        scan = scan_of([*reversed(rows), *section], loops[loop], before, hoists=backend.hoists)
+        scan = scan_of(
+            [*reversed(rows), *section],
+            loops[loop],
+            before,
+            materialises_eagerly=backend.materialises_eagerly,
+        )
         found[loop] = _once(scan, places[loop], replaced(backend), name_before(before))
     return found
 
@@ -162,7 +169,7 @@ def _iterations(
 def _once(
     scan: jex.JaxprEqn,
     places: tuple[int, ...],
-    poor: Callable[[jex.JaxprEqn], bool],
+    needs_replacement: Callable[[jex.JaxprEqn], bool],
     same: Callable[[jex.Var | jex.Literal], jex.Var | jex.Literal],
 ) -> Iteration:
     """The program of one iteration of a scan, at an index that is given."""
@@ -174,7 +181,7 @@ def _once(
     eqns: list[jex.JaxprEqn] = []
     for array, row in zip(whole, jaxpr.invars[len(consts) + len(init) :], strict=True):
         append(eqns, row_at, (array, index), scan, row)
-    eqns.extend(each for eqn in jaxpr.eqns for each in (inline(eqn) if poor(eqn) else [eqn]))
+    eqns.extend(each for eqn in jaxpr.eqns for each in (inline(eqn) if needs_replacement(eqn) else [eqn]))
     stacks = [_compat.new_var(v.aval) for v in scan.outvars[len(init) :]]
     filled = [
         append(eqns, row_written, (stack, row, index), scan)

@@ -57,26 +57,28 @@ def priced(
     """
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
     # contractions and reductions that the compiler fuses into their reader
-    heavy: dict[int, frozenset[int]] = {}
+    fusion_root: dict[int, frozenset[int]] = {}
     costly: set[int] = (
         set()
     )  # values with arithmetic in them that the compiler does not repeat in each reader
     for node in graph.nodes:
         below = sum(light.get(v, 0.0) for v in node.inputs)
-        inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
+        inner = frozenset().union(*(fusion_root.get(v, frozenset()) for v in node.inputs))
         fused = (v for v in node.inputs if not graph.values[v].materialised)
         if is_costly(eqns[node.id]) or not costly.isdisjoint(fused):
             costly.update(node.outputs)
         for v in node.outputs:
             if not graph.values[v].materialised:
                 # Fused chains are trees written as DAGs: bounded, lest shared operands count exponentially often.
-                own = 0.0 if node.heavy else node.flops
+                own = 0.0 if node.fusion_root else node.flops
                 light[v] = min(own + below, MOST_FUSED_FLOPS * max(graph.values[v].nbytes, 1))
-                heavy[v] = inner | {node.id} if node.heavy else inner
+                fusion_root[v] = inner | {node.id} if node.fusion_root else inner
     loaded = _contracted(graph, eqns)
     beside: dict[int, float] = {}  # what saving values costs that are written for the backward pass alone
     alone = (
-        _for_later(graph, written) if written and graph.backend.fuses and not graph.parents else frozenset()
+        _for_later(graph, written)
+        if written and graph.backend.fuses_reductions and not graph.parents
+        else frozenset()
     )
     behind: dict[int, frozenset[int]] = {}  # what these are made of
     nodes = []
@@ -86,7 +88,7 @@ def priced(
         if not graph.kernel[node.id] or is_view(eqn) or is_loop_edge(eqn) or fused_away:
             nodes.append(node)
             continue
-        inner = frozenset().union(*(heavy.get(v, frozenset()) for v in node.inputs))
+        inner = frozenset().union(*(fusion_root.get(v, frozenset()) for v in node.inputs))
         flops = (
             node.flops
             + sum(light.get(v, 0.0) for v in node.inputs)
@@ -111,10 +113,10 @@ def priced(
             once += sum(sent) / device.link + len(sent) * device.collective_seconds
         times = graph.total_trips[node.loop] if node.loop >= 0 else 1
         step_seconds += once * times
-        if not node.heavy and not inner and not any(v in loaded for v in node.outputs):
+        if not node.fusion_root and not inner and not any(v in loaded for v in node.outputs):
             # Its readers absorb it: they read its operands in its place.
             more = max(read - made, 0)
-            if graph.backend.fuses and node.loop < 0:
+            if graph.backend.fuses_reductions and node.loop < 0:
                 more = _read_instead(graph, node, written)
                 for v in alone.intersection(node.outputs):
                     behind[v] = sources
@@ -124,11 +126,11 @@ def priced(
                 once = absorbed
             else:  # absorbed by one reader, not by several
                 late = _late_readers(graph, node, written)
-                partners = late if len(late) == 1 else ()
-                node = replace(node, partners=partners, joined_seconds=min(absorbed, once))
-        elif partners := _partners(graph, node, written, eqns):
+                fusable_into = late if len(late) == 1 else ()
+                node = replace(node, fusable_into=fusable_into, fused_seconds=min(absorbed, once))
+        elif fusable_into := _fusable_into(graph, node, written, eqns):
             joined = slower * _absorbed_seconds(device, flops / device.peak(flops_dtype(eqn)), read, made)
-            node = replace(node, partners=partners, joined_seconds=min(joined, once))
+            node = replace(node, fusable_into=fusable_into, fused_seconds=min(joined, once))
         nodes.append(replace(node, seconds=once * times))
     graph = replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
     if beside:
@@ -155,7 +157,7 @@ def _late(graph: Graph, writes: Set[int], reads: Set[int]) -> int:
     return min(made) if made else max((n for n in reads if not graph.nodes[n].forward), default=-1)
 
 
-def _partners(
+def _fusable_into(
     graph: Graph,
     node: Node,
     written: Written | None,
@@ -168,7 +170,7 @@ def _partners(
     """
     if (
         written is None
-        or not graph.backend.fuses
+        or not graph.backend.fuses_reductions
         or node.loop >= 0
         or not node.forward
         or len(node.outputs) != 1
@@ -281,7 +283,7 @@ def _stacking_seconds(graph: Graph, value: Value, device: DeviceSpec, loaded: Se
     A compiler that fuses fills the stack with zeros first and copies each value into it. Out of it that copies what
     a contraction reads, or several kernels; a single other kernel reads the stack itself.
     """
-    if not graph.backend.fuses:
+    if not graph.backend.fuses_reductions:
         return 2 * COPIES * value.nbytes / device.bandwidth
     copies = 2 if value.id in loaded else 1
     return (1 + 2 * copies) * value.nbytes / device.bandwidth + copies * device.launch_seconds

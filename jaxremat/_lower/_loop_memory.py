@@ -1,4 +1,4 @@
-"""Nodes of loops laid open -> what is in memory because of the loops, whatever XLA's fusion does."""
+"""Nodes of loops inlined -> what is in memory because of the loops, whatever XLA's fusion does."""
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
@@ -56,7 +56,7 @@ def written_whole(nodes: Sequence[Node], in_memory: Set[int]) -> set[int]:
     hidden: set[int] = set()
     row = {"scan_stack": 0, "dynamic_update_slice": 1}
     for node in nodes:
-        if node.heavy or not hidden.isdisjoint(node.inputs):
+        if node.fusion_root or not hidden.isdisjoint(node.inputs):
             hidden.update(v for v in node.outputs if v not in in_memory)
     writes = [n for n in nodes if n.primitive in row and n.loop >= 0 and len(n.inputs) > row[n.primitive]]
     return {v for n in writes if (v := n.inputs[row[n.primitive]]) in hidden}
@@ -68,7 +68,7 @@ def with_waiting(
     nodes: Sequence[Node],
     values: Sequence[Value],
     loops: Sequence[Loop],
-    hoists: bool,
+    materialises_eagerly: bool,
 ) -> list[Node]:
     """The nodes, with what waits for its turn from the first iteration on as scratch memory, in loops within too.
 
@@ -86,7 +86,7 @@ def with_waiting(
             more, loop = more + waiting.get(loop, 0), loops[loop].parent
         found.append(replace(node, workspace_nbytes=node.workspace_nbytes + more) if more else node)
         if eqn.primitive.name == "scan_stack":
-            rows = [v for v in node.inputs[1:] if hoists and values[v].length]
+            rows = [v for v in node.inputs[1:] if materialises_eagerly and values[v].length]
             made = sum(values[v].nbytes for v in (*node.outputs, *rows) if not values[v].is_output)
             waiting[node.loop] = waiting.get(node.loop, 0) + made
         elif eqn.primitive.name == "scan_carry" and node.inputs and not read.isdisjoint(node.inputs):

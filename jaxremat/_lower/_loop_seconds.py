@@ -15,7 +15,7 @@ from .._compiler._tags import TAG
 from .._model._graph import Graph
 from .._model._loop_levels import deep
 from .._model._variant import PLAIN, REVERSED, Variant
-from .._rewrite._flat_program import ALONE, FORWARD, Loop
+from .._rewrite._flat_program import FORWARD, UNPAIRED, Loop
 from .._rewrite._row_chunks import is_in_chunks
 from .._rewrite._trace import Traced
 from ._facts import BaselineFacts
@@ -62,7 +62,7 @@ def _known(loops: Sequence[Loop], variant: Variant) -> bool:
     """Whether iterations alone say what a variant's loops take: there are loops, and no others with loops in them than
     those that levels make.
     """
-    inner = any(loop.role == ALONE or loop.parent >= 0 for loop in loops)
+    inner = any(loop.role == UNPAIRED or loop.parent >= 0 for loop in loops)
     return bool(loops) and (not inner or deep(variant))
 
 

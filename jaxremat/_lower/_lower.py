@@ -23,14 +23,14 @@ from .._program import _compat
 from .._program._flops import aval_nbytes, eqn_flops, in_rounds
 from .._program._primitives import (
     is_fetch,
-    is_heavy,
+    is_fusion_root,
     is_light,
     is_product,
     is_put,
     is_repeatable,
     reads_memory,
 )
-from .._rewrite._backward_equations import late_equations
+from .._rewrite._backward_equations import backward_equations
 from .._rewrite._decisions import of_one_run
 from .._rewrite._flat_program import FORWARD, Loop
 from .._rewrite._gathered_operands import is_gather
@@ -96,9 +96,9 @@ def lower(
         add(var, -1)
     nodes: list[Node] = []
     summed, gathered = (written.summed, written.gathered) if written is not None else ({}, {})
-    fuses = backend(device.platform).fuses
-    late = late_equations(jaxpr.eqns, traced.loop_of, traced.loops)
-    once = of_one_run(jaxpr.eqns, late)
+    fuses_reductions = backend(device.platform).fuses_reductions
+    in_backward = backward_equations(jaxpr.eqns, traced.loop_of, traced.loops)
+    once = of_one_run(jaxpr.eqns, in_backward)
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
         loop = traced.loops[traced.loop_of[i]] if traced.loop_of[i] >= 0 else None
@@ -112,9 +112,9 @@ def lower(
                 seconds=0.0,
                 flops=eqn_flops(eqn) if flops is None else flops[i],
                 workspace_nbytes=workspace[i].nbytes if workspace and i in workspace else 0,
-                heavy=is_heavy(eqn) or is_gather(eqn) or in_rounds(device, eqn),
+                fusion_root=is_fusion_root(eqn) or is_gather(eqn) or in_rounds(device, eqn),
                 contraction=is_gather(eqn) or reads_memory(eqn),
-                forward=not late[i],
+                forward=not in_backward[i],
                 repeatable=is_repeatable(eqn)
                 and i not in once
                 and (is_gather(eqn) or is_product(eqn) or not (i in summed or i in gathered)),
@@ -135,7 +135,7 @@ def lower(
             v for v in in_memory if values[v].producer >= 0 and nodes[values[v].producer].loop not in known
         }
         in_memory = _by_compiler(jaxpr.eqns, nodes, values, written.sizes) | inside
-        if fuses:
+        if fuses_reductions:
             in_memory |= written_sums(jaxpr.eqns, nodes, values)
         else:
             in_memory |= _unnamed(nodes, written.sizes)
@@ -143,17 +143,19 @@ def lower(
     in_memory -= sunk
     sums = sums_of_scattered(jaxpr.eqns, nodes)
     in_memory = in_memory - sums.keys() | set(sums.values())
-    nodes = [replace(n, heavy=False) if not sums.keys().isdisjoint(n.outputs) else n for n in nodes]
+    nodes = [replace(n, fusion_root=False) if not sums.keys().isdisjoint(n.outputs) else n for n in nodes]
     crossing = crossing_values(jaxpr.eqns, nodes, values, sunk)
     in_memory |= crossing | carried_values(jaxpr.eqns, nodes)
     in_memory |= {v for n in nodes for v in {FETCH: n.outputs, PUT: n.inputs}.get(n.primitive, ())}
     in_memory |= written_whole(nodes, in_memory)
     nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
-    nodes = with_waiting(jaxpr.eqns, nodes, values, traced.loops, backend(device.platform).hoists)
+    nodes = with_waiting(
+        jaxpr.eqns, nodes, values, traced.loops, backend(device.platform).materialises_eagerly
+    )
     copies = {index[v] for each in traced.encoded for v in each.parts}
     in_memory -= {index[v] for each in traced.encoded if each.exact for v in (each.whole, each.decoded)}
     in_memory |= copies | {v.id for v in values if v.producer < 0 or v.is_output}
-    axes = axes_in_memory(jaxpr.eqns, nodes, values, device.chip if fuses else None)
+    axes = axes_in_memory(jaxpr.eqns, nodes, values, device.chip if fuses_reductions else None)
     values = [
         replace(v, materialised=v.id in in_memory, axes=axes.get(v.id, ()) if v.nbytes else ())
         for v in values
@@ -276,7 +278,7 @@ def _unnamed(nodes: Sequence[Node], written: Mapping[int, Sequence[int]]) -> set
 
 def _by_rules(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
     """What XLA's fusion usually leaves in memory: results and operands of heavy work, and values read far apart."""
-    chosen = {v for node in nodes if node.heavy for v in node.outputs}
+    chosen = {v for node in nodes if node.fusion_root for v in node.outputs}
     chosen |= _read_in_memory(eqns, nodes, values, lambda node: True)
     readers: dict[int, list[int]] = {}
     for node in nodes:
@@ -286,7 +288,7 @@ def _by_rules(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Seque
         producer = values[v].producer
         if producer < 0 or is_light(eqns[producer]):
             continue
-        kernels = sum(nodes[u].heavy for u in users)
+        kernels = sum(nodes[u].fusion_root for u in users)
         if kernels > 1 or (kernels and len(users) > 2):
             chosen.add(v)
     return chosen

@@ -10,18 +10,18 @@ class Backend:
 
     **Fields:**
 
-    - `hoists`: it makes large arrays (broadcasts, zeros, operands in another layout, costly pointwise results) long
-      before they are read, unless a fence holds back what they are made of.
-    - `fuses`: it makes one kernel of a reduction or an update and of what makes its operands, which a fence would cut
-      in two. So fences are few, updates run in the stage of their gradient, and the kernels of a compiled program say
-      what it costs.
+    - `materialises_eagerly`: it makes large arrays (broadcasts, zeros, operands in another layout, costly pointwise
+      results) long before they are read, unless a barrier holds back what they are made of.
+    - `fuses_reductions`: it makes one kernel of a reduction or an update and of what makes its operands, which a
+      barrier would cut in two. So barriers are few, updates run in the stage of their gradient, and the kernels of a
+      compiled program say what it costs.
     """
 
-    hoists: bool
-    fuses: bool
+    materialises_eagerly: bool
+    fuses_reductions: bool
 
 
 @functools.cache
 def backend(platform: str) -> Backend:
     """The compiler of a platform, by JAX's name (`"cpu"`, `"gpu"`, ...)."""
-    return Backend(hoists=platform == "cpu", fuses=platform != "cpu")
+    return Backend(materialises_eagerly=platform == "cpu", fuses_reductions=platform != "cpu")

@@ -34,7 +34,7 @@ class Builder:
         is_output: Sequence[bool] | bool = False,
         seconds: float = 1.0,
         workspace: int = 0,
-        heavy: bool = True,
+        fusion_root: bool = True,
         contraction: bool = False,
         forward: bool | None = None,
         repeatable: bool = True,
@@ -54,7 +54,7 @@ class Builder:
                 outputs=outputs,
                 seconds=seconds,
                 workspace_nbytes=workspace * UNIT,
-                heavy=heavy,
+                fusion_root=fusion_root,
                 contraction=contraction,
                 forward=not self.starts if forward is None else forward,
                 repeatable=repeatable,
@@ -94,7 +94,7 @@ def in_loops(graph: Graph, length: int, saved_seconds: float = 0.0) -> Graph:
     **Arguments:** `saved_seconds` what stacking costs, for each value that need not be.
     """
     stop = graph.forward_stop
-    nodes = tuple(replace(n, loop=int(n.id >= stop), contraction=n.heavy) for n in graph.nodes)
+    nodes = tuple(replace(n, loop=int(n.id >= stop), contraction=n.fusion_root) for n in graph.nodes)
     values = tuple(
         replace(v, length=length, is_output=False) if 0 <= v.producer < stop else v for v in graph.values
     )
@@ -138,9 +138,11 @@ def blocks(count: int, *, inner: int = 3, big: int = 4) -> Graph:
         values, v = [stream], stream
         for i in range(inner):
             kernel = i != 1
-            (v,) = build.node([v], [big], materialised=kernel, heavy=kernel, seconds=2.0 if kernel else 0.25)
+            (v,) = build.node(
+                [v], [big], materialised=kernel, fusion_root=kernel, seconds=2.0 if kernel else 0.25
+            )
             values.append(v)
-        (stream,) = build.node([stream, v], [1], heavy=False, seconds=0.5, primitive="add")
+        (stream,) = build.node([stream, v], [1], fusion_root=False, seconds=0.5, primitive="add")
         made.append(values)
     cotangent: list[int] = []
     for values in reversed(made):
@@ -176,7 +178,7 @@ def passes(count: int, length: int, *, size: int = 2) -> Graph:
                     scope="transpose(jvp())",
                 )
             )
-        (weights,) = build.node(cotangent, [1], is_output=turn + 1 == count, seconds=0.25, heavy=False)
+        (weights,) = build.node(cotangent, [1], is_output=turn + 1 == count, seconds=0.25, fusion_root=False)
     return build.graph(base=1)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from . import _tape
 from ._backend import Backend, backend
-from ._host_copies import Away, HostMemory
+from ._host_copies import HostMemory, Offload
 from ._reuse import in_place
 from ._variant import PLAIN, Variant
 
@@ -58,11 +58,11 @@ class Node:
     **Fields:** `id` its place in the schedule; `primitive` its name in JAX; `inputs` and `outputs` value ids;
     `seconds` what running it once more costs on the device, all iterations of its loop together; `flops` of one
     iteration; `workspace_nbytes` scratch memory while it runs;
-    `partners` nodes of the backward pass into whose kernel the compiler takes it where they run in its stage, and
-    `joined_seconds` what running it once more costs there, if nothing else that runs again reads its result;
+    `fusable_into` nodes of the backward pass into whose kernel the compiler takes it where they run in its stage, and
+    `fused_seconds` what running it once more costs there, if nothing else that runs again reads its result;
     `summed_nbytes` and `gathered_nbytes` what a device sends to others in one iteration to add up their parts of its
     result, and otherwise;
-    `heavy` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
+    `fusion_root` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
     can absorb; `contraction` whether its operands must be in memory, because it absorbs none of them; `forward`
     whether its outputs may be residuals; `repeatable` whether it may run twice; `decides` whether it may not because it
     is a decision, or what one compares; `scope` its JAX name stack; `source` the user's line, `file.py:12 (function)`;
@@ -76,7 +76,7 @@ class Node:
     seconds: float
     flops: float = 0.0
     workspace_nbytes: int = 0
-    heavy: bool = False
+    fusion_root: bool = False
     contraction: bool = False
     forward: bool = True
     repeatable: bool = True
@@ -84,8 +84,8 @@ class Node:
     scope: str = ""
     source: str = ""
     loop: int = -1
-    partners: tuple[int, ...] = ()
-    joined_seconds: float = 0.0
+    fusable_into: tuple[int, ...] = ()
+    fused_seconds: float = 0.0
     summed_nbytes: int = 0
     gathered_nbytes: int = 0
 
@@ -108,7 +108,7 @@ class Stage:
     """A stretch `start <= node id < stop` of the schedule, before which dropped values are recomputed.
 
     **Fields:** `finished` the values (weight gradients, statistics) that say that it is done; `deferred` those of its
-    nodes (optimizer updates) that wait for a later fence, each with the stage of that fence.
+    nodes (optimizer updates) that wait for a later barrier, each with the stage of that barrier.
     """
 
     start: int
@@ -244,7 +244,7 @@ class Graph:
         """The node with which one that a stage runs again is part of a kernel, if nothing that it does reads it; -1 for
         none.
         """
-        return next((m for m in self.nodes[n].partners if self.stage_of[m] == stage), -1)
+        return next((m for m in self.nodes[n].fusable_into if self.stage_of[m] == stage), -1)
 
     @cached_property
     def forward_tape(self) -> _tape.Tape:
@@ -265,7 +265,7 @@ class Graph:
     def kernel(self) -> tuple[bool, ...]:
         """For each node whether it writes memory or is heavy, so that it runs as (the root of) a kernel."""
         return tuple(
-            n.heavy or not n.outputs or any(self.values[v].materialised for v in n.outputs)
+            n.fusion_root or not n.outputs or any(self.values[v].materialised for v in n.outputs)
             for n in self.nodes
         )
 
@@ -303,13 +303,13 @@ class Graph:
         return last | {v: len(self.nodes) for node in self.nodes if node.forward for v in self.reads[node.id]}
 
     @cached_property
-    def away(self) -> Away:
+    def away(self) -> Offload:
         """Which values may be in host memory between their readers, and when."""
-        return Away(self)
+        return Offload(self)
 
     @cached_property
     def lingering(self) -> dict[int, int]:
-        """The finished values that deferred nodes read, each with the last stage of whose fence one waits."""
+        """The finished values that deferred nodes read, each with the last stage of whose barrier one waits."""
         lingering: dict[int, int] = {}
         for stage in self.stages:
             finished = set(stage.finished)
@@ -369,7 +369,7 @@ class Graph:
         of their own for each stack, however small.
         """
         small = self.values[value].saved_nbytes <= self.small_nbytes
-        return small and not (self.values[value].length and self.backend.fuses)
+        return small and not (self.values[value].length and self.backend.fuses_reductions)
 
     def is_residual(self, value: int) -> bool:
         """Whether the forward pass made the value."""

@@ -190,9 +190,9 @@ class HostCopy(NamedTuple):
 
 
 class Transit(NamedTuple):
-    """A copy on its way, by the clock of `Away.starts` and by how much the step is later than that.
+    """A copy on its way, by the clock of `Offload.starts` and by how much the step is later than that.
 
-    **Fields:** `value`; `back` whether it comes from the host's memory; `begin` and `end` in seconds: those of a stack
+    **Fields:** `value`; `back` whether it comes from host memory; `begin` and `end` in seconds: those of a stack
     are of the loop beside which its slices go.
     """
 
@@ -212,7 +212,7 @@ class Reading(NamedTuple):
     node: int
 
 
-class Away:
+class Offload:
     """The values of a graph that may be in host memory.
 
     **Fields:** `starts` the seconds at which each node begins in a step of this form that recomputes nothing.

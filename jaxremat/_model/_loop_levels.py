@@ -8,9 +8,9 @@ them, has at most
 carries in memory at once, for `d - 1` more runs of its forward pass: about `d * L ** (1 / d)`, which `d = log L` makes
 `O(log L)`. A rest is run no more than once, and costs nothing until it has as many iterations as all the inner levels.
 
-A loop in levels absorbs the updates of what it stacks (see `_update_absorption`): one of a single level does nothing
-else, or, if that has fewer than `L` iterations, is divided: it and its rest are two pairs, each with a plan of its
-own. The rest may be divided again: negative numbers behind the levels are lengths of more parts.
+A loop with nested checkpointing absorbs the updates of what it stacks (see `_optimizer_in_backward`): one of a single
+level does nothing else, or, if that has fewer than `L` iterations, is divided: it and its rest are two pairs, each with
+a plan of its own. The rest may be divided again: negative numbers behind the levels are lengths of more parts.
 
 The last iteration is the first that the backward pass comes to. What others recompute there it has just made, so that
 saving it needs no more memory than that; it is a part of its own.
@@ -66,7 +66,7 @@ def carries(length: int, lengths: Sequence[int]) -> int:
     return max(levels[0] + sum(behind), sum(levels))
 
 
-@mechanism("loops in levels", off=lambda _: ((),))
+@mechanism("loops with nested checkpointing", off=lambda _: ((),))
 @cache
 def choices(length: int) -> tuple[tuple[int, ...], ...]:
     """Lengths by level for a loop: as it is, and then of one level more each, as long as that saves carries."""
@@ -120,7 +120,8 @@ class Loops:
     ) -> "Loops":
         """Those of the graph of a step's plain form; `cuttable` says which may be other loops at all.
 
-        A loop in levels makes all that its iterations make again: where some of it must be saved, it has one level.
+        A loop with nested checkpointing makes all that its iterations make again: where some of it must be saved, it
+        has one level.
         """
         place = {loop: i for i, loop in enumerate(graph.pairs)}
         nbytes, seconds = [0] * len(place), [0.0] * len(place)
@@ -153,7 +154,7 @@ class Loops:
         again = (len(levels) - 1) * prod(levels) / length
         return Estimate(fewer + less_nbytes, again * self.forward_seconds[site] + more_seconds)
 
-    @mechanism("loops in levels, absorbed updates", off=lambda _: [])
+    @mechanism("loops with nested checkpointing, absorbed updates", off=lambda _: [])
     def rungs(self) -> Sequence[tuple[Choice, ...]]:
         """Return deeper and deeper levels of pairs, the first in one level; each cuts the pair further where that saves
         most bytes for its time.
@@ -182,7 +183,7 @@ class Loops:
             depth[max(saving, key=lambda i: saving[i] / (self.forward_seconds[i] or 1e-12))] += 1
 
     def unsplit(self, variant: Variant) -> bool:
-        """Return whether no pair is in levels or in parts."""
+        """Return whether no pair is with nested checkpointing or in parts."""
         return all(setting == (self.lengths[pair],) for pair, setting in variant.settings(LOOP).items())
 
     def split(self, pair: int, share: float) -> list[Choice]:

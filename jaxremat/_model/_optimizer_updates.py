@@ -1,8 +1,8 @@
-"""Graph + cuts -> stages: what each stage leaves behind for the optimizer, and which updates wait for a later fence.
+"""Graph + cuts -> stages: what each stage leaves behind for the optimizer, and which updates wait for a later barrier.
 
-A fence must wait for the stage before it, and what says that a stage is done are the results that nothing else goes on
-from: weight gradients, statistics. They are held until a later fence, with the updates behind it. Two reasons: the
-compiler drops what passes a fence and is read by nobody; and it copies every donated argument that is overwritten
+A barrier must wait for the stage before it, and what says that a stage is done are the results that nothing else goes
+on from: weight gradients, statistics. They are held until a later barrier, with the updates behind it. Two reasons: the
+compiler drops what passes a barrier and is read by nobody; and it copies every donated argument that is overwritten
 before its last reader is known to be done.
 
 Law: whatever reads a deferred node's results is deferred with it or longer, or runs after it.
@@ -50,7 +50,7 @@ def updated_alone(graph: Graph) -> list[int]:
     used: set[int] = set()
     for node in graph.nodes:
         first.update((v, node.id) for v in node.inputs if v not in first)
-        if node.id < graph.forward_stop or node.heavy:
+        if node.id < graph.forward_stop or node.fusion_root:
             used.update(node.inputs)
     return sorted((graph.donated & first.keys()) - used, key=first.__getitem__)
 
@@ -62,12 +62,12 @@ class _Updates:
         self.readers = _readers(graph)
         self.stage_of: dict[int, int] = {n: k for k, (a, b) in enumerate(pairwise(cuts)) for n in range(a, b)}
         self.final = _last_contractions(graph, self.readers)
-        # copies to the host's memory, each somewhere behind what it copies and returns
+        # copies to host memory, each somewhere behind what it copies and returns
         self.leaving = {n.id for n in graph.nodes if n.primitive == PUT}
         self.returned = {v for n in self.leaving for v in graph.nodes[n].inputs}
         self.overwriting = self._overwriting()
         self.prompt: set[int] = set()  # the nodes of updates that run in the stage of their gradient
-        finished = self._settled if graph.backend.fuses else self._finished
+        finished = self._settled if graph.backend.fuses_reductions else self._finished
         self.finished = [finished(range(a, b)) for a, b in pairwise(cuts)]
 
     def stages(self) -> tuple[Stage, ...]:
@@ -82,10 +82,10 @@ class _Updates:
 
         These free larger operands, or go into the update of a donated argument, which must not be put off either.
         """
-        return [v for node in self._heavy(nodes) for v in node.outputs if self._counts(node.id, v)]
+        return [v for node in self._fusion_root(nodes) for v in node.outputs if self._counts(node.id, v)]
 
-    def _heavy(self, nodes: range) -> list[Node]:
-        return [n for n in self.graph.nodes[nodes.start : nodes.stop] if n.heavy and not n.forward]
+    def _fusion_root(self, nodes: range) -> list[Node]:
+        return [n for n in self.graph.nodes[nodes.start : nodes.stop] if n.fusion_root and not n.forward]
 
     def _counts(self, n: int, v: int) -> bool:
         graph = self.graph
@@ -108,10 +108,10 @@ class _Updates:
 
 
         Those are the step's outputs that the line leads to, where all of its update can run within the stage: what
-        passes a fence is written, and updated arguments are in any case; all of them pass, lest the compiler compute
+        passes a barrier is written, and updated arguments are in any case; all of them pass, lest the compiler compute
         them apart. Else it is what its readers want, such as the transposed product. So it is for convolutions, which
         libraries write in a layout of their own: the updated arguments would pass in that layout, and be copied. What
-        the backward pass goes on from needs no fence to be done in time.
+        the backward pass goes on from needs no barrier to be done in time.
         """
         ends = self._ends(nodes)
         return self._left_behind([(n, v) for n, v in ends if n.contraction] or ends, nodes)
@@ -124,7 +124,7 @@ class _Updates:
 
     def _ends(self, nodes: range) -> list[tuple[Node, int]]:
         """The results of heavy work that end lines of it, and who makes them."""
-        ends = [(n, v) for n in self._heavy(nodes) if n.id in self.final for v in n.outputs]
+        ends = [(n, v) for n in self._fusion_root(nodes) if n.id in self.final for v in n.outputs]
         return [(n, v) for n, v in ends if self._counts(n.id, v)]
 
     def _left_behind(self, ends: Sequence[tuple[Node, int]], nodes: range) -> list[int]:
@@ -143,7 +143,7 @@ class _Updates:
         stack = [v]
         while stack:
             for n in self.readers[stack.pop()]:
-                if n not in nodes or graph.nodes[n].heavy:
+                if n not in nodes or graph.nodes[n].fusion_root:
                     return ()
                 if n not in update:
                     update.add(n)
@@ -164,12 +164,14 @@ class _Updates:
     def _moved(self, v: int, nodes: range) -> int:
         """A result in the form that its readers want: what its kernel does to it at the end is done by then.
 
-        Behind the fence it would be done in the update's kernel, which then could not write in place.
+        Behind the barrier it would be done in the update's kernel, which then could not write in place.
         """
         graph = self.graph
         while len(self.readers[v]) == 1:
             node = graph.nodes[self.readers[v][0]]
-            same = len(node.inputs) == 1 and len(node.outputs) == 1 and not node.heavy and node.id in nodes
+            same = (
+                len(node.inputs) == 1 and len(node.outputs) == 1 and not node.fusion_root and node.id in nodes
+            )
             if not same or graph.values[node.outputs[0]].nbytes != graph.values[v].nbytes:
                 break
             v = node.outputs[0]
@@ -185,7 +187,7 @@ class _Updates:
         return found
 
     def _waits(self) -> dict[int, int]:
-        """For each deferred node the stage whose fence it waits for; one past the last for the step's end."""
+        """For each deferred node the stage whose barrier it waits for; one past the last for the step's end."""
         graph, last = self.graph, len(self.cuts) - 1
         begun = {v for values in self.finished for v in values}
         done = self._done()
@@ -213,7 +215,7 @@ class _Updates:
             waits = self._following({n: k for n, k in waits.items() if n not in wrong}, begun)
 
     def _outside(self, k: int) -> int:
-        """The stage, or the first behind it whose fence does not stand in a loop."""
+        """The stage, or the first behind it whose barrier does not stand in a loop."""
         while self.cuts[k] < len(self.graph.nodes) and self.graph.around(self.cuts[k]) >= 0:
             k += 1
         return k
@@ -228,7 +230,9 @@ class _Updates:
         return following
 
     def _levelled(self, waits: dict[int, int]) -> dict[int, int]:
-        """The waits, raised until all of an update waits as long as its last part: what passes a fence is held back."""
+        """The waits, raised until all of an update waits as long as its last part: what passes a barrier
+        is held back.
+        """
         graph, levelled = self.graph, dict(waits)
         before = None
         while before != (before := tuple(levelled.values())):
@@ -247,7 +251,7 @@ class _Updates:
             node, stop = graph.nodes[n], self.cuts[min(k, last)]
             early = any(m < stop and m not in waits for v in node.outputs for m in self.readers[v])
             if (
-                node.heavy
+                node.fusion_root
                 or node.forward
                 or node.loop >= 0
                 or not node.repeatable
@@ -263,7 +267,9 @@ class _Updates:
         return self.graph.is_residual(v) and before and self.graph.values[v].nbytes > self.graph.small_nbytes
 
     def _done(self) -> dict[int, int]:
-        """For each node the first stage whose fence waits for it: the next, if what its own stage finishes needs it."""
+        """For each node the first stage whose barrier waits for it: the next, if what its own stage
+        finishes needs it.
+        """
         graph = self.graph
         done: dict[int, int] = {}
         for k, (start, stop) in enumerate(pairwise(self.cuts)):
@@ -279,7 +285,7 @@ class _Updates:
 
 
 def _readers(graph: Graph) -> list[list[int]]:
-    """For each value the nodes that read it, but for copies to the host's memory, which return it."""
+    """For each value the nodes that read it, but for copies to host memory, which return it."""
     return [[n for n in readers if graph.nodes[n].primitive != PUT] for readers in graph.readers]
 
 

@@ -26,14 +26,16 @@ def in_place(graph: Any) -> frozenset[int]:
     for node in graph.nodes:
         fused = [v for v in node.outputs if not graph.values[v].materialised]
         hidden = frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)) if fused else None
-        if hidden is not None and node.heavy:
+        if hidden is not None and node.fusion_root:
             hidden = hidden.union(*(graph.sources[v] for v in node.inputs))
         reduced.update((v, hidden) for v in fused if hidden)
 
     return frozenset(
         node.id
         for node in graph.nodes
-        if (node.primitive in OVERWRITING or not node.heavy) and not node.forward and len(node.outputs) == 1
+        if (node.primitive in OVERWRITING or not node.fusion_root)
+        and not node.forward
+        and len(node.outputs) == 1
         for nbytes in (graph.values[node.outputs[0]].nbytes,)
         for read in (frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)),)
         if any(v not in read and dies_at(graph, v, node, nbytes) for v in graph.reads[node.id])

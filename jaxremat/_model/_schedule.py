@@ -1,7 +1,8 @@
 """Saved values -> complete schedule: the closure that turns any choice of saved values into something runnable.
 
-Law: in a schedule made by `complete`, every residual that a stage reads is saved, recomputed in that stage from
-residuals available there, or kept from the stage before. What is saved may be in host memory between its readers.
+Law: in a schedule made by `close_over_dependencies`, every residual that a stage reads is saved, recomputed in that
+stage from residuals available there, or kept from the stage before. What is saved may be in host memory between its
+readers.
 """
 
 from collections.abc import Iterable
@@ -50,12 +51,12 @@ def must_save(graph: Graph) -> frozenset[int]:
     )
 
 
-def everything(graph: Graph) -> Schedule:
+def save_all(graph: Graph) -> Schedule:
     """The plain step's schedule."""
     return Schedule(frozenset(graph.residuals), ((),) * len(graph.stages))
 
 
-def complete(
+def close_over_dependencies(
     graph: Graph,
     saved: Iterable[int],
     kept: Iterable[tuple[int, int]] = (),
@@ -118,13 +119,13 @@ def _check_pins(graph: Graph, schedule: Schedule) -> None:
     residuals = frozenset(graph.residuals)
     for pin in graph.pins:
         if pin.action == "stage":
-            if pin.at not in cuts and not graph.backend.fuses:
+            if pin.at not in cuts and not graph.backend.fuses_reductions:
                 raise SolverError(f"No stage begins at node {pin.at}, where {pin.origin} wants one.")
         elif (pin.at in schedule.saved) == (pin.action == "recompute") and pin.at in residuals:
             done = "saves" if pin.action == "recompute" else "does not save"
             raise SolverError(
                 f"A schedule {done} value {pin.at}, against {pin.origin}. "
-                "`complete(graph, saved)` honours all pins; `graph.pins` lists them."
+                "`close_over_dependencies(graph, saved)` honours all pins; `graph.pins` lists them."
             )
 
 
@@ -144,7 +145,7 @@ def check(graph: Graph, schedule: Schedule) -> Schedule:
     if len(schedule.recomputed) != len(graph.stages):
         raise SolverError(
             f"A schedule has {len(schedule.recomputed)} stages and the graph {len(graph.stages)}. "
-            "Return `complete(graph, saved)`, or one tuple of nodes per stage."
+            "Return `close_over_dependencies(graph, saved)`, or one tuple of nodes per stage."
         )
     _check_ids("value", {*schedule.saved, *(v for v, _ in schedule.kept)}, len(graph.values))
     _check_ids("node", {n for nodes in schedule.recomputed for n in nodes}, len(graph.nodes))
@@ -203,6 +204,7 @@ def _check_copies(graph: Graph, schedule: Schedule) -> None:
         if not there:
             raise SolverError(
                 f"A schedule has value {copy.value} in host memory from node {copy.gone} to stage {copy.begun}, but it "
-                "is not saved, not made by then, or read before. `complete(graph, saved, kept, offloaded)` finds out "
+                "is not saved, not made by then, or read before. "
+                "`close_over_dependencies(graph, saved, kept, offloaded)` finds out "
                 "when values can be there."
             )

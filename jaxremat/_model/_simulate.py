@@ -3,7 +3,7 @@
 The schedule is played event by event: the forward kernels, then for each stage its recomputed kernels in forward
 order and its own kernels. A materialised value occupies its bytes from the kernel that makes it through the last
 kernel that reads it (a kernel of `Graph.in_place` writes over its operand, so its result counts from the next kernel
-on); a kernel's own workspace counts while it runs. What waits for a deferred update lives until its fence. Outputs of
+on); a kernel's own workspace counts while it runs. What waits for a deferred update lives until its barrier. Outputs of
 the step are part of the base.
 
 A saved value that is in host memory meanwhile (see `_host_copies`) is not there from its exit to the stage before which
@@ -87,13 +87,13 @@ def again_seconds(graph: Graph, schedule: Schedule) -> list[float]:
 def run_again(graph: Graph, stage: int, nodes: Sequence[int]) -> list[float]:
     """Seconds of each of the nodes that a stage runs again."""
     others = joined(graph, stage, nodes)
-    return [graph.nodes[n].joined_seconds if n in others else graph.nodes[n].seconds for n in nodes]
+    return [graph.nodes[n].fused_seconds if n in others else graph.nodes[n].seconds for n in nodes]
 
 
 def joined(graph: Graph, stage: int, nodes: Sequence[int]) -> dict[int, int]:
     """Of the nodes that a stage runs again those that are part of another kernel there, with a node of that."""
     read = {v for n in nodes for v in graph.reads[n]}
-    found = ((n, graph.joins(n, stage)) for n in nodes if graph.nodes[n].partners)
+    found = ((n, graph.joins(n, stage)) for n in nodes if graph.nodes[n].fusable_into)
     return {n: m for n, m in found if m >= 0 and read.isdisjoint(graph.nodes[n].outputs)}
 
 

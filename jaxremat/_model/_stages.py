@@ -137,7 +137,9 @@ def _spanning_and_consumed(
     for n, values in read.items():
         for v in values:
             producer = graph.nodes[graph.values[v].producer]
-            sources = () if fine or producer.heavy else (u for u in graph.reads[producer.id] if u in own)
+            sources = (
+                () if fine or producer.fusion_root else (u for u in graph.reads[producer.id] if u in own)
+            )
             for u in (v, *sources):
                 first.setdefault(u, n - start)
                 last[u] = n - start

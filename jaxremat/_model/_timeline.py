@@ -87,7 +87,7 @@ class Timeline:
     """Memory over one run of a step, as modelled.
 
     **Fields:** `seconds` of the whole run; `forward_seconds` where the backward pass begins; `moments` in order;
-    `copies` from and to the host's memory.
+    `copies` from and to host memory.
     """
 
     seconds: float
@@ -101,7 +101,7 @@ class Timeline:
         return max(self.moments, key=lambda m: m.nbytes, default=None)
 
     def link_seconds(self, back: bool) -> float:
-        """For how long something is on its way to the host's memory, or back."""
+        """For how long something is on its way to host memory, or back."""
         busy = until = 0.0
         for copy in sorted((copy for copy in self.copies if copy.back == back), key=lambda copy: copy.begin):
             busy += max(copy.end - max(copy.begin, until), 0.0)

@@ -19,7 +19,7 @@ from jaxlib import version as jaxlib
 
 from .._model._graph import Graph
 from .._model._optimizer_updates import with_updates
-from .._model._schedule import complete
+from .._model._schedule import close_over_dependencies
 from .._model._simulate import simulate
 from .._program import _compat
 from .._runtime._errors import ProcessError
@@ -89,7 +89,7 @@ def found_first(key: str, graph: Graph, found: Found, restrict: Callable[[Graph]
         return found
     cut = replace(graph, stages=with_updates(graph, [*first["starts"], len(graph.nodes)]))
     cut = restrict(cut) if restrict else cut
-    schedule = complete(cut, first["saved"], map(tuple, first["kept"]))
+    schedule = close_over_dependencies(cut, first["saved"], map(tuple, first["kept"]))
     solution = Solution(schedule, solver=found.solution.solver)
     return replace(found, graph=cut, solution=solution, profile=simulate(counted(cut), schedule))
 

@@ -55,7 +55,7 @@ def check_host_memory(offload: object, host_budget: Budget) -> None:
         return
     if not offload:
         raise ArgumentError(
-            f"`host_budget={host_budget!r}` is for values in the host's memory, and nothing is moved there without "
+            f"`host_budget={host_budget!r}` is for values in host memory, and nothing is moved there without "
             '`offload=True` or `offload="auto"`. Write both, or neither.'
         )
     try:

@@ -16,7 +16,7 @@ from .._compiler._program import Compiled
 from .._lower._build import build_graph
 from .._lower._facts import BaselineFacts
 from .._model._graph import Graph
-from .._model._schedule import Schedule, everything
+from .._model._schedule import Schedule, save_all
 from .._model._sites import Variants
 from .._model._variant import ATTENTION, Variant
 from .._rewrite._trace import Traced
@@ -107,7 +107,7 @@ class MeasuredGraphs(Graphs):
             module=tagged.module,
             base_nbytes=tagged.memory.base_nbytes,
             temporaries_nbytes=measured,
-            program=problem.sketch,
+            program=problem.unoptimised_build,
             device=problem.device,
             profile=problem.profile,
             here=problem.here,
@@ -163,7 +163,7 @@ class MeasuredGraphs(Graphs):
             traced = self.problem.form(alone)
             graph = self._lowered(traced, 0.0)
             with phase("compiling attention's form", kind="compile"):
-                compiled = self.problem.compile(self.problem.jitted(graph, everything(graph)))
+                compiled = self.problem.compile(self.problem.jitted(graph, save_all(graph)))
             self._around[alone] = compiled.seconds - self.baseline.tagged.seconds - graph.extra_seconds
         return self._around[alone]
 
@@ -219,7 +219,7 @@ class Baseline:
         """
         if self.compiled_tagged is not None:
             return self.compiled_tagged
-        timed = self.compiling is None or self.problem.undoes or self.problem.backend.fuses
+        timed = self.compiling is None or self.problem.undoes or self.problem.backend.fuses_reductions
         return self.problem.compile_tagged(timed=timed)
 
     @property

@@ -77,7 +77,7 @@ class CandidateSource:
 
     **Fields:** the `space`; `solver` and its `time_limit`; `temporaries_nbytes` of the plain step; the graphs `made` so
     far; the variants `left`, by whether they change numbers, and those that were `passed` over; those that were looked
-    at for what splitting a loop would gain (`looked_at`, with the host's memory that they had); `plain_nbytes` the
+    at for what splitting a loop would gain (`looked_at`, with host memory that they had); `plain_nbytes` the
     least that the plain step needs, once it does not fit; variants in fewer microbatches than that of least memory, the
     `shallower` ones.
     """
@@ -219,7 +219,7 @@ def _with_and_without_host(graph: Graph) -> list[Graph]:
 class Candidate:
     """One graph, cut into stages: what was `compiled` of it; the predicted peak to ask for next (`allowance`), and the
     `pending` solution for that, with its rank (`order`); by how many seconds the model erred on the last of its
-    variant, with the host's memory; whether no more is to be gained of it (`closed`).
+    variant, with host memory; whether no more is to be gained of it (`closed`).
     """
 
     graph: Graph
@@ -243,7 +243,7 @@ class Candidate:
 
 
 def cheapest(candidates: Sequence[Candidate], alike_seconds: float) -> Candidate | None:
-    """Return the cheapest candidate; of those that fit about as cheaply one that leaves the host's memory alone, and
+    """Return the cheapest candidate; of those that fit about as cheaply one that leaves host memory alone, and
     that of the fewest stages: where barriers divide what the compiler would make one kernel of, the model does not see
     it.
     """

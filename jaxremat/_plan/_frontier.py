@@ -90,7 +90,7 @@ class Frontier:
     **Fields:**
 
     - `points` by falling budget, from the plain step to the least memory.
-    - `policies` rules by hand, with the same stages and fences.
+    - `policies` rules by hand, with the same stages and barriers.
     - `bounds` pairs (price, share): in the solver's model no plan that recomputes for every stage afresh has an
       overhead below share - price x predicted peak in bytes.
     - `judged` which overhead chose the plans: `"compiled"` where the compiler makes one kernel of much, as on GPUs,

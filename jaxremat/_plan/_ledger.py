@@ -47,9 +47,9 @@ class Effort:
 
     **Fields:** `stopwatch` since planning began; `equations` of the step; `planning_seconds` that the user gave;
     `limited` whether work is; `turns` in which plans are looked for, which have as much work each and share the user's
-    seconds; `turn` the present one, from 1 on; `drafts` whether what is compiled in search is compiled anew to run;
-    `fits` whether there is a program that does anyway; `compile_seconds` of the last plan, at first of the plain step;
-    `compilations` of plans and `solves` so far; `exhausted` whether a limit on work has ended the search.
+    seconds; `turn` the present one, from 1 on; `unfused_builds` whether what is compiled in search is compiled anew to
+    run; `fits` whether there is a program that does anyway; `compile_seconds` of the last plan, at first of the plain
+    step; `compilations` of plans and `solves` so far; `exhausted` whether a limit on work has ended the search.
     """
 
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -58,7 +58,7 @@ class Effort:
     limited: bool = True
     turns: int = 1
     turn: int = 1
-    drafts: bool = False
+    unfused_builds: bool = False
     fits: bool = False
     compile_seconds: float = 0.0
     compilations: int = 0
@@ -73,7 +73,7 @@ class Effort:
     @property
     def left_seconds(self) -> float:
         """The user's, in this turn."""
-        finishing = self.compile_seconds if self.drafts else 0.0
+        finishing = self.compile_seconds if self.unfused_builds else 0.0
         return self.turn * self.planning_seconds / self.turns - self.stopwatch.seconds - finishing
 
     def allows(self, fits: bool) -> bool:
@@ -140,7 +140,7 @@ class CompiledCandidate:
         """Extra seconds of a step: of the compiled kernels where they say it, else by the model, unless those are
         many: what the compiler makes of a form may be another program than the model has in mind.
         """
-        if self.graph.backend.fuses:
+        if self.graph.backend.fuses_reductions:
             return self.compiled_overhead * self.graph.step_seconds
         believed = (self.compiled_overhead - DOUBT) * self.graph.step_seconds
         return max(self.profile.extra_seconds, believed) if believed > 0 else self.profile.extra_seconds
@@ -269,7 +269,7 @@ class Ledger:
         if not isinstance(solution, Solution):
             raise SolverError(
                 f"The solver {solver!r} returned a {type(solution).__name__}. "
-                "Its method `solve` must return a `jaxremat.Solution`, for example `Solution(complete(graph, saved))`."
+                "Its method `solve` must return a `jaxremat.Solution`, for example `Solution(close_over_dependencies(graph, saved))`."
             )
         check(graph, solution.schedule)
         return self._never_worse(graph, allowance, solution) if solver is self.solver else solution

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from .._model._graph import Graph
 from .._model._host_copies import HostCopy
 from .._model._optimizer_updates import with_updates
-from .._model._schedule import Passing, Schedule, complete
+from .._model._schedule import Passing, Schedule, close_over_dependencies
 from .._model._variant import Variant
 from .._report import Report
 from .._report._actions import Action, Actions
@@ -84,22 +84,22 @@ class Plan(Outcome, Written):
       `planning` how long it took, in parts.
     - `actions` per residual, largest first; `alive` what the compiled step has in memory at its peak besides arguments
       and outputs, the largest first, empty where not compiled; `account` where memory and time go, as modelled.
-    - `form` which sites of the step are done otherwise than written, and how: pairs of scans in levels, the outermost
-      first (see `_loop_segments`), in a single one where they merely absorb the updates of what they stack (see
-      `_update_absorption`), or in parts, each with a plan of its own; rows in so many chunks (see `_row_regions`);
-      values in fewer bits (see `_encodings`).
+    - `form` which sites of the step are done otherwise than written, and how: pairs of scans with nested checkpointing,
+      the outermost first (see `_nested_checkpointing`), in a single one where they merely absorb the updates of what
+      they stack (see `_optimizer_in_backward`), or in parts, each with a plan of its own; rows in so many chunks (see
+      `_row_regions`); values in fewer bits (see `_encodings`).
     - `loops` the same of loops and rows in words.
     - `copies` the values that are kept in fewer bits.
     - `devices` how many the step is on: all bytes are of one of them; `waiting` the share of the step's time for which
-      kernels wait for what comes back from the host's memory.
+      kernels wait for what comes back from host memory.
     - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
     - `warnings` of what planning found, which are given again whenever the plan is followed.
-    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `fence`,
+    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `barrier`,
       `offloaded` what the emitter needs. Of these `unrepeated` are the operations that may not run twice, some of
       which only the compiled plain step tells: those with which devices send each other something.
     - `detached` the operands of barriers that stand behind barriers of their own, so that XLA does not overwrite them
       while they are read.
-    - `on_host` the places, among the leaves of the traced arguments, of those that the plan keeps in the host's memory
+    - `on_host` the places, among the leaves of the traced arguments, of those that the plan keeps in host memory
       from step to step, and `on_host_nbytes` what they would take of the device's.
     - `collectives` how often devices send each other something, empty where not compiled or on one device.
     - `unproved` what of the form was not proved to compute the step before it was compiled, in words; numbers are
@@ -154,7 +154,7 @@ class Plan(Outcome, Written):
 
     def schedule(self, graph: Graph) -> Schedule:
         """The schedule of this plan on a graph that has its layout."""
-        schedule = complete(graph, self.saved, self.kept)
+        schedule = close_over_dependencies(graph, self.saved, self.kept)
         return replace(schedule, offloaded=frozenset(self.offloaded))
 
     def report(self) -> Report:

@@ -203,7 +203,7 @@ class _KeptPlans:
 
     def _overhead(self, plan: Plan) -> float:
         """Return what a plan is judged by: its compiled kernels where they say what a step takes."""
-        more = plan.compiled_overhead if self.problem.backend.fuses else None
+        more = plan.compiled_overhead if self.problem.backend.fuses_reductions else None
         return plan.overhead if more is None else more
 
 

@@ -114,7 +114,7 @@ def apply_plan(problem: Problem, plan: Plan, options: Options, *, to_run: bool =
         )
     if plan.offloaded and problem.device.platform == "cpu":
         raise PlanMismatchError(
-            f"The plan keeps {len(plan.offloaded)} values in the host's memory meanwhile, and a CPU has no memory "
+            f"The plan keeps {len(plan.offloaded)} values in host memory meanwhile, and a CPU has no memory "
             "besides that. Plan for this device without `offload=True`."
         )
     compiled, to_run = None, to_run or (verify and problem.compiles_to_run)
@@ -186,7 +186,7 @@ def warn_of(plan: Plan) -> None:
 
 def planned(problem: Problem, plan: Plan, options: Options, jitted: Any, compiled: CompiledStep) -> Planned:
     """The plan of a step that was compiled to be read."""
-    if not problem.drafts:
+    if not problem.unfused_builds:
         return Planned(plan, jitted, compiled)
     finish = partial(problem.finished, jitted)
     return Planned(plan, jitted, compiled, finish, partial(corrected, problem, plan, options))

@@ -26,7 +26,7 @@ from .._model._backend import Backend, backend
 from .._model._graph import Graph
 from .._model._host_copies import HostMemory
 from .._model._pins import Patterns
-from .._model._schedule import Passing, Schedule, complete, everything
+from .._model._schedule import Passing, Schedule, close_over_dependencies, save_all
 from .._model._simulate import simulate
 from .._model._sites import EXACT
 from .._model._variant import Variant
@@ -152,7 +152,7 @@ class Problem:
 
     @property
     def usable_host(self) -> HostMemory | None:
-        """The host's memory, as far as values of this step can be there."""
+        """Host memory, as far as values of this step can be there."""
         return None if self.traced.around else self.host
 
     @property
@@ -165,7 +165,7 @@ class Problem:
     def estimated_peak_nbytes(self) -> int:
         """The plain step's peak by the estimated graph."""
         stacked = as_stacked(self.estimated)
-        return simulate(stacked, everything(stacked)).peak_nbytes
+        return simulate(stacked, save_all(stacked)).peak_nbytes
 
     @property
     def undoes(self) -> bool:
@@ -182,7 +182,7 @@ class Problem:
     def as_checkpointed(self, graph: Graph) -> Schedule:
         """The schedule of this graph of the plain form that saves what the user's own checkpoints save."""
         again, made = self.traced.again, graph.values
-        return complete(graph, [v for v in graph.residuals if made[v].producer not in again])
+        return close_over_dependencies(graph, [v for v in graph.residuals if made[v].producer not in again])
 
     def jitted(
         self, graph: Graph, schedule: Schedule, fence: str = FINISHED, detached: Sequence[Passing] = ()
@@ -199,14 +199,14 @@ class Problem:
         return self._unproved.get(jitted, ())
 
     @cached_property
-    def draft(self) -> Program:
+    def unfused_build(self) -> Program:
         """The program as it is compiled to be read."""
-        return self.program.draft(self.device.platform, shared=len(self.processes) > 1)
+        return self.program.unfused_build(self.device.platform, shared=len(self.processes) > 1)
 
     @cached_property
-    def sketch(self) -> Program:
+    def unoptimised_build(self) -> Program:
         """The program as it is compiled to see what it writes to memory alone."""
-        return self.program.sketch(self.device.platform, shared=len(self.processes) > 1)
+        return self.program.unoptimised_build(self.device.platform, shared=len(self.processes) > 1)
 
     @cached_property
     def processes(self) -> tuple[int, ...]:
@@ -214,9 +214,9 @@ class Problem:
         return processes_of(self.program, self.args, self.kwargs)
 
     @property
-    def drafts(self) -> bool:
+    def unfused_builds(self) -> bool:
         """Whether what will run is compiled once more."""
-        return self.program.target is None and self.draft != self.program
+        return self.program.target is None and self.unfused_build != self.program
 
     @property
     def compiles_to_run(self) -> bool:
@@ -226,12 +226,12 @@ class Problem:
     @property
     def compiles_apart(self) -> bool:
         """Whether several programs may be compiled at a time: not where kernels are tried out on the device."""
-        return self.drafts or self.program.target is not None
+        return self.unfused_builds or self.program.target is not None
 
     def compile(self, jitted: Any) -> CompiledStep:
         """Compile a variant of the step for the device, to be read: its memory, its kernels."""
         self.compilations.count += 1
-        return CompiledStep(self.draft.compile(jitted, self.args, self.kwargs), self.device)
+        return CompiledStep(self.unfused_build.compile(jitted, self.args, self.kwargs), self.device)
 
     def finished(self, jitted: Any) -> CompiledStep:
         """Compile the variant as it will run."""
@@ -243,7 +243,9 @@ class Problem:
         """Begin to compile the step as the user wrote it, to be read: in another thread, where that may be."""
         self.compilations.count += 1
         with phase("compiling the plain step", kind="compile"):
-            return self.draft.begin(self.program.plain, self.args, self.kwargs, apart=self.compiles_apart)
+            return self.unfused_build.begin(
+                self.program.plain, self.args, self.kwargs, apart=self.compiles_apart
+            )
 
     def compile_tagged(self, *, timed: bool) -> CompiledStep:
         """Compile the step with every equation tagged, and replaced what every plan replaces.
@@ -251,7 +253,7 @@ class Problem:
         **Arguments:** `timed` whether its peak or its time counts; else a sketch does.
         """
         self.compilations.count += 1
-        program = self.draft if timed else self.sketch
+        program = self.unfused_build if timed else self.unoptimised_build
         began = time.monotonic()
         with phase("compiling the plain step, tagged", kind="compile"):
             jitted = program.evaluating(tagged(self.traced, self.backend), self.traced)

@@ -39,7 +39,7 @@ _AS_WRITTEN = (
 )
 
 WORTH = 0.1
-"""Moving less of the arguments to the host's memory is not worth a word."""
+"""Moving less of the arguments to host memory is not worth a word."""
 
 
 class Least(NamedTuple):
@@ -125,7 +125,7 @@ def _ended(effort: Effort) -> str:
 
 
 def _movable(graph: Graph) -> str:
-    """What to say of arguments that the host's memory could hold; "" where they are not worth it."""
+    """What to say of arguments that host memory could hold; "" where they are not worth it."""
     updated = sum(graph.values[v].nbytes for v in updated_alone(graph))
     if graph.platform != "gpu" or updated < WORTH * graph.base_nbytes:
         return ""

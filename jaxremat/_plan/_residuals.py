@@ -17,7 +17,7 @@ from typing import Literal
 from .._emit._bodies import without_numbers
 from .._emit._joint import Joint
 from .._model._graph import Graph, Stage
-from .._model._schedule import check, complete
+from .._model._schedule import check, close_over_dependencies
 from .._model._simulate import Profile, rank, simulate
 from .._model._stages import coarser, cut_stages, uncut
 from .._report._actions import actions
@@ -44,7 +44,7 @@ def parse_held(budget: Held, plain_nbytes: int) -> int | Literal["min", "dots", 
         raise BudgetError(
             f"`checkpoint(budget={budget!r})` is no amount of memory. Write bytes as an int, text such as "
             '"500MiB", a share of what plain JAX would keep such as 0.5, "dots" or "free" for what can be dropped '
-            'without computing heavy operations again, or "min".'
+            'without computing fusion roots again, or "min".'
         ) from None
 
 
@@ -120,7 +120,7 @@ def plan_held(
         low = [pair for pair, nbytes in zip(cuts, least, strict=True) if nbytes <= within]
         found.extend((cut, held, solved(held, within)) for cut, held in low)
         cut, held = cuts[-1]  # uncut: what every checkpoint that saves nothing does
-        found.append((cut, held, Solution(complete(held, ()), solver="none")))
+        found.append((cut, held, Solution(close_over_dependencies(held, ()), solver="none")))
         of_two = [_of_two(held, solution) for _, held, solution in found]
         enough = min(of_two) + int(LEAST_SLACK * joint.plain_nbytes)
         found = [each for each, nbytes in zip(found, of_two, strict=True) if nbytes <= enough]
@@ -184,4 +184,6 @@ def _cuttings(graph: Graph) -> Iterable[tuple[Stage, ...]]:
 
 def _kept_whole(graph: Graph, contractions: bool) -> frozenset[int]:
     """The nodes that may not run again: contractions and the like alone, or all kernels that no reader absorbs."""
-    return frozenset(n.id for n in graph.nodes if n.forward and (n.contraction if contractions else n.heavy))
+    return frozenset(
+        n.id for n in graph.nodes if n.forward and (n.contraction if contractions else n.fusion_root)
+    )

@@ -16,17 +16,17 @@ from .._compiler._devices import DeviceSpec
 from .._compiler._tried_kernels import kernels_work
 from .._model._graph import Graph
 from .._model._loop_levels import Loops
-from .._model._schedule import everything
+from .._model._schedule import save_all
 from .._model._simulate import simulate
 from .._model._sites import REVERSIBLE, Sites, Variants
 from .._model._variant import ATTENTION, COPIES, INNER, REVERSED, ROWS, Estimate
 from .._program._flops import alone_seconds, aval_nbytes
-from .._program._primitives import is_heavy
+from .._program._primitives import is_fusion_root
 from .._rewrite._encodings import allowed, fewer_nbytes
 from .._rewrite._flat_program import BACKWARD, FORWARD, alive
+from .._rewrite._inlined_loops import closed_loop
 from .._rewrite._inner_loops import fewer_nbytes as inner_nbytes
 from .._rewrite._inner_loops import inner_pairs
-from .._rewrite._laid_open import closed_loop
 from .._rewrite._reversed_chains import chains
 from .._rewrite._reversed_loops import reversible_nbytes
 from .._rewrite._row_regions import Region
@@ -102,7 +102,7 @@ def _chunked(step: PlainStep, region: Region, chunks: int) -> Estimate:
     graph, device = step.graph, step.device
     fewer, more = region.fewer_nbytes(chunks), region.more_seconds(chunks, device)
     if region.whole:
-        temporaries = simulate(graph, everything(graph)).peak_nbytes - graph.base_nbytes
+        temporaries = simulate(graph, save_all(graph)).peak_nbytes - graph.base_nbytes
         fewer = max(min(fewer, temporaries - temporaries // chunks) - region.sum_nbytes, 0)
         trips = graph.total_trips
         launched = sum(trips[n.loop] if n.loop >= 0 else 1 for n in graph.kernels())
@@ -157,7 +157,7 @@ def _attention(step: PlainStep) -> Estimates:
     for site, eqns, trips in within:
         fewer = max(fewer, site.pattern.scores_nbytes)
         if how > 1:
-            once = math.fsum(alone_seconds(device, eqns[i]) for i in site.forward if is_heavy(eqns[i]))
+            once = math.fsum(alone_seconds(device, eqns[i]) for i in site.forward if is_fusion_root(eqns[i]))
             more += trips * (kernels_seconds(site.pattern, device, gradient=False) - once)
     return {(0, (how,)): Estimate(fewer, more)}
 
@@ -171,7 +171,7 @@ def _trips_of(traced: Traced, graph: Graph) -> list[int]:
 def _attention_inside(
     closed: jex.ClosedJaxpr, trips: Sequence[int]
 ) -> Iterator[tuple[Site, Sequence[jex.JaxprEqn], int]]:
-    """Attention in the bodies of loops that are not laid open, with the equations of each and how often it is done.
+    """Attention in the bodies of loops that are not inlined, with the equations of each and how often it is done.
 
     **Arguments:** `trips` how often each equation runs.
     """
@@ -207,7 +207,7 @@ def _reversed(step: PlainStep) -> Estimates:
     blocks = [block for chain in chains(traced.jaxpr, traced.loop_of, traced.loops) for block in chain]
     if blocks:
         fewer = sum(aval_nbytes(v.aval) for block in blocks for v in block.names)
-        again = math.fsum(alone_seconds(step.device, e) for b in blocks for e in b.eqns if is_heavy(e))
+        again = math.fsum(alone_seconds(step.device, e) for b in blocks for e in b.eqns if is_fusion_root(e))
         found[0, (1,)] = Estimate(fewer, again)
     return found
 

@@ -1,6 +1,6 @@
-"""Step whose budget is met by nothing, or only dearly -> what of its arguments the host's memory may hold instead.
+"""Step whose budget is met by nothing, or only dearly -> what of its arguments host memory may hold instead.
 
-An optimizer's state is read once in a step, to be updated. In the host's memory it takes none of the device's, but for
+An optimizer's state is read once in a step, to be updated. In host memory it takes none of the device's, but for
 the few updates that are under way (see `_streamed_copies`); its price is the way there and back.
 
 Law: leaves are chosen by the graph by rules alone, so that all processes of a job choose the same.
@@ -21,11 +21,11 @@ UNDER_WAY = 6
 """So many of the largest arrays are on the device at once: Adam's two of each of three parameters."""
 
 DEAR = 0.1
-"""Plans that take this share of the step longer are compared with such that have all of it in the host's memory."""
+"""Plans that take this share of the step longer are compared with such that have all of it in host memory."""
 
 
 def movable(problem: Problem) -> dict[int, int]:
-    """Bytes on one device of what may be in the host's memory between steps, by place among the leaves of the traced
+    """Bytes on one device of what may be in host memory between steps, by place among the leaves of the traced
     arguments, in the order in which they are read; none where the device has no other memory, the user wants none used,
     or says where arguments are, and no more than the host's budget.
     """
@@ -45,7 +45,7 @@ def movable(problem: Problem) -> dict[int, int]:
 
 
 def beside(problem: Problem, nbytes: int) -> Problem:
-    """What is planned for, with so much of the host's memory taken."""
+    """What is planned for, with so much of host memory taken."""
     host = problem.host
     if host is None or host.nbytes is None:
         return problem

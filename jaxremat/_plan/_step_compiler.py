@@ -93,7 +93,7 @@ class StepCompiler:
         """Return a solution compiled with a form of barriers, None where no program came of it."""
         make = partial(self._compiled, graph, solution, fence)
         defects = self.baseline.problem.defects
-        return defects.attempted(f"fence {fence!r}", make, graph.form, graph, solution)
+        return defects.attempted(f"barrier {fence!r}", make, graph.form, graph, solution)
 
     def _compiled(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         baseline, profile = self.baseline, simulate(graph, solution.schedule)

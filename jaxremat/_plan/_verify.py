@@ -14,7 +14,7 @@ from .._emit._emit import FINISHED
 from .._lower._lower import as_stacked
 from .._model._graph import Graph
 from .._model._pins import offloading, staying
-from .._model._schedule import everything
+from .._model._schedule import save_all
 from .._model._simulate import simulate
 from .._report._account import account_of_plain
 from .._report._loop_forms import loop_forms
@@ -93,19 +93,19 @@ class _Planner:
             self.stopwatch,
             planning_seconds=options.planning_seconds or math.inf,
             limited=options.effort == "normal",
-            drafts=self.problem.drafts,
+            unfused_builds=self.problem.unfused_builds,
         )
 
     def run(self) -> Planned:
         options, problem = self.request.options, self.problem
         pins = offloading(problem.estimated)
         if pins and options.offload is False:
-            said = "saved on the device, for plans use the host's memory with `offload=True` alone."
+            said = "saved on the device, for plans use host memory with `offload=True` alone."
             warnings.warn(f"{pins[0].origin}: {said}", JaxrematWarning, stacklevel=2)
         elif (
             pins
             and not problem.must_plan
-            and (said := staying(problem.estimated, everything(problem.estimated)))
+            and (said := staying(problem.estimated, save_all(problem.estimated)))
         ):
             warnings.warn(said, JaxrematWarning, stacklevel=2)
         budget = parse_budget(self.request.budget, self.request.device_nbytes)
@@ -197,7 +197,7 @@ class _Planner:
         problem, graph = self.problem, self.problem.estimated
         if self.request.options.verify:
             self.baseline = self._measured().with_plain()
-        plan = self._as_plan(graph, budget, Solution(everything(graph), solver="none"))
+        plan = self._as_plan(graph, budget, Solution(save_all(graph), solver="none"))
         plan = replace(
             plan,
             overhead=0.0,

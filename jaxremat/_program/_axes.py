@@ -1,9 +1,9 @@
 """Equation -> the axes along which its work is independent: per primitive one rule, total over JAX's primitives.
 
-A rule yields `Way`s. Each is one independent axis, given by the dimension that it is in each operand and result. An
-operand without that dimension is read whole. A result without it is a sum over the axis: the sums over parts of the
-axis add up to it. A dimension that no way names is *mixed*: each entry of a result depends on all entries along it, as
-a sort's, a cumulative sum's or a Fourier transform's do, or on entries at positions that are data.
+A rule yields `BatchingRule`s. Each is one independent axis, given by the dimension that it is in each operand and
+result. An operand without that dimension is read whole. A result without it is a sum over the axis: the sums over parts
+of the axis add up to it. A dimension that no way names is *mixed*: each entry of a result depends on all entries along
+it, as a sort's, a cumulative sum's or a Fourier transform's do, or on entries at positions that are data.
 
 Invariant: applying the equation to consecutive equal parts along a way, and concatenating or adding the results, gives
 the results of the whole.
@@ -18,11 +18,11 @@ import jax.numpy as jnp
 
 from ._primitives import PLACES, is_placed, is_placing, is_repeatable, pointwise_names
 
-Rule = Callable[[Any], Iterator["Way"]]
+Rule = Callable[[Any], Iterator["BatchingRule"]]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class BatchingRule:
     """One independent axis of an equation.
 
     **Fields:** `operands` and `results`: the axis's dimension in each, None where there is none; `summed`: whether the
@@ -64,12 +64,12 @@ class Way:
         return params
 
 
-OF_SUM = Way((None,), (None,), linear=True)
-OF_SUMS = Way((None, None), (None,), linear=True)
+OF_SUM = BatchingRule((None,), (None,), linear=True)
+OF_SUMS = BatchingRule((None, None), (None,), linear=True)
 """Equations that are linear in one sum over an axis, or in two."""
 
 
-def ways(eqn: Any) -> Iterator[Way]:
+def rules(eqn: Any) -> Iterator[BatchingRule]:
     """Yield the independent axes of an equation; none for loops, which need to know what surrounds them."""
     placed = is_placed(eqn) and not is_placing(eqn)
     if placed or not eqn.outvars or not is_repeatable(eqn):
@@ -101,31 +101,31 @@ def _shape(atom: Any) -> tuple[int, ...]:
     return atom.aval.shape
 
 
-def _alike(eqn: Any, dimensions: Iterable[int], *sizes: str) -> Iterator[Way]:
+def _alike(eqn: Any, dimensions: Iterable[int], *sizes: str) -> Iterator[BatchingRule]:
     """Yield an axis for each of these dimensions, the same in all operands and results; scalars have none.
 
     **Arguments:** `sizes`: parameters that hold the size of each dimension.
     """
     for d in dimensions:
-        yield Way(
+        yield BatchingRule(
             tuple(d if _shape(a) else None for a in eqn.invars),
             tuple(d for _ in eqn.outvars),
             sizes=tuple((name, d) for name in sizes),
         )
 
 
-def _named(eqn: Any) -> Iterator[Way]:
+def _named(eqn: Any) -> Iterator[BatchingRule]:
     yield from _alike(eqn, range(len(_shape(eqn.outvars[0]))))
 
 
-def _pointwise(eqn: Any) -> Iterator[Way]:
+def _pointwise(eqn: Any) -> Iterator[BatchingRule]:
     """An operand with one entry along the axis is read whole."""
     for d, size in enumerate(_shape(eqn.outvars[0])):
         own = (d if _shape(a) and _shape(a)[d] == size else None for a in eqn.invars)
-        yield Way(tuple(own), tuple(d for _ in eqn.outvars))
+        yield BatchingRule(tuple(own), tuple(d for _ in eqn.outvars))
 
 
-def _leading(eqn: Any) -> Iterator[Way]:
+def _leading(eqn: Any) -> Iterator[BatchingRule]:
     """Results have more trailing dimensions than the operand, or fewer."""
     yield from _alike(eqn, range(min(len(_shape(v)) for v in (*eqn.invars, *eqn.outvars))))
 
@@ -133,38 +133,38 @@ def _leading(eqn: Any) -> Iterator[Way]:
 def _batched(core: int) -> Rule:
     """All dimensions of the first operand but the last `core` are independent problems."""
 
-    def rule(eqn: Any) -> Iterator[Way]:
+    def rule(eqn: Any) -> Iterator[BatchingRule]:
         yield from _alike(eqn, range(len(_shape(eqn.invars[0])) - core))
 
     return rule
 
 
-def _fourier(eqn: Any) -> Iterator[Way]:
+def _fourier(eqn: Any) -> Iterator[BatchingRule]:
     yield from _batched(len(eqn.params["fft_lengths"]))(eqn)
 
 
-def _keys(eqn: Any) -> Iterator[Way]:
+def _keys(eqn: Any) -> Iterator[BatchingRule]:
     """Each key draws by itself. Other generators than Threefry may draw for all keys of a batch from the first."""
     if "fry" in str(eqn.invars[0].aval.dtype):
         yield from _leading(eqn)
 
 
-def _iota(eqn: Any) -> Iterator[Way]:
+def _iota(eqn: Any) -> Iterator[BatchingRule]:
     if len(eqn.invars) == 0:
         others = (d for d in range(len(_shape(eqn.outvars[0]))) if d != eqn.params["dimension"])
         yield from _alike(eqn, others, "shape")
 
 
-def _broadcast(eqn: Any) -> Iterator[Way]:
+def _broadcast(eqn: Any) -> Iterator[BatchingRule]:
     if len(eqn.invars) > 1:
         return  # dynamic shapes
     operand, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     of = {d: j for j, d in enumerate(map(int, eqn.params["broadcast_dimensions"])) if operand[j] == result[d]}
     for d in range(len(result)):
-        yield Way((of.get(d),), (d,), sizes=(("shape", d),))
+        yield BatchingRule((of.get(d),), (d,), sizes=(("shape", d),))
 
 
-def _reshape(eqn: Any) -> Iterator[Way]:
+def _reshape(eqn: Any) -> Iterator[BatchingRule]:
     """An axis is the outermost of those that a dimension is merged of, or split in, once `dimensions` permute them."""
     if len(eqn.invars) > 1:
         return
@@ -175,54 +175,54 @@ def _reshape(eqn: Any) -> Iterator[Way]:
         for j, after in enumerate(result):
             same = prod(operand[:i]) == prod(result[:j])
             if same and min(before, after) > 1 and max(before, after) % min(before, after) == 0:
-                yield Way((order[i],), (j,), sizes=(("new_sizes", j),))
+                yield BatchingRule((order[i],), (j,), sizes=(("new_sizes", j),))
 
 
-def _transpose(eqn: Any) -> Iterator[Way]:
+def _transpose(eqn: Any) -> Iterator[BatchingRule]:
     for j, i in enumerate(eqn.params["permutation"]):
-        yield Way((int(i),), (j,))
+        yield BatchingRule((int(i),), (j,))
 
 
-def _squeeze(eqn: Any) -> Iterator[Way]:
+def _squeeze(eqn: Any) -> Iterator[BatchingRule]:
     rank = len(_shape(eqn.invars[0]))
     gone = {d % rank for d in eqn.params["dimensions"]}
     for j, i in enumerate(d for d in range(rank) if d not in gone):
-        yield Way((i,), (j,))
+        yield BatchingRule((i,), (j,))
 
 
-def _stack(eqn: Any) -> Iterator[Way]:
+def _stack(eqn: Any) -> Iterator[BatchingRule]:
     axis = eqn.params["axis"] % len(_shape(eqn.outvars[0]))
     for d in range(len(_shape(eqn.invars[0]))):
-        yield Way(tuple(d for _ in eqn.invars), (d + (d >= axis),))
+        yield BatchingRule(tuple(d for _ in eqn.invars), (d + (d >= axis),))
 
 
-def _unstack(eqn: Any) -> Iterator[Way]:
+def _unstack(eqn: Any) -> Iterator[BatchingRule]:
     rank = len(_shape(eqn.invars[0]))
     axis = eqn.params["axis"] % rank
     for d in range(rank):
         if d != axis:
-            yield Way((d,), tuple(d - (d > axis) for _ in eqn.outvars))
+            yield BatchingRule((d,), tuple(d - (d > axis) for _ in eqn.outvars))
 
 
-def _tile(eqn: Any) -> Iterator[Way]:
+def _tile(eqn: Any) -> Iterator[BatchingRule]:
     yield from _alike(eqn, (d for d, times in enumerate(eqn.params["reps"]) if times == 1))
 
 
-def _reduction(eqn: Any) -> Iterator[Way]:
+def _reduction(eqn: Any) -> Iterator[BatchingRule]:
     """Initial values, of which a general reduction has one for each operand, are scalars."""
     axes = set(eqn.params.get("axes", eqn.params.get("dimensions")))
     kept = [d for d in range(len(_shape(eqn.invars[0]))) if d not in axes]
     for j, i in enumerate(kept):
-        yield Way(tuple(i if _shape(a) else None for a in eqn.invars), tuple(j for _ in eqn.outvars))
+        yield BatchingRule(tuple(i if _shape(a) else None for a in eqn.invars), tuple(j for _ in eqn.outvars))
     if eqn.primitive.name == "reduce_sum":
         for i in sorted(axes):
-            yield Way((i,), (None,), summed=True)
+            yield BatchingRule((i,), (None,), summed=True)
 
 
 def _but(name: str) -> Rule:
     """All dimensions but that, or those, that a parameter names."""
 
-    def rule(eqn: Any) -> Iterator[Way]:
+    def rule(eqn: Any) -> Iterator[BatchingRule]:
         rank, named = len(_shape(eqn.invars[0])), eqn.params[name]
         mixed = {d % rank for d in (named if isinstance(named, tuple) else (named,))} if rank else set[int]()
         yield from _alike(eqn, (d for d in range(rank) if d not in mixed))
@@ -230,42 +230,42 @@ def _but(name: str) -> Rule:
     return rule
 
 
-def _pad(eqn: Any) -> Iterator[Way]:
+def _pad(eqn: Any) -> Iterator[BatchingRule]:
     padded = eqn.params["padding_config"]
     yield from _alike(eqn, (d for d, each in enumerate(padded) if tuple(each) == (0, 0, 0)))
 
 
-def _slice(eqn: Any) -> Iterator[Way]:
+def _slice(eqn: Any) -> Iterator[BatchingRule]:
     operand, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     yield from _alike(eqn, (d for d in range(len(result)) if operand[d] == result[d]), "limit_indices")
 
 
-def _window(eqn: Any) -> Iterator[Way]:
+def _window(eqn: Any) -> Iterator[BatchingRule]:
     """A window at a position that is data, along the dimensions that it spans."""
     operand, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     yield from _alike(eqn, (d for d in range(len(result)) if operand[d] == result[d]), "slice_sizes")
 
 
-def _written_window(eqn: Any) -> Iterator[Way]:
+def _written_window(eqn: Any) -> Iterator[BatchingRule]:
     operand, update = _shape(eqn.invars[0]), _shape(eqn.invars[1])
     yield from _alike(eqn, (d for d in range(len(operand)) if operand[d] == update[d]))
 
 
-def _product(eqn: Any) -> Iterator[Way]:
+def _product(eqn: Any) -> Iterator[BatchingRule]:
     contracted, batched = eqn.params["dimension_numbers"]
     for i, (a, b) in enumerate(zip(*batched, strict=True)):
-        yield Way((int(a), int(b)), (i,))
+        yield BatchingRule((int(a), int(b)), (i,))
     out = len(batched[0])
     for side, (own, each) in enumerate(zip(contracted, batched, strict=True)):
         for d in range(len(_shape(eqn.invars[side]))):
             if d not in own and d not in each:
-                yield Way((d, None) if side == 0 else (None, d), (out,))
+                yield BatchingRule((d, None) if side == 0 else (None, d), (out,))
                 out += 1
     for a, b in zip(*contracted, strict=True):
-        yield Way((int(a), int(b)), (None,), summed=True)
+        yield BatchingRule((int(a), int(b)), (None,), summed=True)
 
 
-def _ragged_product(eqn: Any) -> Iterator[Way]:
+def _ragged_product(eqn: Any) -> Iterator[BatchingRule]:
     """The ragged dimension and that of the groups are mixed: sizes of groups are data.
 
     Sizes may have dimensions of their own before that of the groups: the product's batch, and the dimensions of the
@@ -283,22 +283,22 @@ def _ragged_product(eqn: Any) -> Iterator[Way]:
     first = int(ragged in contracted[0])  # the groups' own dimension of the result
     for i, (a, b) in enumerate(zip(*batched, strict=True)):
         if a != ragged:
-            yield Way((a, b, where.get(a)), (first + i,))
+            yield BatchingRule((a, b, where.get(a)), (first + i,))
     out = first + len(batched[0])
     for d in free:
         if d != ragged:
-            yield Way((d, None, where.get(d)), (out,))
+            yield BatchingRule((d, None, where.get(d)), (out,))
         out += 1
     for d in range(rhs):
         if d not in contracted[1] and d not in batched[1] and d not in grouped:
-            yield Way((None, d, None), (out,))
+            yield BatchingRule((None, d, None), (out,))
             out += 1
     for a, b in zip(*contracted, strict=True):
         if a != ragged and a not in where:
-            yield Way((a, b, None), (None,), summed=True)
+            yield BatchingRule((a, b, None), (None,), summed=True)
 
 
-def _convolution(eqn: Any) -> Iterator[Way]:
+def _convolution(eqn: Any) -> Iterator[BatchingRule]:
     """The batch; the contracted features, as the batch is in a kernel's gradient; groups of features, and of the batch;
     features of the result; positions that a window of one entry reads.
     """
@@ -307,26 +307,26 @@ def _convolution(eqn: Any) -> Iterator[Way]:
     by_batch, by_feature = params["batch_group_count"], params["feature_group_count"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     if by_batch == 1:
-        yield Way((lhs[0], None), (out[0],))
+        yield BatchingRule((lhs[0], None), (out[0],))
     if by_feature == 1:
-        yield Way((lhs[1], rhs[1]), (None,), summed=True)
+        yield BatchingRule((lhs[1], rhs[1]), (None,), summed=True)
     if by_feature > 1:
         sizes = (("feature_group_count", None),)
-        yield Way((lhs[1], rhs[0]), (out[1],), sizes=sizes, groups=by_feature)
+        yield BatchingRule((lhs[1], rhs[0]), (out[1],), sizes=sizes, groups=by_feature)
     elif by_batch > 1:
         sizes = (("batch_group_count", None),)
-        yield Way((lhs[0], rhs[0]), (out[1],), sizes=sizes, groups=by_batch)
+        yield BatchingRule((lhs[0], rhs[0]), (out[1],), sizes=sizes, groups=by_batch)
     else:
-        yield Way((None, rhs[0]), (out[1],))
+        yield BatchingRule((None, rhs[0]), (out[1],))
     spans = zip(
         lhs[2:], rhs[2:], out[2:], params["window_strides"], params["padding"], params["lhs_dilation"], strict=True
     )  # fmt: skip
     for a, b, c, stride, padding, dilation in spans:
         if (_shape(eqn.invars[1])[b], stride, dilation, *padding) == (1, 1, 1, 0, 0):
-            yield Way((a, None), (c,))
+            yield BatchingRule((a, None), (c,))
 
 
-def _windows(eqn: Any) -> Iterator[Way]:
+def _windows(eqn: Any) -> Iterator[BatchingRule]:
     """Dimensions in which each entry has a window of its own."""
     params, rank = eqn.params, len(_shape(eqn.outvars[0]))
     ones = (params.get(name) or (1,) * rank for name in ("base_dilation", "window_dilation"))
@@ -337,7 +337,7 @@ def _windows(eqn: Any) -> Iterator[Way]:
     yield from _alike(eqn, [d for d, each in enumerate(alone) if each])
 
 
-def _gather(eqn: Any) -> Iterator[Way]:
+def _gather(eqn: Any) -> Iterator[BatchingRule]:
     """Batch dimensions of the operand, dimensions that are read whole, and rows of the indices."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices, result = (_shape(a) for a in (*eqn.invars, *eqn.outvars))
@@ -346,13 +346,13 @@ def _gather(eqn: Any) -> Iterator[Way]:
     whole = [d for d in range(len(operand)) if d not in gone]
     along = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
     for i in range(len(indices) - 1):
-        yield Way((along.get(i), i), (batch[i],))
+        yield BatchingRule((along.get(i), i), (batch[i],))
     for d, out in zip(whole, numbers.offset_dims, strict=True):
         if sizes[d] == operand[d] and d not in numbers.start_index_map:
-            yield Way((d, None), (out,), sizes=(("slice_sizes", d),))
+            yield BatchingRule((d, None), (out,), sizes=(("slice_sizes", d),))
 
 
-def _scatter(eqn: Any) -> Iterator[Way]:
+def _scatter(eqn: Any) -> Iterator[BatchingRule]:
     """The same of what is scattered; parts of the indices add up where the scattered is added to the operand."""
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = (_shape(a) for a in eqn.invars)
@@ -362,12 +362,12 @@ def _scatter(eqn: Any) -> Iterator[Way]:
     along = dict(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True))
     for i in range(len(indices) - 1):
         if i in along:
-            yield Way((along[i], i, batch[i]), (along[i],))
+            yield BatchingRule((along[i], i, batch[i]), (along[i],))
         elif is_scattered(eqn):
-            yield Way((None, i, batch[i]), (None,), summed=True)
+            yield BatchingRule((None, i, batch[i]), (None,), summed=True)
     for d, update in zip(whole, numbers.update_window_dims, strict=True):
         if updates[update] == operand[d] and d not in numbers.scatter_dims_to_operand_dims:
-            yield Way((d, None, update), (d,))
+            yield BatchingRule((d, None, update), (d,))
 
 
 RULES: dict[str, Rule] = {

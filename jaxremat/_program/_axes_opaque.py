@@ -63,7 +63,7 @@ _BY_REASON: dict[str, tuple[str, ...]] = {
         "coo_spmv", "coo_todense", "csr_fromdense", "csr_matmat", "csr_matvec", "csr_spmm", "csr_spmv", "csr_todense",
         "spsolve", "todense",
     ),
-    "is the edge of an iteration of a loop that is laid open": (
+    "is the edge of an iteration of a loop that is inlined": (
         "scan_apart", "scan_carry", "scan_last", "scan_part", "scan_slice", "scan_stack",
     ),
     "has a size that is data": ("dim_as_value", "dimension_size"),

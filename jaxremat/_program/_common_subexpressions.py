@@ -23,7 +23,15 @@ import numpy as np
 
 from . import _compat
 from ._inline import Inliner
-from ._primitives import is_contraction, is_fence, is_heavy, is_light, is_loop_edge, is_loop_slice, runs_once
+from ._primitives import (
+    is_barrier,
+    is_contraction,
+    is_fusion_root,
+    is_light,
+    is_loop_edge,
+    is_loop_slice,
+    runs_once,
+)
 from ._splice import inlined
 
 
@@ -57,35 +65,35 @@ class Equals:
         """What an operand or a result is called now."""
         return atom if _compat.is_literal(atom) else self._rename.get(atom, atom)
 
-    def add(self, eqn: Any, scope: int = -1, late: bool | None = None) -> None:
+    def add(self, eqn: Any, scope: int = -1, in_backward: bool | None = None) -> None:
         """The next equation.
 
-        **Arguments:** `scope` within which equals are merged; `late` whether it is of the backward pass, by default as
-        its name stack says.
+        **Arguments:** `scope` within which equals are merged; `in_backward` whether it is of the backward pass, by
+        default as its name stack says.
         """
         once = runs_once(eqn)
         joins = eqn.primitive.name in _JOINED and not once
-        if joins and late is None:
-            late = "transpose(" in _compat.name_stack_text(eqn)
+        if joins and in_backward is None:
+            in_backward = "transpose(" in _compat.name_stack_text(eqn)
         invars = [self.read(a) for a in eqn.invars]
         edge = is_loop_edge(eqn) and not is_loop_slice(eqn)
-        pure = not once and not is_fence(eqn) and not edge
+        pure = not once and not is_barrier(eqn) and not edge
         if eqn.primitive.name == "name":  # what a checkpoint computes again under `jax_remat3` has no names
             self._alike[eqn.outvars[0]] = self.first(invars[0])
         key = _key(eqn, list(map(self.first, invars))) if pure else None
         twin = None if key is None else self._seen.get((key, scope))
         if twin is not None:
             self._rename.update(zip(eqn.outvars, self.eqns[twin].outvars, strict=True))
-        elif joins and late:
+        elif joins and in_backward:
             twin = self._join(eqn.replace(invars=invars), scope)
         if twin is None:
             twin = len(self.eqns)
             self.eqns.append(eqn.replace(invars=invars))
             self.scopes.append(scope)
-            if joins and not late:
+            if joins and not in_backward:
                 self._joinable.setdefault((eqn.primitive, scope), []).append(twin)
             self._maker.update(dict.fromkeys(eqn.outvars, twin))
-            if pure and not is_heavy(eqn) and all(a in self._constants for a in _variables(invars)):
+            if pure and not is_fusion_root(eqn) and all(a in self._constants for a in _variables(invars)):
                 self._constants.update(dict.fromkeys(eqn.outvars, self.eqns[twin]))
                 if key is not None:
                     firsts = self._firsts.setdefault(key, eqn.outvars)
@@ -140,9 +148,9 @@ class Equals:
             _alike=dict(self._alike),
             _firsts=dict(self._firsts),
         )
-        for late, eqns in ((False, first), (True, second)):
+        for in_backward, eqns in ((False, first), (True, second)):
             for eqn in eqns:
-                both.add(eqn, late=late)
+                both.add(eqn, in_backward=in_backward)
         more = sum(map(is_contraction, both.eqns)) > sum(map(is_contraction, first))
         return None if more else both
 

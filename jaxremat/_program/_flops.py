@@ -18,7 +18,7 @@ trips copies, reads and writes two words for each. Read off the program that it 
 
 
 def aval_nbytes(aval: Any) -> int:
-    """Bytes of an array type on the device: of one in the host's memory none."""
+    """Bytes of an array type on the device: of one in host memory none."""
     return 0 if on_host(aval) else array_nbytes(aval)
 
 

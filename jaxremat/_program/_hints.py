@@ -52,7 +52,7 @@ def hint(x: T, action: Literal["save", "recompute", "offload", "stage"], *, name
 
     - `x`: an array, or a tree of arrays, each of which is meant.
     - `action`: `"save"`: it is saved from the forward to the backward pass if anything there needs it; `"recompute"`:
-      it is not, but made again; `"offload"`: it is saved, and in the host's memory meanwhile, where `optimize` may use
+      it is not, but made again; `"offload"`: it is saved, and in host memory meanwhile, where `optimize` may use
       that and a copy is possible (else a warning says why not); `"stage"`: a stage of the backward pass begins where
       the gradient with respect to `x` is complete, so that nothing is recomputed together on both sides.
     - `name`: what plans and errors call it; also its `jax.ad_checkpoint.checkpoint_name`.

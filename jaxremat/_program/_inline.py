@@ -14,7 +14,7 @@ import numpy as np
 
 from . import _compat
 from ._hints import Hint, is_hint, read_hint
-from ._primitives import is_fence, is_late
+from ._primitives import is_backward, is_barrier
 from ._splice import inlined
 
 _CHECKPOINTS = frozenset({"checkpoint", "remat2"})
@@ -212,20 +212,20 @@ def _of_checkpoints(eqns: Sequence[Any], outer: Any) -> frozenset[int]:
             readers.setdefault(a, []).append(eqn)
     found = set()
     for i, eqn in enumerate(eqns):
-        if not is_fence(eqn):
+        if not is_barrier(eqn):
             continue
         below = {_compat.scope_below(r, eqn) for v in eqn.outvars for r in readers.get(v, ())}
         info = eqn.source_info if outer is None else _compat.under(outer, eqn)
-        late = below == {"transpose"} and is_late(eqn.replace(source_info=info))
-        if late or _compat.REMATTED in below:
+        in_backward = below == {"transpose"} and is_backward(eqn.replace(source_info=info))
+        if in_backward or _compat.REMATTED in below:
             found.add(i)
     return frozenset(found)
 
 
 def _computes_again(eqn: Any, info: Any) -> bool:
     """Whether a checkpoint stands in the backward pass, where it computes again what it did not save."""
-    late = is_late(eqn.replace(source_info=info))
-    return late and eqn.primitive.name in _CHECKPOINTS and eqn.params["differentiated"]
+    in_backward = is_backward(eqn.replace(source_info=info))
+    return in_backward and eqn.primitive.name in _CHECKPOINTS and eqn.params["differentiated"]
 
 
 def index_on_every_platform(eqn: Any) -> int | None:

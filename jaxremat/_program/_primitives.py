@@ -133,7 +133,7 @@ def is_product(eqn: Any) -> bool:
     return eqn.primitive.name in _CONTRACTIONS
 
 
-def is_heavy(eqn: Any) -> bool:
+def is_fusion_root(eqn: Any) -> bool:
     """Work that is a kernel of its own: no reader absorbs it, and what it writes is in memory."""
     name = eqn.primitive.name
     return (
@@ -150,16 +150,16 @@ def is_heavy(eqn: Any) -> bool:
 def reads_memory(eqn: Any) -> bool:
     """Work whose operands must be in memory: it cannot absorb their producers."""
     name = eqn.primitive.name
-    return is_contraction(eqn) or name in _COLLECTIVES or is_fence(eqn)
+    return is_contraction(eqn) or name in _COLLECTIVES or is_barrier(eqn)
 
 
-def is_fence(eqn: Any) -> bool:
+def is_barrier(eqn: Any) -> bool:
     """What keeps XLA from moving or merging work across it."""
     return eqn.primitive.name == "optimization_barrier"
 
 
 def on_host(aval: Any) -> bool:
-    """Whether arrays of this type are in the host's memory."""
+    """Whether arrays of this type are in host memory."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
@@ -170,12 +170,12 @@ def on_mesh(aval: Any) -> bool:
 
 
 def is_fetch(eqn: Any) -> bool:
-    """A copy from the host's memory to the device."""
+    """A copy from host memory to the device."""
     return _copies(eqn) and on_host(eqn.invars[0].aval) and not on_host(eqn.outvars[0].aval)
 
 
 def is_put(eqn: Any) -> bool:
-    """A copy from the device to the host's memory."""
+    """A copy from the device to host memory."""
     return _copies(eqn) and not on_host(eqn.invars[0].aval) and on_host(eqn.outvars[0].aval)
 
 
@@ -229,7 +229,7 @@ def is_loop_slice(eqn: Any) -> bool:
     return eqn.primitive.name in LOOP_SLICES
 
 
-def is_late(eqn: Any) -> bool:
+def is_backward(eqn: Any) -> bool:
     """Whether automatic differentiation made the equation for the backward pass, as the outermost transformation.
 
     What is transposed below a `jvp` is of a gradient that is itself differentiated, and of its forward pass.

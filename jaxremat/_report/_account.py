@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .._model._graph import Graph, Node, Stage
-from .._model._schedule import Schedule, complete, idle
+from .._model._schedule import Schedule, close_over_dependencies, idle
 from .._model._simulate import extra_seconds, run_again
 from .._model._timeline import Group, Groups, Timeline, module_path, rounded, timeline
 
@@ -33,7 +33,7 @@ class Account:
     """Where the step's memory and time go, as modelled.
 
     **Fields:** `base_nbytes` arguments + outputs - aliased bytes; `step_seconds` of the plain step; `loops` how many of
-    its loops are laid open, whose bodies the timelines play once; `plain` and `planned` timelines, None
+    its loops are inlined, whose bodies the timelines play once; `plain` and `planned` timelines, None
     where the step is left as it is, and the `groups` that they name by index; `shares` by module, in the order of the
     program.
     """
@@ -65,16 +65,16 @@ def account_of_plain(plain: Graph) -> Account:
     """The account of the step as it is."""
     groups = Groups()
     before = _before(plain, groups)
-    shares = _shares(plain, complete(plain, plain.residuals))
+    shares = _shares(plain, close_over_dependencies(plain, plain.residuals))
     loops = len(plain.parents)
     return Account(plain.base_nbytes, plain.step_seconds, loops, before, None, groups.listed(), shares)
 
 
 def _before(plain: Graph, groups: Groups) -> Timeline:
-    # One stage: the plain step has no fences, so that nothing waits for one.
+    # One stage: the plain step has no barriers, so that nothing waits for one.
     whole = (Stage(plain.forward_stop, len(plain.nodes)),) if plain.stages else ()
     plain = replace(plain, stages=whole)
-    return timeline(plain, complete(plain, plain.residuals), plain.step_seconds, groups)
+    return timeline(plain, close_over_dependencies(plain, plain.residuals), plain.step_seconds, groups)
 
 
 def _shares(graph: Graph, schedule: Schedule) -> tuple[Share, ...]:

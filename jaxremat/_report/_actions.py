@@ -18,7 +18,7 @@ class Action:
 
     **Fields:** `value` its id; `name` the user's `checkpoint_name`, else the primitive that makes it; `shape` as text;
     `nbytes`; `action`; `stages` in which it is recomputed, none where what reads it is recomputed nowhere either, or
-    before which it comes back from the host's memory;
+    before which it comes back from host memory;
     `scope` the name stack; `source` the user's line; `pin` the hint that decided it, else "";
     `named` whether the name is the user's; `sent` what devices do to make it: add up, gather; `decision` whether it is
     saved because a discrete decision is made once (see `_rewrite._decisions`).
@@ -52,7 +52,7 @@ class Actions:
 
     @property
     def drops_nothing(self) -> bool:
-        """Whether nothing is recomputed, and nothing in the host's memory meanwhile. A step may have fences for updates
+        """Whether nothing is recomputed, and nothing in host memory meanwhile. A step may have barriers for updates
         all the same, where `stages` has any.
         """
         return all(a.action == "save" for a in self.actions)
@@ -74,7 +74,7 @@ class Actions:
 
     @property
     def saved_names(self) -> frozenset[str]:
-        """The names that `policy` saves, on the device or in the host's memory. Of values that share a name, all are,
+        """The names that `policy` saves, on the device or in host memory. Of values that share a name, all are,
         if at least half of their bytes are.
 
         **Raises:** `ArgumentError` where the plan knows no names.
@@ -90,7 +90,7 @@ class Actions:
 
     @property
     def offloaded_names(self) -> frozenset[str]:
-        """Of `saved_names` those that `policy` has in the host's memory meanwhile, by the same rule."""
+        """Of `saved_names` those that `policy` has in host memory meanwhile, by the same rule."""
         return self._most(lambda action: action.action == "offload")
 
     def _most(self, chosen: Callable[[Action], bool]) -> frozenset[str]:
@@ -108,7 +108,7 @@ class Actions:
         program that names its values, itself or by `jaxremat.name_values`. See `saved_names`. Name what goes into
         `tanh` and the like rather than what comes out: their derivatives read their result, not the named copy.
 
-        What the plan has in the host's memory meanwhile is offloaded by JAX, see `offloaded_names`. A policy says
+        What the plan has in host memory meanwhile is offloaded by JAX, see `offloaded_names`. A policy says
         nothing of when copies begin: the compiler may begin all of them at once, which a planned step does not.
 
         **Raises:** `ArgumentError` where the plan knows no names.
@@ -212,7 +212,12 @@ def _names(graph: Graph) -> dict[int, str]:
         v = residual
         while not graph.values[v].name:
             reader = [graph.nodes[n] for n in readers.get(v, ())]
-            if len(reader) != 1 or reader[0].heavy or not reader[0].forward or len(reader[0].outputs) != 1:
+            if (
+                len(reader) != 1
+                or reader[0].fusion_root
+                or not reader[0].forward
+                or len(reader[0].outputs) != 1
+            ):
                 break
             if graph.values[reader[0].outputs[0]].nbytes != graph.values[residual].nbytes:
                 break

@@ -39,7 +39,7 @@ class Stretch(NamedTuple):
 class Panel(NamedTuple):
     """The picture of one run.
 
-    **Fields:** `name`; `seconds`; `layers`, the highest first; `stretches` of the passes; `copies` to the host's memory
+    **Fields:** `name`; `seconds`; `layers`, the highest first; `stretches` of the passes; `copies` to host memory
     and back, none where there are none; `forward` where the backward pass begins and `end` where the run ends, in
     percent; `measured` the compiled peak, and `modelled_nbytes` the curve's own.
     """

@@ -76,7 +76,7 @@ def remarks(outcome: Outcome) -> str:
     spread = f"All bytes are per device (of {outcome.devices}). "
     again = f"{outcome.sent_again[:1].upper()}{outcome.sent_again[1:]}. "
     host = (
-        f"{format_nbytes(outcome.offloaded_nbytes)} of what is saved are in the host's memory meanwhile"
+        f"{format_nbytes(outcome.offloaded_nbytes)} of what is saved are in host memory meanwhile"
         + (f", for which kernels wait {outcome.waiting:.1%} of the step's time" if outcome.waiting else "")
         + ". "
     )
@@ -218,11 +218,9 @@ def verified(outcome: Outcome) -> list[tuple[str, str]]:
     if outcome.margin_nbytes:
         rows.append(("of which stay free", format_nbytes(outcome.margin_nbytes)))
     if outcome.on_host_nbytes:
-        rows.append(
-            ("arguments in the host's memory from step to step", format_nbytes(outcome.on_host_nbytes))
-        )
+        rows.append(("arguments in host memory from step to step", format_nbytes(outcome.on_host_nbytes)))
     if memory.host_nbytes:
-        rows.append(("besides, in the host's memory", format_nbytes(memory.host_nbytes)))
+        rows.append(("besides, in host memory", format_nbytes(memory.host_nbytes)))
     return [*rows, ("left below the budget", format_nbytes(room - memory.peak_nbytes))]
 
 

@@ -86,7 +86,7 @@ def loop_forms(
 
     **Arguments:** `rows` of each region that may be, with the user's line, whether it is most of the step, and whether
     some of it is done twice then; `inner`
-    the lengths of inner loops that are laid open, and the user's lines; `attention` the user's line of each that is
+    the lengths of inner loops that are inlined, and the user's lines; `attention` the user's line of each that is
     done without its matrix of scores, whether in kernels, and whether its gradient is; `chain` the user's line of the
     first undone block; `devices` how many the compiler divides the step among.
     """

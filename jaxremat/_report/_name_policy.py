@@ -9,7 +9,7 @@ import jax
 def by_name(saved: Set[str], offloaded: Set[str]) -> Callable[..., Any]:
     """A policy for `jax.checkpoint` that saves the values of these names, and no others.
 
-    **Arguments:** `offloaded` those of them that are in the host's memory meanwhile.
+    **Arguments:** `offloaded` those of them that are in host memory meanwhile.
     """
     policies = jax.checkpoint_policies
     if not saved & offloaded:

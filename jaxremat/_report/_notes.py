@@ -14,11 +14,11 @@ NOTES = {
     + "Look at the top of the hill: it stays below the budget as it is. The curve is the "
     "planner's model; what counts is the measured peak.",
     "loops": "A loop is drawn with the memory of one iteration; what it saves of all of them appears at its end.",
-    "copies": "Underneath is what goes to the host's memory and comes back beside the kernels: of {seconds} something "
+    "copies": "Underneath is what goes to host memory and comes back beside the kernels: of {seconds} something "
     "is on its way there for {gone}, and back for {back}.",
     "values": "What the forward pass makes and the backward pass wants, the largest first. Look at the second column: "
     "“save” keeps it in memory, “recompute” throws it away and computes it again before that stage of the backward "
-    "pass (0 is the first), “offload” has it in the host's memory meanwhile, “drop” throws it away because nothing "
+    "pass (0 is the first), “offload” has it in host memory meanwhile, “drop” throws it away because nothing "
     "needs it any more.",
     "modules": "The same bytes by module of the model. Look for the longest bars: that is where memory is; the last "
     "column says what recomputing there takes.",

@@ -21,7 +21,7 @@ class Round:
 
     **Fields:** `predicted_peak_nbytes` by the simulator, `compiled_peak_nbytes` by the compiler; `overhead` and
     `compiled_overhead` as in `Plan`, and `gap` to the solver's own bound; `solver`; `stages` how many the backward pass
-    is cut into, `form` as in `Plan`; `fence` the form of the fences; `solve_seconds` since the round before,
+    is cut into, `form` as in `Plan`; `barrier` the form of the barriers; `solve_seconds` since the round before,
     `compile_seconds` to emit, compile and read it.
     """
 
@@ -180,12 +180,12 @@ def describe(plan: Outcome, rows: int = 12) -> str:
     if plan.offloaded_nbytes:
         lines.append(
             f"  of what is saved {format_nbytes(plan.offloaded_nbytes)} in "
-            f"{sum(a.action == 'offload' for a in plan.actions)} values are in the host's memory meanwhile, for which "
+            f"{sum(a.action == 'offload' for a in plan.actions)} values are in host memory meanwhile, for which "
             f"kernels wait {plan.waiting:.2%} of the step"
         )
     if plan.on_host_nbytes:
         lines.append(
-            f"  {format_nbytes(plan.on_host_nbytes)} of the arguments are in the host's memory from step to step: the "
+            f"  {format_nbytes(plan.on_host_nbytes)} of the arguments are in host memory from step to step: the "
             "step returns them there"
         )
     lines += [f"  {form}" for form in (*plan.loops, *plan.copies)]

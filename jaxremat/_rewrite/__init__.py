@@ -4,10 +4,10 @@ In: a function or its flat equations. Out: `Traced`, in any form. Law: every for
 only values that are kept in fewer bits, or computed by an inverse, where the user allows that, are rounded.
 
 Reading order: `_source` is the step as it was traced, `_flat_program` what each pass takes and returns, `_passes` the
-list of passes, `_trace` runs them; `_backward_equations` tells the forward from the backward pass; `_loop_opening` and
-`_loop_closing` lay iterations open and close them again, `_inner_loops` those inside of iterations, `_laid_open`
-merges equals; `_loop_segments` (levels, parts),
-`_update_absorption` (optimizer updates inside the loop), `_in_place_stacks`, `_stack_buffers`, `_row_reads`,
+list of passes, `_trace` runs them; `_backward_equations` tells the forward from the backward pass; `_loop_inlining` and
+`_loop_closing` lay iterations open and close them again, `_inner_loops` those inside of iterations, `_inlined_loops`
+merges equals; `_nested_checkpointing` (levels, parts),
+`_optimizer_in_backward` (optimizer updates inside the loop), `_in_place_stacks`, `_stack_buffers`, `_row_reads`,
 `_sinking`; `_program_readers`, `_row_scans`, `_region_cut`, `_region_loops`, `_row_regions`, `_microbatches`,
 `_row_chunks` (work on rows, or most of a step, chunk after chunk, in one loop or several); `_pooling_places`,
 `_depthwise_gradient`, `_cotangent_chains`, `_canonical_convolutions`, `_kernel_choice` (equations of which the

@@ -1,15 +1,15 @@
-"""Equations of a step with its loops laid open -> which of them are of the backward pass, or come after it."""
+"""Equations of a step with its loops inlined -> which of them are of the backward pass, or come after it."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from .._program import _compat
-from .._program._primitives import is_fetch, is_late, runs_once
-from ._flat_program import ALONE, BACKWARD, Loop
+from .._program._primitives import is_backward, is_fetch, runs_once
+from ._flat_program import BACKWARD, UNPAIRED, Loop
 from ._row_chunks import is_in_chunks
 
 
-def late_equations(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
+def backward_equations(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
     """For each equation whether it is late: what it makes is no value of the forward pass.
 
     All of a loop of a pair is of the pass that the loop is of. What is made of nothing, as the gradient of a mean is,
@@ -24,40 +24,42 @@ def late_equations(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[
         loop = loops[i] if i >= 0 else None
         operands = _compat.variables(eqn.invars)
         follows = not behind.isdisjoint(operands)
-        if loop is not None and loop.role != ALONE:
-            late = loop.role == BACKWARD
+        if loop is not None and loop.role != UNPAIRED:
+            in_backward = loop.role == BACKWARD
         else:
-            late = is_late(eqn) or (
+            in_backward = is_backward(eqn) or (
                 "jvp(" not in _compat.name_stack_text(eqn) and not backward.isdisjoint(operands)
             )
-            late = late or (is_fetch(eqn) and bool(backward)) or follows
-        backward.update(eqn.outvars if late else ())
-        if (is_in_chunks(eqn) and is_late(eqn)) or follows:
+            in_backward = in_backward or (is_fetch(eqn) and bool(backward)) or follows
+        backward.update(eqn.outvars if in_backward else ())
+        if (is_in_chunks(eqn) and is_backward(eqn)) or follows:
             behind.update(eqn.outvars)
         if loop is None and constant.issuperset(operands) and not runs_once(eqn):
             constant.update(eqn.outvars)
-            early += [len(found)] if late else []
-        elif loop is not None and loop.role == ALONE and not late:
+            early += [len(found)] if in_backward else []
+        elif loop is not None and loop.role == UNPAIRED and not in_backward:
             while early:
                 found[early.pop()] = False
-        found.append(late)
+        found.append(in_backward)
     return found
 
 
 def behind_backward(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> list[bool]:
     """For each equation whether it is of the backward pass, or reads what that makes; alike for all of a loop."""
-    late = [is_late(eqn) for eqn in eqns]
+    in_backward = [is_backward(eqn) for eqn in eqns]
     made: set[Any] = set()
     known = -1
-    while known < (known := sum(late)):
-        backward = {loop_of[i] for i, is_so in enumerate(late) if is_so and loop_of[i] >= 0}
+    while known < (known := sum(in_backward)):
+        backward = {loop_of[i] for i, is_so in enumerate(in_backward) if is_so and loop_of[i] >= 0}
         for loop in reversed(loops):
             if loop.id in backward and loop.parent >= 0:
                 backward.add(loop.parent)
         for i, eqn in enumerate(eqns):
-            late[i] = (
-                late[i] or loop_of[i] in backward or any(a in made for a in _compat.variables(eqn.invars))
+            in_backward[i] = (
+                in_backward[i]
+                or loop_of[i] in backward
+                or any(a in made for a in _compat.variables(eqn.invars))
             )
-            if late[i]:
+            if in_backward[i]:
                 made.update(eqn.outvars)
-    return late
+    return in_backward

@@ -5,7 +5,7 @@ cells, dropout on a residual branch), so do their gradients: the cotangent of a 
 of its output. XLA:CPU then makes it within each kernel that reads it, from what all later layers have left: work that
 grows with the square of the depth, and an end of the backward pass that still reads the residuals of its beginning, so
 that no stage could drop any. Of such a chain each cotangent is named that is read more than once, and is made of more
-than `CHAIN` times its size, counted from the last that was named. In planned steps it passes a fence of its own.
+than `CHAIN` times its size, counted from the last that was named. In planned steps it passes a barrier of its own.
 
 Law: names alone are added. Bodies of loops have no such chains: they hand cotangents on in memory.
 """
@@ -18,14 +18,14 @@ import jax.extend.core as jex
 
 from .._program import _compat
 from .._program._flops import aval_nbytes
-from .._program._primitives import is_heavy, is_late, is_relabelling, reads_memory
+from .._program._primitives import is_backward, is_fusion_root, is_relabelling, reads_memory
 from ._flat_program import with_eqns
 
 CHAIN = 1.5
 """How many times its size a cotangent is made of before it is worth writing."""
 
 SMALL_SHARE = 0.01
-"""Cotangents below this share of the largest are not worth a fence."""
+"""Cotangents below this share of the largest are not worth a barrier."""
 
 MOST_SOURCES = 64
 """Of what is made of more the sources are not followed: it is taken for something in memory."""
@@ -39,7 +39,7 @@ def is_named(eqn: Any) -> bool:
 
 
 def in_memory(eqn: Any) -> list[Any]:
-    """The equation, whose result passes a fence of its own."""
+    """The equation, whose result passes a barrier of its own."""
     (made,) = eqn.outvars
     before = _compat.new_var(made.aval)
     return [eqn.replace(outvars=[before]), _compat.barrier([before], [made], eqn.source_info)]
@@ -49,15 +49,20 @@ def with_names(flat: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """The equations, those of such cotangents under one more name."""
     eqns = flat.jaxpr.eqns
     read = Counter(v for eqn in eqns for v in _compat.variables(eqn.invars))
-    written = _read_by_heavy_work(eqns)
-    late = [is_late(eqn) and not _compat.has_scope(eqn, _compat.REMATTED) for eqn in eqns]
-    sizes = [aval_nbytes(v.aval) for eqn, is_so in zip(eqns, late, strict=True) if is_so for v in eqn.outvars]
+    written = _read_by_fusion_root(eqns)
+    in_backward = [is_backward(eqn) and not _compat.has_scope(eqn, _compat.REMATTED) for eqn in eqns]
+    sizes = [
+        aval_nbytes(v.aval)
+        for eqn, is_so in zip(eqns, in_backward, strict=True)
+        if is_so
+        for v in eqn.outvars
+    ]
     small = SMALL_SHARE * max(sizes, default=0)
-    cotangents = {v for eqn, is_so in zip(eqns, late, strict=True) if is_so for v in eqn.outvars}
+    cotangents = {v for eqn, is_so in zip(eqns, in_backward, strict=True) if is_so for v in eqn.outvars}
     sources: dict[Any, frozenset[Any]] = {}
     named: list[Any] = []
-    for eqn, is_so in zip(eqns, late, strict=True):
-        if is_heavy(eqn) or len(eqn.outvars) != 1 or eqn.outvars[0] in written:
+    for eqn, is_so in zip(eqns, in_backward, strict=True):
+        if is_fusion_root(eqn) or len(eqn.outvars) != 1 or eqn.outvars[0] in written:
             named.append(eqn)
             continue
         (made,) = eqn.outvars
@@ -71,7 +76,7 @@ def with_names(flat: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return with_eqns(flat, named)
 
 
-def _read_by_heavy_work(eqns: Sequence[Any]) -> set[Any]:
+def _read_by_fusion_root(eqns: Sequence[Any]) -> set[Any]:
     """What contractions and the like read, views of it looked through: it is in memory."""
     found: set[Any] = set()
     for eqn in reversed(eqns):

@@ -142,14 +142,14 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     return Decisions(compared, frozenset(counted))
 
 
-def of_one_run(eqns: Sequence[JaxprEqn], late: Sequence[bool]) -> set[int]:
+def of_one_run(eqns: Sequence[JaxprEqn], in_backward: Sequence[bool]) -> set[int]:
     """Return the equations that may not run again.
 
-    **Arguments:** `late` for each equation whether it is of the backward pass.
+    **Arguments:** `in_backward` for each equation whether it is of the backward pass.
     """
     found = decisions(eqns)
-    once = {j for i, shared in found.compared.items() for j in (shared if late[i] else (i,))}
-    return once | {i for i in found.counted if not late[i]}
+    once = {j for i, shared in found.compared.items() for j in (shared if in_backward[i] else (i,))}
+    return once | {i for i in found.counted if not in_backward[i]}
 
 
 def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin]) -> _Origin:

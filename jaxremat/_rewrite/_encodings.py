@@ -2,8 +2,8 @@
 
 What a value is encoded to, and what is decoded from that, are equations behind the one that makes it, and all that read
 the value read what is decoded. Each is a value like others: the planner saves it whole, or its copy, or makes it again.
-Chosen are values that are dear to make again: what a contraction makes or a loop carries, and sums of such. What is
-made of one of them, entry by entry, costs about as much to make of it as to decode.
+Chosen are values that are expensive to make again: what a contraction makes or a loop carries, and sums of such. What
+is made of one of them, entry by entry, costs about as much to make of it as to decode.
 
 Law: where the value itself is there, nothing is decoded (see `_emit._emit`), so that the forward pass computes what
 it computes without copies.
@@ -27,7 +27,7 @@ from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import (
     SUMS,
-    is_heavy,
+    is_fusion_root,
     is_light,
     is_pointwise,
     is_random,
@@ -37,7 +37,7 @@ from .._program._primitives import (
 )
 from .._program._splice import inlined
 from .._runtime._mechanisms import mechanism
-from ._backward_equations import late_equations
+from ._backward_equations import backward_equations
 from ._flat_program import Encoded, FlatProgram, Loop, with_eqns
 
 LARGE = 1e-4
@@ -186,7 +186,7 @@ def _program(encoding: Encoding, shape: tuple[int, ...], dtype: Any) -> jex.Clos
 
 
 def with_copies(program: FlatProgram, codes: Sequence[int] = ()) -> FlatProgram:
-    """Give large values copies by these encodings, and keep masks in bits; loops are laid open."""
+    """Give large values copies by these encodings, and keep masks in bits; loops are inlined."""
     able = _encodable(
         program.closed.jaxpr, program.loop_of, program.loops, [MASK, *(BY_CODE[code] for code in codes)]
     )
@@ -230,11 +230,11 @@ def decoders(jaxpr: Any, encoded: Sequence[Encoded]) -> dict[int, int]:
 def _encodable(
     jaxpr: Any, loop_of: Sequence[int], loops: Sequence[Loop], kinds: Sequence[Encoding]
 ) -> dict[Any, Encoding]:
-    """The values that get copies, and of which kind: those that the backward pass wants, dear to make again."""
-    late = late_equations(jaxpr.eqns, loop_of, loops)
-    forward = [eqn for eqn, is_late in zip(jaxpr.eqns, late, strict=True) if not is_late]
+    """The values that get copies, and of which kind: those that the backward pass wants, expensive to make again."""
+    in_backward = backward_equations(jaxpr.eqns, loop_of, loops)
+    forward = [eqn for eqn, is_late in zip(jaxpr.eqns, in_backward, strict=True) if not is_late]
     of_loop = [loops[i].length if i >= 0 else 1 for i in loop_of]
-    lengths = [n for n, is_late in zip(of_loop, late, strict=True) if not is_late]
+    lengths = [n for n, is_late in zip(of_loop, in_backward, strict=True) if not is_late]
     made = sum(n * aval_nbytes(v.aval) for eqn, n in zip(forward, lengths, strict=True) for v in eqn.outvars)
     masks = _random_masks(forward, lengths, LARGE * made)
     dear = masks if kinds == [MASK] else [*masks, *_dear(forward, lengths, LARGE * made)]
@@ -249,7 +249,7 @@ def _encodable(
         return {}
     read = {
         a
-        for eqn, is_late in zip(jaxpr.eqns, late, strict=True)
+        for eqn, is_late in zip(jaxpr.eqns, in_backward, strict=True)
         if is_late
         for a in _compat.variables(eqn.invars)
     }
@@ -301,7 +301,7 @@ def _dear(forward: Sequence[Any], lengths: Sequence[int], large: float) -> list[
         simple = is_pointwise(eqn) or is_light(eqn)
         operands = (roots.get(a, frozenset()) for a in _compat.variables(eqn.invars))
         of: frozenset[Any] = frozenset().union(*operands) if simple else frozenset()
-        own = (is_heavy(eqn) and is_repeatable(eqn)) or eqn.primitive.name == "scan_carry"
+        own = (is_fusion_root(eqn) and is_repeatable(eqn)) or eqn.primitive.name == "scan_carry"
         own = own or (eqn.primitive.name in SUMS and len(of) > 1)
         for v in eqn.outvars:
             is_large = n * aval_nbytes(v.aval) >= large and not on_host(v.aval) and not on_mesh(v.aval)

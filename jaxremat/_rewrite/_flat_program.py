@@ -18,7 +18,7 @@ from .._program import _compat
 
 @dataclass(frozen=True)
 class Loop:
-    """A scan that is laid open.
+    """A scan that is inlined.
 
     **Fields:** `id` its index in the program; `group` that of the forward loop of its pair, else its own; `length` the
     number of iterations; `role`; `parent` the loop around it, -1 for none; `eqn` the scan.
@@ -32,7 +32,7 @@ class Loop:
     eqn: Any
 
 
-FORWARD, BACKWARD, ALONE = "forward", "backward", "alone"
+FORWARD, BACKWARD, UNPAIRED = "forward", "backward", "alone"
 """A loop's role: one of a pair, or with a forward and a backward pass of its own."""
 
 
@@ -76,7 +76,7 @@ class FlatProgram:
 
     **Fields:**
 
-    - `closed`: the equations as a jaxpr; those of loops that are laid open are sections of it.
+    - `closed`: the equations as a jaxpr; those of loops that are inlined are sections of it.
     - `loop_of`: for each equation the index in `loops` of the loop that it is of, -1 for none.
     - `origin`: for each equation the indices of those of the plain program that compute the same; () for a new one.
     - `read`: gives the name that a variable of an earlier program has in this one.
@@ -99,7 +99,7 @@ class FlatProgram:
 
     @classmethod
     def of(cls, closed: jex.ClosedJaxpr) -> FlatProgram:
-        """Return a program without loops laid open, each of whose equations is its own origin."""
+        """Return a program without loops inlined, each of whose equations is its own origin."""
         count = len(closed.jaxpr.eqns)
         return cls(closed, (-1,) * count, tuple((i,) for i in range(count)))
 

@@ -2,8 +2,8 @@
 
 A scan's own stacked results begin as zeros of which the compiler knows nothing, and may stand in memory long before the
 loop: those that have a zero are made of it. Others are written over an array that the loop reads, row over row, and so
-are carries of loops in levels. The compiler must then never read a row behind the write, nor the array as it was before
-the loop, or it copies the whole array in every iteration. So
+are carries of loops with nested checkpointing. The compiler must then never read a row behind the write, nor the array
+as it was before the loop, or it copies the whole array in every iteration. So
 
 - all rows are read from the carry;
 - a row that the iteration's own work reads is read once, and passes a barrier;
@@ -23,7 +23,7 @@ import jax.extend.core as jex
 from .._program import _compat
 from .._runtime._mechanisms import mechanism
 from ._flat_program import Loop
-from ._loop_opening import PART, append, row_at, row_written
+from ._loop_inlining import PART, append, row_at, row_written
 from ._row_reads import read_late
 
 
@@ -41,14 +41,19 @@ class _Write:
 
 
 def written_in_place(
-    section: Any, loop: Loop, same: Callable[[Any], Any], unfenced: Callable[[Any], Any], *, hoists: bool
+    section: Any,
+    loop: Loop,
+    same: Callable[[Any], Any],
+    before_barrier: Callable[[Any], Any],
+    *,
+    materialises_eagerly: bool,
 ) -> tuple[list[Any], dict[Any, Any]]:
     """Turn results of a section (see `_loop_closing`) into carries, and parts of arrays into equations that read
     them; returns the equations that make what the carries start with, and for each result that is written over an
     array that one.
 
-    **Arguments:** `same` gives a variable the name that it had before it passed any fence, and before any other rows of
-    it were written over; `unfenced` the name that it had before it passed any fence.
+    **Arguments:** `same` gives a variable the name that it had before it passed any barrier, and before any other rows
+    of it were written over; `before_barrier` the name that it had before it passed any barrier.
     """
     before: list[Any] = []
     place, places = None, None
@@ -62,15 +67,17 @@ def written_in_place(
 
     if section.filled or section.over:
         index()
-    if hoists:
+    if materialises_eagerly:
         writes = _writes(section, same)
         written = {v for write in writes for v in (write.carried, same(write.start))}
         read_late(section, loop, written, _needed_besides(section, writes), index, same)
     writes = _writes(section, same)
     taken = {id(write.eqn) for write in writes}
     section.eqns = [eqn for eqn in section.eqns if id(eqn) not in taken]
-    own = _read_rows(section, loop, writes, place, same, unfenced, hoists=hoists)
-    behind = _written_together(section, own, writes, loop) if hoists else {}
+    own = _read_rows(
+        section, loop, writes, place, same, before_barrier, materialises_eagerly=materialises_eagerly
+    )
+    behind = _written_together(section, own, writes, loop) if materialises_eagerly else {}
     section.eqns.extend(renamed(write.eqn, behind) for write in writes if write.eqn is not None)
 
     def carry(begun: Any, carried: Any, part: Any, array: Any) -> None:
@@ -139,9 +146,9 @@ def _read_rows(
     writes: Sequence[_Write],
     place: Any,
     same: Callable[[Any], Any],
-    unfenced: Callable[[Any], Any],
+    before_barrier: Callable[[Any], Any],
     *,
-    hoists: bool,
+    materialises_eagerly: bool,
 ) -> set[Any]:
     """Read parts of arrays, of what is written over from the carry; held behind a barrier those that the iteration's
     own work needs, which are returned with what else it needs.
@@ -151,13 +158,15 @@ def _read_rows(
     for v, *_ in parts:
         del section.scanned[v]
     parts += [(e.outvars[0], *e.invars) for e in section.eqns if e.primitive is PART]
-    own = _needed_besides(section, writes) if hoists else set()
+    own = _needed_besides(section, writes) if materialises_eagerly else set()
     kept = {carried[same(a)] for v, a, _ in parts if same(a) in carried and v in own}
     own.update(v for v, a, _ in parts if carried.get(same(a)) in kept)
     reads: list[Any] = []
     for v, a, index in parts:
         held = v in own and same(a) in carried
-        array = carried.get(same(a), unfenced(a))  # what an earlier loop wrote over is another array by now
+        array = carried.get(
+            same(a), before_barrier(a)
+        )  # what an earlier loop wrote over is another array by now
         read = append(reads, row_at, (array, index), loop.eqn, None if held else v)
         if held:
             reads.append(_compat.barrier([read], [v], loop.eqn.source_info))

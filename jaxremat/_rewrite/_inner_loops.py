@@ -1,4 +1,4 @@
-"""Pairs of scans inside of pairs of loops -> laid open as well.
+"""Pairs of scans inside of pairs of loops -> inlined as well.
 
 An iteration of the outer backward loop runs the inner forward scan again, whose results it has then for itself: of the
 outer forward loop it wants no more than what goes into that scan. It is as if the inner scan had a `jax.checkpoint`
@@ -18,12 +18,12 @@ from .._program._primitives import runs_once
 from .._runtime._mechanisms import mechanism
 from ._flat_program import BACKWARD, FORWARD, FlatProgram, Loop
 from ._loop_closing import without_unread
-from ._loop_opening import Opener, operands, pairs
+from ._loop_inlining import Opener, operands, pairs
 
 
-@mechanism("pairs of loops in loops laid open", off=lambda *_: {})
+@mechanism("pairs of loops in loops inlined", off=lambda *_: {})
 def inner_pairs(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> dict[int, int]:
-    """For each inner backward scan the inner forward scan that it reads, by index, the outer ones laid open."""
+    """For each inner backward scan the inner forward scan that it reads, by index, the outer ones inlined."""
     found: dict[int, int] = {}
     for loop in loops:
         if loop.role == BACKWARD:
@@ -44,7 +44,7 @@ def fewer_nbytes(eqns: Sequence[Any], forward_of: Mapping[int, int]) -> int:
 
 
 def open_inner(program: FlatProgram, inliner: Inliner) -> FlatProgram:
-    """Lay open the inner pairs of a program whose loops are laid open."""
+    """Inline the inner pairs of a program whose loops are inlined."""
     jaxpr, loop_of, loops = program.closed.jaxpr, program.loop_of, program.loops
     forward_of = inner_pairs(jaxpr.eqns, loop_of, loops)
     opener = Opener(inliner, {}, list(loops))

@@ -16,7 +16,7 @@ from jax import lax
 
 from .._program import _compat
 from .._program._primitives import SUMS, is_repeatable
-from ._loop_opening import append
+from ._loop_inlining import append
 
 _SIGN_KEPT = frozenset(
     {

@@ -18,7 +18,7 @@ import jax.extend.core as jex
 
 from .._model._backend import Backend
 from .._program._equivalence import Equivalence
-from .._program._primitives import is_late
+from .._program._primitives import is_backward
 from .._program._splice import inlined
 from .._runtime._mechanisms import mechanism
 from ._canonical_convolutions import canonical, is_transposed_convolution
@@ -29,13 +29,15 @@ from ._selections import is_marked
 
 def replaced(backend: Backend) -> Callable[[Any], bool]:
     """Which equations have such an implementation for this compiler."""
-    return partial(_is_replaced, backend.fuses)
+    return partial(_is_replaced, backend.fuses_reductions)
 
 
 @mechanism("kernels of its own choice", off=lambda *_: False)
-def _is_replaced(fuses: bool, eqn: Any) -> bool:
-    poor = is_transposed(eqn) if fuses else is_depthwise_gradient(eqn) or is_named(eqn)
-    return poor or is_marked(eqn)
+def _is_replaced(fuses_reductions: bool, eqn: Any) -> bool:
+    needs_replacement = (
+        is_transposed(eqn) if fuses_reductions else is_depthwise_gradient(eqn) or is_named(eqn)
+    )
+    return needs_replacement or is_marked(eqn)
 
 
 def inline(eqn: Any) -> list[Any]:
@@ -59,7 +61,7 @@ def equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
 
 def is_transposed(eqn: Any) -> bool:
     """Whether it is a transposed convolution of the forward pass."""
-    if eqn.primitive.name != "conv_general_dilated" or is_late(eqn):
+    if eqn.primitive.name != "conv_general_dilated" or is_backward(eqn):
         return False
     params = eqn.params
     groups = max(params["feature_group_count"], params["batch_group_count"])

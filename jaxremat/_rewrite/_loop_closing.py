@@ -1,4 +1,4 @@
-"""Sections of equations -> scans again; the inverse of `_loop_opening.open_loops`, for any plan of what is inside.
+"""Sections of equations -> scans again; the inverse of `_loop_inlining.open_loops`, for any plan of what is inside.
 
 A section becomes one scan, in the place of its last equation. What it reads of another section of its group is stacked
 there and scanned over here; what it reads from outside is a constant of its body. Law: closing what was merely opened
@@ -12,49 +12,58 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._program import _compat
-from .._program._primitives import is_fence
+from .._program._primitives import is_barrier
 from ._flat_program import Loop
 from ._in_place_stacks import renamed, written_in_place
-from ._loop_opening import SLICE
+from ._loop_inlining import SLICE
 
 
 def close_loops(
-    eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop], *, hoists: bool = True
+    eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop], *, materialises_eagerly: bool = True
 ) -> list[Any]:
     """Flat equations with scans in the place of sections.
 
     **Arguments:** `loop_of` the loop of each equation, -1 for none; a loop's equations stand together.
     """
-    return [eqn for eqn, _ in closed_within(eqns, loop_of, loops, -1, hoists=hoists)]
+    return [
+        eqn for eqn, _ in closed_within(eqns, loop_of, loops, -1, materialises_eagerly=materialises_eagerly)
+    ]
 
 
 def closed_within(
-    eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop], around: int, *, hoists: bool = True
+    eqns: Sequence[Any],
+    loop_of: Sequence[int],
+    loops: Sequence[Loop],
+    around: int,
+    *,
+    materialises_eagerly: bool = True,
 ) -> list[tuple[Any, int]]:
     """Flat equations and their loops, with scans in the place of the sections within one loop, -1 for the program."""
-    fenced = before_fences(eqns)
-    before = dict(fenced)  # and before a loop wrote over rows of them
+    behind_barrier = before_barriers(eqns)
+    before = dict(behind_barrier)  # and before a loop wrote over rows of them
     items = [_Item(eqn, loop) for eqn, loop in zip(eqns, loop_of, strict=True)]
     inside = {i for i in loop_of if i >= 0 and around in _around(i, loops)}
     for loop in sorted(inside, key=lambda i: (-len(_around(i, loops)), i)):
-        items = _closed(items, loops[loop], loops, before, fenced, hoists)
+        items = _closed(items, loops[loop], loops, before, behind_barrier, materialises_eagerly)
     return [(item.eqn, item.loop) for item in items]
 
 
-def scan_of(section: Sequence[Any], loop: Loop, before: dict[Any, Any], *, hoists: bool) -> Any:
+def scan_of(section: Sequence[Any], loop: Loop, before: dict[Any, Any], *, materialises_eagerly: bool) -> Any:
     """The scan that a section becomes where no other hands it anything: what it reads of others are constants.
 
-    **Arguments:** `before` as by `before_fences`.
+    **Arguments:** `before` as by `before_barriers`.
     """
     found = _sorted(section)
-    written_in_place(found, loop, name_before(before), name_before(before), hoists=hoists)
+    written_in_place(
+        found, loop, name_before(before), name_before(before), materialises_eagerly=materialises_eagerly
+    )
     return _scan(found, loop)
 
 
-def before_fences(eqns: Sequence[Any]) -> dict[Any, Any]:
-    """What variables were before a fence."""
-    fences = (eqn for eqn in eqns if is_fence(eqn))
-    return {v: a for eqn in fences for v, a in zip(eqn.outvars, eqn.invars, strict=True)}
+def before_barriers(eqns: Sequence[Any]) -> dict[Any, Any]:
+    """What variables were before a barrier."""
+    barriers = (eqn for eqn in eqns if is_barrier(eqn))
+    return {v: a for eqn in barriers for v, a in zip(eqn.outvars, eqn.invars, strict=True)}
 
 
 def name_before(before: dict[Any, Any]) -> Callable[[Any], Any]:
@@ -118,8 +127,8 @@ def _closed(
     loop: Loop,
     loops: Sequence[Loop],
     before: dict[Any, Any],
-    fenced: dict[Any, Any],
-    hoists: bool,
+    behind_barrier: dict[Any, Any],
+    materialises_eagerly: bool,
 ) -> list[_Item]:
     """The items with one loop's section as a scan of the loop around it."""
     at = [i for i, item in enumerate(items) if item.loop == loop.id]
@@ -130,8 +139,8 @@ def _closed(
     for other in dict.fromkeys(item.loop for item in after if item.loop >= 0):
         if loops[other].group == loop.group:
             after = _handed_on(after, section, loop, other)
-    names = name_before(before), name_before(fenced)
-    begun, over = written_in_place(section, loop, *names, hoists=hoists)
+    names = name_before(before), name_before(behind_barrier)
+    begun, over = written_in_place(section, loop, *names, materialises_eagerly=materialises_eagerly)
     before.update(over)
     closed = [_Item(eqn, loop.parent) for eqn in (*begun, _scan(section, loop))]
     return [*items[: at[0]], *closed, *after]

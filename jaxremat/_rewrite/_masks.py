@@ -24,8 +24,8 @@ import numpy as np
 
 from .._program import _compat
 from .._program._flops import aval_nbytes
-from .._program._primitives import is_heavy, is_relabelling, reads_memory
-from ._backward_equations import late_equations
+from .._program._primitives import is_fusion_root, is_relabelling, reads_memory
+from ._backward_equations import backward_equations
 from ._flat_program import FlatProgram, with_eqns
 
 _MIRRORED = {"gt": "lt", "lt": "gt", "ge": "le", "le": "ge", "eq": "eq", "ne": "ne"}
@@ -47,8 +47,8 @@ class _Clamped:
 def with_results(program: FlatProgram) -> FlatProgram:
     """Let masks read results in place of operands that need not be kept then; `masked` has these operands."""
     eqns, loop_of = program.eqns, program.loop_of
-    late = late_equations(eqns, loop_of, program.loops)
-    kept = _kept(eqns, late)
+    in_backward = backward_equations(eqns, loop_of, program.loops)
+    kept = _kept(eqns, in_backward)
     able: dict[int, tuple[Any, Any]] = {}  # index of a mask -> its operand, the result that it may read
     results: dict[tuple[int, Any], list[tuple[Any, _Clamped]]] = {}  # loop, operand -> what it is clamped to
     made: dict[Any, _Clamped] = {}
@@ -69,7 +69,7 @@ def with_results(program: FlatProgram) -> FlatProgram:
                     break
     if not able:
         return program
-    wanted = _wanted(eqns, late, kept, able)
+    wanted = _wanted(eqns, in_backward, kept, able)
     maker = {v: eqn for eqn in eqns for v in eqn.outvars}
     chosen = {i: pair for i, pair in able.items() if _frees(pair[0], wanted, kept, maker)}
     if not chosen:
@@ -134,22 +134,22 @@ def _says_the_same(kind: str, number: float, clamped: _Clamped) -> bool:
     return low < number < high
 
 
-def _kept(eqns: Sequence[Any], late: Sequence[bool]) -> set[Any]:
+def _kept(eqns: Sequence[Any], in_backward: Sequence[bool]) -> set[Any]:
     """What contractions and the like of the backward pass read, views of it looked through."""
     found: set[Any] = set()
-    for eqn, is_late in zip(reversed(eqns), reversed(late), strict=True):
-        if (is_late and reads_memory(eqn)) or (is_relabelling(eqn) and not found.isdisjoint(eqn.outvars)):
+    for eqn, is_backward in zip(reversed(eqns), reversed(in_backward), strict=True):
+        if (is_backward and reads_memory(eqn)) or (is_relabelling(eqn) and not found.isdisjoint(eqn.outvars)):
             found.update(_compat.variables(eqn.invars))
     return found
 
 
-def _wanted(eqns: Sequence[Any], late: Sequence[bool], kept: set[Any], masks: Any) -> set[Any]:
+def _wanted(eqns: Sequence[Any], in_backward: Sequence[bool], kept: set[Any], masks: Any) -> set[Any]:
     """What the backward pass reads of the forward pass, and what of that is fused is made of, these masks left out."""
     found: set[Any] = set()
     for i in reversed(range(len(eqns))):
         eqn = eqns[i]
-        fused = not is_heavy(eqn) and any(v in found and v not in kept for v in eqn.outvars)
-        if late[i] or (fused and i not in masks):
+        fused = not is_fusion_root(eqn) and any(v in found and v not in kept for v in eqn.outvars)
+        if in_backward[i] or (fused and i not in masks):
             found.update(_compat.variables(eqn.invars))
     return found
 
@@ -162,7 +162,7 @@ def _frees(operand: Any, wanted: set[Any], kept: set[Any], maker: Mapping[Any, A
         v = stack.pop()
         if v in kept or v in wanted or v not in maker:
             continue
-        if is_heavy(maker[v]):
+        if is_fusion_root(maker[v]):
             if aval_nbytes(v.aval) >= least:
                 return True
             continue

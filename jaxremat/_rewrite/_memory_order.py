@@ -5,7 +5,7 @@ Automatic differentiation leaves all optimizer updates to the end, so that every
 reductions, the optimizer), run as soon as their last operand of the main line exists, and those that depend on
 arguments alone run just before their first reader. Contractions that feed nothing but the tail (weight gradients) go
 first among those that are ready. Everything else keeps its order. The result is a topological order that keeps
-those that run once (effects, draws) in sequence. The equations of a loop that is laid open stay together, ordered among
+those that run once (effects, draws) in sequence. The equations of a loop that is inlined stay together, ordered among
 themselves alike, its results last.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._program import _compat
-from .._program._primitives import is_contraction, is_late, runs_once
+from .._program._primitives import is_backward, is_contraction, runs_once
 from .._runtime._mechanisms import mechanism
 from ._flat_program import Loop
 
@@ -30,7 +30,7 @@ def memory_order(
 ) -> list[int]:
     """The indices of the live equations in execution order.
 
-    **Arguments:** `loop_of` and `loops` as in `Traced`; without them no loop is laid open. `turns` whether tails end
+    **Arguments:** `loop_of` and `loops` as in `Traced`; without them no loop is inlined. `turns` whether tails end
     where another forward pass begins: they did not once, and plans of then name equations by their places.
     """
     live = [i for i, keep in enumerate(alive) if keep]
@@ -39,11 +39,11 @@ def memory_order(
 
 @dataclass(frozen=True)
 class _Unit:
-    """One equation, or a loop that is laid open.
+    """One equation, or a loop that is inlined.
 
     **Fields:** `order` its equations in execution order; `reads` and `makes` variables; `contraction` as in
     `_primitives`; `once` whether one of them runs once; `backward` whether running it early can only free memory;
-    whether it is `late`, of a backward pass, or of the `forward` pass of what is differentiated.
+    whether it is `in_backward`, of a backward pass, or of the `forward` pass of what is differentiated.
     """
 
     order: tuple[int, ...]
@@ -52,7 +52,7 @@ class _Unit:
     contraction: bool
     once: bool
     backward: bool
-    late: bool
+    in_backward: bool
     forward: bool
 
 
@@ -92,7 +92,7 @@ def _unit(eqns: Sequence[Any], order: Sequence[int], contraction: bool) -> _Unit
         contraction,
         any(runs_once(eqns[i]) for i in order),
         _backward(eqns[order[0]]),
-        is_late(eqns[order[0]]),
+        is_backward(eqns[order[0]]),
         _forward(eqns[order[0]]),
     )
 
@@ -157,9 +157,11 @@ def _turns(units: Sequence[_Unit], operands: Mapping[int, Sequence[int]]) -> lis
     behind: list[bool] = []  # whether it reads what contractions of its turn's backward pass make, or is one
     for i, unit in enumerate(units):
         turn = max((turns[j] for j in operands[i]), default=0)
-        late = (unit.late and unit.contraction) or any(behind[j] and turns[j] == turn for j in operands[i])
-        turns.append(turn + (late and unit.forward))
-        behind.append(late and not unit.forward)
+        in_backward = (unit.in_backward and unit.contraction) or any(
+            behind[j] and turns[j] == turn for j in operands[i]
+        )
+        turns.append(turn + (in_backward and unit.forward))
+        behind.append(in_backward and not unit.forward)
     return turns
 
 

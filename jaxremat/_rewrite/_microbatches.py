@@ -14,13 +14,13 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._program import _compat
-from .._program._axes import OF_SUM, OF_SUMS, Way, is_scattered, sum_type
+from .._program._axes import OF_SUM, OF_SUMS, BatchingRule, is_scattered, sum_type
 from .._program._flops import aval_nbytes
-from .._program._primitives import is_contraction, is_late, is_relabelling
+from .._program._primitives import is_backward, is_contraction, is_relabelling
 from ._program_readers import Readers
 from ._region_loops import handed_on, loops_of
 from ._row_regions import Grower, Region, largest, region_of
-from ._row_scans import Around, scan_way
+from ._row_scans import Around, scan_batching_rule
 
 LEAST_SHARE = 0.75
 """A region is most of a step: it holds at least this share of the contractions."""
@@ -44,7 +44,7 @@ FEW = 1 / 32
 def microbatches(closed: jex.ClosedJaxpr) -> tuple[Region, ...]:
     """The region that is most of a step, if there is one."""
     program = Readers(closed)
-    if not any(is_late(program.eqns[i]) for i in program.alive):
+    if not any(is_backward(program.eqns[i]) for i in program.alive):
         return ()
     made = sum(aval_nbytes(v.aval) for i in program.alive for v in program.eqns[i].outvars)
     products = sum(is_contraction(program.eqns[i]) for i in program.alive)
@@ -67,7 +67,7 @@ def _most_grown(
 
     **Arguments:** `enough` products: no better one is looked for then.
     """
-    taken = {i for each in others for i in each.ways}
+    taken = {i for each in others for i in each.rules}
     least = max((each.largest_nbytes for each in others), default=0) * LARGE
     best = None
     for v in largest(program, SEEDS, taken):
@@ -110,7 +110,7 @@ class _Whole(Grower):
     @property
     def largest_nbytes(self) -> int:
         """The bytes of its largest value."""
-        return max(aval_nbytes(v.aval) for i in self.ways for v in self.program.eqns[i].outvars)
+        return max(aval_nbytes(v.aval) for i in self.rules for v in self.program.eqns[i].outvars)
 
     def with_sums(self, indices: Collection[int]) -> list[int]:
         """Add the equations that add up sums which some of its equations make, or make another form of one; return
@@ -119,10 +119,10 @@ class _Whole(Grower):
         eqns, found = self.program.eqns, list[int]()
         made = {v for i in indices for v in eqns[i].outvars if v in self.sums}
         for i in self.program.alive:
-            if i in self.ways or i in self.taken or (way := self._of_sums(eqns[i], made)) is None:
+            if i in self.rules or i in self.taken or (rule := self._of_sums(eqns[i], made)) is None:
                 continue
             (total,) = eqns[i].outvars
-            self.ways[i] = way
+            self.rules[i] = rule
             self.dimension[total] = None
             self.sums.add(total)
             made.add(total)
@@ -131,14 +131,16 @@ class _Whole(Grower):
 
     def _hands_on(self) -> bool:
         """Whether all that it hands on has rows or is a sum over them: nothing that is the same for all."""
-        leaves = handed_on(self.program, [self.ways], 0)
+        leaves = handed_on(self.program, [self.rules], 0)
         return all(self.dimension[v] is not None or v in self.sums for v in leaves)
 
-    def ways_of(self, eqn: Any) -> Iterable[Way]:
+    def batching_rules_of(self, eqn: Any) -> Iterable[BatchingRule]:
         if eqn.primitive.name != "scan":
-            return super().ways_of(eqn)
+            return super().batching_rules_of(eqn)
         eqns, maker = self.program.eqns, self.program.maker
-        found = scan_way(eqn, Around(self.dimension, lambda v: eqns[maker[v]] if v in maker else None))
+        found = scan_batching_rule(
+            eqn, Around(self.dimension, lambda v: eqns[maker[v]] if v in maker else None)
+        )
         return () if found is None else (found,)
 
     def _done_before(self, i: int) -> bool:
@@ -153,17 +155,17 @@ class _Whole(Grower):
             if j in before:
                 continue
             before.add(j)
-            if j == i or j in self.ways:
+            if j == i or j in self.rules:
                 made += sum(aval_nbytes(v.aval) for v in eqns[j].outvars)
                 if made > self.few_nbytes or is_contraction(eqns[j]):
                     return False
             waiting.extend(maker[a] for a in _compat.variables(eqns[j].invars) if a in maker)
-        before &= self.ways.keys() | {i}
+        before &= self.rules.keys() | {i}
         self.early |= before
-        for i in before & self.ways.keys():
-            del self.ways[i]
+        for i in before & self.rules.keys():
+            del self.rules[i]
             self.sums.difference_update(eqns[i].outvars)
-        return bool(self.ways)
+        return bool(self.rules)
 
     def _add(self, i: int) -> bool:
         return i not in self.early and i not in self.taken and super()._add(i)
@@ -172,7 +174,7 @@ class _Whole(Grower):
         """Whether each microbatch adds to a sum in its place, so that there is no sum of its own."""
         return is_scattered(self.program.eqns[self.program.maker[v]])
 
-    def _of_sums(self, eqn: Any, made: Collection[Any]) -> Way | None:
+    def _of_sums(self, eqn: Any, made: Collection[Any]) -> BatchingRule | None:
         """The way of an equation that adds two sums of these, or puts one that nothing else reads in another form; not
         of short numbers, whose sums have another type here.
         """

@@ -29,13 +29,14 @@ from ._cotangent_chains import with_names
 from ._encodings import with_copies
 from ._flat_program import FlatProgram, PairForm, with_eqns
 from ._gathered_operands import gathered
+from ._inlined_loops import attended, inline_loops, merged_equals
 from ._kernel_choice import equivalence
-from ._laid_open import attended, laid_open, merged_equals
 from ._loop_closing import close_loops
-from ._loop_segments import backward_of, cuttable, segmented
 from ._masks import with_results
 from ._memory_order import memory_order
 from ._microbatches import microbatches
+from ._nested_checkpointing import backward_of, cuttable, segmented
+from ._optimizer_in_backward import with_optimizer_in_backward
 from ._pooling_places import pooled_by_place
 from ._reversed_chains import chains_in_reverse
 from ._reversed_loops import loops_in_reverse
@@ -45,7 +46,6 @@ from ._selections import marked
 from ._source import Source
 from ._streamed_copies import streamed
 from ._undone_checkpoints import forward_again
-from ._update_absorption import absorbed
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Sites:
     """The places of a step that may take another form.
 
     **Fields:** `lengths` and `sources` (the user's lines) of the pairs of scans outside of other loops, and which of
-    them are `cuttable`; `regions` of rows that may be done in chunks; `ways` for each region the results that have
+    them are `cuttable`; `regions` of rows that may be done in chunks; `rules` for each region the results that have
     rows: equation of the plain program, result, dimension of the rows.
     """
 
@@ -61,7 +61,7 @@ class Sites:
     sources: tuple[str, ...] = ()
     cuttable: tuple[bool, ...] = ()
     regions: tuple[Region, ...] = ()
-    ways: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+    rules: tuple[tuple[tuple[int, int, int], ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def find_sites(program: FlatProgram, source: Source) -> Sites:
         tuple(
             tuple(
                 (program.origin[i][0], k, d)
-                for i, way in region.ways.items()
-                for k, d in enumerate(way.results)
+                for i, rule in region.rules.items()
+                for k, d in enumerate(rule.results)
                 if d is not None
             )
             for region in known
@@ -130,7 +130,7 @@ def _in_chunks(program: FlatProgram, task: Task) -> FlatProgram:
     pairs = program.pairs
     if region.whole:  # the pairs within are done otherwise by nobody
         outside = (
-            i not in region.ways and not region.ways.keys() >= set(own)
+            i not in region.rules and not region.rules.keys() >= set(own)
             for i, own in backward_of(program.eqns).items()
         )
         pairs = tuple(compress(pairs, outside))
@@ -148,8 +148,8 @@ def _in_order(program: FlatProgram, task: Task) -> FlatProgram:
     jaxpr, loop_of, loops = program.closed.jaxpr, program.loop_of, program.loops
     order = memory_order(jaxpr, program.alive, loop_of, loops, turns=task.source.turns)
     if task.source.apart:
-        late = behind_backward(jaxpr.eqns, loop_of, loops)
-        order.sort(key=lambda i: late[i])
+        in_backward = behind_backward(jaxpr.eqns, loop_of, loops)
+        order.sort(key=lambda i: in_backward[i])
     else:
         order = streamed(jaxpr, order, loop_of, loops)
     eqns = [jaxpr.eqns[i] for i in order]
@@ -180,7 +180,7 @@ PLAIN_PASSES = (
     Pass(
         "cotangents",
         lambda program, task: program.with_same(with_names(program.closed)),
-        "Cotangents that are read often and dear to repeat in kernels have a name.",
+        "Cotangents that are read often and expensive to repeat in kernels have a name.",
     ),
 )
 
@@ -209,7 +209,7 @@ FORM_PASSES = (
     ),
     Pass(
         "updates",
-        lambda program, task: absorbed(program, task.source.donated),
+        lambda program, task: with_optimizer_in_backward(program, task.source.donated),
         "Backward loops in another form make the optimizer's updates, and stack no gradients.",
     ),
     Pass(
@@ -227,7 +227,7 @@ FORM_PASSES = (
     ),
     Pass(
         "loops",
-        lambda program, task: laid_open(program, task.inliner, inner=bool(task.form.settings(INNER))),
+        lambda program, task: inline_loops(program, task.inliner, inner=bool(task.form.settings(INNER))),
         "The iterations of loops that hold both passes, or are one of a pair, are sections of equations.",
         optional=False,
     ),

@@ -18,7 +18,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from .._program import _compat
-from .._program._axes import Way
+from .._program._axes import BatchingRule
 from .._program._flops import aval_nbytes
 from ._program_readers import Readers
 
@@ -28,7 +28,9 @@ CORES = (1 / 2, 1 / 4, 1 / 8)
 _INFINITE = 2**30
 
 
-def narrowed(program: Readers, ways: Mapping[int, Way], dimension: Mapping[Any, int | None]) -> set[int]:
+def narrowed(
+    program: Readers, rules: Mapping[int, BatchingRule], dimension: Mapping[Any, int | None]
+) -> set[int]:
     """Return which of these equations loops should do, so that they hand on little and others need little for what was
     handed on: all, if nothing else is better.
 
@@ -49,10 +51,10 @@ def narrowed(program: Readers, ways: Mapping[int, Way], dimension: Mapping[Any, 
         )
         return sum(aval_nbytes(v.aval) for v in handed) + beside
 
-    best = set(ways)
+    best = set(rules)
     for share in CORES:
-        core = {i for v in rows if aval_nbytes(v.aval) >= share * largest for i in around[v] if i in ways}
-        best = min(best, _cut(ways, around, core), key=needed)
+        core = {i for v in rows if aval_nbytes(v.aval) >= share * largest for i in around[v] if i in rules}
+        best = min(best, _cut(rules, around, core), key=needed)
     return best
 
 
@@ -61,12 +63,12 @@ def _atoms(program: Readers, i: int) -> set[Any]:
     return {*_compat.variables(eqn.invars), *eqn.outvars}
 
 
-def _cut(ways: Collection[int], around: Mapping[Any, Collection[int]], core: Collection[int]) -> set[int]:
+def _cut(rules: Collection[int], around: Mapping[Any, Collection[int]], core: Collection[int]) -> set[int]:
     """The equations within where the core is, none but these may be, and the fewest bytes are handed on."""
-    source, sink, *_ = range(2 + len(ways))
-    node = {i: 2 + n for n, i in enumerate(ways)}
+    source, sink, *_ = range(2 + len(rules))
+    node = {i: 2 + n for n, i in enumerate(rules)}
     edges: list[tuple[int, int, int]] = [(source, node[i], _INFINITE) for i in core]
-    count = 2 + len(ways)
+    count = 2 + len(rules)
     for v, near in around.items():
         # One of two nodes for the value is reached where any equation is within, the other where all are.
         some, every = count, count + 1

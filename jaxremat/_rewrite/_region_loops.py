@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from .._program import _compat
-from .._program._axes import Way
+from .._program._axes import BatchingRule
 from .._program._flops import aval_nbytes, eqn_flops
 from ._program_readers import Readers
 from ._region_cut import narrowed
@@ -39,14 +39,14 @@ MOST_STAGES = 4
 MOST_AGAIN = 1.0
 """So is what would repeat more than this share of its operations."""
 
-Loop = Mapping[int, Way]
+Loop = Mapping[int, BatchingRule]
 """The equations that one loop does, by index, with the ways in which they carry the axis."""
 
 
 class Component(Protocol):
-    """Equations that carry one axis. **Fields:** the `ways` of these, by index; `dimension` of the axis in values."""
+    """Equations that carry one axis. **Fields:** the `rules` of these, by index; `dimension` of the axis in values."""
 
-    ways: dict[int, Way]
+    rules: dict[int, BatchingRule]
     dimension: dict[Any, int | None]
 
     def with_sums(self, indices: Collection[int]) -> list[int]:
@@ -62,8 +62,8 @@ def loops_of(program: Readers, components: Sequence[Component]) -> tuple[Loop, .
     found: list[Loop] = []
     for component in components:
         if len(_stages(program, component)) > 1:
-            kept = narrowed(program, component.ways, component.dimension)
-            component.ways = {i: way for i, way in component.ways.items() if i in kept}
+            kept = narrowed(program, component.rules, component.dimension)
+            component.rules = {i: rule for i, rule in component.rules.items() if i in kept}
         stages = _without_light(program, component)
         if not stages or len(stages) > MOST_STAGES:
             return None
@@ -144,7 +144,7 @@ def _without_light(program: Readers, component: Component) -> list[list[int]]:
         if not stages or made[least] >= LIGHT * max(made):
             return stages
         for i in stages[least]:
-            del component.ways[i]
+            del component.rules[i]
 
 
 def _made_nbytes(program: Readers, component: Component, indices: Collection[int]) -> int:
@@ -162,7 +162,7 @@ def _stages(program: Readers, component: Component) -> list[list[int]]:
         makers = [(a, program.maker[a]) for a in operands if a in program.maker]
         before = [needed[j] for _, j in makers if j in needed]
         mine = [(stage[j], component.dimension.get(a) is None) for a, j in makers if j in stage]
-        if i in component.ways:
+        if i in component.rules:
             stage[i] = max([*before, *(at + is_whole for at, is_whole in mine)], default=0)
         else:
             needed[i] = max([*before, *(at + 1 for at, _ in mine)], default=0)
@@ -210,7 +210,7 @@ def _with_repeated(
                         waiting.append(j)
                 else:
                     wanted.add(a)
-        found.append({i: component.ways[i] for i in sorted(members)})
+        found.append({i: component.rules[i] for i in sorted(members)})
     again = sum(_flops(program, loop.keys() - own) for loop, own in zip(found, stages[::-1], strict=True))
     return found[::-1], again
 

@@ -17,7 +17,7 @@ import jax.extend.core as jex
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import SUMS, is_contraction
-from ._backward_equations import late_equations
+from ._backward_equations import backward_equations
 from ._flat_program import FlatProgram, Loop, with_eqns
 from ._inverses import Following
 
@@ -55,12 +55,14 @@ class Block:
 
 
 def chains(closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop]) -> list[list[Block]]:
-    """The chains of a program with its loops laid open: of each its blocks, the last first."""
-    return _chains(closed, loop_of, late_equations(closed.jaxpr.eqns, loop_of, loops))
+    """The chains of a program with its loops inlined: of each its blocks, the last first."""
+    return _chains(closed, loop_of, backward_equations(closed.jaxpr.eqns, loop_of, loops))
 
 
-def _chains(closed: jex.ClosedJaxpr, loop_of: Sequence[int], late: Sequence[bool]) -> list[list[Block]]:
-    program = _Program(closed, loop_of, late)
+def _chains(
+    closed: jex.ClosedJaxpr, loop_of: Sequence[int], in_backward: Sequence[bool]
+) -> list[list[Block]]:
+    program = _Program(closed, loop_of, in_backward)
     found: list[list[Block]] = []
     stop = len(program.forward)
     while stop > 0:
@@ -74,12 +76,14 @@ def _chains(closed: jex.ClosedJaxpr, loop_of: Sequence[int], late: Sequence[bool
 class _Program:
     """The forward pass as a row of equations, and what its values are."""
 
-    def __init__(self, closed: jex.ClosedJaxpr, loop_of: Sequence[int], late: Sequence[bool]):
+    def __init__(self, closed: jex.ClosedJaxpr, loop_of: Sequence[int], in_backward: Sequence[bool]):
         eqns = closed.jaxpr.eqns
-        flags = list(zip(eqns, loop_of, late, strict=True))
-        self.forward = [eqn for eqn, _, is_late in flags if not is_late]
-        self.in_loop = [loop >= 0 for _, loop, is_late in flags if not is_late]
-        self.wanted = {a for eqn, _, is_late in flags if is_late for a in _compat.variables(eqn.invars)}
+        flags = list(zip(eqns, loop_of, in_backward, strict=True))
+        self.forward = [eqn for eqn, _, is_backward in flags if not is_backward]
+        self.in_loop = [loop >= 0 for _, loop, is_backward in flags if not is_backward]
+        self.wanted = {
+            a for eqn, _, is_backward in flags if is_backward for a in _compat.variables(eqn.invars)
+        }
         self.maker = {v: eqn for eqn in self.forward for v in eqn.outvars}
         self.last: dict[Any, int] = {}  # where the forward pass reads a value last
         self.deep: set[Any] = set()  # what takes contractions to make
@@ -142,12 +146,12 @@ class _Program:
 def chains_in_reverse(program: FlatProgram) -> FlatProgram:
     """Compute in the backward pass what it wants of chains from what comes out of these."""
     jaxpr, loop_of = program.closed.jaxpr, program.loop_of
-    late = late_equations(jaxpr.eqns, loop_of, program.loops)
+    in_backward = backward_equations(jaxpr.eqns, loop_of, program.loops)
     before: dict[int, list[Block]] = {}  # equation of the backward pass -> what it needs first
     names: dict[Any, Any] = {}
-    backward = (i for i in reversed(range(len(late))) if late[i])
+    backward = (i for i in reversed(range(len(in_backward))) if in_backward[i])
     reads = {a: i for i in backward for a in _compat.variables(jaxpr.eqns[i].invars)}  # where first
-    for chain in _chains(program.closed, loop_of, late):
+    for chain in _chains(program.closed, loop_of, in_backward):
         at = len(jaxpr.eqns)
         for block in reversed(chain):
             at = min([at, *(reads[v] for v in block.names)])
@@ -161,7 +165,7 @@ def chains_in_reverse(program: FlatProgram) -> FlatProgram:
             eqns += [_compat.as_backward(each, eqn, f"{_UNDONE}{count}") for each in block.eqns]
             count += 1
         sources += [-1] * (len(eqns) - len(sources))
-        invars = [a if _compat.is_literal(a) or not late[i] else names.get(a, a) for a in eqn.invars]
+        invars = [a if _compat.is_literal(a) or not in_backward[i] else names.get(a, a) for a in eqn.invars]
         eqns.append(eqn.replace(invars=invars))
         sources.append(i)
     return program.moved(with_eqns(program.closed, eqns), sources)

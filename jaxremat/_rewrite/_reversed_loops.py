@@ -24,8 +24,8 @@ from .._program._inline import Inliner
 from .._program._primitives import is_contraction
 from ._flat_program import FlatProgram
 from ._inverses import Following
-from ._loop_opening import APART, operands
-from ._loop_segments import backward_of
+from ._loop_inlining import APART, operands
+from ._nested_checkpointing import backward_of
 from ._selections import settled
 from ._sinking import sink_into
 

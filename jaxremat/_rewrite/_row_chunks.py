@@ -22,10 +22,10 @@ from jax.core import ShapedArray
 
 from .._program import _compat
 from .._program._axes import is_scattered, sum_type
-from .._program._primitives import is_contraction, is_late, is_light, is_placing, is_relabelling
+from .._program._primitives import is_backward, is_contraction, is_light, is_placing, is_relabelling
 from .._program._splice import inlined
 from ._flat_program import with_eqns
-from ._loop_opening import append
+from ._loop_inlining import append
 from ._program_readers import Readers
 from ._region_loops import handed_on, schedule
 from ._row_regions import Region
@@ -66,21 +66,21 @@ class _Chunks:
 
     def __init__(self, program: Readers, region: Region, number: int, chunks: int, labels: Mapping[Any, str]):
         self.program, self.region, self.chunks, self.labels = program, region, chunks, labels
-        self.ways = region.loops[number]
+        self.rules = region.loops[number]
         self.others = {i for other, loop in enumerate(region.loops) if other != number for i in loop}
         self.leaves = handed_on(program, region.loops, number)
         # Of most of a step a loop without products of the backward pass is one of the forward pass.
-        late = [i for i in self.ways if is_late(program.eqns[i])]
-        early = [i for i in self.ways if not is_late(program.eqns[i])]
-        self.opens = region.whole and any(is_contraction(program.eqns[i]) for i in late)
-        self.like = program.eqns[(early + late if region.whole else late + early)[0]]
+        in_backward = [i for i in self.rules if is_backward(program.eqns[i])]
+        early = [i for i in self.rules if not is_backward(program.eqns[i])]
+        self.opens = region.whole and any(is_contraction(program.eqns[i]) for i in in_backward)
+        self.like = program.eqns[(early + in_backward if region.whole else in_backward + early)[0]]
         self.dimension: dict[Any, int | None] = {}
         self.adder: dict[Any, int] = {}  # sums -> the equation that makes them
-        for i, way in self.ways.items():
+        for i, rule in self.rules.items():
             eqn = program.eqns[i]
-            both = zip((*eqn.invars, *eqn.outvars), (*way.operands, *way.results), strict=True)
+            both = zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True)
             self.dimension.update((a, d) for a, d in both if not _compat.is_literal(a))
-            self.adder.update((v, i) for v, is_sum in zip(eqn.outvars, way.sums, strict=True) if is_sum)
+            self.adder.update((v, i) for v, is_sum in zip(eqn.outvars, rule.sums, strict=True) if is_sum)
         # A sum that is scattered goes on in the array that it starts with.
         self.over = {
             v: program.eqns[i].invars[0] for v, i in self.adder.items() if is_scattered(program.eqns[i])
@@ -88,8 +88,8 @@ class _Chunks:
         self.moved = self._moved()
         self.turned = self._turned()
         # What chunks read, parts of it or all, and what the call reads.
-        self.parted = self._read_by([*self.turned, *self.ways])
-        self.reads = self._read_by([*self.moved, *self.ways])
+        self.parted = self._read_by([*self.turned, *self.rules])
+        self.reads = self._read_by([*self.moved, *self.rules])
 
     def _read_by(self, indices: Sequence[int]) -> list[Any]:
         """What equations read of others."""
@@ -100,7 +100,7 @@ class _Chunks:
     def _moved(self) -> list[int]:
         """Mere movement of data for the region alone: nothing else needs the result."""
         program, found = self.program, set[int]()
-        waiting = self._read_by(list(self.ways))
+        waiting = self._read_by(list(self.rules))
         while waiting:
             i = program.maker.get(waiting.pop(), -1)
             if (
@@ -114,7 +114,7 @@ class _Chunks:
             (v,) = program.eqns[i].outvars
             readers = program.readers[v]
             alone = self.others.isdisjoint(readers) and v not in program.returned
-            if alone and all(j in self.ways or j in found for j in readers):
+            if alone and all(j in self.rules or j in found for j in readers):
                 found.add(i)
                 waiting.extend(_compat.variables(program.eqns[i].invars))
         return sorted(found)
@@ -129,7 +129,7 @@ class _Chunks:
             turns = is_relabelling(program.eqns[i]) or is_placing(program.eqns[i])
             operands = _compat.variables(program.eqns[i].invars)
             whole = turns and all(self.dimension.get(a) is None for a in (v, *operands))
-            if whole and all(j in self.ways or j in found for j in program.readers[v]):
+            if whole and all(j in self.rules or j in found for j in program.readers[v]):
                 found.append(i)
         return found[::-1]
 
@@ -210,20 +210,20 @@ class _Chunks:
             env[eqn.outvars[0]] = made = _compat.new_var(eqn.outvars[0].aval)
             invars = [a if _compat.is_literal(a) else env.get(a, a) for a in eqn.invars]
             eqns.append(eqn.replace(invars=invars, outvars=[made]))
-        for i, way in self.ways.items():
+        for i, rule in self.rules.items():
             eqn = self.program.eqns[i]
             invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
-            if way.summed and is_scattered(eqn):
+            if rule.summed and is_scattered(eqn):
                 invars[0] = so_far[eqn.outvars[0]]
-            params = way.in_chunk(eqn, self.chunks)
+            params = rule.in_chunk(eqn, self.chunks)
             outvars = [
                 _compat.new_var(self._aval(v, d, params))
-                for v, d in zip(eqn.outvars, way.results, strict=True)
+                for v, d in zip(eqn.outvars, rule.results, strict=True)
             ]
             eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params))
             env.update(zip(eqn.outvars, outvars, strict=True))
             named = ((v, self.labels[v]) for v in eqn.outvars if v in self.labels and self.opens)
-            for v, name in named:  # for the planner, to whom the loop is laid open
+            for v, name in named:  # for the planner, to whom the loop is inlined
                 made = _compat.new_var(env[v].aval)
                 eqns.append(_compat.name_eqn(env[v], made, name, eqn.source_info))
         results = [self._added(eqns, v, so_far[v], env[v], index) for v in self.leaves]
@@ -270,7 +270,7 @@ class _Chunks:
         return dimension + (self.region.parts > 1)
 
     def _reader(self, v: Any) -> Any:
-        return next(self.program.eqns[i] for i in self.program.readers[v] if i in self.ways)
+        return next(self.program.eqns[i] for i in self.program.readers[v] if i in self.rules)
 
 
 def _without_unread(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:

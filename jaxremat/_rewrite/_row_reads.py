@@ -2,10 +2,10 @@
 
 Reading a row of a stack copies it, unless a pointwise kernel reads it in its place. A compiler that does early what it
 can copies all rows that an iteration reads at its start, and there they stay until the last stage has read them. So
-behind each fence rows are read anew, at an index that has passed the fence. Those of arrays that the iteration writes
-are read once (see `_in_place_stacks`), and pass the fences themselves: else what is made of them, broadcasts to the
-size of what they are added to, would be made at the start too. So do all rows in a loop of one iteration, whose index
-is no secret to the compiler.
+behind each barrier rows are read anew, at an index that has passed the barrier. Those of arrays that the iteration
+writes are read once (see `_in_place_stacks`), and pass the barriers themselves: else what is made of them, broadcasts
+to the size of what they are added to, would be made at the start too. So do all rows in a loop of one iteration, whose
+index is no secret to the compiler.
 
 Law: the same rows.
 """
@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from .._program import _compat
-from .._program._primitives import is_fence
+from .._program._primitives import is_barrier
 from .._runtime._mechanisms import mechanism
 from ._flat_program import Loop
-from ._loop_opening import PART, append, row_at
+from ._loop_inlining import PART, append, row_at
 
 
 def read_late(
@@ -31,12 +31,13 @@ def read_late(
     """Read the rows of a section (see `_loop_closing`) in the stages that need them.
 
     **Arguments:** `written` the arrays that the iteration writes; `own` what it needs for anything but that; `place`
-    makes a variable for the iteration's index; `same` gives a variable the name that it had before it passed any fence.
+    makes a variable for the iteration's index; `same` gives a variable the name that it had before it passed any
+    barrier.
     """
     every = _rows(section)
     rows = {v: row for v, row in every.items() if same(row[0]) not in written}
-    passed: dict[Any, Any] = {}  # what passes fences -> its name before
-    for eqn in filter(is_fence, section.eqns):
+    passed: dict[Any, Any] = {}  # what passes barriers -> its name before
+    for eqn in filter(is_barrier, section.eqns):
         pairs = zip(eqn.invars, eqn.outvars, strict=True)
         passed.update((v, passed.get(a, a)) for a, v in pairs if not _compat.is_literal(a))
     late = _late(section, every, passed)
@@ -47,11 +48,11 @@ def read_late(
     }
     there = {
         v: v for v in every if v in late and v not in rows and v in own
-    }  # its name behind the last fence
+    }  # its name behind the last barrier
     if not where and not there:
         return
     found: list[Any] = []
-    index_of = {index: index for _, index in where.values()}  # its name behind the last fence
+    index_of = {index: index for _, index in where.values()}  # its name behind the last barrier
     names: dict[Any, Any] = {}  # row -> its name there
 
     def read(atom: Any) -> Any:
@@ -64,16 +65,16 @@ def read_late(
         return names[row]
 
     for eqn in section.eqns:
-        if is_fence(eqn):
+        if is_barrier(eqn):
             pairs = zip(eqn.invars, eqn.outvars, strict=True)
             moved = where.keys() | there.keys()
             through = [(a, v) for a, v in pairs if _compat.is_literal(a) or passed.get(a, a) not in moved]
-            fenced = {index: _compat.new_var(index.aval) for index in index_of}
+            behind_barrier = {index: _compat.new_var(index.aval) for index in index_of}
             behind = {row: _compat.new_var(row.aval) for row in there}
-            through.extend((index_of[index], v) for index, v in fenced.items())
+            through.extend((index_of[index], v) for index, v in behind_barrier.items())
             through.extend((there[row], v) for row, v in behind.items())
             found.append(eqn.replace(invars=[a for a, _ in through], outvars=[v for _, v in through]))
-            index_of, there, names = fenced, behind, {}
+            index_of, there, names = behind_barrier, behind, {}
         elif eqn.primitive is PART:
             found.extend([eqn] if eqn.outvars[0] not in where else [])
         else:
@@ -89,11 +90,13 @@ def read_late(
 
 @mechanism("rows read late", off=lambda *_: set())
 def _late(section: Any, rows: Collection[Any], passed: Mapping[Any, Any]) -> set[Any]:
-    """Return the rows that are read behind a fence. **Arguments:** `passed` the names before it of what passes one."""
+    """Return the rows that are read behind a barrier. **Arguments:** `passed` the names before it of what
+    passes one.
+    """
     found: set[Any] = set()
     behind = False
     for eqn in section.eqns:
-        if is_fence(eqn):
+        if is_barrier(eqn):
             behind = behind or not passed.keys().isdisjoint(eqn.outvars)
         elif behind and eqn.primitive is not PART:
             found.update({*rows} & {passed.get(a, a) for a in _compat.variables(eqn.invars)})

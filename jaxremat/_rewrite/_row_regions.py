@@ -20,9 +20,9 @@ import jax.extend.core as jex
 
 from .._model._device_specs import DeviceSpec
 from .._program import _compat
-from .._program._axes import Way, agree, ways
+from .._program._axes import BatchingRule, agree, rules
 from .._program._flops import alone_seconds, aval_nbytes
-from .._program._primitives import is_contraction, is_draw, is_heavy, runs_once
+from .._program._primitives import is_contraction, is_draw, is_fusion_root, runs_once
 from ._program_readers import Readers
 from ._region_loops import Loop, handed_on, owners, schedule
 
@@ -77,9 +77,9 @@ class Region:
     repeated: tuple[Any, ...] = ()
 
     @cached_property
-    def ways(self) -> Loop:
+    def rules(self) -> Loop:
         """The ways of all its equations, by index."""
-        return {i: way for loop in self.loops for i, way in loop.items()}
+        return {i: rule for loop in self.loops for i, rule in loop.items()}
 
     def on_devices(self, parts: int, share: float) -> "Region":
         """The same of rows that lie in so many parts: they add up their sums, and gather what they read whole.
@@ -112,7 +112,7 @@ class Region:
         """
         nbytes = (3 * chunks - 1) * self.sum_nbytes + (chunks - 1) * self.read_nbytes
         again = self.kernels * device.launch_seconds + self.sent_nbytes / device.link
-        repeated = math.fsum(alone_seconds(device, eqn) for eqn in self.repeated if is_heavy(eqn))
+        repeated = math.fsum(alone_seconds(device, eqn) for eqn in self.repeated if is_fusion_root(eqn))
         return nbytes / device.bandwidth + (chunks - 1) * again + repeated
 
 
@@ -159,7 +159,7 @@ def _nbytes(v: Any) -> int:
 def region_about(program: Readers, seed: Any, dimension: int) -> Region | None:
     """The region about a value with its rows in this dimension, if there is one."""
     grower = Grower(program, LARGE * aval_nbytes(seed.aval))
-    return region_of(program, (dict(sorted(grower.ways.items())),)) if grower.grow(seed, dimension) else None
+    return region_of(program, (dict(sorted(grower.rules.items())),)) if grower.grow(seed, dimension) else None
 
 
 def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -> Region | None:
@@ -176,9 +176,11 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
     dimension: dict[Any, int | None] = {}
     sizes: set[int] = set()
     for loop in loops:
-        for i, way in loop.items():
-            sizes.add(way.groups)
-            for a, d in zip((*eqns[i].invars, *eqns[i].outvars), (*way.operands, *way.results), strict=True):
+        for i, rule in loop.items():
+            sizes.add(rule.groups)
+            for a, d in zip(
+                (*eqns[i].invars, *eqns[i].outvars), (*rule.operands, *rule.results), strict=True
+            ):
                 if not _compat.is_literal(a):
                     dimension[a] = d if dimension.get(a) is None else dimension[a]
                     sizes.add(a.aval.shape[d] if d is not None else 0)
@@ -198,7 +200,7 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
         left_nbytes=sum(aval_nbytes(a.aval) for a in leaves if dimension[a] is not None),
         sum_nbytes=sum(aval_nbytes(a.aval) for a in leaves if dimension[a] is None),
         read_nbytes=sum(aval_nbytes(a.aval) for a in read if dimension[a] is None),
-        kernels=sum(is_heavy(eqns[i]) for loop in loops for i in loop),
+        kernels=sum(is_fusion_root(eqns[i]) for loop in loops for i in loop),
         source=_compat.user_line(eqns[most]),
         whole=whole,
         repeated=tuple(eqns[i] for number, loop in enumerate(loops) for i in loop if first[i] != number),
@@ -206,15 +208,15 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
 
 
 class Grower:
-    """A region as it grows: the `ways` of its equations, the dimension of the rows of what these read and make, and the
-    `sums` over rows.
+    """A region as it grows: the `rules` of its equations, the dimension of the rows of what these read and make, and
+    the `sums` over rows.
 
     **Arguments:** `above` the size of what it must not hand on; `most_products` that it may have.
     """
 
     def __init__(self, program: Readers, above: float, most_products: float = PRODUCTS):
         self.program, self.above, self.most_products = program, above, most_products
-        self.ways: dict[int, Way] = {}
+        self.rules: dict[int, BatchingRule] = {}
         self.dimension: dict[Any, int | None] = {}
         self.sums: set[Any] = set()
         self.products = 0
@@ -241,21 +243,21 @@ class Grower:
         while self.large:
             v = self.large.pop()
             for i in (program.maker[v], *program.readers.get(v, ())):
-                if i not in self.ways and not self._add(i) and v is seed:
+                if i not in self.rules and not self._add(i) and v is seed:
                     return False
         return self.products <= self.most_products
 
     def sums_read(self) -> set[Any]:
         """The sums over rows that equations of the region read, but to add them to others."""
-        readers = (self.program.eqns[i] for i, way in self.ways.items() if not way.linear)
+        readers = (self.program.eqns[i] for i, rule in self.rules.items() if not rule.linear)
         return {a for eqn in readers for a in _compat.variables(eqn.invars) if a in self.sums}
 
     def _add(self, i: int) -> bool:
         """Add an equation, if its rows are where they are known to be."""
         eqn = self.program.eqns[i]
         atoms = [*eqn.invars, *eqn.outvars]
-        for way in self.ways_of(eqn):
-            both = list(zip(atoms, (*way.operands, *way.results), strict=True))
+        for rule in self.batching_rules_of(eqn):
+            both = list(zip(atoms, (*rule.operands, *rule.results), strict=True))
             placed = [(a, d) for a, d in both if not _compat.is_literal(a)]
             known = [(d, self.dimension[a]) for a, d in placed if a in self.dimension]
             if any(d is not None for d, _ in known) and all(d == at for d, at in known) and agree(placed):
@@ -263,8 +265,8 @@ class Grower:
         else:
             return False
         self.products += is_contraction(eqn)
-        self.ways[i] = way
-        self.sums.update(v for v, is_sum in zip(eqn.outvars, way.sums, strict=True) if is_sum)
+        self.rules[i] = rule
+        self.sums.update(v for v, is_sum in zip(eqn.outvars, rule.sums, strict=True) if is_sum)
         for a, d in placed:
             if a not in self.dimension:
                 self.dimension[a] = d
@@ -272,22 +274,22 @@ class Grower:
                     self.large.append(a)
         return True
 
-    def ways_of(self, eqn: Any) -> Iterable[Way]:
+    def batching_rules_of(self, eqn: Any) -> Iterable[BatchingRule]:
         """The ways that are looked at of an equation; none of draws, which are made before, all at once."""
-        return () if is_draw(eqn) else ways(eqn)
+        return () if is_draw(eqn) else rules(eqn)
 
     def _between(self) -> list[int]:
         """The equations that read, if only through others, what the region makes, and make what it reads."""
         eqns, maker = self.program.eqns, self.program.maker
-        first, last = min(self.ways), max(self.ways)
+        first, last = min(self.rules), max(self.rules)
         near = [i for i in self.program.alive if first <= i <= last]
         behind: set[int] = set()
         for i in near:
             makers = (maker.get(a, -1) for a in _compat.variables(eqns[i].invars))
-            if any(j in self.ways or j in behind for j in makers):
+            if any(j in self.rules or j in behind for j in makers):
                 behind.add(i)
         before: set[int] = set()
         for i in reversed(near):
-            if i in self.ways or i in before:
+            if i in self.rules or i in before:
                 before.update(maker.get(a, -1) for a in _compat.variables(eqns[i].invars))
-        return sorted(i for i in behind & before if i not in self.ways)
+        return sorted(i for i in behind & before if i not in self.rules)

@@ -14,7 +14,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from .._program import _compat
-from .._program._axes import OF_SUMS, Way, agree, ways
+from .._program._axes import OF_SUMS, BatchingRule, agree, rules
 from .._program._inline import Inliner
 from .._program._primitives import is_relabelling, runs_once
 
@@ -44,7 +44,7 @@ class Around:
 
 
 @dataclass(frozen=True)
-class ScanWay(Way):
+class ScanBatchingRule(BatchingRule):
     """**Fields:** the flat `body`, the `inner` ways of its equations, by index, and the `dimension` of rows there;
     `adding` which of the results are sums. Others without rows are the same for all rows.
     """
@@ -74,8 +74,8 @@ class ScanWay(Way):
 
         jaxpr, eqns = self.body.jaxpr, []
         for i, inner in enumerate(jaxpr.eqns):
-            way = self.inner.get(i)
-            params = inner.params if way is None else way.in_chunk(inner, chunks, widens=False)
+            rule = self.inner.get(i)
+            params = inner.params if rule is None else rule.in_chunk(inner, chunks, widens=False)
             invars, outvars = list(map(renamed, inner.invars)), list(map(renamed, inner.outvars))
             eqns.append(inner.replace(invars=invars, outvars=outvars, params=params))
         constvars, invars, outvars = (
@@ -85,10 +85,10 @@ class ScanWay(Way):
         return {**eqn.params, "jaxpr": body}
 
 
-def scan_way(eqn: Any, around: Around) -> ScanWay | None:
+def scan_batching_rule(eqn: Any, around: Around) -> ScanBatchingRule | None:
     """The way of a scan in which what is known of it is so; None where there is none."""
     body = _Body(eqn, around)
-    return body.way() if body.settled() else None
+    return body.rule() if body.settled() else None
 
 
 class _Body:
@@ -104,7 +104,7 @@ class _Body:
         self.dimension: dict[Any, int] = {}
         self.whole: set[Any] = set(jaxpr.constvars)
         self.sums: set[Any] = set()
-        self.inner: dict[int, Way] = {}
+        self.inner: dict[int, BatchingRule] = {}
         self.makers = {v: each for each in jaxpr.eqns for v in each.outvars}
 
     def settled(self) -> bool:
@@ -122,7 +122,7 @@ class _Body:
         zeros = (a for a, v in zip(init, self.begun, strict=True) if v in self.sums)
         return self._is_consistent() and all(map(self.around.is_zero, zeros))
 
-    def way(self) -> ScanWay:
+    def rule(self) -> ScanBatchingRule:
         """What was found."""
         jaxpr = self.closed.jaxpr
         first = self.consts + self.carries
@@ -134,13 +134,13 @@ class _Body:
             None if _compat.is_literal(a) or (d := self.dimension.get(a)) is None else d + (i >= self.carries)
             for i, a in enumerate(jaxpr.outvars)
         ]
-        inner = {i: way for i, way in self.inner.items() if not way.linear}
+        inner = {i: rule for i, rule in self.inner.items() if not rule.linear}
         adding = tuple(not _compat.is_literal(a) and a in self.sums for a in jaxpr.outvars)
         sizes = [v.aval.shape[d] for v, d in self.dimension.items()]
-        return ScanWay(
+        return ScanBatchingRule(
             tuple(operands),
             tuple(results),
-            groups=gcd(*sizes, *(way.groups for way in inner.values())),
+            groups=gcd(*sizes, *(rule.groups for rule in inner.values())),
             body=self.closed,
             inner=inner,
             dimension=dict(self.dimension),
@@ -184,21 +184,21 @@ class _Body:
         if any(a in self.sums for a in _compat.variables(eqn.invars)):
             return False
         known: dict[Any, int | None] = {**dict.fromkeys(self.whole), **self.dimension}
-        for way in ways(eqn) if eqn.primitive.name != "scan" else self._inner_scan(eqn, known):
-            both = zip((*eqn.invars, *eqn.outvars), (*way.operands, *way.results), strict=True)
+        for rule in rules(eqn) if eqn.primitive.name != "scan" else self._inner_scan(eqn, known):
+            both = zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True)
             placed = [(a, d) for a, d in both if not _compat.is_literal(a)]
             if all(known.get(a, d) == d for a, d in placed) and agree(placed):
                 break
         else:
             return False
-        self.inner[i] = way
-        self.sums.update(v for v, is_sum in zip(eqn.outvars, way.sums, strict=True) if is_sum)
+        self.inner[i] = rule
+        self.sums.update(v for v, is_sum in zip(eqn.outvars, rule.sums, strict=True) if is_sum)
         self.dimension.update((a, d) for a, d in placed if d is not None)
         self.whole.update(a for a, d in placed if d is None and a not in self.sums)
         return True
 
-    def _inner_scan(self, eqn: Any, known: Mapping[Any, int | None]) -> list[Way]:
-        found = scan_way(eqn, Around(known, self.makers.get))
+    def _inner_scan(self, eqn: Any, known: Mapping[Any, int | None]) -> list[BatchingRule]:
+        found = scan_batching_rule(eqn, Around(known, self.makers.get))
         return [found] if found is not None else []
 
     def _add_sums(self, i: int, eqn: Any) -> bool:
@@ -233,8 +233,8 @@ class _Body:
         if not self.sums.isdisjoint(others | self.whole | self.dimension.keys()):
             return False
         return all(
-            self._is_linear(eqn) if way.linear else self.sums.isdisjoint(_compat.variables(eqn.invars))
-            for i, way in self.inner.items()
+            self._is_linear(eqn) if rule.linear else self.sums.isdisjoint(_compat.variables(eqn.invars))
+            for i, rule in self.inner.items()
             for eqn in (jaxpr.eqns[i],)
         )
 

@@ -6,7 +6,7 @@ value with what was selected from it, as of entries not smaller than the k-th la
 
 Law: a comparison of an operand with the larger of two is one of the two, exactly. What else compares so runs once
 (`_decisions`). Compilers too repeat pointwise work in kernels that select and in kernels that compare: what both are of
-passes a fence.
+passes a barrier.
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def is_marked(eqn: Any) -> bool:
 
 
 def settled(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The equations of a body that is compiled as it stands, where what both are of passes a fence."""
+    """The equations of a body that is compiled as it stands, where what both are of passes a barrier."""
     direct = compared_directly(closed)
     made = _made_twice(direct.jaxpr.eqns, _alive(direct.jaxpr))
     parts = (in_memory(e) if i in made else [e] for i, e in enumerate(direct.jaxpr.eqns))

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from .._program import _compat
 from .._program._flops import eqn_flops
 from .._program._inline import Inliner
-from .._program._primitives import inner_jaxprs, is_late
+from .._program._primitives import inner_jaxprs, is_backward
 from .._runtime._mechanisms import mechanism
 from ._shard_map_merging import is_of_scalars, merged_shard_maps
 
@@ -65,12 +65,12 @@ class Around:
         if (
             not eqns
             or eqns[at].primitive.name != "shard_map"
-            or any(is_late(e) for e in eqns if e is not eqns[at] and not is_of_scalars(e))
+            or any(is_backward(e) for e in eqns if e is not eqns[at] and not is_of_scalars(e))
         ):
             return None
         found = cls(_with_unchecked(flat, at), at)
         inside = Inliner().program(found.body).jaxpr.eqns
-        return found if any(map(is_late, inside)) else None
+        return found if any(map(is_backward, inside)) else None
 
     @property
     def body(self) -> jex.ClosedJaxpr:

@@ -14,7 +14,7 @@ import jax.extend.core as jex
 from jax.sharding import PartitionSpec
 
 from .._program import _compat
-from .._program._primitives import is_late, is_pointwise, runs_once
+from .._program._primitives import is_backward, is_pointwise, runs_once
 
 _OWN = frozenset({"jaxpr", "in_specs", "out_specs"})
 
@@ -24,7 +24,7 @@ def merged_shard_maps(flat: jex.ClosedJaxpr) -> Iterator[jex.ClosedJaxpr]:
     eqns = flat.jaxpr.eqns
     mapped = [i for i, eqn in enumerate(eqns) if eqn.primitive.name == "shard_map"]
     for first, second in combinations(mapped, 2):
-        if is_late(eqns[first]) or not is_late(eqns[second]):
+        if is_backward(eqns[first]) or not is_backward(eqns[second]):
             continue
         if (found := _merged(flat.jaxpr, first, second)) is not None:
             own = flat.jaxpr

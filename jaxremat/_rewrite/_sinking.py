@@ -3,7 +3,7 @@
 JAX makes what is alike in all iterations before the loop: an attention's mask as large as its scores, or the number
 that masked scores are replaced by. There it fills memory from before the loop to its end, and each iteration's kernels
 read it. Made within the iteration it is part of those kernels, which read the little. A scan that is to be cut into
-levels is not laid open in all of them: its body makes them itself. Law: the same results.
+levels is not inlined in all of them: its body makes them itself. Law: the same results.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,14 @@ from typing import Any
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._inline import CALLS
-from .._program._primitives import inner_jaxprs, is_costly, is_heavy, is_loop_edge, reads_memory, runs_once
+from .._program._primitives import (
+    inner_jaxprs,
+    is_costly,
+    is_fusion_root,
+    is_loop_edge,
+    reads_memory,
+    runs_once,
+)
 from .._runtime._mechanisms import mechanism
 from ._flat_program import Loop
 
@@ -75,7 +82,7 @@ def sink(eqns: Sequence[Any], loop_of: Sequence[int], loops: Sequence[Loop]) -> 
 
 
 def sink_into(eqns: Sequence[Any], chosen: Collection[int]) -> list[Any]:
-    """Equations of which the chosen scans, which are not laid open, make such values themselves."""
+    """Equations of which the chosen scans, which are not inlined, make such values themselves."""
     made = _makers(eqns, [-1] * len(eqns))
     return [_grown_within(eqn, made) if i in chosen else eqn for i, eqn in enumerate(eqns)]
 
@@ -147,7 +154,9 @@ def _makers(eqns: Sequence[Any], loop_of: Sequence[int]) -> dict[Any, _Made]:
     made: dict[Any, _Made] = {}
     for eqn, loop in zip(eqns, loop_of, strict=True):
         constant = all(a in made and made[a].constant for a in _compat.variables(eqn.invars))
-        constant = constant and not (is_heavy(eqn) or is_costly(eqn) or runs_once(eqn) or _in_memory(eqn))
+        constant = constant and not (
+            is_fusion_root(eqn) or is_costly(eqn) or runs_once(eqn) or _in_memory(eqn)
+        )
         if len(eqn.outvars) == 1 and (constant or grows(eqn)):
             made[eqn.outvars[0]] = _Made(eqn, loop, constant)
     return made

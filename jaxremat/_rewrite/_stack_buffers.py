@@ -1,7 +1,7 @@
 """Scan that stacks results -> the same scan, whose buffers for them are not begun before its operands are there.
 
 XLA:CPU makes the arrays that a loop stacks into of zeros, for which nothing has to wait: those of all loops at the
-beginning of the step. Here they are carries, made of a zero that has passed a fence with the scan's operands.
+beginning of the step. Here they are carries, made of a zero that has passed a barrier with the scan's operands.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from .._program._flops import aval_nbytes
 from .._program._primitives import on_mesh
 from .._program._splice import inlined
 from .._runtime._mechanisms import mechanism
-from ._loop_opening import operands, row_written
+from ._loop_inlining import operands, row_written
 
 _ZERO = _compat.literal(np.float32(0))
 

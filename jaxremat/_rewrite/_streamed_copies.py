@@ -1,6 +1,6 @@
-"""Order of equations -> the same with the user's own copies from and to the host's memory where they have time.
+"""Order of equations -> the same with the user's own copies from and to host memory where they have time.
 
-Who keeps the optimizer's state in the host's memory copies it to the device in the step, updates it, and copies it
+Who keeps the optimizer's state in host memory copies it to the device in the step, updates it, and copies it
 back. As written all of it is on the device at once. Here a copy of an argument stands so far ahead of its first reader,
 and one of a result so far behind its maker, as the copies take beside the arithmetic between; copies of one direction
 go one after the other. No copy stands farther from its update than `UPDATES` others do: where the link is the
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from .._program import _compat
 from .._program._flops import array_nbytes, eqn_flops
-from .._program._primitives import is_contraction, is_fetch, is_late, is_put
+from .._program._primitives import is_backward, is_contraction, is_fetch, is_put
 from ._flat_program import Loop
 
 INTENSITY = 8000.0
@@ -75,7 +75,7 @@ def streamed(
     copies = [p for p, i in enumerate(order) if loop_of[i] < 0 and (is_fetch(eqns[p]) or is_put(eqns[p]))]
     if not copies:
         return list(order)
-    begin = next((p for p, eqn in enumerate(eqns) if is_late(eqn)), len(eqns))  # of the backward pass
+    begin = next((p for p, eqn in enumerate(eqns) if is_backward(eqn)), len(eqns))  # of the backward pass
     reader: dict[Any, int] = {}  # the first of each variable
     maker: dict[Any, int] = {}
     for p, eqn in enumerate(eqns):

@@ -59,7 +59,7 @@ class Traced:
 
     - `source`: the step as it was traced; `merged` what all of its variants begin with; `form` which of its sites are
       done otherwise here, and how.
-    - `program`: the step in this form, normalised and ordered, with its loops laid open.
+    - `program`: the step in this form, normalised and ordered, with its loops inlined.
     - `origin`: for each equation of `flat` the index of the equation of `program` that computes the same, -1 where none
       does.
     - `labels`: the user's `checkpoint_name`s by variable; `hints` the marks of `jaxremat.hint`.
@@ -99,7 +99,7 @@ class Traced:
 
     @property
     def loops(self) -> tuple[Loop, ...]:
-        """The loops that are laid open."""
+        """The loops that are inlined."""
         return self.program.loops
 
     @property
@@ -134,7 +134,7 @@ class Traced:
 
     @property
     def cuttable(self) -> tuple[bool, ...]:
-        """Whether each of these pairs may be in levels."""
+        """Whether each of these pairs may be with nested checkpointing."""
         return self.sites.cuttable
 
     @property
@@ -146,8 +146,8 @@ class Traced:
     def row_places(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
         """Of each region the values that have rows: equation, result, and dimension of the rows."""
         return tuple(
-            tuple((self.origin[i], k, d) for i, k, d in ways if self.origin[i] >= 0)
-            for ways in self.sites.ways
+            tuple((self.origin[i], k, d) for i, k, d in rules if self.origin[i] >= 0)
+            for rules in self.sites.rules
         )
 
     @property
@@ -246,7 +246,7 @@ class Traced:
 
     @property
     def inner(self) -> list[tuple[int, str]]:
-        """Of each forward loop that is laid open within a backward loop the length, and the user's line."""
+        """Of each forward loop that is inlined within a backward loop the length, and the user's line."""
         within = (each for each in self.loops if each.parent >= 0 and each.role == FORWARD)
         found = [each for each in within if self.loops[each.parent].role == BACKWARD]
         return [(each.length, _compat.user_line(each.eqn)) for each in found]
@@ -315,7 +315,7 @@ def trace(
 
 
 def normalise(source: Source) -> Traced:
-    """Inline, lay open, merge, prune and order a step."""
+    """Inline, inline, merge, prune and order a step."""
     inliner = Inliner(respect_checkpoint=source.respect_checkpoint)
     task = Task(source, PLAIN, inliner)
     written = run(PLAIN_PASSES, FlatProgram.of(inliner.program(source.closed)), task)

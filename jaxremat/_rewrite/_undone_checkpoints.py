@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._program import _compat
-from .._program._primitives import is_late, runs_once
+from .._program._primitives import is_backward, runs_once
 
 
 def forward_again(eqns: Sequence[Any]) -> tuple[list[Any], list[int]]:
@@ -21,18 +21,23 @@ def forward_again(eqns: Sequence[Any]) -> tuple[list[Any], list[int]]:
     """
     anchor: list[int] = []  # behind which equation of its own place each stands
     maker: dict[Any, int] = {}
-    late: set[Any] = set()  # what is made of cotangents
+    in_backward: set[Any] = set()  # what is made of cotangents
     moved: set[int] = set()
     for i, eqn in enumerate(eqns):
         operands = _compat.variables(eqn.invars)
-        of_late = any(a in late for a in operands)
-        if is_late(eqn) and not of_late and not runs_once(eqn) and _compat.has_scope(eqn, _compat.REMATTED):
+        of_late = any(a in in_backward for a in operands)
+        if (
+            is_backward(eqn)
+            and not of_late
+            and not runs_once(eqn)
+            and _compat.has_scope(eqn, _compat.REMATTED)
+        ):
             moved.add(i)
             anchor.append(max((anchor[maker[a]] for a in operands if a in maker), default=-1))
         else:
             anchor.append(i)
-            if of_late or is_late(eqn):
-                late.update(eqn.outvars)
+            if of_late or is_backward(eqn):
+                in_backward.update(eqn.outvars)
         maker.update(dict.fromkeys(eqn.outvars, i))
     order = sorted(range(len(eqns)), key=lambda i: (anchor[i], i))
     return [_compat.as_forward(eqns[i]) if i in moved else eqns[i] for i in order], order

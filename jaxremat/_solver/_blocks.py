@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .._model._graph import Graph
-from .._model._schedule import Schedule, complete
+from .._model._schedule import Schedule, close_over_dependencies
 from .._model._simulate import Profile, rank, simulate
 from ._block_frontiers import POINTS, blocks, frontier
 from ._interface import Solution
@@ -48,7 +48,9 @@ class Blocks:
         if budget_nbytes is not None:
             return Solution(allocation.within(budget_nbytes), solver="blocks")
         least = allocation.least()
-        plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes - graph.base_nbytes
+        plain = (
+            simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes - graph.base_nbytes
+        )
         budget = simulate(graph, least).peak_nbytes + int(LEAST_SLACK * plain)
         found = allocation.within(budget)
         return Solution(min((found, least), key=lambda s: rank(graph, s, budget)), solver="blocks")
@@ -102,7 +104,7 @@ class _Allocation:
         saved = set(self.shared)
         for block, points, i in zip(self.blocks, self.frontiers, chosen, strict=True):
             saved.update(block.values[place] for place in points[i].saved)
-        return complete(self.graph, saved)
+        return close_over_dependencies(self.graph, saved)
 
     def _rest(self, chosen: Sequence[int], profile: Profile) -> list[list[float]]:
         """For the blocks of each forward pass what is live at most in each stage, and last in the forward pass, besides

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from .._model._graph import Graph
-from .._model._schedule import Schedule, complete
+from .._model._schedule import Schedule, close_over_dependencies
 from .._model._simulate import rank
 from ._frontiers import home_stages
 from ._interface import Solution
@@ -35,7 +35,7 @@ class Chen:
             [self.segments] if self.segments else sorted(around, key=lambda count: (abs(count - root), count))
         )
         home = home_stages(graph)
-        plain = complete(graph, graph.residuals)
+        plain = close_over_dependencies(graph, graph.residuals)
         best: tuple[tuple[float, ...], Schedule] = (rank(graph, plain, budget_nbytes), plain)
         for count in counts:
             # `whole` segments at the end of the net are saved as they are, as many as fit
@@ -68,4 +68,4 @@ class Chen:
                     saved.add(u)
         for v, k in home.items():
             kept.update((v, j) for j in range(first_of[segment_of[k]] + 1, k + 1))
-        return complete(graph, saved, kept)
+        return close_over_dependencies(graph, saved, kept)

@@ -1,7 +1,7 @@
 """Graph -> which stage each residual belongs to, and which residuals the stages hand to each other."""
 
 from .._model._graph import Graph
-from .._model._schedule import Schedule, complete
+from .._model._schedule import Schedule, close_over_dependencies
 from .._model._simulate import rank
 
 MOST_HELD = 300
@@ -54,7 +54,7 @@ def hold(graph: Graph, schedule: Schedule, budget_nbytes: int) -> Schedule:
         if v not in schedule.saved and graph.values[v].materialised
     ]
     for _, v, k in sorted(repeated, reverse=True)[:MOST_HELD]:
-        tried = complete(graph, schedule.saved, best.kept | {(v, k)}, schedule.away)
+        tried = close_over_dependencies(graph, schedule.saved, best.kept | {(v, k)}, schedule.away)
         tried_rank = rank(graph, tried, budget_nbytes)
         if tried_rank < best_rank:
             best, best_rank = tried, tried_rank

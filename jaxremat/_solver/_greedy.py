@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .._model._graph import Graph
-from .._model._schedule import Schedule, complete
+from .._model._schedule import Schedule, close_over_dependencies
 from .._model._simulate import simulate
 from ._interface import Solution
 
@@ -23,7 +23,7 @@ class Greedy:
         everything = frozenset(graph.residuals)
 
         def dropping(count: int) -> tuple[int, Schedule]:
-            schedule = complete(graph, everything.difference(order[:count]))
+            schedule = close_over_dependencies(graph, everything.difference(order[:count]))
             return simulate(graph, schedule).peak_nbytes, schedule
 
         peaks = {count: dropping(count) for count in sorted({0, len(order)})}

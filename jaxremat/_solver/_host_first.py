@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .._model._graph import Graph
-from .._model._schedule import Schedule, complete
+from .._model._schedule import Schedule, close_over_dependencies
 from .._model._simulate import rank, simulate
 from ._interface import Solution
 from ._mincut import MinCut
@@ -19,7 +19,7 @@ class HostFirst:
     """
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
-        found = complete(graph, graph.residuals)
+        found = close_over_dependencies(graph, graph.residuals)
         most = simulate(graph, found).peak_nbytes
         least = graph.base_nbytes if budget_nbytes is None else budget_nbytes
         for level in LEVELS:
@@ -37,7 +37,7 @@ class HostFirst:
         able = sorted(start.saved.intersection(graph.away.alone), key=lambda v: (graph.values[v].producer, v))
 
         def offloading(count: int) -> Schedule:
-            return complete(graph, start.saved, start.kept, able[:count])
+            return close_over_dependencies(graph, start.saved, start.kept, able[:count])
 
         tried = {count: offloading(count) for count in sorted({0, len(able)})}
         low, high = 0, len(able)
@@ -54,7 +54,7 @@ def only_needed(graph: Graph, schedule: Schedule, budget_nbytes: int) -> Schedul
     model, and something in truth.
     """
     for v in sorted(schedule.away, key=lambda v: (-graph.values[v].saved_nbytes, v)):
-        fewer = complete(graph, schedule.saved, schedule.kept, schedule.away - {v})
+        fewer = close_over_dependencies(graph, schedule.saved, schedule.kept, schedule.away - {v})
         if rank(graph, fewer, budget_nbytes)[:2] <= rank(graph, schedule, budget_nbytes)[:2]:
             schedule = fewer
     return schedule

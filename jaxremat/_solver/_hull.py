@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from .._model._graph import Graph
-from .._model._schedule import Schedule, complete
+from .._model._schedule import Schedule, close_over_dependencies
 from .._model._simulate import simulate
 from ._interface import Solution
 
@@ -81,7 +81,7 @@ def cheapest(
     found, bounds = [], []
     for graph in graphs:
         own = [v.solution.schedule for v in starts if v.graph is graph and v.solution is not None]
-        own.append(complete(graph, graph.residuals))
+        own.append(close_over_dependencies(graph, graph.residuals))
         start = min(own, key=Lagrangian(graph, price).order)
         solution = solver.priced(graph, price, start, time_limit=time_limit)
         found.append(vertex(graph, solution))
@@ -138,7 +138,7 @@ def edge(
 
     **Arguments:** `solution` within the budget.
     """
-    everything = complete(graph, graph.residuals)
+    everything = close_over_dependencies(graph, graph.residuals)
     low = vertex(graph, solution)
     high = vertex(graph, solver.priced(graph, 0.0, everything, time_limit=time_limit / 4))
     if high.peak_nbytes <= budget_nbytes:

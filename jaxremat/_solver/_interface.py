@@ -5,7 +5,7 @@ The rules, which `jaxremat.testing.check_solver` holds a solver to:
 - It answers every graph and budget with a `Solution`, however little time it has. Where nothing fits, too: then with
   the schedule of least memory that it came across.
 - Its schedule can be emitted: a stage reads what is saved, recomputed in it or kept from the stage before.
-  `jaxremat.complete(graph, saved)` makes such a schedule of any choice of saved values.
+  `jaxremat.close_over_dependencies(graph, saved)` makes such a schedule of any choice of saved values.
 - Where everything saved fits the budget, or what it itself gives where the least memory is asked for, so does the
   schedule. By `jaxremat.simulate(graph, schedule).peak_nbytes`, of which the budget is an upper bound.
 - Equal graphs, budgets and time limits get equal answers: count work rather than look at a clock.

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from .._model._graph import Graph
-from .._model._schedule import Schedule, complete, must_save
+from .._model._schedule import Schedule, close_over_dependencies, must_save
 from .._model._simulate import extra_seconds, rank, simulate
 from .._runtime._errors import JaxrematWarning
 from .._runtime._garbage import uncollected
@@ -96,7 +96,7 @@ class Milp:
 
     @uncollected
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
-        start = complete(graph, graph.residuals)
+        start = close_over_dependencies(graph, graph.residuals)
         free = not any(graph.values[v].saved_seconds for v in graph.residuals)
         if not graph.residuals or (
             free and start.drops_nothing and rank(graph, start, budget_nbytes)[0] == 0
@@ -156,7 +156,9 @@ class Milp:
         least = _Model(graph, self).solve(None, start, time_limit / 8)
         least = _Model(graph, self, holding=True).solve(None, least.schedule, time_limit / 8)
         peak = simulate(graph, least.schedule).peak_nbytes
-        plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes - graph.base_nbytes
+        plain = (
+            simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes - graph.base_nbytes
+        )
         found, most = least, MOST_OVERHEAD * graph.step_seconds
         low = high = 0.0  # shares of slack with which all takes too long, and with which it does not
         for slack in LEAST_SLACKS:
@@ -382,7 +384,7 @@ class _Model:
             kind: [key for key, x in variables[kind].items() if values[x] >= 0.5] for kind in ("s", "h", "o")
         }
         saved, away = ([v for (v,) in chosen[kind]] for kind in ("s", "o"))
-        return complete(self.graph, saved, ((v, k) for v, k in chosen["h"]), away)
+        return close_over_dependencies(self.graph, saved, ((v, k) for v, k in chosen["h"]), away)
 
     def _start(self, schedule: Schedule, variables: dict[str, dict[tuple[int, ...], int]]) -> list[Term]:
         graph = self.graph
@@ -404,7 +406,7 @@ def _run_again(
 ) -> tuple[list[tuple[float, int]], dict[tuple[int, ...], int]]:
     """Return pairs of seconds and a variable, and the variables that this adds to the program, for what runs apart.
 
-    Where a node joins a kernel of the stage, it takes `joined_seconds`, and the rest if it runs apart all the same: for
+    Where a node joins a kernel of the stage, it takes `fused_seconds`, and the rest if it runs apart all the same: for
     something else that runs again for that stage and reads it. These terms are what `simulate` counts: with `r[n,k]`
     for running node n again for stage k
 
@@ -426,12 +428,12 @@ def _run_again(
         if graph.joins(n, k) < 0:
             terms.append((node.seconds, x))
             continue
-        terms.append((node.joined_seconds, x))
+        terms.append((node.fused_seconds, x))
         if readers := [y for v in node.outputs for y in reading.get((v, k), ())]:
             apart[n, k] = a = program.variable(1.0)
             for y in readers:
                 program.at_least([(a, 1.0), (x, -1.0), (y, -1.0)], -1.0)
             program.at_most([(a, 1.0), (x, -1.0)], 0.0)
             program.at_most([(a, 1.0), *((y, -1.0) for y in readers)], 0.0)
-            terms.append((node.seconds - node.joined_seconds, a))
+            terms.append((node.seconds - node.fused_seconds, a))
     return terms, apart

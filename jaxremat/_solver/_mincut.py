@@ -18,7 +18,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from .._model._graph import Graph
-from .._model._schedule import Schedule, complete, must_save
+from .._model._schedule import Schedule, close_over_dependencies, must_save
 from .._model._simulate import Profile, extra_seconds, rank, simulate
 from ._hull import Lagrangian
 from ._interface import Solution
@@ -83,7 +83,7 @@ def saving_less(graph: Graph, schedule: Schedule) -> list[Schedule]:
     cuts, found = _Cuts(graph), [schedule]
     for power in range(*PRICES):
         saved = schedule.saved & cuts.at(2.0 ** (power / 4))[0].saved
-        less = complete(graph, saved, schedule.kept, schedule.away & saved)
+        less = close_over_dependencies(graph, saved, schedule.kept, schedule.away & saved)
         if extra_seconds(graph, less) > extra_seconds(graph, found[-1]):
             found.append(less)
     return found[1:]
@@ -136,7 +136,7 @@ class _Cuts:
         """The best schedule at this price, and its profile."""
         graph = self.graph
         if not self.residuals or price == 0.0:
-            schedule = complete(graph, graph.residuals)
+            schedule = close_over_dependencies(graph, graph.residuals)
             return schedule, simulate(graph, schedule)
         tails, heads, constant, per_price, size = self._skeleton
         capacity = np.minimum(np.ceil(16 * (constant + price * per_price)), _INFINITE).astype(np.int32)
@@ -147,5 +147,7 @@ class _Cuts:
         residual.eliminate_zeros()
         reached = set(breadth_first_order(residual, 0, return_predecessors=False).tolist())
         dropped = {n for i, n in enumerate(self.producers) if 2 + i not in reached}
-        schedule = complete(graph, (v for v in self.residuals if graph.values[v].producer not in dropped))
+        schedule = close_over_dependencies(
+            graph, (v for v in self.residuals if graph.values[v].producer not in dropped)
+        )
         return schedule, simulate(graph, schedule)

@@ -1,7 +1,7 @@
 """Moments of the schedule -> linear lower bounds on the bytes alive there, for the integer program.
 
 A term's keys name variables of `_milp`: ("s", v), ("e", v, k), ("r", n, k), ("a", n, k), ("h", v, k), ("o", v). A value
-counts where all of them are one. ("q", n) is what waits then to leave for the host's memory.
+counts where all of them are one. ("q", n) is what waits then to leave for host memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .._model._graph import Graph
 from .._model._host_copies import Reading
-from .._model._schedule import Schedule, complete
+from .._model._schedule import Schedule, close_over_dependencies
 from .._model._simulate import Profile, joined, simulate
 
 Key = tuple[str, *tuple[int, ...]]
@@ -134,7 +134,7 @@ class Moments:
         """Bounds that shape the first program: for each stage its start and its peaks when all or nothing is saved."""
         graph = self.graph
         moments: set[tuple[int, int]] = set()
-        for schedule in (complete(graph, graph.residuals), complete(graph, ())):
+        for schedule in (close_over_dependencies(graph, graph.residuals), close_over_dependencies(graph, ())):
             moments.update(self._tops(simulate(graph, schedule), None))
         terms = [self.own(n) for n, k in sorted(moments) if k < 0]
         terms.extend(self.recomputing(k, len(graph.nodes)) for k in range(len(graph.stages)))

@@ -8,7 +8,7 @@ halved towards the least that costs no more than recomputing every value of the 
 from dataclasses import dataclass, replace
 
 from .._model._graph import Graph
-from .._model._schedule import complete
+from .._model._schedule import close_over_dependencies
 from .._model._simulate import simulate
 from ._chen import Chen
 from ._interface import Solution, Solver
@@ -28,7 +28,7 @@ class Sublinear:
         if budget_nbytes is not None:
             return self.solver.solve(graph, budget_nbytes, time_limit=time_limit)
         each = time_limit / (ROUNDS + 2)
-        known = [Solution(complete(graph, graph.residuals), solver="sublinear")]
+        known = [Solution(close_over_dependencies(graph, graph.residuals), solver="sublinear")]
         known += [solver.solve(graph, None, time_limit=each) for solver in (Chen(), MinCut(), self.solver)]
         low = min(simulate(graph, solution.schedule).peak_nbytes for solution in known)
         best = min(filter(lambda s: self._bearable(graph, s), known), key=lambda s: self._peak(graph, s))
@@ -49,7 +49,10 @@ class Sublinear:
         return sum(node.seconds for node in graph.kernels() if node.forward)
 
     def _bearable(self, graph: Graph, solution: Solution) -> bool:
-        most = max(self.most_seconds(graph), simulate(graph, complete(graph, graph.residuals)).extra_seconds)
+        most = max(
+            self.most_seconds(graph),
+            simulate(graph, close_over_dependencies(graph, graph.residuals)).extra_seconds,
+        )
         return simulate(graph, solution.schedule).extra_seconds <= most * (1 + 1e-9)
 
     @staticmethod

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .._model._graph import Graph
-from .._model._schedule import complete
+from .._model._schedule import close_over_dependencies
 from ._interface import Solution
 
 
@@ -12,7 +12,7 @@ class SaveAll:
     """The plain step: nothing is recomputed, whatever the budget."""
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
-        return Solution(complete(graph, graph.residuals), solver="save_all")
+        return Solution(close_over_dependencies(graph, graph.residuals), solver="save_all")
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class RecomputeAll:
     """Every stage recomputes all it needs from the step's arguments, whatever the budget."""
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
-        return Solution(complete(graph, ()), solver="recompute_all")
+        return Solution(close_over_dependencies(graph, ()), solver="recompute_all")
 
 
 @dataclass(frozen=True)
@@ -29,4 +29,4 @@ class SaveDots:
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         products = (v for v in graph.residuals if graph.nodes[graph.values[v].producer].contraction)
-        return Solution(complete(graph, products), solver="save_dots")
+        return Solution(close_over_dependencies(graph, products), solver="save_dots")

@@ -4,10 +4,11 @@
 
 For each seed `random_steps` makes a step, which is held against what the plain step gives (`judging`) in three ways:
 
-- *emitted*: traced with its checkpoints undone or not, it takes forms as they come (its loops in levels or parts, with
-  updates absorbed, and inner ones laid open; its rows in chunks; copies of values, without loss), its backward pass is
-  cut into stages anywhere, any of its residuals are saved and kept, and it is emitted for either kind of compiler with
-  every kind of fence. JAX's own checker looks at the program, which is evaluated operation by operation;
+- *emitted*: traced with its checkpoints undone or not, it takes forms as they come (its loops with nested checkpointing
+  or parts, with updates absorbed, and inner ones inlined; its rows in chunks; copies of values, without loss), its
+  backward pass is cut into stages anywhere, any of its residuals are saved and kept, and it is emitted for either kind
+  of compiler with every kind of barrier. JAX's own checker looks at the program, which is evaluated operation by
+  operation;
 - *compiled*: the same, validated and compiled as the planner does;
 - *planned*: as a whole at "min" and within a random budget, which the compiled peak has to keep.
 
@@ -44,7 +45,7 @@ from random_nets import NETS, ROWS
 from random_steps import WAYS, Step, random_parts, step_of
 
 import jaxremat
-from jaxremat import Graph, InfeasibleBudgetError, MemoryStats, MinCut, complete
+from jaxremat import Graph, InfeasibleBudgetError, MemoryStats, MinCut, close_over_dependencies
 from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._overwritten_reads import overwritten_reads
@@ -92,7 +93,7 @@ COPIED = 0.3
 
 @dataclass(frozen=True)
 class Drawn:
-    """One way to emit a step. **Fields:** its form; the graph with its stages; what is saved and kept; the fence."""
+    """One way to emit a step. **Fields:** its form; the graph with its stages; what is saved and kept; the barrier."""
 
     traced: Traced
     graph: Graph
@@ -109,7 +110,7 @@ class Drawn:
 
     def emit(self) -> jex.ClosedJaxpr:
         """The program, which JAX's checker has seen."""
-        schedule = complete(self.graph, self.saved, self.kept)
+        schedule = close_over_dependencies(self.graph, self.saved, self.kept)
         return self.traced.step(emit(self.traced, self.graph, schedule, self.fence))
 
 

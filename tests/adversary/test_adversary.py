@@ -20,7 +20,7 @@ from test_optimize import assert_same, compile_plain
 from zoo_kinds import KINDS
 
 import jaxremat
-from jaxremat import InfeasibleBudgetError, MemoryStats, MinCut, complete
+from jaxremat import InfeasibleBudgetError, MemoryStats, MinCut, close_over_dependencies
 from jaxremat._emit._emit import FENCES, emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._graph import Pin
@@ -83,7 +83,7 @@ def test_compiled_decisions(part: str) -> None:
     ids=[
         "rows of nothing but constants",
         "loops of examples' own lengths",
-        "rows in levels alone",
+        "rows with nested checkpointing alone",
         "carries handed on",
     ],
 )
@@ -116,7 +116,7 @@ def test_the_generator_makes_every_kind() -> None:
 
 
 def test_what_a_loop_begins_with_is_read_before_it() -> None:
-    """An array of zeros that iterations read, and carry, where a fence within the loop lets it pass for them."""
+    """An array of zeros that iterations read, and carry, where a barrier within the loop lets it pass for them."""
 
     def loss(p: Any, x: jax.Array) -> jax.Array:
         zeros = jnp.zeros_like(x)
@@ -140,7 +140,7 @@ def test_what_a_loop_begins_with_is_read_before_it() -> None:
             cut = replace(graph, pins=(Pin("stage", n, ""),))
             cut = replace(cut, stages=uncut(cut))
             for fence in FENCES:
-                planned = emit(found, cut, complete(cut, ()), fence)
+                planned = emit(found, cut, close_over_dependencies(cut, ()), fence)
                 assert adversary.difference(want, evaluate(planned, jax.tree.leaves(args))) == ""
 
 

@@ -197,7 +197,7 @@ def test_transformations(emit: str) -> None:
 
 @pytest.mark.parametrize("emit", EMITTERS)
 def test_second_derivatives_of_branches(emit: str) -> None:
-    """Their index passes a fence on its way to the backward pass, and has no derivative there."""
+    """Their index passes a barrier on its way to the backward pass, and has no derivative there."""
 
     def branches(x: Any, ws: Any) -> Any:
         for w in ws:

@@ -13,7 +13,7 @@ from jaxremat._compiler._hlo import Instruction, Module, Shape, materialised, pa
 from jaxremat._compiler._liveness import live_at_peak
 
 TAG = re.compile(r"#(\d+)(?:/|$)")
-# XLA:CPU drops fences unless told otherwise (DESIGN.md, section 9).
+# XLA:CPU drops barriers unless told otherwise (DESIGN.md, section 9).
 FENCES: dict[str, str | bool] = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 # Layouts with tiles and memory spaces, nested tuples, comments, operands with and without types and percent

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxremat
-from jaxremat import complete
+from jaxremat import close_over_dependencies
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._scratch import Scratch, scratch
@@ -212,7 +212,7 @@ def test_the_model_of_padded_logits_meets_the_compiler() -> None:
     plain = measure_baseline(problem, plain=False, tagged=True)
     graph = plain.graphs.plain
     assert max(node.workspace_nbytes for node in graph.nodes) > 1024 * 50257 * 4
-    predicted = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    predicted = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
     assert predicted == pytest.approx(plain.peak_nbytes, rel=0.01)
 
 

@@ -78,11 +78,11 @@ def in_memory(graph: Graph) -> set[int]:
 @pytest.mark.parametrize(("step", "args"), STEPS)
 def test_a_sketch_shows_what_a_draft_does(step: Any, args: Any) -> None:
     sketched = baseline(step, args)
-    with patch.object(Program, "sketch", Program.draft):
+    with patch.object(Program, "sketch", Program.unfused_build):
         drafted = baseline(step, args)
         wanted = drafted.graphs.plain
     found = sketched.graphs.plain
-    assert dict(sketched.problem.sketch.compiler_options)[EMITTERS] is False
+    assert dict(sketched.problem.unoptimised_build.compiler_options)[EMITTERS] is False
     assert sketched.peak_nbytes == drafted.peak_nbytes, "a sketch's peak was taken for the step's"
     assert sketched.seconds == drafted.seconds, "a sketch was timed"
     alone = measure_baseline(problem(step, args), plain=False, tagged=True)
@@ -154,8 +154,8 @@ def test_where_checkpoints_are_undone_seconds_are_compared_and_nothing_is_sketch
 def test_what_cannot_be_sketched_is_drafted() -> None:
     """A version of jax that knows no such option compiles with the others."""
     of = placed(Program(train, donate_argnums=(0,)), CHAIN, {})
-    unknown = replace(of.sketch("cpu"), compiler_options=(("xla_cpu_no_such_option", True),))
-    found, wanted = (each.compile(of.plain, CHAIN, {}) for each in (unknown, of.draft("cpu")))
+    unknown = replace(of.unoptimised_build("cpu"), compiler_options=(("xla_cpu_no_such_option", True),))
+    found, wanted = (each.compile(of.plain, CHAIN, {}) for each in (unknown, of.unfused_build("cpu")))
     assert found.as_text() == wanted.as_text()
     part = unknown.alone(train, donate_argnums=(0,))
     assert part.compile(part.plain, CHAIN, {}).as_text() == wanted.as_text()
@@ -165,4 +165,4 @@ def test_what_cannot_be_sketched_is_drafted() -> None:
 
 def test_for_a_target_nothing_is_sketched() -> None:
     of = Program(train)
-    assert of.sketch("gpu") == of.draft("gpu")
+    assert of.unoptimised_build("gpu") == of.unfused_build("gpu")

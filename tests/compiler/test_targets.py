@@ -196,15 +196,15 @@ def test_only_stages_that_recompute_have_fences_on_a_gpu() -> None:
     traced = trace(jax.jit(step.step, donate_argnums=0), step.abstract_args(), {})
     graph = lower(traced, DEVICES["h100"], base_nbytes=0)
     large = max(graph.residuals, key=lambda v: (graph.values[v].nbytes, v))
-    schedule = jaxremat.complete(graph, set(graph.residuals) - {large})
-    fences = {
+    schedule = jaxremat.close_over_dependencies(graph, set(graph.residuals) - {large})
+    barriers = {
         fence
         for eqn in emit(traced, graph, schedule).jaxpr.eqns
         if eqn.primitive.name == "optimization_barrier"
         for fence in re.findall(r"fence_\d+", str(eqn.source_info.name_stack))
     }
     assert len(graph.stages) > 3
-    assert 1 <= len(fences) <= 2 + sum(bool(nodes) for nodes in schedule.recomputed)
+    assert 1 <= len(barriers) <= 2 + sum(bool(nodes) for nodes in schedule.recomputed)
 
 
 def test_a_plan_costs_what_it_recomputes() -> None:

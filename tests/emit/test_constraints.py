@@ -4,7 +4,7 @@ import jax
 import pytest
 from zoo import BY_NAME
 
-from jaxremat import complete
+from jaxremat import close_over_dependencies
 from jaxremat._emit._analysis import Analysis
 from jaxremat._emit._constraints import RULES, ZERO, constraints
 from jaxremat._emit._emit import emit
@@ -30,7 +30,7 @@ def analysis(name: str, device: str = "h100") -> Analysis:
     """A step of which everything is made again."""
     found = traced(name)
     graph = lower(found, DEVICES[device], base_nbytes=0)
-    return Analysis(found, graph, complete(graph, ()))
+    return Analysis(found, graph, close_over_dependencies(graph, ()))
 
 
 @pytest.mark.parametrize("name", NAMES)

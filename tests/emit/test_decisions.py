@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from test_emit import lowered
 
-from jaxremat import complete
+from jaxremat import close_over_dependencies
 from jaxremat._emit._emit import emit
 from jaxremat._program import _compat
 from jaxremat._report._actions import NONE_DECIDED, actions, decided
@@ -145,10 +145,10 @@ def clones(closed: jex.ClosedJaxpr) -> list[Any]:
 def schedules(graph: Any) -> Any:
     """Everything is dropped that may be, then each value in turn, and each in turn is saved."""
     residuals = sorted(graph.residuals)
-    yield complete(graph, ())
+    yield close_over_dependencies(graph, ())
     for v in residuals:
-        yield complete(graph, set(residuals) - {v})
-        yield complete(graph, {v})
+        yield close_over_dependencies(graph, set(residuals) - {v})
+        yield close_over_dependencies(graph, {v})
 
 
 @pytest.mark.parametrize("decide", COMPARED, ids=lambda f: f.__name__)
@@ -175,7 +175,7 @@ def test_last_bits_change_no_comparison(decide: Callable[[Any], Any]) -> None:
 def test_what_is_kept_as_a_decision_is_told(decide: Callable[[Any], Any]) -> None:
     """Also where the compiler makes it beside something else, so that no solver weighs it."""
     _, graph = lowered(step_of(decide), (WEIGHTS, X))
-    schedule = complete(graph, ())
+    schedule = close_over_dependencies(graph, ())
     found = decided(graph, schedule)
     assert 3 <= found.values <= 12 and found.nbytes >= found.values * ROWS
     for action in actions(graph, schedule):

@@ -13,7 +13,7 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 import jaxremat
-from jaxremat import Graph, JaxrematWarning, Plan, PlanMismatchError, Solution, complete
+from jaxremat import Graph, JaxrematWarning, Plan, PlanMismatchError, Solution, close_over_dependencies
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._hlo import Module, parse, transfer
 from jaxremat._compiler._host_traffic import host_traffic
@@ -165,7 +165,7 @@ class Everything:
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         away = sorted(graph.away.alone)
         saved = [v for v in graph.residuals if not self.again or v in away[::2] or v not in away]
-        return Solution(complete(graph, saved, (), away), solver="everything")
+        return Solution(close_over_dependencies(graph, saved, (), away), solver="everything")
 
 
 @functools.cache
@@ -250,18 +250,18 @@ def test_loops_copy_a_slice_in_each_iteration(kind: str) -> None:
 
 
 def test_copies_back_begin_in_their_stages() -> None:
-    """Before its stage's fence a copy has not begun: what passes the fence is what it reads."""
+    """Before its stage's barrier a copy has not begun: what passes the barrier is what it reads."""
     plan, module = planned("matrices")
     instructions = module.computations[module.entry].instructions
     place = {i.name: n for n, i in enumerate(instructions)}
-    fences = {
+    barriers = {
         int(found[1]): n
         for n, i in enumerate(instructions)
         if i.opcode == "tuple" and (found := re.search(r"fence_(\d+)", i.op_name))
     }
     begun = sorted(place[i.name] for i in instructions if (copy := transfer(module, i)) and copy.back)
-    assert len(fences) >= len({copy.begun for copy in plan.offloaded})
-    assert all(n > min(fences.values()) for n in begun)
+    assert len(barriers) >= len({copy.begun for copy in plan.offloaded})
+    assert all(n > min(barriers.values()) for n in begun)
     left = [place[f"{i.operands[0]}"] for i in instructions if i.opcode == "copy-done" and i.shapes[0].space]
     assert len(left) == len(begun) and max(left) < begun[-1]  # all have left before the last comes back
 
@@ -281,9 +281,9 @@ def test_gradients_of_biases_are_done_with_those_of_their_matrices() -> None:
     _, module = planned("biases")
     instructions = module.computations[module.entry].instructions
     made = [n for n, i in enumerate(instructions) if i.opcode == "fusion" and (4 * 4096,) in shapes_of(i)]
-    fences = [n for n, i in enumerate(instructions) if i.opcode == "tuple" and "fence_" in i.op_name]
+    barriers = [n for n, i in enumerate(instructions) if i.opcode == "tuple" and "fence_" in i.op_name]
     assert len(made) >= 5
-    assert sum(n < fences[-1] for n in made) >= 0.6 * len(made)
+    assert sum(n < barriers[-1] for n in made) >= 0.6 * len(made)
 
 
 def shapes_of(instruction: Any) -> list[tuple[int, ...]]:
@@ -299,7 +299,7 @@ def test_the_device_has_less_in_memory() -> None:
 
 
 def test_the_planner_chooses_what_is_cheapest() -> None:
-    """With the host's memory a plan is never slower by the model, and is faster here; its report says what went."""
+    """With host memory a plan is never slower by the model, and is faster here; its report says what went."""
     plain = jaxremat.memory(mlp, *LARGE["matrices"], donate_argnums=0, target="h100")
     budget = plain.peak_nbytes - plain.temporaries_nbytes // 3
     without, with_it = (

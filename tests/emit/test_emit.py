@@ -15,7 +15,7 @@ from test_optimize import assert_same
 from zoo import BY_NAME
 
 import jaxremat
-from jaxremat import Graph, MemoryStats, RecomputeAll, SaveAll, Schedule, complete
+from jaxremat import Graph, MemoryStats, RecomputeAll, SaveAll, Schedule, close_over_dependencies
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._liveness import live_at_peak
@@ -100,7 +100,7 @@ def recomputed_layers(traced: Traced, graph: Graph, primitive: str) -> list[int]
 
 
 def compiled(closed: jex.ClosedJaxpr, args: Any) -> jax.stages.Compiled:
-    """A flat jaxpr, compiled so that fences count."""
+    """A flat jaxpr, compiled so that barriers count."""
     leaves = jax.tree.leaves(args)
     options = jaxremat.compiler_options("cpu")
     return jax.jit(jex.jaxpr_as_fun(closed)).lower(*leaves).compile(compiler_options=options)
@@ -161,7 +161,7 @@ def test_contractions_are_repeated(fn: Any, fence: str) -> None:
 
 @pytest.mark.jax_0_10("XLA for the CPU merges across barriers")
 def test_without_their_fences_recomputations_are_merged_again() -> None:
-    """What the fences and the compiler options are there for."""
+    """What the barriers and the compiler options are there for."""
     args = mlp_args()
     traced, graph = lowered(mlp, args)
     planned = emit(traced, graph, all_dropped(graph))
@@ -180,15 +180,15 @@ def test_one_fence_per_recomputing_stage() -> None:
     planned = emit(traced, graph, schedule)
     assert count(traced.jaxpr, "optimization_barrier") == 0
     assert len(graph.stages) > 1
-    fences = [
+    barriers = [
         str(e.source_info.name_stack)
         for e in planned.jaxpr.eqns
         if e.primitive.name == "optimization_barrier"
     ]
-    stages = [int(found[1]) for stack in fences if (found := re.search(r"fence_(\d+)", stack))]
+    stages = [int(found[1]) for stack in barriers if (found := re.search(r"fence_(\d+)", stack))]
     assert stages == [k for k, nodes in enumerate(schedule.recomputed) if nodes]
-    assert len(fences) == len(stages) + 1
-    assert "fence_updates" in fences[-1]
+    assert len(barriers) == len(stages) + 1
+    assert "barrier_updates" in barriers[-1]
 
 
 def test_clones_keep_their_source_and_say_their_stage() -> None:
@@ -289,7 +289,7 @@ def test_no_unplanned_forward_value_at_the_peak(name: str, share: float) -> None
 def test_what_is_kept_passes_the_fence_before_it_is_recomputed_from() -> None:
     """Else what two stages recompute from it is the same, and the compiler makes it once and keeps it."""
     traced, graph = lowered(mlp, mlp_args())
-    whole = complete(graph, ())
+    whole = close_over_dependencies(graph, ())
     k = next(k for k, nodes in enumerate(whole.recomputed) if len(nodes) > 3)
     last, *_ = reversed(whole.recomputed[k + 1])
     held = {v for v in graph.reads[last] if not graph.values[v].is_output}

@@ -1,4 +1,4 @@
-"""What has passed a fence is read behind it by its fenced name: it is in memory once, in one layout."""
+"""What has passed a barrier is read behind it by its barrier name: it is in memory once, in one layout."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from test_optimize import assert_same
 
 import jaxremat
 from examples.benchmarks.networks import program
-from jaxremat import complete
+from jaxremat import close_over_dependencies
 from jaxremat._compiler._devices import DEVICES
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
@@ -48,7 +48,7 @@ def both(platform: str) -> tuple[Any, Any, Any, Any]:
     graph = lower(traced, DEVICES[platform], base_nbytes=0)
     square = f"{BATCH},{HEADS},{LENGTH},{LENGTH}]"
     saved = [v for v in graph.residuals if square not in graph.values[v].shape]
-    return args, traced, graph, complete(graph, saved)
+    return args, traced, graph, close_over_dependencies(graph, saved)
 
 
 def root(var: Any, made_by: Any) -> Any:
@@ -73,8 +73,10 @@ def test_contractions_read_it_by_its_fenced_name_from_then_on() -> None:
         if eqn.primitive.name == "dot_general":
             roots = {root(a, made_by) for a in eqn.invars}
             assert passed.isdisjoint(roots)
-            fenced = (made_by.get(a) for a in roots if "recompute" not in str(eqn.source_info.name_stack))
-            again += sum(e is not None and e.primitive.name == "optimization_barrier" for e in fenced)
+            behind_barrier = (
+                made_by.get(a) for a in roots if "recompute" not in str(eqn.source_info.name_stack)
+            )
+            again += sum(e is not None and e.primitive.name == "optimization_barrier" for e in behind_barrier)
     assert passed
     assert again >= 2  # the gradients of queries and keys, by what is multiplied anew
     plain = jex.jaxpr_as_fun(traced.jaxpr)(*jax.tree.leaves(args))
@@ -102,7 +104,7 @@ def test_what_a_stage_makes_again_and_its_own_work_read_a_source_by_one_name() -
     products = [
         v for v in graph.residuals if graph.nodes[graph.values[v].producer].primitive == "dot_general"
     ]
-    schedule = complete(graph, products)
+    schedule = close_over_dependencies(graph, products)
     assert sum(map(bool, schedule.recomputed)) > 1
     jaxpr = emit(traced, graph, schedule)
     saved = {traced.jaxpr.jaxpr.eqns[graph.values[v].producer].outvars[0] for v in products}

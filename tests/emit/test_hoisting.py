@@ -1,4 +1,4 @@
-"""What the compiler makes again in kernels that read it: on the CPU those read what has passed a fence."""
+"""What the compiler makes again in kernels that read it: on the CPU those read what has passed a barrier."""
 
 from typing import Any
 

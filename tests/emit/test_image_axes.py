@@ -1,4 +1,6 @@
-"""Images pass fences with their axes in the order in which a GPU's libraries keep them, so that kernels are not cut."""
+"""Images pass barriers with their axes in the order in which a GPU's libraries keep them, so that kernels are
+not cut.
+"""
 
 import re
 from typing import Any
@@ -9,7 +11,7 @@ import pytest
 
 import jaxremat
 from examples.benchmarks.networks import program
-from jaxremat import complete
+from jaxremat import close_over_dependencies
 from jaxremat._compiler._devices import DEVICES, measure_cpu
 from jaxremat._compiler._hlo import Module, executed, parse
 from jaxremat._compiler._program import Program
@@ -92,15 +94,15 @@ def test_every_fence_turns_images_and_turns_them_back(fence: str) -> None:
     fn, args = network(LAST)
     traced = trace(fn, args, {})
     graph = lower(traced, DEVICES["p100"], base_nbytes=0)
-    eqns = emit(traced, graph, complete(graph, ()), fence).jaxpr.eqns
+    eqns = emit(traced, graph, close_over_dependencies(graph, ()), fence).jaxpr.eqns
     made_by = {v: e for e in eqns for v in e.outvars}
-    fences = [e for e in eqns if e.primitive.name == "optimization_barrier"]
-    passing = [a for e in fences for a in e.invars if a in made_by and a.aval.ndim == 4]
+    barriers = [e for e in eqns if e.primitive.name == "optimization_barrier"]
+    passing = [a for e in barriers for a in e.invars if a in made_by and a.aval.ndim == 4]
     turned = [a for a in passing if made_by[a].primitive.name == "transpose"]
     images = [a for a in passing if 16 in a.aval.shape]
     assert turned == images != []
     assert all(a.aval.shape == (16, 32, 12, 10) for a in turned)
-    behind = {v for e in fences for v in e.outvars}
+    behind = {v for e in barriers for v in e.outvars}
     back = [e for e in eqns if e.primitive.name == "transpose" and e.invars[0] in behind]
     assert len(back) == len(turned)
     assert all(e.outvars[0].aval.shape == (16, 12, 10, 32) for e in back)
@@ -121,7 +123,7 @@ def test_masks_are_written_by_kernels_that_reduce(target: str) -> None:
     plain = measure_baseline(problem, plain=False, tagged=True)
     graph = plain.graphs.plain
     saved = [v for v in graph.residuals if "bool" not in graph.values[v].shape]
-    schedule = complete(graph, saved)
+    schedule = close_over_dependencies(graph, saved)
     again = {graph.nodes[n].primitive for nodes in schedule.recomputed for n in nodes}
     assert again == {"and"}
     text = problem.compile(problem.jitted(graph, schedule)).executable.as_text() or ""

@@ -59,14 +59,14 @@ def test_updates_read_what_has_passed_a_fence_with_the_last_product_of_the_weigh
     maker_of = {v: e for e in eqns for v in e.outvars}
     held = [e for e in eqns if "last_read" in str(e.source_info.name_stack)]
     weights = {v for v in jaxpr.jaxpr.invars if v.aval.shape in ((WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))}
-    fenced = [a for e in held for a in e.invars if a in weights]
-    assert len(set(fenced)) == len(fenced) >= LAYERS
+    behind_barrier = [a for e in held for a in e.invars if a in weights]
+    assert len(set(behind_barrier)) == len(behind_barrier) >= LAYERS
     for fence in held:
         *arguments, made = fence.invars
         assert maker_of[made].primitive.name == "dot_general"
         names = dict(zip(arguments, fence.outvars, strict=False))
         behind = eqns[eqns.index(fence) + 1 :]
-        # Nothing reads the argument any more but by the fence's name, and somebody reads the product by it.
+        # Nothing reads the argument any more but by the barrier's name, and somebody reads the product by it.
         assert not any(a in arguments for e in behind for a in e.invars)
         assert all(any(name in e.invars for e in behind) for name in names.values())
         assert any(fence.outvars[-1] in e.invars for e in behind)

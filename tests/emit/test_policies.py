@@ -122,7 +122,7 @@ def test_a_plan_from_a_file_has_the_same_policy(tmp_path: Path) -> None:
 
 
 class Named(nn.Module):
-    """A block whose values have names: what is dear to compute, and what is cheap."""
+    """A block whose values have names: what is expensive to compute, and what is cheap."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:

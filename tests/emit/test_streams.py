@@ -1,4 +1,4 @@
-"""Steps whose optimizer's state is in the host's memory: equal results, and little of it on the device at once."""
+"""Steps whose optimizer's state is in host memory: equal results, and little of it on the device at once."""
 
 import functools
 import re
@@ -17,7 +17,7 @@ import jaxremat
 from jaxremat._compiler._hlo import parse, transfer
 from jaxremat._model._host_copies import LEAST_NBYTES
 from jaxremat._program._host_arguments import from_host
-from jaxremat._program._primitives import is_contraction, is_fetch, is_late, is_put
+from jaxremat._program._primitives import is_backward, is_contraction, is_fetch, is_put
 from jaxremat._rewrite._streamed_copies import updates
 from jaxremat._rewrite._trace import trace
 
@@ -41,7 +41,7 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
 
 
 def step_of(loss: Callable[..., Any], tx: Any = ADAM) -> Callable[..., Any]:
-    """A step that knows nothing of the host's memory."""
+    """A step that knows nothing of host memory."""
 
     def step(weights: Any, state: Any, x: Any) -> Any:
         value, gradients = jax.value_and_grad(loss)(weights, x)
@@ -300,7 +300,7 @@ def test_copies_stand_beside_at_most_the_next_update(name: str) -> None:
     eqns = traced(name)
     fetches = [i for i, eqn in enumerate(eqns) if is_fetch(eqn)]
     puts = [i for i, eqn in enumerate(eqns) if is_put(eqn)]
-    first = next(i for i, eqn in enumerate(eqns) if is_late(eqn))
+    first = next(i for i, eqn in enumerate(eqns) if is_backward(eqn))
     assert min(fetches) > first and len(fetches) == len(puts)
     of = updates(eqns, fetches)
     matrices = [i for i in fetches if eqns[i].outvars[0] in of]

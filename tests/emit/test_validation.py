@@ -18,7 +18,7 @@ from zoo_calls import CALLS
 from zoo_checkpoints import CHECKPOINTS
 from zoo_loops import LOOPS
 
-from jaxremat import Graph, complete
+from jaxremat import Graph, close_over_dependencies
 from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._emit import _validation
 from jaxremat._emit._emit import FENCES, emit
@@ -57,7 +57,7 @@ def test_all_that_is_emitted_is_proved(name: str) -> None:
     found = traced(CASES[name])
     for graph, saved in schedules(found):
         for fence in FENCES:
-            planned = emit(found, graph, complete(graph, saved), fence)
+            planned = emit(found, graph, close_over_dependencies(graph, saved), fence)
             assert validated(found, planned) == ()
 
 
@@ -70,7 +70,7 @@ PARTS = {
     "two loops": (3,),
     "random": (3,),
 }
-"""Pairs of loops in parts and in levels that are proved."""
+"""Pairs of loops in parts and with nested checkpointing that are proved."""
 
 NAMED = {
     "layers": (of_levels((2, 3)), UNPROVED[LOOP]),
@@ -87,7 +87,7 @@ def test_loops_in_parts_and_levels_are_proved(name: str) -> None:
     found = traced(CASES[name])
     form = found.in_form(of_levels(*[PARTS[name]] * len(found.lengths)))
     for graph, saved in schedules(form):
-        assert validated(form, emit(form, graph, complete(graph, saved))) == ()
+        assert validated(form, emit(form, graph, close_over_dependencies(graph, saved))) == ()
 
 
 LAST_APART = (
@@ -102,7 +102,7 @@ def test_loops_with_their_last_iteration_apart_are_proved(name: str) -> None:
     found = traced(CASES[name])
     form = found.in_form(of_levels(*((length - 1,) for length in found.lengths)))
     for graph, saved in schedules(form):
-        assert validated(form, emit(form, graph, complete(graph, saved))) == ()
+        assert validated(form, emit(form, graph, close_over_dependencies(graph, saved))) == ()
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -111,7 +111,7 @@ def test_what_is_not_proved_is_named(name: str, monkeypatch: pytest.MonkeyPatch)
     form, said = NAMED[name]
     found = traced(CASES[name]).in_form(form)
     for graph, saved in schedules(found):
-        planned = emit(found, graph, complete(graph, saved))
+        planned = emit(found, graph, close_over_dependencies(graph, saved))
         assert validated(found, planned) == (said,) == unproved(planned)
 
 
@@ -264,7 +264,7 @@ def test_one_wrong_equation_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
         found = found.in_form(of_levels(*((length - 1,) for length in found.lengths)))
     refused = 0
     for graph, saved in schedules(found):
-        planned = emit(found, graph, complete(graph, saved))
+        planned = emit(found, graph, close_over_dependencies(graph, saved))
         for mutate in MUTATIONS * 3:
             if (wrong := _inside(rng, planned, mutate)) is None:
                 continue
@@ -287,7 +287,7 @@ def assert_equal(first: Any, second: Any) -> None:
 def test_barriers_hand_on_what_they_are_given_in_order() -> None:
     found = traced(CASES["mlp_adamw"])
     graph = lower(found, DEVICE, base_nbytes=0)
-    planned = emit(found, graph, complete(graph, ()))
+    planned = emit(found, graph, close_over_dependencies(graph, ()))
     eqns = list(planned.jaxpr.eqns)
     alike = [
         (i, [k for k, a in enumerate(e.invars) if a.aval.shape == e.invars[0].aval.shape])
@@ -305,7 +305,7 @@ def test_barriers_hand_on_what_they_are_given_in_order() -> None:
 
 
 def test_emit_compares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An emitter that forgets a fence's names is found out before anything is compiled."""
+    """An emitter that forgets a barrier's names is found out before anything is compiled."""
     found = traced(CASES["mlp_adamw"])
     graph = lower(found, DEVICE, base_nbytes=0)
 
@@ -315,4 +315,4 @@ def test_emit_compares(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Writer, "seen", forgetful)
     with pytest.raises(EmittedOtherwiseError):
-        emit(found, graph, complete(graph, ()))
+        emit(found, graph, close_over_dependencies(graph, ()))

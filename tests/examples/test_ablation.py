@@ -39,9 +39,9 @@ def test_a_form_acted_where_it_is_in_the_plan_and_all_else_where_it_was_recorded
     assert {name: count for name, count in acted.items() if count} == {
         "microbatches": 1,
         "values in fewer bits": 1,
-        "copies in the host's memory": 12,
-        "loops in levels": 1,
-        "loops in levels, absorbed updates": 2,
+        "copies in host memory": 12,
+        "loops with nested checkpointing": 1,
+        "loops with nested checkpointing, absorbed updates": 2,
         "memory order": 3,
         "masks of results": 1,
     }
@@ -112,13 +112,13 @@ def test_a_mechanism_is_switched_off_only_where_it_acted(
 
 @pytest.mark.slow
 def test_a_mechanism_that_is_off_does_nothing(tmp_path: Path) -> None:
-    """Without stages' fences' triggers the compiler computes again when it likes, which costs memory."""
-    line = ["gpt_scanned", "--scale", "tiny", "--only", "triggers of fences", "--shares", "0.6"]
+    """Without stages' barriers' triggers the compiler computes again when it likes, which costs memory."""
+    line = ["gpt_scanned", "--scale", "tiny", "--only", "triggers of barriers", "--shares", "0.6"]
     asked = BENCHMARK.asked([*line, "--results", str(tmp_path)])
     rows = BENCHMARK.run(asked, "gpt_scanned")["rows"]
-    on, off = (rows[f"gpt_scanned | 0.6 | {name}"] for name in (ALL_ON, "triggers of fences"))
+    on, off = (rows[f"gpt_scanned | 0.6 | {name}"] for name in (ALL_ON, "triggers of barriers"))
     assert on["peak_nbytes"] <= on["budget_nbytes"] == off["budget_nbytes"]
-    assert on["acted"]["triggers of fences"] == off["acted"] > 0
+    assert on["acted"]["triggers of barriers"] == off["acted"] > 0
     assert any(off.get(key) != on[key] for key in ("peak_nbytes", "compiled_overhead"))
 
 

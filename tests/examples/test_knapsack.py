@@ -7,7 +7,7 @@ import pytest
 from graphs import UNIT, Builder, blocks, chain
 
 from examples.benchmarks.knapsack import RATIOS, Knapsack, chosen
-from jaxremat import Graph, Solver, complete, simulate
+from jaxremat import Graph, Solver, close_over_dependencies, simulate
 from jaxremat._model._schedule import check
 
 
@@ -57,13 +57,15 @@ def test_the_ends_are_everything_and_nothing() -> None:
 @pytest.mark.parametrize("graph", [uneven(), blocks(3), chain(12)], ids=["uneven", "blocks", "chain"])
 def test_the_largest_ratio_that_fits_is_taken(graph: Graph) -> None:
     solver: Solver = Knapsack()
-    peaks = [simulate(graph, complete(graph, chosen(graph, ratio))).peak_nbytes for ratio in RATIOS]
+    peaks = [
+        simulate(graph, close_over_dependencies(graph, chosen(graph, ratio))).peak_nbytes for ratio in RATIOS
+    ]
     for budget in {*peaks, max(peaks) + UNIT}:
         solution = solver.solve(graph, budget, time_limit=1.0)
         check(graph, solution.schedule)
         assert solution.solver == "knapsack"
         first = next(i for i, peak in enumerate(peaks) if peak <= budget)
-        assert solution.schedule == complete(graph, chosen(graph, RATIOS[first]))
+        assert solution.schedule == close_over_dependencies(graph, chosen(graph, RATIOS[first]))
     least = solver.solve(graph, None, time_limit=1.0)
     assert simulate(graph, least.schedule).peak_nbytes == min(peaks)
     assert solver.solve(graph, min(peaks) - 1, time_limit=1.0) == least
@@ -73,7 +75,7 @@ def test_a_given_ratio_is_taken_whatever_the_budget() -> None:
     graph = uneven()
     for budget in (None, 1, 2**40):
         schedule = Knapsack(0.5).solve(graph, budget, time_limit=1.0).schedule
-        assert schedule == complete(graph, chosen(graph, 0.5))
+        assert schedule == close_over_dependencies(graph, chosen(graph, 0.5))
 
 
 def test_values_that_may_run_only_once_are_no_items() -> None:

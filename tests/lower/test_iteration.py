@@ -12,7 +12,7 @@ from test_loops import CPU
 
 import jaxremat
 from examples.benchmarks.networks import program
-from jaxremat import MemoryStats, complete, simulate
+from jaxremat import MemoryStats, close_over_dependencies, simulate
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._roofline import kernels, roofline
@@ -94,24 +94,24 @@ def test_the_plain_loops_cost_what_they_stack() -> None:
 def test_stacks_of_gradients_begin_when_the_loss_has_its_gradient() -> None:
     """Of zeros that depend on nothing the compiler makes them before the forward pass."""
     graph = baseline().problem.estimated
-    planned = emit(baseline().problem.traced, graph, complete(graph, graph.residuals)).jaxpr
+    planned = emit(baseline().problem.traced, graph, close_over_dependencies(graph, graph.residuals)).jaxpr
     backward = [eqn for eqn in planned.eqns if eqn.primitive.name == "scan"][-1]
     maker = {v: eqn for eqn in planned.eqns for v in eqn.outvars}
 
-    def fenced(v: Any) -> bool:
+    def behind_barrier(v: Any) -> bool:
         made = maker.get(v)
         if made is None or made.primitive.name == "optimization_barrier":
             return made is not None
-        return any(fenced(a) for a in _compat.variables(made.invars))
+        return any(behind_barrier(a) for a in _compat.variables(made.invars))
 
     init = [a for a in _compat.scan_operands(backward)[1] if a.aval.shape[:1] == (SIZES["layers"],)]
     assert len(init) > 10
-    assert all(map(fenced, init))
+    assert all(map(behind_barrier, init))
 
 
 def compiled(graph: Graph) -> tuple[int, float]:
     """Compiled peak and overhead of the form's plan that saves nothing but carries."""
-    step = baseline().problem.compile(baseline().problem.jitted(graph, complete(graph, ())))
+    step = baseline().problem.compile(baseline().problem.jitted(graph, close_over_dependencies(graph, ())))
     return step.peak_nbytes, step.seconds / baseline().seconds - 1
 
 
@@ -137,7 +137,7 @@ def test_forms_cost_what_they_compile_to(levels: tuple[int, ...]) -> None:
     """
     graph = baseline().graphs.of(of_levels(levels)) if levels else baseline().graphs.plain
     assert graph is not None
-    schedule = complete(graph, ())
+    schedule = close_over_dependencies(graph, ())
     peak, overhead = compiled(graph)
     profile = simulate(graph, schedule)
     assert abs(profile.peak_nbytes / peak - 1) < 0.05
@@ -178,7 +178,7 @@ def test_what_an_iteration_writes_on_the_cpu() -> None:
 def test_plans_break_no_softmax() -> None:
     """A stage that makes attention's weights again and goes on from them shares no sums between the two kernels."""
     graph = baseline().graphs.plain
-    step = baseline().problem.compile(baseline().problem.jitted(graph, complete(graph, ())))
+    step = baseline().problem.compile(baseline().problem.jitted(graph, close_over_dependencies(graph, ())))
     made = {
         shape.dims
         for kernel in kernels(parse(step.executable.as_text() or ""))

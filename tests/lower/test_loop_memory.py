@@ -13,7 +13,7 @@ from zoo import KEY, Case
 from jaxremat import MemoryStats, simulate
 from jaxremat._lower._lower import estimate_base, lower
 from jaxremat._model._graph import Graph
-from jaxremat._model._schedule import everything
+from jaxremat._model._schedule import save_all
 from jaxremat._rewrite._trace import trace
 
 WIDTH, WEIGHTS, ROWS = 128, 8, 4
@@ -62,6 +62,6 @@ def test_carries_that_begin_with_the_same_zeros_are_there_from_the_first_iterati
 def test_the_predicted_peak_has_all_of_them() -> None:
     case = _accumulated()
     graph = graph_of(case)
-    peak = simulate(graph, everything(graph)).peak_nbytes
+    peak = simulate(graph, save_all(graph)).peak_nbytes
     compiled = MemoryStats.of(compile_plain(case, case.make_args())).peak_nbytes
     assert abs(peak - compiled) < MATRIX

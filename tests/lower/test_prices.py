@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxremat import Graph, complete
+from jaxremat import Graph, close_over_dependencies
 from jaxremat._compiler._devices import DEVICES
 from jaxremat._compiler._tags import Kernel, Written
 from jaxremat._lower._lower import lower
@@ -60,7 +60,7 @@ def test_sums_of_what_devices_have_may_be_made_again_at_the_price_of_the_link() 
     more = 3 * NBYTES / H100.link + 2 * H100.collective_seconds
     assert graph.nodes[dot].seconds == pytest.approx(bare.nodes[dot].seconds + more)
     (made,) = graph.nodes[dot].outputs
-    found = actions(graph, complete(graph, set(graph.residuals) - {made}))
+    found = actions(graph, close_over_dependencies(graph, set(graph.residuals) - {made}))
     assert [(a.value, a.sent) for a in found if a.sent] == [(made, ("sum", "gather"))]
 
 
@@ -74,7 +74,7 @@ def test_what_is_written_for_the_backward_pass_alone_need_not_be(also_read: bool
     assert graph.values[tanh].materialised
     assert graph.values[tanh].saved_seconds == pytest.approx(spared)
     assert graph.values[mul].saved_seconds == 0.0
-    assert extra_seconds(graph, complete(graph, graph.residuals)) == pytest.approx(0.0)
+    assert extra_seconds(graph, close_over_dependencies(graph, graph.residuals)) == pytest.approx(0.0)
     assert graph.extra_seconds == pytest.approx(-spared)
     # What is made of it is then made of what it is made of.
     made_of_both, made_of_one = 3 * NBYTES / H100.bandwidth, 2 * NBYTES / H100.bandwidth
@@ -126,12 +126,12 @@ def in_the_backward_pass(
 def test_what_another_kernel_writes_besides_costs_its_writing() -> None:
     graph, named = in_the_backward_pass(gated, [struct(WIDTH, WIDTH)] * 2)
     node = graph.nodes[named["mul"]]
-    assert node.partners == (named["gradient"],)
-    assert node.joined_seconds == pytest.approx(NBYTES / H100.bandwidth)
+    assert node.fusable_into == (named["gradient"],)
+    assert node.fused_seconds == pytest.approx(NBYTES / H100.bandwidth)
     assert node.seconds == pytest.approx(2 * NBYTES / H100.bandwidth + H100.launch_seconds, rel=0.01)
-    schedule = complete(graph, set(graph.residuals) - set(node.outputs))
+    schedule = close_over_dependencies(graph, set(graph.residuals) - set(node.outputs))
     assert schedule.recomputed == ((node.id,),)
-    assert extra_seconds(graph, schedule) == node.joined_seconds
+    assert extra_seconds(graph, schedule) == node.fused_seconds
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,12 @@ def test_kernels_that_wait_for_its_readers_or_read_others_write_it_not(
     fn: Any, weights: Any, reads: tuple[str, ...]
 ) -> None:
     graph, named = in_the_backward_pass(fn, weights, reads=reads)
-    assert graph.nodes[named["mul"]].partners == ()
+    assert graph.nodes[named["mul"]].fusable_into == ()
 
 
 def test_kernels_of_a_single_result_write_nothing_besides() -> None:
     graph, named = in_the_backward_pass(gated, [struct(WIDTH, WIDTH)] * 2, single=True)
-    assert graph.nodes[named["mul"]].partners == ()
+    assert graph.nodes[named["mul"]].fusable_into == ()
 
 
 def test_costly_work_is_repeated_for_one_reader_and_not_for_two() -> None:
@@ -156,15 +156,15 @@ def test_costly_work_is_repeated_for_one_reader_and_not_for_two() -> None:
     written, first = written_by_one_kernel(traced, also_read=False)
     graph = lower(traced, H100, base_nbytes=0, written=written)
     tanh, mul = (graph.nodes[first[name]] for name in ("tanh", "mul"))
-    alone = complete(graph, set(graph.residuals) - set(tanh.outputs))
-    both = complete(graph, set(graph.residuals) - {*tanh.outputs, *mul.outputs})
+    alone = close_over_dependencies(graph, set(graph.residuals) - set(tanh.outputs))
+    both = close_over_dependencies(graph, set(graph.residuals) - {*tanh.outputs, *mul.outputs})
     assert set().union(*alone.recomputed) == {tanh.id}
     assert set().union(*both.recomputed) == {tanh.id, mul.id}
     spared = NBYTES / H100.bandwidth
     assert extra_seconds(graph, alone) == pytest.approx(-spared)
     kernel = 2 * NBYTES / H100.bandwidth + H100.launch_seconds
     assert tanh.seconds == pytest.approx(kernel, rel=0.01)
-    assert extra_seconds(graph, both) == pytest.approx(-spared + kernel + mul.joined_seconds, rel=0.01)
+    assert extra_seconds(graph, both) == pytest.approx(-spared + kernel + mul.fused_seconds, rel=0.01)
 
 
 def test_what_the_backward_pass_makes_besides_is_not_saved() -> None:

@@ -8,7 +8,7 @@ import pytest
 from graphs import SOLVERS, UNIT, Builder, in_loops
 
 import jaxremat
-from jaxremat import Graph, Pin, complete, simulate
+from jaxremat import Graph, Pin, close_over_dependencies, simulate
 from jaxremat._model._host_copies import AT_ONCE, HostCopy, HostMemory
 from jaxremat._model._pins import staying, with_pins
 from jaxremat._model._schedule import check
@@ -34,9 +34,9 @@ def layers(
 
 def test_a_value_is_not_there_from_its_exit_to_the_stage_of_its_way_back() -> None:
     graph = layers(8, link=4.0)  # a copy takes a second, as a layer does
-    everything = complete(graph, graph.residuals)
+    everything = close_over_dependencies(graph, graph.residuals)
     first = graph.nodes[0].outputs[0]
-    away = complete(graph, graph.residuals, (), [first])
+    away = close_over_dependencies(graph, graph.residuals, (), [first])
     (copy,) = away.offloaded
     assert copy.value == first and copy.gone == 3 and copy.begun == 6  # of eight stages the last reads it
     with_it = [live for _, _, live in simulate(graph, everything).events]
@@ -51,7 +51,10 @@ def test_a_value_is_not_there_from_its_exit_to_the_stage_of_its_way_back() -> No
 def test_copies_wait_for_one_another_to_leave() -> None:
     graph = layers(8, link=2.0)  # a copy takes two layers
     values = [node.outputs[0] for node in graph.nodes[:3]]
-    exits = {copy.value: copy.gone for copy in complete(graph, graph.residuals, (), values).offloaded}
+    exits = {
+        copy.value: copy.gone
+        for copy in close_over_dependencies(graph, graph.residuals, (), values).offloaded
+    }
     assert [exits[v] for v in values] == [4, 6, 8]  # made at 1, 2, 3; over at 3, 5 and, as begun at 4, 7
 
 
@@ -59,7 +62,7 @@ def test_a_step_waits_for_what_comes_back_late() -> None:
     """Each copy back takes as long as four stages; the first, wanted in stage 5, begins with the backward pass."""
     graph = layers(8, link=0.5)
     values = [node.outputs[0] for node in graph.nodes[:3]]
-    schedule = complete(graph, graph.residuals, (), values[:1])
+    schedule = close_over_dependencies(graph, graph.residuals, (), values[:1])
     assert not any(waits(graph, schedule))
     assert simulate(graph, schedule).extra_seconds == 0.0
     slow = replace(graph, host=HostMemory(0.25 * UNIT))
@@ -74,8 +77,8 @@ def test_recomputing_gives_copies_time() -> None:
     first, second = (node.outputs[0] for node in graph.nodes[:2])
     kept = [v for v in graph.residuals if v not in (second,)]
     copies = frozenset({HostCopy(first, 0, 1, 4)})
-    plain = replace(complete(graph, graph.residuals), offloaded=copies)
-    again = replace(complete(graph, kept), offloaded=copies)
+    plain = replace(close_over_dependencies(graph, graph.residuals), offloaded=copies)
+    again = replace(close_over_dependencies(graph, kept), offloaded=copies)
     assert again.recomputed[6] == (1,)
     # it is wanted a stage earlier now, before stage 6 makes the second value again
     assert sum(waits(graph, plain)) == pytest.approx(10.0)
@@ -86,7 +89,7 @@ def test_a_value_that_is_read_to_recompute_comes_back_for_that() -> None:
     graph = layers(8, link=4.0)
     first, second, third = (node.outputs[0] for node in graph.nodes[:3])
     kept = [v for v in graph.residuals if v not in (second, third)]
-    (copy,) = complete(graph, kept, (), [first]).offloaded
+    (copy,) = close_over_dependencies(graph, kept, (), [first]).offloaded
     assert copy.begun < 5  # stage 5 recomputes the third value, of the first
 
 
@@ -106,11 +109,15 @@ def test_few_copies_are_on_their_way_back_at_once() -> None:
     graph = replace(build.graph(), host=HostMemory(16.0 * UNIT))
     away = [v for v in made[:8] if v in graph.away.alone]
     assert len(away) == 8 and {graph.away.alone[v].begun for v in made[:4]} == {2}
-    begun = {copy.value: copy.begun for copy in complete(graph, graph.residuals, (), away).offloaded}
+    begun = {
+        copy.value: copy.begun for copy in close_over_dependencies(graph, graph.residuals, (), away).offloaded
+    }
     assert sorted(begun[v] for v in made[:4]) == [1, 1, 2, 2]
     # what is read before that is over by then
     assert sorted(begun[v] for v in made[4:8]) == [0, 0, 1, 1]
-    over = {copy.value: copy.over for copy in complete(graph, graph.residuals, (), away).offloaded}
+    over = {
+        copy.value: copy.over for copy in close_over_dependencies(graph, graph.residuals, (), away).offloaded
+    }
     assert all(over[v] == begun[v] + 1 for v in made[:8])
 
 
@@ -143,8 +150,8 @@ def test_what_is_pinned_to_it_is_away_whatever_the_solver(solver: str) -> None:
     free = layers(6, link=4.0)
     away, here = free.nodes[1].outputs[0], free.nodes[0].outputs[0]
     graph = with_pins(free, [Pin("offload", away, "one"), Pin("save", here, "two")])
-    assert not staying(graph, complete(graph, ()))
-    least = simulate(graph, complete(graph, ())).peak_nbytes
+    assert not staying(graph, close_over_dependencies(graph, ()))
+    least = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes
     for budget in (None, least - UNIT, 100 * UNIT):
         schedule = check(graph, SOLVERS[solver].solve(graph, budget, time_limit=10.0).schedule)
         assert {here, away} <= schedule.saved
@@ -161,21 +168,21 @@ def test_where_a_pinned_value_stays_it_is_said_why() -> None:
     host = HostMemory(4.0 * UNIT, ahead_seconds=2.0)
     graph = replace(graph, values=tuple(values), host=host)
     graph = with_pins(graph, [Pin("offload", v, f"pin {v}") for v in (small, returned, long, last)])
-    said = staying(graph, complete(graph, ()))
+    said = staying(graph, close_over_dependencies(graph, ()))
     for v, why in ((small, "less than"), (returned, "returns"), (long, "2000 ms"), (last, "no time")):
         assert re.search(rf"pin {v}: [^|]*: [^:]*{why}", said.replace(". pin", "|pin"))
-    assert not staying(replace(graph, host=None), complete(replace(graph, host=None), ()))
+    assert not staying(replace(graph, host=None), close_over_dependencies(replace(graph, host=None), ()))
 
 
 def test_no_more_is_away_than_the_host_has_room_for() -> None:
     graph = layers(8, link=4.0, nbytes=9 * UNIT)
-    schedule = complete(graph, graph.residuals, (), graph.residuals)
+    schedule = close_over_dependencies(graph, graph.residuals, (), graph.residuals)
     assert len(schedule.offloaded) == 2
 
 
 def test_what_is_not_saved_is_not_away() -> None:
     graph = layers(8, link=4.0)
-    assert not complete(graph, (), (), graph.residuals).offloaded
+    assert not close_over_dependencies(graph, (), (), graph.residuals).offloaded
 
 
 @pytest.mark.parametrize(
@@ -191,7 +198,7 @@ def test_what_is_not_saved_is_not_away() -> None:
 )
 def test_impossible_copies_are_refused(copy: HostCopy) -> None:
     graph = layers(8, link=4.0)
-    schedule = replace(complete(graph, graph.residuals), offloaded=frozenset({copy}))
+    schedule = replace(close_over_dependencies(graph, graph.residuals), offloaded=frozenset({copy}))
     with pytest.raises(jaxremat.SolverError, match="in host memory"):
         check(graph, schedule)
 
@@ -204,7 +211,10 @@ def looped(count: int, link: float, *, length: int = 8, **options: Any) -> Graph
 def test_of_a_stack_two_slices_are_there() -> None:
     graph = looped(3, link=64.0)
     first = graph.nodes[0].outputs[0]
-    everything, away = complete(graph, graph.residuals), complete(graph, graph.residuals, (), [first])
+    everything, away = (
+        close_over_dependencies(graph, graph.residuals),
+        close_over_dependencies(graph, graph.residuals, (), [first]),
+    )
     assert [copy.value for copy in away.offloaded] == [first]
     with_it = [live for _, _, live in simulate(graph, everything).events]
     without = [live for _, _, live in simulate(graph, away).events]
@@ -232,7 +242,7 @@ def test_loops_wait_for_copies_that_take_longer_than_an_iteration() -> None:
 def test_no_more_than_two_stacks_of_a_loop_are_away() -> None:
     graph = looped(4, link=64.0)
     assert len(graph.away.stacked) == 4
-    assert len(complete(graph, graph.residuals, (), graph.residuals).offloaded) == AT_ONCE
+    assert len(close_over_dependencies(graph, graph.residuals, (), graph.residuals).offloaded) == AT_ONCE
 
 
 def test_stacks_of_short_loops_and_small_slices_stay() -> None:
@@ -245,12 +255,12 @@ def test_stacks_of_short_loops_and_small_slices_stay() -> None:
 
 def test_the_host_has_room_for_whole_stacks() -> None:
     graph = looped(3, link=64.0, nbytes=32 * UNIT)  # of eight slices of four units each
-    assert len(complete(graph, graph.residuals, (), graph.residuals).offloaded) == 1
+    assert len(close_over_dependencies(graph, graph.residuals, (), graph.residuals).offloaded) == 1
 
 
 def test_a_stack_that_leaves_at_another_time_is_refused() -> None:
     graph = looped(3, link=64.0)
-    schedule = complete(graph, graph.residuals, (), graph.residuals)
+    schedule = close_over_dependencies(graph, graph.residuals, (), graph.residuals)
     check(graph, schedule)
     copy = min(schedule.offloaded)
     wrong = replace(schedule, offloaded=frozenset({copy._replace(begun=1)}))

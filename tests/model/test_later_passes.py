@@ -9,7 +9,7 @@ from zoo import ZOO, Case
 from zoo_kinds import KINDS
 from zoo_loops import LOOPS
 
-from jaxremat import Graph, Stage, complete, simulate
+from jaxremat import Graph, Stage, close_over_dependencies, simulate
 from jaxremat._compiler._devices import detect
 from jaxremat._lower._lower import lower
 from jaxremat._model._later_passes import LaterPass, divides, later_passes, passes_before
@@ -86,10 +86,10 @@ def test_what_a_later_pass_makes_is_saved_or_recomputed_from_its_stage_on() -> N
     stage = graph.stage_of[graph.values[born].producer]
     assert stage == 3
     assert born in graph.residuals
-    nothing = check(graph, complete(graph, ()))
+    nothing = check(graph, close_over_dependencies(graph, ()))
     assert all(graph.values[born].producer not in nodes for nodes in nothing.recomputed[: stage + 1])
     assert all(graph.values[born].producer in nodes for nodes in nothing.recomputed[stage + 1 :])
-    everything = simulate(graph, complete(graph, graph.residuals))
+    everything = simulate(graph, close_over_dependencies(graph, graph.residuals))
     assert [
         (event.node, event.live_nbytes // UNIT) for event in everything.events if event.node in (4, 13)
     ] == [

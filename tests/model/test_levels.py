@@ -1,4 +1,4 @@
-"""Loops in levels: how many carries they keep, and which forms of a step are worth making."""
+"""Loops with nested checkpointing: how many carries they keep, and which forms of a step are worth making."""
 
 from dataclasses import replace
 from math import log2, prod, sqrt

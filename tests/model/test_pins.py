@@ -15,7 +15,7 @@ from jaxremat import (
     HintError,
     Pin,
     SolverError,
-    complete,
+    close_over_dependencies,
     simulate,
 )
 from jaxremat._model._pins import matching, parse_pins, with_pins
@@ -59,7 +59,7 @@ def read_late(graph: Graph, value: int) -> bool:
 def test_pins_are_honoured_whatever_the_solver(data: st.DataObject) -> None:
     graph = draw_pins(data, data.draw(graphs(most_nodes=6)))
     assume(graph.pins)
-    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    plain = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
     solver = SOLVERS[data.draw(st.sampled_from(sorted(SOLVERS)))]
     for budget in (None, 1, plain, 2 * plain, (plain + graph.base_nbytes) // 2):
         assert_honoured(graph, solver, budget)
@@ -86,8 +86,8 @@ def test_milp_with_pins_equals_brute_force(data: st.DataObject) -> None:
 def test_small_values_and_results_are_recomputed_where_pinned() -> None:
     graph = pinned(replace(chain(5), small_nbytes=UNIT), recompute=[2, 4])
     assert must_save(graph) == {1, 3, 5}
-    assert complete(graph, graph.residuals).saved == {1, 3, 5}
-    assert complete(graph, graph.residuals).recomputed == ((), (3,), (), (1,), ())
+    assert close_over_dependencies(graph, graph.residuals).saved == {1, 3, 5}
+    assert close_over_dependencies(graph, graph.residuals).recomputed == ((), (3,), (), (1,), ())
 
 
 def test_a_fused_value_that_is_saved_is_in_memory() -> None:
@@ -96,14 +96,14 @@ def test_a_fused_value_that_is_saved_is_in_memory() -> None:
     fused = next(v.id for v in graph.values if not v.materialised)
     assert fused not in graph.residuals
     saving = pinned(graph, save=[fused])
-    assert saving.values[fused].materialised and fused in complete(saving, ()).saved
+    assert saving.values[fused].materialised and fused in close_over_dependencies(saving, ()).saved
     assert_honoured(saving, Milp(), None)
 
 
 def test_a_pin_on_what_nothing_needs_changes_nothing() -> None:
     build = Builder()
     (a,) = build.node([build.argument()], [4])
-    (fused,) = build.node([a], [4], materialised=False, heavy=False)
+    (fused,) = build.node([a], [4], materialised=False, fusion_root=False)
     (loss,) = build.node([fused], [1], is_output=True)
     build.stage()
     build.node([a], [1], is_output=True)
@@ -128,20 +128,23 @@ def test_a_stage_begins_where_it_is_pinned() -> None:
     graph = pinned(plain, stage=[inside])
     assert inside in {s.start for s in graph.stages}
     assert inside in {s.start for s in cut_stages(graph, fine=True)}
-    check(graph, complete(graph, ()))
+    check(graph, close_over_dependencies(graph, ()))
     with pytest.raises(
         SolverError, match=f"No stage begins at node {inside}, where hint stage {inside} wants one"
     ):
-        check(replace(graph, stages=free.stages), complete(replace(graph, stages=free.stages), ()))
+        check(
+            replace(graph, stages=free.stages),
+            close_over_dependencies(replace(graph, stages=free.stages), ()),
+        )
 
 
 def test_a_solver_that_ignores_a_pin_is_refused() -> None:
     graph = pinned(chain(3), save=[1], recompute=[2])
     free = chain(3)
     with pytest.raises(SolverError, match=r"saves value 2, against hint recompute 2.*honours all pins"):
-        check(graph, complete(free, (1, 2, 3)))
+        check(graph, close_over_dependencies(free, (1, 2, 3)))
     with pytest.raises(SolverError, match="does not save value 1, against hint save 1"):
-        check(graph, complete(free, ()))
+        check(graph, close_over_dependencies(free, ()))
 
 
 def test_pins_that_contradict_each_other_or_the_graph() -> None:

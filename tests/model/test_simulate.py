@@ -1,4 +1,6 @@
-"""The simulator against an independent sweep, `complete` and its law, and the schedules that `check` refuses."""
+"""The simulator against an independent sweep, `close_over_dependencies` and its law, and the schedules that `check`
+refuses.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import choices, graphs
 
-from jaxremat import Graph, Schedule, SolverError, complete, simulate
+from jaxremat import Graph, Schedule, SolverError, close_over_dependencies, simulate
 from jaxremat._model._schedule import check, must_save
 
 EXAMPLES = [chain(5), chain(4, size=3), blocks(3), diamond(), unrepeatable()]
@@ -28,7 +30,7 @@ def operands(graph: Graph, values: tuple[int, ...]) -> set[int]:
 def runs(graph: Graph, n: int) -> bool:
     """Whether the node is a kernel."""
     node = graph.nodes[n]
-    return node.heavy or any(graph.values[v].materialised for v in node.outputs)
+    return node.fusion_root or any(graph.values[v].materialised for v in node.outputs)
 
 
 def outside(graph: Graph, n: int, again: int, v: int) -> list[int]:
@@ -92,7 +94,7 @@ def overwrites(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]]
     """
     n, again, read, _ = timeline[i]
     node = graph.nodes[n]
-    if again >= 0 or node.forward or node.heavy or len(node.outputs) != 1:
+    if again >= 0 or node.forward or node.fusion_root or len(node.outputs) != 1:
         return False
     later = set().union(*(reads for _, _, reads, _ in timeline[i + 1 :]))
     repeated = [v for m in graph.nodes if m.forward for v in operands(graph, m.inputs) if runs(graph, m.id)]
@@ -138,7 +140,7 @@ def partner(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]], n
     own place, unless something else that the stage runs again reads it.
     """
     node = graph.nodes[n]
-    there = sorted(set(node.partners) & set(range(graph.stages[k].start, graph.stages[k].stop)))
+    there = sorted(set(node.fusable_into) & set(range(graph.stages[k].start, graph.stages[k].stop)))
     wanted = any((v, k) in read for _, other, read, _ in timeline if other == k for v in node.outputs)
     return there[0] if there and not wanted else -1
 
@@ -158,7 +160,7 @@ def waits(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]], i: 
 def seconds_again(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]], n: int, k: int) -> float:
     """What a node takes that stage k runs again."""
     node = graph.nodes[n]
-    return node.joined_seconds if partner(graph, timeline, n, k) >= 0 else node.seconds
+    return node.fused_seconds if partner(graph, timeline, n, k) >= 0 else node.seconds
 
 
 def assert_equals_sweep(graph: Graph, schedule: Schedule) -> None:
@@ -182,27 +184,27 @@ def assert_equals_sweep(graph: Graph, schedule: Schedule) -> None:
 @given(st.data())
 def test_simulator_equals_sweep(data: st.DataObject) -> None:
     graph = data.draw(graphs(most_nodes=10))
-    assert_equals_sweep(graph, complete(graph, *data.draw(choices(graph))))
+    assert_equals_sweep(graph, close_over_dependencies(graph, *data.draw(choices(graph))))
 
 
 @pytest.mark.parametrize("graph", EXAMPLES)
 def test_simulator_equals_sweep_on_known_graphs(graph: Graph) -> None:
     for saved in ((), graph.residuals, graph.residuals[::2], graph.residuals[1::2]):
         kept = {(v, k) for v in graph.residuals for k in range(2, len(graph.stages))}
-        assert_equals_sweep(graph, complete(graph, saved))
-        assert_equals_sweep(graph, complete(graph, saved, kept))
+        assert_equals_sweep(graph, close_over_dependencies(graph, saved))
+        assert_equals_sweep(graph, close_over_dependencies(graph, saved, kept))
 
 
 def test_a_step_without_backward_pass() -> None:
     graph = forward_only()
     assert graph.residuals == ()
     assert_equals_sweep(graph, Schedule(frozenset(), ()))
-    assert simulate(graph, complete(graph, ())).peak_nbytes == 3 * UNIT
+    assert simulate(graph, close_over_dependencies(graph, ())).peak_nbytes == 3 * UNIT
 
 
 def test_an_empty_graph() -> None:
     graph = Graph((), (), (), base_nbytes=7, step_seconds=0.0)
-    profile = simulate(graph, complete(graph, ()))
+    profile = simulate(graph, close_over_dependencies(graph, ()))
     assert (profile.peak_nbytes, profile.extra_seconds, profile.events, profile.alive) == (7, 0.0, (), ())
 
 
@@ -210,10 +212,10 @@ def test_timeline_of_a_chain_by_hand() -> None:
     """`f, f, f | b, b, b + update` with `x[1]` alone saved."""
     graph = chain(3, size=2)
     x1, x2, x3 = 1, 2, 3
-    saved = simulate(graph, complete(graph, graph.residuals))
+    saved = simulate(graph, close_over_dependencies(graph, graph.residuals))
     assert [e.live_nbytes // UNIT for e in saved.events] == [2, 4, 6, 7, 6, 4, 1]
     assert saved.alive == ((x1, -1), (x2, -1), (x3, -1), (4, -1))
-    profile = simulate(graph, complete(graph, {x1}))
+    profile = simulate(graph, close_over_dependencies(graph, {x1}))
     assert [(e.node, e.recomputed_for) for e in profile.events] == [
         (0, -1), (1, -1), (2, -1),  # forward: x1, x2, x3
         (1, 0), (2, 0), (3, -1),  # stage 0 needs x3, from x2 from x1
@@ -232,10 +234,13 @@ def test_the_base_counts_once_and_outputs_within_it() -> None:
     build.stage()
     build.node([a, loss], [70], is_output=True)
     graph = build.graph(base=220)
-    profile = simulate(graph, complete(graph, graph.residuals))
+    profile = simulate(graph, close_over_dependencies(graph, graph.residuals))
     assert [e.live_nbytes for e in profile.events] == [0, 3 * UNIT, 3 * UNIT]
     assert profile.peak_nbytes == 223 * UNIT
-    assert simulate(replace(graph, base_nbytes=0), complete(graph, graph.residuals)).peak_nbytes == 3 * UNIT
+    assert (
+        simulate(replace(graph, base_nbytes=0), close_over_dependencies(graph, graph.residuals)).peak_nbytes
+        == 3 * UNIT
+    )
 
 
 def test_workspace_counts_while_its_kernel_runs_and_each_time_it_runs() -> None:
@@ -247,9 +252,9 @@ def test_workspace_counts_while_its_kernel_runs_and_each_time_it_runs() -> None:
     (c,) = build.node([b], [1])
     build.node([c, a], [1], is_output=True, workspace=5)
     graph = build.graph()
-    plain = simulate(graph, complete(graph, (a, b)))
+    plain = simulate(graph, close_over_dependencies(graph, (a, b)))
     assert [e.live_nbytes // UNIT for e in plain.events] == [12, 4, 5, 8]
-    again = simulate(graph, complete(graph, (b,)))
+    again = simulate(graph, close_over_dependencies(graph, (b,)))
     assert [e.live_nbytes // UNIT for e in again.events] == [12, 4, 14, 5, 8]
     assert [(e.node, e.recomputed_for) for e in again.events][2] == (0, 0)
 
@@ -263,7 +268,7 @@ def test_the_clone_of_an_output_is_no_part_of_the_base() -> None:
     build.node([a, b], [1], is_output=True)
     graph = build.graph()
     assert out in must_save(graph) or out not in graph.residuals
-    events = simulate(graph, complete(graph, ())).events
+    events = simulate(graph, close_over_dependencies(graph, ())).events
     assert [(e.node, e.recomputed_for, e.live_nbytes // UNIT) for e in events][2:4] == [(0, 0, 6), (1, 0, 5)]
 
 
@@ -273,13 +278,13 @@ def test_pointwise_results_are_written_over_operands_that_die() -> None:
     (a,) = build.node([build.argument()], [4])
     build.stage()
     (g,) = build.node([a], [4])
-    (h,) = build.node([g], [4], heavy=False)
+    (h,) = build.node([g], [4], fusion_root=False)
     (i,) = build.node([h], [4])
-    (j,) = build.node([i, h], [3], heavy=False)
-    build.node([j], [3], heavy=False, is_output=True)
+    (j,) = build.node([i, h], [3], fusion_root=False)
+    build.node([j], [3], fusion_root=False, is_output=True)
     graph = build.graph()
     assert graph.in_place == {2, 5}
-    events = simulate(graph, complete(graph, graph.residuals)).events
+    events = simulate(graph, close_over_dependencies(graph, graph.residuals)).events
     assert [e.live_nbytes // UNIT for e in events] == [4, 8, 4, 8, 11, 3]
 
 
@@ -291,7 +296,7 @@ def test_a_kernel_writes_over_no_operand_that_a_reduction_fused_into_it_reads() 
         build.stage()
         (p,) = build.node([a], [4])
         (q,) = build.node([p if hidden == "p" else a], [1], materialised=False)
-        (r,) = build.node([p, q], [4], heavy=False)
+        (r,) = build.node([p, q], [4], fusion_root=False)
         build.node([r], [3], is_output=True)
         assert build.graph().in_place == in_place
 
@@ -301,13 +306,13 @@ def test_a_fused_value_holds_its_sources() -> None:
     build = Builder()
     x = build.argument()
     (a,) = build.node([x], [4])
-    (fused,) = build.node([a], [100], materialised=False, heavy=False, seconds=0.0)
+    (fused,) = build.node([a], [100], materialised=False, fusion_root=False, seconds=0.0)
     build.stage()
     (g,) = build.node([x], [1])
     build.node([fused, g], [1], is_output=True)
     graph = build.graph()
     assert (graph.sources[fused], graph.residuals) == ((a,), (a,))
-    profile = simulate(graph, complete(graph, graph.residuals))
+    profile = simulate(graph, close_over_dependencies(graph, graph.residuals))
     assert [e.live_nbytes // UNIT for e in profile.events] == [4, 5, 5]
 
 
@@ -315,7 +320,7 @@ def test_a_fused_value_holds_its_sources() -> None:
 def test_complete_makes_available_whatever_a_stage_reads(data: st.DataObject) -> None:
     graph = data.draw(graphs(most_nodes=10))
     saved, kept = data.draw(choices(graph))
-    schedule = complete(graph, saved, kept)
+    schedule = close_over_dependencies(graph, saved, kept)
     assert check(graph, schedule) is schedule
     assert schedule.saved == saved | must_save(graph)
     assert schedule.kept <= kept
@@ -341,7 +346,7 @@ def test_complete_makes_available_whatever_a_stage_reads(data: st.DataObject) ->
 def test_complete_recomputes_nothing_in_vain(data: st.DataObject) -> None:
     """Without kept values: leaving out any one recomputed node breaks the schedule."""
     graph = data.draw(graphs())
-    schedule = complete(graph, data.draw(choices(graph))[0])
+    schedule = close_over_dependencies(graph, data.draw(choices(graph))[0])
     assume(not schedule.drops_nothing)
     for k, nodes in enumerate(schedule.recomputed):
         for n in nodes:
@@ -353,10 +358,10 @@ def test_complete_recomputes_nothing_in_vain(data: st.DataObject) -> None:
 
 @given(graphs(most_nodes=8))
 def test_saving_everything_is_the_plain_step(graph: Graph) -> None:
-    plain = complete(graph, graph.residuals)
+    plain = close_over_dependencies(graph, graph.residuals)
     assert plain.drops_nothing
     assert simulate(graph, plain).extra_seconds == sum(graph.values[v].saved_seconds for v in plain.saved)
-    everything = complete(graph, range(len(graph.values)))
+    everything = close_over_dependencies(graph, range(len(graph.values)))
     assert everything == plain  # ids that are no residuals are ignored
 
 
@@ -365,7 +370,7 @@ def test_saving_more_never_recomputes_more(data: st.DataObject) -> None:
     graph = data.draw(graphs(loops=False))
     saved, _ = data.draw(choices(graph))
     extra, _ = data.draw(choices(graph))
-    fewer, more = complete(graph, saved), complete(graph, saved | extra)
+    fewer, more = close_over_dependencies(graph, saved), close_over_dependencies(graph, saved | extra)
     for a, b in zip(more.recomputed, fewer.recomputed, strict=True):
         assert set(a) <= set(b)
     assert simulate(graph, more).extra_seconds <= simulate(graph, fewer).extra_seconds
@@ -381,18 +386,21 @@ def test_must_save() -> None:
     assert must_save(replace(graph, small_nbytes=4 * UNIT)) == {a, b, c, d, e}
     values = tuple(replace(v, is_output=v.id == c) for v in graph.values)
     assert must_save(replace(graph, values=values)) == {b, c, e}
-    assert complete(graph, ()).recomputed == ((2, 3), (2,), (0,))
+    assert close_over_dependencies(graph, ()).recomputed == ((2, 3), (2,), (0,))
 
 
 @pytest.mark.parametrize("ids", [[99], [-1], [1, 99], [-7, 1]])
 def test_complete_refuses_ids_that_the_graph_does_not_have(ids: list[int]) -> None:
     wrong = next(v for v in ids if not 0 <= v < 12)
     with pytest.raises(SolverError, match=rf"names value {wrong}, but .* values 0 to 11"):
-        complete(chain(5), ids)
+        close_over_dependencies(chain(5), ids)
 
 
 BROKEN = {
-    "stages": (Schedule(frozenset({1, 2, 3}), ((),)), r"has 1 stages and the graph 3.*complete\(graph, saved\)"),
+    "stages": (
+        Schedule(frozenset({1, 2, 3}), ((),)),
+        r"has 1 stages and the graph 3.*close_over_dependencies\(graph, saved\)",
+    ),
     "not recomputed": (Schedule(frozenset({1, 2}), ((), (), ())), r"Stage 0 reads values \[3\], which are neither"),
     "too late": (Schedule(frozenset({1, 2}), ((), (2,), ())), r"Stage 0 reads values \[3\]"),
     "from nothing": (Schedule(frozenset({1}), ((2,), (1,), ())), r"node 2 \(dot_general\) from values \[2\], which"),
@@ -423,18 +431,18 @@ def test_check_refuses_what_may_run_only_once() -> None:
 def test_a_value_kept_through_stages_is_made_once() -> None:
     graph = chain(4, size=2)
     kept = {(v, k) for v in (1, 2, 3) for k in range(1, 5 - v)}
-    schedule = complete(graph, (), kept)
+    schedule = close_over_dependencies(graph, (), kept)
     assert schedule.recomputed == ((0, 1, 2, 3), (), (), ())
     assert schedule.kept == kept
     assert_equals_sweep(graph, schedule)
     assert simulate(graph, schedule).extra_seconds == 4.0
-    assert simulate(graph, complete(graph, ())).extra_seconds == 10.0
+    assert simulate(graph, close_over_dependencies(graph, ())).extra_seconds == 10.0
 
 
 @st.composite
 def raw_schedules(draw: st.DrawFn, graph: Graph) -> Schedule:
     """Any values saved, any earlier kernels recomputed, any values kept: mostly broken."""
-    closed = complete(graph, *draw(choices(graph)))
+    closed = close_over_dependencies(graph, *draw(choices(graph)))
     recomputed = []
     for stage, nodes in zip(graph.stages, closed.recomputed, strict=True):
         flips = {n for n in draw(st.sets(st.integers(0, stage.start - 1), max_size=1)) if runs(graph, n)}
@@ -487,7 +495,7 @@ def test_an_iteration_of_its_own_lets_go_of_what_was_saved_for_it() -> None:
     once = replace(
         graph, loop_lengths=(1, 1), values=tuple(replace(v, length=min(v.length, 1)) for v in graph.values)
     )
-    saved = complete(graph, graph.residuals)
+    saved = close_over_dependencies(graph, graph.residuals)
     many = [e.live_nbytes for e in simulate(graph, saved).events]
     one = [e.live_nbytes for e in simulate(once, saved).events]
     assert one[-1] < one[graph.forward_stop]

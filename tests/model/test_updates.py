@@ -1,4 +1,4 @@
-"""What waits for a later fence: weight gradients and the updates behind them, and what XLA then need not copy."""
+"""What waits for a later barrier: weight gradients and the updates behind them, and what XLA then need not copy."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from test_optimize import assert_same
 from zoo import ZOO
 
 import jaxremat
-from jaxremat import Graph, complete, simulate
+from jaxremat import Graph, close_over_dependencies, simulate
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._hlo import Module, parse
 from jaxremat._lower._lower import lower
@@ -37,11 +37,11 @@ def two_layers(*, donated: bool, update_heavy: bool = False) -> Graph:
     (b,) = build.node([a, weight], [8])
     build.stage()
     (gradient,) = build.node([b], [2], contraction=True)
-    build.node([gradient, weight], [2], heavy=update_heavy, is_output=True)
+    build.node([gradient, weight], [2], fusion_root=update_heavy, is_output=True)
     (cotangent,) = build.node([b, weight], [8], contraction=True)
     build.stage()
     (last,) = build.node([cotangent, a], [2], contraction=True)
-    build.node([last], [2], heavy=False, is_output=True)
+    build.node([last], [2], fusion_root=False, is_output=True)
     graph = build.graph()
     donate = frozenset({weight}) if donated else frozenset()
     graph = Graph(graph.nodes, graph.values, graph.stages, 0, 1.0, donated=donate)
@@ -56,7 +56,7 @@ def test_an_update_waits_for_the_next_fence() -> None:
 
 
 def test_a_donated_argument_is_overwritten_after_its_last_reader_is_known_to_be_done() -> None:
-    """The cotangent that reads the weight leaves stage 0 unfinished: only the fence after stage 1 can tell."""
+    """The cotangent that reads the weight leaves stage 0 unfinished: only the barrier after stage 1 can tell."""
     assert deferred(two_layers(donated=True)) == {3: 2, 6: 2}
 
 
@@ -85,7 +85,7 @@ def test_on_a_gpu_a_gradient_whose_update_cannot_run_at_once_holds_the_fence_bac
 
 def test_what_lingers_counts() -> None:
     graph = two_layers(donated=True)
-    events = simulate(graph, complete(graph, graph.residuals)).events
+    events = simulate(graph, close_over_dependencies(graph, graph.residuals)).events
     live = {e.node: e.live_nbytes // UNIT for e in events}
     assert live[5] == 8 + 8 + 2 + 2  # the cotangent, a, the first gradient that waits, the second
 
@@ -159,7 +159,7 @@ def test_what_reads_a_deferred_result_comes_after_it(case: Any) -> None:
     waits = deferred(graph)
     starts = [*(stage.start for stage in graph.stages), len(graph.nodes)]
     for n, k in waits.items():
-        assert not graph.nodes[n].heavy
+        assert not graph.nodes[n].fusion_root
         made = set(graph.nodes[n].outputs)
         for reader in graph.nodes[n + 1 :]:
             if made.intersection(reader.inputs):
@@ -167,7 +167,7 @@ def test_what_reads_a_deferred_result_comes_after_it(case: Any) -> None:
 
 
 def test_gradients_do_not_pile_up() -> None:
-    """Adam's updates of layers wait for a fence or two, not for the end of the step."""
+    """Adam's updates of layers wait for a barrier or two, not for the end of the step."""
 
     def step(state: Any, batch: jax.Array) -> Any:
         weights, moments = state

@@ -375,12 +375,12 @@ def test_a_plan_that_takes_longer_than_one_made_before_gives_way(
     good = plan()
     make_plan = _cache.make_plan
 
-    def poor(baseline: Any, request: Any) -> Any:
+    def needs_replacement(baseline: Any, request: Any) -> Any:
         planned = make_plan(baseline, request)
         planned.plan = replace(planned.plan, overhead=good.overhead + 0.1)
         return planned
 
-    monkeypatch.setattr(_cache, "make_plan", poor)
+    monkeypatch.setattr(_cache, "make_plan", needs_replacement)
     again = plan(budget=BUDGET + 1)
     assert (again.overhead, again.budget_nbytes) == (good.overhead, BUDGET + 1)
     assert plan(budget=BUDGET + 2, respect_checkpoint=True).overhead > good.overhead + 0.09, "another request"

@@ -82,7 +82,7 @@ def test_no_plan_is_begun_that_would_end_after_the_seconds_of_the_user(shown: fl
 def test_turns_share_the_seconds_of_the_user_and_what_will_run_is_compiled_within_them() -> None:
     effort = Effort(Clock(shown=5.0), planning_seconds=40.0, turns=2, compile_seconds=3.0)
     assert effort.left_seconds == 15.0
-    effort.turn, effort.drafts = 2, True
+    effort.turn, effort.unfused_builds = 2, True
     assert effort.left_seconds == 32.0
 
 

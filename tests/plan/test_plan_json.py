@@ -18,14 +18,14 @@ from jaxremat import (
     MinCut,
     Plan,
     PlanMismatchError,
-    complete,
+    close_over_dependencies,
 )
 from jaxremat._model._host_copies import HostCopy
 from jaxremat._model._optimizer_updates import with_updates
 from jaxremat._model._variant import Variant
 
 GRAPH = blocks(3)
-PLAN = plan_of(GRAPH, complete(GRAPH, GRAPH.residuals[::3], {(GRAPH.residuals[1], 1)}))
+PLAN = plan_of(GRAPH, close_over_dependencies(GRAPH, GRAPH.residuals[::3], {(GRAPH.residuals[1], 1)}))
 DATA: dict[str, Any] = json.loads(PLAN.to_json())
 
 
@@ -47,7 +47,7 @@ def test_the_plan_of_a_graph_gives_its_schedule_back() -> None:
     for graph in (chain(6, size=2), blocks(3)):
         for saved in ((), graph.residuals, graph.residuals[::2]):
             kept = {(v, 1) for v in graph.residuals[1::4]}
-            schedule = complete(graph, saved, kept)
+            schedule = close_over_dependencies(graph, saved, kept)
             plan = Plan.from_json(plan_of(graph, schedule).to_json())
             layout = plan.layout(replace(graph, stages=(), small_nbytes=99))
             cuts = [*(stage.start for stage in graph.stages), len(graph.nodes)]
@@ -291,7 +291,7 @@ def test_a_plan_says_what_it_does() -> None:
     assert "3 compilations" in text and "mincut" in text
     assert "compiled" in text
     assert "model.py:" in text
-    plain = str(plan_of(GRAPH, complete(GRAPH, GRAPH.residuals)))
+    plain = str(plan_of(GRAPH, close_over_dependencies(GRAPH, GRAPH.residuals)))
     assert "largest values" not in plain
     assert "not compiled" in str(replace(PLAN, compiled_peak_nbytes=None))
 

@@ -10,7 +10,7 @@ from forms import of_chunks
 from graphs import UNIT, chain
 from test_host_copies import layers
 
-from jaxremat import Graph, Milp, Schedule, Solution, Solver, complete, simulate
+from jaxremat import Graph, Milp, Schedule, Solution, Solver, close_over_dependencies, simulate
 from jaxremat._model._loop_levels import Loops
 from jaxremat._model._sites import Sites, Variants
 from jaxremat._model._stages import uncut
@@ -72,7 +72,7 @@ def searching(
 
 
 def a_trial(graph: Graph, saved: set[int], compiled_overhead: float) -> CompiledCandidate:
-    schedule = complete(graph, saved)
+    schedule = close_over_dependencies(graph, saved)
     profile = simulate(graph, schedule)
     compiled: Any = None
     return CompiledCandidate(
@@ -90,7 +90,7 @@ def a_trial(graph: Graph, saved: set[int], compiled_overhead: float) -> Compiled
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_on_a_gpu_the_compiled_kernels_decide(platform: str) -> None:
-    """The plan that the model takes for the cheaper one has the dearer kernels."""
+    """The plan that the model takes for the cheaper one has the more expensive kernels."""
     graph = replace(chain(6), platform=platform)
     search = searching(graph, Milp(), compiled_dearly)
     by_model = a_trial(graph, set(graph.residuals[:4]), 0.3)
@@ -113,9 +113,9 @@ class Prefixes:
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         del time_limit
-        found = complete(graph, ())
+        found = close_over_dependencies(graph, ())
         for k in range(1, len(graph.residuals) + 1 if budget_nbytes is not None else 0):
-            more = complete(graph, graph.residuals[:k])
+            more = close_over_dependencies(graph, graph.residuals[:k])
             if simulate(graph, more).peak_nbytes <= (budget_nbytes or 0):
                 found = more
         return Solution(found)
@@ -131,7 +131,9 @@ def compiled_dearly(graph: Graph, solution: Solution, fence: str) -> CompiledCan
 
 def test_a_plan_that_costs_several_steps_is_not_the_answer_where_there_is_another() -> None:
     graph = replace(chain(12), platform="gpu")
-    least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+    least, most = (
+        simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
+    )
     budget = (least + most) // 2 + 150
     search = searching(graph, Prefixes(), compiled_dearly)
     trial = search.within(budget, -MORE_ROUNDS)  # nothing but the schedules of least memory at first
@@ -146,8 +148,8 @@ def test_a_plan_that_costs_several_steps_is_not_the_answer_where_there_is_anothe
 def test_it_is_the_answer_where_there_is_none_and_says_so() -> None:
     graph = replace(chain(12), platform="gpu")
     search = searching(graph, Prefixes(), compiled_dearly)
-    budget = simulate(graph, complete(graph, ())).peak_nbytes
-    assert simulate(graph, complete(graph, graph.residuals[:1])).peak_nbytes + 150 > budget
+    budget = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes
+    assert simulate(graph, close_over_dependencies(graph, graph.residuals[:1])).peak_nbytes + 150 > budget
     trial = search.within(budget, 3)
     assert trial is not None
     assert trial.compiled_overhead == 3.0
@@ -160,7 +162,9 @@ def test_it_is_the_answer_where_there_is_none_and_says_so() -> None:
 def beyond_prediction() -> tuple[Graph, Search, int, int]:
     """A search all of whose schedules need more than predicted, a budget in the middle, and how much more that is."""
     graph = chain(12)
-    least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+    least, most = (
+        simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
+    )
     budget, beyond = (least + most) // 2, (most - least) // 8
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
@@ -173,7 +177,7 @@ def beyond_prediction() -> tuple[Graph, Search, int, int]:
 
 @pytest.mark.parametrize("little", [True, False])
 def test_what_misses_the_budget_by_little_is_corrected_however_late_it_is(little: bool) -> None:
-    """What misses by more makes room for the schedule of least memory, which is sure to be dear."""
+    """What misses by more makes room for the schedule of least memory, which is sure to be expensive."""
     graph, search, budget, beyond = beyond_prediction()
     graph = replace(graph, platform="gpu")
     assert isinstance(search.ledger.compiler, Compiler)
@@ -190,7 +194,9 @@ def test_what_misses_the_budget_by_little_is_corrected_however_late_it_is(little
 def test_what_misses_by_little_has_more_rounds_rather_than_a_dear_plan(little: bool) -> None:
     """Plans that save something miss by a little again and again, and then fit; the least memory costs three steps."""
     graph = replace(chain(100), platform="gpu")
-    least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+    least, most = (
+        simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
+    )
     budget, rounds = (least + most) // 2, 3
     missed = 0
 
@@ -224,7 +230,7 @@ def test_something_faster_than_what_fits_is_looked_for_within_the_effort_or_not_
 def test_what_misses_by_little_is_corrected_beyond_the_effort() -> None:
     """Each plan needs a little more than the budget, as if the model knew nothing."""
     graph = replace(chain(12), step_seconds=10000.0)
-    budget = simulate(graph, complete(graph, graph.residuals[:6])).peak_nbytes
+    budget = simulate(graph, close_over_dependencies(graph, graph.residuals[:6])).peak_nbytes
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         return replace(compiled_dearly(graph, solution, fence), peak_nbytes=budget + UNIT)
@@ -258,7 +264,9 @@ def test_what_all_need_beyond_their_prediction_is_kept_free_by_those_not_compile
 def test_compiled_peaks_that_follow_slowly_are_not_given_up_for_the_least_memory() -> None:
     """A quarter of what a prediction is lowered by comes off the compiled peak, and there are few rounds."""
     graph = replace(chain(40), step_seconds=2000.0)  # so that even the least memory is bearable
-    least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+    least, most = (
+        simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
+    )
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         trial = compiled_dearly(graph, solution, fence)
@@ -338,7 +346,7 @@ class Bearable(Prefixes):
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         if budget_nbytes is None:
-            return Solution(complete(graph, graph.residuals[:20]))
+            return Solution(close_over_dependencies(graph, graph.residuals[:20]))
         return super().solve(graph, budget_nbytes, time_limit=time_limit)
 
 
@@ -353,17 +361,19 @@ def test_for_the_least_memory_nothing_is_compiled_that_cannot_be_the_answer() ->
     assert lowest.lowest().profile.extra_seconds > 500, "that is asked for apart"
 
 
-@pytest.mark.parametrize("dearer", [False, True])
+@pytest.mark.parametrize("more expensive", [False, True])
 def test_what_recomputes_much_does_not_say_how_the_model_errs_on_what_recomputes_less(dearer: bool) -> None:
     """Of two cuttings whose least the model takes for the same memory the first is compiled and exceeds the budget."""
     graph = chain(12)
     most = graph.residuals[: 2 if dearer else 6]
-    peak = simulate(graph, complete(graph, graph.residuals[:6])).peak_nbytes
+    peak = simulate(graph, close_over_dependencies(graph, graph.residuals[:6])).peak_nbytes
     tried: list[int] = []
 
     class Given:
         def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
-            return Solution(complete(graph, most if graph.small_nbytes == 0 else graph.residuals[:6]))
+            return Solution(
+                close_over_dependencies(graph, most if graph.small_nbytes == 0 else graph.residuals[:6])
+            )
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         tried.append(graph.small_nbytes)
@@ -420,7 +430,7 @@ def test_the_least_is_not_looked_for_where_another_of_the_form_needs_more(alike:
     compiled, of two it is.
     """
     graph = chain(12)
-    peak = simulate(graph, complete(graph, ())).peak_nbytes
+    peak = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes
     ids: list[int] = []
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
@@ -441,7 +451,7 @@ def test_the_least_is_not_looked_for_where_another_of_the_form_needs_more(alike:
 def test_nothing_is_refused_for_want_of_work_while_a_form_promises_to_fit() -> None:
     """The plain form needs more than the model says, and the effort is exhausted: the other is compiled even so."""
     graph = chain(12)
-    peak = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    peak = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
     other = of_chunks(4)
     rows = Sites(ROWS, {(0, (4,)): Estimate(peak // 2, graph.step_seconds)})
 
@@ -461,7 +471,9 @@ def test_nothing_is_refused_for_want_of_work_while_a_form_promises_to_fit() -> N
 
 def test_a_solver_that_runs_out_of_time_does_no_worse_than_before() -> None:
     graph = chain(12)
-    least, most = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+    least, most = (
+        simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
+    )
     low, high = least + (most - least) // 4, least + (most - least) // 2
     ledger = Ledger(Starved(), Effort(), 1.0)
 
@@ -512,7 +524,7 @@ def test_what_host_memory_gives_is_never_worse_than_what_is_found_without(more: 
     """By the model what is away costs nothing; the compiler says a step's time, and here more memory too."""
     graph = replace(layers(8, link=64.0), platform="gpu")
     tried: list[tuple[bool, int]] = []
-    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    plain = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         away = bool(solution.schedule.offloaded)
@@ -544,7 +556,9 @@ def test_what_copies_in_fewer_bits_give_is_never_worse_than_what_is_found_withou
     copied = replace(graph, form=form, values=tuple(smaller))
     able = replace(NONE, others=(Sites(COPIES, {(0, codes): Estimate(10**6)}, exact=False),))
     tried: list[bool] = []
-    least, plain = (simulate(graph, complete(graph, v)).peak_nbytes for v in ((), graph.residuals))
+    least, plain = (
+        simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
+    )
     budget = (least + plain) // 2
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
@@ -574,7 +588,7 @@ class Stubborn:
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         del time_limit
-        return Solution(complete(graph, () if budget_nbytes is None else graph.residuals[:30]))
+        return Solution(close_over_dependencies(graph, () if budget_nbytes is None else graph.residuals[:30]))
 
 
 def test_between_a_slow_plan_and_one_that_nearly_fits_the_search_goes_on() -> None:
@@ -583,7 +597,7 @@ def test_between_a_slow_plan_and_one_that_nearly_fits_the_search_goes_on() -> No
     graph = replace(  # so that minimum cuts drop one after the other
         graph, nodes=tuple(replace(n, seconds=n.seconds * (1 + 0.5 * (n.id % 7))) for n in graph.nodes)
     )
-    budget = simulate(graph, complete(graph, graph.residuals[:30])).peak_nbytes
+    budget = simulate(graph, close_over_dependencies(graph, graph.residuals[:30])).peak_nbytes
 
     def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         trial = compiled_dearly(graph, solution, fence)

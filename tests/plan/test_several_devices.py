@@ -79,7 +79,7 @@ def test_operations_that_send_are_those_of_the_plain_step_or_counted_in_the_plan
 
 
 def test_gradients_are_added_up_at_once_where_memory_allows_it(case: tuple[str, dict]) -> None:
-    """And the loss by itself, which a fence waits for."""
+    """And the loss by itself, which a barrier waits for."""
     name, found = case
     apart = found["plans"]["most"]["operations"]["all-reduce"] - found["operations"]["all-reduce"]
     assert apart <= 1, name

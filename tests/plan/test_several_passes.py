@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import jaxremat
-from jaxremat import Plan, complete
+from jaxremat import Plan, close_over_dependencies
 from jaxremat._compiler._devices import detect
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
@@ -164,7 +164,7 @@ def test_recomputation_waits_for_the_forward_pass_before_it(name: str) -> None:
     step, args = STEPS[name]()
     traced = trace(jax.jit(step), args, {})
     graph = lower(traced, detect(jax.devices()[0]), base_nbytes=0)
-    eqns = emit(traced, graph, complete(graph, ())).jaxpr.eqns
+    eqns = emit(traced, graph, close_over_dependencies(graph, ())).jaxpr.eqns
     for later in later_passes(graph):
         last = max(n.id for n in graph.nodes[later.start : later.stop] if n.contraction)
         behind = set(traced.jaxpr.jaxpr.eqns[last].outvars)

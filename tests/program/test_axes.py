@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxremat
 from jaxremat._program import _compat
-from jaxremat._program._axes import RULES, Way, agree, ways
+from jaxremat._program._axes import RULES, BatchingRule, agree, rules
 from jaxremat._program._inline import Inliner
 from jaxremat._program._primitives import inner_jaxprs, pointwise_names
 from jaxremat._rewrite import _pooling_places  # noqa: F401  (registers primitives)
@@ -346,26 +346,26 @@ ROUNDED = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 """Products of other sizes, which libraries sum up in another order."""
 
 
-def check(eqn: Any, way: Way, operands: list[Any], wholes: list[Any]) -> None:
+def check(eqn: Any, rule: BatchingRule, operands: list[Any], wholes: list[Any]) -> None:
     """Compare two halves along an axis with the whole."""
     made: list[list[Any]] = []
     for chunk in range(2):
-        parts = [part(a, d, chunk) for a, d in zip(operands, way.operands, strict=True)]
-        if way.summed and eqn.primitive.name == "scatter-add" and made:
+        parts = [part(a, d, chunk) for a, d in zip(operands, rule.operands, strict=True)]
+        if rule.summed and eqn.primitive.name == "scatter-add" and made:
             parts[0] = made[-1][0]
-        found = eqn.primitive.bind(*parts, **way.in_chunk(eqn, 2))
+        found = eqn.primitive.bind(*parts, **rule.in_chunk(eqn, 2))
         made.append(list(found) if eqn.primitive.multiple_results else [found])
-    for whole, d, first, second in zip(wholes, way.results, *made, strict=True):
+    for whole, d, first, second in zip(wholes, rule.results, *made, strict=True):
         if d is not None:
             got = lax.concatenate([first, second], d)
         else:
             got = second if eqn.primitive.name == "scatter-add" else first + second
-        assert got.shape == whole.shape, (eqn, way)
-        if way.summed or eqn.primitive.name in ROUNDED:
+        assert got.shape == whole.shape, (eqn, rule)
+        if rule.summed or eqn.primitive.name in ROUNDED:
             loose = 2e-2 if whole.dtype.itemsize < 4 else 1e-5
             np.testing.assert_allclose(numbers(got), numbers(whole), rtol=loose, atol=loose, err_msg=str(eqn))
         else:
-            np.testing.assert_array_equal(numbers(got), numbers(whole), err_msg=f"{eqn} {way}")
+            np.testing.assert_array_equal(numbers(got), numbers(whole), err_msg=f"{eqn} {rule}")
 
 
 def checked(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
@@ -379,8 +379,8 @@ def checked(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
         results = eqn.primitive.bind(*operands, **eqn.params)
         wholes = list(results) if eqn.primitive.multiple_results else [results]
         env.update(zip(eqn.outvars, wholes, strict=True))
-        for way in even_ways(eqn):
-            check(eqn, way, operands, wholes)
+        for rule in even_ways(eqn):
+            check(eqn, rule, operands, wholes)
             seen.append(eqn.primitive.name)
     return seen
 
@@ -391,16 +391,16 @@ def program(fn: Callable[..., Any], args: tuple[Any, ...]) -> jex.ClosedJaxpr:
     return Inliner().program(closed) if any(map(inner_jaxprs, closed.jaxpr.eqns)) else closed
 
 
-def even_ways(eqn: Any) -> list[Way]:
+def even_ways(eqn: Any) -> list[BatchingRule]:
     """Return the axes of an equation that have two halves."""
 
-    def even(way: Way) -> bool:
-        both = zip([*eqn.invars, *eqn.outvars], [*way.operands, *way.results], strict=True)
+    def even(rule: BatchingRule) -> bool:
+        both = zip([*eqn.invars, *eqn.outvars], [*rule.operands, *rule.results], strict=True)
         placed = [(a, d) for a, d in both if not _compat.is_literal(a)]
         sizes = [a.aval.shape[d] for a, d in placed if d is not None]
-        return agree(placed) and all(size % 2 == 0 for size in (*sizes, way.groups))
+        return agree(placed) and all(size % 2 == 0 for size in (*sizes, rule.groups))
 
-    return [way for way in ways(eqn) if even(way)]
+    return [rule for rule in rules(eqn) if even(rule)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -413,16 +413,16 @@ def test_halves_give_what_the_whole_gives(case: str) -> None:
 def test_halves_of_pointwise_work(dimension: int) -> None:
     """All primitives in one program, which is compiled once."""
     found = [(eqn, args, even_ways(eqn)[dimension]) for eqn, args in pointwise_equations()]
-    assert all(way.results == (dimension,) for _, _, way in found)
+    assert all(rule.results == (dimension,) for _, _, rule in found)
     each = [args for _, args, _ in found]
 
     def together(operands: list[list[Any]]) -> list[Any]:
         pairs = zip(found, operands, strict=True)
-        return [eqn.primitive.bind(*args, **way.in_chunk(eqn, 2)) for (eqn, _, way), args in pairs]
+        return [eqn.primitive.bind(*args, **rule.in_chunk(eqn, 2)) for (eqn, _, rule), args in pairs]
 
     compiled = jax.jit(together)
     halves = (
-        [[part(a, d, i) for a, d in zip(args, way.operands, strict=True)] for _, args, way in found]
+        [[part(a, d, i) for a, d in zip(args, rule.operands, strict=True)] for _, args, rule in found]
         for i in (0, 1)
     )
     for (eqn, _, _), whole, *parts in zip(found, compiled(each), *map(compiled, halves), strict=True):
@@ -441,7 +441,7 @@ def test_each_rule_is_checked() -> None:
 def test_sums_of_short_products_are_added_up_in_long_numbers() -> None:
     x = floats(8, 6).astype(jnp.bfloat16)
     (eqn,) = (e for e in jax.make_jaxpr(lambda x: lax.dot_general(x, x, (((0,), (0,)), ((), ()))))(x).eqns)
-    (summed,) = (way for way in ways(eqn) if way.summed)
+    (summed,) = (rule for rule in rules(eqn) if rule.summed)
     assert summed.in_chunk(eqn, 2)["preferred_element_type"] == jnp.float32
 
 
@@ -460,4 +460,4 @@ def test_sums_of_short_products_are_added_up_in_long_numbers() -> None:
 )
 def test_mixed_dimensions_are_no_axes(fn: Callable[[Any], Any]) -> None:
     for eqn in jax.make_jaxpr(fn)(floats(6)).eqns:
-        assert not list(ways(eqn)), eqn
+        assert not list(rules(eqn)), eqn

@@ -17,7 +17,7 @@ from outcomes import plan_of
 from strategies import plans
 
 import jaxremat
-from jaxremat import Alive, InstallError, MinCut, Plan, complete, format_nbytes
+from jaxremat import Alive, InstallError, MinCut, Plan, close_over_dependencies, format_nbytes
 from jaxremat._model._timeline import Copied, Timeline
 from jaxremat._report import _report
 from jaxremat._report._account import account_of_plain
@@ -28,7 +28,10 @@ from jaxremat._report._content import format_seconds, largest, module_of, module
 GRAPH = blocks(4)
 PLAN = plan_of(GRAPH, MinCut().solve(GRAPH, None, time_limit=1.0).schedule)
 PLAIN = replace(
-    plan_of(GRAPH, complete(GRAPH, GRAPH.residuals)), account=account_of_plain(GRAPH), rounds=(), stages=()
+    plan_of(GRAPH, close_over_dependencies(GRAPH, GRAPH.residuals)),
+    account=account_of_plain(GRAPH),
+    rounds=(),
+    stages=(),
 )
 UNCOMPILED = replace(
     PLAN, compiled_peak_nbytes=None, memory=None, compiler="", compiled_overhead=None, alive=(), rounds=()
@@ -145,7 +148,7 @@ def test_pins_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_decisions_that_are_kept_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    bare = plan_of(GRAPH, complete(GRAPH, sorted(GRAPH.residuals)[:2]))
+    bare = plan_of(GRAPH, close_over_dependencies(GRAPH, sorted(GRAPH.residuals)[:2]))
     marked = tuple(replace(a, decision=a.action == "save") for a in bare.actions)
     plan = replace(bare, actions=marked, decided=Decided(3, 5 << 10))
     said = "3 values are kept as decisions (5.00 KiB), which no plan makes twice"
@@ -157,9 +160,12 @@ def test_decisions_that_are_kept_are_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_was_not_proved_is_told() -> None:
-    plan = replace(PLAN, unproved=("loops in levels or parts",))
+    plan = replace(PLAN, unproved=("loops with nested checkpointing or parts",))
     for text in (Page(plan.report().html()).text, plan.report().text(1000), str(plan)):
-        assert "ot proved to compute the step, but tested as a form: loops in levels or parts" in text
+        assert (
+            "ot proved to compute the step, but tested as a form: loops with nested checkpointing or parts"
+            in text
+        )
     assert "proved" not in PLAN.report().html() + str(PLAN)
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -222,7 +228,7 @@ def test_a_plan_stays_small_however_long_the_step_is() -> None:
     for graph in (chain(200, size=2), chain(1500, size=2)):
         nodes = (replace(n, scope=f"jvp(Net)/layer{n.id % 9}", source="net.py:7 (f)") for n in graph.nodes)
         graph = replace(graph, nodes=tuple(nodes))
-        plan = plan_of(graph, complete(graph, graph.residuals[::9]))
+        plan = plan_of(graph, close_over_dependencies(graph, graph.residuals[::9]))
         lengths.append(len(json.dumps(asdict(plan.account))))
     assert lengths[1] < 1.5 * lengths[0] < 100_000
 

@@ -13,7 +13,7 @@ from graphs import blocks
 from outcomes import plan_of
 from playwright.sync_api import Page, sync_playwright
 
-from jaxremat import MinCut, complete, format_nbytes
+from jaxremat import MinCut, close_over_dependencies, format_nbytes
 from jaxremat._report._account import account_of_plain
 
 CHROMIUM = os.environ.get("CHROMIUM") or next(
@@ -171,7 +171,7 @@ def test_modules_open_and_print(browser: Any, saved: Path) -> None:
 
 def test_two_reports_in_a_notebook(browser: Any, tmp_path: Path) -> None:
     """Each output of a notebook works by itself, and follows the notebook's own theme."""
-    plain = plan_of(GRAPH, complete(GRAPH, GRAPH.residuals))
+    plain = plan_of(GRAPH, close_over_dependencies(GRAPH, GRAPH.residuals))
     fragments = [PLAN._repr_html_(), PLAN.report()._repr_html_(), plain.report()._repr_html_()]
     path = tmp_path / "notebook.html"
     path.write_text(
@@ -193,7 +193,9 @@ def test_a_step_that_fits_has_one_picture(browser: Any, tmp_path: Path) -> None:
     from dataclasses import replace
 
     plan = replace(
-        plan_of(GRAPH, complete(GRAPH, GRAPH.residuals)), account=account_of_plain(GRAPH), rounds=()
+        plan_of(GRAPH, close_over_dependencies(GRAPH, GRAPH.residuals)),
+        account=account_of_plain(GRAPH),
+        rounds=(),
     )
     path = tmp_path / "report.html"
     replace(plan, budget_nbytes=50 * plan.baseline_peak_nbytes).report().save(path)

@@ -22,8 +22,8 @@ import jaxremat
 from jaxremat._program import _compat
 from jaxremat._program._host_arguments import from_host
 from jaxremat._program._primitives import is_fetch, is_put, on_host
+from jaxremat._rewrite._optimizer_in_backward import Gain
 from jaxremat._rewrite._trace import Traced, trace
-from jaxremat._rewrite._update_absorption import Gain
 
 Step = Callable[..., Any]
 STACK_NBYTES = 4 * LAYERS * (2 * WIDTH * 2 * WIDTH + WIDTH)

@@ -13,7 +13,7 @@ from test_loops import CPU, check_budget, often, traced
 from test_trace import runnable
 from zoo_calls import CALLS
 
-from jaxremat import complete
+from jaxremat import close_over_dependencies
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._graph import Pin
@@ -27,7 +27,7 @@ def emitted(name: str, saving: bool) -> jex.ClosedJaxpr:
     """The step that saves everything, or as little as may be."""
     found = traced(CALLS[name])
     graph = lower(found, CPU, base_nbytes=0)
-    return emit(found, graph, complete(graph, graph.residuals if saving else ()))
+    return emit(found, graph, close_over_dependencies(graph, graph.residuals if saving else ()))
 
 
 def results(closed: Any, primitive: str) -> list[int]:
@@ -88,7 +88,7 @@ def test_what_waits_for_a_fence_is_read_behind_it() -> None:
     pinned = replace(graph, pins=tuple(Pin("stage", n.id, "") for n in late if n.contraction))
     cut = replace(pinned, stages=uncut(pinned))
     assert any(stage.deferred for stage in cut.stages)
-    emit(found, cut, complete(cut, ()))  # which checks that all is made before it is read
+    emit(found, cut, close_over_dependencies(cut, ()))  # which checks that all is made before it is read
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from test_trace import assert_well_formed, runnable
 from zoo_checkpoints import CHECKPOINTS
 
 import jaxremat
-from jaxremat import ArgumentError, MemoryStats, Plan, complete
+from jaxremat import ArgumentError, MemoryStats, Plan, close_over_dependencies
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._program import _compat
@@ -98,7 +98,7 @@ def test_kept_regions_are_those_of_the_step(name: str) -> None:
     assert regions(found.flat.jaxpr) == own
     assert regions(runnable(found).jaxpr) == own
     graph = lower(found, CPU, base_nbytes=0)
-    assert regions(emit(found, graph, complete(graph, ())).jaxpr) == own
+    assert regions(emit(found, graph, close_over_dependencies(graph, ())).jaxpr) == own
 
 
 @pytest.mark.usefixtures("remat3")
@@ -111,7 +111,7 @@ def test_what_kept_checkpoints_compute_again_they_still_do(name: str) -> None:
     assert computed_again(found.flat.jaxpr) == again
     assert computed_again(runnable(found).jaxpr) == again
     graph = lower(found, CPU, base_nbytes=0)
-    assert computed_again(emit(found, graph, complete(graph, ())).jaxpr) >= again
+    assert computed_again(emit(found, graph, close_over_dependencies(graph, ())).jaxpr) >= again
 
 
 @pytest.mark.usefixtures("remat3")

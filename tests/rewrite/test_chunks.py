@@ -237,10 +237,10 @@ def test_any_region_of_random_programs_gives_what_it_gave(net: Net) -> None:
             for d in range(len(v.aval.shape)) if program.inner(v) else ():
                 region = region_about(program, v, d)
                 if region is not None and region.choices:
-                    found.setdefault(tuple(region.ways), region)
+                    found.setdefault(tuple(region.rules), region)
     flat = [*params, x]
     expected = jex.jaxpr_as_fun(traced.flat)(*flat)
-    for region in sorted(found.values(), key=lambda region: -len(region.ways))[:2]:
+    for region in sorted(found.values(), key=lambda region: -len(region.rules))[:2]:
         cut, _ = chunked(traced.flat, region, region.choices[0])
         jex.check_jaxpr(cut.jaxpr)
         close(expected, jax.jit(jex.jaxpr_as_fun(cut))(*flat), 1e-4)

@@ -17,7 +17,7 @@ from test_optimize import assert_same
 from zoo_loops import LAYERS, LOOPS, ROWS, WIDTH
 
 import jaxremat
-from jaxremat import Milp, Solution, complete, simulate
+from jaxremat import Milp, Solution, close_over_dependencies, simulate
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._graph import Pin
@@ -58,7 +58,7 @@ def test_each_part_saves_what_it_likes() -> None:
             and graph.nodes[graph.values[v].producer].contraction
         ]
         assert products
-        planned = emit(divided, graph, complete(graph, products))
+        planned = emit(divided, graph, close_over_dependencies(graph, products))
         first, second, *_ = scans(planned)
         saving, other = (first, second) if length == 2 else (second, first)
         assert saving.params["length"] == length
@@ -85,7 +85,7 @@ def test_no_result_changes(name: str, part: int, count: int) -> None:
     chosen = [
         v for v in graph.residuals if graph.nodes[graph.values[v].producer].loop in graph.pairs[part::count]
     ]
-    planned = emit(cut, graph, complete(graph, chosen))
+    planned = emit(cut, graph, close_over_dependencies(graph, chosen))
     got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
     assert_same(jax.jit(case.step)(*args), jax.tree.unflatten(cut.out_tree, got))
 
@@ -156,7 +156,7 @@ def test_the_share_is_that_of_the_edge_of_the_hull() -> None:
     nothing of it, the last iteration still recomputes nothing.
     """
     graph = replace(in_loops(chain(1), 8), step_seconds=1.0)
-    everything, nothing = (Solution(complete(graph, saved)) for saved in (graph.residuals, ()))
+    everything, nothing = (Solution(close_over_dependencies(graph, saved)) for saved in (graph.residuals, ()))
     high, low = (simulate(graph, solution.schedule) for solution in (everything, nothing))
     assert low.peak_nbytes < high.peak_nbytes
     assert low.extra_seconds > high.extra_seconds
@@ -170,14 +170,14 @@ def test_the_share_is_that_of_the_edge_of_the_hull() -> None:
     assert found.seconds == pytest.approx((low.extra_seconds + 3 * high.extra_seconds) / 4 - last, rel=0.01)
     assert best_split(graph, nothing, low.peak_nbytes, Milp(), 5.0) == (0, 1.0, low.extra_seconds - last)
     assert best_split(graph, everything, high.peak_nbytes, Milp(), 5.0) is None
-    assert best_split(chain(4), Solution(complete(chain(4), ())), 10**12, Milp(), 5.0) is None
+    assert best_split(chain(4), Solution(close_over_dependencies(chain(4), ())), 10**12, Milp(), 5.0) is None
 
 
 @pytest.mark.parametrize("length", [2, 3])
 def test_loops_too_short_for_two_parts_may_have_the_last_iteration_apart(length: int) -> None:
     graph = replace(in_loops(chain(1), length), step_seconds=1.0)
-    nothing = Solution(complete(graph, ()))
-    high, low = (simulate(graph, complete(graph, saved)) for saved in (graph.residuals, ()))
+    nothing = Solution(close_over_dependencies(graph, ()))
+    high, low = (simulate(graph, close_over_dependencies(graph, saved)) for saved in (graph.residuals, ()))
     for budget in range(low.peak_nbytes, high.peak_nbytes, (high.peak_nbytes - low.peak_nbytes) // 4):
         found = best_split(graph, nothing, budget, Milp(), 5.0)
         assert found is not None and found.share == 1.0
@@ -186,20 +186,22 @@ def test_loops_too_short_for_two_parts_may_have_the_last_iteration_apart(length:
 def test_what_is_pinned_to_be_recomputed_gains_nothing_apart() -> None:
     graph = replace(in_loops(chain(1), 8), step_seconds=1.0)
     graph = with_pins(graph, [Pin("recompute", v, "a hint") for v in graph.residuals])
-    pinned = Solution(complete(graph, graph.residuals))
+    pinned = Solution(close_over_dependencies(graph, graph.residuals))
     assert not pinned.schedule.drops_nothing
     assert best_split(graph, pinned, 10**12, Milp(), 5.0) is None
 
 
 def test_the_last_iteration_is_no_loop_and_recomputes_behind_its_carries() -> None:
-    """The compiler would merge it with the forward pass: what it recomputes reads fenced names, and so does a carry."""
+    """The compiler would merge it with the forward pass: what it recomputes reads barrier names, and so does
+    a carry.
+    """
     cut = traced(LOOPS["layers"]).in_form(of_levels((LAYERS - 1,)))
     graph = lower(cut, CPU, base_nbytes=0)
     assert {v.length for v in graph.values} == {0, 1, LAYERS - 1}
     assert (
         graph.kept_by(next(v for v in graph.residuals if graph.values[v].length == 1), cut.loops[2].id) == -1
     )
-    _, last, back, _ = scans(emit(cut, graph, complete(graph, ())))
+    _, last, back, _ = scans(emit(cut, graph, close_over_dependencies(graph, ())))
     assert (last.params["length"], back.params["length"]) == (1, 1)
     body = back.params["jaxpr"].jaxpr
     fence = next(eqn for eqn in body.eqns if "fence_" in _compat.name_stack_text(eqn))
@@ -218,7 +220,7 @@ def test_the_last_iteration_is_no_loop_and_recomputes_behind_its_carries() -> No
 def test_plans_that_need_the_same_are_no_two_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the plans on both sides of a budget need equally much, a loop is all of the one or all of the other."""
     graph = in_loops(chain(6, size=4), 8)
-    everything = Solution(complete(graph, graph.residuals))
+    everything = Solution(close_over_dependencies(graph, graph.residuals))
     same = _hull.vertex(graph, everything)
     monkeypatch.setattr(_candidates, "edge", lambda *_: (same, same))
     found = best_split(graph, everything, 10**9, Milp(), 1.0)

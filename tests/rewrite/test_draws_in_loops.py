@@ -1,5 +1,6 @@
-"""Loops and conditionals with draws: what is drawn with a key is drawn again like anything else, in levels and in
-branches; what is drawn from the device's state is drawn once, and the rest of the step is planned around it.
+"""Loops and conditionals with draws: what is drawn with a key is drawn again like anything else, with nested
+checkpointing and in branches; what is drawn from the device's state is drawn once, and the rest of the step is planned
+around it.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from forms import of_levels
 from jax import lax
 
 import jaxremat
-from jaxremat import Graph, complete
+from jaxremat import Graph, close_over_dependencies
 from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._emit._emit import emit
 from jaxremat._emit._validation import unproved
@@ -106,7 +107,7 @@ def test_loops_draw_again_with_their_keys(layers: Callable[..., Any], levels: tu
     assert step.cuttable == (True,)
     form = step.in_form(of_levels(levels))
     graph: Graph = lower(form, DEVICE, base_nbytes=0)
-    planned = emit(form, graph, complete(graph, ()))
+    planned = emit(form, graph, close_over_dependencies(graph, ()))
     found = jax.jit(jex.jaxpr_as_fun(planned))(*ARGS)[0]
     np.testing.assert_allclose(found, jax.jit(step_of(layers))(*ARGS), rtol=1e-5, atol=1e-7)
     assert len(levels) > 1 or unproved(planned) == ()

@@ -83,15 +83,15 @@ def test_only_transposed_convolutions_of_the_forward_pass_are_replaced() -> None
     assert len(spread) > 4
     assert len([e for e in spread if is_transposed(e)]) == 2
     assert not any(map(replaced(backend("cpu")), eqns))
-    poor = [e for e in eqns if replaced(backend("gpu"))(e)]
-    assert len(poor) == 2
-    assert [e.primitive.name for e in inline(poor[0])] == [
+    needs_replacement = [e for e in eqns if replaced(backend("gpu"))(e)]
+    assert len(needs_replacement) == 2
+    assert [e.primitive.name for e in inline(needs_replacement[0])] == [
         "rev",
         "optimization_barrier",
         "rev",
         "conv_general_dilated",
     ]
-    assert inline(poor[0])[-1].outvars == poor[0].outvars
+    assert inline(needs_replacement[0])[-1].outvars == needs_replacement[0].outvars
 
 
 def struct(*shape: int) -> jax.ShapeDtypeStruct:

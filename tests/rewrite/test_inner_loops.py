@@ -1,4 +1,4 @@
-"""Pairs of scans inside of pairs laid open: the same results, and less memory than what an outer iteration stacks."""
+"""Pairs of scans inside of pairs inlined: the same results, and less memory than what an outer iteration stacks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ import jaxremat
 from jaxremat import InfeasibleBudgetError, MemoryStats
 from jaxremat._lower._lower import lower
 from jaxremat._model._variant import INNER, Choice, Variant
-from jaxremat._rewrite._flat_program import ALONE, BACKWARD, FORWARD
+from jaxremat._rewrite._flat_program import BACKWARD, FORWARD, UNPAIRED
 from jaxremat._rewrite._inner_loops import fewer_nbytes, inner_pairs
 from jaxremat._rewrite._trace import Traced, trace
 
@@ -117,7 +117,9 @@ def test_results_are_the_same_whatever_is_saved(name: str) -> None:
     case = CASES[name]
     opened, args = plain(case).in_form(OPEN), case.make_args()
     assert_well_formed(opened)
-    nested = [loop for loop in opened.loops if loop.parent >= 0 and opened.loops[loop.parent].role != ALONE]
+    nested = [
+        loop for loop in opened.loops if loop.parent >= 0 and opened.loops[loop.parent].role != UNPAIRED
+    ]
     assert [loop.role for loop in nested] == [FORWARD, BACKWARD] * (2 if name == "two" else 1)
     assert all(opened.loops[loop.parent].role == BACKWARD for loop in nested)
     want = jax.jit(case.step)(*args)

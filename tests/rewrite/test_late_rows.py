@@ -11,7 +11,7 @@ from test_loops import CPU, scans
 from test_optimize import assert_same
 
 import jaxremat
-from jaxremat import MemoryStats, complete, simulate
+from jaxremat import MemoryStats, close_over_dependencies, simulate
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._graph import Graph
@@ -54,7 +54,7 @@ def planned() -> tuple[Traced, Graph, jex.ClosedJaxpr]:
     """The step that saves nothing but carries, with its graph."""
     found = trace(jax.jit(step, donate_argnums=0), arguments(), {})
     graph = lower(found, CPU, base_nbytes=0)
-    return found, graph, emit(found, graph, complete(graph, ()))
+    return found, graph, emit(found, graph, close_over_dependencies(graph, ()))
 
 
 def body(closed: jex.ClosedJaxpr) -> Any:
@@ -63,11 +63,11 @@ def body(closed: jex.ClosedJaxpr) -> Any:
 
 
 def test_stages_of_an_iteration_wait_for_each_other(planned: Any) -> None:
-    """Each fence has a gradient among its operands that the stage before it made, and that is read behind it."""
+    """Each barrier has a gradient among its operands that the stage before it made, and that is read behind it."""
     iteration = body(planned[-1])
-    fences = [i for i, eqn in enumerate(iteration.eqns) if eqn.primitive.name == "optimization_barrier"]
-    assert len(fences) >= PARTS - 1
-    for begin, end in zip([0, *fences], fences, strict=False):
+    barriers = [i for i, eqn in enumerate(iteration.eqns) if eqn.primitive.name == "optimization_barrier"]
+    assert len(barriers) >= PARTS - 1
+    for begin, end in zip([0, *barriers], barriers, strict=False):
         made = {v for eqn in iteration.eqns[begin + 1 : end] for v in eqn.outvars}
         read = {a for eqn in iteration.eqns[end + 1 :] for a in _compat.variables(eqn.invars)}
         fence = iteration.eqns[end]
@@ -78,10 +78,13 @@ def test_stages_of_an_iteration_wait_for_each_other(planned: Any) -> None:
 
 
 def test_rows_are_read_behind_the_fence_of_their_stage(planned: Any) -> None:
-    """No row passes a fence; each stage reads those that it needs at an index that has passed its own."""
+    """No row passes a barrier; each stage reads those that it needs at an index that has passed its own."""
     iteration = body(planned[-1])
     index = next(v for v in iteration.invars if v.aval.dtype == jnp.int32)
-    there, read = [index], [[]]  # the index by the names that it has behind fences, and the rows read at each
+    there, read = (
+        [index],
+        [[]],
+    )  # the index by the names that it has behind barriers, and the rows read at each
     for eqn in iteration.eqns:
         if eqn.primitive.name == "optimization_barrier":
             assert {a for a in eqn.invars if a in iteration.invars or a in there} == {there[-1]}
@@ -95,23 +98,23 @@ def test_rows_are_read_behind_the_fence_of_their_stage(planned: Any) -> None:
 
 
 def test_what_is_held_waits_for_the_next_stage(planned: Any) -> None:
-    """A stage reads what the one before recomputed, and handed on, behind the fence between them."""
+    """A stage reads what the one before recomputed, and handed on, behind the barrier between them."""
     found, graph, _ = planned
     stages = range(1, len(graph.stages))
     streams = [v for v in graph.residuals if graph.nodes[graph.values[v].producer].primitive == "add"]
     held = [(v, k) for v in streams for k in stages if graph.holdable(v, k)]
-    schedule = complete(graph, (), held)
+    schedule = close_over_dependencies(graph, (), held)
     assert schedule.kept
     iteration = body(emit(found, graph, schedule))
     made: set[Any] = set()  # what is recomputed
-    fenced: set[Any] = set()  # and what of that has passed a fence
+    behind_barrier: set[Any] = set()  # and what of that has passed a barrier
     for eqn in iteration.eqns:
         if eqn.primitive.name == "optimization_barrier":
-            fenced.update(v for a, v in zip(eqn.invars, eqn.outvars, strict=True) if a in made)
+            behind_barrier.update(v for a, v in zip(eqn.invars, eqn.outvars, strict=True) if a in made)
         elif "recompute_" in _compat.name_stack_text(eqn):
             made.update(eqn.outvars)
     again = [eqn for eqn in iteration.eqns if "recompute_" in _compat.name_stack_text(eqn)]
-    assert any(fenced.intersection(_compat.variables(eqn.invars)) for eqn in again)
+    assert any(behind_barrier.intersection(_compat.variables(eqn.invars)) for eqn in again)
 
 
 def test_the_peak_is_that_of_one_stage(planned: Any) -> None:
@@ -122,6 +125,6 @@ def test_the_peak_is_that_of_one_stage(planned: Any) -> None:
     options = jaxremat.compiler_options("cpu")
     jitted = jax.jit(jex.jaxpr_as_fun(closed), donate_argnums=range(3 * PARTS), compiler_options=options)
     compiled = jitted.lower(*leaves).compile()
-    predicted = simulate(graph, complete(graph, ())).peak_nbytes
+    predicted = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes
     assert MemoryStats.of(compiled).temporaries_nbytes < 1.06 * predicted
     assert_same(jax.jit(step)(*args), jax.tree.unflatten(found.out_tree, jitted(*leaves)))

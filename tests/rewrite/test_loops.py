@@ -1,4 +1,4 @@
-"""Loops laid open and closed again: the same programs, planned inside, with exactly what the plan says stacked."""
+"""Loops inlined and closed again: the same programs, planned inside, with exactly what the plan says stacked."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -17,7 +17,7 @@ from zoo import Case
 from zoo_loops import LAYERS, LOOPS, ROWS, WIDTH, _block, _case, _stacked
 
 import jaxremat
-from jaxremat import InfeasibleBudgetError, MemoryStats, complete, simulate
+from jaxremat import InfeasibleBudgetError, MemoryStats, close_over_dependencies, simulate
 from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._compiler._program import Program
 from jaxremat._emit._emit import emit
@@ -28,7 +28,7 @@ from jaxremat._plan._problem import Problem
 from jaxremat._plan._request import Options, Request
 from jaxremat._plan._verify import make_plan
 from jaxremat._program import _compat
-from jaxremat._rewrite._flat_program import ALONE, BACKWARD, FORWARD
+from jaxremat._rewrite._flat_program import BACKWARD, FORWARD, UNPAIRED
 from jaxremat._rewrite._trace import Traced, trace
 
 CPU = DeviceSpec("here", "cpu", 2**30, 2.5e10, (("f32", 1.5e11),), 2e-6, 2.5e10)
@@ -36,12 +36,12 @@ PAIR = [FORWARD, BACKWARD]
 ROLES = {
     "two loops": [*PAIR, *PAIR],
     "turned": [*PAIR, *PAIR],
-    "accumulation": [ALONE],
-    "accumulation over layers": [ALONE, *PAIR],
+    "accumulation": [UNPAIRED],
+    "accumulation over layers": [UNPAIRED, *PAIR],
     "checkpointed loop": PAIR,
     "one layer": [],
 }
-"""The roles of the loops that are laid open, where it is not one pair."""
+"""The roles of the loops that are inlined, where it is not one pair."""
 
 REMATTED = {"checkpointed body", "linen scan, remat"}
 """Programs with checkpoints of their own in the loop's body."""
@@ -78,7 +78,7 @@ def emitted(found: Traced, saved: Sequence[str]) -> jex.ClosedJaxpr:
     """The step that saves the values that these primitives make, and whatever must be saved."""
     graph = lower(found, CPU, base_nbytes=0)
     chosen = [v for v in graph.residuals if graph.nodes[graph.values[v].producer].primitive in saved]
-    return emit(found, graph, complete(graph, chosen))
+    return emit(found, graph, close_over_dependencies(graph, chosen))
 
 
 @pytest.mark.parametrize("name", often(LOOPS))
@@ -86,9 +86,9 @@ def test_closing_gives_the_program_back(name: str) -> None:
     case = LOOPS[name]
     found, args = traced(case), case.make_args()
     assert_well_formed(found)
-    assert [loop.role for loop in sorted(found.loops, key=lambda loop: loop.id)].count(ALONE) == ROLES.get(
+    assert [loop.role for loop in sorted(found.loops, key=lambda loop: loop.id)].count(UNPAIRED) == ROLES.get(
         name, PAIR
-    ).count(ALONE)
+    ).count(UNPAIRED)
     assert sorted(loop.role for loop in found.loops) == sorted(ROLES.get(name, PAIR))
     want = jax.jit(case.step)(*args)
     got = jax.jit(jex.jaxpr_as_fun(runnable(found)))(*jax.tree.leaves(args))
@@ -161,7 +161,7 @@ def test_recomputation_stands_in_the_backward_loop() -> None:
     assert dots(found.flat) == [2, 4]
     assert dots(emitted(found, ["dot_general"])) == [2, 4]
     graph = lower(found, CPU, base_nbytes=0)
-    again = [n for nodes in complete(graph, ()).recomputed for n in nodes]
+    again = [n for nodes in close_over_dependencies(graph, ()).recomputed for n in nodes]
     repeated = sum(graph.nodes[n].primitive == "dot_general" for n in again)
     assert repeated >= 2
     assert dots(emitted(found, [])) == [2, 4 + repeated]
@@ -176,7 +176,7 @@ def test_stacked_sizes_count_in_the_model() -> None:
         if graph.values[v].length
     }
     assert {v.length for v in values.values()} == {LAYERS}
-    all_saved, none = complete(graph, graph.residuals), complete(graph, ())
+    all_saved, none = close_over_dependencies(graph, graph.residuals), close_over_dependencies(graph, ())
     saved, least = simulate(graph, all_saved).peak_nbytes, simulate(graph, none).peak_nbytes
     assert least < saved < 2 * sum(graph.values[v].saved_nbytes for v in graph.residuals)
     nbytes = sum(graph.values[v].saved_nbytes for v in all_saved.saved - none.saved)
@@ -203,7 +203,7 @@ def test_a_loop_of_one_iteration_is_its_body() -> None:
         found = traced(_case("one layer", net, lambda: _stacked(1)))
         graph = lower(found, CPU, base_nbytes=0)
         sizes = sorted(graph.values[v].saved_nbytes for v in graph.residuals)
-        peak = simulate(graph, complete(graph, ())).peak_nbytes
+        peak = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes
         return Counter(n.primitive for n in graph.nodes if n.contraction), sizes, peak
 
     def written_out(params: Any, x: jax.Array) -> jax.Array:
@@ -215,7 +215,7 @@ def test_a_loop_of_one_iteration_is_its_body() -> None:
 
 
 def in_levels(found: Traced, levels: tuple[int, ...]) -> tuple[Traced, jex.ClosedJaxpr]:
-    """The step with its only loop in levels, and the same emitted with nothing saved but carries."""
+    """The step with its only loop with nested checkpointing, and the same emitted with nothing saved but carries."""
     cut = found.in_form(of_levels(levels))
     return cut, emitted(cut, [])
 
@@ -225,7 +225,7 @@ def test_two_levels() -> None:
     found = traced(LOOPS["layers"])
     assert found.lengths == (LAYERS,)
     two, planned = in_levels(found, (2, 3))
-    assert [loop.role for loop in two.loops] == [ALONE, *PAIR]
+    assert [loop.role for loop in two.loops] == [UNPAIRED, *PAIR]
     assert stacked(planned) == [(2, ROWS, WIDTH)]
     outer = scans(planned)[-1]
     assert stacked(outer.params["jaxpr"]) == [(3, ROWS, WIDTH)]
@@ -234,7 +234,7 @@ def test_two_levels() -> None:
 def test_three_levels() -> None:
     case = LOOPS["twenty-four layers"]
     three, planned = in_levels(traced(case), (2, 3, 4))
-    assert [loop.role for loop in three.loops] == [ALONE, ALONE, *PAIR]
+    assert [loop.role for loop in three.loops] == [UNPAIRED, UNPAIRED, *PAIR]
     kept = []
     for _ in range(3):
         first, *_, last = scans(planned)
@@ -247,7 +247,7 @@ def test_three_levels() -> None:
 def test_a_rest_is_a_pair_of_its_own() -> None:
     """Seven layers, first in two segments of two: the others are run once, and their carries are gone before theirs."""
     seven, planned = in_levels(traced(LOOPS["seven layers"]), (2, 2))
-    assert [loop.role for loop in seven.loops] == [*PAIR, ALONE, *PAIR]
+    assert [loop.role for loop in seven.loops] == [*PAIR, UNPAIRED, *PAIR]
     assert [eqn.params["length"] for eqn in scans(planned)] == [2, 3, 3, 2]
     outer, rest, rest_back, back = scans(planned)
     made, again = set(outer.outvars[1:]), set(rest.outvars[1:])
@@ -281,7 +281,7 @@ def test_levels_change_no_result(name: str) -> None:
 
 
 def test_large_gradients_begin_behind_the_fence() -> None:
-    """Zeros that a loop writes its gradients into are made of what passes the fence before it, not before that."""
+    """Zeros that a loop writes its gradients into are made of what passes the barrier before it, not before that."""
 
     def step(params: Any, x: Any) -> Any:
         def loss(params: Any) -> Any:

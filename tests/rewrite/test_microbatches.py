@@ -21,7 +21,7 @@ import jaxremat
 from jaxremat import ArgumentError
 from jaxremat._program._primitives import inner_jaxprs
 from jaxremat._rewrite import _row_regions
-from jaxremat._rewrite._backward_equations import late_equations
+from jaxremat._rewrite._backward_equations import backward_equations
 from jaxremat._rewrite._trace import Traced, trace
 
 BATCH, LENGTH, WIDTH, WORDS, LAYERS = 8, 6, 16, 12, 4
@@ -341,10 +341,10 @@ def test_what_a_microbatch_saves_is_planned() -> None:
     step, args = wide()
     found = trace(jax.jit(step), args, {})
     form = in_microbatches(found, 2)
-    late = late_equations(form.jaxpr.jaxpr.eqns, form.loop_of, form.loops)
+    in_backward = backward_equations(form.jaxpr.jaxpr.eqns, form.loop_of, form.loops)
     within = [n for n, loop in enumerate(form.loop_of) if loop >= 0]
-    assert not any(late[: within[0]])
-    forward = late.index(True)
+    assert not any(in_backward[: within[0]])
+    forward = in_backward.index(True)
     assert within[0] < forward < within[-1]
     made = {v for eqn in form.jaxpr.jaxpr.eqns[:forward] for v in eqn.outvars}
     read = {v for eqn in form.jaxpr.jaxpr.eqns[forward:] for v in eqn.invars if not hasattr(v, "val")}

@@ -14,7 +14,7 @@ from test_optimize import assert_same
 from zoo_calls import attend
 
 import jaxremat
-from jaxremat import Graph, InfeasibleBudgetError, MemoryStats, Milp, MinCut, complete
+from jaxremat import Graph, InfeasibleBudgetError, MemoryStats, Milp, MinCut, close_over_dependencies
 from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._emit._emit import FENCES, emit
 from jaxremat._lower._lower import lower
@@ -136,7 +136,7 @@ def check_emitted(net: Net, data: st.DataObject) -> None:
         for graph in whole, data.draw(cut(whole)):
             for saved, kept in ((), ()), data.draw(choices(graph)):
                 for fence in FENCES:
-                    emit(found, graph, complete(graph, saved, kept), fence)
+                    emit(found, graph, close_over_dependencies(graph, saved, kept), fence)
 
 
 @st.composite

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from test_loops import CPU, traced
 from zoo import Case, _normal, _sgd
 
-from jaxremat import complete, simulate
+from jaxremat import close_over_dependencies, simulate
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._target import Target
 from jaxremat._lower._lower import lower
@@ -53,5 +53,5 @@ def test_the_sum_is_written_over_its_other_operand_on_a_gpu() -> None:
     baseline = measure_baseline(problem, plain=False, tagged=True)
     graph = baseline.graphs.plain
     assert the_sum(graph).id in graph.in_place
-    predicted = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    predicted = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
     assert abs(predicted / baseline.tagged.peak_nbytes - 1) < 0.05

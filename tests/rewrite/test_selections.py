@@ -86,16 +86,16 @@ def _than_the_mean(x: jax.Array) -> jax.Array:
         (_no_number, False),
     ],
 )
-def test_what_may_not_run_again(compare: Callable[[Any], Any], exposed: bool, late: bool) -> None:
+def test_what_may_not_run_again(compare: Callable[[Any], Any], exposed: bool, in_backward: bool) -> None:
     def run(x: jax.Array) -> jax.Array:
         return compare(jnp.sin(x))
 
     flat = flattened(run, jnp.ones((4, 8)))
     eqns = marked(flat, alive(flat)).jaxpr.eqns
-    once = of_one_run(eqns, [late] * len(eqns))
+    once = of_one_run(eqns, [in_backward] * len(eqns))
     (sine,) = (i for i, eqn in enumerate(eqns) if eqn.primitive.name == "sin")
     assert is_marked(eqns[sine]) == exposed
-    assert (once == {sine}) == (exposed and late)
+    assert (once == {sine}) == (exposed and in_backward)
     assert bool(once) == exposed
 
 

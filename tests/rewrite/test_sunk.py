@@ -12,7 +12,7 @@ from test_loops import CPU, scans, traced
 from zoo import Case, _normal, _sgd
 from zoo_loops import LAYERS
 
-from jaxremat import complete
+from jaxremat import close_over_dependencies
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._program import _compat
@@ -53,7 +53,7 @@ def test_masks_are_made_by_the_iterations_that_read_them() -> None:
     assert any(SCORES in constants(scan) for scan in scans(found.closed))  # what JAX makes of it
     graph = lower(found, CPU, base_nbytes=0)
     for saved in ((), graph.residuals):
-        planned = emit(found, graph, complete(graph, saved))
+        planned = emit(found, graph, close_over_dependencies(graph, saved))
         assert scans(planned)
         assert not any({SCORES, SCORES[1:]} & set(constants(scan)) for scan in scans(planned))
         args = CASE.make_args()
@@ -63,14 +63,14 @@ def test_masks_are_made_by_the_iterations_that_read_them() -> None:
 
 
 def test_masks_are_made_by_iterations_of_loops_in_levels() -> None:
-    """Of their scans the outermost of the forward pass is not laid open, and read masks like any operand."""
+    """Of their scans the outermost of the forward pass is not inlined, and read masks like any operand."""
     plain = traced(CASE)
     found = plain.in_form(of_levels((2, LAYERS // 2)))
     assert found.loops
     outside = [e for e, loop in zip(found.jaxpr.jaxpr.eqns, found.loop_of, strict=True) if loop < 0]
     assert not any(v.aval.shape == SCORES for eqn in outside for v in eqn.outvars)
     graph = lower(found, CPU, base_nbytes=0)
-    planned = emit(found, graph, complete(graph, ()))
+    planned = emit(found, graph, close_over_dependencies(graph, ()))
     assert not any({SCORES, SCORES[1:]} & set(constants(scan)) for scan in scans(planned))
     args = CASE.make_args()
     got = jex.jaxpr_as_fun(planned)(*jax.tree.leaves(args))

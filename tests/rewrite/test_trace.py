@@ -14,7 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 
-from jaxremat import complete, simulate
+from jaxremat import close_over_dependencies, simulate
 from jaxremat._compiler._devices import DEVICES
 from jaxremat._lower._lower import lower
 from jaxremat._model._graph import Graph
@@ -500,7 +500,7 @@ def in_users_order(monkeypatch: pytest.MonkeyPatch, fn: Callable[..., Any], *arg
 
 def plain_peak(found: Traced) -> int:
     graph: Graph = lower(found, DEVICES["h100"], base_nbytes=0)
-    return simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    return simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
 
 
 def weight_gradients(found: Traced) -> list[int]:

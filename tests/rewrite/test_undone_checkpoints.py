@@ -12,7 +12,7 @@ from zoo_checkpoints import CHECKPOINTS
 from jaxremat import Graph
 from jaxremat._lower._lower import lower
 from jaxremat._program import _compat
-from jaxremat._program._primitives import is_late
+from jaxremat._program._primitives import is_backward
 from jaxremat._rewrite._trace import Traced, trace
 from jaxremat._rewrite._undone_checkpoints import forward_again
 
@@ -99,4 +99,4 @@ def test_only_what_reads_no_cotangent_moves(name: str) -> None:
     assert stayed == sorted(stayed)
     for i, eqn in zip(order, ordered, strict=True):
         if eqn is not eqns[i]:
-            assert is_late(eqns[i]) and not is_late(eqn)
+            assert is_backward(eqns[i]) and not is_backward(eqn)

@@ -36,7 +36,7 @@ def step(weights: Any, entry: Any, x: Any, y: Any) -> Any:
 @pytest.mark.parametrize("first", [(6,), (2, -1), (3, 2)], ids=str)
 @pytest.mark.parametrize("second", [(), (2,)], ids=str)
 def test_a_loop_reads_what_another_has_written(
-    first: tuple[int, ...], second: tuple[int, ...], hoists: bool
+    first: tuple[int, ...], second: tuple[int, ...], materialises_eagerly: bool
 ) -> None:
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((LAYERS, WIDTH, WIDTH), (WIDTH, WIDTH), (16, WIDTH), (16, WIDTH))
@@ -44,7 +44,7 @@ def test_a_loop_reads_what_another_has_written(
     traced = trace(jax.jit(step, donate_argnums=(0, 1)), args, {}).in_form(form := of_levels(first, second))
     assert traced.form == form and traced.over
     device = detect(jax.devices()[0])
-    graph = replace(lower(traced, device, base_nbytes=0), platform="cpu" if hoists else "gpu")
+    graph = replace(lower(traced, device, base_nbytes=0), platform="cpu" if materialises_eagerly else "gpu")
     schedule = SaveAll().solve(graph, None, time_limit=1.0).schedule
     found = evaluate(emit(traced, graph, schedule), args)
     for a, b in zip(step(*args), found, strict=True):

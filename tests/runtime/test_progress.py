@@ -220,7 +220,7 @@ def a_graph(count, draw=random.Random(0)):
     return builder.graph()
 
 def solve(graph, time_limit):
-    high, low = (simulate(graph, complete(graph, s)).peak_nbytes for s in (graph.residuals, ()))
+    high, low = (simulate(graph, close_over_dependencies(graph, s)).peak_nbytes for s in (graph.residuals, ()))
     return Milp(gap=0.0, variables=20000).solve(graph, low + (high - low) // 3, time_limit=time_limit)
 
 def in_c():

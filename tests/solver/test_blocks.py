@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.optimize import milp
 from strategies import graphs
 
-from jaxremat import Graph, Milp, SaveAll, complete, simulate
+from jaxremat import Graph, Milp, SaveAll, close_over_dependencies, simulate
 from jaxremat._model._schedule import check
 from jaxremat._model._simulate import extra_seconds, rank
 from jaxremat._solver import _block_frontiers, _blocks, _milp
@@ -23,17 +23,17 @@ NEVER = math.inf
 
 
 def layers(count: int, per_stage: int = 1, *, names: bool = False) -> Graph:
-    """A net of equal layers of six values each, dear and cheap ones, with that many layers per stage."""
+    """A net of equal layers of six values each, expensive and cheap ones, with that many layers per stage."""
     build = Builder()
     stream = build.argument()
     made: list[list[int]] = []
     for i in range(count):
         a = build.node([stream], [3], seconds=4.0, primitive=f"op{i}" if names else "op")[0]
-        b = build.node([a], [3], seconds=0.25, heavy=False)[0]
+        b = build.node([a], [3], seconds=0.25, fusion_root=False)[0]
         c = build.node([b], [2], seconds=3.0)[0]
-        d = build.node([a, c], [4], seconds=0.5, heavy=False)[0]
+        d = build.node([a, c], [4], seconds=0.5, fusion_root=False)[0]
         e = build.node([d], [1], seconds=5.0)[0]
-        stream, before = build.node([stream, e], [1], seconds=0.25, heavy=False)[0], stream
+        stream, before = build.node([stream, e], [1], seconds=0.25, fusion_root=False)[0], stream
         made.append([before, a, b, c, d, e])
     cotangent: list[int] = []
     for i, values in enumerate(reversed(made)):
@@ -52,11 +52,11 @@ def attention(count: int) -> Graph:
     made: list[tuple[int, ...]] = []
     for _ in range(count):
         scores = build.node([stream], [6], seconds=6.0)[0]
-        weights = build.node([scores], [8], seconds=0.5, heavy=False)[0]
-        shares = build.node([weights], [8], seconds=0.5, heavy=False)[0]
+        weights = build.node([scores], [8], seconds=0.5, fusion_root=False)[0]
+        shares = build.node([weights], [8], seconds=0.5, fusion_root=False)[0]
         mixed = build.node([shares], [2], seconds=4.0)[0]
         made.append((stream, scores, weights, shares, mixed))
-        stream = build.node([stream, mixed], [1], seconds=0.25, heavy=False)[0]
+        stream = build.node([stream, mixed], [1], seconds=0.25, fusion_root=False)[0]
     cotangent: list[int] = []
     for before, scores, weights, shares, mixed in reversed(made):
         build.stage()
@@ -121,7 +121,8 @@ def test_plans_hold_what_they_say(graph: Graph, share: float) -> None:
     """A plan fits wherever one of little memory does, and is never worse than that one."""
     least = Blocks().solve(graph, None, time_limit=60).schedule
     low, high = (
-        simulate(graph, s).peak_nbytes for s in (check(graph, least), complete(graph, graph.residuals))
+        simulate(graph, s).peak_nbytes
+        for s in (check(graph, least), close_over_dependencies(graph, graph.residuals))
     )
     budget = int(low + share * max(high - low, 0))
     found = check(graph, Blocks().solve(graph, budget, time_limit=60).schedule)
@@ -205,7 +206,7 @@ def test_without_time_there_is_a_plan() -> None:
 def test_each_forward_pass_has_the_budget_to_itself(share: float) -> None:
     """What a later pass saves is not there in the backward pass before it, nor the other way round."""
     one, two = passes(1, 24, size=4), passes(2, 24, size=4)
-    plain = simulate(one, complete(one, one.residuals)).peak_nbytes
+    plain = simulate(one, close_over_dependencies(one, one.residuals)).peak_nbytes
     budget = one.base_nbytes + int(share * (plain - one.base_nbytes))
     alone, both = (Blocks().solve(graph, budget, time_limit=20.0).schedule for graph in (one, two))
     assert simulate(two, both).peak_nbytes <= budget

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 import jaxremat
-from jaxremat import Chen, Graph, Greedy, MinCut, RecomputeAll, SaveAll, Schedule, Solution, Solver, complete
+from jaxremat import (
+    Chen,
+    Graph,
+    Greedy,
+    MinCut,
+    RecomputeAll,
+    SaveAll,
+    Schedule,
+    Solution,
+    Solver,
+    close_over_dependencies,
+)
 from jaxremat._model._example_graphs import chain
 from jaxremat._solver._milp import Milp
 from jaxremat.testing import SolverReport, check_solver, graphs
@@ -52,7 +63,8 @@ def test_the_zoo_holds_what_it_promises() -> None:
     assert any(not graph.stages for graph in zoo.values())
     assert any(len({n.seconds for n in graph.nodes}) > 4 for graph in zoo.values())
     assert any(
-        len([v for v in graph.residuals if graph.values[v].materialised]) > 3 and graph.backend.hoists
+        len([v for v in graph.residuals if graph.values[v].materialised]) > 3
+        and graph.backend.materialises_eagerly
         for graph in zoo.values()
     )
     assert graphs() == zoo
@@ -101,12 +113,12 @@ def names_nothing(graph: Graph, budget_nbytes: int | None, solution: Solution) -
 
 
 def ignores_the_budget(graph: Graph, budget_nbytes: int | None, solution: Solution) -> Solution:
-    return solution if budget_nbytes is None else Solution(complete(graph, graph.residuals))
+    return solution if budget_nbytes is None else Solution(close_over_dependencies(graph, graph.residuals))
 
 
 def always_recomputes(graph: Graph, budget_nbytes: int | None, solution: Solution) -> Solution:
     """Though everything is saved."""
-    plain = complete(graph, graph.residuals)
+    plain = close_over_dependencies(graph, graph.residuals)
     again = tuple(n.id for n in graph.nodes if n.forward and n.repeatable and graph.kernel[n.id])
     return Solution(replace(plain, recomputed=(again, *plain.recomputed[1:]))) if graph.stages else solution
 
@@ -127,7 +139,11 @@ def overstates(graph: Graph, budget_nbytes: int | None, solution: Solution) -> S
 
 def overstates_what_it_missed(graph: Graph, budget_nbytes: int | None, solution: Solution) -> Solution:
     """A bound that its own schedule, which does not fit, keeps; and the best one does not."""
-    return Solution(complete(graph, graph.residuals), lower_bound=1.0) if budget_nbytes else solution
+    return (
+        Solution(close_over_dependencies(graph, graph.residuals), lower_bound=1.0)
+        if budget_nbytes
+        else solution
+    )
 
 
 def not_a_number(graph: Graph, budget_nbytes: int | None, solution: Solution) -> Solution:
@@ -135,20 +151,20 @@ def not_a_number(graph: Graph, budget_nbytes: int | None, solution: Solution) ->
 
 
 def says_that_nothing_fits(graph: Graph, budget_nbytes: int | None, solution: Solution) -> Solution:
-    return Solution(complete(graph, graph.residuals), proven=True)
+    return Solution(close_over_dependencies(graph, graph.residuals), proven=True)
 
 
 TOSSES = itertools.count()
 
 
 def coin(graph: Graph, budget_nbytes: int | None, solution: Solution) -> Solution:
-    return solution if next(TOSSES) % 2 else Solution(complete(graph, graph.residuals[::2]))
+    return solution if next(TOSSES) % 2 else Solution(close_over_dependencies(graph, graph.residuals[::2]))
 
 
 BROKEN: dict[str, tuple[Callable[..., Any], str, str]] = {
     "none": (lambda *_: None, "answers", "returned a NoneType"),
     "raises": (gives_up, "answers", r"raised ValueError: no solution. Where nothing fits.*least peak"),
-    "schedule": (lambda g, b, s: s.schedule, "answers", r"returned a Schedule.*Solution\(complete"),
+    "schedule": (lambda g, b, s: s.schedule, "answers", r"returned a Schedule.*Solution\(close_over_dependencies"),
     "stage": (forgets_a_stage, "emittable", "neither saved nor recomputed"),
     "callback": (repeats_a_callback, "emittable", r"node 1 \(pure_callback\), which may run only once"),
     "pins": (ignores_pins, "emittable", "A schedule does not save value 4, against pin of 4"),
@@ -208,7 +224,7 @@ def test_a_graph_that_is_shown_is_not_the_one_that_judges() -> None:
     class Keeps:
         def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
             seen.append(graph)
-            return Solution(complete(graph, graph.residuals))
+            return Solution(close_over_dependencies(graph, graph.residuals))
 
     check_solver(Keeps())
     assert len({id(graph) for graph in seen}) == len(seen)

@@ -7,7 +7,7 @@ import pytest
 from graphs import in_loops
 from test_host_copies import layers, looped
 
-from jaxremat import Graph, Milp, complete, simulate
+from jaxremat import Graph, Milp, close_over_dependencies, simulate
 from jaxremat._model._schedule import check
 from jaxremat._solver._host_first import HostFirst, only_needed
 
@@ -19,7 +19,7 @@ def cheapest(graph: Graph) -> dict[int, float]:
         for saved in itertools.combinations(graph.residuals, count):
             for away_count in range(count + 1):
                 for away in itertools.combinations(saved, away_count):
-                    profile = simulate(graph, complete(graph, saved, (), away))
+                    profile = simulate(graph, close_over_dependencies(graph, saved, (), away))
                     seconds = best.get(profile.peak_nbytes, profile.extra_seconds)
                     best[profile.peak_nbytes] = min(seconds, profile.extra_seconds)
     return best
@@ -45,7 +45,7 @@ def test_the_integer_program_is_near_the_best_of_all_choices(link: float) -> Non
 
 def test_what_is_away_costs_nothing_where_the_link_is_fast() -> None:
     graph = layers(8, link=8.0)
-    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    plain = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
     for solver in (Milp(), HostFirst()):
         schedule = solver.solve(graph, int(0.6 * plain), time_limit=10.0).schedule
         profile = simulate(graph, schedule)
@@ -55,7 +55,7 @@ def test_what_is_away_costs_nothing_where_the_link_is_fast() -> None:
 
 def test_the_host_has_no_more_than_its_room() -> None:
     graph = layers(8, link=8.0, nbytes=8 * 2**20)
-    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    plain = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
     schedule = Milp().solve(graph, int(0.6 * plain), time_limit=10.0).schedule
     assert simulate(graph, schedule).peak_nbytes <= 0.6 * plain
     assert sum(graph.values[v].nbytes for v in schedule.away) <= 8 * 2**20
@@ -78,7 +78,7 @@ def test_stacks_of_loops_are_chosen_with_what_is_recomputed(link: float, saved_s
     """Against all choices that hold nothing from one stage to the next: waits in loops are exact, nothing is left."""
     graph = in_loops(layers(4, link), 8, saved_seconds)
     best = cheapest(graph)
-    assert any(complete(graph, graph.residuals, (), [v]).offloaded for v in graph.residuals)
+    assert any(close_over_dependencies(graph, graph.residuals, (), [v]).offloaded for v in graph.residuals)
     for budget in sorted(best)[::3]:
         solution = Milp(gap=0.0).solve(graph, budget, time_limit=10.0)
         profile = simulate(graph, check(graph, solution.schedule))
@@ -100,8 +100,8 @@ def test_what_must_be_saved_of_a_loop_can_be_away() -> None:
 
 def test_nothing_is_away_that_could_as_well_stay() -> None:
     graph = layers(8, link=64.0)
-    everything = complete(graph, graph.residuals, (), graph.residuals)
-    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    everything = close_over_dependencies(graph, graph.residuals, (), graph.residuals)
+    plain = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
     assert not only_needed(graph, everything, plain).away
     needed = only_needed(graph, everything, plain - 1)
     assert len(needed.away) == 1 and simulate(graph, needed).peak_nbytes < plain

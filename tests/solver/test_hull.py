@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import graphs
 from test_solvers import TIME_LIMIT, free
 
-from jaxremat import Graph, MinCut, Solution, complete, simulate
+from jaxremat import Graph, MinCut, Solution, close_over_dependencies, simulate
 from jaxremat._model._schedule import check
 from jaxremat._solver._hull import Lagrangian, Priced, cheapest, hull, vertex
 from jaxremat._solver._milp import Milp
@@ -36,7 +36,7 @@ def corners(best: dict[int, float]) -> list[tuple[int, float]]:
 
 def ends(graph: Graph) -> tuple[Solution, Solution]:
     least = Milp(gap=0.0).solve(graph, None, time_limit=TIME_LIMIT)
-    return Solution(complete(graph, graph.residuals)), least
+    return Solution(close_over_dependencies(graph, graph.residuals)), least
 
 
 @given(graphs(most_nodes=6), st.floats(-3, 3))
@@ -45,7 +45,7 @@ def test_at_a_price_milp_equals_brute_force(graph: Graph, power: float) -> None:
     best = frontier(graph)
     price = 10.0**power * graph.step_seconds / max(best)
     optimum = min(seconds + price * peak for peak, seconds in best.items())
-    start = complete(graph, graph.residuals)
+    start = close_over_dependencies(graph, graph.residuals)
     solution = Milp(gap=0.0).priced(graph, price, start, time_limit=TIME_LIMIT)
     cost = Lagrangian(graph, price).order(check(graph, solution.schedule))[1]
     slack = NEAR * optimum + 128 * price  # the program overlooks 64 bytes
@@ -60,10 +60,11 @@ def test_at_a_price_milp_equals_brute_force(graph: Graph, power: float) -> None:
 def test_the_hull_of_known_graphs(graph: Graph) -> None:
     """With solves enough, every corner is found, and no schedule lies below a bound."""
     solver, best = Milp(gap=0.0), frontier(graph)
-    schedules = [complete(graph, saved) for saved in subsets(free(graph))]
+    schedules = [close_over_dependencies(graph, saved) for saved in subsets(free(graph))]
     order = Lagrangian(graph, 1e3).order
     plain, least = (
-        vertex(graph, Solution(s)) for s in (complete(graph, graph.residuals), min(schedules, key=order))
+        vertex(graph, Solution(s))
+        for s in (close_over_dependencies(graph, graph.residuals), min(schedules, key=order))
     )
     found, bounds = hull(
         (plain, least), lambda price, edge: cheapest([graph], solver, price, edge, TIME_LIMIT), 20
@@ -99,7 +100,7 @@ def test_no_solution_within_a_budget_lies_below_the_bounds(graph: Graph) -> None
 
 def test_a_cut_is_priced_without_a_proof() -> None:
     graph = chain(8)
-    start = complete(graph, graph.residuals)
+    start = close_over_dependencies(graph, graph.residuals)
     for solver in (MinCut(), Milp()):
         assert isinstance(solver, Priced)
     costs = []

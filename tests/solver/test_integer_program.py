@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from graphs import blocks
 
-from jaxremat import Chen, Graph, Greedy, JaxrematWarning, Milp, MinCut, complete, simulate
+from jaxremat import Chen, Graph, Greedy, JaxrematWarning, Milp, MinCut, close_over_dependencies, simulate
 from jaxremat._model._schedule import check
 from jaxremat._model._simulate import rank
 from jaxremat._runtime import _worker
@@ -55,7 +55,9 @@ def run_python(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def budget(graph: Graph) -> int:
-    high, low = (simulate(graph, complete(graph, s)).peak_nbytes for s in (graph.residuals, ()))
+    high, low = (
+        simulate(graph, close_over_dependencies(graph, s)).peak_nbytes for s in (graph.residuals, ())
+    )
     return low + (high - low) // 3
 
 

@@ -4,7 +4,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import choices, graphs
 
-from jaxremat import Graph, Schedule, complete, simulate
+from jaxremat import Graph, Schedule, close_over_dependencies, simulate
 from jaxremat._model._schedule import idle, must_save
 from jaxremat._solver._milp import Milp, _Model
 from jaxremat._solver._moments import Moments, Terms
@@ -41,7 +41,7 @@ def test_bounds_cut_off_what_violates_them_and_nothing_else(data: st.DataObject,
     moments = Moments(graph, must_save(graph), window)
 
     def within_the_window() -> Schedule:
-        schedule = complete(graph, *data.draw(choices(graph)))
+        schedule = close_over_dependencies(graph, *data.draw(choices(graph)))
         assume(not idle(graph, schedule) and all(handed_on(graph, schedule, v, k) for v, k in schedule.kept))
         assume(all(nodes.issuperset(again) for nodes, again in zip(window, schedule.recomputed, strict=True)))
         return schedule

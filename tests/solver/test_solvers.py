@@ -19,7 +19,7 @@ from jaxremat import (
     Schedule,
     Solution,
     Solver,
-    complete,
+    close_over_dependencies,
     simulate,
 )
 from jaxremat._model._schedule import check, must_save
@@ -76,7 +76,7 @@ def budgets(best: dict[int, float], most: int = 3) -> list[int]:
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 def test_every_solver_gives_a_schedule_at_every_budget(solver: Solver, graph: Graph) -> None:
     assert isinstance(solver, Solver)
-    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    plain = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
     for budget in (None, 1, *range(graph.base_nbytes, plain + UNIT, 3 * UNIT), plain, 2 * plain):
         schedule = solve(solver, graph, budget)
         assert simulate(graph, schedule).extra_seconds >= 0.0
@@ -86,7 +86,7 @@ def test_every_solver_gives_a_schedule_at_every_budget(solver: Solver, graph: Gr
 @pytest.mark.parametrize("solver", [Greedy(), MinCut(), Milp(gap=0.0)], ids=["greedy", "mincut", "milp"])
 @pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
 def test_nothing_is_dropped_where_the_plain_step_fits(solver: Solver, graph: Graph) -> None:
-    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    plain = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
     assert solve(solver, graph, plain).drops_nothing
     assert solve(solver, graph, 10 * plain).drops_nothing
 
@@ -103,8 +103,8 @@ def test_a_budget_that_cannot_be_met_gives_a_peak_above_it(name: str, graph: Gra
 @given(graphs(most_nodes=8), st.sampled_from(["chen", "chen_3", "greedy", "mincut", "milp"]), st.floats(0, 1))
 def test_solvers_on_random_graphs(graph: Graph, name: str, share: float) -> None:
     """Whatever the budget: a schedule that can be emitted, and the same one the second time."""
-    low = simulate(graph, complete(graph, ())).peak_nbytes
-    high = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    low = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes
+    high = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
     budget = int(low + share * (high - low))
     schedule = solve(SOLVERS[name], graph, budget)
     assert schedule == solve(SOLVERS[name], graph, budget)
@@ -113,7 +113,7 @@ def test_solvers_on_random_graphs(graph: Graph, name: str, share: float) -> None
 
 def test_the_two_ends() -> None:
     graph = chain(6)
-    assert solve(SaveAll(), graph, 1) == complete(graph, graph.residuals)
+    assert solve(SaveAll(), graph, 1) == close_over_dependencies(graph, graph.residuals)
     everything = solve(RecomputeAll(), graph, None)
     assert everything.saved == frozenset()
     assert everything.recomputed == tuple(tuple(range(6 - k)) for k in range(6))
@@ -197,7 +197,7 @@ def test_more_memory_never_costs_more_time(graph: Graph) -> None:
 @settings(max_examples=15)
 @given(graphs(most_nodes=6))
 def test_more_memory_never_costs_more_time_on_random_graphs(graph: Graph) -> None:
-    plain = simulate(graph, complete(graph, graph.residuals)).peak_nbytes
+    plain = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
     least = simulate(graph, solve(Milp(gap=0.0), graph, None)).peak_nbytes
     assume(least < plain)
     seconds = [
@@ -243,7 +243,7 @@ def test_chen_saves_square_root_many_checkpoints(root: int) -> None:
     profile = simulate(graph, schedule)
     assert profile.peak_nbytes == 2 * root * UNIT
     assert profile.extra_seconds == n - (root - 1)
-    assert simulate(graph, complete(graph, graph.residuals)).peak_nbytes == (n + 1) * UNIT
+    assert simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes == (n + 1) * UNIT
 
 
 def test_chen_on_sixteen_stages() -> None:
@@ -278,7 +278,7 @@ def test_what_is_cheap_to_make_again_is_dropped(name: str, seconds: float) -> No
         (c,) = build.node([v, c], [0])
     build.node([c], [1], is_output=True)
     graph = build.graph()
-    assert simulate(graph, complete(graph, graph.residuals)).peak_nbytes == 16 * UNIT
+    assert simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes == 16 * UNIT
     schedule = solve(SOLVERS[name], graph, 12 * UNIT)
     assert simulate(graph, schedule).peak_nbytes <= 12 * UNIT
     assert simulate(graph, schedule).extra_seconds == seconds
@@ -324,7 +324,7 @@ def test_a_saved_result_beside_a_recomputed_one() -> None:
     graph = build.graph()
     assert frontier(graph) == {18 * UNIT: 0.0, 14 * UNIT: 1.0}
     schedule = solve(Milp(gap=0.0), graph, 14 * UNIT)
-    assert schedule == complete(graph, {b})
+    assert schedule == close_over_dependencies(graph, {b})
 
 
 def test_the_classic_trade_of_one_checkpoint_on_a_chain() -> None:
@@ -348,7 +348,7 @@ class EverySecond:
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
         assert budget_nbytes is None or budget_nbytes > 0
         assert time_limit > 0
-        return Solution(complete(graph, graph.residuals[::2]))
+        return Solution(close_over_dependencies(graph, graph.residuals[::2]))
 
 
 def test_a_solver_of_ones_own() -> None:

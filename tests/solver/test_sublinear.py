@@ -38,7 +38,7 @@ def test_at_most_one_more_forward_pass_on_every_graph(name: str) -> None:
     graph = graphs()[name]
     solver = Sublinear(MinCut())
     profile = simulate(graph, check(graph, solver.solve(graph, None, time_limit=10.0).schedule))
-    plain = simulate(graph, jaxremat.complete(graph, graph.residuals))
+    plain = simulate(graph, jaxremat.close_over_dependencies(graph, graph.residuals))
     assert profile.extra_seconds <= max(solver.most_seconds(graph), plain.extra_seconds) * (1 + 1e-9)
     chen = simulate(graph, Chen().solve(graph, None, time_limit=10.0).schedule)
     if chen.extra_seconds <= solver.most_seconds(graph):

@@ -1,23 +1,22 @@
-"""Flat equations -> the same with loops laid open, so that what happens inside an iteration can be planned.
+"""Flat equations -> the same with loops inlined, so that what happens inside an iteration can be planned.
 
-A scan that is laid open becomes a *section* of equations: those of its body, for one iteration, and four kinds of
+A scan that is inlined becomes a *section* of equations: those of its body, for one iteration, and four kinds of
 others that tie the iteration to the rest,
 
-    scan_slice   X[L, ...] -> x[...]     this iteration's slice of a scanned-over array
-    scan_carry   init -> c               the carry as this iteration finds it
-    scan_last    c' -> last              the carry as it leaves it; behind the loop, as the last one does
-    scan_stack   y[...] -> Y[L, ...]     one slice of a stacked result; a second operand is the slice that it is
-                                         written over, or a zero, of which the array is made, and not before it
-    scan_part    X[N, ...], i -> x[...]  the row of an array that loops in levels (`_loop_segments`) read at an index
+    scan_slice   X[L, ...] -> x[...]     this iteration's slice of a scanned-over array scan_carry   init -> c
+    the carry as this iteration finds it scan_last    c' -> last              the carry as it leaves it; behind the
+    loop, as the last one does scan_stack   y[...] -> Y[L, ...]     one slice of a stacked result; a second operand is
+    the slice that it is written over, or a zero, of which the array is made, and not before it scan_part    X[N, ...],
+    i -> x[...]  the row of an array that loops with nested checkpointing (`_nested_checkpointing`) read at an index
 
-and what is the same in all iterations is read directly. Two kinds of scans are laid open:
+and what is the same in all iterations is read directly. Two kinds of scans are inlined:
 
 - *pairs*: a scan of the forward pass and the one that automatic differentiation made of it, which runs backward and
   reads what the former stacked. The backward section reads the forward section's own variables; in which form an
   iteration of one hands them to that of the other (stacked, or recomputed from what is) is decided by the plan. Both
   belong to one *group*, in which the slices of one array are the same value.
 - scans that hold a forward and a backward pass of their own, as gradient accumulation does, and those that
-  `_loop_segments` makes, whose primitive is `APART`.
+  `_nested_checkpointing` makes, whose primitive is `APART`.
 
 `_loop_closing` makes scans of the sections again.
 """
@@ -34,9 +33,9 @@ from .._program import _compat
 from .._program._common_subexpressions import Equals
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
-from .._program._primitives import inner_eqns, inner_jaxprs, is_late, is_light, is_pointwise, on_host
+from .._program._primitives import inner_eqns, inner_jaxprs, is_backward, is_light, is_pointwise, on_host
 from .._program._splice import inlined
-from ._flat_program import ALONE, BACKWARD, FORWARD, FlatProgram, Loop
+from ._flat_program import BACKWARD, FORWARD, UNPAIRED, FlatProgram, Loop
 from ._pooling_places import by_place
 
 operands = _compat.scan_operands
@@ -55,7 +54,7 @@ PART.def_abstract_eval(lambda x, _, *, length: jex.mapped_aval(length, 0, x))
 
 
 def open_loops(program: FlatProgram, inliner: Inliner) -> FlatProgram:
-    """Lay open the loops of a flat program that `inliner` has made."""
+    """Inline the loops of a flat program that `inliner` has made."""
     opener = Opener(inliner, program.over)
     opener.run(program.eqns, -1, list(range(len(program.eqns))))
     return opener.program(program)
@@ -100,9 +99,9 @@ class Opener:
             elif i in forward:
                 opened[i] = self.open(eqn, FORWARD, None, parent)
             elif eqn.primitive is APART:
-                self.open(eqn.replace(primitive=scan_p), ALONE, None, parent)
+                self.open(eqn.replace(primitive=scan_p), UNPAIRED, None, parent)
             elif _is_scan(eqn) and _has_both_passes(eqn):
-                self.open(eqn, ALONE, None, parent)
+                self.open(eqn, UNPAIRED, None, parent)
             else:
                 self.add(eqn, parent, origin[i])
 
@@ -118,7 +117,7 @@ class Opener:
         slices = [self._slice(a, loop) for a in scanned]
         results = self.inliner.body(eqn.params["jaxpr"], [*consts, *carries, *slices], eqn.source_info, body)
         body = by_place(body)
-        if role == ALONE:
+        if role == UNPAIRED:
             once = Equals(self.inliner)
             for inner in body:
                 once.add(inner)
@@ -188,7 +187,7 @@ def pairs(eqns: Sequence[Any]) -> dict[int, int]:
     for i, eqn in enumerate(eqns):
         if not _is_scan(eqn):
             continue
-        sources = {maker[a] for a in operands(eqn)[2] if a in maker} if is_late(eqn) else set()
+        sources = {maker[a] for a in operands(eqn)[2] if a in maker} if is_backward(eqn) else set()
         matching = [j for j in sources if _runs_backward(eqn, eqns[j])]
         if matching and _is_recurrence(eqns[max(matching)], eqn):
             continue
@@ -207,7 +206,7 @@ def _runs_backward(eqn: Any, forward: Any) -> bool:
 def _is_recurrence(forward: Any, backward: Any) -> bool:
     """Whether a pair is pointwise work that stacks no more for the way back than it scans over, as a gated linear
     recurrence does: there is nothing to choose in an iteration, and the scan may be run again as a whole.
-    None that `_loop_segments` made is one: it reads rows of whole arrays, which only a loop laid open may.
+    None that `_nested_checkpointing` made is one: it reads rows of whole arrays, which only a loop inlined may.
     """
     if any(inner.primitive is PART for eqn in (forward, backward) for inner in inner_eqns(eqn)):
         return False
@@ -220,4 +219,4 @@ def _is_recurrence(forward: Any, backward: Any) -> bool:
 
 def _has_both_passes(eqn: Any) -> bool:
     """Whether a scan's body differentiates something: backward equations stand in it, and others before them."""
-    return not is_late(eqn) and any(map(is_late, inner_eqns(eqn)))
+    return not is_backward(eqn) and any(map(is_backward, inner_eqns(eqn)))

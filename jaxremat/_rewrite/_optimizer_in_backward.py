@@ -8,7 +8,7 @@ iteration can make it,
     P' = P - rate * G                    ->          p' = p - rate * (this iteration's gradient)
 
 and there is no stack of gradients any more. Where the step's caller donates `P`, its rows are written over (see
-`_in_place_stacks`): no second stack is there at any time. What is in the host's memory comes to the device row by row,
+`_in_place_stacks`): no second stack is there at any time. What is in host memory comes to the device row by row,
 and goes back so. A norm of a whole stack is one of each row first.
 
 Law: every row is made by the same operations as before. Work is moved only where that leaves fewer bytes stacked.
@@ -35,10 +35,10 @@ from .._program._primitives import (
     on_host,
 )
 from ._flat_program import FlatProgram, Gain, with_eqns
-from ._loop_segments import backward_of
+from ._nested_checkpointing import backward_of
 
 
-def absorbed(program: FlatProgram, donated: Sequence[bool]) -> FlatProgram:
+def with_optimizer_in_backward(program: FlatProgram, donated: Sequence[bool]) -> FlatProgram:
     """Move updates into the backward scans of those pairs that take another form.
 
     **Arguments:** `donated` per argument.

@@ -1,4 +1,4 @@
-"""Flat program -> the same with its loops laid open, equals merged, and attention without its matrix of scores."""
+"""Flat program -> the same with its loops inlined, equals merged, and attention without its matrix of scores."""
 
 import operator
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from .._attention._rewriting import attending
 from .._program import _compat
 from .._program._common_subexpressions import Equals
 from .._program._inline import Inliner
-from ._flat_program import ALONE, BACKWARD, FlatProgram, with_eqns
+from ._flat_program import BACKWARD, UNPAIRED, FlatProgram, with_eqns
 from ._inner_loops import open_inner
-from ._loop_opening import open_loops
+from ._loop_inlining import open_loops
 from ._sinking import sink_into
 
 
-def laid_open(program: FlatProgram, inliner: Inliner, *, inner: bool) -> FlatProgram:
-    """Lay open the loops of a program that `inliner` has made.
+def inline_loops(program: FlatProgram, inliner: Inliner, *, inner: bool) -> FlatProgram:
+    """Inline the loops of a program that `inliner` has made.
 
     **Arguments:** `inner` whether pairs inside of pairs are too.
     """
@@ -31,7 +31,7 @@ def laid_open(program: FlatProgram, inliner: Inliner, *, inner: bool) -> FlatPro
 
 
 def attended(program: FlatProgram, places: Mapping[Pattern, Places] | None, how: int) -> FlatProgram:
-    """Do attention without its matrix of scores, on one device in the bodies of loops that are not laid open too.
+    """Do attention without its matrix of scores, on one device in the bodies of loops that are not inlined too.
 
     **Arguments:** `places` on several devices where those are that may be done so, None on one; `how` as in a
     `Variant`: 1 in parts, 2 in kernels.
@@ -47,14 +47,14 @@ def attended(program: FlatProgram, places: Mapping[Pattern, Places] | None, how:
 
 
 def closed_loop(eqn: Any) -> jex.ClosedJaxpr | None:
-    """The body of a loop that is not laid open, flat."""
+    """The body of a loop that is not inlined, flat."""
     if eqn.primitive.name != "scan" or eqn.effects:
         return None
     return Inliner().program(eqn.params["jaxpr"])
 
 
 def _attended_inside(eqn: Any, how: int) -> Any | None:
-    """A loop that is not laid open, with attention so in its body; None of one that has none."""
+    """A loop that is not inlined, with attention so in its body; None of one that has none."""
     if (body := closed_loop(eqn)) is None:
         return None
     made = attended(FlatProgram.of(body), None, how)
@@ -71,8 +71,8 @@ def merged_equals(program: FlatProgram, inliner: Inliner) -> FlatProgram:
     loop_of: list[int] = []
     for eqn, own in zip(program.eqns, program.loop_of, strict=True):
         loop = program.loops[own] if own >= 0 else None
-        late = None if loop is None or loop.role == ALONE else loop.role == BACKWARD
-        equals.add(eqn, -1 if loop is None else loop.group, late)
+        in_backward = None if loop is None or loop.role == UNPAIRED else loop.role == BACKWARD
+        equals.add(eqn, -1 if loop is None else loop.group, in_backward)
         if len(equals.eqns) > len(loop_of):
             loop_of.append(own)
     jaxpr = program.closed.jaxpr

@@ -1,5 +1,5 @@
-"""Flat equations -> the same with pairs of scans divided, or in levels, which keep fewer carries and run the forward
-pass again.
+"""Flat equations -> the same with pairs of scans divided, or with nested checkpointing, which keep fewer carries and
+run the forward pass again.
 
 A pair of `L = S * M + r` iterations, of the rows of arrays `X[L, ...]`,
 
@@ -16,8 +16,8 @@ becomes in two levels `S` segments of `M` iterations, and a pair of the last `r`
 so that `S` carries are stacked, and everything else `M` times. In more levels the inner pair is cut in the same way. A
 pair that is divided has one level, the first `S` iterations, and one or more rests, one behind the other: as many
 pairs, which need not stack the same. All levels read and write the rows of the whole arrays: none has a copy of its
-segment's parameters or gradients. What is written over an array (see `_update_absorption`) starts as that array in
-place of zeros, and its rows are read there. These are scans like any others: `_loop_opening` lays the outer backward
+segment's parameters or gradients. What is written over an array (see `_optimizer_in_backward`) starts as that array in
+place of zeros, and its rows are read there. These are scans like any others: `_loop_inlining` lays the outer backward
 scan open, and in it the inner pair.
 """
 
@@ -34,7 +34,7 @@ from .._program import _compat
 from .._program._inline import Inliner
 from .._program._primitives import runs_once
 from ._flat_program import FlatProgram
-from ._loop_opening import APART, PART, append, operands, pairs, row_at, row_written
+from ._loop_inlining import APART, PART, append, operands, pairs, row_at, row_written
 from ._selections import settled
 from ._sinking import sink_into
 
@@ -43,7 +43,7 @@ Body = Callable[[list[Any], list[Any], list[Any]], tuple[list[Any], Sequence[Any
 
 
 def segmented(program: FlatProgram, inliner: Inliner) -> FlatProgram:
-    """Divide the pairs of the program's top level, or put them in levels, as `program.pairs` says.
+    """Divide the pairs of the program's top level, or put them with nested checkpointing, as `program.pairs` says.
 
     No lengths, or one of all its iterations, leave a pair as it is.
     """
@@ -120,7 +120,7 @@ class _Pair:
         self.carries = len(operands(eqn)[1])
         self.known = self._known(eqn)
         self.visible = [i for i in range(self.carries, len(eqn.outvars)) if seen[i]]
-        self.main: Any = None  # the indices of the iterations in levels
+        self.main: Any = None  # the indices of the iterations with nested checkpointing
         self.behind: list[Any] = []  # and those of each rest
         self.starts: list[Any] = []  # the stacked carries with which the segments start
         self.first: dict[Any, Any] = {}  # for the forward scan's stacked results those of the first level
@@ -135,8 +135,8 @@ class _Pair:
         return [*own, *consts, *(a for a in arrays if a not in but)]
 
     def forward(self) -> list[Any]:
-        """The forward scan over the first level, in levels one that stacks the carries that its segments start with;
-        then those of the rests.
+        """The forward scan over the first level, with nested checkpointing one that stacks the carries that its
+        segments start with; then those of the rests.
         """
         eqn, count, main = self.eqn, self.carries, prod(self.levels)
         init, ends = operands(eqn)[1], eqn.outvars[:count]
@@ -174,8 +174,8 @@ class _Pair:
         return made
 
     def backward(self, eqn: Any) -> list[Any]:
-        """The rests' backward scans, the last first, and that over the first level; in levels its body runs a segment's
-        forward scan once more.
+        """The rests' backward scans, the last first, and that over the first level; with nested checkpointing its body
+        runs a segment's forward scan once more.
         """
         known = [*self.known, *self._known(eqn, self._handed(eqn))]
         made: list[Any] = []
