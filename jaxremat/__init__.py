@@ -26,7 +26,6 @@ from ._compiler._memory_stats import MemoryStats as MemoryStats
 from ._compiler._peak_contents import Alive as Alive
 from ._compiler._program import compiler_options as compiler_options
 from ._compiler._target import targets as targets
-from ._model._form_offers import EXACT as EXACT
 from ._model._graph import Graph as Graph
 from ._model._graph import Node as Node
 from ._model._graph import Pin as Pin
@@ -36,9 +35,10 @@ from ._model._schedule import Schedule as Schedule
 from ._model._schedule import close_over_dependencies as close_over_dependencies
 from ._model._simulate import Profile as Profile
 from ._model._simulate import simulate as simulate
+from ._model._sites import EXACT as EXACT
 from ._plan._frontier import Frontier as Frontier
 from ._plan._frontier import Point as Point
-from ._plan._held_plan import HeldPlan as HeldPlan
+from ._plan._plan import HeldPlan as HeldPlan
 from ._plan._plan import Plan as Plan
 from ._program._hints import hint as hint
 from ._program._host_arguments import to_host as to_host

@@ -19,7 +19,7 @@ from hypothesis import Phase, settings
 
 from jaxremat._compiler import _devices
 from jaxremat._compiler._devices import DeviceSpec, cpu_file, cpu_text
-from jaxremat._plan import _effort
+from jaxremat._plan import _ledger
 from jaxremat._runtime._cache_folder import cache_dir, store
 
 settings.register_profile(
@@ -67,7 +67,7 @@ def few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning ends after as many compilations as that of a large step: for tests of what is planned, not of how good
     the plan is that a longer search finds.
     """
-    monkeypatch.setattr(_effort, "MORE_COMPILATIONS", 0)
+    monkeypatch.setattr(_ledger, "MORE_COMPILATIONS", 0)
 
 
 @pytest.fixture

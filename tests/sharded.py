@@ -37,8 +37,8 @@ from jaxremat._compiler._devices import detect
 from jaxremat._compiler._gathers import gathers
 from jaxremat._compiler._program import Program, placed
 from jaxremat._compiler._shardings import Division
-from jaxremat._model._form import ATTENTION, PLAIN, Choice, Form
-from jaxremat._plan import _effort
+from jaxremat._model._variant import ATTENTION, PLAIN, Choice, Variant
+from jaxremat._plan import _ledger
 from jaxremat._plan._problem import Problem
 from jaxremat._program import _compat
 from jaxremat._rewrite._loop_closing import close_loops
@@ -411,7 +411,7 @@ def attention(case: str) -> dict[str, Any]:
     for kind in [first, *others] if "found" in words else others:
         program = placed(Program(trained(kind)), args, {})
         traced = Problem(program, args, {}, detect(jax.devices()[0]), "roofline").traced
-        form = traced.in_form(Form.of(Choice(ATTENTION, 0, (1,))))
+        form = traced.in_form(Variant.of(Choice(ATTENTION, 0, (1,))))
         done = sum(eqn.primitive.name == "attention" for eqn in form.jaxpr.jaxpr.eqns)
         if "found" in words:
             forms[kind] = done
@@ -437,7 +437,7 @@ def attention(case: str) -> dict[str, Any]:
         "budget": budget,
         "peak": plan.peak_nbytes,
         "plain": jaxremat.memory(step, *args).peak_nbytes,
-        "form": [choice.kind for choice in plan.form.choices],
+        "form": [choice.rule for choice in plan.form.choices],
         "again": {"all-gather": plan.gathered_again, "all-reduce": plan.summed_again},
         "same": alike(plain(*args), planned(*args)),
         "sent": [
@@ -742,12 +742,12 @@ def within(share: float, step: Any, *args: Any, **options: Any) -> dict[str, Any
 
 def serve() -> None:
     """Answer each case on a line of the input with a line of the output."""
-    more = _effort.MORE_COMPILATIONS
+    more = _ledger.MORE_COMPILATIONS
     answers, sys.stdout = sys.stdout, sys.stderr  # what else is printed is no answer
     for line in sys.stdin:
         case = line.rstrip("\n")
         # As many as of a large step: cases are about what is planned, but one about what a longer search finds.
-        _effort.MORE_COMPILATIONS = more if case == "perceptron" else 0
+        _ledger.MORE_COMPILATIONS = more if case == "perceptron" else 0
         try:
             found = said(case)
         except Exception:

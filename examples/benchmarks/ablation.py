@@ -1,267 +1,189 @@
 """What each mechanism of the planner is worth: plans of the same budgets with one of them switched off at a time.
 
-    python -m examples.benchmarks.ablation gpt resnet50 --target h100 --save
-    python -m examples.benchmarks.ablation gpt --only "memory order" "loops with nested checkpointing"
+    python -m examples.benchmarks.ablation "gpt of 4 layers" resnet50 --target h100 --save
+    python -m examples.benchmarks.ablation gpt_scanned --only "memory order" "loops with nested checkpointing"
 
-A mechanism is switched off by putting something that does nothing in its place; what that does on a compiler that
-never meets it is not measured. Budgets are shares of the plain step's temporaries. Worth is how much longer, by a
-roofline of the compiled programs, the step takes without the mechanism (or that no plan is found), how much further the
-first prediction of the peak is off, and how much longer planning takes. The file is written after every row: a run that
-was cut short goes on there.
+Mechanisms are switched off by name (`jaxremat._runtime._mechanisms`), by leaving out a pass of the step's rewriting
+(`jaxremat._rewrite._passes`), or by an option of `jaxremat.plan`. Budgets are shares of the plain step's temporaries.
+Worth is how much longer, by a roofline of the compiled programs, the step takes without the mechanism (or that no plan
+is found), and how much further the first prediction of the peak is off.
+
+A mechanism is switched off only where it acted: where it changed something while the plan with all of them was made, or
+is in that plan, if it is a form of the step. Elsewhere its row says that it did not act. Rows are compared with others
+of the same version of the library alone: those of another version are measured again.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal
-from unittest.mock import patch
 
-import jaxremat
-from examples.benchmarks import records
-from examples.benchmarks.networks import Program, Scale, program
-from jaxremat import InfeasibleBudgetError
-from jaxremat._model._loop_levels import LoopOffers, nested
-from jaxremat._model._stages import cuttings
-from jaxremat._rewrite._passes import without
+from examples.benchmarks import records, sharded
+from examples.benchmarks.networks import program
+from examples.benchmarks.plans import measure_of
+from examples.benchmarks.records import Record
+from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, listed
+from jaxremat import EXACT
+from jaxremat._model._loop_levels import nested
+from jaxremat._model._variant import ATTENTION, COPIES, INNER, LOOP, REVERSED
+from jaxremat._rewrite._flat_program import FlatProgram
+from jaxremat._rewrite._passes import Pass, watched, without
+from jaxremat._runtime._mechanisms import recorded, switched_off
 
-FOLDER = "ablation"
-SHARES = (0.5, 0.33)
-PLANNING_SECONDS = 300.0
-"""So that no search is cut short by a busy machine."""
-
-PROGRAMS: dict[str, dict[str, Any]] = {
-    "gpt": {"layers": 4},
-    "gpt_scanned": {},
-    "resnet50": {},
-    "unet": {},
-    "resnet50 bf16": {"name": "resnet50", "dtype": "bfloat16"},
-    "googlenet": {},
-    "vit_scanned": {},
-    "mobilenet_v2": {},
-    "vgg16": {},
-    "vit": {},
-    "dropout": {"dtype": "bfloat16"},
-    "depthwise": {},
-    "encoder_decoder": {},
-    "distances": {},
-    "highway": {},
-    "sharpness": {},
-    "loops in loops": {"name": "gpt_scanned", "remat": "scan"},
+PROGRAMS: dict[str, Mapping[str, Any]] = {
+    **{
+        name: {}
+        for name in (
+            *("gpt of 4 layers", "gpt_scanned", "resnet50", "resnet50 bf16", "unet", "googlenet"),
+            *("mobilenet_v2", "vgg16", "vit_scanned", "dropout bf16", "loops in loops", "mlp mapped"),
+            *("depthwise", "encoder_decoder", "distances", "highway", "sharpness"),
+        )
+    },
+    "vit": {"allow": (*EXACT, "bf16_residuals")},
+    "gpt_medium": {"offload": True},
+    "revnet": {"allow": (*EXACT, "reversible")},
+    "revtransformer": {"allow": (*EXACT, "reversible")},
 }
-"""Networks of full size, with what is other here."""
+"""Networks, and cases of `sharded`, with what their plans may do besides what all may."""
 
 ALL_ON = "all on"
-
 CPU, GPU = "cpu", "gpu"
 Platform = Literal["cpu", "gpu"]
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One that can be switched off.
+    """One that can be switched off, by its name if nothing else is said.
 
-    **Fields:** `name`; `passes` that are left out, by name; `instead` what is put in place of functions by where they
-    are looked up; `options` of `plan`; `on` whose compilers it is for.
+    **Fields:** `name`; `passes` that are left out, by name; `denied` what is no longer in `allow`; `options` of `plan`;
+    `in_plan` how much of it the row of a plan has, where that is not what was recorded; `on` whose compilers it is for.
     """
 
     name: str
-    instead: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    on: tuple[Platform, ...] = (CPU, GPU)
     passes: tuple[str, ...] = ()
+    denied: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    in_plan: Callable[[Record], int] | None = None
+    on: tuple[Platform, ...] = (CPU, GPU)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Plans that are made inside are made without it."""
-        with ExitStack() as stack:
-            stack.enter_context(without(*self.passes))
-            for place, other in self.instead.items():
-                stack.enter_context(patch(f"jaxremat.{place}", other))
+        """Do without it in plans that are made inside."""
+        by_name = not (self.passes or self.denied or self.options)
+        with without(*self.passes), switched_off(*([self.name] if by_name else [])):
             yield
 
+    def of(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a plan without it."""
+        allow = tuple(kind for kind in options.get("allow", EXACT) if kind != self.denied)
+        return {**options, "allow": allow, **self.options}
 
-def always(result: Any) -> Callable[..., Any]:
-    """A function that says this whatever it is asked."""
-    return lambda *args, **kwargs: result
+    def acted(self, row: Record) -> int:
+        """How often it changed something while a plan with all mechanisms was made, or what that plan has of it."""
+        if self.in_plan is not None:
+            return self.in_plan(row)
+        return sum(row["acted"].get(name, 0) for name in self.passes or [self.name])
 
 
-def given(place: int) -> Callable[..., Any]:
-    """A function that returns one of its arguments as it is."""
-    return lambda *args, **kwargs: args[place]
+def choices(kind: str, wanted: Callable[[Sequence[int]], bool] = bool) -> Callable[[Record], int]:
+    """How many sites of a kind a plan's form does otherwise, of those whose setting is wanted."""
+    return lambda row: sum(each == kind and wanted(setting) for each, _, setting in row.get("form", ()))
 
 
-_rungs = LoopOffers.rungs
-_levels_of_one = wraps(_rungs)(
-    lambda loops: [rung for rung in _rungs(loops) if not any(nested(choice.setting) for choice in rung)]
-)
+def said(words: str) -> Callable[[Record], int]:
+    """How many lines about a plan's form have these words."""
+    return lambda row: sum(words in line for line in row.get("loops", ()))
+
 
 MECHANISMS = (
-    Mechanism("attention without its scores", options={"allow": ("microbatches", "rows")}),
-    Mechanism("rows in chunks", options={"allow": ("attention", "microbatches")}),
-    Mechanism("microbatches", options={"allow": ("attention", "rows")}),
-    Mechanism("loops with nested checkpointing", {"_model._loop_levels.LoopOffers.rungs": _levels_of_one}),
+    Mechanism("attention without its scores", denied="attention", in_plan=choices(ATTENTION)),
+    Mechanism("rows in chunks", denied="rows", in_plan=said("chunks, one after the other")),
+    Mechanism("microbatches", denied="microbatches", in_plan=said("microbatches")),
+    Mechanism("values in fewer bits", denied="bf16_residuals", in_plan=choices(COPIES)),
+    Mechanism("reversible blocks", denied="reversible", in_plan=choices(REVERSED)),
     Mechanism(
-        "loops with nested checkpointing, absorbed updates",
-        {"_model._loop_levels.LoopOffers.rungs": always([])},
+        "copies in host memory",
+        options={"offload": False},
+        in_plan=lambda row: row.get("offloaded_nbytes", 0),
     ),
-    Mechanism("loops in parts", {"_plan._cuttings.Cuttings.divide": always([])}),
-    Mechanism("fine stages", {"_plan._cuttings.cuttings": lambda graph: cuttings(graph)[:1]}),
-    Mechanism(
-        "memory order",
-        {"_rewrite._passes.memory_order": lambda jaxpr, alive, *_: [i for i, a in enumerate(alive) if a]},
-    ),
-    Mechanism("stages merged where nothing is recomputed", {"_emit._emit.merged": lambda *args: args}),
-    Mechanism(
-        "updates behind a later barrier", {"_model._stages.past_updates": lambda graph, cuts: list(cuts)}
-    ),
-    Mechanism("operands' memory taken over", {"_model._graph.in_place": always(frozenset())}),
-    Mechanism("triggers of barriers", {"_emit._emit.trigger": always([])}),
-    Mechanism("clones apart", {"_emit._emit.make_apart": always(None)}),
-    Mechanism("barriers in order", {"_plan._search.Search._astray": always(False)}, on=(GPU,)),
-    Mechanism("parts of cotangents pass barriers", {"_emit._emit.parts": always([])}, on=(GPU,)),
-    Mechanism("updates behind the last read", {"_emit._emit.last_reads": always(({}, set()))}, on=(GPU,)),
-    Mechanism("gradients in the weights' order", {"_emit._emit.turned_gradients": always(set())}, on=(GPU,)),
-    Mechanism("images' axes in memory order", {"_lower._lower.axes_in_memory": always({})}, on=(GPU,)),
-    Mechanism(
-        "sums in place of products",
-        {"_lower._lower.written_sums": always(set()), "_lower._lower.sums_of_scattered": always({})},
-        on=(GPU,),
-    ),
-    Mechanism("library kernels' times", {"_lower._form_graphs.library_seconds": always({})}, on=(GPU,)),
-    Mechanism("scratch memory as compiled", {"_lower._form_graphs.scratch": always({})}, on=(GPU,)),
-    Mechanism("iterations' other buffers", {"_lower._form_graphs.with_beside": given(0)}, on=(GPU,)),
-    Mechanism("iterations' times", {"_lower._form_graphs.with_seconds": given(0)}, on=(GPU,)),
-    Mechanism(
-        "kernels of its own choice",
-        {
-            f"{room}.replaced": always(lambda eqn: False)
-            for room in ("_compiler._tags", "_lower._iteration", "_plan._problem", "_emit._emit")
-        },
-    ),
-    Mechanism(
-        "every backward pass for itself",
-        {
-            f"{module}.later_passes": always(())
-            for module in (
-                "_model._stages",
-                "_model._optimizer_updates",
-                "_emit._emit",
-                "_solver._block_frontiers",
-            )
-        },
-    ),
-    Mechanism("stacks begun late", {"_emit._emit.stacked_nbytes": always(0)}, on=(CPU,)),
+    Mechanism("loops with nested checkpointing", in_plan=choices(LOOP, nested)),
+    Mechanism("loops with nested checkpointing, absorbed updates", in_plan=choices(LOOP)),
+    Mechanism("loops in parts", in_plan=choices(LOOP, lambda lengths: any(n < 0 for n in lengths[1:]))),
+    Mechanism("pairs of loops in loops inlined", in_plan=choices(INNER)),
     Mechanism("chained cotangents in memory", passes=("cotangents",), on=(CPU,)),
-    Mechanism("pairs of loops in loops inlined", {"_plan._forms.inner_pairs": always({})}),
-    Mechanism("what waits in loops", {"_lower._lower.with_waiting": given(1)}),
     Mechanism("masks of results", passes=("masks",)),
-    Mechanism("results of masks behind barriers", {"_emit._emit.behind_fence": given(2)}),
-    Mechanism("weights' copies behind barriers", {"_emit._emit.behind_operand": given(2)}, on=(CPU,)),
-    Mechanism("what is made early", {"_emit._hoisting.Hazards.early": always(False)}, on=(CPU,)),
-    Mechanism("rows read late", {"_rewrite._in_place_stacks.read_late": always(None)}, on=(CPU,)),
-    Mechanism(
-        "rows written together", {"_rewrite._in_place_stacks._written_together": always({})}, on=(CPU,)
+    *map(Mechanism, ("steps within a shard_map", "fine stages", "memory order", "barriers: triggers")),
+    *map(Mechanism, ("operands' memory taken over", "kernels of its own choice", "what waits in loops")),
+    *map(Mechanism, ("every backward pass for itself", "barriers: masks", "masks in bits")),
+    *map(Mechanism, ("barriers: operands", "barriers: fetches", "barriers: updates", "barriers: blocks")),
+    *map(Mechanism, ("pooling's gradient by place", "what iterations make themselves")),
+    *(
+        Mechanism(name, on=(GPU,))
+        for name in (
+            *("barriers: last reads", "images' axes in memory order"),
+            *("sums in place of products", "scratch memory as compiled"),
+        )
     ),
-    Mechanism(
-        "pooling's gradient by place",
-        {"_rewrite._loop_inlining.by_place": list},
-        passes=("pooling",),
-    ),
-    Mechanism("masks in bits", {"_rewrite._encodings._random_masks": always([])}),
-    Mechanism(
-        "what iterations make themselves",
-        {
-            "_lower._lower.sunk_values": always(frozenset()),
-            "_emit._emit.sunk_values": always(frozenset()),
-            "_emit._emit.sink": lambda eqns, loop_of, loops: (list(eqns), list(loop_of)),
-            "_lower._iteration.sink": lambda eqns, loop_of, loops: (list(eqns), list(loop_of)),
-        },
-    ),
-    Mechanism(
-        "copies of rows",
-        {"_model._unnamed_buffers.rows": lambda graph: ((),) * len(graph.nodes)},
-        on=(CPU,),
-    ),
-    Mechanism(
-        "buffers that are there early",
-        {"_model._unnamed_buffers.early": lambda graph: (0,) * len(graph.nodes)},
-        on=(CPU,),
-    ),
-    Mechanism(
-        "fused work in iterations", {"_lower._form_graphs.FormGraphs._beside": always(None)}, on=(CPU,)
+    *(
+        Mechanism(name, on=(CPU,))
+        for name in (
+            *("stacks begun late", "barriers: weights", "what is made early"),
+            *("rows read late", "rows written together"),
+        )
     ),
 )
-"""In the order in which a step meets them: forms, stages, barriers, the model."""
 
 
-def forgotten(step: Program) -> Callable[..., Any]:
-    """The step as a function of which nothing is remembered."""
-    return lambda *args: step.step(*args)
+def measured(name: str, share: float, mechanism: Mechanism | None, asked: Asked) -> Record:
+    """One plan of a program, with what acted while it was made; without a mechanism, if one is given."""
+    options: dict[str, Any] = {"planning_seconds": 300.0, **PROGRAMS[name]}
+    if name in sharded.CASES:
+        target = asked.target and f"{asked.target}x{sharded.DEVICES}"
+        (step, args), donated = sharded.case(name, target, 4 if asked.scale == "full" else 1), (0,)
+    else:
+        made, target = program(name, scale=asked.scale), asked.target
+        step, args, donated = made.step, made.abstract_args(), made.donate_argnums
+    plan = partial(measure_of, step, args, share, target, donate_argnums=donated)
+    if mechanism is not None:
+        with mechanism.off():
+            return plan(**mechanism.of(options))
+    changed: Counter[str] = Counter()
+
+    def watch(each: Pass, before: FlatProgram, after: FlatProgram) -> None:
+        same = len(before.eqns) == len(after.eqns)
+        changed[each.name] += not (same and all(a is b for a, b in zip(before.eqns, after.eqns, strict=True)))
+
+    with recorded() as acted, watched(watch):
+        row = plan(**options)
+    return row | {"acted": dict(sorted((acted + changed).items()))}
 
 
-def measure(step: Program, share: float, mechanism: Mechanism | None, target: str | None) -> records.Record:
-    """One plan."""
-    common: dict[str, Any] = {"donate_argnums": step.donate_argnums, "target": target}
-    args = step.abstract_args()
+def rows(asked: Asked, name: str) -> Rows:
+    """For each share the plan with all mechanisms, and those without one that acted in it."""
+    platform: Platform = CPU if asked.target is None else GPU
+    found: dict[str, Callable[[], Record]] = {}
+    for share in asked.shares:
+        begin = f"{name} | {share:g} | "
+        found[begin + ALL_ON] = partial(measured, name, share, None, asked)
 
-    fresh = forgotten(step)
+        def off(mechanism: Mechanism, share: float = share, key: str = begin + ALL_ON) -> Record:
+            acted = mechanism.acted(records.read(BENCHMARK.path(asked, name))["rows"][key])
+            row = measured(name, share, mechanism, asked) if acted else {}
+            return row | {"acted": acted}
 
-    needs = jaxremat.memory(step.step, *args, **common)
-    budget = needs.base_nbytes + int(share * needs.temporaries_nbytes)
-    row: records.Record = {"budget_nbytes": budget, "temporaries_nbytes": needs.temporaries_nbytes}
-    row["library"] = records.library_version()
-    options = {"planning_seconds": PLANNING_SECONDS, "cache": False, **common}
-    with ExitStack() as stack:
-        if mechanism is not None:
-            stack.enter_context(mechanism.off())
-            options |= mechanism.options
-        try:
-            made = jaxremat.plan(fresh, *args, budget=budget, **options)
-        except InfeasibleBudgetError as error:
-            return row | {"least_nbytes": error.min_peak_nbytes}
-    first = made.rounds[0] if made.rounds else None
-    missed = first and first.predicted_peak_nbytes - first.compiled_peak_nbytes
-    return row | {
-        "form": made.form.choices,
-        "peak_nbytes": made.compiled_peak_nbytes,
-        "overhead": made.overhead,
-        "compiled_overhead": made.compiled_overhead,
-        "first_prediction": missed and missed / needs.temporaries_nbytes,
-        "rounds": len(made.rounds),
-        "planning_seconds": made.planning.seconds,
-    }
+        wanted = (m for m in MECHANISMS if m.name in asked.only and platform in m.on)
+        found |= {begin + mechanism.name: partial(off, mechanism) for mechanism in wanted}
+    return found
 
 
-def run(
-    names: Sequence[str],
-    shares: Sequence[float],
-    target: str | None,
-    path: Path,
-    only: Sequence[str] = (),
-    scale: Scale = "full",
-) -> records.Record:
-    """Measure the rows that a file lacks."""
-    known = {"kind": "ablation", "environment": records.environment(target)}
-    record = {**known, "rows": records.read(path).get("rows", {})}
-    platform: Platform = CPU if target is None else GPU
-    wanted = [m for m in MECHANISMS if platform in m.on and (not only or m.name in only)]
-    for name in names:
-        sizes: dict[str, Any] = {"name": name} | PROGRAMS[name]
-        step = program(**sizes, scale=scale)
-        for mechanism in (None, *wanted):
-            for share in shares:
-                key = f"{name} | {share:g} | {mechanism.name if mechanism else ALL_ON}"
-                if key not in record["rows"]:
-                    record["rows"][key] = measure(step, share, mechanism, target)
-                    print(key, record["rows"][key], flush=True)
-                    records.write(path, record)
-    return record
+def stale(row: Record) -> bool:
+    """Whether a row is of another version of the library: then it has no counterpart among those of this one."""
+    return row["library"] != records.library_version()
 
 
 @dataclass(frozen=True)
@@ -269,83 +191,84 @@ class Worth:
     """What a step loses without a mechanism.
 
     **Fields:** `where` program and share; `points` of a step's time, infinite where no plan is found; `unsure` how much
-    further off, in points of the plain step's temporaries, the first prediction of the peak is; `seconds` of planning.
+    further off, in points of the plain step's temporaries, the first prediction of the peak is.
     """
 
     where: str
     points: float
-    unsure: float
-    seconds: float
+    unsure: float = 0.0
 
 
-def worth(record: records.Record) -> dict[str, list[Worth]]:
-    """By mechanism, in all programs and at all shares that were measured."""
+def worth(record: Record) -> dict[str, list[Worth]]:
+    """By mechanism, in all programs and at all shares where it acted; nothing where it did not."""
     found: dict[str, list[Worth]] = {}
     rows = record["rows"]
     for key, row in rows.items():
         name, share, mechanism = key.split(" | ")
-        on = rows.get(f"{name} | {share} | {ALL_ON}")
-        if mechanism == ALL_ON or on is None or "least_nbytes" in on:
+        on = rows.get(f"{name} | {share} | {ALL_ON}", {})
+        if mechanism == ALL_ON or "least_nbytes" in on or on.get("library") != row["library"]:
             continue
-        where = f"{name}, {float(share):.0%}"
+        where = found.setdefault(mechanism, [])
+        if not row["acted"]:
+            continue
+        place = f"{name}, {float(share):.0%}"
         if "least_nbytes" in row:
-            found.setdefault(mechanism, []).append(Worth(where, float("inf"), 0.0, 0.0))
+            where.append(Worth(place, float("inf")))
             continue
         points = 100 * (row["compiled_overhead"] - on["compiled_overhead"])
         unsure = 100 * (abs(row["first_prediction"] or 0.0) - abs(on["first_prediction"] or 0.0))
-        seconds = row["planning_seconds"] - on["planning_seconds"]
-        found.setdefault(mechanism, []).append(Worth(where, points, unsure, seconds))
+        where.append(Worth(place, points, unsure))
     return found
 
 
-def markdown(record: records.Record) -> str:
-    """The table, what matters most first."""
-    lines = [
-        f"### What each mechanism is worth, {record['environment']['platform']}",
-        "Plans at shares of the plain step's temporaries, with one mechanism switched off at a time: how many points\n"
-        "of the step's time (by roofline) it takes more without it, and how many points of the temporaries the first\n"
-        "prediction of the peak is further off; where that is most, and in the mean.\n"
-        f"Programs: {', '.join(dict.fromkeys(key.split(' | ')[0] for key in record['rows']))}.",
-        f"| without | most | where | mean | prediction, most | where | mean |\n|---|{'---:|---|---:|' * 2}",
-    ]
+def markdown(found: Sequence[Record]) -> str:
+    """The tables, one for each device."""
+    return "\n\n".join(_of_platform(record) for record in found if worth(record))
+
+
+def _of_platform(record: Record) -> str:
     found = worth(record)
-    for name in sorted(found, key=lambda name: -max(max(w.points, w.unsure) for w in found[name])):
-        own = found[name]
+    acted = {name: own for name, own in found.items() if own}
+    lines = []
+    for name in sorted(acted, key=lambda name: -max(max(w.points, w.unsure) for w in acted[name])):
+        own = acted[name]
         slower, unsure = max(own, key=lambda w: w.points), max(own, key=lambda w: w.unsure)
         fits = [w for w in own if w.points < float("inf")]
         most = "no plan" if slower not in fits else f"{slower.points:+.1f}"
-        cells = [most, slower.where, _mean([w.points for w in fits])]
+        cells = [name, str(len(own)), most, slower.where, _mean([w.points for w in fits])]
         cells += [f"{unsure.unsure:+.1f}", unsure.where, _mean([w.unsure for w in fits])]
-        lines[-1] += f"\n| {' | '.join([name, *cells])} |"
-    return "\n\n".join(lines)
+        lines.append(cells)
+    programs = ", ".join(dict.fromkeys(key.split(" | ")[0] for key in record["rows"]))
+    parts = [f"### What each mechanism is worth, {record['environment']['platform']}", LEGEND]
+    parts += [f"Programs: {programs}.", grid(HEADER, lines)]
+    idle = f"Did not act in any of these plans: {listed(found.keys() - acted.keys())}."
+    return "\n\n".join([*parts, *([idle] if len(acted) < len(found) else [])])
+
+
+HEADER = ("without", "plans", "most", "where", "mean", "prediction, most", "where", "mean")
+LEGEND = """\
+Plans at shares of the plain step's temporaries, with one mechanism switched off at a time, where it acted: in how many
+plans; how many points of the step's time (by roofline) it takes more without it, and how many points of the temporaries
+the first prediction of the peak is further off; where that is most, and in the mean.\
+"""
 
 
 def _mean(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):+.1f}" if values else ""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line; without programs one mechanism of a tiny GPT, into ``out/``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("programs", nargs="*", help=f"{', '.join(PROGRAMS)}, or all")
-    parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
-    parser.add_argument("--target", help="compile for this device instead of the one at hand")
-    parser.add_argument("--only", nargs="*", default=(), help="mechanisms by name")
-    parser.add_argument("--save", action="store_true", help="write into results/ rather than out/")
-    given = parser.parse_args(argv)
-    if unknown := {*given.programs} - {*PROGRAMS, "all"}:
-        parser.error(f"no program is called {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
-    if unknown := {*given.only} - {m.name for m in MECHANISMS}:
-        parser.error(f"no mechanism is called {', '.join(sorted(unknown))}")
-    platform = given.target or CPU
-    if not given.programs:
-        path = records.OUT / FOLDER / f"{platform}-tiny.json"
-        only = given.only or ["triggers of barriers"]
-        return print(markdown(run(["gpt"], (0.75,), given.target, path, only, "tiny")))
-    names = list(PROGRAMS) if "all" in given.programs else given.programs
-    path = (records.RESULTS if given.save else records.OUT) / FOLDER / f"{platform}.json"
-    print(markdown(run(names, given.shares, given.target, path, given.only)))
-
+BENCHMARK = Benchmark(
+    "ablation",
+    __doc__,
+    tuple(PROGRAMS),
+    rows,
+    markdown,
+    quick=("gpt of 4 layers",),
+    shares=(0.5, 0.33),
+    only=tuple(mechanism.name for mechanism in MECHANISMS),
+    shared=True,
+    stale=stale,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -1,7 +1,6 @@
 """Measure attention's kernels on the GPU at hand, beside cuDNN's and XLA's operations: seconds and errors.
 
-    python -m examples.benchmarks.attention all
-    python -m examples.benchmarks.attention "width 64, 4k" --tiles     # each kernel with other tiles than its own
+    python -m examples.benchmarks.attention all --save
 
 A case is the attention of one layer, `[batch, length, heads, width]`. Each implementation runs forward, and forward
 and backward. Its error is the largest |difference| from the attention in float32 at the highest precision, over all
@@ -17,19 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
-from examples.benchmarks import command_line, records
-from examples.benchmarks.device import where
-from jaxremat._attention import _gradient_kernels, _kernels
+from examples.benchmarks.records import Record
+from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, shown
 from jaxremat._attention._finding import Site, attention
-from jaxremat._attention._gradient_kernels import _Backward
-from jaxremat._attention._kernels import attend_in_kernels
 from jaxremat._attention._operations import ATTENTION, GRADIENT
-from jaxremat._attention._tiles import Blocks
 from jaxremat._compiler._devices import detect
 from jaxremat._rewrite._trace import trace
 
@@ -65,7 +59,6 @@ CASES = {
     "8 heads of keys, 8k": Case(1, 8192, 32, 128, 8),
     "8 heads of keys, 32k": Case(1, 32768, 32, 128, 8),
 }
-QUICK = "tiny"
 MOST_SCORES = 2**31
 """XLA's operations are measured where there are at most so many scores."""
 
@@ -86,11 +79,7 @@ def site_of(case: Case) -> Site:
         jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.eval_shape(lambda: case.operands(case.dtype))
     ]
 
-    def step(q: Any, k: Any, v: Any, to: Any) -> Any:
-        result, back = jax.vjp(written, q, k, v)
-        return result, back(to)
-
-    traced = trace(jax.jit(step), shapes, {})
+    traced = trace(jax.jit(passes(written)[1]), shapes, {})
     (site,) = attention(traced.jaxpr, [-1] * len(traced.loop_of), traced.program.alive)
     return site
 
@@ -122,16 +111,18 @@ def in_kernels(site: Site) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return forward, both
 
 
+def passes(attend: Callable[..., jax.Array]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """An attention forward, and forward and backward."""
+
+    def both(q: Any, k: Any, v: Any, to: Any) -> Any:
+        result, back = jax.vjp(attend, q, k, v)
+        return result, *back(to)
+
+    return lambda q, k, v, to: attend(q, k, v), both
+
+
 def implementations(case: Case) -> dict[str, tuple[Callable[..., Any], Callable[..., Any]]]:
     """Each implementation forward, and forward and backward, of queries, keys, values and the cotangent."""
-
-    def passes(attend: Callable[..., jax.Array]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        def both(q: Any, k: Any, v: Any, to: Any) -> Any:
-            result, back = jax.vjp(attend, q, k, v)
-            return result, *back(to)
-
-        return lambda q, k, v, to: attend(q, k, v), both
-
     of_jax = functools.partial(jax.nn.dot_product_attention, is_causal=True)
     found = {"kernels": in_kernels(site_of(case))}
     if case.dtype != "float32":
@@ -141,13 +132,13 @@ def implementations(case: Case) -> dict[str, tuple[Callable[..., Any], Callable[
     return found
 
 
-def measure(case: Case, runs: int = 10) -> records.Record:
+def measure(case: Case, runs: int = 10) -> Record:
     """Seconds, rate and error of each implementation."""
     site, peak = site_of(case), detect(jax.devices()[0]).peak(_SPELLING[case.dtype])
     operands = jax.block_until_ready(case.operands(case.dtype))
     exact = case.batch * case.heads * case.length**2 <= MOST_SCORES
     wanted = _reference(case) if exact else None
-    row: records.Record = {}
+    row: Record = {}
     for name, passes in implementations(case).items():
         try:
             forward, both = (jax.jit(function).lower(*operands).compile() for function in passes)
@@ -172,62 +163,12 @@ _SPELLING = {"bfloat16": "bf16", "float32": "f32"}
 
 def _reference(case: Case) -> Sequence[jax.Array]:
     with jax.default_matmul_precision("highest"):
-
-        def both(q: Any, k: Any, v: Any, to: Any) -> Any:
-            result, back = jax.vjp(written, q, k, v)
-            return result, *back(to)
-
-        return jax.block_until_ready(jax.jit(both)(*case.operands(jnp.float32)))
+        return jax.block_until_ready(jax.jit(passes(written)[1])(*case.operands(jnp.float32)))
 
 
 def _apart(a: jax.Array, b: jax.Array) -> float:
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return float(jnp.abs(a - b).max() / jnp.abs(b).max())
-
-
-TILES = tuple(
-    Blocks(*each)
-    for each in ((32, 64, 4), (64, 32, 4), (64, 64, 4), (64, 64, 8), (128, 64, 8), (128, 128, 8))
-)
-
-
-def measure_tiles(case: Case, runs: int = 10) -> records.Record:
-    """Teraflop/s of each kernel with other tiles than the library's, by "kernel, rows x keys, warps"."""
-    site = site_of(case)
-    pattern, (q, k, v, _) = site.pattern, case.operands(case.dtype)
-    read = (q.reshape(site.operands[0].aval.shape), k, v)
-    result, *sums = attend_in_kernels(*read, pattern=pattern)
-
-    def gradient(*operands: jax.Array) -> _Backward:
-        return _Backward(pattern, operands, (), False)
-
-    of_gradient = (*read, *sums, sums[0], result)  # any cotangent does
-    kernels = {
-        "forward": (4, functools.partial(attend_in_kernels, pattern=pattern), read),
-        "queries": (6, lambda *operands: gradient(*operands).of_queries(), of_gradient),
-        "keys": (8, lambda *operands: gradient(*operands).of_keys(), of_gradient),
-    }
-    row: records.Record = {}
-    for blocks in TILES:
-        chosen = functools.partial(_always, blocks)
-        with (
-            mock.patch.object(_kernels, "blocks_of", chosen),
-            mock.patch.object(_gradient_kernels, "blocks_of", chosen),
-        ):
-            for name, (flops, kernel, operands) in kernels.items():
-                label = f"{name}, {blocks.rows} x {blocks.keys}, {blocks.warps} warps"
-                try:
-                    compiled = jax.jit(kernel).lower(*operands).compile()
-                    seconds = seconds_of(compiled, operands, runs)
-                except jax.errors.JaxRuntimeError as error:
-                    row[label] = " ".join(str(error).split())[:200]
-                else:
-                    row[label] = flops * pattern.scores_count * case.width / seconds / 1e12
-    return row
-
-
-def _always(blocks: Blocks, *_: Any, **__: Any) -> Blocks:
-    return blocks
 
 
 def seconds_of(compiled: Any, operands: Arrays, runs: int) -> float:
@@ -241,19 +182,22 @@ def seconds_of(compiled: Any, operands: Arrays, runs: int) -> float:
     return statistics.median(seconds)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line; without names a tiny case, into ``out/``."""
-    parser = command_line.parser("Measure attention's kernels on the GPU at hand.", CASES)
-    parser.add_argument("--fresh", action="store_true", help="measure cases anew that are there")
-    parser.add_argument("--tiles", action="store_true", help="measure each kernel with other tiles")
-    given = command_line.parse(parser, argv, CASES, quick=QUICK)
-    folder = given.results or (records.OUT if given.quick else records.RESULTS)
-    about = {"environment": records.environment()}
-    make, name = (measure_tiles, "tiles") if given.tiles else (measure, "attention")
-    wanted = {case: functools.partial(make, CASES[case]) for case in given.names}
-    path = folder / "attention" / f"{where()}{'-tiles' if given.tiles else ''}.json"
-    records.completed(path, {**about, "kind": name}, wanted, fresh=given.fresh)
+def rows(asked: Asked, name: str) -> Rows:
+    """The one row of a case."""
+    return {name: functools.partial(measure, CASES[name])}
 
+
+def markdown(found: Sequence[Record]) -> str:
+    """The rates that the library's kernels reach."""
+    lines = []
+    for record in found:
+        for name, row in record["rows"].items():
+            figures = (shown(row, f"{each}rate", "{:.1%}".format) for each in ("forward ", "backward ", ""))
+            lines.append((name, *figures, shown(row, "kernels error", "{:.1g}".format)))
+    return grid(("case", "rate, forward", "backward", "both", "error"), lines)
+
+
+BENCHMARK = Benchmark("attention", __doc__, CASES, rows, markdown, quick=("tiny",), shared=True)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

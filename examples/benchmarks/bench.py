@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 import jaxremat
-from examples.benchmarks import compare, records
+from examples.benchmarks import records
 from examples.benchmarks.networks import Program, program
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._hlo import parse
@@ -27,6 +28,9 @@ from jaxremat._compiler._target import Target
 from jaxremat._model._device_specs import DEVICES
 from jaxremat._rewrite._trace import trace
 
+Args = tuple[Any, Any]
+"""The state, which steps consume, and the batch."""
+
 BY_HAND = ("block", "dots")
 SCAN = "scan"
 """By hand too, of networks whose blocks are one loop: `nn.remat_scan`."""
@@ -35,7 +39,16 @@ AT = "at "
 """What the name of a row begins with whose budget is the peak of a step by hand."""
 
 SHARES = ("0.75", "0.5", "0.4", "0.33", "0.25", "min")
-ROWS = ("plain", *BY_HAND, *SHARES)
+
+
+def is_plan(name: str) -> bool:
+    """Whether a row is a plan's."""
+    return name not in ("plain", *BY_HAND, SCAN)
+
+
+def on_cpu(record: records.Record) -> bool:
+    """Whether a record is of steps that were compiled for the CPU."""
+    return record["environment"]["platform"] == "cpu"
 
 
 def by_hand(network: str) -> tuple[str, ...]:
@@ -67,7 +80,7 @@ class Bench:
     say: Callable[[str], None] = print
 
     def run(
-        self, rows: Sequence[str] = ROWS, *, runs: int = 0, check: bool = False, fresh: bool = False
+        self, rows: Sequence[str], *, runs: int = 0, check: bool = False, fresh: bool = False
     ) -> records.Record:
         """Measure the rows that the file lacks, and return what is in it then.
 
@@ -76,10 +89,7 @@ class Bench:
         """
         self._open(rows if fresh else ())
         timed, checked = ["step_seconds"] * (runs > 0), ["difference"] * check
-        wanted = {
-            "plain": timed,
-            SCAN: [],
-        }  # whose parameters are stacked twice: not the plain step's arguments
+        wanted = {"plain": timed, SCAN: []}  # whose parameters are stacked twice: it takes other arguments
         missing = [n for n in rows if not self._has(n, wanted.get(n, [*timed, *checked]))]
         if not missing:
             return self.record
@@ -98,7 +108,8 @@ class Bench:
 
     def program(self, remat: Any = "none") -> Program:
         """The network's step, a new function on each call, so that nothing traced before is found again."""
-        return program(self.network, remat=remat, scale=self.scale, **self.sizes)  # type: ignore[arg-type]
+        by_hand = {} if remat == "none" else {"remat": remat}  # which a variant may say itself
+        return program(self.network, scale=self.scale, **self.sizes, **by_hand)  # type: ignore[arg-type]
 
     def _open(self, forget: Sequence[str]) -> None:
         self.record = records.read(self.path)
@@ -307,8 +318,8 @@ class Bench:
             },
         }
 
-    def _time(self, steps: Mapping[str, jax.stages.Compiled], args: compare.Args, runs: int) -> None:
-        seconds = compare.time_in_turn(steps, args, runs)
+    def _time(self, steps: Mapping[str, jax.stages.Compiled], args: Args, runs: int) -> None:
+        seconds = time_in_turn(steps, args, runs)
         plain = statistics.median(seconds["plain"])
         for name, taken in seconds.items():
             median = statistics.median(taken)
@@ -317,8 +328,8 @@ class Bench:
             self._store(name, {**row, **times, "plain_seconds": plain, "time_ratio": median / plain})
             self.say(f"  {name:>6}: {median:.3f} s a step, {median / plain:.3f} of the plain step's")
 
-    def _check(self, steps: Mapping[str, jax.stages.Compiled], args: compare.Args) -> None:
-        for name, (difference, where) in compare.largest_differences(steps, args).items():
+    def _check(self, steps: Mapping[str, jax.stages.Compiled], args: Args) -> None:
+        for name, (difference, where) in largest_differences(steps, args).items():
             row = self.record["rows"][name]
             self._store(name, {**row, "difference": difference, "difference_at": where})
             self.say(f"  {name:>6}: results differ by at most {difference:.2g} {where}")
@@ -326,20 +337,15 @@ class Bench:
     def _report(self, name: str, row: records.Record) -> None:
         size = jaxremat.format_nbytes
         if row.get("infeasible"):
-            budget, least = row["budget_nbytes"], row["min_peak_nbytes"]
+            least = row["min_peak_nbytes"]
             found = "" if least is None else f", the least found is {size(least)}"
-            self.say(f"  {name:>6}: {size(budget)} is infeasible{found}")
+            self.say(f"  {name:>6}: {size(row['budget_nbytes'])} is infeasible{found}")
             return
         text = f"peak {size(row['peak_nbytes'])}"
         if "budget_nbytes" in row:
             text += f" of {size(row['budget_nbytes'])}"
-        if row.get("first_predicted_nbytes"):
-            text += f", first prediction off by {records.prediction_error(row):+.1%}"
         if "extra_flops" in row:
             text += f", extra flops {row['extra_flops']:.2%}, roofline {row['roofline_overhead']:+.2%}"
-            text += "".join(f", at {at}'s rates {more:+.2%}" for at, more in row["overhead_at"].items())
-        if "gap" in row:
-            text += f", solved in {row['solve_seconds']:.1f} s to a gap of {row['gap']:.2%}"
         self.say(f"  {name:>6}: {text}")
 
 
@@ -380,3 +386,55 @@ def compile_stopwatch() -> Iterator[list[float]]:
         yield seconds
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def time_in_turn(steps: Mapping[str, jax.stages.Compiled], args: Args, runs: int) -> dict[str, list[float]]:
+    """Seconds of each run of each step; the steps take turns, each going on where the last one stopped.
+
+    Steps consume the state that they are given, the first one that of `args`.
+    """
+    state, batch = args
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for run in range(-1, runs):  # run -1 warms up
+        for name, step in steps.items():
+            began = time.perf_counter()
+            state, _ = jax.block_until_ready(step(state, batch))
+            if run >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def largest_differences(steps: Mapping[str, jax.stages.Compiled], args: Args) -> dict[str, tuple[float, str]]:
+    """For each step but the plain one, how far its results from `args` are from the plain one's.
+
+    That is the largest over all leaves of max |difference| / max |plain|, with the path of the leaf.
+    """
+    state, batch = args
+
+    def results(step: jax.stages.Compiled) -> list[tuple[str, Any]]:
+        leaves = jax.tree.leaves_with_path(step(jax.tree.map(jnp.copy, state), batch))
+        return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+
+    plain = results(steps["plain"])
+    found = {}
+    for name, step in steps.items():
+        if name != "plain":
+            pairs = zip(plain, results(step), strict=True)
+            found[name] = max((_difference(a, b), path) for (path, a), (_, b) in pairs)
+    return found
+
+
+def _difference(a: Any, b: Any) -> float:
+    finite, apart, largest = _compared(a, b)
+    if not finite:
+        raise FloatingPointError("A step's results are not finite; compare steps on other data.")
+    return float(apart) / max(float(largest), float(jnp.finfo(jnp.float32).tiny)) if apart else 0.0
+
+
+@jax.jit  # on the device: results are gigabytes
+def _compared(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whether both are finite, how far they are apart at most, and the largest of the first."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    a, b = a.astype(wide), b.astype(wide)
+    finite = jnp.isfinite(a).all() & jnp.isfinite(b).all()
+    return finite, jnp.abs(a - b).max(initial=0.0), jnp.abs(a).max(initial=0.0)

@@ -1,23 +1,21 @@
 """Peak memory against depth, at fixed recomputation, and the deepest residual network within a budget.
 
     python -m examples.benchmarks.depth peaks --save
-    python -m examples.benchmarks.depth deepest plain body scan planned --save
+    python -m examples.benchmarks.depth plain body scan planned --save
 
 *Peaks*: a scan over 64 to 10,000 residual layers, of which nothing is saved but the carries of loops in one level (each
 layer's forward pass runs twice in all), in two (three times) and in as many as are worth it, each compiled.
 
-*Deepest*: how many bottleneck blocks the third stage of `examples/deep_resnet.py` may have within 12 GB, plainly, by
-hand with `nn.remat` on the body of `nn.scan` or with `nn.remat_scan`, and planned. The peak grows by nearly the same
-for each block, so that a few compilations find the most.
+*plain*, *body*, *scan*, *planned*: how many bottleneck blocks the third stage of `examples/deep_resnet.py` may have
+within 12 GB, plainly, by hand with `nn.remat` on the body of `nn.scan` or with `nn.remat_scan`, and planned. The peak
+grows by nearly the same for each block, so that a few compilations find the most.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,15 +24,15 @@ from flax import linen as nn
 from jax import lax
 
 import jaxremat
-from examples.benchmarks import records
-from examples.deep_resnet import Bottleneck, step_of
+from examples.benchmarks import records, runner
+from examples.deep_resnet import Bottleneck, DeepResNet, step_of
 from jaxremat import MemoryStats, close_over_dependencies, compiler_options, format_nbytes
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._program import Program
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import LOOP, Choice, Form
 from jaxremat._model._loop_levels import carries, choices
+from jaxremat._model._variant import LOOP, Choice, Variant
 from jaxremat._rewrite._trace import trace
 from jaxremat._runtime._bytes import parse_budget
 
@@ -43,7 +41,6 @@ DEPTHS = (64, 211, 701, 2311, 10000)
 
 ROWS, WIDTH = 16384, 32
 FORMS = ("plain", "one level", "two levels", "all levels")
-BY_HAND = ("plain", "body", "scan")
 BUDGET = "12GB"
 FIRST = (60, 90)
 """Blocks of the third stage that are compiled first; from their peaks the most is guessed."""
@@ -84,7 +81,7 @@ def peaks(depth: int) -> list[records.Record]:
     for form, chosen in zip(FORMS, (None, (), levels[1], levels[-1]), strict=True):
         jitted = program.plain
         if chosen is not None:
-            cut = traced.in_form(Form.of(Choice(LOOP, 0, chosen))) if chosen else traced
+            cut = traced.in_form(Variant.of(Choice(LOOP, 0, chosen))) if chosen else traced
             graph = lower(cut, detect(jax.devices()[0]), base_nbytes=0)
             jitted = program.evaluating(emit(cut, graph, close_over_dependencies(graph, ())), cut)
         stats = MemoryStats.of(program.lower(jitted, args, {}).compile())
@@ -102,31 +99,20 @@ def slope(rows: Sequence[records.Record], form: str) -> float:
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
 
 
-class ResNet(nn.Module):
-    """The network of `examples/deep_resnet.py` with its third stage rematerialised by hand, or not."""
+class ByHand(DeepResNet):
+    """That network with its loops rematerialised by hand: their *body*, or in two levels (*scan*)."""
 
-    blocks: tuple[int, ...]
-    remat: str
-    width: int = 64
-    classes: int = 1000
+    remat: str = "body"
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(self.width, (7, 7), 2, use_bias=False)(x)
-        x = nn.max_pool(nn.relu(nn.BatchNorm(use_running_average=False)(x)), (3, 3), (2, 2), "SAME")
-        axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
-        for stage, count in enumerate(self.blocks):
-            width = self.width * 2**stage
-            x, _ = Bottleneck(width, 1 if stage == 0 else 2)(x)
-            if self.remat == "scan":
-                root = math.isqrt(count - 1)
-                for lengths in ((root, (count - 1) // root), (1, (count - 1) % root)):
-                    if math.prod(lengths):
-                        x = nn.remat_scan(_Alone, lengths=lengths)(width)(x)
-                continue
-            body = nn.remat(Bottleneck, prevent_cse=False) if self.remat == "body" else Bottleneck
-            x, _ = nn.scan(body, length=count - 1, **axes)(width)(x, None)  # type: ignore[arg-type]
-        return nn.Dense(self.classes)(x.mean((1, 2)))
+    def loop(self, width: int, count: int, x: jax.Array, block: Any = Bottleneck) -> jax.Array:
+        """So many equal blocks, as one loop over stacked weights or two, the second over the rest."""
+        if self.remat == "body":
+            return super().loop(width, count, x, nn.remat(block, prevent_cse=False))
+        root = math.isqrt(count)
+        for lengths in ((root, count // root), (1, count % root)):
+            if math.prod(lengths):
+                x = nn.remat_scan(_Alone, lengths=lengths)(width)(x)
+        return x
 
 
 class _Alone(nn.Module):
@@ -141,7 +127,8 @@ class _Alone(nn.Module):
 
 def train_step(blocks: int, remat: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step with that many blocks in the third stage, and its arguments as shapes and types."""
-    net = ResNet((6, 32, blocks, 6), remat)
+    sizes = {"blocks": (6, 32, blocks, 6), "width": 64, "classes": 1000}
+    net = DeepResNet(**sizes) if remat == "plain" else ByHand(**sizes, remat=remat)
     images = jax.ShapeDtypeStruct((16, 224, 224, 3), jnp.float32)
     state = jax.eval_shape(net.init, jax.random.key(0), images)
     return step_of(net), (state, images, jax.ShapeDtypeStruct((16,), jnp.int32))
@@ -198,75 +185,64 @@ def markdown(record: records.Record) -> str:
     """The tables of one file of results."""
     parts = []
     if rows := record.get("peaks"):
-        lines = ["| layers | " + " | ".join(FORMS) + " |", "| ---: |" + " ---: |" * len(FORMS)]
+        lines = []
         for depth in sorted({row["depth"] for row in rows}):
             own = {row["form"]: format_nbytes(row["peak_nbytes"]) for row in rows if row["depth"] == depth}
-            lines.append(f"| {depth:,} | " + " | ".join(own[form] for form in FORMS) + " |")
-        found = " | ".join(f"{slope(rows, form):.2f}" for form in FORMS)
-        lines.append(f"| slope on logarithmic axes | {found} |")
-        parts += [
-            "**Peak against depth**: a scan over residual layers of 2 MiB carries (`examples/benchmarks/depth.py`), "
-            "nothing saved but the carries of its levels. One level runs each layer's forward pass twice, two levels "
-            "three times. Parameters and gradients, 8 KiB a layer, count too. Peaks by XLA's buffer assignment.",
-            "\n".join(lines),
-        ]
+            lines.append((f"{depth:,}", *(own[form] for form in FORMS)))
+        lines.append(("slope on logarithmic axes", *(f"{slope(rows, form):.2f}" for form in FORMS)))
+        parts += [PEAKS, runner.grid(("layers", *FORMS), lines, 0)]
     if found := record.get("deepest"):
-        names = {
-            "plain": "plain",
-            "body": "by hand, `nn.remat` on the body",
-            "scan": "by hand, `nn.remat_scan`",
-            "planned": "planned",
-        }
-        lines = ["| step | blocks of the third stage | convolutions | peak |", "| --- | ---: | ---: | ---: |"]
-        for name in names.keys() & found.keys():
-            row = found[name]
-            depth = 3 * (44 + row["blocks"]) + 2
+        lines = []
+        for name, row in sorted(found.items(), key=lambda item: item[1]["blocks"]):
             tried = max(blocks for blocks, _ in row["known"]) > row["blocks"]
-            label = names[name] + ("" if tried else ", none larger tried")
-            lines.append(
-                f"| {label} | {row['blocks']:,} | {depth:,} | {format_nbytes(row['peak_nbytes'] or 0)} |"
-            )
-        lines[2:] = sorted(lines[2:], key=lambda line: int(line.split("|")[2].replace(",", "")))
+            label = STEPS[name] + ("" if tried else ", none larger tried")
+            depth = 3 * (44 + row["blocks"]) + 2
+            lines.append((label, f"{row['blocks']:,}", f"{depth:,}", format_nbytes(row["peak_nbytes"] or 0)))
         parts += [
             f"**The deepest residual network within {record['budget']}**: 16 images of 224 x 224, stages of 6, 32, n "
             "and 6 bottleneck blocks, SGD; the largest n that was compiled and fits.",
-            "\n".join(lines),
+            runner.grid(("step", "blocks of the third stage", "convolutions", "peak"), lines),
         ]
     return "\n\n".join(parts)
 
 
+STEPS = {
+    "plain": "plain",
+    "body": "by hand, `nn.remat` on the body",
+    "scan": "by hand, `nn.remat_scan`",
+    "planned": "planned",
+}
+PEAKS = """\
+**Peak against depth**: a scan over residual layers of 2 MiB carries (`examples/benchmarks/depth.py`), \
+nothing saved but the carries of its levels. One level runs each layer's forward pass twice, two levels \
+three times. Parameters and gradients, 8 KiB a layer, count too. Peaks by XLA's buffer assignment.\
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line; without arguments two small depths, into ``out/``."""
-    parser = argparse.ArgumentParser(description="Measure peaks against depth.")
-    parser.add_argument("what", nargs="?", choices=("peaks", "deepest"), default="peaks")
-    parser.add_argument("steps", nargs="*", metavar="step", help=f"of deepest: {', '.join(BY_HAND)}, planned")
+    """The command line; without names two small depths, into ``out/``."""
+    parser = runner.parser_of(__doc__, ("peaks", *STEPS))
     parser.add_argument("--depths", type=int, nargs="+", help="numbers of layers, at least 5")
     parser.add_argument("--budget", default=BUDGET)
     parser.add_argument(
         "--first", type=int, nargs="+", default=FIRST, help="blocks to compile first; one alone is all"
     )
-    parser.add_argument(
-        "--most", type=int, default=MOST, help=f"of deepest: nets to compile (default: {MOST})"
-    )
-    parser.add_argument("--target", choices=jaxremat.targets(), help="of deepest: compile for this GPU")
-    parser.add_argument("--save", action="store_true", help="write into results/ rather than out/")
-    given = parser.parse_args(argv)
-    if wrong := set(given.steps) - {*BY_HAND, "planned"}:
-        parser.error(f"no step is called {', '.join(sorted(wrong))}")
-    folder: Path = records.RESULTS if given.save else records.OUT
-    path = folder / (given.target or jax.default_backend()) / "depth.json"
-    record = {**records.read(path), "kind": "depth", "environment": records.environment(given.target)}
+    parser.add_argument("--most", type=int, default=MOST, help=f"nets to compile (default: {MOST})")
+    parser.add_argument("--target", choices=jaxremat.targets(), help="compile the nets for this GPU")
+    asked = runner.parse(parser, argv, ("peaks", *STEPS), quick=("peaks",))
+    path = asked.folder / records.platform(asked.target) / "depth.json"
+    record = {**records.read(path), "kind": "depth", "environment": records.environment(asked.target)}
     record |= {"date": records.today(), "library": records.library_version()}
-    if given.what == "peaks":
-        depths = given.depths or (DEPTHS if given.save else DEPTHS[:2])
-        record["peaks"] = [row for depth in depths for row in peaks(depth)]
-        records.write(path, record)
-    for name in given.steps if given.what == "deepest" else ():
+    for name in asked.names:
         print(f"  {name}:")
-        budget = parse_budget(given.budget, None)
-        assert isinstance(budget, int)
-        found = deepest(partial(peak_of, name, budget, given.target), budget, given.first, given.most)
-        record |= {"budget": given.budget, "deepest": {**record.get("deepest", {}), name: found}}
+        if name == "peaks":
+            depths = asked.depths or (DEPTHS[:2] if asked.quick else DEPTHS)
+            record["peaks"] = [row for depth in depths for row in peaks(depth)]
+        else:
+            budget = parse_budget(asked.budget, None)
+            assert isinstance(budget, int)
+            found = deepest(partial(peak_of, name, budget, asked.target), budget, asked.first, asked.most)
+            record |= {"budget": asked.budget, "deepest": {**record.get("deepest", {}), name: found}}
         records.write(path, record)
     print(markdown(record))
     print(f"in {path}")

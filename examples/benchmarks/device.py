@@ -1,6 +1,6 @@
 """Measure on the device at hand what the other benchmarks model: the allocator's peaks, step times, equal results.
 
-    python -m examples.benchmarks.device resnet50 gpt-small-unrolled-bf16 --torch
+    python -m examples.benchmarks.device resnet50 gpt-small-unrolled-bf16 --save
     python -m examples.benchmarks.device all --runs 30
     python -m examples.benchmarks.device resnet50 --kernels plain 1/2     # each kernel beside its roofline
     python -m examples.benchmarks.device resnet50 --plans FOLDER     # plans made elsewhere: no solver is needed
@@ -15,9 +15,6 @@ FOLDER is where `monet` keeps its plans (``out/plans/monet``): a folder per subj
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -30,11 +27,10 @@ from typing import Any, ClassVar
 import jax
 
 import jaxremat
-from examples.benchmarks import command_line, kernels, monet, records
+from examples.benchmarks import kernels, monet, records, runner
 from examples.benchmarks.bench import BY_HAND
 from examples.benchmarks.monet import AT_BLOCK, SUBJECTS, Monet
 from jaxremat._compiler._devices import detect
-from jaxremat._model._device_specs import find
 
 NEARLY_FREE = ("19/20", "9/10")
 """Budgets that cost nothing by prediction: what their plans take longer is the price of the barriers."""
@@ -129,10 +125,10 @@ class Device(Monet):
             return (
                 None if self._by_hand(name) else jaxremat.Plan.load(self.plan_path(name)).compiled_peak_nbytes
             )
-        if where() not in jaxremat.targets():
+        if records.platform() not in jaxremat.targets():
             return None
         try:
-            return jaxremat.MemoryStats.of(replace(self, target=where())._follow(name)).peak_nbytes
+            return jaxremat.MemoryStats.of(replace(self, target=records.platform())._follow(name)).peak_nbytes
         except jaxremat.TargetError as error:
             self.say(f"  {name:>6}: {error}")
             return None
@@ -162,16 +158,11 @@ def in_use() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def where() -> str:
-    """The device's name among the targets, else its platform."""
-    return find(str(jax.devices()[0].device_kind)) or jax.default_backend()
-
-
 def bench(subject: str, *, scale: str, folder: Path, plans: Path | None, profile: str) -> Device:
     """The measurements of a subject on the device at hand, kept below a folder."""
     what = SUBJECTS[subject]
     suffix = ("" if scale == "full" else f"-{scale}") + ("" if profile == "roofline" else f"-{profile}")
-    name = f"{subject}-{where()}{suffix}"
+    name = f"{subject}-{records.platform()}{suffix}"
     return Device(
         what.network,
         scale,
@@ -190,64 +181,40 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     It starts a process for each phase of a subject, and holds no device itself.
     """
-    parser = command_line.parser("Measure steps on the device at hand, plain, by hand and planned.", SUBJECTS)
-    parser.add_argument(
-        "--scale", choices=("full", "small", "tiny"), help="default: full; without subjects tiny"
-    )
-    parser.add_argument(
-        "--rows", nargs="+", type=monet.a_row, default=list(ROWS), metavar="ROW", help=", ".join(ROWS)
-    )
+    parser = runner.parser_of(__doc__, SUBJECTS)
+
+    def rows_option(name: str, default: Sequence[str], words: str) -> None:
+        rows = {"nargs": "+", "type": monet.a_row, "default": list(default), "metavar": "ROW"}
+        parser.add_argument(name, help=words, **rows)
+
+    rows_option("--rows", ROWS, f"of {', '.join(ROWS)}")
+    rows_option("--kernels", (), "also profile the kernels of these rows' steps")
     parser.add_argument("--runs", type=int, default=20, help="timed runs of each step (default: 20)")
-    parser.add_argument(
-        "--plans", type=Path, help="folder of plans made elsewhere, for their lack of a solver here"
-    )
+    parser.add_argument("--plans", type=Path, help="folder of plans made elsewhere: no solver is needed here")
     parser.add_argument(
         "--profile", choices=("roofline", "measure"), default="roofline", help="of the plans made here"
     )
-    parser.add_argument(
-        "--torch", action="store_true", help="also PyTorch's activation_memory_budget, if it is there"
-    )
-    parser.add_argument(
-        "--kernels",
-        nargs="+",
-        type=monet.a_row,
-        default=[],
-        metavar="ROW",
-        help="also profile the kernels of these rows' steps",
-    )
-    parser.add_argument("--only", choices=PHASES, help="what a process of its own is to do")
-    given = command_line.parse(parser, argv, SUBJECTS, quick=monet.QUICK)
-    scale = given.scale or ("tiny" if given.quick else "full")
-    folder: Path = given.results or (records.OUT if scale == "tiny" else records.RESULTS)
-    if given.only:
-        for subject in given.names:
-            _phase(given, subject, scale, folder)
+    parser.add_argument("--phase", choices=PHASES, help="what a process of its own is to do")
+    asked = runner.parse(parser, argv, SUBJECTS, quick=(monet.QUICK,))
+    if asked.phase:
+        for subject in asked.names:
+            _phase(asked, subject)
         return
-    options = [
-        "--scale",
-        scale,
-        "--results",
-        str(folder),
-        "--profile",
-        given.profile,
-        "--runs",
-        str(given.runs),
-    ]
-    if given.plans:
-        options += ["--plans", str(given.plans.resolve())]
+    options = ["--scale", asked.scale, "--results", str(asked.folder), "--profile", asked.profile]
+    options += ["--runs", str(asked.runs)]
+    if asked.plans:
+        options += ["--plans", str(asked.plans.resolve())]
     with tempfile.TemporaryDirectory() as compiled:  # once each: the peaks' process must not try out kernels
         environment = {**os.environ, **CACHED, "JAX_COMPILATION_CACHE_DIR": compiled}
-        for subject in given.names:
+        for subject in asked.names:
             print(f"{subject}:", flush=True)
-            _child([subject, *options, "--only", "steps", "--rows", *given.rows], environment)
-            _child([subject, *options, "--only", "peaks", "--rows", *given.rows], environment)
-            if given.kernels:
-                _child(
-                    [subject, *options, "--only", "kernels", "--rows", *given.kernels],
-                    {**environment, **NO_GRAPHS},
-                )
-            if given.torch:
-                _torch(subject, scale, folder, given.runs)
+            for phase, rows, other in (
+                ("steps", asked.rows, {}),
+                ("peaks", asked.rows, {}),
+                ("kernels", asked.kernels, NO_GRAPHS),
+            ):
+                if rows:
+                    _child([subject, *options, "--phase", phase, "--rows", *rows], {**environment, **other})
 
 
 PHASES = ("steps", "peaks", "kernels")
@@ -259,14 +226,14 @@ NO_GRAPHS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
 """Kernels that a CUDA graph starts are not told apart by the profiler."""
 
 
-def _phase(given: argparse.Namespace, subject: str, scale: str, folder: Path) -> None:
-    of = bench(subject, scale=scale, folder=folder, plans=given.plans, profile=given.profile)
-    if given.only == "peaks":
-        of.peaks(given.rows)
-    elif given.only == "kernels":
-        of.kernels(given.rows, records.OUT / "device" / f"{of.path.stem}-kernels.json")
+def _phase(asked: runner.Asked, subject: str) -> None:
+    of = bench(subject, scale=asked.scale, folder=asked.folder, plans=asked.plans, profile=asked.profile)
+    if asked.phase == "peaks":
+        of.peaks(asked.rows)
+    elif asked.phase == "kernels":
+        of.kernels(asked.rows, records.OUT / "device" / f"{of.path.stem}-kernels.json")
     else:
-        of.run(given.rows, runs=given.runs, check=True)
+        of.run(asked.rows, runs=asked.runs, check=True)
         print(f"  in {of.path}")
 
 
@@ -276,31 +243,6 @@ def _child(command: list[str], environment: Mapping[str, str]) -> None:
     done = subprocess.run(whole, check=False, env=environment)
     if done.returncode:
         print(f"  {' '.join(command)}: failed with status {done.returncode}", flush=True)
-
-
-def _torch(subject: str, scale: str, folder: Path, runs: int) -> None:
-    """Measure PyTorch's budget on the same network in a process of its own, into a file of its own."""
-    what = SUBJECTS[subject]
-    if what.network not in ("resnet50", "gpt"):
-        return
-    if importlib.util.find_spec("torch") is None:
-        print("  PyTorch is not installed: not measured")
-        return
-    sizes = {key: value for key, value in what.sizes.items() if scale == "full"}
-    dtype = "bf16" if "dtype" in what.variant else "f32"
-    command = [
-        what.network,
-        "--sizes",
-        json.dumps(sizes),
-        "--dtype",
-        dtype,
-        "--runs",
-        str(runs),
-        "--scale",
-        scale,
-    ]
-    command += ["--into", str(folder / "device" / f"{subject}-{scale}-torch.json")]
-    subprocess.run([sys.executable, "-m", "examples.benchmarks.pytorch.budget", *command], check=False)
 
 
 if __name__ == "__main__":

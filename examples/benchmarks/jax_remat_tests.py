@@ -10,11 +10,11 @@ test that does not pass with the reason that is given here.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -22,66 +22,13 @@ from xml.etree import ElementTree
 import jax
 
 import jaxremat
+from examples.benchmarks import records, runner
 
-RESULTS = Path(__file__).parent / "results" / "jax_remat_tests.json"
+RESULTS = records.RESULTS / "jax_remat_tests" / "outcomes.json"
 WAYS = ("jax", "policy", "custom_vjp")
 BOTH = ("policy", "custom_vjp")
-FORWARD = "it needs forward mode, which a `custom_vjp` does not have, as the error says"
-JIT = (
-    "it counts how often a `jit` within the function is compiled, and wants once; the plan is of what is in that "
-    "`jit`, which is not compiled by itself"
-)
-REASONS: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    (BOTH, "test_fwd_caching test_fwd_caching_static_argnums", JIT),
-    (("policy",), "test_linearize_caching", JIT),
-    (("policy",), "test_name_stack_annotation", "it wants one checkpoint in the program; a plan has several"),
-    (
-        ("custom_vjp",),
-        "test_name_stack_annotation",
-        "it wants a checkpoint in the program, and there is none",
-    ),
-    (
-        BOTH,
-        "test_remat_eval_counter",
-        "it counts what a checkpoint within a checkpoint evaluates again; the inner one is undone before anything is "
-        "planned, and less is evaluated",
-    ),
-    (
-        ("policy",),
-        "test_remat_of_scan test_remat_of_scan_new",
-        "it wants to see that the loop computes its `sin` again; the plan keeps the carries, which is all that the "
-        "backward pass reads",
-    ),
-    (
-        ("custom_vjp",),
-        "test_remat_of_scan test_remat_of_scan_new test_remat_scan test_remat_scan_new test_remat_of_cond "
-        "test_remat_of_cond_new",
-        "it reads the printed linear program, in which a `custom_vjp` is a single operation until it is transposed",
-    ),
-    (
-        ("policy",),
-        "test_remat_residual_logging",
-        "it wants JAX to log that nothing is kept; a plan keeps what is small",
-    ),
-    (
-        ("custom_vjp",),
-        "test_remat_residual_logging",
-        "it reads what JAX logs of checkpoints, and there is none",
-    ),
-    (
-        ("custom_vjp",),
-        "test_remat_partial_cse_prevention test_remat_partial_cse_prevention_pytree",
-        "it looks for the barrier that `prevent_cse` makes, which is about checkpoints; a planned backward pass has "
-        "barriers of its own",
-    ),
-    (
-        ("custom_vjp",),
-        "test_linearize_caching test_remat_basic test_remat_freevars test_remat_vmap test_remat_of_while_loop "
-        "test_remat_of_while_loop_new",
-        FORWARD,
-    ),
-)
-"""Why a test cannot pass: for which emitters, which tests, and the reason, in a clause."""
+REASONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["reasons"]
+"""Why a test cannot pass: for which `emitters`, which `tests`, and `why`, in a clause."""
 
 
 def pytest_configure() -> None:
@@ -124,7 +71,8 @@ def outcomes(tests: Path, way: str) -> dict[str, str]:
 
 def reason(way: str, test: str) -> str | None:
     """Why a test cannot pass with an emitter, if anybody knows."""
-    return next((why for ways, tests, why in REASONS if way in ways and test in tests.split()), None)
+    able = (each for each in REASONS if way in each["emitters"] and test in each["tests"])
+    return next((each["why"] for each in able), None)
 
 
 def failures(found: dict[str, dict[str, str]], way: str) -> dict[str, str]:
@@ -144,24 +92,22 @@ def unexplained(found: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
 def markdown(record: dict[str, Any]) -> str:
     """How many pass, and all failures with their reasons."""
     found = record["outcomes"]
+    rows = []
+    for way, tests in found.items():
+        lost = failures(found, way) if way != "jax" else {}
+        unknown = sum(reason(way, test) is None for test in lost)
+        outcomes = list(tests.values())
+        counts = outcomes.count("passed"), outcomes.count("skipped"), len(lost) - unknown, unknown
+        rows.append(("itself" if way == "jax" else f'`emit="{way}"`', *map(str, counts)))
+    header = ("in the place of `jax.checkpoint`", "pass", "skipped by JAX", "cannot pass", "unexplained")
     lines = [
         "### JAX's own tests of `jax.checkpoint`",
         "",
         f'The class `RematTest` of jax {record["jax"]}, with `jaxremat.checkpoint(fn, "min")` in the place of '
         "`jax.checkpoint`, except where a test passes a policy (`examples/benchmarks/jax_remat_tests.py`).",
         "",
-        "| in the place of `jax.checkpoint` | pass | skipped by JAX | cannot pass | unexplained |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        runner.grid(header, rows),
     ]
-    for way, tests in found.items():
-        lost = failures(found, way) if way != "jax" else {}
-        unknown = sum(reason(way, test) is None for test in lost)
-        outcomes = list(tests.values())
-        label = "itself" if way == "jax" else f'`emit="{way}"`'
-        lines.append(
-            f"| {label} | {outcomes.count('passed')} "
-            f"| {outcomes.count('skipped')} | {len(lost) - unknown} | {unknown} |"
-        )
     for way in BOTH:
         lines += ["", f'With `emit="{way}"` these cannot pass:', ""]
         said: dict[str, list[str]] = {}
@@ -190,8 +136,8 @@ def main() -> None:
         for name, outcome in failures(found, way).items() if way != "jax" else ():
             print(f"  {name}: {reason(way, name) or outcome}")
     if args.save:
-        record = {"jax": jax.__version__, "outcomes": found}
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+        record = {"kind": "jax_remat_tests", "jax": jax.__version__, "outcomes": found}
+        records.write(RESULTS, record)
 
 
 if __name__ == "__main__":

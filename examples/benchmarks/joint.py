@@ -1,129 +1,125 @@
 """What it is worth to choose forms of the step and what is recomputed together: four plans within each budget.
 
-    python -m examples.benchmarks.joint gpt resnet50 --target h100 --save
+    python -m examples.benchmarks.joint "gpt of 4 layers" resnet50 --target h100 --save
 
 *Recomputing alone* leaves the step as it is written (`allow=()`, loops as they are). *Forms alone* recompute nothing:
 rows and microbatches in chunks, loops with nested checkpointing and parts, with all saved that is left. *One after the
 other* takes the form that those choose (of least memory, where none of them fits) and recomputes within it. *Together*
 is what jaxremat does. Overheads are by a roofline of the compiled programs, against the step as it is written; budgets
-are shares of its temporaries. The file is written after every row: a run that was cut short goes on there.
+are shares of its temporaries.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
-import jaxremat
-from examples.benchmarks import ablation, records
-from examples.benchmarks.ablation import CPU, PROGRAMS, SHARES, Mechanism, always, measure
-from examples.benchmarks.networks import Program, Scale, program
-from jaxremat import InfeasibleBudgetError, SaveAll
-from jaxremat._model._form import PLAIN, Choice, Form
-from jaxremat._plan._cuttings import Cuttings
+from examples.benchmarks import records
+from examples.benchmarks.networks import NAMES, VARIANTS, Program, program
+from examples.benchmarks.plans import measure
+from examples.benchmarks.records import Record
+from examples.benchmarks.runner import Asked, Benchmark, Rows, grid
+from jaxremat import SaveAll
+from jaxremat._model._variant import Choice, Variant
+from jaxremat._plan import _ledger
+from jaxremat._plan._candidates import CandidateSource
+from jaxremat._runtime._mechanisms import switched_off
 
-FOLDER = "joint"
-
-_UNDIVIDED = {"_plan._cuttings.Cuttings.divide": always([])}
-RECOMPUTING = Mechanism(
-    "recomputing alone", {**_UNDIVIDED, "_model._loop_levels.LoopOffers.rungs": always([])}, {"allow": ()}
-)
-FORMS = Mechanism("forms alone", {"_plan._solving.MinCut": SaveAll}, {"solver": SaveAll()})
-IN_TURN, TOGETHER = "one after the other", "together"
-WAYS = (RECOMPUTING.name, FORMS.name, IN_TURN, TOGETHER)
-
-_begin = Cuttings.__post_init__
+WAYS = ("recomputing alone", "forms alone", "one after the other", "together")
+RECOMPUTING, FORMS, IN_TURN, TOGETHER = WAYS
 
 
-def within(form: Form) -> Mechanism:
-    """Planning in this form of the step alone."""
-
-    def begin(cuttings: Cuttings) -> None:
-        _begin(cuttings)
-        if form and cuttings.graph_of is not None:
-            assert cuttings.forms is not None  # where it has some
-            cuttings.made = cuttings.make(cuttings.forms.promise(form))
-        cuttings.left = {False: [], True: []}
-
-    return Mechanism(IN_TURN, {**_UNDIVIDED, "_plan._cuttings.Cuttings.__post_init__": begin})
+@contextmanager
+def recomputing() -> Iterator[dict[str, Any]]:
+    """The options of plans that leave the step as it is written."""
+    with switched_off("loops with nested checkpointing, absorbed updates", "loops in parts"):
+        yield {"allow": ()}
 
 
-def in_turn(step: Program, share: float, target: str | None, forms: records.Record) -> records.Record:
+@contextmanager
+def forms() -> Iterator[dict[str, Any]]:
+    """The options of plans that recompute nothing."""
+    with patch.object(_ledger, "MinCut", SaveAll):
+        yield {"solver": SaveAll()}
+
+
+@contextmanager
+def within(variant: Variant) -> Iterator[dict[str, Any]]:
+    """The options of plans of this variant of the step alone."""
+    begin = CandidateSource.__post_init__
+
+    def begin_with(source: CandidateSource) -> None:
+        begin(source)
+        if variant:
+            source.made = source.make(variant)
+        source.left = {False: [], True: []}
+
+    with switched_off("loops in parts"), patch.object(CandidateSource, "__post_init__", begin_with):
+        yield {}
+
+
+def planned(step: Program, share: float | str, target: str | None, way: Any) -> Record:
+    """One plan in one of the ways."""
+    with way as options:
+        return measure(step, share, target, **options)
+
+
+def in_turn(step: Program, share: float, target: str | None, alone: Record) -> Record:
     """The form that forms alone choose, then what is recomputed."""
-    if "form" in forms:
-        form = Form.of(*(Choice(kind, site, tuple(setting)) for kind, site, setting in forms["form"]))
-    else:
-        options: dict[str, Any] = {"donate_argnums": step.donate_argnums, "target": target, "cache": False}
-        try:
-            fresh, args = ablation.forgotten(step), step.abstract_args()
-            with FORMS.off():
-                form = jaxremat.plan(fresh, *args, budget="min", **options, **FORMS.options).form
-        except InfeasibleBudgetError:
-            form = PLAIN
-    return measure(step, share, within(form), target)
+    if "form" not in alone:
+        alone = planned(step, "min", target, forms())
+    chosen = (Choice(kind, site, tuple(setting)) for kind, site, setting in alone.get("form", ()))
+    return planned(step, share, target, within(Variant.of(*chosen)))
 
 
-def run(
-    names: Sequence[str], shares: Sequence[float], target: str | None, save: bool, scale: Scale = "full"
-) -> records.Record:
-    """Measure the rows that the file lacks."""
-    path = (records.RESULTS if save else records.OUT) / FOLDER / f"{target or CPU}-{scale}.json"
-    record: records.Record = {}
-    for name in names:
-        sizes: dict[str, Any] = {"name": name} | PROGRAMS[name]
-        step = program(**sizes, scale=scale)
-        for share in shares:
-            begin = f"{name} | {share:g} | "
+def rows(asked: Asked, name: str) -> Rows:
+    """A plan in each way for each share."""
+    step = program(name, scale=asked.scale)
+    found: dict[str, Any] = {}
+    for share in asked.shares:
+        begin = f"{name} | {share:g} | "
 
-            def after(begin: str = begin, step: Program = step, share: float = share) -> Any:
-                return in_turn(step, share, target, records.read(path)["rows"][begin + FORMS.name])
+        def after(share: float = share, key: str = begin + FORMS) -> Record:
+            return in_turn(step, share, asked.target, records.read(BENCHMARK.path(asked, name))["rows"][key])
 
-            ways: dict[str, Callable[[], Any]] = {
-                begin + way.name: partial(measure, step, share, way, target) for way in (RECOMPUTING, FORMS)
-            }
-            ways |= {begin + IN_TURN: after, begin + TOGETHER: partial(measure, step, share, None, target)}
-            about = {"kind": "joint", "environment": records.environment(target)}
-            record = records.completed(path, about, ways)
-    return record
+        plan = partial(planned, step, share, asked.target)
+        found[begin + RECOMPUTING] = lambda plan=plan: plan(recomputing())
+        found[begin + FORMS] = lambda plan=plan: plan(forms())
+        found |= {begin + IN_TURN: after, begin + TOGETHER: lambda plan=plan: plan(nullcontext({}))}
+    return found
 
 
-def markdown(record: records.Record) -> str:
-    """The table."""
-    lines = [
-        f"### Forms and recomputing, chosen together, {record['environment']['platform']}",
-        "Compiled overhead within shares of the plain step's temporaries; where no plan fits, how much more is needed.",
-        f"| step | budget | {' | '.join(WAYS)} |\n|---|---:|{'---:|' * len(WAYS)}",
-    ]
+def markdown(found: Sequence[Record]) -> str:
+    """The tables, one for each device."""
+    return "\n\n".join(map(_of_platform, found))
+
+
+def _of_platform(record: Record) -> str:
     rows = record["rows"]
+    lines = []
     for name, share in dict.fromkeys(tuple(key.split(" | ")[:2]) for key in rows):
         cells = [_cell(rows[key]) if (key := f"{name} | {share} | {way}") in rows else "" for way in WAYS]
-        lines[-1] += f"\n| {name} | {float(share):.0%} | {' | '.join(cells)} |"
-    return "\n\n".join(lines)
+        lines.append((name, f"{float(share):.0%}", *cells))
+    title = f"### Forms and recomputing, chosen together, {record['environment']['platform']}"
+    return "\n\n".join([title, LEGEND, grid(("step", "budget", *WAYS), lines)])
 
 
-def _cell(row: records.Record) -> str:
+LEGEND = """\
+Compiled overhead within shares of the plain step's temporaries; where no plan fits, how much more is needed.\
+"""
+
+
+def _cell(row: Record) -> str:
     if "least_nbytes" in row:
         more = (row["least_nbytes"] - row["budget_nbytes"]) / row["temporaries_nbytes"]
         return f"({more:+.0%})"
     return f"{row['compiled_overhead']:+.1%}"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The command line; without programs a tiny GPT, into ``out/``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("programs", nargs="*", help=", ".join(PROGRAMS))
-    parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
-    parser.add_argument("--target", help="compile for this device instead of the one at hand")
-    parser.add_argument("--save", action="store_true", help="write into results/ rather than out/")
-    given = parser.parse_args(argv)
-    if unknown := {*given.programs} - {*PROGRAMS}:
-        parser.error(f"no program is called {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
-    if not given.programs:
-        return print(markdown(run(["gpt"], (0.75,), given.target, save=False, scale="tiny")))
-    print(markdown(run(given.programs, given.shares, given.target, given.save)))
-
+BENCHMARK = Benchmark("joint", __doc__, (*NAMES, *VARIANTS), rows, markdown, shares=(0.5, 0.33), shared=True)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -17,7 +17,7 @@ import jax
 from jax.profiler import ProfileData
 
 from examples.benchmarks import records
-from examples.benchmarks.compare import Args
+from examples.benchmarks.bench import Args
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._roofline import kernels, seconds_of
 from jaxremat._model._device_specs import DeviceSpec

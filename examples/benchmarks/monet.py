@@ -1,19 +1,18 @@
 """The networks of MONeT at its sizes, and GPT-2: plans against rematerialisation by hand, a knapsack and MONeT itself.
 
-    python -m examples.benchmarks.monet resnet50 --target p100
+    python -m examples.benchmarks.monet resnet50 --target p100 --save
 
 MONeT (Shah et al., "Memory Optimization for Deep Networks", ICLR 2021) reports the compute overhead of PyTorch 1.5 on a
 P100 with 16 GB at budgets of 10 to 5 GB. Here each network's budgets are the same *shares* of its plain peak, then
 a quarter, a fifth, the least, and the peak of rematerialisation by hand. Steps are compiled for a target, and planned
 with its rates; every compiled program is then priced by roofline at the rates of the H100 and of MONeT's P100.
 Nothing is timed.
-
-Rows are written one by one, so that a run that was cut short goes on where it stopped. Tiny sizes go to ``out/``.
 """
 
 from __future__ import annotations
 
 import argparse
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,36 +21,18 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 import jaxremat
-from examples.benchmarks import command_line, records
+from examples.benchmarks import records, runner, steps
 from examples.benchmarks.bench import BY_HAND, Bench
 from examples.benchmarks.knapsack import Knapsack
+from examples.benchmarks.monet_table import AT_BLOCK, KNAPSACK
 
 RATES = ("p100", "h100")
 """The devices at whose rates the compiled programs are priced."""
 
-AT_BLOCK = "at block"
-"""The row of the plan whose budget is the peak of per-block rematerialisation by hand."""
-
 AT_BLOCK_HOST = "at block and host"
 """That row with values in host memory, where the plan is cheaper for it."""
 
-KNAPSACK = "knapsack "
-"""What a row's name begins with that is planned by the knapsack."""
-
 BEYOND = ("1/4", "1/5", AT_BLOCK, "min")
-
-
-@dataclass(frozen=True)
-class Published:
-    """MONeT's figures for a network: the plain step's GB, and the overhead in percent by the budget in GB."""
-
-    plain: float
-    overheads: dict[str, float]
-
-    @property
-    def rows(self) -> dict[str, float]:
-        """Overheads as shares of the step, by the name of the row with that share of the plain peak."""
-        return {f"{gigabytes}/{self.plain}": percent / 100 for gigabytes, percent in self.overheads.items()}
 
 
 @dataclass(frozen=True)
@@ -59,18 +40,14 @@ class Subject:
     """A network at one size.
 
     **Fields:** `network` its name in `networks`; `sizes` what the published size has other than the default, at scale
-    "full" alone; `variant` what this subject has other than the default at any scale.
+    "full" alone; `variant` what this subject has other than the default at any scale; `published` MONeT's overheads, as
+    shares of the step, by the name of the row with that share of the plain peak.
     """
 
     network: str
     sizes: dict[str, Any] = field(default_factory=dict)
     variant: dict[str, Any] = field(default_factory=dict)
-    published: Published | None = None
-
-
-def _monet(network: str, batch: int, plain: float, **overheads: float) -> Subject:
-    by_budget = {key.removeprefix("gb").replace("_", "."): value for key, value in overheads.items()}
-    return Subject(network, {"batch": batch}, published=Published(plain, by_budget))
+    published: dict[str, float] = field(default_factory=dict)
 
 
 _GPTS = {
@@ -79,20 +56,17 @@ _GPTS = {
 }
 _KINDS: dict[str, dict[str, Any]] = {"unrolled": {}, "scanned": {"scanned": True}}
 _TYPES: dict[str, dict[str, Any]] = {"bf16": {"dtype": jnp.bfloat16}, "f32": {}}
+_PUBLISHED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
-# Percent by budget in GB, from the tables of MONeT's appendix. VGG-16's budgets are those that it says it needed.
 SUBJECTS: dict[str, Subject] = {
-    "resnet50": _monet("resnet50", 184, 15.06, gb10=3.22, gb9=4.68, gb8=5.56, gb7=7.28, gb6=9.31, gb5=11.95),
-    "googlenet": _monet(
-        "googlenet", 320, 14.93, gb10=7.13, gb9=7.87, gb8=8.44, gb7=9.71, gb6=12.14, gb5=15.77
-    ),
-    "unet": _monet("unet", 11, 14.32, gb10=-4.10, gb9=-2.07, gb8=-0.09, gb7=1.39, gb6=4.95, gb5=11.51),
-    "mobilenet_v2": _monet(
-        "mobilenet_v2", 272, 14.46, gb10=2.40, gb9=3.10, gb8=4.77, gb7=5.53, gb6=7.55, gb5=8.72
-    ),
-    "vgg16": _monet(
-        "vgg16", 176, 14.12, gb9_71=-5.30, gb8_66=-4.64, gb7_88=-2.18, gb6_82=1.99, gb5_90=5.44, gb5_51=9.11
-    ),
+    **{
+        name: Subject(
+            name,
+            {"batch": said["batch"]},
+            published={f"{gb}/{said['plain']}": percent / 100 for gb, percent in said["overheads"].items()},
+        )
+        for name, said in _PUBLISHED.items()
+    },
     **{
         f"{size}-{kind}-{dtype}": Subject("gpt", _GPTS[size], {**variant, **computed})
         for size in _GPTS
@@ -109,7 +83,7 @@ PLAIN_SHARES = ("2/3", "1/2", "1/3")
 
 def rows_of(subject: Subject) -> list[str]:
     """The names of a subject's own rows; those by hand first, because a plan's budget is the peak of one."""
-    shares = list(subject.published.rows) if subject.published else list(PLAIN_SHARES)
+    shares = list(subject.published or PLAIN_SHARES)
     plans = [*shares, *BEYOND]
     return ["plain", *BY_HAND, *plans, *(KNAPSACK + name for name in (*shares[::2], "1/4"))]
 
@@ -126,8 +100,7 @@ class Monet(Bench):
 
     def _describe(self) -> records.Record:
         published = SUBJECTS[self.subject].published
-        found = {"subject": self.subject, "published": published.rows if published else {}}
-        return {**super()._describe(), **found}
+        return {**super()._describe(), "subject": self.subject, "published": published}
 
     def budget(self, name: str) -> int | str:
         """The bytes that a row's name says: a share of the plain peak, or what per-block rematerialisation needs."""
@@ -198,25 +171,20 @@ def bench(subject: str, target: str, *, scale: str, folder: Path, **options: Any
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line; without subjects the smallest GPT, tiny, anew, at one share, into ``out/``."""
-    parser = command_line.parser("Plan MONeT's networks at its budgets, for a GPU or without it.", SUBJECTS)
-    parser.add_argument("--target", choices=jaxremat.targets(), default="p100", help="default: p100")
-    parser.add_argument(
-        "--scale", choices=("full", "small", "tiny"), help="default: full; without subjects tiny"
-    )
+    parser = runner.parser_of(__doc__, SUBJECTS)
     parser.add_argument("--rows", nargs="+", type=a_row, metavar="ROW", help="in place of the subject's own")
     parser.add_argument("--only", choices=("plans", "knapsack"), help="of the subject's own rows")
-    command_line.add_planning(parser)
-    given = command_line.parse(parser, argv, SUBJECTS, quick=QUICK)
-    scale = given.scale or ("tiny" if given.quick else "full")
-    folder = given.results or (records.RESULTS if scale == "full" else records.OUT)
-    for subject in given.names:
-        plans = given.rows or (["1/2"] if given.quick else rows_of(SUBJECTS[subject]))
-        if given.only:
-            plans = [row for row in plans if row.startswith(KNAPSACK) == (given.only == "knapsack")]
+    steps.add_planning(parser)
+    asked = runner.parse(parser, argv, SUBJECTS, quick=(QUICK,))
+    target = asked.target or "p100"
+    for subject in asked.names:
+        plans = asked.rows or (["1/2"] if asked.quick else rows_of(SUBJECTS[subject]))
+        if asked.only:
+            plans = [row for row in plans if row.startswith(KNAPSACK) == (asked.only == "knapsack")]
         rows = list(dict.fromkeys(["plain", *BY_HAND, *plans]))
-        print(f"{subject} for {given.target}:", flush=True)
-        of = bench(subject, given.target, scale=scale, folder=folder, time_limit=given.time_limit)
-        of.run(rows, fresh=given.fresh or given.quick)
+        print(f"{subject} for {target}:", flush=True)
+        of = bench(subject, target, scale=asked.scale, folder=asked.folder, time_limit=asked.time_limit)
+        of.run(rows, fresh=asked.fresh or asked.quick)
         print(f"  in {of.path}")
 
 

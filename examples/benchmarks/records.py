@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
+import platform as machine
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxremat._model._device_specs import DEVICES
+from jaxremat._model._device_specs import DEVICES, find
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -36,21 +36,33 @@ def environment(target: str | None = None) -> Record:
 
     device = jax.devices()[0]
     if target is not None:
+        kind = re.sub(r"[x:]\d.*", "", target)  # of which a target like h100x8 has several
         return {
             "jax": jax.__version__,
             "jaxlib": jaxlib.__version__,
             "platform": target,
-            "device": f"XLA's compiler for {DEVICES[target].name}, without the device",
+            "device": f"XLA's compiler for {DEVICES[kind].name}, without the device",
         }
     return {
-        **({} if device.platform == "cpu" else _runtime(device)),
-        "python": platform.python_version(),
+        **(
+            {}
+            if device.platform == "cpu"
+            else {"driver": driver(), "runtime": device.client.platform_version}
+        ),
+        "python": machine.python_version(),
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "platform": device.platform,
         "device": _processor() if device.platform == "cpu" else device.device_kind,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
+
+
+def platform(target: str | None = None) -> str:
+    """What rows are compiled for: a target's name, also for the device at hand if it is one, else JAX's own name."""
+    import jax
+
+    return target or find(str(jax.devices()[0].device_kind)) or jax.default_backend()
 
 
 def today() -> str:
@@ -77,23 +89,6 @@ def read_all(folder: Path, kind: str) -> Iterator[Record]:
         record = read(path)
         if record["kind"] == kind:
             yield record
-
-
-def completed(
-    path: Path, about: Record, wanted: Mapping[str, Callable[[], Record]], *, fresh: bool = False
-) -> Record:
-    """A file's record with the rows that it lacks of those that are wanted, each written as soon as it is made.
-
-    **Arguments:** `about` what it says besides; `fresh` to make all rows anew.
-    """
-    rows = {} if fresh else read(path).get("rows", {})
-    record = {**about, "rows": rows}
-    for name, make in wanted.items():
-        if name not in rows:
-            rows[name] = make()
-            print(path.stem, name, rows[name], flush=True)
-            write(path, record)
-    return record
 
 
 def write(path: Path, record: Record) -> None:
@@ -125,10 +120,6 @@ def _rounded(value: Any) -> Any:
     return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _runtime(device: Any) -> Record:
-    return {"driver": driver(), "runtime": device.client.platform_version}
-
-
 def driver() -> str | None:
     """The version of NVIDIA's driver, as its own tool says; None without it."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -144,4 +135,4 @@ def _processor() -> str:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
     except OSError:
         found = None
-    return found[1].strip() if found else platform.processor() or platform.machine() or "unknown processor"
+    return found[1].strip() if found else machine.processor() or machine.machine() or "unknown processor"

@@ -1,22 +1,22 @@
 """Steps on eight devices: planned per device, what they send each other, and how true the first prediction was.
 
-    python -m examples.benchmarks.sharded                         # eight devices of this host
-    python -m examples.benchmarks.sharded --target h100x8 --save  # by the compiler of eight H100s
+    python -m examples.benchmarks.sharded all                         # eight devices of this host
+    python -m examples.benchmarks.sharded all --target h100x8 --save  # by the compiler of eight H100s
 
 *mlp* and *transformer* with their weights and batch over all devices (fsdp), heads and hidden units (tp), or both;
-*resnet* with its batch, and statistics of all of it. Budgets are shares of the plain step's temporaries. Nothing is
-timed: overheads are rooflines of the compiled programs, whose kernels run one after the other, collectives too.
+*resnet* with its batch, and statistics of all of it; *mlp mapped* with both passes in a `shard_map`. Budgets are shares
+of the plain step's temporaries. Nothing is timed: overheads are rooflines of the compiled programs, whose kernels run
+one after the other, collectives too.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 if __name__ == "__main__":  # before JAX starts
@@ -29,16 +29,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxremat
-from examples.benchmarks import records
-from examples.benchmarks.networks.resnet import ResNet
+from examples.benchmarks.networks.convolutional import ResNet
+from examples.benchmarks.plans import of_plan
+from examples.benchmarks.records import Record
+from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, least
 from jaxremat import format_nbytes
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._roofline import kernels
 
-RESULTS = Path(__file__).parent / "results" / "sharded"
-MESHES = {"fsdp": {"data": 8}, "tp": {"model": 8}, "both": {"data": 4, "model": 2}}
-CASES = ("mlp fsdp", "transformer fsdp", "transformer tp", "transformer both", "resnet data")
-SHARES = (0.75, 0.5)
+DEVICES = 8
+MESHES = {"fsdp": {"data": DEVICES}, "tp": {"model": DEVICES}, "both": {"data": DEVICES // 2, "model": 2}}
+CASES = ("mlp fsdp", "mlp mapped", "transformer fsdp", "transformer tp", "transformer both", "resnet data")
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -86,6 +87,19 @@ def mlp(of: Layouts, scale: int, layers: int = 6) -> Case:
     width, rows = 256 * scale, 4096 * scale
     pair = of((width, 4 * width), of.data, of.model), of((4 * width, width), of.model or of.data, None)
     return trained(loss), ([pair] * layers, of((rows, width), of.data, None))
+
+
+def mapped(of: Layouts, scale: int) -> Case:
+    """The same perceptron, with its batch divided and both passes in a `shard_map`, as it is written by hand."""
+    whole, (weights, x) = mlp(of, scale)
+
+    def local(weights: Any, x: Any) -> Any:
+        return jax.tree.map(partial(jax.lax.pmean, axis_name="data"), whole(weights, x))
+
+    step = jax.shard_map(
+        local, mesh=of.mesh, in_specs=(P(), P("data")), out_specs=(P(), P()), check_vma=False
+    )
+    return step, (jax.tree.map(lambda a: of(a.shape), weights), x)
 
 
 def transformer(of: Layouts, scale: int, layers: int = 4) -> Case:
@@ -142,8 +156,14 @@ def case(name: str, target: str | None, scale: int) -> Case:
     """A step and the types of its arguments."""
     network, how = name.split()
     dtype = jnp.float32 if target is None else jnp.bfloat16
-    of = Layouts(MESHES["fsdp" if how == "data" else how], target, dtype)
-    return {"mlp": mlp, "transformer": transformer, "resnet": resnet}[network](of, scale)
+    axes = MESHES.get(how, MESHES["fsdp"])
+    if how == "mapped" and target is None:
+        axes = {
+            "data": len(jax.devices())
+        }  # any number will do, also the one of a process that asked for no more
+    of = Layouts(axes, target, dtype)
+    made = {"mlp": mapped if how == "mapped" else mlp, "transformer": transformer, "resnet": resnet}
+    return made[network](of, scale)
 
 
 def sent(text: str) -> dict[str, int]:
@@ -159,101 +179,87 @@ def sent_nbytes(text: str) -> int:
     return sum(kernel.total_trips * kernel.sent_nbytes for kernel in kernels(parse(text)))
 
 
-def measured(name: str, share: float, target: str | None, scale: int) -> dict[str, Any]:
+def measured(name: str, share: float, target: str | None, scale: int) -> Record:
     """What became of a step within a share of its temporaries."""
     step, args = case(name, target, scale)
     there: Any = {} if target is None else {"target": target}
     plain = jaxremat.memory(step, *args, donate_argnums=0, **there)
     budget = plain.base_nbytes + int(share * plain.temporaries_nbytes)
-    row: dict[str, Any] = {
-        "case": name,
-        "share": share,
-        "plain_nbytes": plain.peak_nbytes,
-        "budget_nbytes": budget,
-    }
     whole = jaxremat.optimize(2 * plain.peak_nbytes, donate_argnums=0, **there)(step)
     text = whole.compile(*args).as_text()
+    row: Record = {"plain_nbytes": plain.peak_nbytes, "budget_nbytes": budget}
     row |= {"plain_sent": sent(text), "plain_sent_nbytes": sent_nbytes(text)}
     planned = jaxremat.optimize(budget, donate_argnums=0, cache=False, **there)(step)
     try:
         plan = planned.plan(*args)
     except jaxremat.InfeasibleBudgetError as error:
         return {**row, "least_nbytes": error.min_peak_nbytes}
-    first = plan.rounds[0] if plan.rounds else None
     text = planned.compile(*args).as_text()
+    first = plan.rounds[0] if plan.rounds else None
+    row |= of_plan(plan, plain.temporaries_nbytes)
+    row["first_prediction"] = first and first.predicted_peak_nbytes / first.compiled_peak_nbytes - 1
+    row |= {"gathered_again": plan.gathered_again, "sent": sent(text), "sent_nbytes": sent_nbytes(text)}
+    return row
+
+
+def rows(asked: Asked, name: str) -> Rows:
+    """A plan for each share."""
     return {
-        **row,
-        "peak_nbytes": plan.peak_nbytes,
-        "used": plan.peak_nbytes / budget,
-        "first_prediction": first and first.predicted_peak_nbytes / first.compiled_peak_nbytes - 1,
-        "overhead": plan.overhead,
-        "compiled_overhead": plan.compiled_overhead,
-        "rounds": len(plan.rounds),
-        "form": [choice.kind for choice in plan.form.choices],
-        "gathered_again": plan.gathered_again,
-        "sent": sent(text),
-        "sent_nbytes": sent_nbytes(text),
+        f"{name} | {share:g}": partial(measured, name, share, asked.target, asked.times)
+        for share in asked.shares
     }
 
 
-def main() -> None:
-    """Measure, print and keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=CASES, help=f"of {', '.join(CASES)}")
-    parser.add_argument("--target", help="devices to compile for, else this host's")
-    parser.add_argument("--shares", nargs="*", type=float, default=SHARES)
-    parser.add_argument("--scale", type=int, default=1)
-    parser.add_argument("--save", action="store_true")
-    asked = parser.parse_args()
-    rows = []
-    for name in asked.cases:
-        for share in asked.shares:
-            rows.append(measured(name, share, asked.target, asked.scale))
-            print(json.dumps(rows[-1]), flush=True)
-    if asked.save:
-        known = {"kind": "sharded", "date": records.today(), "jaxremat": records.library_version()}
-        known |= {"jax": jax.__version__, "target": asked.target or "cpu", "scale": asked.scale}
-        records.write(RESULTS / f"{asked.target or 'cpu'}.json", {**known, "rows": rows})
+def markdown(found: Sequence[Record]) -> str:
+    """The tables, one for each device."""
+    return "\n\n".join(map(_of_platform, found))
 
 
-def markdown(record: records.Record) -> str:
-    """What was saved, as a table with its title."""
-    where = "of this host" if record["target"] == "cpu" else f"by the compiler for {record['target']}"
-    lines = [
-        f"### On eight devices {where}",
-        "Bytes of one device. *First prediction* is of the peak, before anything but the plain step was compiled;\n"
-        "overheads are rooflines of the compiled programs, collectives among their kernels; *sent* counts the arrays\n"
-        "that collectives are of, in the plain step and in the planned one, and *bytes sent* what a device sends.",
-        "| step | share | plain | budget | used | first prediction | overhead, predicted | compiled | sent "
-        "| bytes sent |",
-    ]
-    lines[-1] += f"\n|---|{'---:|' * 9}"
-    for row in record["rows"]:
-        if "least_nbytes" in row:
-            found = [
-                f"at least {format_nbytes(row['least_nbytes'])}",
-                "",
-                "",
-                "",
-                str(sum(row["plain_sent"].values())),
-                format_nbytes(row["plain_sent_nbytes"]),
-            ]
+def _of_platform(record: Record) -> str:
+    lines = []
+    for key, row in record["rows"].items():
+        name, share = key.split(" | ")
+        cells = [
+            name,
+            f"{float(share):.0%}",
+            *(format_nbytes(row[f"{w}_nbytes"]) for w in ("plain", "budget")),
+        ]
+        both = [where for where in ("plain_sent", "sent") if where in row]
+        if least(row):
+            cells += [least(row), "", "", ""]
         else:
-            counts = (sum(row[each].values()) for each in ("plain_sent", "sent"))
             first = row["first_prediction"]
-            found = [
-                f"{row['used']:.1%}",
+            cells += [
+                f"{row['peak_nbytes'] / row['budget_nbytes']:.1%}",
                 "" if first is None else f"{first:+.1%}",
-                f"{row['overhead']:.1%}",
-                f"{row['compiled_overhead']:.1%}",
-                " → ".join(map(str, counts)),
-                " → ".join(format_nbytes(row[each]) for each in ("plain_sent_nbytes", "sent_nbytes")),
             ]
-        sizes = [format_nbytes(row[each]) for each in ("plain_nbytes", "budget_nbytes")]
-        cells = [row["case"], f"{row['share']:.0%}", *sizes, *found]
-        lines[-1] += f"\n| {' | '.join(cells)} |"
-    return "\n\n".join(lines)
+            cells += [f"{row['overhead']:.1%}", f"{row['compiled_overhead']:.1%}"]
+        cells.append(" → ".join(str(sum(row[where].values())) for where in both))
+        cells.append(" → ".join(format_nbytes(row[f"{where}_nbytes"]) for where in both))
+        lines.append(cells)
+    platform = record["environment"]["platform"]
+    where = "of this host" if platform == "cpu" else f"by the compiler for {platform}"
+    return "\n\n".join([f"### On eight devices {where}", LEGEND, grid(HEADER, lines)])
 
+
+HEADER = (
+    *("step", "share", "plain", "budget", "used", "first prediction", "overhead, predicted", "compiled"),
+    *("sent", "bytes sent"),
+)
+LEGEND = """\
+Bytes of one device. *First prediction* is of the peak, before anything but the plain step was compiled;
+overheads are rooflines of the compiled programs, collectives among their kernels; *sent* counts the arrays
+that collectives are of, in the plain step and in the planned one, and *bytes sent* what a device sends.\
+"""
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--times", type=int, default=1, help="as wide and as long (default: 1)")
+
+
+BENCHMARK = Benchmark(
+    "sharded", __doc__, CASES, rows, markdown, ("mlp fsdp",), (0.75, 0.5), options=_options, shared=True
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

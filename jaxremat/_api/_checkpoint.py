@@ -25,8 +25,7 @@ from .._lower._lower import lower
 from .._model._graph import Graph
 from .._plan._agreement import found_first
 from .._plan._arguments import as_tuple, check_planning
-from .._plan._held_plan import HeldPlan
-from .._plan._residuals import Found, Held, as_plan, parse_held, plan_held
+from .._plan._residuals import Found, Held, HeldPlan, as_plan, parse_held, plan_held
 from .._program import _compat
 from .._rewrite._fingerprint import fingerprint
 from .._runtime._errors import ArgumentError, JaxrematWarning

@@ -12,8 +12,7 @@ from .._emit._bodies import numbered
 from .._emit._joint import called
 from .._emit._naming import named
 from .._plan._arguments import as_tuple
-from .._plan._held_plan import HeldPlan
-from .._plan._plan import Plan
+from .._plan._plan import HeldPlan, Plan
 from .._runtime._errors import ArgumentError
 
 

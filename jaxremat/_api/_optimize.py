@@ -6,8 +6,8 @@ from typing import Any
 
 from .._compiler._program import Program
 from .._compiler._target import Target
-from .._model._form_offers import EXACT
 from .._model._pins import parse_pins
+from .._model._sites import EXACT
 from .._plan._arguments import as_tuple, check_choice, check_host_memory, check_planning, parse_forms
 from .._plan._plan import GivenPlan, given_plan
 from .._plan._request import Offload, Options
@@ -63,7 +63,7 @@ def optimize(
     - `time_limit`: the work of each solve, in seconds of a usual machine (nodes are counted, so that plans are the same
       on all); the incumbent and its honest gap are used when it ends. Ctrl-C ends planning at once.
     - `verify`: compile, compare with the budget, correct and plan again at most twice. False trusts the model.
-    - `effort`: `"thorough"` allows more rounds, and tries other forms of barriers.
+    - `effort`: `"thorough"` allows more rounds.
     - `target`: plan for this device, one of `jaxremat.targets()`, or several, `"h100x8"`, `"h100:16x8"` on 16 hosts,
       on a machine that need not have them: the peak is that of XLA's compiler for it, on one device
       (`pip install "jaxremat[targets]"`). Such a step can be planned, lowered and compiled anywhere, and called where

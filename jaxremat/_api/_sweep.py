@@ -14,9 +14,8 @@ from typing import Any
 
 from .._model._simulate import simulate
 from .._model._stages import cuttings
-from .._plan._baseline import Baseline, measure_baseline
+from .._plan._baseline import Baseline, EstimatedGraphs, Graphs, measure_baseline
 from .._plan._frontier import Frontier, Point, Policy, monotone
-from .._plan._graphs import EstimatedGraphs, Graphs
 from .._plan._plan import Plan
 from .._plan._plan_cache import keep, key_of, recall
 from .._plan._problem import Problem
@@ -215,7 +214,7 @@ class _Sweep:
         options = self.request.options
         plain = self.graphs.plain
         made = dict.fromkeys(plan.form for plan in plans if plan.form != plain.form)
-        graphs = [plain, *(self.graphs.of(form) for form in made)]
+        graphs = [plain, *filter(None, map(self.graphs.of, made))]
         graphs = [cut for graph in graphs for cut in cuttings(graph)]
         starts = [
             vertex(graph, Solution(plan.schedule(graph)))

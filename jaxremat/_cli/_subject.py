@@ -17,7 +17,7 @@ from .._api._optimize import optimize
 from .._api._step import Step
 from .._compiler._program import Program
 from .._compiler._target import Target, targets
-from .._model._form_offers import EXACT, REVERSIBLE
+from .._model._sites import EXACT, REVERSIBLE
 from .._runtime._bytes import Budget
 from .._runtime._errors import ArgumentError, TargetError
 from .._solver import Chen, Greedy, Milp, MinCut, RecomputeAll

@@ -5,7 +5,7 @@ is known of it; nothing here plans.
 
 Reading order: `_program` (variants of the user's step), `_target` and `_target_worker` (GPUs that are not here),
 `_devices`, `_memory_stats`; `_hlo` (text -> instructions), `_liveness`, `_peak_contents`, `_roofline`,
-`_host_traffic`, `_collectives`, `_overwritten_reads` (a defect of XLA that plans must avoid), `_compiled_step` (all of
-that, read once); `_tags` and `_attribution` (which equation a kernel runs for), `_scratch`, `_library_kernels`;
+`_host_traffic`, `_overwritten_reads` (a defect of XLA that plans must avoid), `_compiled_step` (all of
+that, read once); `_tags` (which equation a kernel runs for), `_scratch`;
 `_single_equation`, `_workspace`, `_measured_times` and `_tried_kernels` (one equation by itself).
 """

@@ -4,10 +4,10 @@ Invariant: an executable's text is printed and parsed at most once, when the fir
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from ._collectives import collectives
 from ._devices import DeviceSpec
 from ._hlo import Module, parse
 from ._host_traffic import seconds_with_copies
@@ -15,7 +15,22 @@ from ._memory_stats import MemoryStats
 from ._overwritten_reads import OverwrittenRead, overwritten_reads
 from ._peak_contents import Alive, alive_at_peak
 from ._program import Compiled
-from ._roofline import kernels
+from ._roofline import Kernel, kernels
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def collectives(ran: Iterable[Kernel]) -> Counter[str]:
+    """Return the number of operations of each kind, those of loops once for each iteration.
+
+    One operation may be of many arrays.
+    """
+    found: Counter[str] = Counter()
+    for kernel in ran:
+        kind = kernel.instruction.opcode.removesuffix("-start")
+        if kind in KINDS:
+            found[kind] += kernel.total_trips
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,13 @@
 """Tagged plain program -> equation -> bytes of scratch memory: what its kernels have beside the step's own values.
 
 An equation compiled alone says little of them: there its operands come in the layout of arguments, while in the program
-their own producers write them as it wants them. So they are read off the whole program, as `_attribution` finds them. A
-copy of an argument alone is made at any time, and counts for all that run while it is there; but not a copy of an
-argument as it is, which the program's order needs because something overwrites the argument before its last reader;
-nor one from host memory, which is an equation's own.
+their own producers write them as it wants them. So they are read off the whole program.
+
+Copies of operands in another layout or with padding and library scratch appear in no jaxpr. A buffer that is no
+equation's value counts for the equations whose kernels read it, directly or through kernels of no equation, or for the
+one whose kernel it is of where nothing does. A copy of an argument alone is made at any time, and counts for all that
+run while it is there; but not a copy of an argument as it is, which the program's order needs because something
+overwrites the argument before its last reader; nor one from host memory, which is an equation's own.
 
 An operand that is copied, and that nothing reads later, is gone before the copy is: it makes room for what the equation
 has besides.
@@ -17,9 +20,90 @@ import jax.extend.core as jex
 
 from .._model._graph import Graph
 from .._model._reuse import dies_at
-from ._attribution import Values, purposes, values_of
-from ._hlo import COLLECTIVES, CONTROL, Computation, Instruction, Module, executed, transfer
-from ._liveness import peak_of
+from .._program import _compat
+from .._program._flops import aval_nbytes
+from .._program._primitives import is_relabelling
+from .._runtime._mechanisms import mechanism
+from ._hlo import COLLECTIVES, CONTROL, Computation, Instruction, Module, executed, maker, transfer
+from ._liveness import Life, lives, peak_of
+from ._tags import TAG
+
+
+@dataclass(frozen=True)
+class Purposes:
+    """What the instructions of a computation are for.
+
+    **Fields:** `own` for each instruction the equation that it is tagged with, if any; `wanted` for each the equations
+    for which it runs: its own, else those of its readers; `made` the buffers that are values, with their equation;
+    `extras` the others, and whether they are copies of arguments.
+    """
+
+    own: Sequence[set[int]]
+    wanted: Sequence[set[int]]
+    made: Sequence[tuple[int, Life]]
+    extras: Sequence[tuple[Life, bool]]
+
+
+def values_of(eqns: Sequence[jex.JaxprEqn]) -> "Values":
+    """The step's values, none of them seen yet."""
+    root: dict[jex.Var | jex.Literal, int] = {}  # variable -> the equation whose memory it is in
+    for i, eqn in enumerate(eqns):
+        operands = [a for a in eqn.invars if not _compat.is_literal(a)]
+        seen = is_relabelling(eqn) and len(operands) == len(eqn.outvars) == 1
+        for v in eqn.outvars:
+            root[v] = root.get(operands[0], -1) if seen else i
+    sizes: dict[int, list[int]] = {}
+    for i, eqn in enumerate(eqns):
+        for v in eqn.outvars:
+            if root[v] == i:
+                sizes.setdefault(i, []).append(aval_nbytes(v.aval))
+    of = {i: root[eqn.outvars[0]] for i, eqn in enumerate(eqns) if eqn.outvars}
+    return Values(of, sizes)
+
+
+@dataclass
+class Values:
+    """Which buffers are values. **Fields:** `root` of each equation, behind views; `sizes` of those not seen yet."""
+
+    root: Mapping[int, int]
+    sizes: dict[int, list[int]]
+
+    def claim(self, i: int, nbytes: int) -> bool:
+        """Whether a buffer that the equation makes is a value of it that was not seen before."""
+        sizes = self.sizes.get(self.root.get(i, -1), [])
+        near = next((size for size in sizes if abs(size - nbytes) <= size // 8), None)
+        if near is None:
+            return False
+        sizes.remove(near)
+        return True
+
+
+def purposes(module: Module, computation: Computation, values: Values) -> Purposes:
+    """What the computation's instructions are for; the values that they make are seen from then on."""
+    scope = computation.by_name()
+    instructions = computation.instructions
+    own: list[set[int]] = [{int(t) for t in TAG.findall(i.op_name)[-1:]} for i in instructions]
+    made: list[tuple[int, Life]] = []
+    extras: list[tuple[Life, bool]] = []
+    made_at: dict[int, list[Life]] = {}
+    for life in lives(module, computation.name):
+        buffer = life.buffer
+        made_by = maker(module, TAG, scope, buffer.instruction, buffer.element)
+        tag = int(made_by) if isinstance(made_by, str) else -1
+        if tag >= 0:
+            own[life.born].add(tag)
+        made_at.setdefault(life.born, []).append(life)
+        if tag >= 0 and values.claim(tag, buffer.nbytes):
+            made.append((tag, life))
+        elif buffer.nbytes:
+            extras.append((life, isinstance(made_by, tuple)))
+    wanted: list[set[int]] = [set() for _ in instructions]
+    for position in reversed(range(len(instructions))):
+        wanted[position] = own[position] or set().union(
+            *(wanted[reader] for life in made_at.get(position, ()) for reader in life.readers)
+        )
+    return Purposes(own, wanted, made, extras)
+
 
 Span = tuple[int, int, int]
 """Born, dies, bytes."""
@@ -41,6 +125,7 @@ class Scratch:
         return Scratch(self.nbytes, {place[i]: nbytes for i, nbytes in self.fewer.items() if i in place})
 
 
+@mechanism("scratch memory as compiled", off=lambda *_: {})
 def scratch(module: Module, eqns: Sequence[jex.JaxprEqn]) -> dict[int, Scratch]:
     """That of each equation that has kernels of its own in the program, by index."""
     found: dict[int, Scratch] = {}

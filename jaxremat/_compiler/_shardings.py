@@ -23,7 +23,7 @@ from .._attention._finding import Site, attention
 from .._attention._operations import is_attention, of_one_device
 from .._attention._pattern import Pattern
 from .._attention._places import Places
-from .._model._form import Form
+from .._model._variant import Variant
 from .._program import _compat
 from .._program._compat import shaped
 from .._program._flops import aval_nbytes, eqn_flops
@@ -102,7 +102,7 @@ class Division:
     program: Program
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    _known: dict[Form, tuple[Shardings, Traced, tuple[float, ...]]] = field(default_factory=dict)
+    _known: dict[Variant, tuple[Shardings, Traced, tuple[float, ...]]] = field(default_factory=dict)
 
     @cached_property
     def devices(self) -> int:

@@ -21,7 +21,7 @@ def alone(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
     return _compat.single(eqn, [_compat.new_var(a.aval) for a in eqn.invars])
 
 
-def key(eqn: jex.JaxprEqn, where: Any) -> str:
+def key(eqn: jex.JaxprEqn, where: object) -> str:
     """What tells the equation's program from others: primitive, types, parameters; `where` it is compiled."""
     params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
     what = (eqn.primitive.name, [str(a.aval) for a in eqn.invars], params)

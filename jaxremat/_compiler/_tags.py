@@ -6,7 +6,7 @@ its passes as `op_name`, so that the kernels of the compiled program say whose r
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -85,19 +85,6 @@ class Written:
         return Written(sizes, kernels, self.loops, *sent)
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """What iterations of loops write that is no value of the step, by equation index.
-
-    **Fields:** `shared` bytes of fused work that several kernels want; `implicitly_read` the others of whose work the
-    expansion of an equation reads something; `constants` bytes of constants that an equation's kernel wants as arrays.
-    """
-
-    shared: Mapping[int, int] = field(default_factory=dict)
-    implicitly_read: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    constants: Mapping[int, int] = field(default_factory=dict)
-
-
 TAG = re.compile(r"#(\d+)(?:[/)]|$)")
 SEVERAL = re.compile(
     r"#(\d+)(?=[/):]|$)"
@@ -143,58 +130,6 @@ def written(module: Module) -> Written:
                 kernels.append(Kernel(_makers(module, scope, [instruction]), reads, single))
     sizes = {int(tag): sizes for tag, sizes in materialised(module, TAG).items()}
     return Written(sizes, tuple(kernels), summed=summed, gathered=gathered)
-
-
-def implicitly_read(module: Module) -> set[tuple[int, int]]:
-    """Pairs of tagged equations, the first of which reads within a kernel what another kernel has written for the
-    second.
-    """
-    found: set[tuple[int, int]] = set()
-    for computation in executed(module):
-        scope = computation.by_name()
-        for instruction in computation.instructions:
-            if instruction.opcode != "fusion":
-                continue
-            inside = module.computations[instruction.callees[0]].instructions
-            for i, operand in enumerate(instruction.operands):
-                made_by = maker(module, TAG, scope, scope[operand], 0)
-                if isinstance(made_by, str):
-                    readers = (each.op_name for each in _readers(inside, i))
-                    tags = (TAG.findall(name)[-1:] for name in readers)
-                    found.update((int(tag), int(made_by)) for own in tags for tag in own if tag != made_by)
-    return found
-
-
-def _readers(inside: Sequence[Instruction], parameter: int) -> list[Instruction]:
-    """The instructions of a kernel that read one of its parameters, by any shape."""
-    names, found = set(), []
-    for each in inside:
-        if each.opcode == "parameter" and each.index == parameter:
-            names.add(each.name)
-        elif not names.isdisjoint(each.operands):
-            if each.opcode == "bitcast":
-                names.add(each.name)
-            else:
-                found.append(each)
-    return found
-
-
-def constants(module: Module) -> dict[int, int]:
-    """Bytes of arrays of a constant that kernels write, by the last tagged equation that reads them."""
-    found: dict[int, int] = {}
-    for computation in executed(module):
-        scope, last = computation.by_name(), {}
-        for instruction in computation.instructions:
-            read = [scope[operand] for operand in instruction.operands]
-            if instruction.opcode in ("fusion", "broadcast") and all(a.opcode == "constant" for a in read):
-                last[instruction.name] = instruction, None
-            last.update((a.name, (a, instruction)) for a in read if a.name in last)
-        for made, reader in last.values():
-            by = () if reader is None else (maker(module, TAG, scope, each, 0) for each in (made, reader))
-            untagged, tag = by or ("", None)
-            if untagged is None and isinstance(tag, str):
-                found[int(tag)] = found.get(int(tag), 0) + made.shapes[0].nbytes
-    return found
 
 
 def _makers(module: Module, scope: Mapping[str, Instruction], made: Iterable[Instruction]) -> frozenset[int]:

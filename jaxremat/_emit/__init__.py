@@ -3,10 +3,9 @@
 In: `Traced`, `Graph`, `Schedule`. Out: a jaxpr, or a function for JAX to differentiate. Law: it computes what the
 function computes; a schedule without stages leaves the equations as they were.
 
-Reading order: `_emit` (the joint program of a whole step); `_validation` (that it computes the step); its barriers
-`_fence_operands`, `_triggers`, `_placement`, `_hoisting`, `_weight_copies`, `_clones`,
-`_weight_gradients`, `_last_reads`, `_gradient_layouts`, `_mask_operands`, `_layouts`, `_decoding` (values kept in
-fewer bits), `_elsewhere`, `_stacks_elsewhere` and `_streams` (host memory), `_undone_blocks`, `_detaching`; for
-functions that are differentiated later `_joint`, `_bodies`, `_halves` (custom_vjp), `_differentiable_barrier`, and
-`_naming`, `_segmentation`, `_policy`, `_max_pool` (policies).
+Reading order: `_emit` (the joint program of a whole step); `_analysis` (what is asked of it again and again) with
+`_hoisting` and `_layouts`; `_constraints` (what must be finished before what, by rules that one can read and leave
+out), `_writer` (equations and barriers), `_transfers` (copies from and to host memory), `_detaching`; `_validation`
+(that the program computes the step); for functions that are differentiated later `_joint`, `_bodies`, `_halves`
+(custom_vjp), `_differentiable_barrier`, and `_naming`, `_segmentation`, `_policy`, `_max_pool` (policies).
 """

@@ -11,7 +11,6 @@ import jax.extend.core as jex
 
 from .._model._graph import Graph
 from .._model._schedule import Schedule
-from .._model._stage_merging import merged
 from .._program import _compat
 from .._program._primitives import runs_once
 from .._program._run_counts import check_runs
@@ -19,7 +18,8 @@ from .._rewrite._canonical_convolutions import canonical_in_bodies
 from .._rewrite._flat_program import Loop
 from .._rewrite._loop_closing import close_loops, without_unread
 from .._rewrite._sinking import sink
-from ._emit import FENCES, Emitter
+from ._analysis import Analysis
+from ._emit import write
 from ._joint import Joint
 
 
@@ -41,16 +41,13 @@ class Halves:
 
 def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     """The two passes, type-checked; node ids of `graph` are equation indices of the joint program."""
-    if graph.backend.fuses_reductions and not schedule.drops_nothing:
-        graph, schedule = merged(graph, schedule)
     traced = joint.traced
     jaxpr, consts = traced.jaxpr.jaxpr, traced.jaxpr.consts
     primals, cotangents = jaxpr.invars[: joint.primals], jaxpr.invars[joint.primals :]
-    emitter = Emitter(traced, graph, schedule, FENCES[0], cotangents=cotangents)
-    outvars = emitter.run()
-    results, gradients = outvars[: joint.results], outvars[joint.results :]
-    eqns = close_loops(*sink(emitter.eqns, emitter.loop_of, traced.loops), traced.loops)
-    forward_loops = emitter.loop_of[: emitter.forward_count]
+    written = write(Analysis(traced, graph, schedule, cotangents=cotangents))
+    results, gradients = written.outvars[: joint.results], written.outvars[joint.results :]
+    eqns = close_loops(*sink(written.eqns, written.loop_of, traced.loops), traced.loops)
+    forward_loops = written.loop_of[: written.forward_count]
     outermost = {_outermost(loop, traced.loops) for loop in forward_loops}
     single = sum(loop < 0 for loop in forward_loops)
     stop = single + len(outermost - {-1})

@@ -14,6 +14,7 @@ from .._model._graph import Graph
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_costly, is_light, is_loop_edge
+from .._runtime._mechanisms import mechanism
 
 ZERO = _compat.literal(np.float32(0))
 
@@ -39,6 +40,7 @@ class Hazards:
         self.loads = self._loads()
         self.costly = self._costly()
 
+    @mechanism("what is made early", off=lambda *_: False)
     def early(self, n: int, var: Any) -> bool:
         """Whether the compiler may make something large of an operand long before the equation runs, or keep something
         to make it of.

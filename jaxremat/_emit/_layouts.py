@@ -9,12 +9,12 @@ So images pass with their axes in the order of memory and are turned round behin
 either.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .._model._device_specs import Chip
 from .._model._graph import Node, Value
-from .._program import _compat
+from .._runtime._mechanisms import mechanism
 
 _OTHERWISE = frozenset(
     {"transpose", "reshape", "broadcast_in_dim", "dot_general", "gather", "sort", "scan", "while", "cond"}
@@ -22,6 +22,7 @@ _OTHERWISE = frozenset(
 """Results of these have no axes that are their operands'."""
 
 
+@mechanism("images' axes in memory order", off=lambda *_: {})
 def axes_in_memory(
     eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], chip: Chip | None
 ) -> dict[int, tuple[int, ...]]:
@@ -59,33 +60,3 @@ def _root(nodes: Sequence[Node], values: Sequence[Value], v: int) -> int:
     while (n := values[v].producer) >= 0 and len(nodes[n].inputs) == 1 and not nodes[n].fusion_root:
         (v,) = nodes[n].inputs
     return n
-
-
-def append_barrier(
-    emitter: Any,
-    variables: Sequence[Any],
-    operands: Sequence[Any],
-    scope: str,
-    loop: int,
-    source_info: Any,
-    fence: Callable[..., Any] = _compat.barrier,
-) -> list[Any]:
-    """Append a barrier to what an emitter has in a loop, -1 for none; returns the operands' barrier names.
-
-    **Arguments:** `variables` the step's own whose values the operands are; `barrier` makes the barrier's equation.
-    """
-    values, value_of = emitter.graph.values, emitter.value_of
-    axes = [values[value_of[v]].axes if v in value_of else () for v in variables]
-    turned = [
-        _compat.permuted(a, order, source_info) if order else None
-        for a, order in zip(operands, axes, strict=True)
-    ]
-    passing = [eqn.outvars[0] if eqn else a for a, eqn in zip(operands, turned, strict=True)]
-    passed = [_compat.new_var(a.aval) for a in passing]
-    back = [
-        _compat.permuted(a, [order.index(axis) for axis in range(len(order))], source_info) if order else None
-        for a, order in zip(passed, axes, strict=True)
-    ]
-    eqns = [*filter(None, turned), fence(passing, passed, source_info), *filter(None, back)]
-    emitter.append([_compat.in_scope(eqn, scope) for eqn in eqns], [loop] * len(eqns))
-    return [eqn.outvars[0] if eqn else a for a, eqn in zip(passed, back, strict=True)]

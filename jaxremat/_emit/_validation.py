@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import jax.extend.core as jex
 
-from .._model._form import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Form
+from .._model._variant import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Variant
 from .._program._equivalence import Equivalence
 from .._program._value_numbers import UndecidedError
 from .._rewrite._kernel_choice import equivalence
@@ -74,9 +74,9 @@ def _compared(traced: Traced, planned: jex.ClosedJaxpr) -> tuple[str, ...]:
     return kinds
 
 
-def names(form: Form) -> tuple[str, ...]:
+def names(form: Variant) -> tuple[str, ...]:
     """What of a form may not be proved."""
-    return tuple(dict.fromkeys(UNPROVED[choice.kind] for choice in form.choices))
+    return tuple(dict.fromkeys(UNPROVED[choice.rule] for choice in form.choices))
 
 
 def _of(closed: jex.ClosedJaxpr) -> Equivalence:

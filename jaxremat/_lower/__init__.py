@@ -3,6 +3,7 @@
 In: `Traced`, the plain step's kernels. Out: `Graph`. Law: what the plain step's program shows is believed; rules stand
 in only where it cannot be asked.
 
-Reading order: `_lower`, `_kernel_prices`, `_epilogues`; of loops `_loop_memory`, `_iteration` (one compiled alone),
-`_iteration_buffers` and `_loop_seconds`.
+Reading order: `_build` (`build_graph`: facts and a variant become a graph), `_facts` (what the compiled plain step
+shows); `_lower`, `_kernel_prices`, `_epilogues`; of loops `_loop_memory`, `_iteration` (one compiled alone) and
+`_loop_seconds`.
 """

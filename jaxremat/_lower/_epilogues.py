@@ -7,13 +7,16 @@ into zeros and added to something is scattered into that.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+import jax.extend.core as jex
 
 from .._model._graph import Node, Value
 from .._program._primitives import SUMS, is_light
+from .._runtime._mechanisms import mechanism
 
 
-def written_sums(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
+@mechanism("sums in place of products", off=lambda *_: set())
+def written_sums(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
     """The values that are a matrix product and something of its size, where the product is read for that alone."""
     readers: dict[int, list[Node]] = {}
     for node in nodes:
@@ -25,7 +28,7 @@ def written_sums(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Va
 
 def _sum_of(
     v: int,
-    eqns: Sequence[Any],
+    eqns: Sequence[jex.JaxprEqn],
     nodes: Sequence[Node],
     values: Sequence[Value],
     readers: Mapping[int, Sequence[Node]],
@@ -50,7 +53,8 @@ def _is_repeated(v: int, product: int, nodes: Sequence[Node], values: Sequence[V
     return repeated or values[v].nbytes < values[product].nbytes
 
 
-def sums_of_scattered(eqns: Sequence[Any], nodes: Sequence[Node]) -> dict[int, int]:
+@mechanism("sums in place of products", off=lambda *_: {})
+def sums_of_scattered(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node]) -> dict[int, int]:
     """What is scattered into zeros to be added to something else, and that sum: the compiler scatters into the other
     operand, and writes no zeros.
     """

@@ -6,7 +6,7 @@ says one that is compiled alone, with its equations tagged. Rows of arrays it re
 are copied, updates of several become one kernel, and what waits for what is in memory meanwhile.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,11 +18,11 @@ from jax.core import ShapedArray
 
 from .._compiler._hlo import Module, parse
 from .._compiler._program import Program
-from .._emit._emit import FENCES, Emitter
+from .._emit._analysis import Analysis
+from .._emit._emit import write
 from .._model._backend import Backend
 from .._model._graph import Graph
-from .._model._schedule import Schedule, close_over_dependencies, save_all
-from .._model._stage_merging import merged
+from .._model._schedule import save_all
 from .._model._stages import uncut
 from .._program import _compat
 from .._program._host_arguments import to_host
@@ -43,15 +43,14 @@ class Iteration:
     loop's iteration hands it is there.
 
     **Fields:** `closed`, where the equation of index `places[j]` of the whole step has `#j` in its name stack;
-    `written` how many of its first arguments are such arrays, whose memory its first results take; `arguments` what
-    the others are called in the whole step, None for the index, and `arrays` what those are called.
+    `written` how many of its first arguments are such arrays, whose memory its first results take; `names` what its
+    arguments are called in the whole step, None for the index.
     """
 
     closed: jex.ClosedJaxpr
     places: tuple[int, ...]
     written: int
-    arguments: tuple[Any, ...]
-    arrays: tuple[Any, ...]
+    names: tuple[jex.Var | jex.Literal | None, ...]
 
     @cached_property
     def key(self) -> str:
@@ -67,7 +66,7 @@ class Iteration:
         variables = self.closed.jaxpr.invars
         types = [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=named(name))
-            for v, name in zip(variables, (*self.arrays, *self.arguments), strict=True)
+            for v, name in zip(variables, self.names, strict=True)
         ]
         types = [
             to_host(t, least_nbytes=0) if on_host(v.aval) else t
@@ -87,24 +86,16 @@ class Iteration:
 
 def forward(traced: Traced, backend: Backend) -> dict[int, Iteration]:
     """Iterations of the forward loops that stack nothing, by loop."""
-    wanted = {loop.id: loop.id for loop in _alive(traced) if loop.role == FORWARD}
-    named, places = _tagged(traced, wanted)
+    named, places = _tagged(traced, [loop.id for loop in _alive(traced) if loop.role == FORWARD])
     return _iterations(named.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops, places, backend)
 
 
 def backward(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iteration]:
     """Iterations of the backward loops that find all saved that the forward pass writes, by loop."""
-    wanted = {loop.id: loop.id for loop in _alive(traced) if loop.role == BACKWARD}
-    return _emitted(traced, graph, save_all(graph), wanted, backend)
-
-
-def recomputing(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iteration]:
-    """Iterations of the backward loops that recompute all that they can, at once, by loop; what they recompute of the
-    forward loop's is tagged too.
-    """
+    named, places = _tagged(traced, [loop.id for loop in _alive(traced) if loop.role == BACKWARD])
     graph = replace(graph, stages=uncut(graph))
-    wanted = {loop.id: loop.group for loop in _alive(traced) if loop.role != UNPAIRED}
-    return _emitted(traced, graph, close_over_dependencies(graph, ()), wanted, backend)
+    written = write(Analysis(named, graph, save_all(graph)))
+    return _iterations(written.eqns, written.loop_of, traced.loops, places, backend)
 
 
 def repeated(traced: Traced, backend: Backend) -> dict[int, Iteration]:
@@ -112,7 +103,7 @@ def repeated(traced: Traced, backend: Backend) -> dict[int, Iteration]:
     found: dict[int, Iteration] = {}
     for loop in _alive(traced):
         if loop.role == UNPAIRED:
-            named, places = _tagged(traced, {loop.id: loop.id})
+            named, places = _tagged(traced, [loop.id])
             eqns = named.jaxpr.jaxpr.eqns
             closed = closed_within(
                 eqns, traced.loop_of, traced.loops, loop.id, materialises_eagerly=backend.materialises_eagerly
@@ -128,41 +119,28 @@ def _alive(traced: Traced) -> list[Loop]:
     return [loop for loop in traced.loops if loop.id in left]
 
 
-def _emitted(
-    traced: Traced, graph: Graph, schedule: Schedule, wanted: Mapping[int, int], backend: Backend
-) -> dict[int, Iteration]:
-    """Iterations of the backward loops in the step that follows a schedule; `wanted` as for `_tagged`."""
-    named, places = _tagged(traced, wanted)
-    emitter = Emitter(named, *merged(graph, schedule), FENCES[0])
-    emitter.run()
-    places = {loop: found for loop, found in places.items() if traced.loops[loop].role == BACKWARD}
-    return _iterations(emitter.eqns, emitter.loop_of, traced.loops, places, backend)
-
-
-def _tagged(traced: Traced, wanted: Mapping[int, int]) -> tuple[Traced, dict[int, tuple[int, ...]]]:
-    """The step with the equations of these loops numbered in their name stacks, and those of each loop; loops with the
-    same number are numbered together.
-    """
+def _tagged(traced: Traced, wanted: Sequence[int]) -> tuple[Traced, dict[int, tuple[int, ...]]]:
+    """The step with the equations of these loops numbered in their name stacks, and those of each loop."""
     eqns = list(traced.jaxpr.jaxpr.eqns)
-    places: dict[int, list[int]] = {number: [] for number in wanted.values()}
+    places: dict[int, list[int]] = {loop: [] for loop in wanted}
     for i, loop in enumerate(traced.loop_of):
-        if loop in wanted and not is_loop_edge(eqns[i]):
-            eqns[i] = _compat.in_scope(eqns[i], f"#{len(places[wanted[loop]])}")
-            places[wanted[loop]].append(i)
+        if loop in places and not is_loop_edge(eqns[i]):
+            eqns[i] = _compat.in_scope(eqns[i], f"#{len(places[loop])}")
+            places[loop].append(i)
     program = traced.program.with_same(with_eqns(traced.jaxpr, eqns))
-    return replace(traced, program=program), {loop: tuple(places[number]) for loop, number in wanted.items()}
+    return replace(traced, program=program), {loop: tuple(found) for loop, found in places.items()}
 
 
 def _iterations(
-    eqns: Sequence[Any],
+    eqns: Sequence[jex.JaxprEqn],
     loop_of: Sequence[int],
     loops: Sequence[Loop],
     places: dict[int, tuple[int, ...]],
     backend: Backend,
 ) -> dict[int, Iteration]:
     """One iteration of each of these loops as a program."""
-    sections: dict[int, list[Any]] = {loop: [] for loop in places}
-    slices: dict[Any, tuple[Any, int]] = {}
+    sections: dict[int, list[jex.JaxprEqn]] = {loop: [] for loop in places}
+    slices: dict[jex.Var, tuple[jex.JaxprEqn, int]] = {}
     for eqn, loop in zip(*sink(eqns, loop_of, loops), strict=True):
         if loop in sections:
             sections[loop].append(eqn)
@@ -189,7 +167,10 @@ def _iterations(
 
 
 def _once(
-    scan: Any, places: tuple[int, ...], needs_replacement: Callable[[Any], bool], same: Callable[[Any], Any]
+    scan: jex.JaxprEqn,
+    places: tuple[int, ...],
+    needs_replacement: Callable[[jex.JaxprEqn], bool],
+    same: Callable[[jex.Var | jex.Literal], jex.Var | jex.Literal],
 ) -> Iteration:
     """The program of one iteration of a scan, at an index that is given."""
     closed = scan.params["jaxpr"]
@@ -197,7 +178,7 @@ def _once(
     consts, init, arrays = operands(scan)
     index = _compat.new_var(ShapedArray((), jnp.int32))
     whole = [_compat.new_var(a.aval) for a in arrays]
-    eqns: list[Any] = []
+    eqns: list[jex.JaxprEqn] = []
     for array, row in zip(whole, jaxpr.invars[len(consts) + len(init) :], strict=True):
         append(eqns, row_at, (array, index), scan, row)
     eqns.extend(each for eqn in jaxpr.eqns for each in (inline(eqn) if needs_replacement(eqn) else [eqn]))
@@ -224,16 +205,11 @@ def _once(
     invars, outvars = [*(a for a, _ in over), *others], [*(v for _, v in over), *fresh]
     closed = _compat.new_jaxpr((), (), invars, outvars, eqns)
     first = dict(zip((*(a for a, _ in carried), *stacks), (*init, *scan.outvars[len(init) :]), strict=True))
-    return Iteration(
-        closed,
-        places,
-        len(over),
-        tuple(None if a is None else same(a) for a in others.values()),
-        tuple(same(first[a]) for a, _ in over),
-    )
+    names = [*(first[a] for a, _ in over), *others.values()]
+    return Iteration(closed, places, len(over), tuple(None if a is None else same(a) for a in names))
 
 
-def _writes_part(eqn: Any) -> bool:
+def _writes_part(eqn: jex.JaxprEqn) -> bool:
     """Whether an equation, or the last in a call, writes a part of its operand."""
     inner = [each for jaxpr in inner_jaxprs(eqn) for each in jaxpr.eqns] or [eqn]
     return inner[-1].primitive.name == "dynamic_update_slice"

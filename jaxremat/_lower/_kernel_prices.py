@@ -11,13 +11,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
+
+import jax.extend.core as jex
 
 from .._compiler._devices import DeviceSpec
 from .._compiler._tags import Kernel, Written
 from .._model._graph import Graph, Node, Value
 from .._model._primitive_names import GATHER
-from .._model._total_trips import total_trips
 from .._program._flops import (
     THREEFRY_PASSES,
     alone_seconds,
@@ -35,7 +35,6 @@ from .._program._primitives import (
     is_window,
     is_write,
 )
-from .._rewrite._flat_program import Loop
 
 MOST_FUSED_FLOPS = 50.0
 """Bound on the pointwise arithmetic behind a fused value, per byte."""
@@ -47,17 +46,15 @@ buffers that an iteration's kernels work on. Fitted to a compiled scanned GPT, w
 
 def priced(
     graph: Graph,
-    eqns: Sequence[Any],
+    eqns: Sequence[jex.JaxprEqn],
     device: DeviceSpec,
     written: Written | None,
-    loops: Sequence[Loop],
     measured: Mapping[int, float],
 ) -> Graph:
     """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results.
 
     Where its equation was measured alone, the roofline is corrected by what it says of that equation alone.
     """
-    trips = total_trips([loop.length for loop in loops], [loop.parent for loop in loops])
     light: dict[int, float] = {}  # pointwise arithmetic that a reader of a fused value repeats
     # contractions and reductions that the compiler fuses into their reader
     fusion_root: dict[int, frozenset[int]] = {}
@@ -80,14 +77,10 @@ def priced(
     beside: dict[int, float] = {}  # what saving values costs that are written for the backward pass alone
     alone = (
         _for_later(graph, written)
-        if written and graph.backend.fuses_reductions and not loops
+        if written and graph.backend.fuses_reductions and not graph.parents
         else frozenset()
     )
     behind: dict[int, frozenset[int]] = {}  # what these are made of
-    readers: dict[int, list[int]] = {}
-    for node in graph.nodes:
-        for v in node.inputs:
-            readers.setdefault(v, []).append(node.id)
     nodes = []
     step_seconds = 0.0
     for node, eqn in zip(graph.nodes, eqns, strict=True):
@@ -118,7 +111,7 @@ def priced(
         else:
             sent = [nbytes for nbytes in (node.summed_nbytes, node.gathered_nbytes) if nbytes]
             once += sum(sent) / device.link + len(sent) * device.collective_seconds
-        times = trips[node.loop] if node.loop >= 0 else 1
+        times = graph.total_trips[node.loop] if node.loop >= 0 else 1
         step_seconds += once * times
         if not node.fusion_root and not inner and not any(v in loaded for v in node.outputs):
             # Its readers absorb it: they read its operands in its place.
@@ -135,7 +128,7 @@ def priced(
                 late = _late_readers(graph, node, written)
                 fusable_into = late if len(late) == 1 else ()
                 node = replace(node, fusable_into=fusable_into, fused_seconds=min(absorbed, once))
-        elif fusable_into := _fusable_into(graph, node, written, eqns, readers):
+        elif fusable_into := _fusable_into(graph, node, written, eqns):
             joined = slower * _absorbed_seconds(device, flops / device.peak(flops_dtype(eqn)), read, made)
             node = replace(node, fusable_into=fusable_into, fused_seconds=min(joined, once))
         nodes.append(replace(node, seconds=once * times))
@@ -143,7 +136,7 @@ def priced(
     if beside:
         values = tuple(replace(v, saved_seconds=beside.get(v.id, 0.0)) for v in graph.values)
         return replace(graph, values=values, extra_seconds=-math.fsum(beside.values()))
-    return _with_stacking(graph, device, trips)
+    return _with_stacking(graph, device)
 
 
 def _absorbed_seconds(device: DeviceSpec, arithmetic: float, read: int, more: int) -> float:
@@ -168,8 +161,7 @@ def _fusable_into(
     graph: Graph,
     node: Node,
     written: Written | None,
-    eqns: Sequence[Any],
-    readers: Mapping[int, Sequence[int]],
+    eqns: Sequence[jex.JaxprEqn],
 ) -> tuple[int, ...]:
     """What the kernels of the backward pass write that read all that a node is made of, of its size, and wait for no
     reader of it: running in the same stage, they write its result besides.
@@ -195,15 +187,18 @@ def _fusable_into(
         if operands <= reads and not single and not any(graph.nodes[n].contraction for n in writes)
         if (late := _late(graph, writes, reads)) >= 0
     }
-    return tuple(sorted(found - _following(graph, node.outputs, eqns, readers, max(found, default=-1))))
+    return tuple(sorted(found - _following(graph, node.outputs, eqns, max(found, default=-1))))
 
 
 def _following(
-    graph: Graph, values: Sequence[int], eqns: Sequence[Any], readers: Mapping[int, Sequence[int]], last: int
+    graph: Graph,
+    values: Sequence[int],
+    eqns: Sequence[jex.JaxprEqn],
+    last: int,
 ) -> set[int]:
     """The nodes of the backward pass, up to the last, that follow from a contraction which reads these values."""
     found: set[int] = set()
-    waiting = [(n, False) for v in values for n in readers.get(v, ())]
+    waiting = [(n, False) for v in values for n in graph.readers[v]]
     while waiting:
         n, follows = waiting.pop()
         follows = follows or graph.nodes[n].contraction
@@ -211,7 +206,7 @@ def _following(
             continue
         if follows:
             found.add(n)
-        waiting.extend((m, follows) for v in graph.nodes[n].outputs for m in readers.get(v, ()))
+        waiting.extend((m, follows) for v in graph.nodes[n].outputs for m in graph.readers[v])
     return found
 
 
@@ -234,7 +229,7 @@ def _for_later(graph: Graph, written: Written) -> frozenset[int]:
     )
 
 
-def _contracted(graph: Graph, eqns: Sequence[Any]) -> set[int]:
+def _contracted(graph: Graph, eqns: Sequence[jex.JaxprEqn]) -> set[int]:
     """What contractions of the backward pass read."""
     return {
         behind_views(v, eqns, graph.nodes, graph.values)
@@ -242,22 +237,6 @@ def _contracted(graph: Graph, eqns: Sequence[Any]) -> set[int]:
         if node.contraction and not node.forward
         for v in node.inputs
     }
-
-
-def repriced(graph: Graph, eqns: Sequence[Any], seconds: Mapping[int, float]) -> Graph:
-    """The graph with other seconds for nodes that run as kernels of their own wherever they run again.
-
-    The others are part of what reads them there, and keep their price.
-    """
-    own = _contracted(graph, eqns)
-    hidden: set[int] = set()  # fused values with a contraction or reduction in them
-    found = []
-    for node in graph.nodes:
-        fusion_root = node.fusion_root or not hidden.isdisjoint(node.inputs)
-        hidden.update(v for v in node.outputs if fusion_root and not graph.values[v].materialised)
-        again = fusion_root or not own.isdisjoint(node.outputs)
-        found.append(replace(node, seconds=seconds[node.id]) if again and node.id in seconds else node)
-    return replace(graph, nodes=tuple(found))
 
 
 def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
@@ -278,7 +257,7 @@ def _late_readers(graph: Graph, node: Node, written: Written | None) -> tuple[in
     return tuple(sorted({late for k in kernels if (late := _late(graph, k.writes, k.reads)) >= 0}))
 
 
-def _with_stacking(graph: Graph, device: DeviceSpec, trips: Sequence[int]) -> Graph:
+def _with_stacking(graph: Graph, device: DeviceSpec) -> Graph:
     """The graph with the time of copies into stacks and out of them, which the plain step spends on all it stacks."""
     plain = handed_over(graph)
     loaded = _loaded(graph)
@@ -287,7 +266,8 @@ def _with_stacking(graph: Graph, device: DeviceSpec, trips: Sequence[int]) -> Gr
     for value in graph.values:
         if not value.length or not graph.recomputable(value.id) or graph.is_small(value.id):
             continue  # as in every plan
-        taken = _stacking_seconds(graph, value, device, loaded) * trips[graph.nodes[value.producer].loop]
+        times = graph.total_trips[graph.nodes[value.producer].loop]
+        taken = times * _stacking_seconds(graph, value, device, loaded)
         if value.materialised:
             seconds[value.id] = taken
         if value.id in plain:
@@ -309,11 +289,10 @@ def _stacking_seconds(graph: Graph, value: Value, device: DeviceSpec, loaded: Se
     return (1 + 2 * copies) * value.nbytes / device.bandwidth + copies * device.launch_seconds
 
 
-def always_stacked_seconds(graph: Graph, loops: Sequence[Loop], device: DeviceSpec) -> float:
+def always_stacked_seconds(graph: Graph, device: DeviceSpec) -> float:
     """What the loops of a compiler that fuses spend on stacks under any plan: on zeros that their own results are
     written over, and on what is saved because it cannot be made again.
     """
-    trips = total_trips([loop.length for loop in loops], [loop.parent for loop in loops])
     loaded = _loaded(graph)
     taken = 0.0
     for node in graph.nodes:
@@ -322,7 +301,7 @@ def always_stacked_seconds(graph: Graph, loops: Sequence[Loop], device: DeviceSp
             taken += nbytes / device.bandwidth + device.launch_seconds
     for value in (graph.values[v] for v in graph.residuals):
         if value.length and not graph.recomputable(value.id):
-            times = trips[graph.nodes[value.producer].loop]
+            times = graph.total_trips[graph.nodes[value.producer].loop]
             taken += times * _stacking_seconds(graph, value, device, loaded)
     return taken
 
@@ -345,7 +324,7 @@ def handed_over(graph: Graph) -> set[int]:
     } - slices
 
 
-def behind_views(v: int, eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> int:
+def behind_views(v: int, eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> int:
     """The value whose memory a contraction reads in place of a reshaped or transposed one."""
     while (
         (producer := values[v].producer) >= 0

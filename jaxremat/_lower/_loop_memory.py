@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from typing import Any
+
+import jax.extend.core as jex
 
 from .._attention._operations import attends
 from .._model._graph import Node, Value
 from .._program._primitives import is_loop_edge, is_view
 from .._rewrite._flat_program import Loop
 from .._rewrite._row_chunks import is_in_chunks
+from .._runtime._mechanisms import mechanism
 from ._kernel_prices import behind_views
 
 
 def crossing_values(
-    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], sunk: frozenset[int]
+    eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value], sunk: frozenset[int]
 ) -> set[int]:
     """What loops read from outside: it is there while they run; of what iterations make themselves what that reads.
 
@@ -35,14 +37,14 @@ def crossing_values(
     return {v for v in found if values[v].producer >= 0}
 
 
-def is_whole(eqn: Any) -> bool:
+def is_whole(eqn: jex.JaxprEqn) -> bool:
     """Whether an equation is many, of which only the results are in memory: rows in chunks, attention in parts, and
     what has such in its body.
     """
     return is_in_chunks(eqn) or attends(eqn)
 
 
-def carried_values(eqns: Sequence[Any], nodes: Sequence[Node]) -> set[int]:
+def carried_values(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node]) -> set[int]:
     """What iterations hand on to the next: in memory on both sides; and what loops leave, or rows in chunks."""
     leaving = ("scan_carry", "scan_last", "scan_stack", "scan")
     edges = [n for n, e in zip(nodes, eqns, strict=True) if e.primitive.name in leaving or is_whole(e)]
@@ -60,8 +62,9 @@ def written_whole(nodes: Sequence[Node], in_memory: Set[int]) -> set[int]:
     return {v for n in writes if (v := n.inputs[row[n.primitive]]) in hidden}
 
 
+@mechanism("what waits in loops", off=lambda _, nodes, *__: list(nodes))
 def with_waiting(
-    eqns: Sequence[Any],
+    eqns: Sequence[jex.JaxprEqn],
     nodes: Sequence[Node],
     values: Sequence[Value],
     loops: Sequence[Loop],

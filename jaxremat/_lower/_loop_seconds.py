@@ -1,133 +1,93 @@
-"""Compiled plain step, iterations compiled alone -> how much longer the loops of a form take than those of the step.
+"""Compiled plain step, iterations compiled alone -> how much longer the loops of a variant take than those of the step.
 
 Counted is what they take where they stack nothing and find all saved: what a plan saves in them and recomputes has
-prices of its own. An optimizer's updates that a form moves into its loops are no longer made outside of them.
+prices of its own. An optimizer's updates that a variant moves into its loops are no longer made outside of them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 
-from .._compiler._attribution import Values, purposes
+from .._attention._operations import attends
 from .._compiler._devices import DeviceSpec
 from .._compiler._hlo import CONTROL, NAMES, Instruction, Module, maker
 from .._compiler._roofline import kernels, roofline, seconds_of
 from .._compiler._tags import TAG
-from .._model._form import Form
 from .._model._graph import Graph
 from .._model._loop_levels import deep
-from .._model._total_trips import total_trips
+from .._model._variant import PLAIN, REVERSED, Variant
 from .._rewrite._flat_program import FORWARD, UNPAIRED, Loop
+from .._rewrite._row_chunks import is_in_chunks
 from .._rewrite._trace import Traced
+from ._facts import BaselineFacts
 from ._iteration import Iteration
-from ._iteration_buffers import kernel_of
-from ._kernel_prices import repriced
-
-Alone = Mapping[int, tuple[Iteration, Module]]
-"""Iterations by loop, and what becomes of each compiled alone."""
+from ._kernel_prices import always_stacked_seconds
 
 
-def known(loops: Sequence[Loop], form: Form) -> bool:
-    """Whether iterations alone say what a form's loops take: there are loops, and no others with loops in them than
+def longer_seconds(
+    graph: Graph,
+    traced: Traced,
+    facts: BaselineFacts,
+    iterations: Mapping[int, Iteration],
+    both: Mapping[int, Iteration],
+) -> float | None:
+    """Compute what the loops of a variant take longer than the tagged plain step's where they stack nothing and find
+    all saved; None where that is not known.
+
+    **Arguments:** `iterations` of pairs of loops; `both` those with a forward and a backward pass of their own.
+    """
+    variant, device = traced.form, facts.device
+    if variant.settings(REVERSED):
+        return None
+    eqns = zip(facts.division.local(traced)[0].jaxpr.jaxpr.eqns, traced.loop_of, strict=True)
+    apart = [eqn for eqn, loop in eqns if is_in_chunks(eqn) or (attends(eqn) and loop < 0)]
+    if deep(variant):  # whose forward passes are counted by their iterations
+        apart = [eqn for eqn in apart if eqn.primitive.name != "scan" or is_in_chunks(eqn)]
+    in_chunks = math.fsum(facts.alone_seconds(apart))
+    looped = _known(traced.loops, variant) and _known(facts.plain.loops, PLAIN)
+    if not (in_chunks or looped or traced.microbatches):
+        return None
+    moved = _moved_seconds(facts, facts.plain.places(traced), most=traced.microbatches > 0)
+    if traced.microbatches:
+        modules = {i: facts.compiled(iteration) for i, iteration in both.items()}
+        in_chunks += traced.microbatches * math.fsum(_microbatch_seconds(traced, modules, device))
+        looped = bool(facts.plain.loops)
+    if not looped:
+        return in_chunks - moved
+    modules = {i: facts.compiled(iteration) for i, iteration in iterations.items()}
+    taken = _looped_seconds(graph, traced, modules, device) + always_stacked_seconds(graph, device)
+    return in_chunks + taken - moved - _plain_seconds(facts.module, device)
+
+
+def _known(loops: Sequence[Loop], variant: Variant) -> bool:
+    """Whether iterations alone say what a variant's loops take: there are loops, and no others with loops in them than
     those that levels make.
     """
     inner = any(loop.role == UNPAIRED or loop.parent >= 0 for loop in loops)
-    return bool(loops) and (not inner or deep(form))
+    return bool(loops) and (not inner or deep(variant))
 
 
-def looped_seconds(graph: Graph, traced: Traced, alone: Alone, device: DeviceSpec) -> float:
+def _microbatch_seconds(traced: Traced, both: Mapping[int, Module], device: DeviceSpec) -> Iterator[float]:
+    """What a microbatch takes in each of the loops that do it, but for the pairs of loops in it."""
+    for i, module in both.items():
+        loop = traced.loops[i]
+        if loop.parent < 0 and loop.length == traced.microbatches:
+            yield roofline(module, device).seconds + device.launch_seconds - _plain_seconds(module, device)
+
+
+def _looped_seconds(graph: Graph, traced: Traced, alone: Mapping[int, Module], device: DeviceSpec) -> float:
     """Seconds of all iterations of the form's loops, with a kernel each that counts them.
 
     Levels run a forward pass once more for each loop around its own, and in the forward pass.
     """
-    trips, taken = _trips_of(traced), 0.0
-    for i, (_, module) in alone.items():
-        around, loop = -bool(traced.microbatches), traced.loops[i]
-        while loop.parent >= 0:
-            around, loop = around + 1, traced.loops[loop.parent]
+    taken = 0.0
+    for i, module in alone.items():
+        around, loop = len(graph.within(i)) - 1 - bool(traced.microbatches), traced.loops[i]
         once = roofline(module, device).seconds + device.launch_seconds
-        taken += trips[i] * once * (1 + around * (traced.loops[i].role == FORWARD))
-    return taken - math.fsum(_copied(graph, traced, alone, device).values())
+        taken += graph.total_trips[i] * once * (1 + around * (loop.role == FORWARD))
+    return taken
 
 
-def with_seconds(graph: Graph, traced: Traced, alone: Alone, device: DeviceSpec) -> Graph:
-    """The graph where running kernels of forward loops again costs what they take in an iteration, and saving values
-    what copying them into another layout takes besides.
-    """
-    trips = _trips_of(traced)
-    seconds: dict[int, float] = {}
-    for i, (iteration, module) in alone.items():
-        if traced.loops[i].role == FORWARD:
-            near = kernel_of(graph, [node for node in graph.nodes if node.loop == i])
-            for n, taken in spent(module, device).seconds.items():
-                at = near[iteration.places[n]]
-                seconds[at] = seconds.get(at, 0.0) + trips[i] * taken
-    graph = repriced(graph, traced.jaxpr.jaxpr.eqns, seconds)
-    more = _copied(graph, traced, alone, device)
-    values = (replace(v, saved_seconds=v.saved_seconds + more.get(v.id, 0.0)) for v in graph.values)
-    return replace(graph, values=tuple(values))
-
-
-def _copied(graph: Graph, traced: Traced, alone: Alone, device: DeviceSpec) -> dict[int, float]:
-    """What backward loops spend on copies of what may be saved for them, by value."""
-    jaxpr, trips = traced.jaxpr.jaxpr, _trips_of(traced)
-    made = (v for eqn in jaxpr.eqns for v in eqn.outvars)
-    number = {v: i for i, v in enumerate((*jaxpr.constvars, *jaxpr.invars, *made))}
-    found: dict[int, float] = {}
-    for i, (iteration, module) in alone.items():
-        for argument, taken in spent(module, device).copying.items():
-            v = (
-                number.get(iteration.arguments[argument - iteration.written])
-                if argument >= iteration.written
-                else None
-            )
-            if v is not None and graph.values[v].saved_seconds:
-                found[v] = found.get(v, 0.0) + trips[i] * taken
-    return found
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Where an iteration's time goes. **Fields:** `seconds` by the index in the equations' name stacks; `copying` by
-    the number of the argument that is copied as it is, or in another layout, -1 for rows of arrays: whoever reads
-    them again reads that copy.
-    """
-
-    seconds: Mapping[int, float]
-    copying: Mapping[int, float]
-
-
-def spent(module: Module, device: DeviceSpec) -> Spent:
-    """What the kernels of an iteration are for: of several equations they are for each in equal parts."""
-    entry = module.computations[module.entry]
-    own = purposes(module, entry, Values({}, {}))
-    copies: dict[int, int] = {}
-    scope = entry.by_name()
-    for life, _ in own.extras:
-        made = life.buffer.instruction
-        made_of = maker(module, TAG, scope, made, life.buffer.element)
-        if isinstance(made_of, tuple):
-            copies[life.born] = made_of[0]
-        elif made_of is None and all(scope[name].opcode == "parameter" for name in made.operands):
-            copies[life.born] = -1
-    place = {each.name: position for position, each in enumerate(entry.instructions)}
-    seconds: dict[int, float] = {}
-    copying: dict[int, float] = {}
-    for kernel in kernels(module):
-        position = place.get(kernel.instruction.name, -1) if kernel.computation == module.entry else -1
-        taken = kernel.total_trips * seconds_of(kernel, device)
-        if position in copies:
-            copying[copies[position]] = copying.get(copies[position], 0.0) + taken
-            continue
-        tags = (
-            own.wanted[position] if position >= 0 else set(map(int, TAG.findall(kernel.instruction.op_name)))
-        )
-        for n in tags:
-            seconds[n] = seconds.get(n, 0.0) + taken / len(tags)
-    return Spent(seconds, copying)
-
-
-def plain_seconds(module: Module, device: DeviceSpec) -> float:
+def _plain_seconds(module: Module, device: DeviceSpec) -> float:
     """Seconds of the plain program's pairs of loops, with what fills their stacks: those loops have no tag."""
     entry = module.computations[module.entry]
     scope = entry.by_name()
@@ -147,14 +107,13 @@ def plain_seconds(module: Module, device: DeviceSpec) -> float:
     )
 
 
-def moved_seconds(
-    module: Module, places: Mapping[int, int], device: DeviceSpec, *, most: bool = False
-) -> float:
-    """Seconds of the plain program's kernels outside of pairs of loops that only make what a form makes otherwise.
+def _moved_seconds(facts: BaselineFacts, places: Mapping[int, int], *, most: bool) -> float:
+    """Seconds of the plain program's kernels outside of pairs of loops that only make what a variant makes otherwise.
 
-    **Arguments:** `places` for the equations that the form has too, by index, what they are there; `most` whether that
-    makes most of the step within, and so what is of no equation.
+    **Arguments:** `places` for the equations that the variant has too, by index, what they are there; `most` whether
+    that makes most of the step within, and so what is of no equation.
     """
+    module, device = facts.module, facts.device
     entry = module.computations[module.entry]
     scope = entry.by_name()
 
@@ -195,8 +154,3 @@ def _read_by(scope: Mapping[str, Instruction], instruction: Instruction) -> set[
         else:
             found.add(each.name)
     return found
-
-
-def _trips_of(traced: Traced) -> tuple[int, ...]:
-    """How often the body of each loop runs in one step."""
-    return total_trips([loop.length for loop in traced.loops], [loop.parent for loop in traced.loops])

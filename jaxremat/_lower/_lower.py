@@ -4,14 +4,15 @@ Law: node ids are the indices of `traced.jaxpr`'s equations, and value ids numbe
 equation outputs in order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+
+import jax.extend.core as jex
 
 from .._compiler._devices import DeviceSpec
 from .._compiler._scratch import Scratch, with_room
-from .._compiler._tags import Beside, Written
+from .._compiler._tags import Written
 from .._emit._layouts import axes_in_memory
 from .._model._backend import backend
 from .._model._graph import Graph, Node, Pin, Stage, Value
@@ -27,7 +28,6 @@ from .._program._primitives import (
     is_product,
     is_put,
     is_repeatable,
-    is_reshaped_by_compiler,
     reads_memory,
 )
 from .._rewrite._backward_equations import backward_equations
@@ -56,7 +56,6 @@ def lower(
     base_nbytes: int,
     written: Written | None = None,
     workspace: Mapping[int, Scratch] | None = None,
-    beside: Beside | None = None,
     seconds: Mapping[int, float] | None = None,
     flops: Sequence[float] | None = None,
     patterns: Patterns = (),
@@ -65,18 +64,18 @@ def lower(
 
     - `base_nbytes`: arguments + outputs - aliased bytes.
     - `written`: what the plain step's program writes and reads; None where there is none, and fusion rules decide.
-    - `workspace`: scratch memory by equation index; `beside`: what iterations of loops write that is no value.
+    - `workspace`: scratch memory by equation index.
     - `seconds`: measured times by index of equations that ran alone; the others' are the roofline's.
     - `flops` of each equation, where a device does only a part; `patterns`: what `pins` the user gave besides hints.
 
     **Raises:** `HintError` where hints or pins contradict each other or the program.
     """
     jaxpr = traced.jaxpr.jaxpr
-    index: dict[Any, int] = {}
+    index: dict[jex.Var, int] = {}
     values: list[Value] = []
     outputs = {a for a in jaxpr.outvars if not _compat.is_literal(a)}
 
-    def add(var: Any, producer: int, length: int = 0) -> int:
+    def add(var: jex.Var, producer: int, length: int = 0) -> int:
         index[var] = len(values)
         short = getattr(var.aval, "str_short", None)
         values.append(
@@ -95,7 +94,6 @@ def lower(
 
     for var in (*jaxpr.constvars, *jaxpr.invars):
         add(var, -1)
-    beside = beside or Beside()
     nodes: list[Node] = []
     summed, gathered = (written.summed, written.gathered) if written is not None else ({}, {})
     fuses_reductions = backend(device.platform).fuses_reductions
@@ -114,10 +112,6 @@ def lower(
                 seconds=0.0,
                 flops=eqn_flops(eqn) if flops is None else flops[i],
                 workspace_nbytes=workspace[i].nbytes if workspace and i in workspace else 0,
-                duplicated_fusion_nbytes=beside.shared.get(i, 0),
-                implicit_inputs=beside.implicitly_read.get(i, ()),
-                constant_nbytes=beside.constants.get(i, 0),
-                reshaped_by_compiler=not fuses_reductions and is_reshaped_by_compiler(eqn),
                 fusion_root=is_fusion_root(eqn) or is_gather(eqn) or in_rounds(device, eqn),
                 contraction=is_gather(eqn) or reads_memory(eqn),
                 forward=not in_backward[i],
@@ -187,7 +181,7 @@ def lower(
     graph = with_room(graph, workspace or {}, sums)
     pins = [*_hinted(traced, index, graph), *matching(graph, patterns, written is not None)]
     graph = with_pins(graph, pins) if pins else graph
-    graph = priced(_without_fused_copies(graph), jaxpr.eqns, device, written, traced.loops, seconds or {})
+    graph = priced(graph, jaxpr.eqns, device, written, seconds or {})
     graph = replace(graph, values=tuple(_as_copy(v, device) if v.id in copies else v for v in graph.values))
     return replace(graph, stages=cut_stages(graph))
 
@@ -197,14 +191,14 @@ def _as_copy(value: Value, device: DeviceSpec) -> Value:
     return replace(value, saved_seconds=max(value.saved_seconds, value.nbytes / device.bandwidth))
 
 
-def _name(eqn: Any) -> str:
+def _name(eqn: jex.JaxprEqn) -> str:
     """The primitive's name, or what the graph knows the equation as."""
     if is_gather(eqn):
         return GATHER
     return FETCH if is_fetch(eqn) else PUT if is_put(eqn) else eqn.primitive.name
 
 
-def _hinted(traced: Traced, index: Mapping[Any, int], graph: Graph) -> list[Pin]:
+def _hinted(traced: Traced, index: Mapping[jex.Var, int], graph: Graph) -> list[Pin]:
     """The program's own hints: of a value that is a view of another, the one that is in memory; of a stage, the first
     node that reads the cotangent.
     """
@@ -213,8 +207,7 @@ def _hinted(traced: Traced, index: Mapping[Any, int], graph: Graph) -> list[Pin]
         if (v := index.get(hint.variable)) is None:
             continue  # nothing needs it
         if hint.action == "stage":
-            readers = [n.id for n in graph.nodes if v in n.inputs]
-            found.extend(Pin("stage", n, hint.origin) for n in readers[:1])
+            found.extend(Pin("stage", n, hint.origin) for n in graph.readers[v][:1])
             continue
         if not graph.values[v].materialised:
             v = behind_views(v, traced.jaxpr.jaxpr.eqns, graph.nodes, graph.values)
@@ -238,7 +231,7 @@ def _take_over(nodes: Sequence[Node], values: list[Value], over: set[int]) -> No
                 values[v] = replace(values[v], nbytes=0)
 
 
-def _length(eqn: Any, loop: Loop | None) -> int:
+def _length(eqn: jex.JaxprEqn, loop: Loop | None) -> int:
     """How many of a value of this equation a backward loop finds where it is saved, 0 where none looks for it."""
     if loop is None or loop.role != FORWARD or eqn.primitive.name in ("scan_last", "scan_stack"):
         return 0
@@ -259,7 +252,10 @@ def _small(sizes: Sequence[int]) -> int:
 
 
 def _by_compiler(
-    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], written: Mapping[int, Sequence[int]]
+    eqns: Sequence[jex.JaxprEqn],
+    nodes: Sequence[Node],
+    values: Sequence[Value],
+    written: Mapping[int, Sequence[int]],
 ) -> set[int]:
     """The values whose buffers the compiled plain step writes, and those that the backward pass needs in memory."""
     chosen = {
@@ -280,7 +276,7 @@ def _unnamed(nodes: Sequence[Node], written: Mapping[int, Sequence[int]]) -> set
     return {v for node in lost for v in node.outputs}
 
 
-def _by_rules(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
+def _by_rules(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
     """What XLA's fusion usually leaves in memory: results and operands of heavy work, and values read far apart."""
     chosen = {v for node in nodes if node.fusion_root for v in node.outputs}
     chosen |= _read_in_memory(eqns, nodes, values, lambda node: True)
@@ -299,7 +295,10 @@ def _by_rules(eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value
 
 
 def _read_in_memory(
-    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], which: Any
+    eqns: Sequence[jex.JaxprEqn],
+    nodes: Sequence[Node],
+    values: Sequence[Value],
+    which: Callable[[Node], bool],
 ) -> set[int]:
     """The values that contractions and the like read: those are in memory whatever their producer is."""
     chosen = set()
@@ -311,33 +310,6 @@ def _read_in_memory(
                 if producer >= 0 and nodes[producer].inputs:
                     chosen.add(root)
     return chosen
-
-
-def _without_fused_copies(graph: Graph) -> Graph:
-    """Scratch memory of what was compiled alone, less the copies of matrix operands that their own producer writes in
-    the layout wanted.
-
-    A value that several contractions read is there in its own layout too.
-    """
-    readers: dict[int, int] = {}
-    for node in graph.nodes:
-        if node.contraction:
-            for v in node.inputs:
-                readers[v] = readers.get(v, 0) + 1
-
-    def written_as_wanted(node: Node) -> int:
-        producers = ((v, graph.values[v].producer) for v in node.inputs if readers[v] == 1)
-        return sum(graph.values[v].nbytes for v, n in producers if n >= 0 and not graph.nodes[n].fusion_root)
-
-    nodes = tuple(
-        replace(n, workspace_nbytes=max(n.workspace_nbytes - written_as_wanted(n), 0))
-        if n.workspace_nbytes
-        and n.primitive == "dot_general"
-        and (n.loop >= 0 or not graph.backend.fuses_reductions)
-        else n
-        for n in graph.nodes
-    )
-    return replace(graph, nodes=nodes)
 
 
 def estimate_base(traced: Traced) -> int:

@@ -91,31 +91,10 @@ class Builder:
 def in_loops(graph: Graph, length: int, saved_seconds: float = 0.0) -> Graph:
     """The graph with its forward pass as a loop of that length, and all its stages as the loop that runs back.
 
-    Heavy nodes read copies of rows, also of arguments that they read through one fused node; of other fused nodes the
-    results are written where several kernels of a stage want them, and each reads something of the one before it. Of
-    the heavy ones every third wants a constant as an array.
-
     **Arguments:** `saved_seconds` what stacking costs, for each value that need not be.
     """
     stop = graph.forward_stop
-    fused = {n.id for n in graph.nodes[:stop] if not n.fusion_root and not graph.kernel[n.id]}
-    slices = {n for n in fused if all(graph.values[v].producer < 0 for v in graph.nodes[n].inputs)}
-    nodes = tuple(
-        replace(
-            n,
-            loop=int(n.id >= stop),
-            contraction=n.fusion_root,
-            primitive="scan_slice" if n.id in slices else n.primitive,
-            duplicated_fusion_nbytes=sum(graph.values[v].nbytes for v in n.outputs)
-            if n.id in fused - slices
-            else 0,
-            implicit_inputs=tuple(sorted(m for m in fused - slices if m < n.id)[-1:])
-            if n.id in fused - slices
-            else (),
-            constant_nbytes=UNIT if n.fusion_root and n.id % 3 == 1 else 0,
-        )
-        for n in graph.nodes
-    )
+    nodes = tuple(replace(n, loop=int(n.id >= stop), contraction=n.fusion_root) for n in graph.nodes)
     values = tuple(
         replace(v, length=length, is_output=False) if 0 <= v.producer < stop else v for v in graph.values
     )

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from . import _tape, _unnamed_buffers
+from . import _tape
 from ._backend import Backend, backend
-from ._form import PLAIN, Form
 from ._host_copies import HostMemory, Offload
 from ._reuse import in_place
+from ._variant import PLAIN, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +55,18 @@ class Value:
 class Node:
     """One equation.
 
-    **Fields:** `id` its place in the schedule; `primitive` its name in JAX; `inputs` and `outputs` value ids; `seconds`
-    what running it once more costs on the device, all iterations of its loop together; `flops` of one iteration;
-    `workspace_nbytes` scratch memory while it runs; `duplicated_fusion_nbytes` what is written of a fused node's work
-    where several kernels of a stage want it, `implicit_inputs` the other nodes of whose work so written it reads
-    something that is no operand; `constant_nbytes` of constants that it wants as arrays in memory;
-    `reshaped_by_compiler` whether the compiler makes the result in another shape, so that nothing is written over it;
+    **Fields:** `id` its place in the schedule; `primitive` its name in JAX; `inputs` and `outputs` value ids;
+    `seconds` what running it once more costs on the device, all iterations of its loop together; `flops` of one
+    iteration; `workspace_nbytes` scratch memory while it runs;
     `fusable_into` nodes of the backward pass into whose kernel the compiler takes it where they run in its stage, and
     `fused_seconds` what running it once more costs there, if nothing else that runs again reads its result;
     `summed_nbytes` and `gathered_nbytes` what a device sends to others in one iteration to add up their parts of its
-    result, and otherwise; `fusion_root` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no
-    consumer can absorb; `contraction` whether its operands must be in memory, because it absorbs none of them;
-    `forward` whether its outputs may be residuals; `repeatable` whether it may run twice; `decides` whether it may not
-    because it is a decision, or what one compares; `scope` its JAX name stack; `source` the user's line, `file.py:12
-    (function)`; `loop` the loop in whose body it stands, -1 for none: the nodes of a loop stand together.
+    result, and otherwise;
+    `fusion_root` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
+    can absorb; `contraction` whether its operands must be in memory, because it absorbs none of them; `forward`
+    whether its outputs may be residuals; `repeatable` whether it may run twice; `decides` whether it may not because it
+    is a decision, or what one compares; `scope` its JAX name stack; `source` the user's line, `file.py:12 (function)`;
+    `loop` the loop in whose body it stands, -1 for none: the nodes of a loop stand together.
     """
 
     id: int
@@ -78,10 +76,6 @@ class Node:
     seconds: float
     flops: float = 0.0
     workspace_nbytes: int = 0
-    duplicated_fusion_nbytes: int = 0
-    implicit_inputs: tuple[int, ...] = ()
-    constant_nbytes: int = 0
-    reshaped_by_compiler: bool = False
     fusion_root: bool = False
     contraction: bool = False
     forward: bool = True
@@ -151,7 +145,7 @@ class Graph:
     groups: tuple[int, ...] = ()
     loop_lengths: tuple[int, ...] = ()
     extra_seconds: float = 0.0
-    form: Form = PLAIN
+    form: Variant = PLAIN
     pins: tuple[Pin, ...] = ()
     counts_forward: bool = True
     host: HostMemory | None = None
@@ -167,7 +161,11 @@ class Graph:
 
     def loops_of(self, node: int) -> tuple[int, ...]:
         """The loops in whose bodies a node stands, the innermost first."""
-        found, loop = [], self.nodes[node].loop
+        return self.within(self.nodes[node].loop)
+
+    def within(self, loop: int) -> tuple[int, ...]:
+        """A loop and those around it, the innermost first; none for -1."""
+        found = []
         while loop >= 0:
             found.append(loop)
             loop = self.parents[loop]
@@ -178,6 +176,14 @@ class Graph:
         """The forward loops of pairs that stand outside of other loops."""
         loops = Counter(self.groups)
         return tuple(loop for loop, count in loops.items() if count > 1 and self.parents[loop] < 0)
+
+    @cached_property
+    def total_trips(self) -> tuple[int, ...]:
+        """For each loop how often its body runs in one step: its own iterations times those of all loops around it."""
+        found: list[int] = []
+        for length, parent in zip(self.loop_lengths, self.parents, strict=True):
+            found.append(length * (found[parent] if parent >= 0 else 1))
+        return tuple(found)
 
     @property
     def backend(self) -> Backend:
@@ -220,45 +226,19 @@ class Graph:
         return tuple(sorted({u for group in distinct for u in group}))
 
     @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each value the nodes that read it, by any name, in order."""
+        readers: list[list[int]] = [[] for _ in self.values]
+        for node in self.nodes:
+            for v in node.inputs:
+                readers[v].append(node.id)
+        return tuple(map(tuple, readers))
+
+    @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
         """For each node the materialised values its kernel reads; empty for nodes that are fused away."""
         sources = list(self.sources)
         return tuple(self._union(sources, n.inputs) if self.kernel[n.id] else () for n in self.nodes)
-
-    @cached_property
-    def rows(self) -> tuple[tuple[int, ...], ...]:
-        """For each node the values of which it may read rows that are copied for it; see `_unnamed_buffers`."""
-        return _unnamed_buffers.rows(self)
-
-    @cached_property
-    def array_of(self) -> dict[int, int]:
-        """For each row, and each array that is another one written over, that array as it was at first."""
-        return _unnamed_buffers.array_of(self)
-
-    @cached_property
-    def overwritten(self) -> frozenset[tuple[int, int]]:
-        """Pairs of a loop and an array whose rows its iterations write over, and read."""
-        return _unnamed_buffers.overwritten(self)
-
-    @cached_property
-    def early(self) -> tuple[int, ...]:
-        """For each node the bytes that are there for it from the begin of its iteration on."""
-        return _unnamed_buffers.early(self)
-
-    def since(self, loop: int) -> int:
-        """The loop from whose begin on that is there: of a pair of one iteration, which the compiler makes no loops of,
-        the forward one, as it knows the index of the rows that both read.
-        """
-        return self.groups[loop] if loop >= 0 and self.loop_lengths[loop] == 1 else loop
-
-    @cached_property
-    def shared(self) -> tuple[tuple[int, ...], ...]:
-        """For each kernel the fused nodes in it that the compiler does once for all kernels of a stage."""
-        return _unnamed_buffers.shared(self)
-
-    def copies(self, n: int, loop: int) -> Iterator[int]:
-        """The values of which a node that runs in this loop reads copied rows, where their originals are read."""
-        return (v for v in self.rows[n] if _unnamed_buffers.copied(self, v, loop))
 
     def joins(self, n: int, stage: int) -> int:
         """The node with which one that a stage runs again is part of a kernel, if nothing that it does reads it; -1 for
@@ -330,7 +310,13 @@ class Graph:
     @cached_property
     def lingering(self) -> dict[int, int]:
         """The finished values that deferred nodes read, each with the last stage of whose barrier one waits."""
-        return _tape.lingering(self)
+        lingering: dict[int, int] = {}
+        for stage in self.stages:
+            finished = set(stage.finished)
+            for n, k in stage.deferred:
+                for v in finished.intersection(self.nodes[n].inputs):
+                    lingering[v] = max(lingering.get(v, k), k)
+        return lingering
 
     def holdable(self, value: int, stage: int) -> bool:
         """Whether the stage before can recompute the value and hand it on into the stage: not in or out of a loop."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from .._runtime._mechanisms import mechanism
 from ._graph import Graph, Node
 
 
@@ -22,6 +23,7 @@ class LaterPass(NamedTuple):
     stop: int
 
 
+@mechanism("every backward pass for itself", off=lambda _: ())
 def later_passes(graph: Graph) -> tuple[LaterPass, ...]:
     """The forward passes that contractions of a backward pass precede, and another backward pass reads."""
     nodes = graph.nodes

@@ -1,4 +1,4 @@
-"""Length of a loop -> lengths of nested loops in its place; graph -> what its loops offer.
+"""Length of a loop -> lengths of nested loops in its place; graph -> its pairs of loops as sites of variants.
 
 A pair of loops of `L` iterations in `d` levels, of lengths `S1 ... Sd` and with the rest `r = L - S1 * ... * Sd` behind
 them, has at most
@@ -23,8 +23,9 @@ from itertools import combinations_with_replacement
 from math import ceil, prod
 from typing import ClassVar
 
-from ._form import LOOP, Choice, Form, Setting, Worth
+from .._runtime._mechanisms import mechanism
 from ._graph import Graph
+from ._variant import LOOP, Choice, Estimate, Variant
 
 WORTH = 0.95
 """One more level must leave no more than this share of the carries."""
@@ -39,7 +40,7 @@ WORTH_SHARE = 0.005
 """A deeper form must save this share of what the loops stack in the plain form where all is recomputed."""
 
 
-def deep(form: Form) -> bool:
+def deep(form: Variant) -> bool:
     """Whether any of its loops is in more than one level."""
     return any(map(nested, form.settings(LOOP).values()))
 
@@ -65,6 +66,7 @@ def carries(length: int, lengths: Sequence[int]) -> int:
     return max(levels[0] + sum(behind), sum(levels))
 
 
+@mechanism("loops with nested checkpointing", off=lambda _: ((),))
 @cache
 def choices(length: int) -> tuple[tuple[int, ...], ...]:
     """Lengths by level for a loop: as it is, and then of one level more each, as long as that saves carries."""
@@ -91,8 +93,8 @@ def _candidates(length: int, depth: int) -> list[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class LoopOffers:
-    """What the pairs of loops of a step offer, those outside of other loops.
+class Loops:
+    """The pairs of loops of a step, those outside of other loops, as `Sites`: any levels and parts have an estimate.
 
     **Fields**, each by pair: `lengths`; `choices` of levels, deeper and deeper; `divisible` whether it may be several;
     `carried_nbytes` of an iteration; `forward_seconds` of all; `absorbing` what that saves and the seconds that it
@@ -100,12 +102,12 @@ class LoopOffers:
     """
 
     lengths: tuple[int, ...]
-    choices: tuple[tuple[Setting, ...], ...]
+    choices: tuple[tuple[tuple[int, ...], ...], ...]
     divisible: tuple[bool, ...]
     carried_nbytes: tuple[int, ...]
     forward_seconds: tuple[float, ...]
     absorbing: tuple[tuple[int, float], ...]
-    kind: ClassVar[str] = LOOP
+    rule: ClassVar[str] = LOOP
     exact: ClassVar[bool] = True
 
     @classmethod
@@ -115,7 +117,7 @@ class LoopOffers:
         lengths: Sequence[int],
         cuttable: Sequence[bool] = (),
         absorbing: Sequence[tuple[int, float]] = (),
-    ) -> "LoopOffers":
+    ) -> "Loops":
         """Those of the graph of a step's plain form; `cuttable` says which may be other loops at all.
 
         A loop with nested checkpointing makes all that its iterations make again: where some of it must be saved, it
@@ -142,18 +144,20 @@ class LoopOffers:
             absorbing=tuple(absorbing or [(0, 0.0)] * len(place)),
         )
 
-    def worth(self, site: int, setting: Setting) -> Worth:
-        """What a pair in these levels and parts saves of carries, for running its forward pass again."""
+    def estimate(self, choice: Choice) -> Estimate:
+        """Return what a pair in these levels and parts saves of carries, for running its forward pass again."""
+        _, site, setting = choice
         length = self.lengths[site]
         fewer = (length - carries(length, setting)) * self.carried_nbytes[site]
         less_nbytes, more_seconds = self.absorbing[site]
         levels, _ = parts(length, setting)
         again = (len(levels) - 1) * prod(levels) / length
-        return Worth(fewer + less_nbytes, again * self.forward_seconds[site] + more_seconds)
+        return Estimate(fewer + less_nbytes, again * self.forward_seconds[site] + more_seconds)
 
+    @mechanism("loops with nested checkpointing, absorbed updates", off=lambda _: [])
     def rungs(self) -> Sequence[tuple[Choice, ...]]:
-        """Deeper and deeper levels of pairs, the first in one level; each cuts the pair further where that saves most
-        bytes for its time.
+        """Return deeper and deeper levels of pairs, the first in one level; each cuts the pair further where that saves
+        most bytes for its time.
         """
         both = zip(self.lengths, self.choices, strict=True)
         kept = [[carries(length, levels) for levels in found] for length, found in both]
@@ -178,13 +182,13 @@ class LoopOffers:
                 return found
             depth[max(saving, key=lambda i: saving[i] / (self.forward_seconds[i] or 1e-12))] += 1
 
-    def undivided(self, form: Form) -> bool:
-        """Whether no pair is with nested checkpointing or in parts."""
-        return all(setting == (self.lengths[pair],) for pair, setting in form.settings(LOOP).items())
+    def unsplit(self, variant: Variant) -> bool:
+        """Return whether no pair is with nested checkpointing or in parts."""
+        return all(setting == (self.lengths[pair],) for pair, setting in variant.settings(LOOP).items())
 
-    def divided(self, pair: int, share: float) -> list[Choice]:
-        """The pair as several, the first of which has about this share of its iterations: with the last iteration
-        apart, which counts for the share, and without, where that leaves several; none where it may not be.
+    def split(self, pair: int, share: float) -> list[Choice]:
+        """Return the pair as several, the first of which has about this share of its iterations: with the last
+        iteration apart, which counts for the share, and without, where that leaves several; none where it may not be.
         """
         if not self.divisible[pair]:
             return []

@@ -9,6 +9,7 @@ Law: whatever reads a deferred node's results is deferred with it or longer, or 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from ._graph import Graph, Node, Stage
@@ -26,28 +27,19 @@ def with_updates(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
     return _Updates(graph, cuts).stages()
 
 
-def sums(graph: Graph) -> list[tuple[int, ...]]:
-    """For each stage what reductions leave behind that ends lines of work, where the stage has products to finish.
+def finishing_sums(graph: Graph) -> tuple[Stage, ...]:
+    """Return the stages, which finish also what reductions leave behind that ends lines of work, where they have
+    products to finish.
 
     As they read what those read, they are done with them. But where copies run beside the kernels, the compiler orders
     kernels by that, and puts off what nobody waits for, with all that it is made of.
     """
-    cuts = [*(stage.start for stage in graph.stages), len(graph.nodes)]
-    updates = _Updates(graph, cuts)
-    return [tuple(updates.sums(range(a, b))) for a, b in pairwise(cuts)]
-
-
-def past_updates(graph: Graph, cuts: Sequence[int]) -> list[int]:
-    """The cuts, moved behind the pointwise ends of lines of work that follow them, so that no update is cut off."""
-    final = _last_contractions(graph, _readers(graph))
-    moved = []
-    for cut in cuts:
-        while cut < len(graph.nodes) and cut in final and not graph.nodes[cut].fusion_root:
-            if graph.nodes[cut].loop >= 0 or graph.nodes[cut - 1].loop >= 0:
-                break  # loops begin and end where they do
-            cut += 1
-        moved.append(cut)
-    return moved
+    updates = _Updates(graph, [*(stage.start for stage in graph.stages), len(graph.nodes)])
+    left = (updates.sums(range(stage.start, stage.stop)) for stage in graph.stages)
+    return tuple(
+        replace(stage, finished=(*stage.finished, *more))
+        for stage, more in zip(graph.stages, left, strict=True)
+    )
 
 
 def updated_alone(graph: Graph) -> list[int]:
@@ -294,13 +286,7 @@ class _Updates:
 
 def _readers(graph: Graph) -> list[list[int]]:
     """For each value the nodes that read it, but for copies to host memory, which return it."""
-    readers: list[list[int]] = [[] for _ in graph.values]
-    for node in graph.nodes:
-        if node.primitive == PUT:
-            continue
-        for v in node.inputs:
-            readers[v].append(node.id)
-    return readers
+    return [[n for n in readers if graph.nodes[n].primitive != PUT] for readers in graph.readers]
 
 
 def _last_contractions(graph: Graph, readers: list[list[int]]) -> set[int]:

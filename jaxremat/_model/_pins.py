@@ -15,9 +15,8 @@ from fnmatch import fnmatchcase
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import HintError
 from ._graph import Graph, Node, Pin
-from ._host_copies import LEAST_NBYTES
+from ._host_copies import AT_ONCE, LEAST_NBYTES, SLICES
 from ._schedule import Schedule
-from ._stack_copies import AT_ONCE, SLICES
 from ._stages import cut_stages
 
 Pattern = str | re.Pattern[str]

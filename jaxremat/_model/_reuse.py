@@ -2,10 +2,8 @@
 
 from typing import Any
 
+from .._runtime._mechanisms import mechanism
 from ._primitive_names import OVERWRITING
-
-RESHAPES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
-"""Fused work that puts the same numbers in another shape."""
 
 
 def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
@@ -16,28 +14,21 @@ def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
     return own and graph.kept_by(v, graph.reader_loop(node)) < 0
 
 
+@mechanism("operands' memory taken over", off=lambda _: frozenset())
 def in_place(graph: Any) -> frozenset[int]:
     """The nodes of the backward pass whose result takes over the memory of an operand that dies there.
 
     These are pointwise kernels and those of `OVERWRITING`, with an operand of the result's size that the backward
-    pass made, and that nobody else reads later, nor a reduction that is fused into the kernel. A compiler that does
-    not fuse those wants the operand in the result's shape, too.
+    pass made, and that nobody else reads later, nor a reduction that is fused into the kernel.
     """
     # what reductions that a fused value hides read, before any of it may be written over
     reduced: dict[int, frozenset[int]] = {}
     for node in graph.nodes:
         fused = [v for v in node.outputs if not graph.values[v].materialised]
         hidden = frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)) if fused else None
-        if hidden is not None and (
-            node.fusion_root or (not graph.backend.fuses_reductions and node.primitive in RESHAPES)
-        ):
+        if hidden is not None and node.fusion_root:
             hidden = hidden.union(*(graph.sources[v] for v in node.inputs))
         reduced.update((v, hidden) for v in fused if hidden)
-
-    def dies(v: int, node: Any, nbytes: int) -> bool:
-        return (
-            dies_at(graph, v, node, nbytes) and not graph.nodes[graph.values[v].producer].reshaped_by_compiler
-        )
 
     return frozenset(
         node.id
@@ -47,5 +38,5 @@ def in_place(graph: Any) -> frozenset[int]:
         and len(node.outputs) == 1
         for nbytes in (graph.values[node.outputs[0]].nbytes,)
         for read in (frozenset().union(*(reduced[v] for v in node.inputs if v in reduced)),)
-        if any(v not in read and dies(v, node, nbytes) for v in graph.reads[node.id])
+        if any(v not in read and dies_at(graph, v, node, nbytes) for v in graph.reads[node.id])
     )

@@ -13,10 +13,7 @@ Where a graph says that memory does not count in the forward pass, nothing is th
 
 The body of a loop is played once. What an iteration of the forward pass makes counts once there, and from the end of
 its loop on as often as there are iterations, if something behind the loop reads the original. What a loop reads that
-was made outside of it is there until it ends. A row that is copied for a contraction (see `Graph.copies`) is there from
-the beginning of its stage's part of the iteration to the last contraction of that stage which reads it. What several
-kernels of a stage share (see `Graph.shared`) is there from the first to the last of them; what nothing holds back (see
-`Graph.early`) from the beginning of the iteration to the kernel that wants it.
+was made outside of it is there until it ends.
 """
 
 import math
@@ -113,9 +110,9 @@ def simulate(graph: Graph, schedule: Schedule) -> Profile:
 
 
 def _simulated(graph: Graph, schedule: Schedule) -> Profile:
-    ran, made_for, lives, scratch = play(graph, schedule)
+    ran, made_for, lives = play(graph, schedule)
     delta = [0] * (len(ran) + 2)
-    for _, _, begin, end, nbytes in (*lives, *scratch):
+    for _, _, begin, end, nbytes in lives:
         delta[begin] += nbytes
         delta[end + 1] -= nbytes
     live = list(accumulate(delta[: len(ran)]))

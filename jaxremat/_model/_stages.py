@@ -26,9 +26,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+from .._runtime._mechanisms import mechanism
 from ._graph import Graph, Stage
 from ._later_passes import LaterPass, divides, later_passes, made_later, passes_before
-from ._optimizer_updates import past_updates, with_updates
+from ._optimizer_updates import with_updates
 
 FINENESS = 1500
 """A cut costs `total / FINENESS` bytes: about `sqrt(FINENESS)` stages where all layers are equal."""
@@ -68,11 +69,10 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
         cuts.append(places[i])
         i = previous[i]
     cuts.reverse()
-    if graph.backend.fuses_reductions:
-        cuts = [cut for cut in dict.fromkeys(past_updates(graph, cuts[:-1])) if cut < stop] + [stop]
     return with_updates(graph, [start, *cuts])
 
 
+@mechanism("fine stages", off=lambda graph: [graph])
 def cuttings(graph: Graph) -> list[Graph]:
     """The graph with its coarse stages, and with fine ones if those are others."""
     return [replace(graph, stages=c) for c in dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))]

@@ -7,7 +7,7 @@ Law: `_simulate`'s docstring. The forward pass is the same in all schedules of a
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ._stack_copies import SLICES
+from ._host_copies import SLICES
 
 
 class Life(NamedTuple):
@@ -24,14 +24,13 @@ class Life(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A schedule played: the nodes that ran, the stage that each is recomputed for (-1 in its own place), what was
-    in memory when, and what has no place in the graph: copies of rows, and what kernels share.
+    """A schedule played: the nodes that ran, the stage that each is recomputed for (-1 in its own place), and what
+    was in memory when.
     """
 
     nodes: tuple[int, ...]
     made_for: tuple[int, ...]
     lives: tuple[Life, ...]
-    scratch: tuple[Life, ...]
 
 
 class Tape:
@@ -43,71 +42,36 @@ class Tape:
     nets.
     """
 
-    def __init__(self, graph: Any, plain: Sequence[bool]) -> None:
+    def __init__(self, graph: Any) -> None:
         self.graph = graph
-        self._plain = (
-            plain  # for each node whether it is of no loop and shares no work: a run of it only reads
-        )
         self.nodes: list[int] = []
         self.made_for: list[int] = []
         self.last: dict[int, int] = {}
         self.where: dict[int, int] = {}
         self._keeping: list[tuple[int, int]] = []  # originals and the loops that read them from outside
         self._ended: dict[int, int] = {}  # loop -> its last event
-        # stage, loop -> the first event of what of an iteration is in that stage
-        self._begun: dict[tuple[int, int], int] = {}
-        # stage, loop, value -> the last event there that reads a row of it
-        self._copied: dict[tuple[int, int, int], int] = {}
-        # stage, loop, fused node -> the events there that want it
-        self._shared: dict[tuple[int, int, int], list[int]] = {}
-        self._opened: dict[int, int] = {}  # loop -> its first event
-        self._early: list[Life] = []
 
     def copy(self) -> "Tape":
         """The same, to be played on."""
-        other = Tape(self.graph, self._plain)
+        other = Tape(self.graph)
         other.nodes, other.made_for = self.nodes.copy(), self.made_for.copy()
         other.last, other.where = self.last.copy(), self.where.copy()
         other._keeping, other._ended = self._keeping.copy(), self._ended.copy()
-        other._begun, other._copied = self._begun.copy(), self._copied.copy()
-        other._shared = {key: events.copy() for key, events in self._shared.items()}
-        other._opened, other._early = self._opened.copy(), self._early.copy()
         return other
 
     def run_all(self, kernels: Iterable[int]) -> None:
         """These kernels run, in their own places."""
-        nodes, made_for, last, where = self.nodes, self.made_for, self.last, self.where
-        reads: tuple[tuple[int, ...], ...] = self.graph.reads
         for n in kernels:
-            if not self._plain[n]:
-                self.run(n, -1)
-                continue
-            event = len(nodes)
-            nodes.append(n)
-            made_for.append(-1)
-            for v in reads[n]:
-                last[where.get(v, v)] = event
+            self.run(n, -1)
 
     def run(self, n: int, stage: int) -> None:
         """A kernel runs, recomputed for that stage or in its own place."""
         graph, where, event = self.graph, self.where, len(self.nodes)
-        k = stage if stage >= 0 else graph.stage_of[n]
-        inside = graph.nodes[n].loop if stage < 0 else graph.nodes[graph.stages[k].start].loop
-        self._begun.setdefault((k, inside), event)
         self.nodes.append(n)
         self.made_for.append(stage)
         reads: tuple[int, ...] = graph.reads[n]
         for v in reads:
             self.last[where.get(v, v)] = event
-        if inside < 0 and self._plain[n]:
-            return
-        self._opened.setdefault(inside, event)
-        if inside >= 0 and (nbytes := graph.early[n] if stage < 0 else graph.nodes[n].constant_nbytes):
-            first = self._opened[graph.since(inside)]
-            self._early.append(Life(graph.nodes[n].outputs[0], -1, first, event, nbytes))
-        self._copied.update(((k, inside, v), event) for v in graph.copies(n, inside) if v not in where)
-        for m in graph.shared[n]:
-            self._shared.setdefault((k, inside, m), []).append(event)
         if (loop := graph.nodes[n].loop) < 0:
             return
         if stage < 0:
@@ -129,20 +93,7 @@ class Tape:
         for v, k in graph.lingering.items():
             end = own[k] if k < len(own) else len(nodes) - 1
             last[v] = max(last.get(v, end), end)
-        scratch = [
-            Life(v, -1, self._begun[k, loop], end, graph.values[v].nbytes)
-            for (k, loop, v), end in self._copied.items()
-            if v not in gaps
-        ]
-        scratch.extend(self._early)
-        scratch.extend(
-            Life(
-                graph.nodes[n].outputs[0], -1, events[0], events[-1], graph.nodes[n].duplicated_fusion_nbytes
-            )
-            for (_, _, n), events in self._shared.items()
-            if len(events) > 1
-        )
-        return Run(tuple(nodes), tuple(self.made_for), tuple(self._lives(gaps)), tuple(scratch))
+        return Run(tuple(nodes), tuple(self.made_for), tuple(self._lives(gaps)))
 
     def _lives(self, gaps: Mapping[int, tuple[int, int]]) -> Iterator[Life]:
         graph, last, size = self.graph, self.last, len(self.graph.values)
@@ -171,18 +122,6 @@ class Tape:
 
 def forward_tape(graph: Any) -> Tape:
     """The tape of the forward pass, which all schedules begin with."""
-    plain = [n.loop < 0 and not graph.shared[n.id] and not graph.rows[n.id] for n in graph.nodes]
-    tape = Tape(graph, plain)
+    tape = Tape(graph)
     tape.run_all(n for n in range(graph.forward_stop) if graph.kernel[n])
     return tape
-
-
-def lingering(graph: Any) -> dict[int, int]:
-    """The finished values that deferred nodes read, each with the last stage of whose barrier one waits."""
-    lingering: dict[int, int] = {}
-    for stage in graph.stages:
-        finished = set(stage.finished)
-        for n, k in stage.deferred:
-            for v in finished.intersection(graph.nodes[n].inputs):
-                lingering[v] = max(lingering.get(v, k), k)
-    return lingering

@@ -187,7 +187,7 @@ def timeline(graph: Graph, schedule: Schedule, seconds: float, groups: Groups) -
     **Arguments:** `seconds`: what the whole run takes; the nodes' own seconds, which are prices of running them once
     more, only say how it is divided. `groups`: takes up what is named.
     """
-    nodes, made_for, lives, _ = play(graph, schedule)
+    nodes, made_for, lives = play(graph, schedule)
     live = simulate(graph, schedule).runs[2]
     prices = [graph.nodes[n].seconds for n in nodes]
     if sum(prices) <= 0:

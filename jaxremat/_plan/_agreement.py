@@ -9,7 +9,6 @@ the cache of plans.
 """
 
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +26,7 @@ from .._runtime._errors import ProcessError
 from .._runtime._meeting import Meeting, first_said
 from .._runtime._progress import phase
 from .._solver import Solution
+from ._made_for import placeless
 from ._plan import Plan
 from ._plan_cache import recall_or_plan, sources
 from ._planned import Planned, apply_plan
@@ -84,7 +84,7 @@ def found_first(key: str, graph: Graph, found: Found, restrict: Callable[[Graph]
         "saved": sorted(schedule.saved),
         "kept": sorted(map(list, schedule.kept)),
     }
-    first = first_said(store, "jaxremat/held/" + hashlib.sha256(_placeless(key).encode()).hexdigest(), own)
+    first = first_said(store, "jaxremat/held/" + hashlib.sha256(placeless(key).encode()).hexdigest(), own)
     if first == own:
         return found
     cut = replace(graph, stages=with_updates(graph, [*first["starts"], len(graph.nodes)]))
@@ -92,11 +92,6 @@ def found_first(key: str, graph: Graph, found: Found, restrict: Callable[[Graph]
     schedule = close_over_dependencies(cut, first["saved"], map(tuple, first["kept"]))
     solution = Solution(schedule, solver=found.solution.solver)
     return replace(found, graph=cut, solution=solution, profile=simulate(counted(cut), schedule))
-
-
-def _placeless(text: str) -> str:
-    """A text without the places of objects in memory, which are others in each process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _alone(problem: Problem, request: Request, given: Plan | None) -> Planned:
@@ -146,7 +141,7 @@ def _asked(problem: Problem, request: Request, given: Plan | None) -> dict[str, 
         "program": problem.fingerprint,
         "plan": given and given.fingerprint,
         "budget": repr(request.budget),
-        "options": _placeless(repr(options)),
+        "options": placeless(repr(options)),
         "device_nbytes": request.device_nbytes,
     }
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .._model._form_offers import EXACT, REVERSIBLE
+from .._model._sites import EXACT, REVERSIBLE
 from .._rewrite._encodings import INEXACT
 from .._runtime._bytes import Budget, parse_nbytes
 from .._runtime._errors import ArgumentError, BudgetError

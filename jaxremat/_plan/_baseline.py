@@ -1,19 +1,171 @@
-"""Problem -> `Baseline`: what the compiler says of the step before anything is planned, where every plan starts.
+"""Problem -> `Baseline`: what the compiler says of the step before anything is planned, and the graphs of its variants.
 
-Invariant: which programs a baseline's figures are of is decided when it is measured. They do not depend on what was
-asked of it before.
+Invariants: which programs a baseline's figures are of is decided when it is measured; they do not depend on what was
+asked of it before. The time of every graph is counted from that of the plain step.
 """
 
+import logging
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 from .._compiler._compiled_step import CompiledStep
 from .._compiler._program import Compiled
+from .._lower._build import build_graph
+from .._lower._facts import BaselineFacts
+from .._model._graph import Graph
+from .._model._schedule import Schedule, save_all
+from .._model._sites import Variants
+from .._model._variant import ATTENTION, Variant
+from .._rewrite._trace import Traced
+from .._runtime._bytes import format_nbytes
 from .._runtime._progress import phase
-from ._graphs import MeasuredGraphs
 from ._problem import Problem
+from ._rules import PlainStep, variants
+
+logger = logging.getLogger("jaxremat")
+
+
+@dataclass(frozen=True, eq=False)
+class Graphs(ABC):
+    """The graphs of a step's variants, each made once."""
+
+    problem: Problem
+    _made: dict[Variant, Graph | None] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def plain(self) -> Graph:
+        """The graph of the step as it is written."""
+        return self._plain()
+
+    @abstractmethod
+    def _plain(self) -> Graph:
+        """Make the graph of the step as it is written."""
+
+    @abstractmethod
+    def _built(self, traced: Traced, estimated: float) -> Graph:
+        """Return the graph of a variant, which is estimated to take so much longer than the plain step."""
+
+    def known(self, graph: Graph) -> Schedule | None:
+        """Return what the user's own checkpoints save of a cutting of the plain graph, None where there are none."""
+        return self.problem.as_checkpointed(graph) if self.problem.undoes else None
+
+    @cached_property
+    def variants(self) -> Variants:
+        """The variants that the step may take."""
+        return self.variants_of(self.plain)
+
+    def variants_of(self, plain: Graph) -> Variants:
+        """Return the variants that the step may take, by a graph of the plain one with other pins."""
+        problem = self.problem
+        traced, there = problem.traced, problem.division.local(problem.traced)[0]
+        here = problem.here if problem.device.platform != "cpu" else None
+        step = PlainStep(traced, there, plain, problem.device, here, problem.allow)
+        return variants(step, decided=bool(problem.pins or traced.hints))
+
+    def of(self, variant: Variant) -> Graph | None:
+        """Return the graph of a variant, its time counted from the plain step's; None where it cannot be made."""
+        if variant not in self._made:
+            make = partial(self._of, variant)
+            self._made[variant] = self.problem.defects.attempted("rewriting", make, variant)
+        return self._made[variant]
+
+    def _of(self, variant: Variant) -> Graph:
+        estimated = self.plain.extra_seconds + self.variants.estimate(variant).more_seconds
+        graph = self._built(self.problem.form(variant), estimated)
+        return replace(graph, step_seconds=self.plain.step_seconds, host=self.problem.usable_host)
+
+
+class EstimatedGraphs(Graphs):
+    """Graphs by rules alone, without a compilation."""
+
+    def _plain(self) -> Graph:
+        return self.problem.estimated
+
+    def _built(self, traced: Traced, estimated: float) -> Graph:
+        return replace(self.problem.estimate(traced, self.plain.base_nbytes), extra_seconds=estimated)
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredGraphs(Graphs):
+    """Graphs by what XLA writes to memory. **Fields:** `baseline` of the step."""
+
+    baseline: "Baseline"
+    _in_form: dict[Variant, Graph] = field(default_factory=dict, init=False)
+    _around: dict[Variant, float] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def _facts(self) -> BaselineFacts:
+        problem, tagged = self.problem, self.baseline.tagged
+        differs = problem.traced.rematted or problem.replaces
+        # Else the tagged step's are as many as the plain step's, which is still being compiled.
+        measured = self.baseline.temporaries_nbytes if differs else tagged.memory.temporaries_nbytes
+        return BaselineFacts(
+            plain=problem.traced,
+            module=tagged.module,
+            base_nbytes=tagged.memory.base_nbytes,
+            temporaries_nbytes=measured,
+            program=problem.unoptimised_build,
+            device=problem.device,
+            profile=problem.profile,
+            here=problem.here,
+            options=problem.program.compiler_options,
+            pins=problem.pins,
+            division=problem.division,
+        )
+
+    def _plain(self) -> Graph:
+        problem = self.problem
+        graph = replace(self._lowered(problem.traced), host=problem.usable_host)
+        measured = self.baseline.measured
+        logger.info(
+            "plain step: peak %s, %d equations, %d residuals, %d stages",
+            format_nbytes(measured.peak_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
+        )  # fmt: skip
+        if self._facts.by_kernels:
+            more = graph.extra_seconds + self._tagged_more
+            return replace(graph, step_seconds=measured.seconds, extra_seconds=more)
+        if problem.undoes:  # counted from the user's own step, which computes again what its checkpoints say
+            own = graph.step_seconds * measured.seconds / self.baseline.tagged.seconds
+            return replace(
+                graph, step_seconds=own, extra_seconds=graph.extra_seconds + graph.step_seconds - own
+            )
+        return graph
+
+    def _built(self, traced: Traced, estimated: float) -> Graph:
+        if not self._facts.by_kernels:
+            return replace(self._lowered(traced), extra_seconds=estimated)
+        graph = self._lowered(traced, estimated - self._tagged_more)
+        more = self._around_attention(traced.form) + self._tagged_more
+        return replace(graph, extra_seconds=graph.extra_seconds + more)
+
+    def _lowered(self, traced: Traced, otherwise: float | None = None) -> Graph:
+        """Return the graph in seconds of the tagged step; `otherwise` as for `build_graph`."""
+        if traced.form not in self._in_form:
+            self._in_form[traced.form] = build_graph(traced, self._facts, otherwise)
+        return self._in_form[traced.form]
+
+    @property
+    def _tagged_more(self) -> float:
+        """What the tagged step takes longer than the plain one."""
+        return self.baseline.tagged.seconds - self.baseline.measured.seconds
+
+    def _around_attention(self, form: Variant) -> float:
+        """Return what the compiled step takes longer with attention as in this variant than its operations say, outside
+        of loops: arrays that products of matrices want in another order are copied no more, which nothing else tells.
+        """
+        alone = Variant.of_rule(ATTENTION, form.settings(ATTENTION))
+        if not alone or self.problem.traced.loops:
+            return 0.0
+        if alone not in self._around:
+            traced = self.problem.form(alone)
+            graph = self._lowered(traced, 0.0)
+            with phase("compiling attention's form", kind="compile"):
+                compiled = self.problem.compile(self.problem.jitted(graph, save_all(graph)))
+            self._around[alone] = compiled.seconds - self.baseline.tagged.seconds - graph.extra_seconds
+        return self._around[alone]
 
 
 def measure_baseline(problem: Problem, *, plain: bool, tagged: bool) -> "Baseline":
@@ -93,11 +245,7 @@ class Baseline:
     @cached_property
     def graphs(self) -> MeasuredGraphs:
         """The graphs of the step's forms by what XLA writes to memory; each is made when it is asked for."""
-        problem, tagged = self.problem, self.tagged
-        differs = problem.traced.rematted or problem.replaces
-        # Else as many as the plain step's, which is still being compiled.
-        nbytes = self.temporaries_nbytes if differs else tagged.memory.temporaries_nbytes
-        return MeasuredGraphs(problem, tagged, lambda: self.measured, nbytes)
+        return MeasuredGraphs(self.problem, self)
 
     def with_plain(self, tagged: CompiledStep | None = None) -> "Baseline":
         """Return this with the plain step compiled too, of which all figures are then.

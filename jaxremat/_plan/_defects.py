@@ -19,8 +19,8 @@ import jax
 from jaxlib import version as jaxlib
 
 from .._compiler._program import Program
-from .._model._form import PLAIN, Form
 from .._model._graph import Graph
+from .._model._variant import PLAIN, Variant
 from .._runtime._bytes import Budget, format_nbytes
 from .._runtime._cache_folder import cache_dir, store, trim
 from .._runtime._errors import InfeasibleBudgetError, JaxrematError, JaxrematWarning
@@ -59,7 +59,7 @@ class Defects:
         self,
         what: str,
         make: Callable[[], T],
-        form: Form = PLAIN,
+        form: Variant = PLAIN,
         graph: Graph | None = None,
         solution: Solution | None = None,
     ) -> T | None:

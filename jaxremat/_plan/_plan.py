@@ -1,19 +1,67 @@
-"""The plan: what planning came to and what the emitter needs to follow it; JSON in and out, reports out."""
+"""The plans: what planning came to and what the emitter needs to follow it; JSON in and out, reports out."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from .._model._form import Form
 from .._model._graph import Graph
 from .._model._host_copies import HostCopy
 from .._model._optimizer_updates import with_updates
 from .._model._schedule import Passing, Schedule, close_over_dependencies
+from .._model._variant import Variant
 from .._report import Report
+from .._report._actions import Action, Actions
 from .._report._outcome import Outcome
+from .._runtime._bytes import format_nbytes
 from .._runtime._errors import ArgumentError, PlanMismatchError
 from .._runtime._files import Written
-from ._made_for import MadeFor
+
+_MOST = 3
+"""How many arguments an error names; of an optimizer's state all would differ."""
+
+
+@dataclass(frozen=True)
+class MadeFor:
+    """**Fields:** `jax` its version; `mesh` axes and sizes, "" without one; `arguments` the place, type and sharding
+    of each traced argument, of which `donated` are; `static` arguments and their values.
+    """
+
+    jax: str
+    mesh: str
+    arguments: tuple[tuple[str, str], ...]
+    donated: tuple[str, ...]
+    static: tuple[tuple[str, str], ...]
+
+    def differences(self, now: "MadeFor") -> list[str]:
+        """What of it differs from another, and how."""
+        found = [
+            f"{name} was {before or 'none'} and is {after or 'none'}"
+            for name, before, after in (("jax", self.jax, now.jax), ("the mesh", self.mesh, now.mesh))
+            if before != after
+        ]
+        found += _changes("argument", dict(self.arguments), dict(now.arguments))
+        found += _changes("static argument", dict(self.static), dict(now.static))
+        for words, places in (
+            ("was donated and is not", sorted(set(self.donated) - set(now.donated))),
+            ("was not donated and is", sorted(set(now.donated) - set(self.donated))),
+        ):
+            found += _few([f"argument {place} {words}" for place in places])
+        return found
+
+
+def _changes(kind: str, before: dict[str, str], after: dict[str, str]) -> list[str]:
+    found = [
+        f"{kind} {place} was {before.get(place, 'not there')} and is {after.get(place, 'not there')}"
+        for place in dict.fromkeys((*before, *after))
+        if before.get(place) != after.get(place)
+    ]
+    return _few(found)
+
+
+def _few(found: Sequence[str]) -> list[str]:
+    more = [f"so are {len(found) - _MOST} more"] if len(found) > _MOST else []
+    return [*found[:_MOST], *more]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +117,7 @@ class Plan(Outcome, Written):
     materialised: tuple[int, ...]
     small_nbytes: int
     fence: str
-    form: Form
+    form: Variant
     unrepeated: tuple[int, ...] = ()
     offloaded: tuple[HostCopy, ...] = ()
     on_host: tuple[int, ...] = ()
@@ -83,7 +131,7 @@ class Plan(Outcome, Written):
         if version != 2:
             return None
         for each in (data, *data["rounds"]):
-            choices = Form.unnamed(tuple(each.pop("segments"))).choices
+            choices = Variant.unnamed(tuple(each.pop("segments"))).choices
             each["form"] = {"choices": [list(choice) for choice in choices]}
         return data
 
@@ -115,6 +163,45 @@ class Plan(Outcome, Written):
 
     def _repr_html_(self) -> str | None:
         return self.report().summary_html()
+
+
+@dataclass(frozen=True)
+class HeldPlan(Actions, Written):
+    """A plan for a function that something else differentiates, in held bytes (see `jaxremat.checkpoint`).
+
+    **Fields:**
+
+    - `budget_nbytes` the bytes allowed, None for "dots", "free" and "min"; `held_nbytes` the most that the plan holds
+      at once; `plain_nbytes` what plain JAX keeps from the forward pass to the backward pass.
+    - `overhead` extra seconds of the backward pass as a share of the seconds of both passes, by a roofline of the
+      device; below zero where less is written to memory and read again.
+    - `solver` that found it; `stage_count` in how many steps the backward pass recomputes.
+    - `actions` per value that the backward pass needs, largest first.
+    """
+
+    FORMAT: ClassVar = ("held_format", 1)
+
+    budget_nbytes: int | None
+    held_nbytes: int
+    plain_nbytes: int
+    overhead: float
+    solver: str
+    stage_count: int
+    actions: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        within = "" if self.budget_nbytes is None else f" within {format_nbytes(self.budget_nbytes)}"
+        lines = [
+            f"Plan: holds {format_nbytes(self.held_nbytes)} (predicted){within}; "
+            f"plain JAX keeps {format_nbytes(self.plain_nbytes)}",
+            f"  saved {format_nbytes(self.saved_nbytes)} in {sum(a.action == 'save' for a in self.actions)} values, "
+            f"overhead {self.overhead:.2%}, {self.stage_count} stages, solver {self.solver}",
+        ]
+        lines.extend(
+            f"    {format_nbytes(a.nbytes):>9}  {a}  {a.name} {a.shape}  {a.source or a.scope}"
+            for a in self.actions[:12]
+        )
+        return "\n".join(lines)
 
 
 GivenPlan = Plan | str | os.PathLike[str] | None

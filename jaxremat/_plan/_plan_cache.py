@@ -3,6 +3,8 @@
 Laws: a plan is found under all that planning looks at, the planner's own code included, and nothing else; one that a
 clock cut short is used, but made anew when it is asked for again, and the better one kept; what is found is
 emitted, compiled and held against its budget as a plan from a file is, so that a cache can cost time but no byte.
+A budget that a plan made before keeps, with whatever other budget, is not refused, and within it nothing that takes
+longer is returned; for the least memory nothing is returned that needs a good deal more than the least of them.
 """
 
 import dataclasses
@@ -10,11 +12,12 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 from jaxlib import version as jaxlib
@@ -25,11 +28,11 @@ from .._runtime._cache_folder import cache_dir, read, store, touch, trim
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
 from .._runtime._progress import Stopwatch, timed
 from .._solver import Solver
-from ._known_plans import KnownPlans
 from ._plan import Plan
 from ._planned import Planned, apply_plan
 from ._problem import Problem
 from ._request import Options, Request
+from ._search import MOST_OVERHEAD
 from ._state_on_host import movable
 from ._verify import make_plan
 
@@ -45,110 +48,163 @@ _TOLD = ("budget_nbytes", "min_peak_nbytes", "step_seconds")
 MOST_NBYTES = 256 * 2**20
 """Plans kept, all together. A plan of a network with thousands of equations takes some hundred kilobytes."""
 
+MORE = 0.05
+"""A least peak is a good deal more than another from this share on."""
+
+SAVES = 0.005
+"""Of two plans within a budget that were made at different times, the newer one stays unless it takes longer by this
+share of the step."""
+
+
+class Known(NamedTuple):
+    """A plan by its compiled peak, the share of the step's time that it takes longer, and its file."""
+
+    peak_nbytes: int
+    overhead: float
+    file: str
+
 
 def recall_or_plan(problem: Problem, request: Request) -> Planned:
-    """The plan kept for this request, if there is one that still fits; else a new one. **Raises:** as `make_plan`."""
-    path = _path(problem, request)
-    if path is None:
+    """Return the plan kept for this request, if there is one that still fits; else a new one.
+
+    **Raises:** as `make_plan`.
+    """
+    key = key_of(problem, request.options, {"known": True}, besides=_SEARCHING)
+    if key is None:
         return make_plan(problem, request)
-    refusal = _path(problem, request, refused=True) if movable(problem) else None
-    if refusal and (refused := recall(refusal, json.loads)) is not None:
-        raise InfeasibleBudgetError(**refused)
-    plan = recall(path, Plan.from_json)
-    if plan is not None and not plan.planning.cut_short:  # else it is looked for once more
+    return _KeptPlans(problem, request, cache_dir() / "known" / f"{key}.json").recall_or_plan()
+
+
+class _KeptPlans:
+    """The plans that were made for one program with one set of options, with this budget and with others."""
+
+    def __init__(self, problem: Problem, request: Request, known: Path) -> None:
+        self.problem, self.request, self.known = problem, request, known
+        self.budget: int | Literal["min"] = parse_budget(request.budget, request.device_nbytes)
+        self.margin = self._margin(self.budget)
+        self.path = self._path("plans", self.budget)
+        # What is planned in place of a refusal is kept, see `_state_on_host`.
+        self.refusal = self._path("refusals", self.budget) if movable(problem) else None
+
+    def recall_or_plan(self) -> Planned:
+        if self.refusal and (refused := recall(self.refusal, json.loads)) is not None:
+            raise InfeasibleBudgetError(**refused)
+        plan = recall(self.path, Plan.from_json)
+        if plan is not None and not plan.planning.cut_short:  # else it is looked for once more
+            follow = functools.partial(self._followed, self.path, plan)
+            defects = self.problem.defects
+            planned = defects.attempted("emitting a plan that was kept", follow, plan.form)
+            if planned is not None:
+                logger.info("followed the plan in %s", self.path)
+                return self._kept(planned, plan)
+        with timed() as stopwatch:
+            return self._fresh(stopwatch)
+
+    def _fresh(self, stopwatch: Stopwatch) -> Planned:
+        """Make a plan, or take a better one that was made before, and keep it. **Raises:** as `make_plan`."""
         try:
-            follow = functools.partial(apply_plan, problem, plan, request.options)
-            planned = problem.defects.attempted("emitting a plan that was kept", follow, plan.form)
+            planned = make_plan(self.problem, self.request)
+        except InfeasibleBudgetError as error:
+            planned = self._better(None, stopwatch)
+            if planned is None:
+                self._keep_refusal(error, interrupted=stopwatch.interrupted)
+                raise error from None
+        else:
+            planned = self._better(planned.plan, stopwatch) or planned
+        self._kept(planned)
+        if self.request.options.verify:
+            self._add(planned.plan, self.path)
+        return planned
+
+    def _kept(self, planned: Planned, there: Plan | None = None) -> Planned:
+        """Keep a plan, and in its place whatever corrects it. **Arguments:** `there` what is kept already."""
+
+        def put(plan: Plan) -> None:
+            keep(self.path, plan.to_json())
+
+        if there is None or there.saved != planned.plan.saved:
+            put(planned.plan)
+        planned.keep = put
+        return planned
+
+    def _keep_refusal(self, error: InfeasibleBudgetError, *, interrupted: bool) -> None:
+        """Keep a refusal, which names no more than the least of the known plans needs, and the plan of the least that
+        it names, which is what will be asked for next.
+        """
+        if error.least_plan is not None and self.budget != "min":
+            path = self._path("plans", error.min_peak_nbytes + self.margin)
+            keep(path, error.least_plan.to_json())
+            self._add(error.least_plan, path)
+        least = min((each.peak_nbytes for each in self._all()), default=error.min_peak_nbytes)
+        if least < error.min_peak_nbytes:
+            error.min_peak_nbytes = least
+            error.args = (f"{error} A plan that was made before needs {least} bytes.",)
+        if self.refusal and not interrupted:
+            told = {name: getattr(error, name) for name in _TOLD}
+            keep(self.refusal, json.dumps({"message": str(error), **told}))
+
+    def _better(self, plan: Plan | None, stopwatch: Stopwatch) -> Planned | None:
+        """Return a plan that was made before and is better than this one, or than none; None where there is none. It is
+        final where no clock cut the present search short.
+        """
+        for each in self._known_better(plan) if self.request.options.verify else ():
+            path = cache_dir() / "plans" / each.file
+            found = recall(path, Plan.from_json)
+            if found is None:
+                continue
+            cut_short = found.planning.cut_short and stopwatch.interrupted
+            found = replace(
+                found,
+                planning=replace(found.planning, cut_short=cut_short),
+                budget_nbytes=found.peak_nbytes if self.budget == "min" else self.budget,
+                margin_nbytes=self.margin,
+            )
+            if (planned := self._followed(path, found)) is not None:
+                return planned
+        return None
+
+    def _known_better(self, plan: Plan | None) -> list[Known]:
+        """Return those that beat a plan, or none, within the budget or for the least memory; the best first."""
+        if self.budget == "min":
+            most = 0 if plan is None else (1 - MORE) * plan.peak_nbytes
+            found = (each for each in self._all() if each.peak_nbytes < most)
+            return sorted(each for each in found if each.overhead <= MOST_OVERHEAD)
+        room, most = self.budget - self.margin, math.inf if plan is None else self._overhead(plan) - SAVES
+        found = (each for each in self._all() if each.peak_nbytes <= room and each.overhead < most)
+        return sorted(found, key=lambda each: (each.overhead, each.peak_nbytes))
+
+    def _followed(self, path: Path, plan: Plan) -> Planned | None:
+        """Return a plan from a file as it is followed, None where it no longer holds."""
+        try:
+            return apply_plan(self.problem, plan, self.request.options)
         except (InfeasibleBudgetError, PlanMismatchError) as error:
             logger.info("the plan in %s no longer holds: %s", path, error)
-        else:
-            if planned is not None:
-                logger.info("followed the plan in %s", path)
-                return _kept(planned, path, plan)
-    key = key_of(problem, request.options, {"known": True}, besides=_SEARCHING)
-    assert key is not None  # there is none for what is not kept
-    known = KnownPlans.of(key, problem.backend.fuses_reductions)
-    with timed() as stopwatch:
-        return _fresh(problem, request, known, path, refusal, stopwatch)
+            return None
 
+    def _path(self, folder: str, budget: int | Literal["min"]) -> Path:
+        """Return where what belongs to a budget is kept."""
+        wanted = {"budget": budget, "margin": self._margin(budget)}
+        key = key_of(self.problem, self.request.options, wanted)
+        return cache_dir() / folder / f"{key}.json"
 
-def _fresh(
-    problem: Problem,
-    request: Request,
-    known: KnownPlans,
-    path: Path,
-    refusal: Path | None,
-    stopwatch: Stopwatch,
-) -> Planned:
-    """Make a plan, or take a better one that was made before, and keep it there. **Raises:** as `make_plan`."""
-    try:
-        planned = make_plan(problem, request)
-    except InfeasibleBudgetError as error:
-        planned = _known(problem, request, known, None, stopwatch)
-        if planned is None:
-            _keep_least(problem, request, known, error)
-            error = known.corrected(error)
-            if refusal and not stopwatch.interrupted:  # what is planned instead is kept, see `_state_on_host`
-                told = {name: getattr(error, name) for name in _TOLD}
-                keep(refusal, json.dumps({"message": str(error), **told}))
-            raise error from None
-    else:
-        planned = _known(problem, request, known, planned.plan, stopwatch) or planned
-    _kept(planned, path)
-    if request.options.verify:
-        known.add(planned.plan, path)
-    return planned
+    def _margin(self, budget: int | Literal["min"]) -> int:
+        """Return what of a budget stays free."""
+        return 0 if budget == "min" else parse_margin(self.request.options.workspace_margin, budget)
 
+    def _add(self, plan: Plan, file: Path) -> None:
+        """Add to the known plans one that is kept in this file."""
+        known = [each for each in self._all() if each.file != file.name]
+        known.append(Known(plan.peak_nbytes, self._overhead(plan), file.name))
+        store(self.known, json.dumps(known))
 
-def _kept(planned: Planned, path: Path, kept: Plan | None = None) -> Planned:
-    """Keep a plan, and in its place whatever corrects it. **Arguments:** `kept` what is there."""
+    def _all(self) -> list[Known]:
+        """Return the known plans, whose files may have been removed since."""
+        return read(self.known, lambda text: [Known(*each) for each in json.loads(text)]) or []
 
-    def put(plan: Plan) -> None:
-        keep(path, plan.to_json())
-
-    if kept is None or kept.saved != planned.plan.saved:
-        put(planned.plan)
-    planned.keep = put
-    return planned
-
-
-def _keep_least(problem: Problem, request: Request, known: KnownPlans, error: InfeasibleBudgetError) -> None:
-    """Keep the plan of the least that a refusal names, which is what will be asked for next."""
-    if error.least_plan is not None:
-        _, margin = _asked(request)
-        path = _path(problem, replace(request, budget=error.min_peak_nbytes + margin))
-        assert path is not None  # as that of the request
-        keep(path, error.least_plan.to_json())
-        known.add(error.least_plan, path)
-
-
-def _known(
-    problem: Problem, request: Request, known: KnownPlans, plan: Plan | None, stopwatch: Stopwatch
-) -> Planned | None:
-    """Return a plan that was made before and is better than this one, or than none; None where there is none. It is
-    final where no clock cut the present search short.
-    """
-    budget, margin = _asked(request)
-    room = None if budget == "min" else budget - margin
-    for each in known.better(plan, room) if request.options.verify else ():
-        found = recall(cache_dir() / "plans" / each.file, Plan.from_json)
-        if found is None:
-            continue
-        cut_short = found.planning.cut_short and stopwatch.interrupted
-        found = replace(found, planning=replace(found.planning, cut_short=cut_short))
-        allowed = found.peak_nbytes if budget == "min" else budget
-        try:
-            found = replace(found, budget_nbytes=allowed, margin_nbytes=margin)
-            return apply_plan(problem, found, request.options)
-        except (InfeasibleBudgetError, PlanMismatchError) as error:
-            logger.info("the plan in %s no longer holds: %s", each.file, error)
-    return None
-
-
-def _asked(request: Request) -> tuple[int | Literal["min"], int]:
-    """The budget in bytes, and what of it stays free."""
-    budget = parse_budget(request.budget, request.device_nbytes)
-    return budget, 0 if budget == "min" else parse_margin(request.options.workspace_margin, budget)
+    def _overhead(self, plan: Plan) -> float:
+        """Return what a plan is judged by: its compiled kernels where they say what a step takes."""
+        more = plan.compiled_overhead if self.problem.backend.fuses_reductions else None
+        return plan.overhead if more is None else more
 
 
 def recall(path: Path, parse: Callable[[str], T]) -> T | None:
@@ -175,13 +231,6 @@ def keep(path: Path, text: str) -> None:
 def enabled() -> bool:
     """Whether the environment lets plans be kept: not with `JAXREMAT_PLAN_CACHE=0`."""
     return os.environ.get("JAXREMAT_PLAN_CACHE", "").strip().lower() not in ("0", "off", "no", "false")
-
-
-def _path(problem: Problem, request: Request, *, refused: bool = False) -> Path | None:
-    """Where the plan of a request is kept, or that there is none; None where it may not be."""
-    budget, margin = _asked(request)
-    key = key_of(problem, request.options, {"budget": budget, "margin": margin})
-    return None if key is None else cache_dir() / ("refusals" if refused else "plans") / f"{key}.json"
 
 
 def key_of(

@@ -1,33 +1,58 @@
-"""Plan made before, step -> the step that follows it, compiled where that is asked for; needs no solver.
+"""Plan made before, step -> the step that follows it, compiled where that is asked for; schedule -> what plans tell.
 
-Law: what the compiler needs for it is within the plan's budget on this machine too, or an error says so.
+Invariant: what the compiler needs for a plan is within its budget on this machine too, or an error says so. A plan that
+was made without the device, elsewhere, or of drafts, may need more where it runs: the compiler there lays out, fuses
+and copies otherwise. What it missed by is what the next schedule of the same variant and stages has to spare.
 """
 
+import logging
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from .._compiler._collectives import KINDS
-from .._compiler._compiled_step import CompiledStep
+from .._compiler._compiled_step import KINDS, CompiledStep
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import Compiled
 from .._compiler._target import in_words
+from .._lower._lower import as_stacked
 from .._model._graph import Graph
 from .._model._schedule import Schedule, check
-from .._report._actions import actions
+from .._model._simulate import simulate, waits
+from .._report._account import account
+from .._report._actions import NONE_DECIDED, actions, decided
+from .._report._copies import Copied
 from .._report._outcome import Collectives
+from .._rewrite._encodings import BY_CODE
+from .._rewrite._trace import Traced
 from .._runtime._bytes import format_nbytes
-from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, PlanMismatchError
+from .._runtime._errors import (
+    InfeasibleBudgetError,
+    InstallError,
+    JaxrematWarning,
+    PlanMismatchError,
+    SolverError,
+)
 from .._runtime._progress import phase
+from .._solver import Solution
 from ._baseline import Baseline
-from ._compiled_schedule import CompiledSchedule, OverwrittenReadError, compile_schedule
-from ._correction import corrected
-from ._made_for_call import made_for
+from ._ledger import CompiledCandidate
+from ._made_for import made_for
 from ._plan import Plan
 from ._problem import Problem
 from ._request import Options
+from ._step_compiler import CompiledSchedule, OverwrittenReadError, compile_schedule
+
+logger = logging.getLogger("jaxremat")
+
+CORRECTIONS = 2
+"""So many further schedules are compiled where a plan does not fit: a user waits for them who wants to run a step."""
+
+MOST_MISSING = 0.25
+"""What misses the budget by more than this share of the temporaries is another device's plan, or was given another
+budget: it is refused."""
 
 
 @dataclass
@@ -117,7 +142,7 @@ def apply_plan(problem: Problem, plan: Plan, options: Options, *, to_run: bool =
     except InfeasibleBudgetError as refusal:
         plan, made = corrected(problem, plan, options, compiled, refusal)
         return Planned(plan, made.jitted, made.compiled)
-    plan = confirmed(plan, compiled, problem.compiler)
+    plan = replace(plan, **confirmed(problem, compiled))
     return Planned(plan, jitted, compiled) if to_run else planned(problem, plan, options, jitted, compiled)
 
 
@@ -175,15 +200,73 @@ def sent(baseline: Baseline, compiled: CompiledStep) -> tuple[Collectives, ...]:
     return tuple(Collectives(kind, plain[kind], made[kind]) for kind in KINDS if plain[kind] or made[kind])
 
 
-def confirmed(plan: Plan, compiled: CompiledStep, compiler: str) -> Plan:
-    """Return the plan with what the compiler of that name says of its step."""
-    return replace(
-        plan,
-        compiled_peak_nbytes=compiled.peak_nbytes,
-        memory=compiled.memory,
-        compiler=compiler,
-        alive=compiled.alive,
+def facts(problem: Problem, plain: Graph, graph: Graph, solution: Solution) -> dict[str, Any]:
+    """Return what a plan tells of a schedule, by its fields.
+
+    **Arguments:** `plain` the graph of the step as it is written, `graph` that of the solution.
+    """
+    schedule = solution.schedule
+    profile = simulate(graph, schedule)
+    overhead = profile.extra_seconds / (graph.step_seconds or 1.0)
+    return {
+        "predicted_peak_nbytes": profile.peak_nbytes,
+        "overhead": overhead,
+        "lower_bound": solution.lower_bound,
+        "gap": max(overhead - solution.lower_bound, 0.0),
+        "solver": solution.solver,
+        "actions": actions(graph, schedule),
+        "decided": NONE_DECIDED if schedule.drops_nothing else decided(graph, schedule),
+        "account": account(as_stacked(plain), graph, schedule),
+        "saved": tuple(sorted(schedule.saved)),
+        "kept": tuple(sorted(schedule.kept)),
+        "offloaded": tuple(sorted(schedule.offloaded)),
+        "copies": _copies(problem.form(graph.form), graph, schedule),
+        "waiting": math.fsum(waits(graph, schedule)) / (graph.step_seconds or 1.0),
+    }
+
+
+def _copies(traced: Traced, graph: Graph, schedule: Schedule) -> tuple[Copied, ...]:
+    """Return the saved values of which only a copy is kept, by kind. **Arguments:** `graph` of the variant."""
+    both = zip(traced.jaxpr.jaxpr.eqns, graph.nodes, strict=True)
+    value_of = {v: i for eqn, node in both for v, i in zip(eqn.outvars, node.outputs, strict=True)}
+    found: dict[int, list[tuple[int, int]]] = {}
+    for each in traced.encoded:
+        parts = [value_of[v] for v in each.parts]
+        if schedule.saved.issuperset(parts):
+            whole = graph.values[value_of[each.whole]].saved_nbytes
+            nbytes = sum(graph.values[v].saved_nbytes for v in parts)
+            found.setdefault(each.encoding, []).append((whole, nbytes))
+    return tuple(
+        Copied(
+            kind=BY_CODE[code].label,
+            count=len(sizes),
+            whole_nbytes=sum(whole for whole, _ in sizes),
+            nbytes=sum(nbytes for _, nbytes in sizes),
+            exact=BY_CODE[code].exact,
+        )
+        for code, sizes in sorted(found.items())
     )
+
+
+def compiled_facts(problem: Problem, found: CompiledCandidate) -> dict[str, Any]:
+    """Return what a plan tells of a compiled schedule, by its fields."""
+    return {
+        **confirmed(problem, found.compiled),
+        "compiled_overhead": found.compiled_overhead,
+        "unproved": problem.unproved(found.jitted),
+        "fence": found.fence,
+        "detached": found.detached,
+    }
+
+
+def confirmed(problem: Problem, compiled: CompiledStep) -> dict[str, Any]:
+    """Return what a plan tells of its compiled step, by its fields."""
+    return {
+        "compiled_peak_nbytes": compiled.peak_nbytes,
+        "memory": compiled.memory,
+        "compiler": problem.compiler,
+        "alive": compiled.alive,
+    }
 
 
 def confirm(plan: Plan, memory: MemoryStats) -> None:
@@ -198,3 +281,67 @@ def confirm(plan: Plan, memory: MemoryStats) -> None:
             budget_nbytes=plan.budget_nbytes,
             min_peak_nbytes=memory.peak_nbytes,
         )
+
+
+def corrected(
+    problem: Problem, plan: Plan, options: Options, compiled: CompiledStep, refusal: InfeasibleBudgetError
+) -> tuple[Plan, CompiledSchedule]:
+    """Return a plan that fits where this one does not, and its step, compiled to run where that may be.
+
+    **Arguments:** `compiled` the plan's step as the compiler made it; `refusal` is raised where no schedule fits.
+    """
+    room = plan.budget_nbytes - plan.margin_nbytes
+    missing = compiled.peak_nbytes - room
+    far = missing > MOST_MISSING * compiled.memory.temporaries_nbytes
+    if far or len(problem.processes) > 1 or not plan.stages:
+        raise refusal
+    graph = plan.layout(problem.bare(plan.form, pinned=True))
+    graph = replace(graph, base_nbytes=plan.account.base_nbytes)
+    predicted = simulate(graph, plan.schedule(graph)).peak_nbytes
+    for i in range(CORRECTIONS):
+        allowance = predicted - int(1.1 * 2**i * missing)
+        try:
+            solution = options.solver.solve(graph, allowance, time_limit=options.time_limit)
+        except (SolverError, InstallError):  # a plan that is given needs no solver
+            raise refusal from None
+        profile = simulate(graph, solution.schedule)
+        if profile.peak_nbytes > allowance:
+            break
+        try:
+            made = compile_schedule(
+                problem, graph, solution.schedule, plan.fence, to_run=problem.compiles_to_run
+            )
+        except OverwrittenReadError:
+            break
+        peak = made.compiled.peak_nbytes
+        logger.info("corrected from %s to %s", format_nbytes(room + missing), format_nbytes(peak))
+        if peak <= room:
+            warnings.warn(
+                f"`{plan.step}` needs {format_nbytes(compiled.peak_nbytes)} here with a plan for {format_nbytes(room)} "
+                f"that was made otherwise. The plan was corrected: it needs {format_nbytes(peak)}, and takes "
+                f"{profile.extra_seconds / (graph.step_seconds or 1.0):.1%} longer than the plain step by the model.",
+                JaxrematWarning,
+                stacklevel=2,
+            )
+            more = plan.compiled_overhead
+            if more is not None and compiled.seconds:
+                more = (1 + more) * made.compiled.seconds / compiled.seconds - 1
+            found = CompiledCandidate(
+                graph,
+                solution,
+                plan.fence,
+                profile,
+                made.jitted,
+                made.compiled,
+                peak,
+                more or 0.0,
+                0.0,
+                made.detached,
+            )
+            plain = replace(problem.bare(problem.traced.form), base_nbytes=graph.base_nbytes)
+            told = facts(problem, plain, graph, solution) | compiled_facts(problem, found)
+            del told["solver"]  # of the plan that is corrected
+            told |= {"compiled_overhead": more, "rounds": (*plan.rounds, found.round)}
+            return replace(plan, **told), made
+        predicted, missing = profile.peak_nbytes, peak - room
+    raise refusal

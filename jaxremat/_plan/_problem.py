@@ -19,17 +19,17 @@ from .._compiler._gathers import gathers
 from .._compiler._program import Compiled, Program, processes_of
 from .._compiler._shardings import Division
 from .._compiler._tags import tagged
-from .._emit._emit import FENCES, emit
+from .._emit._emit import FINISHED, emit
 from .._emit._validation import unproved
 from .._lower._lower import as_stacked, estimate_base, lower
 from .._model._backend import Backend, backend
-from .._model._form import Form
-from .._model._form_offers import EXACT
 from .._model._graph import Graph
 from .._model._host_copies import HostMemory
 from .._model._pins import Patterns
 from .._model._schedule import Passing, Schedule, close_over_dependencies, save_all
 from .._model._simulate import simulate
+from .._model._sites import EXACT
+from .._model._variant import Variant
 from .._rewrite._fingerprint import fingerprint
 from .._rewrite._kernel_choice import replaced
 from .._rewrite._pooling_places import is_by_place
@@ -69,7 +69,7 @@ class Problem:
     allow: tuple[str, ...] = EXACT
     rewritten: Traced | None = None
     compilations: Compilations = field(default_factory=Compilations)
-    _in_form: dict[Form, Traced] = field(default_factory=dict, init=False)
+    _in_form: dict[Variant, Traced] = field(default_factory=dict, init=False)
     _unproved: dict[Any, tuple[str, ...]] = field(default_factory=dict, init=False)
 
     @property
@@ -114,7 +114,7 @@ class Problem:
         """The same with the equations in their order of before, see `Traced.ordered_before`."""
         return replace(self, rewritten=self.traced.ordered_before())
 
-    def form(self, form: Form) -> Traced:
+    def form(self, form: Variant) -> Traced:
         """The step in this form, whose sites need no names; each is made once."""
         form = self.traced.named(form)
         if form == self.traced.form:
@@ -139,7 +139,7 @@ class Problem:
         graph = lower(there, self.device, base_nbytes=base_nbytes, flops=flops, patterns=self.pins)
         return replace(graph, host=self.usable_host)
 
-    def bare(self, form: Form, *, pinned: bool = False) -> Graph:
+    def bare(self, form: Variant, *, pinned: bool = False) -> Graph:
         """The graph of such a form that plans made before are laid out on: of what one device has, as when they were
         made, for what is small by a plan is saved by it.
 
@@ -185,7 +185,7 @@ class Problem:
         return close_over_dependencies(graph, [v for v in graph.residuals if made[v].producer not in again])
 
     def jitted(
-        self, graph: Graph, schedule: Schedule, fence: str = FENCES[0], detached: Sequence[Passing] = ()
+        self, graph: Graph, schedule: Schedule, fence: str = FINISHED, detached: Sequence[Passing] = ()
     ) -> Any:
         """The step that follows a schedule of one of its graphs."""
         traced = self.form(graph.form)

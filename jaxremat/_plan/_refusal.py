@@ -1,24 +1,42 @@
-"""What was found where nothing fits, or only what is expensive -> what to say of it: what is true, and what to
-write.
+"""What was found where nothing fits, or only what is expensive -> what to say: what is true, and what to write.
+
+A budget that pins make infeasible is an error that names them, with the least peak with and without them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from .._model._graph import Graph
 from .._model._optimizer_updates import updated_alone
 from .._model._schedule import Schedule
 from .._model._simulate import simulate
+from .._model._sites import Variants
+from .._model._stages import cut_stages
+from .._model._variant import Variant
 from .._runtime._bytes import Budget, format_nbytes
-from .._runtime._errors import InfeasibleBudgetError
-from ._baseline import Baseline
-from ._effort import Effort
+from .._runtime._errors import InfeasibleBudgetError, InfeasibleHintError
+from .._solver import MinCut, RecomputeAll
+from ._baseline import Baseline, Graphs
+from ._ledger import CompiledCandidate, Effort
 from ._search import MOST_OVERHEAD, Search
-from ._trial import Trial
 
 SMALL_NBYTES = 2**20
 """Of steps with smaller temporaries, what the compiler adds for itself is a large part."""
 
+MOST_NAMED = 5
+"""So many pins are named in an error: more would hide what to do."""
+
+MOST_TRIED = 24
+"""Pins that are left out one at a time to see what each costs, those of most bytes: each takes two fast solves."""
+
+_TRY_SECONDS = 1.0
+
+_AS_WRITTEN = (
+    "Where there are hints or `pins`, attention, rows and microbatches are done as they are written: without any, less "
+    "may be enough."
+)
 
 WORTH = 0.1
 """Moving less of the arguments to host memory is not worth a word."""
@@ -27,31 +45,31 @@ WORTH = 0.1
 class Least(NamedTuple):
     """The least memory that was found.
 
-    **Fields:** `peak_nbytes`, and `how` that is known; the `schedule` of a `graph` that needs it; the `trial` in which
-    it was compiled, None where it was not, or is of the step as it is written.
+    **Fields:** `peak_nbytes`, and `how` that is known; the `schedule` of a `graph` that needs it; the compiled
+    `candidate`, None where it was not compiled, or is the step as it is written.
     """
 
     peak_nbytes: int
     how: str
     graph: Graph
     schedule: Schedule
-    trial: Trial | None = None
+    candidate: CompiledCandidate | None = None
 
 
-def compiled(trials: Sequence[Trial], baseline: Baseline) -> Least:
-    """Of these trials, or of the step as it is written where that needs less."""
-    trial = min(trials, key=lambda t: t.peak_nbytes)
+def compiled(candidates: Sequence[CompiledCandidate], baseline: Baseline) -> Least:
+    """Return the least of these candidates, or the step as it is written where that needs less."""
+    candidate = min(candidates, key=lambda t: t.peak_nbytes)
     least = Least(
-        trial.peak_nbytes,
-        f"compiled, the least of {len(trials)} plans",
-        trial.graph,
-        trial.solution.schedule,
-        trial,
+        candidate.peak_nbytes,
+        f"compiled, the least of {len(candidates)} plans",
+        candidate.graph,
+        candidate.solution.schedule,
+        candidate,
     )
-    if baseline.problem.must_plan or baseline.peak_nbytes >= trial.peak_nbytes:
+    if baseline.problem.must_plan or baseline.peak_nbytes >= candidate.peak_nbytes:
         return least
-    how = f"compiled, as it is written: none of {len(trials)} plans needs less"
-    return least._replace(peak_nbytes=baseline.peak_nbytes, how=how, trial=None)
+    how = f"compiled, as it is written: none of {len(candidates)} plans needs less"
+    return least._replace(peak_nbytes=baseline.peak_nbytes, how=how, candidate=None)
 
 
 def predicted(graph: Graph, schedule: Schedule) -> Least:
@@ -118,14 +136,14 @@ def _movable(graph: Graph) -> str:
     )
 
 
-def slow(search: Search, trial: Trial) -> str:
+def slow(search: Search, candidate: CompiledCandidate) -> str:
     """What to say of a plan that takes several times as long as the plain step; "" of others."""
     step = search.graph.step_seconds or 1.0
-    if trial.seconds <= MOST_OVERHEAD * step:
+    if candidate.seconds <= MOST_OVERHEAD * step:
         return ""
-    times = 1 + trial.seconds / step
+    times = 1 + candidate.seconds / step
     said = f"the cheapest plan found within this budget takes {times:.1f} times the plain step's time."
-    cheaper = [t for t in search.trials if t.seconds <= MOST_OVERHEAD * step]
+    cheaper = [t for t in search.ledger.compiled if t.seconds <= MOST_OVERHEAD * step]
     if not cheaper:
         return f"{said} Use a larger budget, or a smaller batch."
     near = min(cheaper, key=lambda t: t.peak_nbytes)
@@ -133,3 +151,93 @@ def slow(search: Search, trial: Trial) -> str:
         f"{said} It is {1 + near.seconds / step:.1f} times with {near.peak_nbytes} bytes "
         f"({format_nbytes(near.peak_nbytes)}): use that budget, or a smaller batch."
     )
+
+
+@dataclass(frozen=True)
+class UnpinnedGraphs:
+    """The graphs of a step's variants without what users pin, to tell what the pins cost."""
+
+    pinned: Graphs
+
+    @cached_property
+    def plain(self) -> Graph:
+        """The graph of the step as it is written."""
+        return without(self.pinned.plain, None)
+
+    @cached_property
+    def variants(self) -> Variants:
+        """The variants that the step may take."""
+        return self.pinned.variants_of(self.plain)
+
+    def known(self, graph: Graph) -> Schedule | None:
+        """Return None: what checkpoints save is for the pinned graphs."""
+        return None
+
+    def of(self, variant: Variant) -> Graph | None:
+        """Return the graph of a variant."""
+        graph = self.pinned.of(variant)
+        return graph and without(graph, None)
+
+
+def blamed(
+    error: InfeasibleBudgetError,
+    room_nbytes: int,
+    graph: Graph,
+    least_without: Callable[[], int],
+    needs: str = "the step needs",
+) -> InfeasibleBudgetError:
+    """The error, or where the budget can be met without pins another that says so.
+
+    **Arguments:** `room_nbytes` the budget less the margin; `graph` of the step, its loops as they are; `least_without`
+    gives the least peak that is found without pins, in bytes; `needs` who needs what, in words.
+    """
+    if not graph.pins:
+        return error
+    free = least_without()
+    if free > room_nbytes:
+        error.args = (f"{error} {_AS_WRITTEN}",)
+        return error
+    costs = _costs(graph)
+    named = [f"{origin} ({_more(nbytes)})" for origin, nbytes in costs[:MOST_NAMED]]
+    rest = f" and {len(costs) - MOST_NAMED} more" if len(costs) > MOST_NAMED else ""
+    least = error.min_peak_nbytes + error.budget_nbytes - room_nbytes
+    return InfeasibleHintError(
+        f"A budget of {format_nbytes(error.budget_nbytes)} cannot be met with these hints: "
+        f"{', '.join(named)}{rest}. With them {needs} {format_nbytes(error.min_peak_nbytes)} at the least "
+        f"that was found, without them {format_nbytes(free)}. In brackets is what each adds to that by itself, "
+        f"by the model. Leave one out, or use a budget of at least {least} bytes ({format_nbytes(least)}).",
+        budget_nbytes=error.budget_nbytes,
+        min_peak_nbytes=error.min_peak_nbytes,
+        free_min_peak_nbytes=free,
+        step_seconds=error.step_seconds,
+        hints=tuple(origin for origin, _ in costs),
+    )
+
+
+def without(graph: Graph, origin: str | None) -> Graph:
+    """The graph without the pins from there, None for all, cut into stages afresh."""
+    pins = tuple(pin for pin in graph.pins if origin is not None and pin.origin != origin)
+    graph = replace(graph, pins=pins)
+    return replace(graph, stages=cut_stages(graph))
+
+
+def _costs(graph: Graph) -> list[tuple[str, int]]:
+    """For who pins something the bytes by which the least peak is lower without that, most first."""
+    weight: dict[str, int] = {}
+    for pin in graph.pins:
+        nbytes = 0 if pin.action == "stage" else graph.values[pin.at].saved_nbytes
+        weight[pin.origin] = weight.get(pin.origin, 0) + nbytes
+    origins = sorted(weight, key=lambda origin: (-weight[origin], origin))
+    now = _least(graph)
+    found = {origin: now - _least(without(graph, origin)) for origin in origins[:MOST_TRIED]}
+    return sorted(((origin, found.get(origin, 0)) for origin in origins), key=lambda each: -each[1])
+
+
+def _least(graph: Graph) -> int:
+    solvers = (MinCut(), RecomputeAll())
+    schedules = [solver.solve(graph, None, time_limit=_TRY_SECONDS).schedule for solver in solvers]
+    return min(simulate(graph, schedule).peak_nbytes for schedule in schedules)
+
+
+def _more(nbytes: int) -> str:
+    return format_nbytes(nbytes) if nbytes > 0 else "nothing"

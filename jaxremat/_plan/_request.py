@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from .._model._form_offers import EXACT
 from .._model._pins import Patterns
+from .._model._sites import EXACT
 from .._runtime._bytes import Budget
 from .._solver import Solver
 

@@ -25,8 +25,8 @@ from .._runtime._bytes import format_nbytes, parse_nbytes
 from .._runtime._errors import BudgetError, HintError, InfeasibleBudgetError
 from .._solver import Solution, Solver
 from .._solver._mincut import fewest_saved
-from ._blame import blamed
-from ._held_plan import HeldPlan
+from ._plan import HeldPlan
+from ._refusal import blamed
 
 Held = int | float | str
 """Held bytes, a share in (0, 1] of what plain JAX keeps, text such as "2GiB", "min", "dots" or "free"."""

@@ -1,58 +1,64 @@
-"""Graph, budget -> the cheapest schedule of which the compiler says that it fits.
+"""Space of variants, compiler, clock -> the cheapest schedule of which the compiler says that it fits.
 
 The loop: solve within what the model allows, compile, read the compiler's peak, correct the model's allowance by the
-difference, solve again; within a budget, or within what is about the least memory that was compiled. The forms of the
-step (its loops as they are, or with nested checkpointing) and the two ways to cut the backward pass into stages
-compete; each has an allowance of its own, because the model errs differently on each. A deeper form is made when no
-other promises to fit for less than running the forward passes that it repeats.
+difference, solve again; within a budget, or within what is about the least memory that was compiled. The variants of
+the step and the ways to cut its backward pass into stages compete; each has an allowance of its own, because the model
+errs differently on each.
+
+This is the policy: which candidate is next, and when to stop. What was solved and compiled stands in the `Ledger`, and
+candidates come from the `CandidateSource`.
 """
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from .._emit._emit import FENCES
-from .._model._form import Form
-from .._model._form_offers import Forms
+from .._emit._emit import COMBINED
 from .._model._graph import Graph
-from .._model._schedule import Schedule, check
+from .._model._schedule import check
 from .._model._simulate import extra_seconds, rank, simulate
 from .._solver import Solution, Solver, Sublinear
 from .._solver._mincut import saving_less
-from ._cuttings import CHEAP, EXACTLY, LEAST_SLACK, Cuttings
-from ._effort import Effort
-from ._solving import Solving
-from ._trial import Attempt, Line, Trial, first, in_vain, some, untried
-from ._trial import allowance as next_allowance
+from ._candidates import (
+    CHEAP,
+    EXACTLY,
+    LEAST_SLACK,
+    Candidate,
+    CandidateSource,
+    Space,
+    cheapest,
+    next_allowance,
+)
+from ._ledger import CompiledCandidate, Ledger
 
 HOPE = 1.25
-"""A cutting that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's."""
+"""A candidate that was not compiled yet is tried if the model expects it to cost at most this much of the best plan's.
+Chosen, not measured: above 1 because the model errs, and small because each try is a compilation."""
 
 MORE_ROUNDS = 2
-"""What is added to the rounds while nothing fits, before the least memory is looked for, and once more behind that."""
+"""What is added to the rounds while nothing fits, before the least memory is looked for, and once more behind that: the
+first round finds how the model errs, the second corrects by it."""
 
 MORE_GAIN = 0.005
-"""Or while a plan promises to save this share of the step's time, as each near the least memory must."""
-
-ASTRAY = 0.05
-"""A plan that needs more than predicted by this share of the plain step's temporaries is tried again in order."""
+"""Or while a plan promises to save this share of the step's time, as each near the least memory must: more than
+`CHEAP`, since the rounds that were asked for are over."""
 
 UNLIKELY = 0.1
 """Schedules of least memory are not compiled where they need more than the least of them by this share of the plain
-step's temporaries."""
+step's temporaries: the model would have to err by that much more on the least of them than on these."""
 
 LITTLE = 0.01
 """Nor, with a budget, where they promise no such share less than what was compiled, if the model errs as on others;
-and what misses the budget by no more has further rounds."""
+and what misses the budget by no more has further rounds: the solver needs to drop only one more value or two."""
 
 NEAR = 0.1
-"""What misses it by no more than this share is corrected once even where the effort is exhausted, and once more where
-it then misses by little: schedules of least memory are several times slower."""
+"""A candidate that misses the budget by at most this share gets one corrected solve even where the effort is exhausted,
+and one more where it then misses by little: schedules of least memory are several times slower."""
 
 WIDE = 0.5
 """Where a plan that fits takes longer than one that nearly does, by this share of the step's time, schedules between
-the two are compiled."""
+the two are compiled: a smaller difference is not worth the logarithm of their number of compilations."""
 
 LEAST_MORE = 0.05
 """Of schedules of about the least memory the fastest is taken, if it needs no more than this share of the least
@@ -60,110 +66,258 @@ temporaries besides."""
 
 MOST_OVERHEAD = 1.0
 """More expensive plans are nobody's wish: the least memory is looked for at no more than this overhead, and a plan
-within a budget that costs more is the answer only after a search between it and the cheaper ones that do not fit.
-"""
+within a budget that costs more is the answer only after a search between it and the cheaper ones that do not fit."""
+
+COMBINED_ROUNDS = 3
+"""Barriers that leave sums over devices alone need more or less memory than others: so many further schedules are
+compiled that use the budget with them."""
 
 
-@dataclass
 class Search:
-    """**Fields:** `graph` of the plain step's form, with coarse stages; `temporaries_nbytes` of the plain step; the
-    `forms` that it may take, and the `graph_of` each; the `effort` that the search takes; `written_nbytes` what the
-    step needs as the user wrote it, None where that is no plan; a schedule that is `known` for each cutting of the
-    plain form; `trials` in order. Seconds are counted from those of the step as it is written.
+    """A search for one plan, in a space of graphs. Seconds are counted from those of the step as it is written.
+
+    **Arguments:** the `space`; the `ledger`; `temporaries_nbytes` of the plain step; `written_nbytes` what the step
+    needs as the user wrote it, None where that is no plan.
     """
 
-    graph: Graph
-    solver: Solver
-    time_limit: float
-    attempt: Attempt
-    temporaries_nbytes: int
-    forms: Forms | None = None
-    graph_of: Callable[[Form], Graph | None] | None = None
-    effort: Effort = field(default_factory=Effort)
-    written_nbytes: int | None = None
-    known: Callable[[Graph], Schedule] | None = None
-    trials: list[Trial] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.cuttings = Cuttings(
-            self.graph, self.solver, self.time_limit, self.temporaries_nbytes, self.forms, self.graph_of
-        )
-        self.solving = Solving(self.solver, self.time_limit, self.effort)
-        self.turns = self.cuttings.turns
+    def __init__(
+        self, space: Space, ledger: Ledger, temporaries_nbytes: int, written_nbytes: int | None = None
+    ) -> None:
+        self.graph, self.ledger, self.effort = space.plain, ledger, ledger.effort
+        self.temporaries_nbytes, self.written_nbytes = temporaries_nbytes, written_nbytes
+        self.source = CandidateSource(space, ledger.solver, ledger.time_limit, temporaries_nbytes)
+        self.turns = self.source.turns
         self.effort.turns, self.effort.equations = len(self.turns), len(self.graph.nodes)
+        self.candidates: list[Candidate] = []
         self.corrections = 0  # beyond the effort
-        self.failed: set[int] = set()  # `id`s of cuttings of which no program came
-        if self.known is not None:
-            for cut in self.cuttings.made:
-                self.solving.know(cut, self.known(cut))
+        for cut in self.source.made:
+            if (known := space.known(cut)) is not None:
+                self.ledger.know(cut, known)
 
-    def within(self, budget: int, rounds: int) -> Trial | None:
-        """The cheapest compiled schedule within the budget after that many rounds, or more if none fits; None if none
-        does then.
+    def within(self, budget: int, rounds: int) -> CompiledCandidate | None:
+        """Return the cheapest compiled schedule within the budget after that many rounds, or more if none fits; None if
+        none does then. **Raises:** `NoProgramError`.
         """
-        lines: list[Line] = []
-        self._approach(lines, lambda: budget, rounds, MORE_ROUNDS)
-        if not self._bearable(self.best(budget)):
+        self._approach(budget, rounds, MORE_ROUNDS)
+        if not self._affordable(self.ledger.best(budget)):
             self._least(budget)
-            if self.best(budget) is not None:  # now between what fits and what is cheap
-                self._approach(lines, lambda: budget, 0, MORE_ROUNDS)
+            if self.ledger.best(budget) is not None:  # now between what fits and what is cheap
+                self._approach(budget, 0, MORE_ROUNDS)
                 self._bisect(budget)
-        return self.best(budget) if some(self.trials) else None
+        return self.ledger.best(budget) if self.ledger.some() else None
 
-    def _bisect(self, budget: int) -> None:
-        """Compile schedules between a slow one that fits and a fast one that misses the budget by little, and whose
-        allowance the solver cannot lower: those that save ever less of what the fast one saves.
-        """
-        slow, near = self.best(budget), budget + NEAR * self.temporaries_nbytes
-        missed = (t for t in self.trials if budget < t.peak_nbytes <= near)
-        fast = min(missed, key=lambda t: t.peak_nbytes, default=None)
-        if slow is None or fast is None or slow.seconds - fast.seconds < WIDE * self.graph.step_seconds:
-            return
-        most = slow.seconds - (fast.seconds - fast.profile.extra_seconds)  # by the model
-        less = saving_less(fast.graph, fast.solution.schedule)
-        between = [schedule for schedule in less if extra_seconds(fast.graph, schedule) < most]
-        low, high = -1, len(between)
-        while high - low > 1 and self._allows(self.best(budget), budget):
-            middle = (low + high) // 2
-            trial = self._attempt(fast.graph, replace(fast.solution, schedule=between[middle]), fast.fence)
-            fits = trial is not None and trial.peak_nbytes <= budget
-            low, high = (low, middle) if fits else (middle, high)
-
-    def faster(self, budget: int, rounds: int) -> Trial | None:
-        """A compiled schedule within the budget that is faster than the step as it is written, by the model and by its
-        kernels, after that many rounds; None if there is none.
+    def faster(self, budget: int, rounds: int) -> CompiledCandidate | None:
+        """Return a compiled schedule within the budget that is faster than the step as it is written, by the model and
+        by its kernels, after that many rounds; None if there is none.
         """
         self.effort.fits = True  # as it is written
-        self._approach([], lambda: budget, rounds, 0)
-        faster = [
-            t for t in self.trials if t.peak_nbytes <= budget and t.seconds < 0 and t.compiled_overhead <= 0
-        ]
-        return min(faster, key=lambda t: (t.seconds, t.peak_nbytes), default=None)
+        self._approach(budget, rounds, 0)
+        fitting = (each for each in self.ledger.compiled if each.peak_nbytes <= budget)
+        faster = (each for each in fitting if each.seconds < 0 and each.compiled_overhead <= 0)
+        return min(faster, key=lambda each: (each.seconds, each.peak_nbytes), default=None)
 
-    def _approach(self, lines: list[Line], budget: Callable[[], int], rounds: int, more: int) -> None:
+    def lowest(self) -> CompiledCandidate:
+        """Return the compiled schedule of least peak, however expensive. **Raises:** `NoProgramError`."""
+        self._least(0)
+        return min(self.ledger.some(), key=lambda each: each.peak_nbytes)
+
+    def least(self, rounds: int) -> CompiledCandidate | None:
+        """Return the fastest of the compiled schedules of about the least peak at an affordable overhead, after that
+        many rounds near the least, or fewer where not much is to be gained; None where the step as it is written is
+        that.
+
+        **Raises:** `NoProgramError`.
+        """
+        self._least(None)
+        lowest = min(self.ledger.some(), key=lambda each: each.peak_nbytes)
+        # Where the schedule of least memory costs too much, fewer microbatches may not.
+        while not self._affordable(lowest) and (made := self.source.make_shallower()):
+            compiled = (self.ledger.compile(cut, self.ledger.lowest(cut)) for cut in made)
+            lowest = min(filter(None, compiled), key=lambda each: each.peak_nbytes, default=lowest)
+        self._approach(None, 0, rounds)
+        most = self._about_least()
+        found = self.ledger.best(most)
+        if self.written_nbytes is not None and self.written_nbytes <= most:
+            return found if found is not None and found.seconds < 0 else None
+        assert found is not None  # the least itself
+        return found
+
+    def follow(self, graph: Graph, solution: Solution) -> CompiledCandidate:
+        """Compile a solution that was found elsewhere. **Raises:** `NoProgramError`."""
+        check(graph, solution.schedule)
+        self.ledger.compile(graph, solution)
+        return self.ledger.some()[-1]
+
+    def combined(self, found: CompiledCandidate, budget: int) -> CompiledCandidate:
+        """Return what was found, or a schedule with barriers that leave what devices add up alone, if that fits and its
+        kernels, the collectives among them, take no longer: the same one, or another that uses the budget so.
+        """
+        graph, solution, best = found.graph, found.solution, found
+        tried: list[CompiledCandidate] = []
+        for _ in range(1 + COMBINED_ROUNDS):
+            if (made := self.ledger.compile(graph, solution, COMBINED)) is None:
+                break
+            tried.append(made)
+            if made.peak_nbytes <= budget and made.compiled_overhead <= best.compiled_overhead:
+                best = made
+            if made.fills(budget) or (made.peak_nbytes <= budget and made.profile.extra_seconds <= 0):
+                break
+            solution = self.ledger.within(graph, next_allowance(tried, budget))
+            if any(solution.schedule == each.solution.schedule for each in tried):
+                break
+        return best
+
+    def predicted(self, allowance: int | None) -> tuple[Graph, Solution]:
+        """Return the solution that is best by the model alone, with the graph that it is of; nothing is compiled.
+
+        **Arguments:** `allowance` the predicted peak, None for the least memory.
+        """
+        found: list[tuple[tuple[float, ...], Graph, Solution]] = []
+        if allowance is None:
+            self.source.make_lowest(self.most_seconds())
+        while True:
+            for cut in self.source.made[len(found) :]:
+                solution = self.ledger.within(cut, allowance)
+                found.append((self._rank(cut, solution, allowance), cut, solution))
+                if found[-1][0][:2] <= (0.0, self.source.cheap_seconds):
+                    return cut, solution
+            order, cut, solution = min(found, key=lambda each: each[0])
+            fits = order[0] == 0.0
+            alike = [(g, s) for o, g, s in found if o[0] == 0.0 and g.form == cut.form]
+            seconds = order[1] if fits else None
+            if allowance is None or not (
+                any(self.source.add_variant(seconds, allowance, turn) for turn in self.turns)
+                or (fits and self.source.split_loop(alike, allowance))
+            ):
+                return cut, solution
+
+    def most_seconds(self) -> float:
+        """Return what the least memory may cost."""
+        solver = self.ledger.solver
+        if isinstance(solver, Sublinear):
+            return solver.most_seconds(self.graph) * (1 + 1e-9)
+        return MOST_OVERHEAD * self.graph.step_seconds
+
+    def _approach(self, budget: int | None, rounds: int, more: int) -> None:
         """Compile what promises most within the budget, that many times, and so many more while nothing fits or there
-        is much to be gained: in each turn as many, so that a later one makes nothing worse. The budget may follow what
-        was compiled.
+        is much to be gained: in each turn as many, so that a later one makes nothing worse.
+
+        **Arguments:** `budget` in bytes, None for about the least memory, which follows what is compiled.
         """
         for number, turn in enumerate(self.turns, 1):
             self.effort.turn = number
             for i in range(rounds + more + MORE_ROUNDS):
-                line = self._next(lines, budget(), turn)
-                if line is None or line.pending is None:
+                room = self._about_least() if budget is None else budget
+                candidate = self._next(room, turn)
+                if candidate is None or candidate.pending is None:
                     break
-                best = self.best(budget())
-                if i >= rounds and not self._worth_more(line, best):
+                best = self.ledger.best(room)
+                if i >= rounds and not self._worth_more(candidate, best):
                     break
-                if i >= rounds + more and not self._misses(budget(), LITTLE):
+                if i >= rounds + more and not self._misses(room, LITTLE):
                     break
-                if not self._allows(best, budget()):
+                if not self._allows(best, room):
                     break
-                self._attempt(line.graph, line.pending, line.fence)
-                line.pending = None
+                self.ledger.compile(candidate.graph, candidate.pending)
+                candidate.pending = None
 
-    def _allows(self, best: Trial | None, budget: int) -> bool:
+    def _next(self, budget: int, turn: int = EXACTLY) -> Candidate | None:
+        """Return the candidate of a turn to compile next, with its pending solution; None where no further round
+        promises anything.
+        """
+        best, cheap = self.ledger.best(budget), self.source.cheap_seconds
+        if best is not None and best.seconds <= cheap:
+            return None
+        ready: list[Candidate] = []
+        known: list[Candidate] = []  # with what was compiled already
+        for i in itertools.count():
+            if i == len(self.source.made):
+                seconds = [each.expected[1] for each in ready] + ([best.seconds] if best else [])
+                fastest = min(seconds, default=None)
+                if not self.source.add_variant(fastest, budget, turn) and not self._split_loop(known):
+                    break
+            if i == len(self.candidates):
+                self.candidates.append(Candidate(self.source.made[i]))
+            candidate = self.candidates[i]
+            if self.source.turn(candidate.graph) != turn:
+                continue
+            self._aim(candidate, budget)
+            faster = any(each.expected[1] <= candidate.graph.extra_seconds for each in ready)
+            if candidate.closed or faster:  # its least extra seconds are more than another's
+                continue
+            if candidate.pending is None:
+                candidate.pending = self.ledger.within(candidate.graph, candidate.allowance)
+            candidate.order = self._rank(candidate.graph, candidate.pending, candidate.allowance)
+            tried = self.ledger.knows(candidate.graph, candidate.pending)
+            if candidate.order[0] == 0.0 and (tried or self._promises(candidate, best)):
+                known.append(candidate)
+                if not tried:
+                    ready.append(candidate)
+                    if candidate.order[1] <= cheap:
+                        break
+        if not ready and best is None:
+            ready = [each for each in self.candidates if self._may_fit(each, budget, turn)]
+        return cheapest(ready, CHEAP / 2 * self.graph.step_seconds)
+
+    def _may_fit(self, candidate: Candidate, budget: int, turn: int) -> bool:
+        """Return whether the least memory of a candidate may fit, for all that was compiled; it is pending then."""
+        graph = candidate.graph
+        if id(graph) in self.ledger.failed or self.source.turn(graph) != turn:
+            return False
+        candidate.pending = self.ledger.lowest(graph)
+        candidate.order = rank(graph, candidate.pending.schedule, None)
+        beyond = min((each.beyond_nbytes for each in self.ledger.compiled), default=0)
+        fits = simulate(graph, candidate.pending.schedule).peak_nbytes + beyond <= budget
+        return fits and not self.ledger.knows(graph, candidate.pending)
+
+    def _split_loop(self, known: Sequence[Candidate]) -> bool:
+        """Make a variant with a loop in parts of the best of these candidates; return whether there is one."""
+        best = min(known, key=lambda each: each.expected, default=None)
+        alike = [each for each in known if best and each.graph.alike(best.graph)]
+        solutions = [(each.graph, each.pending) for each in alike if each.pending is not None]
+        return bool(self.source.split_loop(solutions, min((each.allowance for each in alike), default=0)))
+
+    def _aim(self, candidate: Candidate, budget: int) -> None:
+        """Say what to ask for next, by what was compiled so far of this graph, else of others of its variant."""
+        alike = [each for each in self.ledger.compiled if each.graph.alike(candidate.graph)]
+        own = [each for each in alike if each.graph is candidate.graph]
+        candidate.compiled = own
+        candidate.closed = id(candidate.graph) in self.ledger.failed or bool(
+            own and self._enough(own[-1], budget)
+        )
+        last = (
+            (own or alike)[-1:] if candidate.graph.host is not None else []
+        )  # of copies the model is least sure
+        candidate.error_seconds = sum(each.seconds - each.profile.extra_seconds for each in last)
+        allowance = next_allowance(own or alike, budget) if alike else budget
+        if candidate.allowance != allowance:
+            candidate.allowance, candidate.pending = allowance, None
+
+    def _enough(self, compiled: CompiledCandidate, budget: int) -> bool:
+        """Return whether a plan leaves nothing to be gained within the budget by others of its graph."""
+        free = compiled.peak_nbytes <= budget and compiled.seconds <= self.source.free_seconds
+        return free or compiled.fills(budget)
+
+    def _promises(self, candidate: Candidate, best: CompiledCandidate | None) -> bool:
+        """Return whether a candidate's pending solution is worth a compilation."""
+        if best is None:
+            return True
+        seconds = candidate.order[1]
+        if not candidate.compiled and best.seconds > 0 and candidate.graph.host is None:
+            return seconds <= HOPE * best.seconds
+        return candidate.gain(seconds, best) >= CHEAP / 2 * self.graph.step_seconds
+
+    def _worth_more(self, candidate: Candidate, best: CompiledCandidate | None) -> bool:
+        """Return whether a candidate's pending solution is worth more compilations than are asked for."""
+        if best is None or candidate.pending is None:
+            return best is None
+        seconds = extra_seconds(candidate.graph, candidate.pending.schedule)
+        return candidate.gain(seconds, best) >= MORE_GAIN * self.graph.step_seconds
+
+    def _allows(self, best: CompiledCandidate | None, budget: int) -> bool:
         """Return whether another plan may be compiled: the first in any case, and those that correct what misses."""
-        if not (self.trials or self.effort.fits) or self.effort.allows(self._bearable(best)):
+        first = not (self.ledger.compiled or self.effort.fits)
+        if first or self.effort.allows(self._affordable(best)):
             return True
         share = LITTLE if self.corrections else NEAR
         corrects = not self.effort.fits and self.corrections < MORE_ROUNDS and self._misses(budget, share)
@@ -171,193 +325,48 @@ class Search:
         return corrects
 
     def _misses(self, budget: int, share: float) -> bool:
-        """Whether nothing bearable fits, but a plan misses the budget by so small a share of the plain step's
-        temporaries that the next round, which knows how the model errs, is worth its time rather than the least memory.
+        """Return whether no affordable plan fits but one misses the budget by at most this share of the plain step's
+        temporaries: then the next round, which knows how the model errs, is worth its time rather than the least
+        memory.
         """
-        if self._bearable(self.best(budget)):
+        if self._affordable(self.ledger.best(budget)):
             return False
-        missed = (t.peak_nbytes - budget for t in self.trials if self._bearable(t))
+        missed = (each.peak_nbytes - budget for each in self.ledger.compiled if self._affordable(each))
         return any(0 < nbytes <= share * self.temporaries_nbytes for nbytes in missed)
 
-    def _bearable(self, trial: Trial | None) -> bool:
-        return trial is not None and trial.seconds <= self.most_seconds()
-
-    def lowest(self) -> Trial:
-        """The compiled schedule of least peak, however expensive. **Raises:** `NoProgramError`."""
-        self._least(0)
-        return min(some(self.trials), key=lambda t: t.peak_nbytes)
-
-    def least(self, rounds: int) -> Trial | None:
-        """Of the compiled schedules of about the least peak at a bearable overhead the fastest, after that many rounds
-        near the least, or fewer where not much is to be gained; None where the step as it is written is that.
-
-        **Raises:** `NoProgramError`.
-        """
-        self._least(None)
-        self._bear()
-        self._approach([], self._about_least, 0, rounds)
-        most = self._about_least()
-        trial = self.best(most)
-        if self.written_nbytes is not None and self.written_nbytes <= most:
-            return trial if trial is not None and trial.seconds < 0 else None
-        assert trial is not None  # the least itself
-        return trial
-
-    def _bear(self) -> None:
-        """Where the schedule of least memory costs too much, look for one in fewer microbatches that does not."""
-        lowest = min(some(self.trials), key=lambda t: t.peak_nbytes)
-        while not self._bearable(lowest) and (made := self.cuttings.make_shallower()):
-            attempts = (self._attempt(cut, self._lowest(cut), "finished") for cut in made)
-            lowest = min(filter(None, attempts), key=lambda t: t.peak_nbytes, default=lowest)
+    def _affordable(self, compiled: CompiledCandidate | None) -> bool:
+        return compiled is not None and compiled.seconds <= self.most_seconds()
 
     def _about_least(self) -> int:
-        """How much memory is about the least that was found."""
-        least = min(t.peak_nbytes for t in [t for t in self.trials if self._bearable(t)] or some(self.trials))
+        """Return how much memory is about the least that was found."""
+        found = self.ledger.some()
+        least = min(each.peak_nbytes for each in [*filter(self._affordable, found)] or found)
         if self.written_nbytes is not None:
             least = min(least, self.written_nbytes)
         more = min(LEAST_SLACK * self.temporaries_nbytes, LEAST_MORE * (least - self.graph.base_nbytes))
         return least + int(more)
 
-    def best(self, budget: int) -> Trial | None:
-        """The cheapest trial that fits so far."""
-        fitting = [t for t in self.trials if t.peak_nbytes <= budget]
-        return min(fitting, key=lambda t: (t.seconds, t.peak_nbytes), default=None)
-
-    def reformed(self, trial: Trial, budget: int) -> Trial:
-        """The trial, or the same schedule with another form of barriers, if its compiled program is faster and fits."""
-        for fence in FENCES:
-            if fence != trial.fence and trial.profile.extra_seconds > 0:
-                self._attempt(trial.graph, trial.solution, fence)
-        same = [t for t in self.trials if t.solution is trial.solution and t.peak_nbytes <= budget]
-        return min(same, key=lambda t: t.compiled_overhead)
-
-    def follow(self, graph: Graph, solution: Solution) -> Trial:
-        """Compile a solution that was found elsewhere. **Raises:** `NoProgramError`."""
-        check(graph, solution.schedule)
-        self._attempt(graph, solution, "finished")
-        return some(self.trials)[-1]
-
-    def most_seconds(self) -> float:
-        """What the least memory may cost."""
-        if isinstance(self.solver, Sublinear):
-            return self.solver.most_seconds(self.graph) * (1 + 1e-9)
-        return MOST_OVERHEAD * self.graph.step_seconds
-
-    def rank(self, graph: Graph, solution: Solution, allowance: int | None) -> tuple[float, ...]:
+    def _rank(self, graph: Graph, solution: Solution, allowance: int | None) -> tuple[float, ...]:
         order = rank(graph, solution.schedule, allowance)
         if graph.form == self.graph.form and order[0]:
-            self.cuttings.plain_nbytes = int(order[1])
+            self.source.plain_nbytes = int(order[1])
         return order
 
-    def _next(self, lines: list[Line], budget: int, turn: int = EXACTLY) -> Line | None:
-        """The line of a turn to try next, with its pending solution; None where no further round promises anything."""
-        best, cheap = self.best(budget), self.cuttings.cheap_seconds
-        if best is not None and best.seconds <= cheap:
-            return None
-        ready: list[Line] = []
-        known: list[Line] = []  # with what was compiled already
-        for i in itertools.count():
-            if i == len(self.cuttings.made):
-                seconds = [line.expected[1] for line in ready] + ([best.seconds] if best else [])
-                fastest = min(seconds, default=None)
-                if not self.cuttings.deepen(fastest, budget, turn) and not self.cuttings.divide_best(known):
-                    break
-            if i == len(lines):
-                lines.append(Line(self.cuttings.made[i]))
-            line = lines[i]
-            if self.cuttings.turn(line.graph) != turn:
-                continue
-            self._aim(line, budget)
-            if line.closed or any(other.expected[1] <= line.graph.extra_seconds for other in ready):
-                continue
-            if line.pending is None:
-                line.pending = self.solving.within(line.graph, line.allowance)
-            line.order = self.rank(line.graph, line.pending, line.allowance)
-            tried = self._tried(line.graph, line.pending, line.fence)
-            if line.order[0] == 0.0 and (tried or self._promises(line, line.order[1], best)):
-                known.append(line)
-                if not tried:
-                    ready.append(line)
-                    if line.order[1] <= cheap:
-                        break
-        if not ready and best is None:
-            for line in lines:
-                if id(line.graph) in self.failed or self.cuttings.turn(line.graph) != turn:
-                    continue
-                line.pending = self._lowest(line.graph)
-                if line.may_fit(self.trials, budget) and not self._tried(
-                    line.graph, line.pending, line.fence
-                ):
-                    line.order = rank(line.graph, line.pending.schedule, None)
-                    ready.append(line)
-        return first(ready, CHEAP / 2 * self.graph.step_seconds)
-
-    def _aim(self, line: Line, budget: int) -> None:
-        """Say what to ask for next, by what was compiled so far of this cutting, else of others of its form."""
-        alike = [t for t in self.trials if t.graph.alike(line.graph)]
-        own = [t for t in alike if t.graph is line.graph]
-        astray = any(t.fence == "finished" and self._astray(t, budget) for t in own)
-        astray = astray and not (line.graph.host is not None and in_vain(self.trials, line.graph))
-        if astray or (not own and self._mended(line.graph)):
-            line.fence = "ordered"
-        line.trials = [t for t in own if t.fence == line.fence or not self._astray(t, budget)]
-        line.closed = bool(line.trials) and self._enough(line.trials[-1], budget)
-        line.closed |= id(line.graph) in self.failed
-        last = (own or alike)[-1:] if line.graph.host is not None else []  # of copies the model is least sure
-        line.error_seconds = sum(t.seconds - t.profile.extra_seconds for t in last)
-        known = line.trials or [t for t in alike if not self._astray(t, budget)]
-        allowance = next_allowance(known, budget) if known else budget
-        if line.allowance != allowance:
-            line.allowance, line.pending = allowance, None
-
-    def _enough(self, trial: Trial, budget: int) -> bool:
-        """Whether a plan leaves nothing to be gained within the budget by others of its cutting."""
-        free = trial.peak_nbytes <= budget and trial.seconds <= self.cuttings.free_seconds
-        return free or trial.fills(budget)
-
-    def _promises(self, line: Line, seconds: float, best: Trial | None) -> bool:
-        if best is None:
-            return True
-        if not line.trials and best.seconds > 0 and line.graph.host is None:
-            return seconds <= HOPE * best.seconds
-        return line.gain(seconds, best) >= CHEAP / 2 * self.graph.step_seconds
-
-    def _worth_more(self, line: Line, best: Trial | None) -> bool:
-        """Whether a line's pending solution is worth more compilations than are asked for."""
-        if best is None or line.pending is None:
-            return best is None
-        seconds = extra_seconds(line.graph, line.pending.schedule)
-        return line.gain(seconds, best) >= MORE_GAIN * self.graph.step_seconds
-
-    def _astray(self, trial: Trial, budget: int) -> bool:
-        """Whether a plan misses the budget because the compiler keeps what the model takes to be done with."""
-        more = trial.peak_nbytes - trial.profile.peak_nbytes
-        return (
-            trial.graph.backend.fuses_reductions
-            and trial.peak_nbytes > budget
-            and more > ASTRAY * self.temporaries_nbytes
-        )
-
-    def _mended(self, graph: Graph) -> bool:
-        """Whether plans of this form do not go astray in order, where that was tried because another did."""
-        alike = (t for t in self.trials if t.graph.alike(graph))
-        return any(t.fence == "ordered" and not self._astray(t, 0) for t in alike)
-
     def _least(self, budget: int | None) -> None:
-        """Compile the schedules of least predicted peak; with a budget, until one fits at a bearable overhead, and
-        without one, the least first, only those that promise to be bearable, if there are any. Where the effort is
-        exhausted only the least of all, and forms of which none was compiled and one promises to fit.
+        """Compile the schedules of least predicted peak; with a budget, until one fits at an affordable overhead, and
+        without one, the least first, only those that promise to be affordable, if there are any. Where the effort is
+        exhausted only the least of all, and variants of which none was compiled and one promises to fit.
         """
-        fits = budget is not None and self.best(budget) is not None
+        fits = budget is not None and self.ledger.best(budget) is not None
         if not fits or self.effort.allows(fits):
-            self.cuttings.make_lowest(self.most_seconds())
+            self.source.make_lowest(self.most_seconds())
         least = math.inf
-        for solver in self.solving.of_least:
-            known = [(cut, self._lowest(cut, solver)) for cut in self.cuttings.made]
+        for solver in self.ledger.of_least:
+            known = [(cut, self.ledger.lowest(cut, solver)) for cut in self.source.made]
             if budget is None:
                 most = self.most_seconds()
                 cheap = [each for each in known if extra_seconds(each[0], each[1].schedule) <= most]
-                known = cheap or ([] if self.trials else known)
+                known = cheap or ([] if self.ledger.compiled else known)
             peaks = [simulate(cut, found.schedule).peak_nbytes for cut, found in known]
             likely = min(peaks, default=0) + UNLIKELY * self.temporaries_nbytes
             order = range(len(known)) if budget else sorted(range(len(known)), key=peaks.__getitem__)
@@ -365,45 +374,47 @@ class Search:
                 is_least, least = peak == min(peaks) < least, min(peak, least)
                 if peak > likely or (budget and self._no_lower(cut, solution, solver, peak, budget)):
                     continue
-                fits = budget is not None and self._bearable(self.best(budget))
-                tried = any(self.solving.is_lowest(trial.solution) for trial in self.trials)
-                promised = budget is not None and peak <= budget and untried(self.trials, cut)
+                fits = budget is not None and self._affordable(self.ledger.best(budget))
+                tried = any(self.ledger.is_lowest(each.solution) for each in self.ledger.compiled)
+                # A variant that may fit is not refused for want of time.
+                untried = all(each.graph.form != cut.form for each in self.ledger.compiled)
+                promised = budget is not None and peak <= budget and untried
                 if tried and not (promised or is_least) and not self.effort.allows(fits):
                     continue
-                for fence in ("ordered",) if self._mended(cut) else ("finished", "ordered"):
-                    trial = self._tried(cut, solution, fence) or self._attempt(cut, solution, fence)
-                    if budget is not None and self._bearable(self.best(budget)):
-                        return
-                    if trial is None or not self._astray(trial, budget or 0):
-                        break
+                if not self.ledger.knows(cut, solution):
+                    self.ledger.compile(cut, solution)
+                if budget is not None and self._affordable(self.ledger.best(budget)):
+                    return
 
     def _no_lower(self, graph: Graph, solution: Solution, solver: Solver, peak: int, budget: int) -> bool:
-        """Whether a schedule of this solver's of least memory would neither fit nor need less than what was compiled,
-        if the model errs on it no less than on others of them of its form that recompute no more.
+        """Return whether a schedule of this solver's of least memory would neither fit nor need less than what was
+        compiled, if the model errs on it no less than on others of them of its variant that recompute no more.
         """
         most = extra_seconds(graph, solution.schedule) + CHEAP * graph.step_seconds
-        alike = (t for t in self.trials if t.graph.alike(graph) and t.profile.extra_seconds <= most)
-        own = [t for t in alike if self.solving.is_lowest(t.solution, solver)]
+        alike = (each for each in self.ledger.compiled if each.graph.alike(graph))
+        own = [each for each in alike if each.profile.extra_seconds <= most]
+        own = [each for each in own if self.ledger.is_lowest(each.solution, solver)]
         if not own:
             return False
-        expected = peak + min(t.peak_nbytes - t.profile.peak_nbytes for t in own)
-        least = min(t.peak_nbytes for t in self.trials)
+        expected = peak + min(each.beyond_nbytes for each in own)
+        least = min(each.peak_nbytes for each in self.ledger.compiled)
         return expected > max(budget, least - LITTLE * self.temporaries_nbytes)
 
-    def _attempt(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
-        """Compile a solution, and note the seconds of solving since the trial before; None where no program came."""
-        if id(graph) in self.failed or (trial := self.attempt(graph, solution, fence)) is None:
-            return self.failed.add(id(graph))
-        self.effort.compiled(trial.compile_seconds)
-        before = sum(t.solve_seconds for t in self.trials)
-        self.trials.append(replace(trial, solve_seconds=self.solving.seconds - before))
-        return self.trials[-1]
-
-    def _tried(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
-        """The trial of the same schedule of this form."""
-        same = (t for t in self.trials if t.solution.schedule == solution.schedule and t.fence == fence)
-        return next((t for t in same if t.graph.form == graph.form), None)
-
-    def _lowest(self, graph: Graph, solver: Solver | None = None) -> Solution:
-        """The solution of least predicted peak."""
-        return self.solving.lowest(graph, solver)
+    def _bisect(self, budget: int) -> None:
+        """Compile schedules between a slow one that fits and a fast one that misses the budget by little, and whose
+        allowance the solver cannot lower: those that save ever less of what the fast one saves.
+        """
+        slow, near = self.ledger.best(budget), budget + NEAR * self.temporaries_nbytes
+        missed = (each for each in self.ledger.compiled if budget < each.peak_nbytes <= near)
+        fast = min(missed, key=lambda each: each.peak_nbytes, default=None)
+        if slow is None or fast is None or slow.seconds - fast.seconds < WIDE * self.graph.step_seconds:
+            return
+        most = slow.seconds - (fast.seconds - fast.profile.extra_seconds)  # by the model
+        less = saving_less(fast.graph, fast.solution.schedule)
+        between = [schedule for schedule in less if extra_seconds(fast.graph, schedule) < most]
+        low, high = -1, len(between)
+        while high - low > 1 and self._allows(self.ledger.best(budget), budget):
+            middle = (low + high) // 2
+            made = self.ledger.compile(fast.graph, replace(fast.solution, schedule=between[middle]))
+            fits = made is not None and made.peak_nbytes <= budget
+            low, high = (low, middle) if fits else (middle, high)

@@ -4,59 +4,43 @@ The plain step is compiled first, which says what it needs and what it keeps in 
 plan that fits. Nothing that exceeds the budget is returned.
 """
 
-import logging
 import math
-import time
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from .._emit._emit import COMBINED
+from .._emit._emit import FINISHED
 from .._lower._lower import as_stacked
-from .._model._form import Form
 from .._model._graph import Graph
 from .._model._pins import offloading, staying
 from .._model._schedule import save_all
-from .._model._simulate import simulate, waits
-from .._report._account import account, account_of_plain
-from .._report._actions import NONE_DECIDED, actions, decided
+from .._model._simulate import simulate
+from .._report._account import account_of_plain
 from .._report._loop_forms import loop_forms
 from .._report._planning_time import PlanningTime
-from .._runtime._bytes import format_nbytes, parse_budget, parse_margin
+from .._runtime._bytes import parse_budget, parse_margin
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
-from .._runtime._progress import Stopwatch, phase, timed
+from .._runtime._progress import Stopwatch, timed
 from .._solver import Solution
-from ._baseline import Baseline, measure_baseline
-from ._blame import blamed, without
-from ._compiled_schedule import compile_schedule
-from ._copies import copies
+from ._baseline import Baseline, EstimatedGraphs, measure_baseline
+from ._candidates import Space
 from ._defects import run_as_written
-from ._effort import Effort
-from ._graphs import EstimatedGraphs, Graphs
-from ._made_for_call import made_for
+from ._ledger import CompiledCandidate, Effort, Ledger, NoProgramError
+from ._made_for import made_for
 from ._plan import Plan
-from ._planned import Planned, confirmed, planned, sent, warn_of
-from ._prediction import predict
+from ._planned import Planned, compiled_facts, confirmed, facts, planned, sent, warn_of
 from ._problem import Problem
-from ._refusal import Least, compiled, infeasible, predicted, slow
+from ._refusal import Least, UnpinnedGraphs, blamed, compiled, infeasible, predicted, slow
 from ._request import Request
 from ._search import Search
-from ._trial import NoProgramError, Trial, some
-from ._trial import allowance as next_allowance
-
-logger = logging.getLogger("jaxremat")
+from ._step_compiler import StepCompiler
 
 _ROUNDS = {"normal": 3, "thorough": 7}
 """Schedules that are compiled in search of the best, at most: of each kind."""
 
 LIKELY = 1.2
 """A step that rules say to need at most this multiple of the budget may well fit as it is written: it is compiled."""
-
-COMBINED_ROUNDS = 3
-"""Barriers that leave sums over devices alone need more or less than others: so many further schedules are compiled
-that use the budget with them.
-"""
 
 SURELY = 0.5
 """Up to this share of the budget a step that rules say to need so much is taken to fit, and nothing else is made."""
@@ -103,7 +87,6 @@ class _Planner:
     def __post_init__(self) -> None:
         self.compiled_before = self.problem.compilations.count
         self.estimated = EstimatedGraphs(self.problem)
-        self.tried = 0
         options = self.request.options
         self.rounds = _ROUNDS[options.effort]
         self.effort = Effort(
@@ -141,48 +124,49 @@ class _Planner:
 
     def _found(self, budget: int | Literal["min"], *, fits: bool) -> Planned:
         """**Arguments:** `fits` whether the step does as it is written."""
-        options, baseline = self.request.options, self._measured()
-        search = some(self.problem.defects.attempted("pricing", self._measured_search))
+        baseline = self._measured()
+        search = self.problem.defects.attempted("pricing", self._measured_search)
+        if search is None:
+            raise NoProgramError
         if budget == "min":
-            trial = search.least(self.rounds)
-            if trial is None:
+            found = search.least(self.rounds)
+            if found is None:
                 return self._plain(baseline.peak_nbytes)
-            trial = self._combined(search, trial, trial.peak_nbytes)
-            return self._planned(search, trial, trial.peak_nbytes)
+            found = self._combined(search, found, found.peak_nbytes)
+            return self._planned(search, found, found.peak_nbytes)
         if fits:  # as written it does; without its checkpoints it may be faster in no more memory
             with warnings.catch_warnings():  # nobody waits for it
                 warnings.filterwarnings("ignore", "The integer program was left", JaxrematWarning)
-                trial = search.faster(min(budget, baseline.peak_nbytes), self.rounds)
-            return self._plain(budget) if trial is None else self._planned(search, trial, budget)
-        trial = search.within(budget, self.rounds)
-        if trial is None:
-            least = compiled(search.trials, baseline)
+                found = search.faster(min(budget, baseline.peak_nbytes), self.rounds)
+            return self._plain(budget) if found is None else self._planned(search, found, budget)
+        found = search.within(budget, self.rounds)
+        if found is None:
+            least = compiled(search.ledger.compiled, baseline)
             error = blamed(self._refusal(budget, least), budget, baseline.graphs.plain, self._least_compiled)
-            if least.trial is not None:
-                error.least_plan = self._planned(search, least.trial, least.peak_nbytes).plan
+            if least.candidate is not None:
+                error.least_plan = self._planned(search, least.candidate, least.peak_nbytes).plan
             raise error
-        if options.effort == "thorough":
-            trial = search.reformed(trial, budget)
-        trial = self._combined(search, trial, budget)
-        said = slow(search, trial)
-        found = (f"`optimize({self.request.budget!r})`: {said}",) if said else ()
-        return self._planned(search, trial, budget, found)
+        found = self._combined(search, found, budget)
+        said = slow(search, found)
+        said = (f"`optimize({self.request.budget!r})`: {said}",) if said else ()
+        return self._planned(search, found, budget, said)
 
     def follow(self, graph: Graph, solution: Solution) -> Planned:
         if not self.request.options.verify:
-            search = self._search(self.estimated)
             peak = simulate(graph, solution.schedule).peak_nbytes
-            plan = self._as_plan(graph, peak, solution, search)
+            plan = self._as_plan(graph, peak, solution, self._search(self.estimated))
             return Planned(plan, self.problem.jitted(graph, solution.schedule), None)
         search = self._measured_search()
         try:
-            trial = search.follow(graph, solution)
+            found = search.follow(graph, solution)
         except NoProgramError:
             return self._as_written("min")
-        return self._planned(search, trial, trial.peak_nbytes)
+        return self._planned(search, found, found.peak_nbytes)
 
     def _plain_fits(self, budget: int) -> bool:
-        """Whether the plain step keeps the budget; it is compiled where that is likely, the tagged one is anyway."""
+        """Return whether the plain step keeps the budget; it is compiled where that is likely, the tagged one is
+        anyway.
+        """
         problem, likely = self.problem, LIKELY * budget
         if self.baseline is None:
             estimated = problem.estimated_peak_nbytes
@@ -194,227 +178,146 @@ class _Planner:
         return self.baseline.peak_nbytes <= budget
 
     def _measured(self) -> Baseline:
-        """The baseline, which is measured now if it is not yet."""
+        """Return the baseline, which is measured now if it is not yet."""
         if self.baseline is None:
             self.baseline = measure_baseline(self.problem, plain=False, tagged=True)
         return self.baseline
 
     def _as_written(self, budget: int | Literal["min"]) -> Planned:
-        """The plain step, where no form could be made. **Raises:** `InfeasibleBudgetError` where that exceeds."""
-        verify, graph = self.request.options.verify, self.problem.estimated
-        if verify:
+        """Return the plain step, where no variant could be made. **Raises:** `InfeasibleBudgetError` if it exceeds."""
+        if self.request.options.verify:
             self.baseline = self._measured().with_plain()
         peak = self.baseline.peak_nbytes if self.baseline else self.problem.estimated_peak_nbytes
         room = peak if budget == "min" else budget
         run_as_written(self.request.budget, peak, room, self.margin_nbytes)
-        if verify:
-            return self._plain(room)
-        plan = self._as_plan(graph, room, Solution(save_all(graph), solver="none"))
-        written = replace(plan, overhead=0.0, gap=0.0, stages=(), account=account_of_plain(as_stacked(graph)))
-        return Planned(written, self.problem.program.plain, None)
+        return self._plain(room)
 
     def _plain(self, budget: int) -> Planned:
-        self.baseline = self._measured().with_plain()
-        compiled, graph = self.baseline.plain, self.problem.estimated
+        """Return the step as it is written, compiled where plans are."""
+        problem, graph = self.problem, self.problem.estimated
+        if self.request.options.verify:
+            self.baseline = self._measured().with_plain()
         plan = self._as_plan(graph, budget, Solution(save_all(graph), solver="none"))
         plan = replace(
-            confirmed(plan, compiled, self.problem.compiler),
-            predicted_peak_nbytes=plan.baseline_peak_nbytes,
+            plan,
             overhead=0.0,
             gap=0.0,
-            compiled_overhead=0.0,
             stages=(),
-            form=self.problem.traced.form,
+            form=problem.traced.form,
             account=account_of_plain(as_stacked(graph)),
         )
-        return planned(self.problem, plan, self.request.options, self.problem.program.plain, compiled)
+        if not self.request.options.verify:
+            return Planned(plan, problem.program.plain, None)
+        made = self._measured().plain
+        told = confirmed(problem, made) | {"predicted_peak_nbytes": plan.baseline_peak_nbytes}
+        plan = replace(plan, **told, compiled_overhead=0.0)
+        return planned(problem, plan, self.request.options, problem.program.plain, made)
 
-    def _planned(self, search: Search, trial: Trial, budget: int, found: tuple[str, ...] = ()) -> Planned:
-        said = staying(trial.graph, trial.solution.schedule)
-        plan = self._as_plan(trial.graph, budget, trial.solution, search)
+    def _planned(
+        self, search: Search, found: CompiledCandidate, budget: int, said: tuple[str, ...] = ()
+    ) -> Planned:
+        stays = staying(found.graph, found.solution.schedule)
         plan = replace(
-            confirmed(plan, trial.compiled, self.problem.compiler),
-            compiled_overhead=trial.compiled_overhead,
-            collectives=sent(self._measured(), trial.compiled),
-            unproved=self.problem.unproved(trial.jitted),
-            fence=trial.fence,
-            detached=trial.detached,
-            warnings=(said, *found) if said else found,
+            self._as_plan(found.graph, budget, found.solution, search),
+            **compiled_facts(self.problem, found),
+            collectives=sent(self._measured(), found.compiled),
+            warnings=(stays, *said) if stays else said,
         )
-        return planned(self.problem, plan, self.request.options, trial.jitted, trial.compiled)
+        return planned(self.problem, plan, self.request.options, found.jitted, found.compiled)
 
     def _unverified(self, budget: int | Literal["min"]) -> Planned:
         problem = self.problem
         allowance = None if budget == "min" else budget
-        estimated_peak = problem.estimated_peak_nbytes
         search = self._search(self.estimated)
-        graph, solution = predict(search, allowance)
+        graph, solution = search.predicted(allowance)
         peak = simulate(graph, solution.schedule).peak_nbytes
         if allowance is not None and peak > allowance:
             error = self._refusal(allowance, predicted(graph, solution.schedule))
             raise blamed(error, allowance, problem.estimated, self._least_predicted)
         plan = self._as_plan(graph, allowance or peak, solution, search)
-        if solution.schedule.drops_nothing and (not graph.loop_stop or estimated_peak <= (allowance or 0)):
+        fits = problem.estimated_peak_nbytes <= (allowance or 0)
+        if solution.schedule.drops_nothing and (not graph.loop_stop or fits):
             plan = replace(plan, stages=(), account=account_of_plain(as_stacked(problem.estimated)))
             return Planned(plan, problem.program.plain, None)
         emitted = partial(problem.jitted, graph, solution.schedule)
         jitted = problem.defects.attempted("emitting", emitted, graph.form, graph, solution)
         return self._as_written(budget) if jitted is None else Planned(plan, jitted, None)
 
+    def _combined(self, search: Search, found: CompiledCandidate, budget: int) -> CompiledCandidate:
+        """Return what was found, or what `Search.combined` finds where devices add something up."""
+        if self.problem.division.devices == 1 or found.solution.schedule.drops_nothing:
+            return found
+        return search.combined(found, budget)
+
     def _least_compiled(self) -> int:
-        """The least compiled peak that is found without pins."""
+        """Return the least compiled peak that is found without pins."""
         return self._measured_search(pinned=False).lowest().peak_nbytes
 
     def _least_predicted(self) -> int:
-        graph, solution = predict(self._search(self.estimated, pinned=False), None)
+        graph, solution = self._search(UnpinnedGraphs(self.estimated)).predicted(None)
         return simulate(graph, solution.schedule).peak_nbytes
 
     def _measured_search(self, *, pinned: bool = True) -> Search:
         baseline = self._measured()
-        return self._search(baseline.graphs, baseline, pinned=pinned)
+        graphs = baseline.graphs if pinned else UnpinnedGraphs(baseline.graphs)
+        _ = graphs.plain  # made while the plain step is still being compiled
+        self.effort.compile_seconds = baseline.measured.compile_seconds
+        return self._search(graphs, StepCompiler(baseline, self.stopwatch))
 
-    def _search(self, graphs: Graphs, baseline: Baseline | None = None, *, pinned: bool = True) -> Search:
-        """**Arguments:** `baseline` that the graphs are of, None where nothing is compiled."""
-        options, problem = self.request.options, self.problem
-
-        def wanted(graph: Graph) -> Graph:
-            return graph if pinned else without(graph, None)
-
-        def graph_of(form: Form) -> Graph | None:
-            found = problem.defects.attempted("rewriting", partial(graphs.of, form), form)
-            return found and wanted(found)
-
-        graph = wanted(graphs.plain)
-        self.effort.compile_seconds = baseline.measured.compile_seconds if baseline else 0.0
+    def _search(self, graphs: Space, compiler: StepCompiler | None = None) -> Search:
+        """**Arguments:** `compiler` None where nothing is compiled."""
+        options = self.request.options
         return Search(
-            graph=graph,
-            forms=graphs.forms(graph),
-            graph_of=graph_of,
-            solver=options.solver,
-            time_limit=options.time_limit,
-            attempt=self._try,
-            temporaries_nbytes=self._temporaries(baseline),
-            effort=self.effort,
-            known=problem.as_checkpointed if problem.undoes and pinned else None,
-            written_nbytes=baseline.peak_nbytes if baseline and not problem.must_plan else None,
+            graphs,
+            Ledger(options.solver, self.effort, options.time_limit, compiler),
+            self._temporaries(),
+            compiler.baseline.peak_nbytes if compiler and not self.problem.must_plan else None,
         )
-
-    def _try(self, graph: Graph, solution: Solution, fence: str) -> Trial | None:
-        make = partial(self._compiled, graph, solution, fence)
-        return self.problem.defects.attempted(f"barrier {fence!r}", make, graph.form, graph, solution)
-
-    def _compiled(self, graph: Graph, solution: Solution, fence: str) -> Trial:
-        baseline = self._measured()
-        profile = simulate(graph, solution.schedule)
-        self.tried += 1
-        began = time.monotonic()
-        with phase(f"compiling plan {self.tried}", kind="compile"):
-            made = compile_schedule(self.problem, graph, solution.schedule, fence)
-        trial = Trial(
-            graph=graph,
-            solution=solution,
-            fence=fence,
-            profile=profile,
-            jitted=made.jitted,
-            compiled=made.compiled,
-            detached=made.detached,
-            peak_nbytes=made.compiled.peak_nbytes,
-            compiled_overhead=made.compiled.seconds / baseline.seconds - 1
-            if baseline.seconds
-            else 0.0,  # of a step of nothing
-            compile_seconds=time.monotonic() - began,
-            ended_seconds=self.stopwatch.seconds,
-        )
-        logger.info(
-            "predicted %s, compiled %s, overhead predicted %.2f %%, compiled %.2f %%",
-            format_nbytes(profile.peak_nbytes), format_nbytes(trial.peak_nbytes),
-            100 * profile.extra_seconds / (graph.step_seconds or 1.0), 100 * trial.compiled_overhead,
-        )  # fmt: skip
-        return trial
-
-    def _combined(self, search: Search, trial: Trial, budget: int) -> Trial:
-        """The trial, or one with barriers that leave what devices add up alone, if that fits and its kernels, the
-        collectives among them, take no longer: of the same schedule, or of others that use the budget with such
-        barriers.
-        """
-        if self.problem.division.devices == 1 or trial.solution.schedule.drops_nothing:
-            return trial
-        graph, solution, best = trial.graph, trial.solution, trial
-        tried: list[Trial] = []
-        for _ in range(1 + COMBINED_ROUNDS):
-            found = search.attempt(graph, solution, COMBINED)
-            if found is None:
-                break
-            search.trials.append(found)
-            tried.append(found)
-            if found.peak_nbytes <= budget and found.compiled_overhead <= best.compiled_overhead:
-                best = found
-            if found.fills(budget) or (found.peak_nbytes <= budget and found.profile.extra_seconds <= 0):
-                break
-            solution = search.solving.within(graph, next_allowance(tried, budget))
-            if any(solution.schedule == each.solution.schedule for each in tried):
-                break
-        return best
 
     def _as_plan(self, graph: Graph, budget: int, solution: Solution, search: Search | None = None) -> Plan:
-        schedule = solution.schedule
-        profile = simulate(graph, schedule)
-        overhead = profile.extra_seconds / (graph.step_seconds or 1.0)
-        trials, problem, traced = search.trials if search else [], self.problem, self.problem.traced
+        problem, traced = self.problem, self.problem.traced
+        made = search.ledger.compiled if search else []
+        told = facts(problem, search.graph if search else graph, graph, solution)
+        told["solver"] = solution.solver or type(self.request.options.solver).__name__
+        form = problem.form(graph.form)
+        first = min((each.ended_seconds for each in made if each.peak_nbytes <= budget), default=0.0)
         return Plan(
+            **told,
             step=getattr(problem.program.fn, "__name__", "step"),
             budget_nbytes=budget + self.margin_nbytes,
             baseline_peak_nbytes=self.baseline.peak_nbytes
             if self.baseline
             else problem.estimated_peak_nbytes,
-            predicted_peak_nbytes=profile.peak_nbytes,
             compiled_peak_nbytes=None,
             memory=None,
             compiler="",
-            overhead=overhead,
             compiled_overhead=None,
-            lower_bound=solution.lower_bound,
-            gap=max(overhead - solution.lower_bound, 0.0),
-            solver=solution.solver or type(self.request.options.solver).__name__,
-            solve_seconds=search.solving.seconds if search else 0.0,
+            solve_seconds=search.ledger.seconds if search else 0.0,
             compile_count=problem.compilations.count - self.compiled_before,
-            rounds=tuple(t.round for t in trials),
-            actions=actions(graph, schedule),
-            decided=NONE_DECIDED if schedule.drops_nothing else decided(graph, schedule),
+            rounds=tuple(each.round for each in made),
             alive=(),
-            account=account(as_stacked(search.graph if search else graph), graph, schedule),
             fingerprint=problem.fingerprint,
             made_for=made_for(problem.program, problem.args, problem.kwargs),
-            saved=tuple(sorted(schedule.saved)),
-            kept=tuple(sorted(schedule.kept)),
-            offloaded=tuple(sorted(schedule.offloaded)),
             stages=tuple((s.start, s.stop) for s in graph.stages),
             materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
             unrepeated=tuple(n.id for n in graph.nodes if not n.repeatable),
             small_nbytes=graph.small_nbytes,
-            fence="finished",
+            fence=FINISHED,
             form=graph.form,
             loops=loop_forms(
                 traced.lengths,
                 graph.form,
                 traced.sources,
                 traced.rows,
-                problem.form(graph.form).inner,
-                problem.form(graph.form).attention,
-                problem.form(graph.form).chain,
-                devices=1 if schedule.drops_nothing else traced.devices,
+                form.inner,
+                form.attention,
+                form.chain,
+                devices=1 if solution.schedule.drops_nothing else traced.devices,
             ),
-            copies=copies(problem.form(graph.form), graph, schedule),
             margin_nbytes=self.margin_nbytes,
             devices=problem.division.devices,
-            waiting=math.fsum(waits(graph, schedule)) / (graph.step_seconds or 1.0),
             respect_checkpoint=problem.respect_checkpoint,
-            planning=PlanningTime.of(
-                self.stopwatch,
-                min((t.ended_seconds for t in trials if t.peak_nbytes <= budget), default=0.0),
-                self.effort.compilations,
-                self.effort.solves,
-            ),
+            planning=PlanningTime.of(self.stopwatch, first, self.effort.compilations, self.effort.solves),
         )
 
     def _refusal(self, budget: int, least: Least) -> InfeasibleBudgetError:
@@ -423,12 +326,12 @@ class _Planner:
             budget,
             self.margin_nbytes,
             least,
-            temporaries_nbytes=self._temporaries(self.baseline),
+            temporaries_nbytes=self._temporaries(),
             effort=self.effort,
         )
 
-    def _temporaries(self, baseline: Baseline | None) -> int:
-        """What of the step as it is written is not there all the time."""
-        if baseline is not None:
-            return baseline.temporaries_nbytes
+    def _temporaries(self) -> int:
+        """Return what of the step as it is written is not there all the time."""
+        if self.baseline is not None:
+            return self.baseline.temporaries_nbytes
         return self.problem.estimated_peak_nbytes - self.problem.estimated.base_nbytes

@@ -25,8 +25,6 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax._src.state import discharge as _discharge
 from jax._src.state import types as _state
-from jax.experimental.layout import Layout as _MemoryLayout
-from jax.experimental.layout import with_layout_constraint
 
 try:  # from jax 0.11 on, where scans say with it how their operands are grouped
     _flattree: Any = importlib.import_module("jax._src.flattree")
@@ -474,13 +472,6 @@ def permuted(operand: Atom, axes: Sequence[int], source_info: SourceInfo) -> Any
     params = {"permutation": tuple(axes)}
     aval, _ = _lax.transpose_p.abstract_eval(operand.aval, **params)
     return new_eqn([operand], [new_var(aval)], _lax.transpose_p, params, source_info)
-
-
-def row_major(operand: Atom, source_info: SourceInfo) -> Any:
-    """A variable with its elements in memory in the order of its axes."""
-    layout = _MemoryLayout(major_to_minor=tuple(range(len(shaped(operand).shape))))
-    (eqn,) = jax.make_jaxpr(lambda x: with_layout_constraint(x, layout))(operand.aval).jaxpr.eqns
-    return eqn.replace(invars=[operand], outvars=[new_var(operand.aval)], source_info=source_info)
 
 
 def single(eqn: jex.JaxprEqn, invars: Sequence[jex.Var]) -> jex.ClosedJaxpr:

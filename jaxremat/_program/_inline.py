@@ -66,6 +66,13 @@ class Inliner:
         self._const_of: dict[int, Any] = {}
         self._row_of: dict[Any, Any] = {}  # a stack of one -> what was stacked
 
+    def branch(self) -> "Inliner":
+        """Return an inliner that goes on from here, while this one stays as it is."""
+        found = Inliner(respect_checkpoint=self.respect_checkpoint, derivatives=self.derivatives)
+        for name, value in vars(self).items():
+            setattr(found, name, value.copy() if isinstance(value, (list, dict)) else value)
+        return found
+
     def program(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         """The whole program, flat."""
         eqns: list[Any] = []

@@ -135,17 +135,6 @@ def is_product(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name in _CONTRACTIONS
 
 
-def is_reshaped_by_compiler(eqn: jex.JaxprEqn) -> bool:
-    """Whether a compiler makes the result as one of fewer dimensions: a product of matrices, whose rows or columns are
-    several dimensions in the program.
-    """
-    if eqn.primitive.name != "dot_general":
-        return False
-    contracted, batched = eqn.params["dimension_numbers"]
-    both = zip(eqn.invars, contracted, batched, strict=True)
-    return any(len(shaped(a).shape) - len(own) - len(each) > 1 for a, own, each in both)
-
-
 def is_fusion_root(eqn: jex.JaxprEqn) -> bool:
     """Work that is a kernel of its own: no reader absorbs it, and what it writes is in memory."""
     name = eqn.primitive.name
@@ -214,11 +203,6 @@ def is_light(eqn: jex.JaxprEqn) -> bool:
 def is_window(eqn: jex.JaxprEqn) -> bool:
     """A part of an array, of which no more is read than the result has."""
     return eqn.primitive.name in ("slice", "dynamic_slice")
-
-
-def is_part(eqn: jex.JaxprEqn) -> bool:
-    """A fixed part of an array, or all of its parts."""
-    return eqn.primitive.name in ("slice", "split")
 
 
 def is_placed(eqn: jex.JaxprEqn) -> bool:

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._model._form import LOOP, REVERSED, ROWS, Form, Setting
 from .._model._loop_levels import parts
+from .._model._variant import LOOP, REVERSED, ROWS, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def _times(count: int) -> str:
 
 def loop_forms(
     lengths: Sequence[int],
-    form: Form,
+    form: Variant,
     sources: Sequence[str],
     rows: Sequence[tuple[int, str, bool, bool]] = (),
     inner: Sequence[tuple[int, str]] = (),
@@ -91,7 +91,7 @@ def loop_forms(
     first undone block; `devices` how many the compiler divides the step among.
     """
     levels, chunks, undone = form.settings(LOOP), form.settings(ROWS), form.settings(REVERSED)
-    none: Setting = ()
+    none: tuple[int, ...] = ()
     loops = [
         LoopForm(length, levels[i], source)
         for i, (length, source) in enumerate(zip(lengths, sources, strict=True))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._peak_contents import Alive
-from .._model._form import Form
+from .._model._variant import Variant
 from .._runtime._bytes import format_nbytes
 from ._account import Account
 from ._actions import NONE_DECIDED, Action, Actions, Decided
@@ -32,7 +32,7 @@ class Round:
     gap: float
     solver: str
     stages: int
-    form: Form
+    form: Variant
     fence: str
     solve_seconds: float
     compile_seconds: float

@@ -2,8 +2,8 @@
 
 XLA:CPU has fast kernels on several threads for convolutions in that order alone. It transposes the operands of others
 into it, but in the program's entry computation only (`ConvCanonicalization`). In a loop's body the gradient of a
-convolution's kernel, which convolves with batch and channels exchanged, was 7 to 95 times slower than outside
-(`examples/benchmarks/convolutions.py`).
+convolution's kernel, which convolves with batch and channels exchanged, was 7 to 95 times slower than outside: 51 to 55
+times for sixteen images of 32 x 32 x 16, and 1.3 times in this order (jax 0.10.2, 2 cores of an AMD EPYC).
 
 Invariant: the same sums of the same products. Operands and result are transposed, as XLA does it outside of loops.
 """

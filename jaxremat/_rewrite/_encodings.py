@@ -5,7 +5,7 @@ the value read what is decoded. Each is a value like others: the planner saves i
 Chosen are values that are expensive to make again: what a contraction makes or a loop carries, and sums of such. What
 is made of one of them, entry by entry, costs about as much to make of it as to decode.
 
-Law: where the value itself is there, nothing is decoded (see `_emit._decoding`), so that the forward pass computes what
+Law: where the value itself is there, nothing is decoded (see `_emit._emit`), so that the forward pass computes what
 it computes without copies.
 
 Masks of random words, as dropout's, are packed, eight to a byte, whatever is allowed: that is exact, and what is
@@ -37,6 +37,7 @@ from .._program._primitives import (
     on_mesh,
 )
 from .._program._splice import inlined
+from .._runtime._mechanisms import mechanism
 from ._backward_equations import backward_equations
 from ._flat_program import Encoded, FlatProgram, Loop, with_eqns
 
@@ -56,7 +57,7 @@ _FLOAT8 = jnp.float8_e4m3fn
 class Encoding:
     """A way to keep a value in fewer bits.
 
-    **Fields:** `name` as in `jaxremat.optimize`'s `allow`; `code` in a `Form`; `label` for people; `fits`
+    **Fields:** `name` as in `jaxremat.optimize`'s `allow`; `code` in a `Variant`; `label` for people; `fits`
     says of a type whether it has copies of this kind; `encode` gives the parts of a copy, `decode` the value, of its
     type and those; `entrywise` whether each entry has its own copy, on whichever device it is; `exact` whether what is
     decoded is the value, which then is never in memory itself.
@@ -279,6 +280,7 @@ def _copy_nbytes(encoding: Encoding, aval: Any) -> int:
     return sum(aval_nbytes(v.aval) for v in parts)
 
 
+@mechanism("masks in bits", off=lambda *_: [])
 def _random_masks(forward: Sequence[Any], lengths: Sequence[int], large: float) -> list[Any]:
     """The large masks that are made of random words entry by entry, and of no other mask."""
     words: set[Any] = set()  # and what is made of them

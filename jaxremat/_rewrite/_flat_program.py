@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
-from .._model._form import Setting
 from .._program import _compat
 
 
@@ -67,7 +66,7 @@ class Encoded:
 class PairForm:
     """How one pair of scans is to be done: in these `levels`, see `_loop_levels.parts`, or `undone` on the way back."""
 
-    levels: Setting = ()
+    levels: tuple[int, ...] = ()
     undone: bool = False
 
 

@@ -21,6 +21,7 @@ import jax
 import jax.extend.core as jex
 
 from .._program import _compat
+from .._runtime._mechanisms import mechanism
 from ._flat_program import Loop
 from ._loop_inlining import PART, append, row_at, row_written
 from ._row_reads import read_late
@@ -173,6 +174,7 @@ def _read_rows(
     return own
 
 
+@mechanism("rows written together", off=lambda *_: {})
 def _written_together(section: Any, own: set[Any], writes: Sequence[_Write], loop: Loop) -> dict[Any, Any]:
     """Append barriers for results that are made of the same rows, none of which the iteration's own work needs; what
     results are called behind them.

@@ -33,8 +33,8 @@ def inline_loops(program: FlatProgram, inliner: Inliner, *, inner: bool) -> Flat
 def attended(program: FlatProgram, places: Mapping[Pattern, Places] | None, how: int) -> FlatProgram:
     """Do attention without its matrix of scores, on one device in the bodies of loops that are not inlined too.
 
-    **Arguments:** `places` on several devices where those are that may be done so, None on one; `how` as in a `Form`: 1
-    in parts, 2 in kernels.
+    **Arguments:** `places` on several devices where those are that may be done so, None on one; `how` as in a
+    `Variant`: 1 in parts, 2 in kernels.
     """
     made = attending(program.closed, program.scopes, program.alive, kernels=how > 1, places=places)
     before, eqns = made.closed.jaxpr.eqns, list(made.closed.jaxpr.eqns)

@@ -17,11 +17,13 @@ from .._program._compat import Atom, shaped
 from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import runs_once
+from .._runtime._mechanisms import mechanism
 from ._flat_program import BACKWARD, FORWARD, FlatProgram, Loop
 from ._loop_closing import without_unread
 from ._loop_inlining import Opener, operands, pairs
 
 
+@mechanism("pairs of loops in loops inlined", off=lambda *_: {})
 def inner_pairs(
     eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
 ) -> dict[int, int]:

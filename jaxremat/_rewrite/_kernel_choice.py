@@ -10,6 +10,7 @@ Law: the same result, up to rounding. They stand in every planned step, whatever
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from .._program._compat import shaped
 from .._program._equivalence import Equivalence
 from .._program._primitives import is_backward
 from .._program._splice import inlined
+from .._runtime._mechanisms import mechanism
 from ._canonical_convolutions import canonical, is_transposed_convolution
 from ._cotangent_chains import in_memory, is_named
 from ._depthwise_gradient import is_depthwise_gradient, summed
@@ -28,9 +30,15 @@ from ._selections import is_marked
 
 def replaced(backend: Backend) -> Callable[[Any], bool]:
     """Which equations have such an implementation for this compiler."""
-    if backend.fuses_reductions:
-        return lambda eqn: is_transposed(eqn) or is_marked(eqn)
-    return lambda eqn: is_depthwise_gradient(eqn) or is_named(eqn) or is_marked(eqn)
+    return partial(_is_replaced, backend.fuses_reductions)
+
+
+@mechanism("kernels of its own choice", off=lambda *_: False)
+def _is_replaced(fuses_reductions: bool, eqn: Any) -> bool:
+    needs_replacement = (
+        is_transposed(eqn) if fuses_reductions else is_depthwise_gradient(eqn) or is_named(eqn)
+    )
+    return needs_replacement or is_marked(eqn)
 
 
 def inline(eqn: jex.JaxprEqn) -> list[Any]:

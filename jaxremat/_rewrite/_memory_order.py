@@ -17,9 +17,11 @@ import jax.extend.core as jex
 
 from .._program import _compat
 from .._program._primitives import is_backward, is_contraction, runs_once
+from .._runtime._mechanisms import mechanism
 from ._flat_program import Loop
 
 
+@mechanism("memory order", off=lambda _, alive, *__, **___: [i for i, keep in enumerate(alive) if keep])
 def memory_order(
     jaxpr: jex.Jaxpr,
     alive: Sequence[bool],

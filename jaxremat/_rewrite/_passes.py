@@ -21,7 +21,7 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from .._model._form import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Form
+from .._model._variant import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Variant
 from .._program import _compat
 from .._program._inline import Inliner
 from ._backward_equations import behind_backward
@@ -71,7 +71,7 @@ class Task:
     """
 
     source: Source
-    form: Form
+    form: Variant
     inliner: Inliner
     sites: Sites = Sites()
 
@@ -97,16 +97,14 @@ def find_sites(program: FlatProgram, source: Source) -> Sites:
     """Look for what may take another form in a program whose equals are merged."""
     eqns = program.eqns
     scans = [eqns[i] for i in backward_of(eqns)]
-    known = source.regions
-    if known is None:
-        closed = program.closed
-        many = () if source.respect_checkpoint else microbatches(closed)
-        known = () if source.apart else (*regions(closed), *many)
+    closed = program.closed
+    many = () if source.respect_checkpoint else microbatches(closed)
+    known = () if source.apart else (*regions(closed), *many)
     return Sites(
         tuple(scan.params["length"] for scan in scans),
         tuple(map(_compat.user_line, scans)),
         cuttable(eqns),
-        tuple(known),
+        known,
         tuple(
             tuple(
                 (program.origin[i][0], k, d)

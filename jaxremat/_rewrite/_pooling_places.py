@@ -25,6 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from .._program import _compat
 from .._program._compat import Atom, shaped
 from .._program._splice import inlined
+from .._runtime._mechanisms import mechanism
 
 MOST_PLACES = 256
 """In a window; larger ones are left as they are."""
@@ -142,6 +143,7 @@ def pooled_by_place(flat: jex.ClosedJaxpr, *, early: bool) -> jex.ClosedJaxpr:
     )
 
 
+@mechanism("pooling's gradient by place", off=lambda eqns, **_: list(eqns))
 def by_place(eqns: Sequence[jex.JaxprEqn], *, early: bool = True) -> list[Any]:
     """The equations of one body, with such gradients.
 

@@ -10,12 +10,13 @@ index is no secret to the compiler.
 Law: the same rows.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from .._program import _compat
 from .._program._compat import Atom
 from .._program._primitives import is_barrier
+from .._runtime._mechanisms import mechanism
 from ._flat_program import Loop
 from ._loop_inlining import PART, append, row_at
 
@@ -37,13 +38,10 @@ def read_late(
     every = _rows(section)
     rows = {v: row for v, row in every.items() if same(row[0]) not in written}
     passed: dict[Any, Any] = {}  # what passes barriers -> its name before
-    late: set[Any] = set()  # rows that are read behind one
-    for eqn in section.eqns:
-        if is_barrier(eqn):
-            pairs = zip(eqn.invars, eqn.outvars, strict=True)
-            passed.update((v, passed.get(a, a)) for a, v in pairs if not _compat.is_literal(a))
-        elif passed and eqn.primitive is not PART:
-            late.update(every.keys() & {passed.get(a, a) for a in _compat.variables(eqn.invars)})
+    for eqn in filter(is_barrier, section.eqns):
+        pairs = zip(eqn.invars, eqn.outvars, strict=True)
+        passed.update((v, passed.get(a, a)) for a, v in pairs if not _compat.is_literal(a))
+    late = _late(section, every, passed)
     where = {
         v: (array, place() if index is None else index)
         for v, (array, index) in rows.items()
@@ -89,6 +87,21 @@ def read_late(
     section.stacked = {v: read(a) for v, a in section.stacked.items()}
     section.scanned = {v: array for v, array in section.scanned.items() if v not in where}
     section.eqns = found
+
+
+@mechanism("rows read late", off=lambda *_: set())
+def _late(section: Any, rows: Collection[Any], passed: Mapping[Any, Any]) -> set[Any]:
+    """Return the rows that are read behind a barrier. **Arguments:** `passed` the names before it of what
+    passes one.
+    """
+    found: set[Any] = set()
+    behind = False
+    for eqn in section.eqns:
+        if is_barrier(eqn):
+            behind = behind or not passed.keys().isdisjoint(eqn.outvars)
+        elif behind and eqn.primitive is not PART:
+            found.update({*rows} & {passed.get(a, a) for a in _compat.variables(eqn.invars)})
+    return found
 
 
 def _rows(section: Any) -> dict[Any, tuple[Any, Any]]:

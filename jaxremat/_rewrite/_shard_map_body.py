@@ -22,6 +22,7 @@ from .._program._compat import Atom
 from .._program._flops import eqn_flops
 from .._program._inline import Inliner
 from .._program._primitives import inner_jaxprs, is_backward
+from .._runtime._mechanisms import mechanism
 from ._shard_map_merging import is_of_scalars, merged_shard_maps
 
 _VARYING = frozenset({"pvary", "pcast"})
@@ -45,6 +46,7 @@ class Around:
     at: int
 
     @classmethod
+    @mechanism("steps within a shard_map", off=lambda *_, **__: None)
     def of(cls, closed: jex.ClosedJaxpr, *, respect_checkpoint: bool) -> "Around | None":
         """The equation that does most of the work, if both passes are in it and the backward pass nowhere else.
 

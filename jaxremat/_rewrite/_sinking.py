@@ -24,6 +24,7 @@ from .._program._primitives import (
     reads_memory,
     runs_once,
 )
+from .._runtime._mechanisms import mechanism
 from ._flat_program import Loop
 
 GROWTH = 8
@@ -38,6 +39,7 @@ def grows(eqn: jex.JaxprEqn) -> bool:
     return GROWTH * read <= aval_nbytes(eqn.outvars[0].aval)
 
 
+@mechanism("what iterations make themselves", off=lambda *_: frozenset())
 def sunk_values(
     eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
 ) -> frozenset[Any]:

@@ -1,4 +1,4 @@
-"""A step as it was traced, and where it runs: what all its forms are made from."""
+"""A step as it was traced, and where it runs: what all its variants are made from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ from .._attention._pattern import Pattern
 from .._attention._places import Places
 from .._program._references import References
 from ._gathered_operands import Gather
-from ._row_regions import Region
 from ._shard_map_body import Around
 
 
@@ -24,7 +23,6 @@ class Source:
     - `respect_checkpoint`: whether what the user's checkpoints compute again is left as it is.
     - `apart`: whether the forward pass is a program of its own, so that all of it stands before the backward pass.
     - `turns`: see `_memory_order.memory_order`.
-    - `regions`: of rows, None where they have not been looked for.
     - `gathers`: operands that are gathered by equations of their own.
     - `attention_places`: on several devices, where attention may be done without its scores; None on one.
     - `devices`: how many the step is on.
@@ -40,7 +38,6 @@ class Source:
     respect_checkpoint: bool = False
     apart: bool = False
     turns: bool = True
-    regions: tuple[Region, ...] | None = None
     gathers: tuple[Gather, ...] = ()
     attention_places: Mapping[Pattern, Places] | None = None
     devices: int = 1

@@ -16,11 +16,13 @@ from .._program._compat import shaped
 from .._program._flops import aval_nbytes
 from .._program._primitives import on_mesh
 from .._program._splice import inlined
+from .._runtime._mechanisms import mechanism
 from ._loop_inlining import operands, row_written
 
 _ZERO = _compat.literal(np.float32(0))
 
 
+@mechanism("stacks begun late", off=lambda _: 0)
 def stacked_nbytes(eqn: jex.JaxprEqn) -> int:
     """The bytes that a scan fills slice by slice; 0 of others, and where they cannot be carries."""
     if eqn.primitive.name != "scan" or eqn.effects:

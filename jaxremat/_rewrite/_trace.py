@@ -19,7 +19,7 @@ from .._attention._operations import ATTENTION as ATTEND
 from .._attention._operations import runs_in_kernels
 from .._attention._pattern import Pattern
 from .._attention._places import Places
-from .._model._form import PLAIN, ROWS, Form
+from .._model._variant import PLAIN, ROWS, Variant
 from .._program import _compat
 from .._program._hints import Hint, hidden
 from .._program._inline import Inliner
@@ -37,16 +37,29 @@ from ._source import Source
 
 
 @dataclass(frozen=True)
+class Merged:
+    """A step inlined and its equals merged, which all of its variants begin with.
+
+    **Fields:** `flat` the plain program merely inlined, in the user's order, which compiles to the plain step but for
+    the gradients of `_pooling_places` and masks in bits; `program` the same with equals merged; the `sites` of it that
+    may take another form; the `inliner` that made it.
+    """
+
+    flat: jex.ClosedJaxpr
+    program: FlatProgram
+    sites: Sites
+    inliner: Inliner
+
+
+@dataclass(frozen=True)
 class Traced:
     """A step in a form.
 
     **Fields:**
 
-    - `source`: the step as it was traced; `sites` what of it may take another form; `form` which of these are done
-      otherwise here, and how.
+    - `source`: the step as it was traced; `merged` what all of its variants begin with; `form` which of its sites are
+      done otherwise here, and how.
     - `program`: the step in this form, normalised and ordered, with its loops inlined.
-    - `flat`: the plain program merely inlined, in the user's order, which compiles to the plain step but for the
-      gradients of `_pooling_places` and masks in bits.
     - `origin`: for each equation of `flat` the index of the equation of `program` that computes the same, -1 where none
       does.
     - `labels`: the user's `checkpoint_name`s by variable; `hints` the marks of `jaxremat.hint`.
@@ -55,15 +68,24 @@ class Traced:
     """
 
     source: Source
-    form: Form
-    sites: Sites
+    merged: Merged
+    form: Variant
     program: FlatProgram
-    flat: jex.ClosedJaxpr
     origin: tuple[int, ...]
     labels: dict[Any, str]
     hints: tuple[Hint, ...]
     rematted: bool
     again: frozenset[int]
+
+    @property
+    def flat(self) -> jex.ClosedJaxpr:
+        """The plain program merely inlined, see `Merged`."""
+        return self.merged.flat
+
+    @property
+    def sites(self) -> Sites:
+        """What of the step may take another form."""
+        return self.merged.sites
 
     @property
     def jaxpr(self) -> jex.ClosedJaxpr:
@@ -176,12 +198,12 @@ class Traced:
         """Some part of this step as a program by itself."""
         return self.around.alone(closed) if self.around else closed
 
-    def in_form(self, form: Form) -> "Traced":
+    def in_form(self, form: Variant) -> "Traced":
         """Return the same step in another form."""
-        return normalise(replace(self.source, regions=self.regions), form)
+        return in_form(self.source, self.merged, form)
 
-    def named(self, form: Form) -> Form:
-        """The form, with names for its sites where it has none, see `Form.unnamed`."""
+    def named(self, form: Variant) -> Variant:
+        """The form, with names for its sites where it has none, see `Variant.unnamed`."""
         return form.named(len(self.lengths), len(self.regions))
 
     def gathered(self, gathers: tuple[Gather, ...], devices: int) -> "Traced":
@@ -191,16 +213,17 @@ class Traced:
         source = replace(self.source, devices=devices)
         if not gathers:
             return replace(self, source=source)
-        return normalise(replace(source, gathers=gathers, regions=None))
+        return normalise(replace(source, gathers=gathers))
 
     def with_regions_on_devices(self, parts: Sequence[int], share: float) -> "Traced":
         """Return the same step, of whose regions the rows lie in so many parts, see `Region.on_devices`."""
         laid = (region.on_devices(n, share) for region, n in zip(self.regions, parts, strict=True))
-        return replace(self, sites=replace(self.sites, regions=tuple(laid)))
+        sites = replace(self.sites, regions=tuple(laid))
+        return replace(self, merged=replace(self.merged, sites=sites))
 
     def ordered_before(self) -> "Traced":
         """Return the same step in the order that plans made before forward passes had `turns` know it in."""
-        return normalise(replace(self.source, turns=False, regions=self.regions), self.form)
+        return in_form(replace(self.source, turns=False), self.merged, self.form)
 
     def attending(self, places: Mapping[Pattern, Places]) -> "Traced":
         """Return the same step on several devices, of which it is known where attention may be done without its
@@ -291,29 +314,34 @@ def trace(
     return traced
 
 
-def normalise(source: Source, form: Form = PLAIN) -> Traced:
-    """Inline, inline, merge, prune and order a step, in this form."""
+def normalise(source: Source) -> Traced:
+    """Inline, inline, merge, prune and order a step."""
     inliner = Inliner(respect_checkpoint=source.respect_checkpoint)
-    task = Task(source, form, inliner)
+    task = Task(source, PLAIN, inliner)
     written = run(PLAIN_PASSES, FlatProgram.of(inliner.program(source.closed)), task)
     flat = written.closed
     # Where equations come from is said of the plain program.
-    merged = run(MERGING_PASSES, FlatProgram.of(flat).anew(encoded=written.encoded), task)
-    task = replace(task, sites=find_sites(merged, source))
-    program = run(FORM_PASSES, merged.anew(pairs=pair_forms(task)), task)
-    origin = program.places(len(flat.jaxpr.eqns))
+    program = run(MERGING_PASSES, FlatProgram.of(flat).anew(encoded=written.encoded), task)
+    return in_form(source, Merged(flat, program, find_sites(program, source), inliner), PLAIN)
+
+
+def in_form(source: Source, merged: Merged, form: Variant) -> Traced:
+    """Return a step in a form, by the passes that depend on it."""
+    inliner = merged.inliner.branch()
+    task = Task(source, form, inliner, merged.sites)
+    program = run(FORM_PASSES, merged.program.anew(pairs=pair_forms(task)), task)
+    origin = program.places(len(merged.flat.jaxpr.eqns))
     again = (
         origin[i]
-        for i, eqn in enumerate(flat.jaxpr.eqns)
+        for i, eqn in enumerate(merged.flat.jaxpr.eqns)
         if inliner.rematted and _compat.has_scope(eqn, _compat.REMATTED)
     )
     hints = (replace(hint, variable=program.read(hint.variable)) for hint in inliner.hints)
     return Traced(
         source,
+        merged,
         form,
-        task.sites,
         program,
-        flat,
         tuple(origin),
         task.labels(program),
         tuple(dict.fromkeys(hints)),
@@ -323,15 +351,14 @@ def normalise(source: Source, form: Form = PLAIN) -> Traced:
 
 
 def _inlined(source: Source) -> Traced:
-    """A step merely inlined, which may take no other form."""
+    """Return a step merely inlined, which may take no other form."""
     inliner = Inliner(respect_checkpoint=source.respect_checkpoint)
     program = FlatProgram.of(inliner.program(source.closed))
     return Traced(
         source,
+        Merged(program.closed, program, Sites(), inliner),
         PLAIN,
-        Sites(),
         program,
-        program.closed,
         tuple(range(len(program.eqns))),
         dict(inliner.labels),
         tuple(inliner.hints),

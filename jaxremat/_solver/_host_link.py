@@ -16,9 +16,8 @@ All are linear, and never more than what the simulator finds.
 from collections.abc import Iterator, Mapping
 
 from .._model._graph import Graph
-from .._model._host_copies import HostCopy
+from .._model._host_copies import AT_ONCE, HostCopy
 from .._model._schedule import Schedule
-from .._model._stack_copies import AT_ONCE
 from ._integer_program import IntegerProgram, Term
 from ._moments import MIB
 

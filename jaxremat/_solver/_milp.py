@@ -8,7 +8,7 @@ Variables, all binary, over residuals `v`, their producers `n` and stages `k`:
     h[v,k]  a value that was recomputed before is held from stage k-1 into stage k (values at stage boundaries)
     o[v]    v is saved in host memory, between the exit and the stage that `Graph.away` says; see `_host_link`
 
-    minimise    sum seconds(n) r[n,k] + sum saved_seconds(v) s[v]      and less for what joins a kernel, see `_joined`
+    minimise    sum seconds(n) r[n,k] + sum saved_seconds(v) s[v]      less for what joins a kernel: `_run_again`
     subject to  s[v] + r[prod(v),k] + h[v,k] >= 1                     stage k reads v
                 s[v] = 0                                               v is pinned to be recomputed
                 r[n,k] <= s[u] + r[prod(u),k] + h[u,k]                n reads u; e[u,k] for s[u] in later stages
@@ -23,6 +23,7 @@ own measure.
 """
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -41,7 +42,6 @@ from ._host_link import HostLink
 from ._hull import Lagrangian
 from ._integer_program import IntegerProgram, Term
 from ._interface import Solution, Solver
-from ._joined import run_again
 from ._mincut import MinCut
 from ._moments import MIB, Moments, Terms
 
@@ -305,7 +305,7 @@ class _Model:
             return bool(parts) or constant <= allowed
 
         possible = all(limit(terms) for terms in self.moments.initial())
-        terms, variables["a"] = run_again(graph, program, again)
+        terms, variables["a"] = _run_again(graph, program, again)
         cost = [(x, 100 * seconds / step) for seconds, x in terms]
         cost += [(x, 100 / step) for x in link.waits(again)]
         stacking = ((graph.values[v].saved_seconds, x) for v, x in save.items())
@@ -399,3 +399,41 @@ class _Model:
         start += [(x, float(key in again)) for key, x in variables["r"].items()]
         start += [(x, float(v in schedule.away)) for (v,), x in variables["o"].items()]
         return start + [(x, float(key in schedule.kept)) for key, x in variables["h"].items()]
+
+
+def _run_again(
+    graph: Graph, program: IntegerProgram, again: Mapping[tuple[int, int], int]
+) -> tuple[list[tuple[float, int]], dict[tuple[int, ...], int]]:
+    """Return pairs of seconds and a variable, and the variables that this adds to the program, for what runs apart.
+
+    Where a node joins a kernel of the stage, it takes `fused_seconds`, and the rest if it runs apart all the same: for
+    something else that runs again for that stage and reads it. These terms are what `simulate` counts: with `r[n,k]`
+    for running node n again for stage k
+
+        sum seconds(n) r[n,k]                                                 n joins nothing in stage k
+        sum joined_seconds(n) r[n,k] + (seconds(n) - joined_seconds(n)) a[n,k]          n joins
+                    r[n,k] + r[m,k] - 1 <= a[n,k] <= r[n,k]                              m reads n
+                    a[n,k] <= sum r[m,k]                                                 over these m
+
+    **Arguments:** `again` the binary variables r by node and stage.
+    """
+    terms: list[tuple[float, int]] = []
+    apart: dict[tuple[int, ...], int] = {}
+    reading: dict[tuple[int, int], list[int]] = {}  # value, stage -> the variables of what reads it there
+    for (n, k), x in again.items():
+        for v in graph.reads[n]:
+            reading.setdefault((v, k), []).append(x)
+    for (n, k), x in again.items():
+        node = graph.nodes[n]
+        if graph.joins(n, k) < 0:
+            terms.append((node.seconds, x))
+            continue
+        terms.append((node.fused_seconds, x))
+        if readers := [y for v in node.outputs for y in reading.get((v, k), ())]:
+            apart[n, k] = a = program.variable(1.0)
+            for y in readers:
+                program.at_least([(a, 1.0), (x, -1.0), (y, -1.0)], -1.0)
+            program.at_most([(a, 1.0), (x, -1.0)], 0.0)
+            program.at_most([(a, 1.0), *((y, -1.0) for y in readers)], 0.0)
+            terms.append((node.seconds - node.fused_seconds, a))
+    return terms, apart

@@ -11,8 +11,9 @@ from .._model._graph import Graph
 from .._model._host_copies import Reading
 from .._model._schedule import Schedule, close_over_dependencies
 from .._model._simulate import Profile, joined, simulate
-from ._stack_terms import Key, Part, StackTerms
 
+Key = tuple[str, *tuple[int, ...]]
+Part = tuple[tuple[Key, ...], int]
 MIB = 2**20
 
 
@@ -59,7 +60,8 @@ class Moments:
                 else:
                     own[v][k] = node.id
                     until[v] = max(until.get(v, end), end)
-        self.stacks = StackTerms(graph, free)
+        self.stacked = graph.away.stacked
+        self._stacked_always = [v for v in self.stacked if v not in free]
         away = graph.away.alone.items()
         self.away = {v: copy for v, copy in away if v in free and v not in graph.away.stacked}
         # Of a node with several results, a saved one is read in the original though the node is run again: saved or
@@ -104,33 +106,6 @@ class Moments:
             if value.length and stop >= (end := graph.loop_stop[graph.nodes[value.producer].loop]):
                 delta[end] += value.saved_nbytes - value.nbytes
                 delta[stop + 1] -= value.saved_nbytes - value.nbytes
-        # value, stage -> the stage's last node that reads a row of it
-        self.rows: dict[tuple[int, int], int] = {}
-        begun: dict[tuple[int, int], int] = {}  # stage, loop -> first node
-        for node in graph.kernels():
-            k = graph.stage_of[node.id]
-            begun.setdefault((k, node.loop), graph.stages[k].start if k >= 0 else node.id)
-            self.rows.update(((v, k), node.id) for v in graph.copies(node.id, node.loop))
-        for (v, k), stop in self.rows.items():
-            if v not in free:
-                delta[begun[k, graph.nodes[stop].loop]] += graph.values[v].nbytes
-                delta[stop + 1] -= graph.values[v].nbytes
-        opened: dict[int, int] = {}  # loop -> first node
-        for (_, loop), n in begun.items():
-            opened.setdefault(loop, n)
-        for n, nbytes in enumerate(graph.early):
-            if nbytes and graph.kernel[n]:
-                delta[opened[graph.since(graph.nodes[n].loop)]] += nbytes
-                delta[n + 1] -= nbytes
-        # stage, fused node -> the stage's own kernels that want it
-        self.sharing: dict[tuple[int, int], list[int]] = {}
-        for node in graph.kernels():
-            for m in graph.shared[node.id]:
-                self.sharing.setdefault((graph.stage_of[node.id], m), []).append(node.id)
-        for (_, m), kernels in self.sharing.items():
-            if len(kernels) > 1:
-                delta[kernels[0]] += graph.nodes[m].duplicated_fusion_nbytes
-                delta[kernels[-1] + 1] -= graph.nodes[m].duplicated_fusion_nbytes
         for i in range(1, len(delta)):
             delta[i] += delta[i - 1]
         self.base = delta
@@ -244,9 +219,7 @@ class Moments:
                     parts.append(((("h", v, k + 1), ("h", v, k)), nbytes))
                 else:
                     parts.extend((keys, nbytes) for keys in self._clones(v, k, read, made=True))
-                if self.rows.get((v, k), -1) >= n:
-                    parts.extend(self.stacks.row(v))
-        parts.extend(self.stacks.fixed(n, k, self.last, self.rows))
+        parts.extend(self._stacks_elsewhere(n, k))
         parts.extend(self._leaving(n))
         constant = self.base[n] + self.graph.nodes[n].workspace_nbytes
         return Terms(constant, tuple(parts))
@@ -262,9 +235,7 @@ class Moments:
                 parts.extend(self._originals(v, at, k, saved_nbytes, self._saved(v, k, own_at=None)))
             read = k in life.by_stage
             parts.extend((keys, nbytes) for keys in self._clones(v, k, read, made=life.born < upto))
-            if (v, k) in self.rows:
-                parts.extend(self.stacks.row(v))
-        parts.extend(self.stacks.fixed(self.graph.stages[k].start, k, self.last, self.rows))
+        parts.extend(self._stacks_elsewhere(self.graph.stages[k].start, k))
         parts.extend(self._leaving(self.graph.stages[k].start))
         return Terms(self.across[k], tuple(parts))
 
@@ -272,9 +243,27 @@ class Moments:
         """What of a saved value is here at a node, or where the stage before it begins."""
         for key in keys:
             yield (key,), nbytes
-            yield from self.stacks.elsewhere(v, at, k)
+            yield from self._stack_elsewhere(v, at, k)
             if key[0] == "s" and self._elsewhere(v, at, k):
                 yield (("o", v),), -nbytes
+
+    def _here_nbytes(self, v: int, at: int, k: int, nbytes: int) -> int:
+        """What of a value of so many bytes is here at a node of a stage, if its stack is in host memory meanwhile."""
+        if v not in self.stacked or at < self.stacked[v].gone:
+            return nbytes
+        return self.graph.away.stacks.here_nbytes(v, k)
+
+    def _stack_elsewhere(self, v: int, at: int, k: int) -> Iterator[Part]:
+        """What is then not here of a value that is saved and counted."""
+        whole = self.graph.values[v].saved_nbytes
+        if (less := self._here_nbytes(v, at, k, whole) - whole) < 0:
+            yield (("o", v),), less
+
+    def _stacks_elsewhere(self, at: int, k: int) -> Iterator[Part]:
+        """The same of all that are saved in any case."""
+        for v in self._stacked_always:
+            if at <= self.last.get(v, -1):
+                yield from self._stack_elsewhere(v, at, k)
 
     def _leaving(self, at: int) -> Iterator[Part]:
         """What is on its way to the host then, where copies wait for one another."""
@@ -312,7 +301,7 @@ class Moments:
             nonlocal parts
             there = self._original_nbytes(u, at)
             if u in schedule.away and ("o", u) not in counted:
-                there = self.stacks.here_nbytes(u, at, stage, there)
+                there = self._here_nbytes(u, at, stage, there)
             if u in schedule.away.intersection(self.away) and (
                 ("o", u) in counted and ("o", u, 0) not in counted
             ):
@@ -342,20 +331,6 @@ class Moments:
                 if j == k and (u, k) in schedule.kept and held not in counted:
                     counted.add(held)
                     parts.append(((held, ("r", m, j)), nbytes))
-        parts.extend(self._shared(n, k, stage, schedule))
-        inside = graph.nodes[graph.stages[max(stage, 0)].start].loop
-        rows = {v: m for m, j in reversed(later) if j == k for v in graph.copies(m, inside)}
-        for v, m in rows.items():
-            if (v, k) in self.rows:
-                continue
-            if v in schedule.saved and v in free:
-                parts.append(((("s", v), ("r", m, k)), graph.values[v].nbytes))
-            elif v not in free:
-                parts.append(((("r", m, k),), graph.values[v].nbytes))
-        for m, j in later if inside >= 0 and stage >= 0 else ():
-            nbytes = graph.nodes[m].constant_nbytes
-            if nbytes and graph.nodes[graph.stages[j].start].loop == inside:
-                parts.append(((("r", m, j),), nbytes))
         for j in range(stage + 1):
             loop = graph.nodes[graph.stages[j].start].loop
             for m in schedule.recomputed[j] if loop >= 0 else ():
@@ -370,24 +345,6 @@ class Moments:
             )
             parts.append(((again,), made + graph.nodes[n].workspace_nbytes))
         return Terms(constant, tuple(parts))
-
-    def _shared(
-        self, n: int, k: int, stage: int, schedule: Schedule
-    ) -> Iterator[tuple[tuple[Key, ...], int]]:
-        """What recomputed kernels leave behind for others of their stage that want the same fused work."""
-        again: dict[int, list[int]] = {}
-        for m in schedule.recomputed[stage] if stage >= 0 else ():
-            for fused in self.graph.shared[m]:
-                again.setdefault(fused, []).append(m)
-        for fused, (first, *others) in again.items():
-            own = self.sharing.get((stage, fused), [])
-            nbytes = self.graph.nodes[fused].duplicated_fusion_nbytes
-            if k < 0 and own and n <= own[-1] and (len(own) == 1 or n < own[0]):
-                yield (("r", first, stage),), nbytes
-            elif k >= 0 and first <= n and own:
-                yield (("r", first, k),), nbytes
-            elif k >= 0 and others and first <= n <= others[-1]:
-                yield (("r", first, k), ("r", others[-1], k)), nbytes
 
 
 def _without_idle_pairs(terms: Terms, held: frozenset[Key]) -> Terms:

@@ -52,11 +52,11 @@ from jaxremat._compiler._overwritten_reads import overwritten_reads
 from jaxremat._compiler._tags import Written
 from jaxremat._emit._emit import FENCES, emit
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import COPIES, INNER, LOOP, Choice, Form
-from jaxremat._model._form import ROWS as ROW_FORMS
 from jaxremat._model._graph import Pin
 from jaxremat._model._loop_levels import choices
 from jaxremat._model._stages import cuttings, uncut
+from jaxremat._model._variant import COPIES, INNER, LOOP, Choice, Variant
+from jaxremat._model._variant import ROWS as ROW_FORMS
 from jaxremat._program._flops import aval_nbytes
 from jaxremat._rewrite import _encodings, _row_regions
 from jaxremat._rewrite._encodings import Encoding
@@ -114,7 +114,7 @@ class Drawn:
         return self.traced.step(emit(self.traced, self.graph, schedule, self.fence))
 
 
-def draw_form(rng: random.Random, traced: Traced) -> Form:
+def draw_form(rng: random.Random, traced: Traced) -> Variant:
     """A form of the step's loops and rows, often as they are."""
 
     def levels(length: int) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ def draw_form(rng: random.Random, traced: Traced) -> Form:
     ]
     inner = inner_pairs(traced.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops)
     sites += [(INNER, 0, (1,))] if inner and rng.random() < 0.5 else []
-    return Form.of(*(Choice(*site) for site in sites))
+    return Variant.of(*(Choice(*site) for site in sites))
 
 
 def _halves(x: jax.Array) -> tuple[jax.Array, ...]:

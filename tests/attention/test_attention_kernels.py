@@ -23,11 +23,11 @@ from jaxremat._compiler._program import Program, compiler_options
 from jaxremat._compiler._roofline import kernels
 from jaxremat._compiler._target import Target
 from jaxremat._model._device_specs import KERNEL_RATES
-from jaxremat._model._form import ATTENTION, Choice, Form
+from jaxremat._model._variant import ATTENTION, Choice, Variant
 from jaxremat._report._loop_forms import loop_forms
 from jaxremat._rewrite._trace import trace
 
-IN_KERNELS = Form.of(Choice(ATTENTION, 0, (2,)))
+IN_KERNELS = Variant.of(Choice(ATTENTION, 0, (2,)))
 
 
 def site_of(attend: Attend, length: int = LENGTH) -> Site:
@@ -177,12 +177,12 @@ def test_of_learned_slopes_the_gradient_is_in_no_kernel() -> None:
     assert str(said).endswith("in kernels, and part after part on the way back")
 
 
-def compiled(attend: Attend, form: Form, length: int, target: str = "h100", width: int = WIDTH) -> Any:
+def compiled(attend: Attend, form: Variant, length: int, target: str = "h100", width: int = WIDTH) -> Any:
     case = attending(attend, length=length, width=width)
     return compiled_step(case.step, case.args, form, target)
 
 
-def compiled_step(step: Any, args: Any, form: Form, target: str = "h100") -> Any:
+def compiled_step(step: Any, args: Any, form: Variant, target: str = "h100") -> Any:
     traced = trace(jax.jit(step), args, {}).in_form(form)
     program = Program(
         lambda: None, compiler_options=tuple(compiler_options("gpu").items()), target=Target(target)
@@ -193,7 +193,7 @@ def compiled_step(step: Any, args: Any, form: Form, target: str = "h100") -> Any
 
 @pytest.mark.parametrize("name", ["masked", "grouped", "dropout", "bfloat16"])
 def test_a_gpu_has_no_matrix_of_scores(name: str) -> None:
-    whole, within = (compiled(FOUND[name], form, 512) for form in (Form(), IN_KERNELS))
+    whole, within = (compiled(FOUND[name], form, 512) for form in (Variant(), IN_KERNELS))
     scores = 2 * 4 * 512 * 512 * 4
     temporaries = [MemoryStats.of(each).temporaries_nbytes for each in (whole, within)]
     assert temporaries[0] > 1.5 * scores
@@ -209,7 +209,7 @@ def test_a_gpu_has_no_matrix_of_scores(name: str) -> None:
 def test_the_gradient_of_a_bias_needs_no_matrix_of_scores() -> None:
     """But for the bias's own, of one example."""
     step, args = learning(_of_all_heads, jnp.zeros((512, 512)), 512, heads=8)
-    whole, within = (compiled_step(step, args, form) for form in (Form(), IN_KERNELS))
+    whole, within = (compiled_step(step, args, form) for form in (Variant(), IN_KERNELS))
     scores = 2 * 8 * 512 * 512 * 4
     temporaries = [MemoryStats.of(each).temporaries_nbytes for each in (whole, within)]
     assert temporaries[0] > 1.5 * scores

@@ -12,11 +12,11 @@ from test_trace import runnable
 
 from jaxremat._attention._operations import ATTENTION as ATTEND
 from jaxremat._attention._operations import attends, division, is_attention
-from jaxremat._model._form import ATTENTION, LOOP, REVERSED, ROWS, Choice, Form
+from jaxremat._model._variant import ATTENTION, LOOP, REVERSED, ROWS, Choice, Variant
 from jaxremat._program._primitives import inner_eqns
 from jaxremat._rewrite._trace import Traced, trace
 
-IN_PARTS = Form.of(Choice(ATTENTION, 0, (1,)))
+IN_PARTS = Variant.of(Choice(ATTENTION, 0, (1,)))
 
 
 def in_parts(step: Any, *args: Any) -> Traced:

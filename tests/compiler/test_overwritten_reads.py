@@ -16,8 +16,8 @@ from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._overwritten_reads import OverwrittenRead, overwritten_reads
 from jaxremat._compiler._target import Target
 from jaxremat._emit._detaching import detach
-from jaxremat._plan import _compiled_schedule
-from jaxremat._plan._compiled_schedule import OverwrittenReadError, compile_schedule
+from jaxremat._plan import _step_compiler
+from jaxremat._plan._step_compiler import OverwrittenReadError, compile_schedule
 
 CPU = DeviceSpec("here", "cpu", 2**30, 2.5e10, (("f32", 1.5e11),), 2e-6, 2.5e10)
 X = np.random.default_rng(0).normal(size=(512, 64)).astype("float32")
@@ -120,4 +120,4 @@ def test_a_schedule_that_cannot_be_mended_is_refused() -> None:
     none: Any = None
     with pytest.raises(OverwrittenReadError, match=r"kernel `\w+` write over .* \(.*fence_0, operand 0\)"):
         compile_schedule(baseline, none, none, "finished")
-    assert len(baseline.asked) == 2 <= _compiled_schedule.ROUNDS
+    assert len(baseline.asked) == 2 <= _step_compiler.ROUNDS

@@ -15,8 +15,8 @@ from jaxremat._compiler import _tried_kernels
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._tried_kernels import kernels_work
 from jaxremat._model._device_specs import DEVICES
-from jaxremat._model._form import ATTENTION
-from jaxremat._plan._graphs import EstimatedGraphs
+from jaxremat._model._variant import ATTENTION
+from jaxremat._plan._baseline import EstimatedGraphs
 from jaxremat._plan._problem import Problem
 from jaxremat._rewrite._trace import trace
 
@@ -97,6 +97,6 @@ def test_forms_offer_kernels_where_they_work(works: bool, monkeypatch: pytest.Mo
     problem = Problem(Program(case.step), case.args, {}, DEVICES["h100"], "roofline", HERE)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        (promise, *_) = EstimatedGraphs(problem).forms(problem.estimated).deeper()
-    assert promise.form.settings(ATTENTION) == {0: (2 if works else 1,)}
+        (variant, *_) = EstimatedGraphs(problem).variants.exact()
+    assert variant.settings(ATTENTION) == {0: (2 if works else 1,)}
     assert any("kernels do not work" in str(w.message) for w in said) is not works

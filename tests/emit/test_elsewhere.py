@@ -20,8 +20,7 @@ from jaxremat._compiler._host_traffic import host_traffic
 from jaxremat._compiler._program import Program
 from jaxremat._emit._emit import FENCES, emit
 from jaxremat._model._device_specs import DEVICES
-from jaxremat._model._host_copies import HostMemory
-from jaxremat._model._stack_copies import AT_ONCE
+from jaxremat._model._host_copies import AT_ONCE, HostMemory
 from jaxremat._model._stages import cuttings
 from jaxremat._plan._baseline import measure_baseline
 from jaxremat._plan._problem import Problem

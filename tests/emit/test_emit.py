@@ -122,6 +122,15 @@ def all_dropped(graph: Graph) -> Schedule:
     return RecomputeAll().solve(graph, None, time_limit=1.0).schedule
 
 
+def test_barriers_of_earlier_versions_are_those_of_today() -> None:
+    """Plans of before may name kinds that there are no more."""
+    traced, graph = lowered(mlp, mlp_args())
+    today = str(emit(traced, graph, all_dropped(graph)))
+    assert all(
+        str(emit(traced, graph, all_dropped(graph), kind)) == today for kind in ("cotangents", "ordered")
+    )
+
+
 @pytest.mark.parametrize("fence", FENCES)
 @pytest.mark.parametrize("fn", [mlp, conv_net], ids=lambda fn: fn.__name__)
 def test_contractions_are_repeated(fn: Any, fence: str) -> None:

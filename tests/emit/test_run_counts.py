@@ -18,7 +18,7 @@ import jaxremat
 from jaxremat._compiler._devices import detect
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import ATTENTION, COPIES, INNER, LOOP, Choice, Form
+from jaxremat._model._variant import ATTENTION, COPIES, INNER, LOOP, Choice, Variant
 from jaxremat._program._run_counts import check_runs, run_counts
 from jaxremat._rewrite._trace import Traced, trace
 
@@ -132,14 +132,19 @@ def make_args() -> tuple[jax.Array, jax.Array]:
     return jax.random.normal(keys[0], (LAYERS, 32, 32)) / 6, jax.random.normal(keys[1], (64, 32))
 
 
-def forms(traced: Traced) -> list[Form]:
+def forms(traced: Traced) -> list[Variant]:
     """Each form that sites of the step may take, alone."""
-    pairs = [Form.of(Choice(LOOP, pair, (2, 2))) for pair, able in enumerate(traced.cuttable) if able]
+    pairs = [Variant.of(Choice(LOOP, pair, (2, 2))) for pair, able in enumerate(traced.cuttable) if able]
     rows = [
         of_chunks(*(region.choices[0] * (each == site) for each in range(len(traced.regions))))
         for site, region in enumerate(traced.regions)
     ]
-    return [Form(), *pairs, *rows, *(Form.of(Choice(kind, 0, (1,))) for kind in (INNER, ATTENTION, COPIES))]
+    return [
+        Variant(),
+        *pairs,
+        *rows,
+        *(Variant.of(Choice(kind, 0, (1,))) for kind in (INNER, ATTENTION, COPIES)),
+    ]
 
 
 @pytest.mark.parametrize(("place", "kind"), CASES)

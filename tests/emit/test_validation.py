@@ -20,11 +20,12 @@ from zoo_loops import LOOPS
 
 from jaxremat import Graph, close_over_dependencies
 from jaxremat._compiler._devices import DeviceSpec
-from jaxremat._emit import _emit, _validation
+from jaxremat._emit import _validation
 from jaxremat._emit._emit import FENCES, emit
 from jaxremat._emit._validation import UNPROVED, EmittedOtherwiseError, names, unproved, validated
+from jaxremat._emit._writer import Writer
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import LOOP, ROWS, Form
+from jaxremat._model._variant import LOOP, ROWS, Variant
 from jaxremat._program import _compat
 from jaxremat._rewrite import _row_regions
 from jaxremat._rewrite._trace import Traced, trace
@@ -115,7 +116,7 @@ def test_what_is_not_proved_is_named(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_step_as_written_has_nothing_to_name() -> None:
-    assert names(Form()) == ()
+    assert names(Variant()) == ()
     assert set(names(of_levels((2, 3)))) == {UNPROVED[LOOP]}
 
 
@@ -312,6 +313,6 @@ def test_emit_compares(monkeypatch: pytest.MonkeyPatch) -> None:
         alike = (v for v in found.jaxpr.jaxpr.invars if str(v.aval) == str(var.aval) and v is not var)
         return next(alike, var) if eqn.primitive.name == "dot_general" else var
 
-    monkeypatch.setattr(_emit.Emitter, "_name", forgetful)
+    monkeypatch.setattr(Writer, "seen", forgetful)
     with pytest.raises(EmittedOtherwiseError):
         emit(found, graph, close_over_dependencies(graph, ()))

@@ -14,11 +14,9 @@ from flax import linen as nn
 
 import jaxremat
 from examples.benchmarks import bench as bench_module
-from examples.benchmarks import chain, compare, emitters, planning, records, steps, table
-from examples.benchmarks.networks.data import Images
-from examples.benchmarks.networks.rematerialisation import Remat, rematted, save_dots
-from examples.benchmarks.networks.training import Program, make_program
-from examples.benchmarks.overview import overview
+from examples.benchmarks import chain, records, step_table, steps, table
+from examples.benchmarks.networks.training import Images, Program, Remat, make_program, rematted, save_dots
+from examples.benchmarks.table import overview
 from jaxremat._compiler._devices import detect
 
 pytestmark = pytest.mark.slow
@@ -135,7 +133,7 @@ def test_an_infeasible_budget_is_a_row(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(jaxremat, "optimize", refuse)
     row = bench(folder).run(["0.01"])["rows"]["0.01"]
     assert row["infeasible"] and row["min_peak_nbytes"] == 123
-    assert "infeasible: least 123 B" in table.markdown([records.read(bench(folder).path)], [])
+    assert "infeasible: least 123 B" in step_table.markdown([records.read(bench(folder).path)])
     assert list(records.read(bench(folder).path)["rows"]) == [*ROWS, "0.01"]
 
 
@@ -154,11 +152,13 @@ def test_differences_are_relative_to_each_array() -> None:
         return jitted.lower(*args).compile()
 
     args = ({"a": jnp.array([1.0, 1e3]), "b": jnp.zeros(2)}, jnp.arange(3))
-    found = compare.largest_differences({"plain": step(1.0), "same": step(1.0), "other": step(1.25)}, args)
+    found = bench_module.largest_differences(
+        {"plain": step(1.0), "same": step(1.0), "other": step(1.25)}, args
+    )
     assert found["same"][0] == 0.0
     assert found["other"] == (0.25, "[0]['a']")
     with pytest.raises(FloatingPointError, match="not finite"):
-        compare.largest_differences({"plain": step(1.0), "other": step(jnp.inf)}, args)
+        bench_module.largest_differences({"plain": step(1.0), "other": step(jnp.inf)}, args)
 
 
 def test_shares_are_read_as_rows() -> None:
@@ -184,7 +184,7 @@ def test_the_tables_replace_what_is_between_the_markers(
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     labels = [line.split(" | ")[0] for line in lines]
     assert labels == ["| step", "| ---", "| plain", "| by hand, per block", "| 75% of temporaries"]
-    assert {line.count("|") for line in lines} == {len(table.HEADER) + 1}
+    assert {line.count("|") for line in lines} == {len(step_table.COLUMNS) + 3}
 
 
 def test_tables_need_a_place(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,8 +256,8 @@ def test_the_summary_names_what_falls_short() -> None:
         "0.1": {"infeasible": True, "min_peak_nbytes": 51, "budget_nbytes": 10},
     }
     record = {"network": "net", "rows": rows, "environment": {"platform": "cpu"}}
-    assert table.dominated(record) == ["net 0.5"]
-    assert table.findings([record]) == [
+    assert step_table.dominated(record, "flops") == ["0.5"]
+    assert step_table.findings([record]) == [
         "3 plans of 4 budgets, infeasible: net 0.1",
         "over budget: net 0.25",
         "dominated in peak and FLOPs by a step by hand: net 0.5",
@@ -267,60 +267,30 @@ def test_the_summary_names_what_falls_short() -> None:
     ]
 
 
-def test_one_plan_is_followed_by_each_emitter(tmp_path: Path) -> None:
-    path = tmp_path / "emitters" / "vgg16-tiny-cpu.json"
-    said: list[str] = []
-    rows = ("plain", "policy dots", "policy min", "custom_vjp 0.5")
-    record = emitters.Emitters("vgg16", "tiny", path, say=said.append).run(rows)
-    assert list(record["rows"]) == list(rows) and records.read(path)["kind"] == "emitters"
-    plain = record["rows"]["plain"]
-    for name in rows[1:]:
-        row = record["rows"][name]
-        assert row["held_nbytes"] < row["plain_held_nbytes"]
-        most = 1.001 * plain["peak_nbytes"]  # the parameters of the tiny one hold its peak
-        assert row["peak_nbytes"] < most and row["joint_peak_nbytes"] < most
-        assert row["peak_nbytes"] == pytest.approx(row["joint_peak_nbytes"], rel=0.05)
-    lines = emitters.markdown([record]).splitlines()
-    assert len(lines) == 6 + len(rows) and {line.count("|") for line in lines[4:]} == {9}
-    assert sum("by the joint emitter" in line for line in said) == 3
+def test_networks_of_a_loop_have_one_more_step_by_hand() -> None:
+    assert bench_module.by_hand("gpt") == ("block", "dots")
+    assert bench_module.by_hand("gpt_scanned") == ("block", "dots", "scan")
 
 
-def test_what_the_emitters_are_compared_on_is_the_same_function() -> None:
-    """The joint emitter's program gives the gradients that differentiating the planned loss gives."""
-    program = perceptron("vgg16", scale="tiny")
-    args = program.make_args()
-    want = jax.jit(emitters.gradient_of(program.loss))(*args)
-    for emitter in emitters.EMITTERS:
-        planned = jaxremat.checkpoint(program.loss, "min", emit=emitter)
-        jitted = jax.jit(emitters.jointly(planned, args), compiler_options=jaxremat.compiler_options())
-        found = jitted(*args)
-        assert jax.tree.structure(found) == jax.tree.structure(want)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-            assert jnp.allclose(a, b, rtol=1e-4, atol=1e-6)
+def test_a_step_by_hand_gives_its_peak_as_a_budget(tmp_path: Path) -> None:
+    bench = bench_module.Bench("gpt_scanned", "tiny", tmp_path / "x.json")
+    bench.record = {"rows": {"scan": {"peak_nbytes": 900}}}
+    assert bench.budget("at scan") == 900
+    names = ["plain", "block", "dots", "scan", "0.5", "0.33", "min", "at block", "at scan"]
+    assert sorted(set(names), key=bench.place) == names
 
 
 def test_the_readme_shows_the_published_results() -> None:
     assert table.main(["--check"]) == 0
 
 
-def test_the_parts_of_planning_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "program", perceptron)
-    record = planning.measure("resnet50", share=0.7)
-    assert sum(record["parts"].values()) == pytest.approx(record["planning_seconds"])
-    assert all(record["calls"][part] for part in planning.PARTS)
-    assert min(record["parts"].values()) >= 0
-    assert record["peak_nbytes"] <= record["budget_nbytes"] < record["plain_peak_nbytes"]
-    assert 0 < record["first_seconds"] <= record["planning_seconds"]
-    assert f"{record['equations']:,} equations" in planning.line(record)
-
-
 def test_a_chain_is_planned_without_compiling() -> None:
     detect(jax.devices()[0])  # measures the processor by compiling, once
     with bench_module.compile_stopwatch() as compiled:
-        record = chain.measure(300)
+        record = chain.measure(300, 0.5)
     assert compiled == []
     assert 300 <= record["equations"] < 320
     assert list(record["seconds"]) == ["jax", "trace", "lower", "simulate", "solve", "emit"]
     assert record["fits"] and record["predicted_nbytes"] <= record["budget_nbytes"] < record["plain_nbytes"]
     json.dumps(record, allow_nan=False)
-    assert "A chain of 30" in table.chain_line(record)
+    assert "A chain of 30" in chain.markdown([{"rows": {"300 | 0.5": record}}])

@@ -1,5 +1,6 @@
 """Forms and recomputing by themselves, one after the other and together: what is switched off, and the table."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 
 import jaxremat
 from examples.benchmarks import joint
-from examples.benchmarks.joint import FORMS, IN_TURN, RECOMPUTING, TOGETHER, within
+from examples.benchmarks.joint import WAYS, forms, recomputing, within
 
 
 def step(weights: list[jax.Array], x: jax.Array) -> Any:
@@ -22,28 +23,28 @@ def step(weights: list[jax.Array], x: jax.Array) -> Any:
     return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], loss
 
 
-def planned(mechanism: joint.Mechanism, share: float) -> jaxremat.Plan:
+def planned(way: AbstractContextManager[dict[str, Any]], share: float) -> jaxremat.Plan:
     args = [jnp.ones((64, 64))] * 8, jnp.ones((4096, 64))
     needs = jaxremat.memory(step, *args, donate_argnums=0)
     budget = needs.base_nbytes + int(share * needs.temporaries_nbytes)
-    with mechanism.off():
+    with way as options:
         return jaxremat.plan(
             lambda *args: step(*args),
             *args,
             budget=budget,
             donate_argnums=0,
             cache=False,
-            **mechanism.options,
+            **options,
         )
 
 
 def test_each_does_what_it_says() -> None:
-    recomputing, forms = planned(RECOMPUTING, 0.6), planned(FORMS, 0.6)
-    assert not recomputing.form
-    assert not recomputing.drops_nothing
-    assert forms.form
-    assert forms.drops_nothing
-    assert planned(within(forms.form), 0.3).form == forms.form
+    repeated, formed = planned(recomputing(), 0.6), planned(forms(), 0.6)
+    assert not repeated.form
+    assert not repeated.drops_nothing
+    assert formed.form
+    assert formed.drops_nothing
+    assert planned(within(formed.form), 0.3).form == formed.form
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,6 @@ def test_each_does_what_it_says() -> None:
 def test_table(row: dict[str, Any], cell: str) -> None:
     record = {
         "environment": {"platform": "h100"},
-        "rows": {f"gpt | 0.5 | {way}": row for way in (RECOMPUTING.name, FORMS.name, IN_TURN, TOGETHER)},
+        "rows": {f"gpt | 0.5 | {way}": row for way in WAYS},
     }
-    assert joint.markdown(record).splitlines()[-1] == f"| gpt | 50% | {' | '.join([cell] * 4)} |"
+    assert joint.markdown([record]).splitlines()[-1] == f"| gpt | 50% | {' | '.join([cell] * 4)} |"

@@ -48,11 +48,11 @@ def test_the_table_sets_plans_that_undo_blocks_beside_those_that_do_not() -> Non
 def test_rows_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = []
 
-    def measured(step: object, budget: object, *_: object) -> records.Record:
+    def measure(step: object, budget: object, **_: object) -> records.Record:
         budgets.append(budget)
         return {"peak_nbytes": 7, "plain_nbytes": 9, "compiled_overhead": 0.0}
 
-    monkeypatch.setattr(reversible, "measured", measured)
+    monkeypatch.setattr(reversible, "measure", measure)
     for _ in range(2):
-        reversible.run("revnet", "tiny", None, tmp_path / "revnet.json")
+        reversible.BENCHMARK.main(["revnet", "--scale", "tiny", "--results", str(tmp_path)])
     assert budgets == ["min", "min", 7]

@@ -10,13 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxremat import Graph
-from jaxremat._model._attention_offers import AttentionOffers
-from jaxremat._model._copy_offers import CopyOffers
-from jaxremat._model._form import ATTENTION, COPIES, LOOP, PLAIN, ROWS, Choice, Form, Worth
-from jaxremat._model._form_offers import Forms, Promise
 from jaxremat._model._graph import Pin
-from jaxremat._model._loop_levels import LoopOffers, carries, choices, nested, parts
-from jaxremat._model._row_offers import RowOffers
+from jaxremat._model._loop_levels import Loops, carries, choices, nested, parts
+from jaxremat._model._sites import Sites, Variants
+from jaxremat._model._variant import ATTENTION, COPIES, LOOP, PLAIN, ROWS, Choice, Estimate, Variant
 from jaxremat._report._loop_forms import loop_forms
 
 UNIT = 2**20
@@ -77,18 +74,20 @@ def test_forms_count_what_they_save_and_repeat() -> None:
     graph = looped(64)
     carry = graph.values[graph.nodes[0].outputs[0]].nbytes
     seconds = sum(n.seconds for n in graph.nodes if n.loop == 0)
-    two, three = Forms(LoopOffers.of(graph, [64])).deeper()
-    assert (two.form, three.form) == (of_levels((8, 8)), of_levels((4, 4, 4)))
-    assert (two.fewer_nbytes, three.fewer_nbytes) == ((64 - 16) * carry, (64 - 12) * carry)
-    assert (two.more_seconds, three.more_seconds) == (seconds, 2 * seconds)
+    found = Variants(Loops.of(graph, [64]))
+    assert found.exact() == (of_levels((8, 8)), of_levels((4, 4, 4)))
+    two, three = map(found.estimate, found.exact())
+    assert two == ((64 - 16) * carry, seconds, False)
+    assert three == ((64 - 12) * carry, 2 * seconds, False)
 
 
 def test_a_rest_is_not_run_again() -> None:
     graph = looped(97)
-    found, *_ = Forms(LoopOffers.of(graph, [97])).deeper()
+    found = Variants(Loops.of(graph, [97]))
+    first, *_ = found.exact()
     seconds = sum(n.seconds for n in graph.nodes if n.loop == 0)
-    assert found.form == of_levels((8, 11))
-    assert found.more_seconds == pytest.approx(seconds * 88 / 97)
+    assert first == of_levels((8, 11))
+    assert found.estimate(first).more_seconds == pytest.approx(seconds * 88 / 97)
 
 
 def test_the_loop_that_saves_most_is_cut_first() -> None:
@@ -98,37 +97,38 @@ def test_the_loop_that_saves_most_is_cut_first() -> None:
     both = replace(
         graph, nodes=graph.nodes + shifted, parents=(-1,) * 4, groups=(0, 0, 2, 2), loop_lengths=(8,) * 4
     )
-    first, *_ = Forms(LoopOffers.of(both, [16, 100])).deeper()
-    assert first.form == of_levels((), (10, 10))
+    first, *_ = Variants(Loops.of(both, [16, 100])).exact()
+    assert first == of_levels((), (10, 10))
 
 
 def test_a_loop_that_must_stay_is_not_cut() -> None:
-    forms = Forms(LoopOffers.of(looped(64), [64], [False]))
-    assert forms.deeper() == ()
-    assert forms.divided(PLAIN, 0, 0.5) == []
+    forms = Variants(Loops.of(looped(64), [64], [False]))
+    assert forms.exact() == ()
+    assert forms.split(PLAIN, 0, 0.5) == []
 
 
 def test_a_loop_some_of_which_must_be_saved_is_divided_but_has_no_levels() -> None:
     graph = looped(64)
     pinned = replace(graph, pins=(Pin("save", graph.nodes[0].outputs[0], "a test"),))
-    forms = Forms(LoopOffers.of(pinned, [64]))
-    assert forms.deeper() == ()
-    assert forms.divided(PLAIN, 0, 0.5)
+    forms = Variants(Loops.of(pinned, [64]))
+    assert forms.exact() == ()
+    assert forms.split(PLAIN, 0, 0.5)
 
 
 @given(st.integers(1, 100), st.floats(0, 1))
 def test_a_divided_loop_has_parts_of_several_iterations_and_the_last(length: int, share: float) -> None:
     """One form has the last iteration apart, another has not; in both the same of the others have the share."""
-    forms = Forms(LoopOffers.of(looped(length), [length])).divided(PLAIN, 0, share)
-    assert bool(forms) == (length >= 4)
-    for form, apart in zip(forms, (True, False), strict=False):
-        first, *others = form.form.settings(LOOP)[0]
+    able = Variants(Loops.of(looped(length), [length]))
+    found = able.split(PLAIN, 0, share)
+    assert bool(found) == (length >= 4)
+    for variant, apart in zip(found, (True, False), strict=False):
+        first, *others = variant.settings(LOOP)[0]
         levels, behind = parts(length, (first, *others))
         assert levels == (first,) and sum((*levels, *behind)) == length
         assert (behind[-1] == 1) == apart
         assert min(first, *behind[: len(behind) - apart], length) >= 2
         assert abs(first + apart - share * length) < 3 + 1e-9 or length == 4  # whose first part is always 3
-        assert (form.fewer_nbytes, form.more_seconds) == (0, 0.0)
+        assert able.estimate(variant) == (0, 0.0, False)
 
 
 def test_parts_behind_levels() -> None:
@@ -141,54 +141,54 @@ def test_parts_behind_levels() -> None:
 
 
 def test_only_one_loop_is_divided() -> None:
-    loops = LoopOffers((8, 8), (((),), ((), (2, 4))), (True, True), (1, 1), (1.0, 1.0), ((5, 0.5), (7, 0.25)))
+    loops = Loops((8, 8), (((),), ((), (2, 4))), (True, True), (1, 1), (1.0, 1.0), ((5, 0.5), (7, 0.25)))
     settings = ((), ()), ((8,), (8,)), ((6,), ()), ((), (2, 4))
-    assert [loops.undivided(of_levels(*s)) for s in settings] == [True, True, False, False]
-    assert Forms(loops).divided(of_levels((), (8,)), 0, 0.5) == [
-        Promise(of_levels((3, -4), (8,)), 12, 0.75),
-        Promise(of_levels((4,), (8,)), 12, 0.75),
-    ]
+    assert [loops.unsplit(of_levels(*s)) for s in settings] == [True, True, False, False]
+    found = Variants(loops).split(of_levels((), (8,)), 0, 0.5)
+    assert found == [of_levels((3, -4), (8,)), of_levels((4,), (8,))]
+    assert [Variants(loops).estimate(each) for each in found] == [(12, 0.75, False)] * 2
 
 
 def test_kinds_are_combined_with_what_saves_most_of_those_before_and_most_of_the_step_comes_last() -> None:
-    loops = LoopOffers((64,), (((), (8, 8)),), (True,), (1,), (4.0,), ((0, 0.0),))
-    rows = RowOffers(
-        ({2: Worth(10, 1.0), 4: Worth(15, 2.0), 8: Worth(14, 3.0)}, {2: Worth(90, 0.5, whole=True)})
-    )
-    copies = CopyOffers((1, 2), 7)
-    forms = Forms(loops, (rows, copies))
+    loops = Loops((64,), (((), (8, 8)),), (True,), (1,), (4.0,), ((0, 0.0),))
+    chunks = {2: Estimate(10, 1.0), 4: Estimate(15, 2.0), 8: Estimate(14, 3.0)}
+    most = {(1, (2,)): Estimate(90, 0.5, whole=True)}
+    rows = Sites(ROWS, {(0, (n,)): each for n, each in chunks.items()} | most)
+    copies = Sites(COPIES, {(0, (1, 2)): Estimate(7)}, exact=False)
+    forms = Variants(loops, (rows, copies))
     two, four, levels = of_chunks(2), of_chunks(4), of_levels((8, 8))
     both, copied = four.also(*levels.choices), Choice(COPIES, 0, (1, 2))
-    assert forms.deeper() == (
-        Promise(of_chunks(0, 2), 90, 0.5, whole=True),
-        Promise(two, 10, 1.0),
-        Promise(four, 15, 2.0),
-        Promise(levels, 48, 4.0),
-        Promise(both, 63, 6.0),
-    )
+    assert {each: forms.estimate(each) for each in forms.exact()} == {
+        of_chunks(0, 2): (90, 0.5, True),
+        two: (10, 1.0, False),
+        four: (15, 2.0, False),
+        levels: (48, 4.0, False),
+        both: (63, 6.0, False),
+    }
+    assert forms.exact() == (of_chunks(0, 2), two, four, levels, both)
     inexact = forms.inexact()
-    assert [each.form for each in inexact] == [f.also(copied) for f in (PLAIN, two, four, levels, both)]
-    assert [each.fewer_nbytes for each in inexact] == [7, 17, 22, 55, 70]
-    assert [forms.is_inexact(form) for form in (inexact[-1].form, both)] == [True, False]
+    assert list(inexact) == [each.also(copied) for each in (PLAIN, two, four, levels, both)]
+    assert [forms.estimate(each).fewer_nbytes for each in inexact] == [7, 17, 22, 55, 70]
+    assert [forms.is_inexact(each) for each in (inexact[-1], both)] == [True, False]
 
 
 def test_most_of_the_step_in_chunks_may_have_what_chunks_may_have() -> None:
-    attention = AttentionOffers(2, 50, -1.0)
-    rows = RowOffers(({2: Worth(90, 0.5, whole=True), 4: Worth(95, 0.7, whole=True)},))
-    loops = LoopOffers((), (), (), (), (), ())
+    attention = Sites(ATTENTION, {(0, (2,)): Estimate(50, -1.0)})
+    rows = Sites(ROWS, {(0, (2,)): Estimate(90, 0.5, whole=True), (0, (4,)): Estimate(95, 0.7, whole=True)})
+    loops = Loops((), (), (), (), (), ())
     (within,) = attention.rungs()
-    alone = [rung.form for rung in Forms(loops, (attention, rows)).deeper()]
-    assert alone == [Form.of(*within), of_chunks(2), of_chunks(4)]
-    found = Forms(loops, (attention, rows), in_chunks=(ATTENTION,)).deeper()
+    alone = Variants(loops, (attention, rows)).exact()
+    assert alone == (Variant.of(*within), of_chunks(2), of_chunks(4))
+    able = Variants(loops, (attention, rows), in_chunks=(ATTENTION,))
+    found = able.exact()
     both = [of_chunks(n).also(*within) for n in (2, 4)]
-    assert {rung.form for rung in found} == {*alone, *both}
-    assert [rung.fewer_nbytes for rung in found if rung.form in both] == [140, 145]
-    assert all(rung.whole for rung in found if rung.form in both)
+    assert set(found) == {*alone, *both}
+    assert [able.estimate(each)[::2] for each in found if each in both] == [(140, True), (145, True)]
 
 
 def test_a_form_names_only_what_is_otherwise() -> None:
-    form = Form.of(Choice(ROWS, 1, (4,)), Choice(LOOP, 0, (2, 3)), Choice(LOOP, 1, ()))
-    assert form == Form.of(Choice(LOOP, 0, (2, 3)), Choice(ROWS, 1, (4,)))
+    form = Variant.of(Choice(ROWS, 1, (4,)), Choice(LOOP, 0, (2, 3)), Choice(LOOP, 1, ()))
+    assert form == Variant.of(Choice(LOOP, 0, (2, 3)), Choice(ROWS, 1, (4,)))
     assert form.settings(LOOP) == {0: (2, 3)} and form.settings(COPIES) == {}
     assert form.also(Choice(LOOP, 0, ()), Choice(ROWS, 1, ())) == PLAIN
     assert (str(form), str(PLAIN)) == ("loop 0: 2 x 3, rows 1: 4", "as written")
@@ -196,11 +196,11 @@ def test_a_form_names_only_what_is_otherwise() -> None:
 
 def test_settings_in_a_row_are_those_of_loops_then_rows_then_copies() -> None:
     """As plans once had them: with the numbers of a step's loops and regions they are named."""
-    unnamed = Form.unnamed(((), (2, 3), (4,), (), (1, 2)))
+    unnamed = Variant.unnamed(((), (2, 3), (4,), (), (1, 2)))
     named = [Choice(LOOP, 1, (2, 3)), Choice(ROWS, 0, (4,)), Choice(COPIES, 0, (1, 2))]
-    assert unnamed.named(2, 2) == Form.of(*named)
-    assert Form.of(*named).named(2, 2) == Form.of(*named)
-    assert Form.unnamed(((), ())).named(1, 1) == PLAIN
+    assert unnamed.named(2, 2) == Variant.of(*named)
+    assert Variant.of(*named).named(2, 2) == Variant.of(*named)
+    assert Variant.unnamed(((), ())).named(1, 1) == PLAIN
 
 
 @pytest.mark.parametrize(

@@ -107,75 +107,12 @@ def overwrites(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]]
     )
 
 
-def copied(graph: Graph, v: int, loop: int) -> int | None:
-    """The value of which a contraction in a loop reads a row that is copied, None if it reads none through this one."""
-    value = graph.values[v]
-    if value.producer < 0:
-        return None
-    node = graph.nodes[value.producer]
-    if node.primitive == "scan_slice":
-        return v
-    if value.materialised:
-        return v if value.length > 1 and node.loop != loop else None
-    return copied(graph, node.inputs[0], loop) if len(node.inputs) == 1 else None
-
-
-def wanted(graph: Graph, values: tuple[int, ...]) -> set[int]:
-    """The fused nodes of which something is written for these values, if several kernels want it."""
-    found: set[int] = set()
-    for v in values:
-        value = graph.values[v]
-        if value.producer >= 0 and not value.materialised:
-            node = graph.nodes[value.producer]
-            found |= wanted(graph, node.inputs) | ({node.id} if node.duplicated_fusion_nbytes else set())
-            found |= set(node.implicit_inputs)
-    return found
-
-
-def unnamed(graph: Graph, timeline: list[tuple[int, int, set[Any], set[Any]]]) -> list[int]:
-    """Bytes at each kernel run of copied rows, from the first run of its stage to the last there that reads it, of what
-    several runs of a stage share, from the first of them to the last, and of constants, from the first run of a loop.
-    """
-    parts = [again if again >= 0 else graph.stage_of[n] for n, again, _, _ in timeline]
-    found = [0] * len(timeline)
-
-    def add(begin: int, end: int, nbytes: int) -> None:
-        for i in range(begin, end + 1):
-            found[i] += nbytes
-
-    inside = [graph.nodes[graph.stages[again].start if again >= 0 else n].loop for n, again, _, _ in timeline]
-    for i, (n, *_) in enumerate(timeline):
-        if inside[i] >= 0:
-            add(inside.index(inside[i]), i, graph.nodes[n].constant_nbytes)
-    for part in set(parts):
-        runs = [i for i, other in enumerate(parts) if other == part]
-        last: dict[int, int] = {}
-        sharing: dict[int, list[int]] = {}
-        for i in runs:
-            n, again, read, _ = timeline[i]
-            node = graph.nodes[n]
-            for m in wanted(graph, node.inputs):
-                sharing.setdefault(m, []).append(i)
-            if not node.contraction or node.loop < 0:
-                continue
-            loop = node.loop if again < 0 else graph.nodes[graph.stages[again].start].loop
-            rows = [row for v in node.inputs if (row := copied(graph, v, loop)) is not None]
-            last.update((row, i) for row in rows if not graph.values[row].materialised or (row, -1) in read)
-        for row, end in last.items():
-            add(runs[0], end, graph.values[row].nbytes)
-        for m, users in sharing.items():
-            if len(users) > 1:
-                add(users[0], users[-1], graph.nodes[m].duplicated_fusion_nbytes)
-    return found
-
-
 def sweep(graph: Graph, schedule: Schedule) -> tuple[list[int], list[set[Any]]]:
     """Live bytes and live buffers at each kernel run: after each run, drop every buffer that nothing reads later.
 
-    Behind the loop that made it, an original is there once for each iteration. What is unnamed counts as bytes alone.
+    Behind the loop that made it, an original is there once for each iteration.
     """
     timeline = play(graph, schedule)
-    others = unnamed(graph, timeline)
     live: set[Any] = set()
     nbytes, alive = [], []
     for i, (n, _, _, made) in enumerate(timeline):
@@ -187,7 +124,7 @@ def sweep(graph: Graph, schedule: Schedule) -> tuple[list[int], list[set[Any]]]:
             graph.values[v].nbytes * ((graph.values[v].length or 1) if behind and again < 0 else 1)
             for v, again in live
         )
-        nbytes.append(sum(sizes) + graph.nodes[n].workspace_nbytes + others[i])
+        nbytes.append(sum(sizes) + graph.nodes[n].workspace_nbytes)
         alive.append(set(live))
         live |= new
         live = {
@@ -552,55 +489,6 @@ def test_check_agrees_with_playing_the_schedule(data: st.DataObject) -> None:
         assert_equals_sweep(graph, schedule)
 
 
-def overwriting() -> tuple[Graph, dict[str, int]]:
-    """A backward loop whose iterations read a row of a stack in a contraction, and in another stage write over it."""
-    build = Builder()
-    stack = build.argument(6)
-    (a,) = build.node([build.argument()], [4])
-    build.stage()
-    (array,) = build.node([stack], [6], primitive="scan_carry", fusion_root=False)
-    (row,) = build.node([array], [3], primitive="scan_part", fusion_root=False, materialised=False)
-    (g,) = build.node([a, row], [2], primitive="dot_general")
-    build.stage()
-    (h,) = build.node([g], [2])
-    (new,) = build.node([row, h], [3], fusion_root=False)
-    (over,) = build.node([array, new], [6], primitive="dynamic_update_slice")
-    (last,) = build.node([over], [6], primitive="scan_last")
-    build.node([h, last], [1], is_output=True)
-    graph = build.graph()
-    inside = {graph.values[v].producer for v in (array, row, g, h, new, over, last)}
-    nodes = tuple(
-        replace(
-            n,
-            loop=1 if n.id in inside else 0 if n.forward else -1,
-            contraction=n.primitive == "dot_general",
-        )
-        for n in graph.nodes
-    )
-    free = {array, over, last}  # the stack's own memory
-    values = tuple(replace(v, nbytes=0) if v.id in free else v for v in graph.values)
-    looped = replace(graph, nodes=nodes, values=values, parents=(-1, -1), groups=(0, 0), loop_lengths=(2, 2))
-    return looped, {"stack": stack, "row": row, "g": g, "new": new}
-
-
-def test_rows_that_iterations_write_over_are_read_once() -> None:
-    """Such a row is there from the iteration's begin until the kernel that makes the new one, through all stages."""
-    graph, v = overwriting()
-    assert graph.overwritten == {(1, v["stack"])}
-    maker = graph.values[v["new"]].producer
-    assert {n: nbytes for n, nbytes in enumerate(graph.early) if nbytes} == {maker: 3 * UNIT}
-    assert all(not list(graph.copies(n.id, 1)) for n in graph.nodes)
-    runs = simulate(graph, close_over_dependencies(graph, graph.residuals)).events
-    live = {e.node: e.live_nbytes // UNIT for e in runs}
-    elsewhere = replace(graph, platform="gpu")
-    without = {
-        e.node: e.live_nbytes // UNIT
-        for e in simulate(elsewhere, close_over_dependencies(graph, graph.residuals)).events
-    }
-    first = graph.nodes[graph.values[v["row"]].producer - 1].id
-    assert {n for n in live if live[n] - without[n] == 3} == {n for n in live if first <= n <= maker}
-
-
 def test_an_iteration_of_its_own_lets_go_of_what_was_saved_for_it() -> None:
     """What a loop reads from outside is there until it ends, unless it has no other iteration."""
     graph = in_loops(chain(4, size=2), 3)
@@ -612,26 +500,3 @@ def test_an_iteration_of_its_own_lets_go_of_what_was_saved_for_it() -> None:
     one = [e.live_nbytes for e in simulate(once, saved).events]
     assert one[-1] < one[graph.forward_stop]
     assert many[-1] >= 3 * 4 * 2 * UNIT > one[-1]
-
-
-def test_what_has_another_shape_is_not_written_over() -> None:
-    """Where the compiler does not fuse products: the rows of a matrix, and what is read through a reshape."""
-    for reshaped_by_compiler, reshaped in ((False, False), (True, False), (False, True)):
-        build = Builder()
-        (a,) = build.node([build.argument()], [4])
-        build.stage()
-        (p,) = build.node([a], [4], primitive="dot_general")
-        (q,) = build.node(
-            [p], [4], fusion_root=False, materialised=False, primitive="reshape" if reshaped else "neg"
-        )
-        (r,) = build.node([q], [4], fusion_root=False)
-        build.node([r], [3], is_output=True)
-        graph = build.graph()
-        graph = replace(
-            graph,
-            nodes=tuple(
-                replace(n, reshaped_by_compiler=reshaped_by_compiler and n.outputs == (p,))
-                for n in graph.nodes
-            ),
-        )
-        assert (graph.values[r].producer in graph.in_place) == (not reshaped_by_compiler and not reshaped)

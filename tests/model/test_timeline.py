@@ -26,11 +26,7 @@ def test_the_largest_moment_is_the_simulators_peak(graph: Graph, data: Any) -> N
     live = {event.live_nbytes for event in profile.events}
     assert {m.nbytes for m in run.moments} <= live
     assert [m.seconds for m in run.moments] == sorted(m.seconds for m in run.moments)
-    nodes, _, _, rows = play(graph, schedule)
-    scratch = {
-        graph.nodes[n].workspace_nbytes + sum(row.nbytes for row in rows if row.begin <= i <= row.end)
-        for i, n in enumerate(nodes)
-    }
+    scratch = {graph.nodes[n].workspace_nbytes for n in play(graph, schedule).nodes}
     listed = groups.listed()
     for m in run.moments:
         alive = sum(listed[group].nbytes * count for group, count in m.alive)

@@ -17,7 +17,7 @@ from jaxremat import Graph, close_over_dependencies, simulate
 from jaxremat._compiler._devices import detect
 from jaxremat._compiler._hlo import Module, parse
 from jaxremat._lower._lower import lower
-from jaxremat._model._optimizer_updates import past_updates, with_updates
+from jaxremat._model._optimizer_updates import with_updates
 from jaxremat._rewrite._trace import trace
 
 ADAM = optax.adamw(1e-3)
@@ -81,11 +81,6 @@ def test_on_a_gpu_an_update_runs_at_once_and_holds_the_next_fence_back(donated: 
 def test_on_a_gpu_a_gradient_whose_update_cannot_run_at_once_holds_the_fence_back_itself() -> None:
     graph = on_a_gpu(two_layers(donated=True, update_heavy=True))
     assert [stage.finished for stage in graph.stages] == [(4,), (8,)]
-
-
-def test_on_a_gpu_cuts_move_behind_updates() -> None:
-    graph = on_a_gpu(two_layers(donated=True))
-    assert past_updates(graph, [2, 3, 5, 6]) == [2, 4, 5, 7]
 
 
 def test_what_lingers_counts() -> None:

@@ -9,12 +9,13 @@ import pytest
 from attentions import BATCH, HEADS, Attending, assert_close, attending, masked
 
 import jaxremat
-from jaxremat import InfeasibleBudgetError
+from jaxremat import Graph, InfeasibleBudgetError
 from jaxremat._compiler._devices import DEVICES
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import ATTENTION
-from jaxremat._plan._forms import OFFERS, Sites
-from jaxremat._rewrite._trace import trace
+from jaxremat._model._variant import ATTENTION, Variant
+from jaxremat._plan import _baseline
+from jaxremat._plan._rules import PlainStep, variants
+from jaxremat._rewrite._trace import Traced, trace
 
 pytestmark = pytest.mark.usefixtures("few_compilations")
 LENGTH, LAYERS = 192, 2
@@ -63,10 +64,20 @@ def test_nothing_is_done_otherwise_where_there_is_room() -> None:
     assert not plan.loops
 
 
-def test_on_a_gpu_in_kernels() -> None:
+def test_on_a_gpu_in_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each variant is lowered once, also that of attention by itself, which is compiled to see what it takes."""
     step, args = case(False).step, case(False).args
+    lowered: list[Variant] = []
+    build = _baseline.build_graph
+
+    def counted(traced: Traced, *args: Any) -> Graph:
+        lowered.append(traced.form)
+        return build(traced, *args)
+
+    monkeypatch.setattr(_baseline, "build_graph", counted)
     plan = jaxremat.plan(step, *args, budget=tight(step, *args), target="h100")
     assert plan.form.settings(ATTENTION) == {0: (2,)}
+    assert len(lowered) == len(set(lowered)) > 1
     assert "attention at attentions.py" in str(plan)
     assert "in kernels" in str(plan)
     library = 4 << 20  # what products of matrices need besides on such a device
@@ -110,9 +121,10 @@ def offered(accumulated: int) -> tuple[float, float]:
     batches = jax.ShapeDtypeStruct((accumulated, 2, 256, width), jnp.float32)
     traced = trace(jax.jit(step), (ws, batches), {})
     graph = lower(traced, DEVICES["h100"], base_nbytes=0)
-    sites = Sites(traced, traced, graph, DEVICES["h100"], None, ("attention",), False)
-    (found,) = (each for kind in OFFERS if (each := kind(sites)) and each.kind == ATTENTION)
-    return -found.worth(0, (2,)).more_seconds, graph.step_seconds
+    found = variants(PlainStep(traced, traced, graph, DEVICES["h100"], None, ("attention",)), decided=False)
+    in_kernels = Variant.of_rule(ATTENTION, {0: (2,)})
+    assert in_kernels in found.exact()
+    return -found.estimate(in_kernels).more_seconds, graph.step_seconds
 
 
 def test_attention_in_a_loop_within_a_loop_is_offered_once_for_each_iteration_of_both() -> None:

@@ -13,7 +13,7 @@ from chains import train
 import jaxremat
 from jaxremat import ArgumentError, JaxrematWarning, MemoryStats
 from jaxremat._plan import _plan_cache
-from jaxremat._plan._effort import Effort
+from jaxremat._plan._ledger import Effort
 from jaxremat._report._planning_time import PlanningTime
 from jaxremat._runtime import _progress
 from jaxremat._runtime._progress import Stopwatch, phase, timed

@@ -8,7 +8,7 @@ import pytest
 
 import jaxremat
 from jaxremat import PlanMismatchError
-from jaxremat._plan._made_for import MadeFor
+from jaxremat._plan._plan import MadeFor
 
 
 def train(params: dict[str, jax.Array], x: jax.Array, power: int = 2) -> dict[str, jax.Array]:

@@ -20,9 +20,9 @@ from jaxremat import (
     PlanMismatchError,
     close_over_dependencies,
 )
-from jaxremat._model._form import Form
 from jaxremat._model._host_copies import HostCopy
 from jaxremat._model._optimizer_updates import with_updates
+from jaxremat._model._variant import Variant
 
 GRAPH = blocks(3)
 PLAN = plan_of(GRAPH, close_over_dependencies(GRAPH, GRAPH.residuals[::3], {(GRAPH.residuals[1], 1)}))
@@ -112,7 +112,7 @@ def test_forms_of_format_2_are_read() -> None:
 
     old = before(DATA) | {"format": 2, "rounds": [before(each) for each in DATA["rounds"]]}
     read = Plan.from_json(json.dumps(old))
-    assert {each.form for each in (read, *read.rounds)} == {Form.unnamed(((), (2, 4)))}
+    assert {each.form for each in (read, *read.rounds)} == {Variant.unnamed(((), (2, 4)))}
     form = PLAN.form
     rounds = tuple(replace(each, form=form) for each in read.rounds)
     assert same(replace(read, form=form, rounds=rounds), PLAN) and read.form.named(2, 0) == form

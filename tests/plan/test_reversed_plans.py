@@ -12,7 +12,7 @@ from jax import lax
 
 import jaxremat
 from jaxremat import ArgumentError, MinCut
-from jaxremat._model._form import REVERSED
+from jaxremat._model._variant import REVERSED
 
 ROWS, WIDTH, DEPTH = 512, 64, 16
 

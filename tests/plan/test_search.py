@@ -1,32 +1,81 @@
 """Which of several compiled plans is taken."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import pytest
-from forms import of_levels
+from forms import of_chunks
 from graphs import UNIT, chain
 from test_host_copies import layers
 
-from jaxremat import Graph, Milp, Solution, close_over_dependencies, simulate
-from jaxremat._model._copy_offers import CopyOffers
-from jaxremat._model._form import COPIES, PLAIN, Form
-from jaxremat._model._form_offers import Forms, Promise
-from jaxremat._model._loop_levels import LoopOffers
+from jaxremat import Graph, Milp, Schedule, Solution, Solver, close_over_dependencies, simulate
+from jaxremat._model._loop_levels import Loops
+from jaxremat._model._sites import Sites, Variants
 from jaxremat._model._stages import uncut
-from jaxremat._plan._effort import Effort
+from jaxremat._model._variant import COPIES, PLAIN, ROWS, Estimate, Variant
+from jaxremat._plan._candidates import Candidate, cheapest, next_allowance
+from jaxremat._plan._ledger import UNPROVEN, CompiledCandidate, Effort, Ledger
 from jaxremat._plan._refusal import slow
 from jaxremat._plan._search import MORE_ROUNDS, Search
-from jaxremat._plan._solving import Solving
-from jaxremat._plan._trial import UNPROVEN, Line, Trial, allowance, first, in_vain
+
+NONE = Variants(Loops((), (), (), (), (), ()))
+"""No variants but the plain step."""
 
 
-def a_trial(graph: Graph, saved: set[int], compiled_overhead: float) -> Trial:
+@dataclass
+class Space:
+    """The graphs of a step, and what may be `made` of it."""
+
+    graph: Graph
+    able: Variants = NONE
+    made: Mapping[Variant, Graph] = field(default_factory=dict)
+
+    @cached_property
+    def plain(self) -> Graph:
+        return self.graph
+
+    @cached_property
+    def variants(self) -> Variants:
+        return self.able
+
+    def of(self, variant: Variant) -> Graph | None:
+        return self.made.get(variant)
+
+    def known(self, graph: Graph) -> Schedule | None:
+        return None
+
+
+Compile = Callable[[Graph, Solution, str], CompiledCandidate]
+
+
+@dataclass
+class Compiler:
+    """Compiles as a function does."""
+
+    make: Compile
+
+    def compile(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        return self.make(graph, solution, fence)
+
+
+def searching(
+    graph: Graph | Space,
+    solver: Solver,
+    compile: Compile,
+    temporaries_nbytes: int = 0,
+    effort: Effort | None = None,
+) -> Search:
+    space = Space(graph) if isinstance(graph, Graph) else graph
+    return Search(space, Ledger(solver, effort or Effort(), 1.0, Compiler(compile)), temporaries_nbytes)
+
+
+def a_trial(graph: Graph, saved: set[int], compiled_overhead: float) -> CompiledCandidate:
     schedule = close_over_dependencies(graph, saved)
     profile = simulate(graph, schedule)
     compiled: Any = None
-    return Trial(
+    return CompiledCandidate(
         graph,
         Solution(schedule),
         "finished",
@@ -43,12 +92,12 @@ def a_trial(graph: Graph, saved: set[int], compiled_overhead: float) -> Trial:
 def test_on_a_gpu_the_compiled_kernels_decide(platform: str) -> None:
     """The plan that the model takes for the cheaper one has the more expensive kernels."""
     graph = replace(chain(6), platform=platform)
-    search = Search(graph, Milp(), 1.0, a_trial, 0)  # type: ignore[arg-type]  # nothing is compiled here
+    search = searching(graph, Milp(), compiled_dearly)
     by_model = a_trial(graph, set(graph.residuals[:4]), 0.3)
     by_kernels = a_trial(graph, set(graph.residuals[:2]), 0.1)
     assert by_model.profile.extra_seconds < by_kernels.profile.extra_seconds
-    search.trials += [by_model, by_kernels]
-    assert search.best(10**12) is (by_kernels if platform == "gpu" else by_model)
+    search.ledger.compiled += [by_model, by_kernels]
+    assert search.ledger.best(10**12) is (by_kernels if platform == "gpu" else by_model)
 
 
 @pytest.mark.parametrize(("compiled", "believed"), [(-0.2, 0.0), (0.04, 0.0), (0.3, 0.25)])
@@ -72,7 +121,7 @@ class Prefixes:
         return Solution(found)
 
 
-def compiled_dearly(graph: Graph, solution: Solution, fence: str) -> Trial:
+def compiled_dearly(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
     """What saves nothing takes four times as long; the others need more memory than the model says."""
     del fence
     saved = set(solution.schedule.saved)
@@ -86,10 +135,10 @@ def test_a_plan_that_costs_several_steps_is_not_the_answer_where_there_is_anothe
         simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
     )
     budget = (least + most) // 2 + 150
-    search = Search(graph, Prefixes(), 1.0, compiled_dearly, 0)
+    search = searching(graph, Prefixes(), compiled_dearly)
     trial = search.within(budget, -MORE_ROUNDS)  # nothing but the schedules of least memory at first
-    assert search.trials[0].compiled_overhead == 3.0
-    assert search.trials[0].peak_nbytes <= budget
+    assert search.ledger.compiled[0].compiled_overhead == 3.0
+    assert search.ledger.compiled[0].peak_nbytes <= budget
     assert trial is not None
     assert trial.compiled_overhead == 0.1
     assert trial.peak_nbytes <= budget
@@ -98,14 +147,14 @@ def test_a_plan_that_costs_several_steps_is_not_the_answer_where_there_is_anothe
 
 def test_it_is_the_answer_where_there_is_none_and_says_so() -> None:
     graph = replace(chain(12), platform="gpu")
-    search = Search(graph, Prefixes(), 1.0, compiled_dearly, 0)
+    search = searching(graph, Prefixes(), compiled_dearly)
     budget = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes
     assert simulate(graph, close_over_dependencies(graph, graph.residuals[:1])).peak_nbytes + 150 > budget
     trial = search.within(budget, 3)
     assert trial is not None
     assert trial.compiled_overhead == 3.0
     assert "takes 4.0 times the plain step's time" in slow(search, trial)
-    search.trials.append(a_trial(graph, set(graph.residuals), 0.1))
+    search.ledger.compiled.append(a_trial(graph, set(graph.residuals), 0.1))
     assert "1.1 times with" in slow(search, trial)
     assert search.within(budget - 1, 0) is None
 
@@ -118,11 +167,11 @@ def beyond_prediction() -> tuple[Graph, Search, int, int]:
     )
     budget, beyond = (least + most) // 2, (most - least) // 8
 
-    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         trial = compiled_dearly(graph, solution, fence)
         return replace(trial, peak_nbytes=trial.profile.peak_nbytes + beyond)
 
-    search = Search(graph, Prefixes(), 1.0, compiled, 0)
+    search = searching(graph, Prefixes(), compiled)
     return graph, search, budget, beyond
 
 
@@ -131,26 +180,27 @@ def test_what_misses_the_budget_by_little_is_corrected_however_late_it_is(little
     """What misses by more makes room for the schedule of least memory, which is sure to be expensive."""
     graph, search, budget, beyond = beyond_prediction()
     graph = replace(graph, platform="gpu")
-    search = Search(graph, Prefixes(), 1.0, search.attempt, beyond * (25 if little else 5))
+    assert isinstance(search.ledger.compiler, Compiler)
+    search = searching(graph, Prefixes(), search.ledger.compiler.make, beyond * (25 if little else 5))
     search.effort.compilations = 1000
     trial = search.within(budget, 3)
     assert trial is not None
     assert trial.peak_nbytes <= budget
-    assert search.trials[0].peak_nbytes > budget
+    assert search.ledger.compiled[0].peak_nbytes > budget
     assert bool(trial.solution.schedule.saved) is little
 
 
 @pytest.mark.parametrize("little", [True, False])
 def test_what_misses_by_little_has_more_rounds_rather_than_a_dear_plan(little: bool) -> None:
     """Plans that save something miss by a little again and again, and then fit; the least memory costs three steps."""
-    graph = replace(chain(40), platform="gpu")
+    graph = replace(chain(100), platform="gpu")
     least, most = (
         simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
     )
     budget, rounds = (least + most) // 2, 3
     missed = 0
 
-    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         nonlocal missed
         trial = compiled_dearly(graph, solution, fence)
         if not solution.schedule.saved:
@@ -158,12 +208,12 @@ def test_what_misses_by_little_has_more_rounds_rather_than_a_dear_plan(little: b
         missed += 1
         return replace(trial, peak_nbytes=budget + (UNIT if missed <= rounds + MORE_ROUNDS else 0))
 
-    search = Search(graph, Prefixes(), 1.0, compiled, (100 if little else 10) * UNIT)
+    search = searching(graph, Prefixes(), compiled, (100 if little else 10) * UNIT)
     trial = search.within(budget, rounds)
     assert trial is not None
     assert trial.peak_nbytes <= budget
     assert trial.compiled_overhead == 0.1
-    assert any(t.compiled_overhead == 3.0 for t in search.trials) is not little
+    assert any(t.compiled_overhead == 3.0 for t in search.ledger.compiled) is not little
 
 
 @pytest.mark.parametrize(("compilations", "tried"), [(1000, 0), (0, 1)])
@@ -172,9 +222,9 @@ def test_something_faster_than_what_fits_is_looked_for_within_the_effort_or_not_
 ) -> None:
     graph = replace(chain(6), extra_seconds=-1.0)
     effort = Effort(compilations=compilations)
-    search = Search(graph, Prefixes(), 1.0, compiled_dearly, 0, effort=effort)
+    search = searching(graph, Prefixes(), compiled_dearly, 0, effort=effort)
     search.faster(10**12, 3)
-    assert len(search.trials) == tried
+    assert len(search.ledger.compiled) == tried
 
 
 def test_what_misses_by_little_is_corrected_beyond_the_effort() -> None:
@@ -182,13 +232,13 @@ def test_what_misses_by_little_is_corrected_beyond_the_effort() -> None:
     graph = replace(chain(12), step_seconds=10000.0)
     budget = simulate(graph, close_over_dependencies(graph, graph.residuals[:6])).peak_nbytes
 
-    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         return replace(compiled_dearly(graph, solution, fence), peak_nbytes=budget + UNIT)
 
     def tries(effort: Effort, temporaries: int = 1000) -> int:
-        search = Search(graph, Prefixes(), 1.0, compiled, temporaries * UNIT, effort=effort)
-        search._approach([], lambda: budget, 3, 0)
-        return len(search.trials)
+        search = searching(graph, Prefixes(), compiled, temporaries * UNIT, effort=effort)
+        search._approach(budget, 3, 0)
+        return len(search.ledger.compiled)
 
     assert tries(Effort()) > 3
     assert tries(Effort(compilations=1000)) == 3
@@ -200,15 +250,14 @@ def test_what_misses_by_little_is_corrected_beyond_the_effort() -> None:
 def test_what_all_need_beyond_their_prediction_is_kept_free_by_those_not_compiled_yet() -> None:
     """Of three cuttings into stages the two others begin within what the first one's error leaves."""
     graph, search, budget, beyond = beyond_prediction()
-    search.cuttings.made = [replace(graph, small_nbytes=n) for n in range(3)]
-    lines: list[Any] = []
-    first = search._next(lines, budget)
+    search.source.made = [replace(graph, small_nbytes=n) for n in range(3)]
+    first = search._next(budget)
     assert first is not None
-    assert [line.allowance for line in lines] == [budget] * 3
+    assert [each.allowance for each in search.candidates] == [budget] * 3
     assert first.pending is not None
-    search._attempt(first.graph, first.pending, first.fence)
-    search._next(lines, budget)
-    assert {line.allowance for line in lines} == {first.allowance}
+    search.ledger.compile(first.graph, first.pending)
+    search._next(budget)
+    assert {each.allowance for each in search.candidates} == {first.allowance}
     assert budget - 1.2 * beyond < first.allowance <= budget - beyond
 
 
@@ -219,18 +268,18 @@ def test_compiled_peaks_that_follow_slowly_are_not_given_up_for_the_least_memory
         simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
     )
 
-    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         trial = compiled_dearly(graph, solution, fence)
         return replace(trial, peak_nbytes=(trial.profile.peak_nbytes + 3 * most) // 4)
 
     budget = least + (most - least) * 7 // 8
-    best = Search(graph, Prefixes(), 1.0, compiled, 0).within(budget, 3)
+    best = searching(graph, Prefixes(), compiled).within(budget, 3)
     assert best is not None and best.peak_nbytes <= budget
     assert best.peak_nbytes > budget - (most - least) // 10, "more is recomputed than the budget asks for"
 
 
-Peak = Callable[[int, str], float]
-"""Of the number of values that a plan saves and its form of barriers, the compiled peak in units."""
+Peak = Callable[[int], float]
+"""Of the number of values that a plan saves, the compiled peak in units."""
 
 
 def near_the_least(
@@ -239,80 +288,57 @@ def near_the_least(
     """Of a chain of forty, whose values all take one unit, and whose model says nothing but that of the peak."""
     graph = replace(chain(40), step_seconds=step_seconds, platform=platform)
 
-    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         saved = set(solution.schedule.saved)
         trial = a_trial(graph, saved, simulate(graph, solution.schedule).extra_seconds / step_seconds)
-        nbytes = graph.base_nbytes + round(peak(len(saved), fence) * UNIT)
+        nbytes = graph.base_nbytes + round(peak(len(saved)) * UNIT)
         return replace(trial, solution=solution, fence=fence, peak_nbytes=nbytes)
 
-    return Search(graph, solver or Prefixes(), 1.0, compiled, 1000 * UNIT)
+    return searching(graph, solver or Prefixes(), compiled, 1000 * UNIT)
 
 
 def bound_nbytes(search: Search) -> float:
     """What is about the least of what was compiled: a twentieth more."""
     base = search.graph.base_nbytes
-    return base + 1.05 * (min(t.peak_nbytes for t in search.trials) - base)
+    return base + 1.05 * (min(t.peak_nbytes for t in search.ledger.compiled) - base)
 
 
 def test_errors_at_the_least_memory_are_not_taken_for_those_near_it() -> None:
     """Compiled peaks hardly follow the predicted ones: all is saved, with one more compilation."""
-    search = near_the_least(lambda saved, fence: 200 + saved / 40)
+    search = near_the_least(lambda saved: 200 + saved / 40)
     trial = search.least(3)
     assert trial is not None
     assert len(trial.solution.schedule.saved) == 40 and trial.profile.extra_seconds == 0
-    assert len(search.trials) == 2
+    assert len(search.ledger.compiled) == 2
 
 
 @pytest.mark.parametrize("power", [0.5, 1, 2, 3])
 def test_the_least_memory_is_approached_as_a_budget_is(power: float) -> None:
     """Nothing recomputed exceeds what is about the least, so that the next predictions lie between."""
-    search = near_the_least(lambda saved, fence: 200 + 20 * (saved / 40) ** power)
+    search = near_the_least(lambda saved: 200 + 20 * (saved / 40) ** power)
     trial = search.least(3)
     assert trial is not None
     assert trial.peak_nbytes <= bound_nbytes(search)
     fitting = int(40 * 0.5 ** (1 / power))  # as many values may be saved
     assert 0.6 * fitting <= len(trial.solution.schedule.saved) <= fitting
-    assert len(search.trials) <= 4
+    assert len(search.ledger.compiled) <= 4
 
 
 def test_a_lower_peak_on_the_way_is_the_least_from_there_on() -> None:
-    search = near_the_least(lambda saved, fence: 200 + (saved - 10) ** 2 / 20)
+    search = near_the_least(lambda saved: 200 + (saved - 10) ** 2 / 20)
     trial = search.least(7)
     assert trial is not None
-    least = min(search.trials, key=lambda t: t.peak_nbytes)
-    assert least.peak_nbytes < search.trials[0].peak_nbytes
+    least = min(search.ledger.compiled, key=lambda t: t.peak_nbytes)
+    assert least.peak_nbytes < search.ledger.compiled[0].peak_nbytes
     assert least.peak_nbytes <= trial.peak_nbytes <= bound_nbytes(search)
     assert 17 <= len(trial.solution.schedule.saved) <= 24
 
 
-def test_fences_are_ordered_near_the_least_memory_too() -> None:
-    search = near_the_least(
-        lambda saved, fence: 200 + saved / 8 + 100 * (fence == "finished" and saved > 0), platform="gpu"
-    )
-    trial = search.least(3)
-    assert trial is not None
-    assert trial.fence == "ordered" and len(trial.solution.schedule.saved) == 40
-
-
-def test_plans_of_another_cutting_are_in_order_at_once_where_that_was_of_use() -> None:
-    """Of three cuttings of a form, and a least memory that a price of memory finds too, one goes astray, once."""
-
-    def peak(saved: int, fence: str) -> float:
-        return 40 + saved / 8 + 100 * (fence == "finished")
-
-    search = near_the_least(peak, platform="gpu")
-    search.cuttings.made = [replace(search.graph, small_nbytes=n) for n in range(3)]
-    trial = search.least(3)
-    assert trial is not None
-    assert [t.fence for t in search.trials] == ["finished"] + ["ordered"] * (len(search.trials) - 1)
-    assert 12 <= len(trial.solution.schedule.saved) <= 16
-
-
 def test_nothing_is_compiled_near_the_least_memory_where_little_is_to_be_gained() -> None:
-    search = near_the_least(lambda saved, fence: 200 + saved / 40, step_seconds=200_000.0)
-    assert search.least(3) is search.trials[0]
-    assert 0.003 < search.trials[0].compiled_overhead < 0.005
-    assert len(search.trials) == 1
+    search = near_the_least(lambda saved: 200 + saved / 40, step_seconds=200_000.0)
+    assert search.least(3) is search.ledger.compiled[0]
+    assert 0.003 < search.ledger.compiled[0].compiled_overhead < 0.005
+    assert len(search.ledger.compiled) == 1
 
 
 class Bearable(Prefixes):
@@ -327,12 +353,11 @@ class Bearable(Prefixes):
 def test_for_the_least_memory_nothing_is_compiled_that_cannot_be_the_answer() -> None:
     """What saves nothing, as a price of memory alone would have it, takes longer than the plain step."""
     least, lowest = (
-        near_the_least(lambda saved, fence: saved + 2, step_seconds=500.0, solver=Bearable())
-        for _ in range(2)
+        near_the_least(lambda saved: saved + 2, step_seconds=500.0, solver=Bearable()) for _ in range(2)
     )
     fastest = least.least(3)
     assert fastest is not None and fastest.profile.extra_seconds < 500
-    assert all(t.profile.extra_seconds < 500 for t in least.trials)
+    assert all(t.profile.extra_seconds < 500 for t in least.ledger.compiled)
     assert lowest.lowest().profile.extra_seconds > 500, "that is asked for apart"
 
 
@@ -350,15 +375,15 @@ def test_what_recomputes_much_does_not_say_how_the_model_errs_on_what_recomputes
                 close_over_dependencies(graph, most if graph.small_nbytes == 0 else graph.residuals[:6])
             )
 
-    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         tried.append(graph.small_nbytes)
         trial = a_trial(graph, set(), 0.1)
         profile = simulate(graph, solution.schedule)
         return replace(trial, solution=solution, profile=profile, peak_nbytes=profile.peak_nbytes + 5 * UNIT)
 
-    search = Search(graph, Given(), 1.0, compiled, 1000 * UNIT)
-    search.cuttings.made = [replace(graph, small_nbytes=n) for n in range(2)]
-    search.solving.of_least = search.solving.of_least[:1]
+    search = searching(graph, Given(), compiled, 1000 * UNIT)
+    search.source.made = [replace(graph, small_nbytes=n) for n in range(2)]
+    search.ledger.of_least = search.ledger.of_least[:1]
     assert search.within(peak - 1, -MORE_ROUNDS) is None
     assert tried == ([0, 1] if dearer else [0])
 
@@ -377,17 +402,16 @@ def test_a_plan_that_uses_the_budget_is_not_the_last_where_the_solver_was_far_fr
 
 def test_errors_of_one_form_are_not_taken_for_those_of_another() -> None:
     graph, search, budget, beyond = beyond_prediction()
-    search.cuttings.made = [
-        replace(graph, small_nbytes=n, form=s) for s in (PLAIN, of_levels((4,))) for n in (0, 1)
+    search.source.made = [
+        replace(graph, small_nbytes=n, form=s) for s in (PLAIN, of_chunks(4)) for n in (0, 1)
     ]
-    lines: list[Any] = []
-    first = search._next(lines, budget)
-    assert first is not None and first is lines[0]
+    first = search._next(budget)
+    assert first is not None and first is search.candidates[0]
     assert first.pending is not None
-    search._attempt(first.graph, first.pending, first.fence)
-    search._next(lines, budget)
-    assert lines[0].allowance == lines[1].allowance <= budget - beyond
-    assert [line.allowance for line in lines[2:]] == [budget, budget]
+    search.ledger.compile(first.graph, first.pending)
+    search._next(budget)
+    assert search.candidates[0].allowance == search.candidates[1].allowance <= budget - beyond
+    assert [each.allowance for each in search.candidates[2:]] == [budget, budget]
 
 
 class Starved(Prefixes):
@@ -409,17 +433,17 @@ def test_the_least_is_not_looked_for_where_another_of_the_form_needs_more(alike:
     peak = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes
     ids: list[int] = []
 
-    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         ids.append(graph.small_nbytes)
         trial = a_trial(graph, set(), 0.1)
         return replace(trial, solution=solution, fence=fence, peak_nbytes=peak + 500)
 
-    search = Search(graph, Prefixes(), 1.0, compiled, 10 * peak)
-    search.cuttings.made = [
-        replace(graph, small_nbytes=n, form=of_levels((0 if alike else n,))) for n in range(2)
+    search = searching(graph, Prefixes(), compiled, 10 * peak)
+    search.source.made = [
+        replace(graph, small_nbytes=n, form=of_chunks(2 if alike else 2 + n)) for n in range(2)
     ]
-    search.solving.of_least = search.solving.of_least[:1]
-    search._tried = lambda *_: None  # type: ignore[method-assign]  # they are alike for this test alone
+    search.ledger.of_least = search.ledger.of_least[:1]
+    search.ledger.knows = lambda *_: False  # type: ignore[method-assign]  # they are alike for this test alone
     assert search.within(peak, -MORE_ROUNDS) is None
     assert ids == ([0] if alike else [0, 1])
 
@@ -428,21 +452,20 @@ def test_nothing_is_refused_for_want_of_work_while_a_form_promises_to_fit() -> N
     """The plain form needs more than the model says, and the effort is exhausted: the other is compiled even so."""
     graph = chain(12)
     peak = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
-    other = Promise(of_levels((4,)), fewer_nbytes=peak // 2, more_seconds=graph.step_seconds)
+    other = of_chunks(4)
+    rows = Sites(ROWS, {(0, (4,)): Estimate(peak // 2, graph.step_seconds)})
 
-    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
-        more = 0 if graph.form == other.form else 10 * peak
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        more = 0 if graph.form == other else 10 * peak
         trial = a_trial(graph, set(solution.schedule.saved), 0.1)
         return replace(trial, solution=solution, fence=fence, peak_nbytes=trial.peak_nbytes + more)
 
-    search = Search(
-        graph, Prefixes(), 1.0, compiled, 10 * peak, graph_of=lambda form: replace(graph, form=form)
-    )
-    search.cuttings.left[False] = [other]
+    space = Space(graph, replace(NONE, others=(rows,)), {other: replace(graph, form=other)})
+    search = searching(space, Prefixes(), compiled, 10 * peak)
     search.effort.compilations = 1000
     trial = search.within(peak - 1, 3)
     assert trial is not None
-    assert trial.graph.form == other.form
+    assert trial.graph.form == other
     assert search.effort.exhausted
 
 
@@ -452,10 +475,10 @@ def test_a_solver_that_runs_out_of_time_does_no_worse_than_before() -> None:
         simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
     )
     low, high = least + (most - least) // 4, least + (most - least) // 2
-    solving = Solving(Starved(), 1.0, Effort())
+    ledger = Ledger(Starved(), Effort(), 1.0)
 
     def saved(graph: Graph, allowance: int) -> frozenset[int]:
-        return solving.within(graph, allowance).schedule.saved
+        return ledger.within(graph, allowance).schedule.saved
 
     first = saved(graph, low)
     assert 0 < len(first) < 12
@@ -467,47 +490,33 @@ def test_a_solver_that_runs_out_of_time_does_no_worse_than_before() -> None:
 def test_the_next_prediction_lies_between_what_fits_and_what_exceeds_the_budget() -> None:
     """What exceeds it though it was predicted to need less than something that fits says nothing of larger plans."""
 
-    def tried(predicted: int, compiled: int) -> Trial:
+    def tried(predicted: int, compiled: int) -> CompiledCandidate:
         trial = a_trial(chain(2), set(), 0.0)
         return replace(trial, profile=replace(trial.profile, peak_nbytes=predicted), peak_nbytes=compiled)
 
-    assert allowance([tried(100, 110)], 90) == 78
-    assert allowance([tried(100, 110), tried(78, 95)], 90) == 67
-    assert allowance([tried(80, 85)], 90) == 90
-    assert allowance([tried(88, 85)], 90) == 93
-    assert allowance([tried(60, 80), tried(100, 100)], 90) == 80
-    assert allowance([tried(60, 80), tried(100, 100), tried(80, 96)], 90) == 66
-    assert allowance([tried(70, 110), tried(80, 85)], 90) == 90
-    assert allowance([tried(80, 85), tried(70, 110)], 90) == 90
+    assert next_allowance([tried(100, 110)], 90) == 78
+    assert next_allowance([tried(100, 110), tried(78, 95)], 90) == 67
+    assert next_allowance([tried(80, 85)], 90) == 90
+    assert next_allowance([tried(88, 85)], 90) == 93
+    assert next_allowance([tried(60, 80), tried(100, 100)], 90) == 80
+    assert next_allowance([tried(60, 80), tried(100, 100), tried(80, 96)], 90) == 66
+    assert next_allowance([tried(70, 110), tried(80, 85)], 90) == 90
+    assert next_allowance([tried(80, 85), tried(70, 110)], 90) == 90
 
 
 def test_of_plans_that_cost_about_the_same_that_of_the_fewest_stages_is_tried() -> None:
     """Its kernels may be fewer; that it needs more memory says nothing where both fit, and decides where none does."""
     graph = chain(6)
-    fine, coarse = Line(graph), Line(replace(graph, stages=uncut(graph)))
+    fine, coarse = Candidate(graph), Candidate(replace(graph, stages=uncut(graph)))
     assert len(fine.graph.stages) > len(coarse.graph.stages)
     for seconds, peak, fits, found in (
         (1.0, 12, 0.0, coarse), (1.05, 12, 0.0, coarse), (1.2, 8, 0.0, fine), (1.05, 8, 1.0, fine),
     ):  # fmt: skip
         fine.order, coarse.order = (0.0, 1.0, 10), (fits, seconds, peak)
-        assert first([fine, coarse], 0.1) is first([coarse, fine], 0.1) is found
+        assert cheapest([fine, coarse], 0.1) is cheapest([coarse, fine], 0.1) is found
     fine.order, coarse.order = (1.0, 10, 1.0), (1.0, 12, 0.5)
-    assert first([fine, coarse], 0.1) is fine
-    assert first([], 0.1) is None
-
-
-def test_order_is_in_vain_where_it_needs_as_much() -> None:
-    graph, other = chain(4), replace(chain(4), form=of_levels((2, 2)))
-    solution = Solution(close_over_dependencies(graph, ()))
-
-    def trial(graph: Graph, fence: str, peak: int) -> Trial:
-        return replace(a_trial(graph, set(), 0.0), fence=fence, solution=solution, peak_nbytes=peak)
-
-    finished = trial(graph, "finished", 10)
-    assert in_vain([finished, trial(graph, "ordered", 10)], graph)
-    assert not in_vain([finished, trial(graph, "ordered", 9)], graph)
-    assert not in_vain([finished, trial(graph, "ordered", 10)], other)
-    assert not in_vain([finished], graph)
+    assert cheapest([fine, coarse], 0.1) is fine
+    assert cheapest([], 0.1) is None
 
 
 @pytest.mark.parametrize("more", [0, 10**12], ids=["slower than predicted", "and larger"])
@@ -517,7 +526,7 @@ def test_what_host_memory_gives_is_never_worse_than_what_is_found_without(more: 
     tried: list[tuple[bool, int]] = []
     plain = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
 
-    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         away = bool(solution.schedule.offloaded)
         tried.append((away, len(graph.stages)))
         profile = simulate(graph, solution.schedule)
@@ -525,7 +534,7 @@ def test_what_host_memory_gives_is_never_worse_than_what_is_found_without(more: 
         peak = profile.peak_nbytes + more * away
         return replace(trial, solution=solution, profile=profile, fence=fence, peak_nbytes=peak)
 
-    trial = Search(graph, Milp(), 1.0, compiled, 0).within(int(0.7 * plain), 3)
+    trial = searching(graph, Milp(), compiled).within(int(0.7 * plain), 3)
     assert trial is not None
     assert not trial.solution.schedule.offloaded
     assert trial.compiled_overhead < 1.0
@@ -533,7 +542,7 @@ def test_what_host_memory_gives_is_never_worse_than_what_is_found_without(more: 
         tried, key=lambda each: each[0]
     )  # those without come first, as if there were no others
     with_it, tried = tried, []
-    bare = Search(replace(graph, host=None), Milp(), 1.0, compiled, 0).within(int(0.7 * plain), 3)
+    bare = searching(replace(graph, host=None), Milp(), compiled).within(int(0.7 * plain), 3)
     assert bare is not None and bare.seconds == trial.seconds
     assert tried == [each for each in with_it if not each[0]]
 
@@ -542,17 +551,17 @@ def test_what_host_memory_gives_is_never_worse_than_what_is_found_without(more: 
 def test_what_copies_in_fewer_bits_give_is_never_worse_than_what_is_found_without(more: int) -> None:
     """By the model a copy takes a quarter of the memory; the compiler says a step's time, and here more memory too."""
     graph, codes = replace(chain(8), platform="gpu"), (1,)
-    form = Form.of_kind(COPIES, {0: codes})
+    form = Variant.of_rule(COPIES, {0: codes})
     smaller = [replace(v, nbytes=v.nbytes // 4) for v in graph.values]
     copied = replace(graph, form=form, values=tuple(smaller))
-    able = Forms(LoopOffers.of(graph, ()), (CopyOffers(codes, 10**6),))
+    able = replace(NONE, others=(Sites(COPIES, {(0, codes): Estimate(10**6)}, exact=False),))
     tried: list[bool] = []
     least, plain = (
         simulate(graph, close_over_dependencies(graph, v)).peak_nbytes for v in ((), graph.residuals)
     )
     budget = (least + plain) // 2
 
-    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         rounds = bool(graph.form)
         tried.append(rounds)
         profile = simulate(graph, solution.schedule)
@@ -560,8 +569,8 @@ def test_what_copies_in_fewer_bits_give_is_never_worse_than_what_is_found_withou
         peak = profile.peak_nbytes + more * rounds
         return replace(trial, solution=solution, profile=profile, fence=fence, peak_nbytes=peak)
 
-    def search(able: Forms | None) -> Trial | None:
-        return Search(graph, Milp(), 1.0, compiled, 0, able, {form: copied}.get).within(budget, 3)
+    def search(able: Variants) -> CompiledCandidate | None:
+        return searching(Space(graph, able, {form: copied}), Milp(), compiled).within(budget, 3)
 
     trial = search(able)
     assert trial is not None
@@ -569,7 +578,7 @@ def test_what_copies_in_fewer_bits_give_is_never_worse_than_what_is_found_withou
     assert True in tried
     assert tried == sorted(tried)  # those without come first, as if there were no others
     with_them, tried = tried, []
-    bare = search(None)
+    bare = search(NONE)
     assert bare is not None and bare.seconds == trial.seconds
     assert tried == [each for each in with_them if not each]
 
@@ -590,13 +599,13 @@ def test_between_a_slow_plan_and_one_that_nearly_fits_the_search_goes_on() -> No
     )
     budget = simulate(graph, close_over_dependencies(graph, graph.residuals[:30])).peak_nbytes
 
-    def compiled(graph: Graph, solution: Solution, fence: str) -> Trial:
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
         trial = compiled_dearly(graph, solution, fence)
         return replace(trial, peak_nbytes=budget + (1 if len(solution.schedule.saved) > 20 else -1))
 
-    search = Search(graph, Stubborn(), 1.0, compiled, 10**6 * UNIT)
+    search = searching(graph, Stubborn(), compiled, 10**6 * UNIT)
     trial = search.within(budget, 1)
-    assert any(t.compiled_overhead == 3.0 for t in search.trials)
+    assert any(t.compiled_overhead == 3.0 for t in search.ledger.compiled)
     assert trial is not None and trial.peak_nbytes <= budget
     assert trial.compiled_overhead == 0.1
-    assert trial.solution.schedule.saved < search.trials[0].solution.schedule.saved
+    assert trial.solution.schedule.saved < search.ledger.compiled[0].solution.schedule.saved

@@ -123,7 +123,7 @@ def test_a_planned_step_returns_such_a_state_to_the_hosts_memory() -> None:
     there = jaxremat.to_host(state, least_nbytes=1000)
     args = (params, there), batch
     planned = jaxremat.optimize("min", donate_argnums=0, cache=False)(step)
-    assert any(choice.kind == "loop" for choice in planned.plan(*args).form.choices)
+    assert any(choice.rule == "loop" for choice in planned.plan(*args).form.choices)
     (_, got_state), _ = got = planned(*args)
     assert_same(want, got)
     kinds = [(leaf.ndim > 2, leaf.sharding.memory_kind) for leaf in jax.tree.leaves(got_state)]

@@ -20,11 +20,11 @@ import jaxremat
 from jaxremat import Milp, Solution, close_over_dependencies, simulate
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import LOOP
 from jaxremat._model._graph import Pin
 from jaxremat._model._pins import with_pins
-from jaxremat._plan import _loop_division
-from jaxremat._plan._loop_division import uneven
+from jaxremat._model._variant import LOOP
+from jaxremat._plan import _candidates
+from jaxremat._plan._candidates import best_split
 from jaxremat._program import _compat
 from jaxremat._rewrite._flat_program import BACKWARD, FORWARD
 from jaxremat._rewrite._trace import trace
@@ -162,15 +162,15 @@ def test_the_share_is_that_of_the_edge_of_the_hull() -> None:
     assert low.extra_seconds > high.extra_seconds
     budget = (low.peak_nbytes + 3 * high.peak_nbytes) // 4
     solution = Milp().solve(graph, budget, time_limit=5.0)
-    found = uneven(graph, solution, budget, Milp(), 5.0)
+    found = best_split(graph, solution, budget, Milp(), 5.0)
     assert found is not None
     assert found.pair == 0
     assert found.share == pytest.approx(0.25, abs=0.01)
     last = (low.extra_seconds - high.extra_seconds) / 8  # which recomputes nothing
     assert found.seconds == pytest.approx((low.extra_seconds + 3 * high.extra_seconds) / 4 - last, rel=0.01)
-    assert uneven(graph, nothing, low.peak_nbytes, Milp(), 5.0) == (0, 1.0, low.extra_seconds - last)
-    assert uneven(graph, everything, high.peak_nbytes, Milp(), 5.0) is None
-    assert uneven(chain(4), Solution(close_over_dependencies(chain(4), ())), 10**12, Milp(), 5.0) is None
+    assert best_split(graph, nothing, low.peak_nbytes, Milp(), 5.0) == (0, 1.0, low.extra_seconds - last)
+    assert best_split(graph, everything, high.peak_nbytes, Milp(), 5.0) is None
+    assert best_split(chain(4), Solution(close_over_dependencies(chain(4), ())), 10**12, Milp(), 5.0) is None
 
 
 @pytest.mark.parametrize("length", [2, 3])
@@ -179,7 +179,7 @@ def test_loops_too_short_for_two_parts_may_have_the_last_iteration_apart(length:
     nothing = Solution(close_over_dependencies(graph, ()))
     high, low = (simulate(graph, close_over_dependencies(graph, saved)) for saved in (graph.residuals, ()))
     for budget in range(low.peak_nbytes, high.peak_nbytes, (high.peak_nbytes - low.peak_nbytes) // 4):
-        found = uneven(graph, nothing, budget, Milp(), 5.0)
+        found = best_split(graph, nothing, budget, Milp(), 5.0)
         assert found is not None and found.share == 1.0
 
 
@@ -188,7 +188,7 @@ def test_what_is_pinned_to_be_recomputed_gains_nothing_apart() -> None:
     graph = with_pins(graph, [Pin("recompute", v, "a hint") for v in graph.residuals])
     pinned = Solution(close_over_dependencies(graph, graph.residuals))
     assert not pinned.schedule.drops_nothing
-    assert uneven(graph, pinned, 10**12, Milp(), 5.0) is None
+    assert best_split(graph, pinned, 10**12, Milp(), 5.0) is None
 
 
 def test_the_last_iteration_is_no_loop_and_recomputes_behind_its_carries() -> None:
@@ -222,6 +222,6 @@ def test_plans_that_need_the_same_are_no_two_ends(monkeypatch: pytest.MonkeyPatc
     graph = in_loops(chain(6, size=4), 8)
     everything = Solution(close_over_dependencies(graph, graph.residuals))
     same = _hull.vertex(graph, everything)
-    monkeypatch.setattr(_loop_division, "edge", lambda *_: (same, same))
-    found = uneven(graph, everything, 10**9, Milp(), 1.0)
+    monkeypatch.setattr(_candidates, "edge", lambda *_: (same, same))
+    found = best_split(graph, everything, 10**9, Milp(), 1.0)
     assert found is None or found.share == 1.0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxremat._model._form import COPIES, Form
+from jaxremat._model._variant import COPIES, Variant
 from jaxremat._program import _compat
 from jaxremat._rewrite import _encodings
 from jaxremat._rewrite._encodings import BY_CODE, ENCODINGS, MASK, Encoding, allowed, decoders
@@ -87,7 +87,7 @@ def arguments() -> tuple[Any, ...]:
 
 
 def of_form(step: Any, args: Any, *codes: int) -> Any:
-    return trace(jax.jit(step), args, {}).in_form(Form.of_kind(COPIES, {0: codes}))
+    return trace(jax.jit(step), args, {}).in_form(Variant.of_rule(COPIES, {0: codes}))
 
 
 def primitives(traced: Any, code: int) -> list[str]:
@@ -210,6 +210,6 @@ def test_scalars_that_contractions_make_have_no_scaled_copies(code: int) -> None
     def step(w: jax.Array, x: jax.Array) -> Any:
         return jax.grad(lambda w: jnp.sin((w @ x) ** 2))(w)
 
-    form = Form.of_kind(COPIES, {0: (code,)})
+    form = Variant.of_rule(COPIES, {0: (code,)})
     found = trace(jax.jit(step), (jnp.ones(3), jnp.ones(3)), {}).in_form(form)
     assert all(each.whole.aval.ndim for each in found.encoded)

@@ -16,13 +16,13 @@ from zoo import Case, _sgd
 import jaxremat
 from jaxremat import InfeasibleBudgetError, MemoryStats
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import INNER, Choice, Form
+from jaxremat._model._variant import INNER, Choice, Variant
 from jaxremat._rewrite._flat_program import BACKWARD, FORWARD, UNPAIRED
 from jaxremat._rewrite._inner_loops import fewer_nbytes, inner_pairs
 from jaxremat._rewrite._trace import Traced, trace
 
 ROWS, WIDTH, STEPS, LAYERS = 128, 32, 6, 3
-OPEN = Form.of(Choice(INNER, 0, (1,)))
+OPEN = Variant.of(Choice(INNER, 0, (1,)))
 
 Layer = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
 

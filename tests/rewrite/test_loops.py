@@ -22,8 +22,8 @@ from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._compiler._program import Program
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import LOOP
 from jaxremat._model._loop_levels import carries, choices
+from jaxremat._model._variant import LOOP
 from jaxremat._plan._problem import Problem
 from jaxremat._plan._request import Options, Request
 from jaxremat._plan._verify import make_plan

@@ -18,7 +18,7 @@ from test_optimize import assert_same
 
 import jaxremat
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import COPIES, Form
+from jaxremat._model._variant import COPIES, Variant
 from jaxremat._rewrite._fingerprint import fingerprint
 from jaxremat._rewrite._flat_program import FlatProgram
 from jaxremat._rewrite._masks import with_results
@@ -147,7 +147,7 @@ def test_not_where_all_is_kept_anyway() -> None:
 
 def test_copies_in_fewer_bits_are_of_what_masks_read() -> None:
     found = traced(net(jax.nn.relu))
-    assert not found.in_form(Form.of_kind(COPIES, {0: (1,)})).masked
+    assert not found.in_form(Variant.of_rule(COPIES, {0: (1,)})).masked
 
 
 def test_programs_are_told_apart_as_before() -> None:

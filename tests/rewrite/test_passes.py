@@ -4,10 +4,20 @@ import jax
 import pytest
 import zoo_checkpoints
 import zoo_loops
+from forms import of_levels
 from zoo import ZOO, Case
 
 from jaxremat._rewrite._flat_program import FlatProgram, with_eqns
-from jaxremat._rewrite._passes import PASSES, Pass, check, watched, without
+from jaxremat._rewrite._passes import (
+    FORM_PASSES,
+    MERGING_PASSES,
+    PASSES,
+    PLAIN_PASSES,
+    Pass,
+    check,
+    watched,
+    without,
+)
 from jaxremat._rewrite._trace import Traced, trace
 
 CASES = {
@@ -43,6 +53,19 @@ def test_a_pass_that_computes_something_else_is_found() -> None:
     ]
     with pytest.raises(AssertionError, match="the pass 'masks' changes what is computed"):
         check(PASSES[-1], program, program.with_same(with_eqns(program.closed, wrong)))
+
+
+def test_variants_begin_where_equals_are_merged() -> None:
+    """What does not depend on a variant runs once."""
+    ran: list[str] = []
+    with watched(lambda each, *_: ran.append(each.name)):
+        step = traced(zoo_loops.LOOPS["layers"])
+        plain, ran = ran, []
+        step.in_form(of_levels((2, 2)))
+        step.in_form(of_levels((3,)))
+    assert set(plain) & {each.name for each in (*PLAIN_PASSES, *MERGING_PASSES)}
+    assert set(ran) <= {each.name for each in FORM_PASSES}
+    assert ran.count("levels") == 2
 
 
 OPTIONAL = [each.name for each in PASSES if each.optional]

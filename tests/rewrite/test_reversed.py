@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from test_trace import runnable
 
-from jaxremat._model._form import LOOP, PLAIN, REVERSED, Choice, Form
+from jaxremat._model._variant import LOOP, PLAIN, REVERSED, Choice, Variant
 from jaxremat._program import _compat
 from jaxremat._rewrite._reversed_chains import block_of, chains
 from jaxremat._rewrite._trace import Traced, trace
@@ -106,7 +106,7 @@ def training(net: Net) -> Callable[..., Any]:
 
 def traced(net: Net, *choices: Choice) -> Traced:
     args = layers(), jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
-    return trace(jax.jit(training(net), donate_argnums=0), args, {}).in_form(Form.of(*choices))
+    return trace(jax.jit(training(net), donate_argnums=0), args, {}).in_form(Variant.of(*choices))
 
 
 def results(program: jex.ClosedJaxpr) -> list[Any]:
@@ -171,7 +171,7 @@ def test_what_cannot_be_undone_is_left(net: Net, choice: Choice) -> None:
 
 
 def test_a_loop_that_is_undone_is_in_no_levels() -> None:
-    form = Form.of(Choice(LOOP, 0, (2, 3)), Choice(LOOP, 1, (2, 3)), FIRST_LOOP)
+    form = Variant.of(Choice(LOOP, 0, (2, 3)), Choice(LOOP, 1, (2, 3)), FIRST_LOOP)
     assert form.settings(LOOP) == {1: (2, 3)}
     assert form.settings(REVERSED) == {1: (1,)}
-    assert PLAIN.also(FIRST_LOOP) == Form.of(FIRST_LOOP)
+    assert PLAIN.also(FIRST_LOOP) == Variant.of(FIRST_LOOP)

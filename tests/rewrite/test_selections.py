@@ -16,7 +16,7 @@ from test_loops import CPU
 import jaxremat
 from jaxremat._compiler._program import compiler_options
 from jaxremat._lower._lower import lower
-from jaxremat._model._form import ROWS as IN_CHUNKS
+from jaxremat._model._variant import ROWS as IN_CHUNKS
 from jaxremat._program._compat import is_literal
 from jaxremat._program._inline import Inliner
 from jaxremat._rewrite._decisions import of_one_run

@@ -9,8 +9,7 @@ Every layer is unrolled in Python, so a step's jaxpr shows each block separately
     state, loss = jax.jit(resnet.step, donate_argnums=resnet.donate_argnums)(state, batch)
 """
 
-from .registry import KINDS, NAMES, REVERSIBLE, Scale, program
-from .rematerialisation import Remat
-from .training import Program
+from .registry import KINDS, LABELS, NAMES, REVERSIBLE, VARIANTS, Scale, program
+from .training import Program, Remat
 
-__all__ = ["KINDS", "NAMES", "REVERSIBLE", "Program", "Remat", "Scale", "program"]
+__all__ = ["KINDS", "LABELS", "NAMES", "REVERSIBLE", "VARIANTS", "Program", "Remat", "Scale", "program"]

@@ -1,26 +1,128 @@
-"""Train steps: a network, an optimiser and a batch of random data put together."""
+"""Train steps: a network, an optimiser and a batch of random data put together, and what is recomputed by hand."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from jax import lax
+from jax.typing import DTypeLike
 
-from .data import Batch, MakeBatch
+Batch = dict[str, jax.Array]
+"""``inputs`` and integer ``labels``."""
+
+MakeBatch = Callable[[jax.Array], Batch]
+"""Makes a batch from a random key."""
 
 State = dict[str, Any]
 """``params`` and ``opt_state``, with ``batch_stats`` and ``step`` where needed."""
 
 Step = Callable[[State, Batch], tuple[State, jax.Array]]
 Loss = Callable[[Any, State, Batch], tuple[jax.Array, State]]
-AUXILIARY_WEIGHT = 0.3
-"""Weight of the loss of each auxiliary head (GoogLeNet's paper, section 5)."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Random images with a label each or, if ``dense``, a label for every pixel."""
+
+    batch: int
+    pixels: int | tuple[int, int]
+    """Height and width; one number stands for both."""
+    dense: bool = False
+
+    def maker(self, model: Any, dtype: DTypeLike) -> MakeBatch:
+        """How to make a batch for ``model``."""
+        pixels = self.pixels
+        height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
+
+        def make(key: jax.Array) -> Batch:
+            image_key, label_key = jax.random.split(key)
+            shape = (self.batch, height, width)
+            labelled = shape if self.dense else shape[:1]
+            return {
+                "inputs": jax.random.normal(image_key, (*shape, 3), dtype),
+                "labels": jax.random.randint(label_key, labelled, 0, model.classes),
+            }
+
+        return make
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Random tokens, each labelled with the one that follows it; if ``pairs``, sources and targets of them."""
+
+    batch: int
+    length: int
+    pairs: bool = False
+
+    def maker(self, model: Any, dtype: DTypeLike) -> MakeBatch:
+        """How to make a batch for ``model``; ``dtype`` does not change tokens."""
+        del dtype
+
+        def make(key: jax.Array) -> Batch:
+            shape = (self.batch, *([2] if self.pairs else []), self.length + 1)
+            tokens = jax.random.randint(key, shape, 0, model.vocabulary)
+            target = tokens[:, 1] if self.pairs else tokens
+            return {"inputs": tokens[..., :-1], "labels": target[:, 1:]}
+
+        return make
+
+
+Remat = Literal["none", "block", "dots", "scan"]
+"""What a network recomputes in its backward pass.
+
+- ``"none"``: nothing; every residual is saved.
+- ``"block"``: all of each block, from the block's inputs.
+- ``"dots"``: all of each block but the results of its matrix products or convolutions.
+- ``"scan"``: of blocks that are one loop, all but what two levels of loops carry (``nn.remat_scan``).
+"""
+
+Policy = Callable[..., Any]
+Block = TypeVar("Block", bound=type[nn.Module])
+
+save_dots: Policy = jax.checkpoint_policies.dots_saveable
+"""Saves the results of matrix products: the usual choice for transformers."""
+
+_CONTRACTIONS = (lax.conv_general_dilated_p, lax.dot_general_p)
+
+
+def save_convolutions(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Save the results of convolutions and matrix products.
+
+    The counterpart of ``dots_saveable`` for convolutional networks: JAX's own policies
+    count only ``dot_general``, and so would recompute every convolution.
+    """
+    return primitive in _CONTRACTIONS
+
+
+def rematted(block: Block, remat: Remat, policy: Policy) -> Block:
+    """Wrap the module class ``block`` as ``remat`` says; ``policy`` serves "dots"; "scan" is for who makes the loop.
+
+    The wrapped class has another name, so whoever builds it should name each instance:
+    parameters, and the random numbers they start from, then do not depend on ``remat``.
+    """
+    match remat:
+        case "none" | "scan":
+            return block
+        case "block":
+            return nn.remat(block)
+        case "dots":
+            return nn.remat(block, policy=policy)
+        case _:
+            raise ValueError(f"remat is {remat!r}, not 'none', 'block', 'dots' or 'scan'")
+
+
+class Network(nn.Module):
+    """What all networks have: what is recomputed by hand, and the type that they compute in."""
+
+    remat: Remat = "none"
+    dtype: DTypeLike = jnp.float32
 
 
 @dataclass(frozen=True)
@@ -99,15 +201,7 @@ def make_program(
     return Program(name, step, initialise, loss)
 
 
-def cross_entropy(outputs: jax.Array | tuple[jax.Array, ...], labels: jax.Array) -> jax.Array:
-    """Mean cross-entropy in float32; logits after the first are auxiliary heads'."""
-    logits, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
-    loss = _mean_cross_entropy(logits, labels)
-    for head in auxiliary:
-        loss = loss + AUXILIARY_WEIGHT * _mean_cross_entropy(head, labels)
-    return loss
-
-
-def _mean_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean cross-entropy in float32."""
     logits = logits.astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

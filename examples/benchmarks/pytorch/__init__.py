@@ -1,1 +1,0 @@
-"""What PyTorch does about the same question, where it is installed."""

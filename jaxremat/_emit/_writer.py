@@ -1,0 +1,244 @@
+"""Equations and constraints -> the planned step's equations, one after the other.
+
+The writer knows by which name each value is read at present. Nothing else changes what is written.
+
+XLA:GPU keeps what it convolves in an order of its own, on GPUs before Hopper with channels before pixels, and calls its
+axes by that order from then on; only what passes a barrier keeps the program's own names for them. A kernel that
+reduces would then read the same order by two names, which XLA does not look through: it leaves the masks of what has
+passed, and other results that it writes with a reduction's otherwise, to kernels of their own. So images pass with
+their axes in the order of memory (see `_layouts`) and are turned round behind the barrier: no kernel runs for either.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from jax.extend.core import JaxprEqn, Var
+
+from .._program import _compat
+from .._program._flops import aval_nbytes
+from .._rewrite._kernel_choice import inline, replaced
+from .._rewrite._loop_inlining import CARRY, LAST, SLICE, STACK
+from .._rewrite._stack_buffers import begun_late, stacked_nbytes
+from ._analysis import Analysis
+from ._constraints import ZERO, Constraint, Point, constraints
+from ._differentiable_barrier import fence
+from ._hoisting import ZERO as ZERO_LITERAL
+
+SCOPES = {
+    "blocks": "barrier_block",
+    "last reads": "last_read",
+    "masks": "barrier_mask",
+    "weights": "barrier_operand",
+}
+"""What barriers beside equations are called in name stacks, by the rules that they are for."""
+
+
+class Writer:
+    """The equations that are written so far.
+
+    **Fields:** `eqns`, and for each the loop in whose iterations it is, -1 for none, in `loop_of`; of the present stage
+    `clones` by variable, and `held` the names behind its barrier of what that holds back; `made` for each variable the
+    loop in whose iterations it is; `last` the equations that come last in their stage: they wait for others of it.
+    """
+
+    def __init__(self, step: Analysis) -> None:
+        self.step = step
+        self.eqns: list[JaxprEqn] = []
+        self.loop_of: list[int] = []
+        self.clones: dict[Var, Var] = {}
+        self.held: dict[Var, Var] = {}
+        self.made: dict[Var, int] = {}
+        self._names: dict[Var, Var] = {}  # variable -> the name by which all later equations read it
+        self._behind: dict[int, dict[Var, Var]] = {}  # equation -> the names of what was held back for it
+        self._zeros: dict[int, Var] = {}  # loop -> a zero behind the barrier before it
+        self._is_late = False  # whether the forward pass is written
+        self._needs_replacement = replaced(step.graph.backend)
+        self._constraints: dict[Point, list[Constraint]] = {}
+        self.last: set[int] = set()
+        for each in constraints(step):
+            self._constraints.setdefault(each.at, []).append(each)
+            if each.at.where == "behind" and each.readers:
+                self.last.update(each.readers)
+
+    def append(self, eqns: Iterable[JaxprEqn], loop: int) -> None:
+        """Write equations as they are in the iterations of a loop, -1 for none."""
+        graph = self.step.graph
+        for eqn in eqns:
+            placed = inline(eqn) if self._needs_replacement(eqn) else [eqn]
+            if (
+                graph.backend.materialises_eagerly
+                and self._is_late
+                and loop < 0
+                and stacked_nbytes(eqn) > graph.small_nbytes
+            ):
+                placed = begun_late(eqn)
+            self.eqns.extend(placed)
+            self.loop_of.extend([loop] * len(placed))
+            around = self.step.traced.loops[loop].parent if eqn.primitive in (LAST, STACK) else loop
+            self.made.update((v, around) for each in placed for v in each.outvars)
+
+    def rename(self, names: Iterable[tuple[Var, Var]]) -> None:
+        """Have all later equations read variables by these names."""
+        self._names.update(names)
+
+    def name(self, var: Var) -> Var:
+        """Return the name by which equations outside of loops read a variable that is not cloned."""
+        return self._names.get(var, var)
+
+    def put(self, n: int, eqn: JaxprEqn, loop: int, clone_of: int | None = None) -> None:
+        """Write an equation, which is `n` or in its place, in the iterations of a loop, reading present names.
+
+        **Arguments:** `clone_of` the stage for which it is cloned.
+        """
+        behind, step = self._behind.get(n, {}), self.step
+        operands = _compat.variables(eqn.invars)
+        names = {a: self.seen(eqn, loop, a, behind.get(a), self.clones.get(a)) for a in operands}
+        invars = [names[a] if isinstance(a, Var) else a for a in eqn.invars]
+        made = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
+        if clone_of is not None:
+            outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
+            made = _compat.in_scope(made.replace(outvars=outvars), f"recompute_{clone_of}")
+        if ZERO in behind and step.graph.backend.materialises_eagerly:
+            made = made.replace(invars=[behind[ZERO]])
+        elif eqn.primitive is STACK and len(eqn.invars) == 1 and eqn.params["loop"] in self._zeros:
+            made = made.replace(invars=[*made.invars, self._zeros[eqn.params["loop"]]])
+        self.append([self._behind_weights(n, made, names)], loop)
+        if clone_of is not None:
+            cloned = zip(eqn.outvars, made.outvars, strict=True)
+            self.clones.update((v, name) for v, name in cloned if step.value_of[v] not in step.schedule.saved)
+
+    def seen(self, eqn: JaxprEqn, loop: int, var: Var, *names: Var | None) -> Var:
+        """Return what an equation, in the iterations of a loop, reads in place of an operand: of these names, and that
+        which all read, the first that it sees; else the operand itself.
+
+        A loop begins with what is there before it: names made within its iterations mean nothing there.
+        """
+        parents = self.step.graph.parents
+        if eqn.primitive in (CARRY, SLICE) and loop >= 0:
+            loop = parents[loop]
+        around = {-1}
+        while loop >= 0:
+            around.add(loop)
+            loop = parents[loop]
+        known = (name for name in (*names, self._names.get(var)) if name is not None)
+        return next((name for name in known if self.made.get(name, -1) in around), var)
+
+    def begin_stage(self, k: int) -> None:
+        """Forget the clones that the stage does not read, and what its own were to read behind earlier barriers."""
+        self.clones = {var: clone for var, clone in self.clones.items() if var in self.step.handed_on[k]}
+        self.held, self._is_late = {}, True
+        for n in self.step.cloned[k]:
+            self._behind.pop(n, None)
+
+    def begin_loop(self, loop: int) -> None:
+        """Have a loop's stacks begin as zeros behind the barrier before it, which is the last of a stage."""
+        if ZERO in self.held:
+            self._zeros[loop] = self.held[ZERO]
+
+    def read_behind(self, names: Mapping[int, Mapping[Var, Var]]) -> None:
+        """Have equations read variables by these names."""
+        for n, read in names.items():
+            self._behind.setdefault(n, {}).update(read)
+
+    def constrain(
+        self, at: Point, loop: int = -1, hold: Sequence[Var] = (), until: Sequence[Var] = ()
+    ) -> dict[Var, Var]:
+        """Write the barrier of a point in a loop, -1 for none, if anything is held back there; returns the names behind
+        it of what is.
+
+        **Arguments:** `hold`, `until` what else is held back, and must be finished: copies from and to host memory.
+        """
+        found, inner = self._constraints.get(at, []), at.where in ("stage", "within")
+        if inner:
+            self.held = {}
+        if not (hold or until or any(each.hold or each.readers != {} for each in found)):
+            return {}
+        held = dict.fromkeys([*(v for each in found for v in each.hold), *hold])
+        until = [
+            v for v in dict.fromkeys([*(v for each in found for v in each.until), *until]) if v not in held
+        ]
+        both = [*held, *until]
+        held, until = _alike(held, both), _alike(until, both)
+        source = self.step.source[self.step.graph.forward_stop if inner else at.number].source_info
+        if inner:
+            scope = f"barrier_{at.number}" if at.number < len(self.step.graph.stages) else "barrier_updates"
+        else:
+            scope = SCOPES[found[0].why]
+        operands = [self.clones.get(v) or self._names.get(v, v) for v in (*held, *until)]
+        fenced = self.barrier((*held, *until), operands, scope, loop, source)
+        names = dict(zip((*held, *until), fenced, strict=True))
+        self.rename((v, names[v]) for v in until)
+        for each in found:
+            if each.readers is None:
+                self.rename((v, names[v]) for v in each.hold if v in names)
+            readers = each.readers or {}
+            self.read_behind({n: {v: names[v] for v in read if v in names} for n, read in readers.items()})
+        behind = {v: names[v] for v in held}
+        if inner:
+            self.held = behind
+        return behind
+
+    def barrier(
+        self, variables: Sequence[Var], operands: Sequence[Var], scope: str, loop: int, source_info: object
+    ) -> list[Var]:
+        """Write a barrier in a loop, -1 for none; returns the operands' names behind it.
+
+        **Arguments:** `variables` the step's own whose values the operands are; `scope` its name in name stacks.
+        """
+        if not operands:
+            return []
+        values, value_of = self.step.graph.values, self.step.value_of
+        axes = [values[value_of[v]].axes if v in value_of else () for v in variables]
+        turned = [
+            _compat.permuted(a, order, source_info) if order else None
+            for a, order in zip(operands, axes, strict=True)
+        ]
+        passing = [eqn.outvars[0] if eqn else a for a, eqn in zip(operands, turned, strict=True)]
+        passed = [_compat.new_var(a.aval) for a in passing]
+        back = [
+            _compat.permuted(a, [order.index(axis) for axis in range(len(order))], source_info)
+            if order
+            else None
+            for a, order in zip(passed, axes, strict=True)
+        ]
+        make = fence if self.step.cotangents else _compat.barrier
+        passing = [ZERO_LITERAL if a is ZERO else a for a in passing]
+        eqns = [*filter(None, turned), make(passing, passed, source_info), *filter(None, back)]
+        self.append([_compat.in_scope(eqn, scope) for eqn in eqns], loop)
+        return [eqn.outvars[0] if eqn else a for a, eqn in zip(passed, back, strict=True)]
+
+    def _behind_weights(self, n: int, eqn: JaxprEqn, names: Mapping[Var, Var]) -> JaxprEqn:
+        """Return the equation, which is `n` or a clone of it, behind the barrier for its large weights, if any."""
+        small = self.step.graph.small_nbytes
+        for each in self._constraints.get(Point("operand", n), ()):
+            *roots, made = each.hold
+            operands = [*(self.seen(eqn, -1, v, self.held.get(v)) for v in roots), names[made]]
+            passed = dict(
+                zip(
+                    each.hold,
+                    self.barrier(operands, operands, SCOPES[each.why], -1, eqn.source_info),
+                    strict=True,
+                )
+            )
+            again = {names[made]: passed[made]}
+            for a, name in names.items():
+                views = self.step.views(a)
+                if views is not None and views[0] in passed and aval_nbytes(a.aval) > small:
+                    again[name] = self._again(passed[views[0]], views[1])
+            eqn = eqn.replace(invars=[again.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
+        return eqn
+
+    def _again(self, name: Var, views: Sequence[JaxprEqn]) -> Var:
+        """Write the views of what is behind a barrier; returns the last."""
+        for eqn in views:
+            invars = [name if isinstance(a, Var) else a for a in eqn.invars]
+            name = _compat.new_var(eqn.outvars[0].aval)
+            self.append([eqn.replace(invars=invars, outvars=[name])], -1)
+        return name
+
+
+def _alike(chosen: Iterable[Var], variables: Collection[Var]) -> list[Var]:
+    """Return those of them that may pass one barrier. In a `shard_map` it takes what varies over the same axes; what
+    recomputation reads does somewhere.
+    """
+    axes = max(map(_compat.varying_axes, variables), key=len, default=frozenset())
+    return [v for v in chosen if _compat.varying_axes(v) == axes]

@@ -1,0 +1,128 @@
+"""Estimates of what each rule may do to a step -> the variants of the step that are worth planning.
+
+Invariant: the estimate of a variant is the sum of those of its choices. The search knows no rule but that of loops,
+which it may split as it likes.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ._loop_levels import Loops
+from ._variant import PLAIN, Choice, Estimate, Variant
+
+EXACT = ("attention", "microbatches", "rows")
+"""What users may allow of exact forms: attention without its matrix of scores, all of the step for a part of the batch
+after the others, and some of its rows so.
+"""
+
+REVERSIBLE = "reversible"
+"""What they may allow besides: blocks undone on the way back, whose values are those of the forward pass but for
+rounding.
+"""
+
+
+@dataclass(frozen=True)
+class Sites:
+    """The sites of one rule in a step.
+
+    **Fields:** `rule`; the `estimates` of each site and setting; `exact` whether all is computed as before, but for
+    the order of sums; `together` whether all sites are chosen at once, rather than one of them.
+    """
+
+    rule: str
+    estimates: Mapping[tuple[int, tuple[int, ...]], Estimate]
+    exact: bool = True
+    together: bool = False
+
+    def rungs(self) -> list[tuple[Choice, ...]]:
+        """Return choices that are worth making together, each of which saves more than all that cost less; those of
+        most of the step among themselves, last.
+        """
+        if self.together:
+            return [tuple(Choice(self.rule, *each) for each in sorted(self.estimates))]
+        return [(choice,) for whole in (False, True) for choice in self._saving(whole)]
+
+    def _saving(self, whole: bool) -> list[Choice]:
+        able = (each for each in self.estimates.items() if each[1].whole == whole)
+        found: dict[Choice, int] = {}
+        for each, estimate in sorted(able, key=lambda each: each[1].more_seconds):
+            if estimate.fewer_nbytes > max(found.values(), default=-math.inf):
+                found[Choice(self.rule, *each)] = estimate.fewer_nbytes
+        return list(found)
+
+    def estimate(self, choice: Choice) -> Estimate:
+        """Return the estimate of one choice; of nothing where none was made, as of a plan of another version."""
+        return self.estimates.get(choice[1:], Estimate())
+
+
+@dataclass(frozen=True)
+class Variants:
+    """The variants that a step may take.
+
+    **Fields:** the `loops`, and the `others` of its sites; the rules that may be followed within most of the step
+    `in_chunks`.
+    """
+
+    loops: Loops
+    others: tuple[Sites, ...] = ()
+    in_chunks: tuple[str, ...] = ()
+
+    @property
+    def sites(self) -> tuple[Sites | Loops, ...]:
+        """The sites of all rules. Loops are last: they are the largest, and what saves most of the others goes with
+        each of their levels.
+        """
+        return (*self.others, self.loops)
+
+    def estimate(self, variant: Variant) -> Estimate:
+        """Return the estimate of a variant."""
+        found = Estimate()
+        for sites in self.sites:
+            for choice in variant.choices:
+                if choice.rule == sites.rule:
+                    found = found.plus(sites.estimate(choice))
+        return found
+
+    def exact(self) -> tuple[Variant, ...]:
+        """Return exact variants, deeper and deeper: those of each rule in turn, by themselves and with what saves most
+        of the rules before; those of most of the step behind all that is cheaper, by themselves and with what chunks
+        may have besides.
+        """
+        found: list[Variant] = []
+        wholes: list[Variant] = []
+        before = PLAIN
+        for sites in self.sites:
+            if not sites.exact:
+                continue
+            within = [choice for choice in before.choices if choice.rule in self.in_chunks]
+            last: tuple[Choice, ...] = ()
+            for rung in sites.rungs():
+                variant = Variant.of(*rung)
+                if self.estimate(variant).whole:
+                    wholes += [variant, *([variant.also(*within)] if within else [])]
+                else:
+                    found += [variant, *([before.also(*variant.choices)] if before else [])]
+                    last = variant.choices
+            before = before.also(*last)
+        for whole in wholes:
+            seconds = self.estimate(whole).more_seconds
+            cheaper = [i for i, each in enumerate(found) if self.estimate(each).more_seconds <= seconds]
+            found.insert(max(cheaper, default=-1) + 1, whole)
+        return tuple(found)
+
+    def inexact(self) -> tuple[Variant, ...]:
+        """Return what changes numbers, with the step as written and with the exact variants but for those of most of
+        the step.
+        """
+        exact = [PLAIN, *(each for each in self.exact() if not self.estimate(each).whole)]
+        rungs = [rung for sites in self.others if not sites.exact for rung in sites.rungs()]
+        return tuple(dict.fromkeys(variant.also(*rung) for rung in rungs for variant in exact))
+
+    def is_inexact(self, variant: Variant) -> bool:
+        """Return whether any choice of a variant changes numbers."""
+        return any(not sites.exact and variant.settings(sites.rule) for sites in self.others)
+
+    def split(self, variant: Variant, pair: int, share: float) -> list[Variant]:
+        """Return the variants with this pair of loops in parts, see `Loops.split`."""
+        return [variant.also(choice) for choice in self.loops.split(pair, share)]

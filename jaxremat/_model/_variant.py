@@ -1,0 +1,109 @@
+"""Sites of a step, and the setting of each: the `Variant` of a step that is planned.
+
+A site is what a rule may do otherwise than it is written: a pair of loops, a region of rows, the values that may have
+copies. Invariant: equal variants are equal and hash alike, and a variant names no site that is as it was written.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+LOOP, ROWS, COPIES, INNER, ATTENTION, REVERSED = "loop", "rows", "copies", "inner", "attention", "reversed"
+"""Names of the rules, with the settings that each gives to its sites:
+
+- `LOOP`, a pair of loops: its lengths by level and those of its parts (see `_loop_levels`);
+- `ROWS`, a region of rows: the number of chunks;
+- `COPIES`, all values together: the codes of the encodings that they may be kept in;
+- `INNER`, all pairs of loops inside of pairs: 1, they are inlined;
+- `ATTENTION`, all attention together: 1 where it is done in parts, 2 in kernels;
+- `REVERSED`, a pair of loops (numbered from 1) or the blocks outside of loops (0): 1, the backward pass computes its
+  values from its results.
+"""
+
+_UNNAMED = "site"
+
+
+class Choice(NamedTuple):
+    """One site that is done otherwise. **Fields:** `rule`; `site` its number among the rule's sites; `setting`."""
+
+    rule: str
+    site: int
+    setting: tuple[int, ...]
+
+
+class Estimate(NamedTuple):
+    """What a choice or a variant is worth, compared with the step as written, where of a loop only carries are saved.
+
+    **Fields:** `fewer_nbytes` in memory at once; `more_seconds` of what runs again, is copied or launched; `whole`
+    whether most of the step is done so, its loops within.
+    """
+
+    fewer_nbytes: int = 0
+    more_seconds: float = 0.0
+    whole: bool = False
+
+    def plus(self, other: "Estimate") -> "Estimate":
+        """Return the estimate of both together."""
+        return Estimate(
+            self.fewer_nbytes + other.fewer_nbytes,
+            self.more_seconds + other.more_seconds,
+            self.whole or other.whole,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """**Fields:** `choices` of the sites that are not as they were written, in order."""
+
+    choices: tuple[Choice, ...] = ()
+
+    @classmethod
+    def of(cls, *choices: Choice) -> Self:
+        """Return the variant with these choices, the later ones in place of earlier ones for the same site. A pair of
+        loops that is reversed is in no levels.
+        """
+        found = {choice[:2]: choice for choice in choices}
+        for pair in [site - 1 for rule, site in found if rule == REVERSED]:
+            found.pop((LOOP, pair), None)
+        return cls(tuple(found[site] for site in sorted(found) if found[site].setting))
+
+    @classmethod
+    def of_rule(cls, rule: str, settings: Mapping[int, tuple[int, ...]]) -> Self:
+        """Return the variant with these settings by site of one rule."""
+        return cls.of(*(Choice(rule, site, setting) for site, setting in settings.items()))
+
+    @classmethod
+    def unnamed(cls, settings: tuple[tuple[int, ...], ...]) -> Self:
+        """Return one of which only the settings of all sites are known, in a row, as plans of format 2 have them."""
+        return cls.of_rule(_UNNAMED, dict(enumerate(settings)))
+
+    def named(self, loops: int, regions: int) -> Self:
+        """Return the same, where it is such a one, of a step with so many pairs of loops and regions of rows."""
+        starts = ((COPIES, loops + regions), (ROWS, loops), (LOOP, 0))
+
+        def one(choice: Choice) -> Choice:
+            if choice.rule != _UNNAMED:
+                return choice
+            rule, start = next(each for each in starts if each[1] <= choice.site)
+            return Choice(rule, choice.site - start, choice.setting)
+
+        return type(self).of(*map(one, self.choices))
+
+    def settings(self, rule: str) -> dict[int, tuple[int, ...]]:
+        """Return the settings by site of one rule."""
+        return {choice.site: choice.setting for choice in self.choices if choice.rule == rule}
+
+    def also(self, *choices: Choice) -> Self:
+        """Return the same with these choices as well, or instead for the same site."""
+        return type(self).of(*self.choices, *choices)
+
+    def __bool__(self) -> bool:
+        return bool(self.choices)
+
+    def __str__(self) -> str:
+        said = (f"{rule} {site}: {' x '.join(map(str, setting))}" for rule, site, setting in self.choices)
+        return ", ".join(said) or "as written"
+
+
+PLAIN = Variant()
+"""The step as it is written."""

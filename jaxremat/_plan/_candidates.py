@@ -1,0 +1,360 @@
+"""Variants of a step -> the `Candidate`s that compete: each is a graph of a variant, cut into stages.
+
+A deeper variant is made when no other promises to fit for less than running the forward passes that it repeats, one
+with a loop in parts where that promises to save a good deal of the time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import takewhile
+from math import ceil
+from typing import NamedTuple, Protocol
+
+from .._model._graph import Graph
+from .._model._host_copies import HostMemory
+from .._model._loop_levels import deep
+from .._model._schedule import Schedule
+from .._model._simulate import extra_seconds, simulate
+from .._model._sites import Variants
+from .._model._stages import cuttings
+from .._model._variant import Variant
+from .._runtime._mechanisms import mechanism
+from .._runtime._progress import phase
+from .._solver import MinCut, Solution, Solver
+from .._solver._hull import Priced, edge
+from ._ledger import CompiledCandidate
+
+CHEAP = 0.002
+"""A plan of at most this overhead is not worth another round, nor is a gain of half of it: a thousandth of a day's
+training is 86 s, about what another compilation of a large step takes."""
+
+UNEVEN = 0.003
+"""A loop is split where that promises to save this share of the step's time: more than `CHEAP`, because a part is one
+more pair of loops to compile."""
+
+EXACTLY, INEXACTLY, HOST = range(3)
+"""The turns in which variants are looked at, so that what may round, or needs a host, makes nothing worse."""
+
+LEAST_SLACK = 0.02
+"""About the least memory is what is within this share of the plain step's temporaries: the least itself may cost
+several times the step."""
+
+TIME_SHARE = 0.25
+"""Share of a solve's time limit for finding the edge of the hull, and for each schedule between its ends: as a rule no
+loop is split, so that looking for one may not take longer than the solves that find plans."""
+
+MULTIPLES = (1, 2, 4)
+"""How many iterations may have the larger schedule, or one between the two: so many times those that the edge has. Of
+what few iterations leave over, twice or four times as many that save less may have a use."""
+
+
+class Space(Protocol):
+    """The graphs in which plans of a step are searched for."""
+
+    @cached_property
+    def plain(self) -> Graph:
+        """The graph of the step as it is written."""
+        ...
+
+    @cached_property
+    def variants(self) -> Variants:
+        """The variants that the step may take."""
+        ...
+
+    def of(self, variant: Variant) -> Graph | None:
+        """Return the graph of a variant, None where it cannot be made."""
+        ...
+
+    def known(self, graph: Graph) -> Schedule | None:
+        """Return a schedule of a cutting of the plain graph that is known to be good, None where none is."""
+        ...
+
+
+@dataclass
+class CandidateSource:
+    """Makes the candidates of a search, variant after variant.
+
+    **Fields:** the `space`; `solver` and its `time_limit`; `temporaries_nbytes` of the plain step; the graphs `made` so
+    far; the variants `left`, by whether they change numbers, and those that were `passed` over; those that were looked
+    at for what splitting a loop would gain (`looked_at`, with host memory that they had); `plain_nbytes` the
+    least that the plain step needs, once it does not fit; variants in fewer microbatches than that of least memory, the
+    `shallower` ones.
+    """
+
+    space: Space
+    solver: Solver
+    time_limit: float
+    temporaries_nbytes: int
+    passed: list[Variant] = field(default_factory=list)
+    looked_at: set[tuple[Variant, HostMemory | None]] = field(default_factory=set)
+    plain_nbytes: int = 0
+    shallower: list[Variant] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.graph, self.variants = self.space.plain, self.space.variants
+        self.made = _with_and_without_host(self.graph)
+        self.left: dict[bool, list[Variant]] = {
+            False: [*self.variants.exact()],
+            True: [*self.variants.inexact()],
+        }
+
+    def turn(self, graph: Graph) -> int:
+        """Return when a graph is looked at: those of exact variants first, then those of others, and those with the
+        host's memory last.
+        """
+        inexact = self.variants.is_inexact(graph.form)
+        return HOST if graph.host is not None else INEXACTLY if inexact else EXACTLY
+
+    @property
+    def turns(self) -> list[int]:
+        """The turns in which there is something to look at."""
+        return sorted({*map(self.turn, self.made), *([INEXACTLY] if self.left[True] else [])})
+
+    @property
+    def free_seconds(self) -> float:
+        """What no plan goes below: it saves nothing in loops, which the plain step may do, and recomputes nothing."""
+        return min(self.graph.extra_seconds, 0.0)
+
+    @property
+    def cheap_seconds(self) -> float:
+        """Plans of at most so many extra seconds are not worth another round."""
+        return self.free_seconds + CHEAP * self.graph.step_seconds
+
+    def make(self, variant: Variant) -> list[Graph]:
+        """Add the graphs of a variant, if it can be made, and return them; the shallower ones are passed over."""
+        for left in self.left.values():
+            if variant in left:
+                at = left.index(variant)
+                self.passed += left[:at]
+                del left[: at + 1]
+        if variant in self.passed:
+            self.passed.remove(variant)
+        graph = self.space.of(variant)
+        self.made += (made := _with_and_without_host(graph) if graph else [])
+        return made
+
+    def add_variant(self, seconds: float | None, budget: int, turn: int) -> bool:
+        """Make the next variant of a turn that may fit, if none is known that takes less; return whether there was one.
+
+        **Arguments:** `seconds` that the best so far takes, None if nothing fits.
+        """
+        for variant in [*(left := self.left[turn == INEXACTLY])]:
+            estimate = self.variants.estimate(variant)
+            if seconds is not None and seconds <= self.graph.extra_seconds + estimate.more_seconds:
+                return False
+            last = bool(left) and variant is left[-1]
+            if (self.plain_nbytes - estimate.fewer_nbytes <= budget or last) and self.make(variant):
+                return True
+        return False
+
+    @mechanism("loops in parts", off=lambda *_: [])
+    def split_loop(self, solutions: Sequence[tuple[Graph, Solution]], allowance: int) -> list[Graph]:
+        """Add the graphs of a variant with one of its loops in parts, and return them, if the best of these solutions
+        of its graphs, which fit, is a good deal slower than such a variant promises to be. None is looked at twice.
+        """
+        if not solutions:
+            return []
+        seconds = min(extra_seconds(graph, solution.schedule) for graph, solution in solutions)
+        variant, host = solutions[0][0].form, solutions[0][0].host
+        if (variant, host) in self.looked_at or seconds <= self.cheap_seconds:
+            return []
+        self.looked_at.add((variant, host))
+        if not self.variants.loops.unsplit(variant):
+            return []
+        with phase("looking for a loop to split", kind="solve"):
+            looked = (best_split(*each, allowance, self.solver, self.time_limit) for each in solutions)
+            found = min(filter(None, looked), key=lambda each: each.seconds, default=None)
+        if found is None or seconds - found.seconds < UNEVEN * self.graph.step_seconds:
+            return []
+        split = self.variants.split(variant, found.pair, found.share)
+        return [graph for each in split for graph in self.make(each)]
+
+    def make_lowest(self, most_seconds: float) -> None:
+        """Add the graphs of the variants that may need the least memory at an affordable overhead, of all that are not
+        made yet: the first that is near the least of all, of those without levels, of those that change numbers, and of
+        microbatches; no others are made then.
+        """
+        most_seconds -= self.graph.extra_seconds
+        of = self.variants.estimate
+        known = [*self.passed, *self.left[False], *self.left[True]]
+        able = [each for each in known if of(each).more_seconds <= most_seconds]
+        parts = [each for each in able if not of(each).whole]
+        exact = [each for each in parts if not self.variants.is_inexact(each)]
+        made: list[Variant] = []
+        for among in (
+            [each for each in exact if not deep(each)],
+            exact,
+            [each for each in parts if each not in exact],
+            [each for each in able if of(each).whole],
+        ):
+            enough = max((of(each).fewer_nbytes for each in among), default=0)
+            enough -= LEAST_SLACK * self.temporaries_nbytes
+            lowest = next((each for each in among if of(each).fewer_nbytes >= enough), None)
+            if lowest is not None and lowest not in made:
+                made.append(lowest)
+                self.make(lowest)
+        cheaper = (each for each in able if of(each).whole and each not in made)
+        self.shallower = sorted(cheaper, key=lambda each: of(each).fewer_nbytes)
+        self.passed, self.left = [], {False: [], True: []}
+
+    def make_shallower(self) -> list[Graph]:
+        """Add the graphs of the deepest variant in microbatches that is left, and return them: where the one that was
+        made of these turns out to be slower than it promised.
+        """
+        return self.make(self.shallower.pop()) if self.shallower else []
+
+
+def _with_and_without_host(graph: Graph) -> list[Graph]:
+    """Return the cuttings of a graph into stages; where values may be in host memory and none must, also those where
+    none are. What copies cost besides is for the compiler to say, and both compete.
+    """
+    made = cuttings(graph)
+    if graph.host is None or graph.pinned["offload"]:
+        return made
+    return [*made, *(replace(cut, host=None) for cut in made)]
+
+
+@dataclass
+class Candidate:
+    """One graph, cut into stages: what was `compiled` of it; the predicted peak to ask for next (`allowance`), and the
+    `pending` solution for that, with its rank (`order`); by how many seconds the model erred on the last of its
+    variant, with host memory; whether no more is to be gained of it (`closed`).
+    """
+
+    graph: Graph
+    compiled: Sequence[CompiledCandidate] = ()
+    allowance: int = -1
+    pending: Solution | None = None
+    order: tuple[float, ...] = ()
+    error_seconds: float = 0.0
+    closed: bool = False
+
+    @property
+    def expected(self) -> tuple[float, ...]:
+        """The rank if the model errs as it did on the last, where that is known."""
+        fits, seconds, *more = self.order
+        return (fits, seconds + self.error_seconds, *more) if not fits else self.order
+
+    def gain(self, seconds: float, best: CompiledCandidate) -> float:
+        """Return what a solution that takes so long may save, if the model errs as it did on the last."""
+        last = self.compiled[-1] if self.compiled else best
+        return best.seconds - seconds - (last.seconds - last.profile.extra_seconds)
+
+
+def cheapest(candidates: Sequence[Candidate], alike_seconds: float) -> Candidate | None:
+    """Return the cheapest candidate; of those that fit about as cheaply one that leaves host memory alone, and
+    that of the fewest stages: where barriers divide what the compiler would make one kernel of, the model does not see
+    it.
+    """
+    best = min(candidates, key=lambda each: each.expected, default=None)
+    if best is None or best.order[0] != 0.0:
+        return best
+    cheap = [each for each in candidates if each.expected[:2] <= (0.0, best.expected[1] + alike_seconds)]
+
+    def order(candidate: Candidate) -> tuple[bool, int, tuple[float, ...]]:
+        copies = candidate.pending is not None and bool(candidate.pending.schedule.offloaded)
+        return copies, len(candidate.graph.stages), candidate.expected
+
+    return min(cheap, key=order)
+
+
+def next_allowance(compiled: Sequence[CompiledCandidate], budget: int) -> int:
+    """Return the predicted peak to ask for next: where predicted against compiled peaks so far meet the budget, and
+    nearer to what fits with each in a row that does not, for compiled peaks may follow slowly.
+
+    Where none fits, less by what is missing, and with each one twice as much. Where none above one that fits exceeds
+    it, more by what is left, or the budget itself: far below it the model may err as it does not near it.
+    """
+    fits = [each for each in compiled if each.peak_nbytes <= budget]
+    exceeds = [each for each in compiled if each.peak_nbytes > budget]
+    if not fits:
+        last = compiled[-1]
+        # A tenth more than is missing, so that the next one does not miss by rounding.
+        return last.profile.peak_nbytes + int(1.1 * 2 ** len(exceeds[1:]) * (budget - last.peak_nbytes))
+    low = max(fits, key=lambda each: each.profile.peak_nbytes)
+    above = [each for each in exceeds if each.profile.peak_nbytes > low.profile.peak_nbytes]
+    if not above:
+        return max(budget, *(budget - each.beyond_nbytes for each in fits))
+    high = min(above, key=lambda each: each.profile.peak_nbytes)
+    reach = high.profile.peak_nbytes - low.profile.peak_nbytes
+    share = (budget - low.peak_nbytes) / (high.peak_nbytes - low.peak_nbytes)
+    in_a_row = sum(1 for _ in takewhile(lambda each: each.peak_nbytes > budget, reversed(compiled)))
+    share /= 2 ** max(in_a_row - 1, 0)
+    return low.profile.peak_nbytes + int(min(share, 0.95) * reach)
+
+
+class LoopSplit(NamedTuple):
+    """**Fields:** `pair` the number of the loop among the graph's pairs; `share` of its iterations that have the
+    smaller schedule; `seconds` that the step then takes longer than the plain one, if its memory is linear in between
+    and the last iteration recomputes nothing.
+    """
+
+    pair: int
+    share: float
+    seconds: float
+
+
+def best_split(
+    graph: Graph, solution: Solution, budget_nbytes: int, solver: Solver, time_limit: float
+) -> LoopSplit | None:
+    """Return what a step may gain by treating iterations of one loop in two ways; None where it is nothing.
+
+    All iterations of a loop have one schedule, so that what it saves jumps by a value of every iteration at once, and a
+    budget between two schedules is not used up. As two loops (see `_loop_levels`), one takes the cheaper schedule and
+    the other the smaller one: seconds and bytes lie on the line between the two, which are the ends of an edge of the
+    convex hull of memory against time (`_solver._hull`). The iteration that the backward pass comes to first needs no
+    memory to save what it would recompute at once: it is a part of its own, and that saves what it would take to
+    recompute it.
+
+    **Arguments:** `solution` within the budget.
+    """
+    if not graph.pairs:
+        return None
+    now = extra_seconds(graph, solution.schedule)
+    again = [_again(graph, solution.schedule, loop) / graph.loop_lengths[loop] for loop in graph.pairs]
+    pair = max(range(len(again)), key=again.__getitem__)
+    whole = LoopSplit(pair, 1.0, now - again[pair]) if again[pair] > 0 else None
+    priced = solver if isinstance(solver, Priced) else MinCut()
+    ends = edge(graph, priced, solution, budget_nbytes, TIME_SHARE * time_limit)
+    if ends is None:
+        return whole
+    high, low = ends
+    if high.peak_nbytes == low.peak_nbytes:
+        return whole
+    assert high.solution is not None and low.solution is not None
+    share = (high.peak_nbytes - budget_nbytes) / (high.peak_nbytes - low.peak_nbytes)
+    stacked = _stacked(graph, high.solution.schedule), _stacked(graph, low.solution.schedule)
+    fewer = [more - less for more, less in zip(*stacked, strict=True)]
+    pair = max(range(len(fewer)), key=fewer.__getitem__)
+    length = graph.loop_lengths[graph.pairs[pair]]
+    room, larger = budget_nbytes - low.peak_nbytes, length - ceil(share * length)
+    found = [] if whole is None else [whole]
+    # Of what few iterations leave over, more of them that save less may have a use.
+    numbers = {min(max(times * larger, 2), length - 2) for times in MULTIPLES}
+    for n in sorted(numbers if fewer[pair] > 0 and length > 3 else ()):
+        wanted = low.peak_nbytes + room * length // n
+        solved = solver.solve(graph, wanted, time_limit=TIME_SHARE * time_limit)
+        seconds = low.seconds + n / length * (extra_seconds(graph, solved.schedule) - low.seconds)
+        if seconds < now and simulate(graph, solved.schedule).peak_nbytes <= wanted:
+            found.append(LoopSplit(pair, 1 - n / length, seconds - again[pair]))
+    return min(found, key=lambda each: each.seconds, default=None)
+
+
+def _again(graph: Graph, schedule: Schedule, loop: int) -> float:
+    """Return the seconds of what a schedule recomputes, and need not, for the backward loop of this pair."""
+    wanted = graph.pinned["recompute"]
+    return sum(
+        graph.nodes[n].seconds
+        for stage, nodes in zip(graph.stages, schedule.recomputed, strict=True)
+        if graph.repeats(graph.nodes[stage.start].loop, loop)
+        for n in nodes
+        if graph.nodes[n].loop == loop and wanted.isdisjoint(graph.nodes[n].outputs)
+    )
+
+
+def _stacked(graph: Graph, schedule: Schedule) -> list[int]:
+    """Return by pair the bytes that a schedule saves in its forward loop."""
+    loops = [graph.nodes[graph.values[v].producer].loop for v in schedule.saved]
+    nbytes = [graph.values[v].saved_nbytes for v in schedule.saved]
+    return [sum(n for n, loop in zip(nbytes, loops, strict=True) if loop == pair) for pair in graph.pairs]

@@ -1,0 +1,286 @@
+"""Graph, allowance -> a schedule; schedule -> compiled: the ledger of a search, with the seconds and work of both.
+
+Invariant: no answer is worse, by the model, than one that the solver gave before for the same graph.
+"""
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from .._compiler._compiled_step import CompiledStep
+from .._emit._emit import FINISHED
+from .._model._graph import Graph
+from .._model._schedule import Passing, Schedule, check
+from .._model._simulate import Profile, simulate
+from .._report._outcome import Round
+from .._runtime._bytes import format_nbytes
+from .._runtime._errors import SolverError
+from .._runtime._progress import Stopwatch, phase
+from .._solver import MinCut, Solution, Solver
+
+COMPILATIONS = 2
+MORE_COMPILATIONS = 6
+EQUATIONS = 6000
+"""A search compiles 2 plans, and one more for each time that its step goes into 6,000 equations, but at most 8: a
+thousand equations take XLA 2 to 5 s, so that all take three compilations of the plain step and 15 s, or less."""
+
+WHILE_NOTHING_FITS = 2
+"""So many times as many while no plan fits."""
+
+SOLVES = 10
+"""For each of these compilations: two for each form of the step that a round compares."""
+
+FIRST_SOLVES, FIRST_SHARE, LATER_SHARE = 12, 1 / 3, 1 / 10
+"""The first solves get this share of the time limit, the others that: with many forms each is worth less."""
+
+LEAST_SOLVE_SECONDS = 1.0
+"""What a solve gets when the user's time is up."""
+
+
+@dataclass
+class Effort:
+    """The work of a search, which ends it.
+
+    Work is counted, not timed, so that a warm cache or a busy machine changes no plan; a clock ends a search only where
+    the user gave `planning_seconds`, and the plan says so. What is begun is not stopped.
+
+    **Fields:** `stopwatch` since planning began; `equations` of the step; `planning_seconds` that the user gave;
+    `limited` whether work is; `turns` in which plans are looked for, which have as much work each and share the user's
+    seconds; `turn` the present one, from 1 on; `unfused_builds` whether what is compiled in search is compiled anew to
+    run; `fits` whether there is a program that does anyway; `compile_seconds` of the last plan, at first of the plain
+    step; `compilations` of plans and `solves` so far; `exhausted` whether a limit on work has ended the search.
+    """
+
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    equations: int = 0
+    planning_seconds: float = math.inf
+    limited: bool = True
+    turns: int = 1
+    turn: int = 1
+    unfused_builds: bool = False
+    fits: bool = False
+    compile_seconds: float = 0.0
+    compilations: int = 0
+    solves: int = 0
+    exhausted: bool = False
+
+    def most(self, fits: bool) -> int:
+        """Return how many compilations one turn may take."""
+        most = COMPILATIONS + min(MORE_COMPILATIONS, EQUATIONS // max(self.equations, 1))
+        return most if fits or self.fits else WHILE_NOTHING_FITS * most
+
+    @property
+    def left_seconds(self) -> float:
+        """The user's, in this turn."""
+        finishing = self.compile_seconds if self.unfused_builds else 0.0
+        return self.turn * self.planning_seconds / self.turns - self.stopwatch.seconds - finishing
+
+    def allows(self, fits: bool) -> bool:
+        """Return whether one more plan may be compiled, once something fits or while nothing does."""
+        if self.left_seconds < self.compile_seconds:
+            self.stopwatch.interrupted = True
+            return False
+        most = self.turn * self.most(fits)
+        allowed = not self.limited or (self.compilations < most and self.solves < SOLVES * most)
+        self.exhausted |= not allowed
+        return allowed
+
+    def compiled(self, seconds: float) -> None:
+        """Count a plan that was compiled."""
+        self.compilations += 1
+        self.compile_seconds = seconds
+
+    def solving(self, time_limit: float) -> float:
+        """Count a solve, and return the seconds for it, of those that the user allows at most."""
+        self.solves += 1
+        if self.limited:
+            time_limit *= FIRST_SHARE if self.solves <= FIRST_SOLVES else LATER_SHARE
+        left = max(self.left_seconds, LEAST_SOLVE_SECONDS)
+        self.stopwatch.interrupted |= time_limit > left
+        return min(time_limit, left)
+
+    def __str__(self) -> str:
+        return f"{self.compilations} plans compiled and {self.solves} solves"
+
+
+SLACK = 0.02
+"""A plan that leaves this share of the temporaries' budget unused, and costs something, is worth another round,"""
+
+UNPROVEN = 0.1
+"""and so is one that uses it, where the solver was left as far, as a share of the step, from its own bound."""
+
+DOUBT = 0.05
+"""Where the model's seconds count, extra ones of the compiled kernels are believed as far as they are over this share
+of a step."""
+
+
+@dataclass(frozen=True)
+class CompiledCandidate:
+    """One emitted and compiled schedule, of a graph with some cutting into stages.
+
+    **Fields:** `detached` as of `_emit.emit`; `ended_seconds` since planning began when it was there.
+    """
+
+    graph: Graph
+    solution: Solution
+    fence: str
+    profile: Profile
+    jitted: Any
+    compiled: CompiledStep
+    peak_nbytes: int
+    compiled_overhead: float
+    compile_seconds: float
+    detached: tuple[Passing, ...] = ()
+    solve_seconds: float = 0.0
+    ended_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Extra seconds of a step: of the compiled kernels where they say it, else by the model, unless those are
+        many: what the compiler makes of a form may be another program than the model has in mind.
+        """
+        if self.graph.backend.fuses_reductions:
+            return self.compiled_overhead * self.graph.step_seconds
+        believed = (self.compiled_overhead - DOUBT) * self.graph.step_seconds
+        return max(self.profile.extra_seconds, believed) if believed > 0 else self.profile.extra_seconds
+
+    @property
+    def beyond_nbytes(self) -> int:
+        """What the compiled peak is above the predicted one."""
+        return self.peak_nbytes - self.profile.peak_nbytes
+
+    def fills(self, budget: int) -> bool:
+        """Return whether it uses the budget, and is about the cheapest that would."""
+        room = budget - self.peak_nbytes
+        return 0 <= room <= SLACK * (budget - self.graph.base_nbytes) and self.round.gap <= UNPROVEN
+
+    @property
+    def round(self) -> Round:
+        """What a plan tells of it."""
+        overhead = self.profile.extra_seconds / (self.graph.step_seconds or 1.0)
+        return Round(
+            predicted_peak_nbytes=self.profile.peak_nbytes,
+            compiled_peak_nbytes=self.peak_nbytes,
+            overhead=overhead,
+            compiled_overhead=self.compiled_overhead,
+            gap=max(overhead - self.solution.lower_bound, 0.0),
+            solver=self.solution.solver,
+            stages=len(self.graph.stages),
+            form=self.graph.form,
+            fence=self.fence,
+            solve_seconds=self.solve_seconds,
+            compile_seconds=self.compile_seconds,
+        )
+
+
+class NoProgramError(Exception):
+    """No variant of a step could be emitted and compiled, which is a defect; not for the user to see."""
+
+
+class Compiler(Protocol):
+    """Emits and compiles solutions."""
+
+    def compile(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate | None:
+        """Return a solution compiled with a form of barriers (see `_emit`), None where no program came of it."""
+        ...
+
+
+@dataclass
+class Ledger:
+    """What a search has solved and compiled.
+
+    **Fields:** the user's `solver` and its `time_limit` for each solve; the `effort` that the search takes; the
+    `compiler`, None where nothing is to be compiled; `compiled` candidates in order; `seconds` spent in solvers; the
+    schedules that were `solved`, within other allowances too; `failed` the `id`s of graphs of which no program came.
+    """
+
+    solver: Solver
+    effort: Effort
+    time_limit: float
+    compiler: Compiler | None = None
+    compiled: list[CompiledCandidate] = field(default_factory=list)
+    seconds: float = 0.0
+    solved: list[tuple[Graph, Schedule, Profile]] = field(default_factory=list)
+    failed: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        # The model is least sure where memory is least: a mere price of memory, which leans on it less, is asked too.
+        self.of_least: tuple[Solver, ...] = (self.solver, MinCut())
+        self._lowest: dict[tuple[int, int], Solution] = {}  # by `id`s of a graph and a solver
+
+    def some(self) -> list[CompiledCandidate]:
+        """Return what was compiled. **Raises:** `NoProgramError` where that is nothing."""
+        if not self.compiled:
+            raise NoProgramError
+        return self.compiled
+
+    def best(self, budget: float) -> CompiledCandidate | None:
+        """Return the cheapest that fits so far."""
+        fitting = [each for each in self.compiled if each.peak_nbytes <= budget]
+        return min(fitting, key=lambda each: (each.seconds, each.peak_nbytes), default=None)
+
+    def compile(self, graph: Graph, solution: Solution, fence: str = FINISHED) -> CompiledCandidate | None:
+        """Compile a solution, and note the seconds of solving since the one before; None where no program came."""
+        found = None
+        if self.compiler is not None and id(graph) not in self.failed:
+            found = self.compiler.compile(graph, solution, fence)
+        if found is None:
+            self.failed.add(id(graph))
+            return None
+        self.effort.compiled(found.compile_seconds)
+        before = sum(each.solve_seconds for each in self.compiled)
+        self.compiled.append(replace(found, solve_seconds=self.seconds - before))
+        return self.compiled[-1]
+
+    def knows(self, graph: Graph, solution: Solution) -> bool:
+        """Return whether the same schedule of the same variant was compiled."""
+        same = (each for each in self.compiled if each.solution.schedule == solution.schedule)
+        return any(each.graph.form == graph.form for each in same)
+
+    def know(self, graph: Graph, schedule: Schedule) -> None:
+        """Remember a schedule that was found elsewhere."""
+        self.solved.append((graph, schedule, simulate(graph, schedule)))
+
+    def lowest(self, graph: Graph, solver: Solver | None = None) -> Solution:
+        """Return the solution of least predicted peak, of one of the solvers `of_least`."""
+        key = id(graph), id(solver or self.solver)
+        if key not in self._lowest:
+            self._lowest[key] = self.within(graph, None, solver)
+        return self._lowest[key]
+
+    def is_lowest(self, solution: Solution, solver: Solver | None = None) -> bool:
+        """Return whether it is one of those, of this solver where one is named."""
+        return any(
+            solution is found
+            for (_, own), found in self._lowest.items()
+            if solver is None or own == id(solver)
+        )
+
+    def within(self, graph: Graph, allowance: int | None, solver: Solver | None = None) -> Solution:
+        """Return the solution within an allowance, None for the least memory. **Raises:** `SolverError`."""
+        solver = solver or self.solver
+        began = time.monotonic()
+        within = "for the least memory" if allowance is None else f"within {format_nbytes(allowance)}"
+        seconds = self.effort.solving(self.time_limit)
+        with phase(f"solving {within}", kind="solve"):
+            solution = solver.solve(graph, allowance, time_limit=seconds)
+        self.seconds += time.monotonic() - began
+        if not isinstance(solution, Solution):
+            raise SolverError(
+                f"The solver {solver!r} returned a {type(solution).__name__}. "
+                "Its method `solve` must return a `jaxremat.Solution`, for example `Solution(close_over_dependencies(graph, saved))`."
+            )
+        check(graph, solution.schedule)
+        return self._never_worse(graph, allowance, solution) if solver is self.solver else solution
+
+    def _never_worse(self, graph: Graph, allowance: int | None, solution: Solution) -> Solution:
+        """Return the solution, with the best schedule that the solver has found before in place of its own, if that is
+        better: it may have come to the end of its work.
+        """
+        self.know(graph, solution.schedule)
+        if allowance is None:
+            return solution
+        alike = [each for each in self.solved if each[0] is graph and each[2].peak_nbytes <= allowance]
+        best = min(reversed(alike), key=lambda each: each[2].extra_seconds, default=self.solved[-1])
+        return replace(solution, schedule=best[1])

@@ -1,0 +1,225 @@
+"""Step as written -> the variants that it may take: what each rule of a table may do to it, with estimates.
+
+To add a form of the step: a rule in `RULES`, and the pass that follows it in `_rewrite._passes.FORM_PASSES`.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex
+
+from .._attention._finding import Site, attention
+from .._attention._kernels import LEAST_CAPABILITY, gradient_fits, kernels_seconds
+from .._compiler._devices import DeviceSpec
+from .._compiler._tried_kernels import kernels_work
+from .._model._graph import Graph
+from .._model._loop_levels import Loops
+from .._model._schedule import save_all
+from .._model._simulate import simulate
+from .._model._sites import REVERSIBLE, Sites, Variants
+from .._model._variant import ATTENTION, COPIES, INNER, REVERSED, ROWS, Estimate
+from .._program._flops import alone_seconds, aval_nbytes
+from .._program._primitives import is_fusion_root
+from .._rewrite._encodings import allowed, fewer_nbytes
+from .._rewrite._flat_program import BACKWARD, FORWARD, alive
+from .._rewrite._inlined_loops import closed_loop
+from .._rewrite._inner_loops import fewer_nbytes as inner_nbytes
+from .._rewrite._inner_loops import inner_pairs
+from .._rewrite._reversed_chains import chains
+from .._rewrite._reversed_loops import reversible_nbytes
+from .._rewrite._row_regions import Region
+from .._rewrite._trace import Traced
+
+ROW_COPIES = 2
+"""How often a row that is written over another is written and read for that alone."""
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """The step as it is written, some of which rules may do otherwise.
+
+    **Fields:** `traced`, and `there` as one device has it; `graph`; `device`, and `here` the GPU if it is at hand;
+    what is allowed by `allow`.
+    """
+
+    traced: Traced
+    there: Traced
+    graph: Graph
+    device: DeviceSpec
+    here: Any
+    allow: Collection[str]
+
+
+Estimates = Mapping[tuple[int, tuple[int, ...]], Estimate]
+"""By site and setting what a rule may do, as of `Sites`."""
+
+
+class Rule(NamedTuple):
+    """What may be done otherwise in a step.
+
+    **Fields:** `name` in a `Choice`; `estimate` finds its sites in a step, and says what each setting is worth; `apply`
+    the passes that follow it, by their names in `FORM_PASSES`; `exact` and `together` as of `Sites`.
+    """
+
+    name: str
+    estimate: Callable[[PlainStep], Estimates]
+    apply: tuple[str, ...]
+    exact: bool = True
+    together: bool = False
+
+
+def variants(step: PlainStep, *, decided: bool) -> Variants:
+    """Return the variants that a step may take.
+
+    **Arguments:** `decided` whether the user says what is saved: then loops alone are done otherwise.
+    """
+    found = ((rule, rule.estimate(step)) for rule in RULES if not decided)
+    sites = tuple(Sites(rule.name, each, rule.exact, rule.together) for rule, each in found if each)
+    alone = step.traced.attention_places is None  # of chunks it is not known where each device's part lies
+    return Variants(_loops(step), sites, in_chunks=(ATTENTION,) if alone else ())
+
+
+def _loops(step: PlainStep) -> Loops:
+    traced, bandwidth = step.traced, step.device.bandwidth
+    absorbing = [(g.fewer_nbytes, ROW_COPIES * g.written_nbytes / bandwidth) for g in traced.gains]
+    return Loops.of(step.graph, traced.lengths, traced.cuttable, absorbing)
+
+
+def _rows(step: PlainStep) -> Estimates:
+    """Rows, and most of the step, in chunks."""
+    return {
+        (site, (chunks,)): _chunked(step, region, chunks)
+        for site, region in enumerate(step.traced.regions)
+        if ("microbatches" if region.whole else "rows") in step.allow
+        for chunks in region.choices
+    }
+
+
+def _chunked(step: PlainStep, region: Region, chunks: int) -> Estimate:
+    """Estimate a region in so many chunks."""
+    graph, device = step.graph, step.device
+    fewer, more = region.fewer_nbytes(chunks), region.more_seconds(chunks, device)
+    if region.whole:
+        temporaries = simulate(graph, save_all(graph)).peak_nbytes - graph.base_nbytes
+        fewer = max(min(fewer, temporaries - temporaries // chunks) - region.sum_nbytes, 0)
+        trips = graph.total_trips
+        launched = sum(trips[n.loop] if n.loop >= 0 else 1 for n in graph.kernels())
+        more += (chunks - 1) * max(launched - region.kernels, 0) * device.launch_seconds
+    return Estimate(fewer, more, region.whole)
+
+
+def _inner(step: PlainStep) -> Estimates:
+    """Pairs of loops inside of pairs, inlined: the inner loops' forward passes run once more where the plain step does
+    not repeat them in the backward pass itself.
+    """
+    traced = step.traced
+    found = inner_pairs(traced.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops)
+    fewer = inner_nbytes(step.there.jaxpr.jaxpr.eqns, found)
+    nodes = (step.graph.nodes[i] for i in set(found.values()))
+    again = (n for n in nodes if traced.loops[n.loop].role == FORWARD)
+    return {(0, (1,)): Estimate(fewer, math.fsum(n.seconds for n in again))} if fewer else {}
+
+
+def _attention(step: PlainStep) -> Estimates:
+    """Attention without its matrix of scores: what is computed once more, less what is not written and read."""
+    traced, graph, device = step.traced, step.graph, step.device
+    if "attention" not in step.allow:
+        return {}
+    closed, places = traced.jaxpr, traced.attention_places
+    found = attention(closed, traced.program.scopes, [True] * len(traced.loop_of))
+    found = [site for site in found if places is None or site.pattern in places]
+    trips_of = _trips_of(traced, graph)
+    within = [] if places is not None else list(_attention_inside(closed, trips_of))
+    if not (found or within):
+        return {}
+    able = device.chip is not None and device.chip.capability >= LEAST_CAPABILITY
+    if able and step.here is not None:
+        able = kernels_work([*found, *(site for site, _, _ in within)], step.here)
+    how = 2 if able else 1
+    fewer, more = 0, 0.0
+    for site in found:
+        loop = traced.loop_of[site.at]
+        length, trips = graph.loop_lengths[loop] if loop >= 0 else 1, trips_of[site.at]
+        pattern = places[site.pattern].part(site.pattern) if places is not None else site.pattern
+        values = (graph.values[v] for i in site.forward for v in graph.nodes[i].outputs)
+        large = (v.nbytes for v in values if v.materialised and v.nbytes >= pattern.scores_nbytes)
+        fewer += length * max(sum(large), pattern.scores_nbytes)
+        once, back = (
+            math.fsum(graph.nodes[i].seconds for i in each) for each in (site.forward, site.backward)
+        )
+        differentiated = site.gradient is not None
+        if how > 1 and gradient_fits(pattern, [a.aval for a in (*site.operands, *site.leaves)]):
+            more += trips * kernels_seconds(pattern, device, gradient=differentiated) - once - back
+        elif differentiated:
+            more += once
+    for site, eqns, trips in within:
+        fewer = max(fewer, site.pattern.scores_nbytes)
+        if how > 1:
+            once = math.fsum(alone_seconds(device, eqns[i]) for i in site.forward if is_fusion_root(eqns[i]))
+            more += trips * (kernels_seconds(site.pattern, device, gradient=False) - once)
+    return {(0, (how,)): Estimate(fewer, more)}
+
+
+def _trips_of(traced: Traced, graph: Graph) -> list[int]:
+    """How often each equation of a step runs."""
+    trips = graph.total_trips
+    return [trips[loop] if loop >= 0 else 1 for loop in traced.loop_of]
+
+
+def _attention_inside(
+    closed: jex.ClosedJaxpr, trips: Sequence[int]
+) -> Iterator[tuple[Site, Sequence[jex.JaxprEqn], int]]:
+    """Attention in the bodies of loops that are not inlined, with the equations of each and how often it is done.
+
+    **Arguments:** `trips` how often each equation runs.
+    """
+    for eqn, around in zip(closed.jaxpr.eqns, trips, strict=True):
+        if (body := closed_loop(eqn)) is not None:
+            often = around * eqn.params["length"]
+            for site in attention(body, [-1] * len(body.jaxpr.eqns), alive(body)):
+                yield site, body.jaxpr.eqns, often
+            yield from _attention_inside(body, [often] * len(body.jaxpr.eqns))
+
+
+def _copies(step: PlainStep) -> Estimates:
+    """Values in fewer bits. Encoding and decoding are operations like others, whose time the graph has."""
+    traced, codes = step.traced, allowed(step.allow, step.traced.devices)
+    if not codes or traced.around:
+        return {}
+    fewer = fewer_nbytes(step.there.jaxpr.jaxpr, traced.loop_of, traced.loops, codes)
+    return {(0, codes): Estimate(fewer)} if fewer else {}
+
+
+def _reversed(step: PlainStep) -> Estimates:
+    """Blocks whose values the backward pass computes from their results."""
+    traced, graph = step.traced, step.graph
+    if REVERSIBLE not in step.allow or traced.around or traced.devices > 1:
+        return {}
+    found: dict[tuple[int, tuple[int, ...]], Estimate] = {}
+    for number, loop in enumerate(graph.pairs):
+        backward = [each.eqn for each in traced.loops if each.group == loop and each.role == BACKWARD]
+        carried = reversible_nbytes(traced.loops[loop].eqn, backward[0]) if len(backward) == 1 else 0
+        if carried:
+            again = math.fsum(node.seconds for node in graph.nodes if node.loop == loop)
+            found[number + 1, (1,)] = Estimate(graph.loop_lengths[loop] * carried, again)
+    blocks = [block for chain in chains(traced.jaxpr, traced.loop_of, traced.loops) for block in chain]
+    if blocks:
+        fewer = sum(aval_nbytes(v.aval) for block in blocks for v in block.names)
+        again = math.fsum(alone_seconds(step.device, e) for b in blocks for e in b.eqns if is_fusion_root(e))
+        found[0, (1,)] = Estimate(fewer, again)
+    return found
+
+
+RULES = (
+    Rule(ATTENTION, _attention, ("attention",)),
+    Rule(ROWS, _rows, ("rows",)),
+    Rule(INNER, _inner, ("loops",)),
+    Rule(COPIES, _copies, ("copies",), exact=False),
+    Rule(REVERSED, _reversed, ("reversed loops", "reversed chains"), exact=False, together=True),
+)
+"""The rules in the order in which variants combine them: a rule goes with what saves most of those before it.
+
+`LOOP` is a rule too, of the pass "levels", and the last one: its settings are so many that `Loops` computes them.
+"""

@@ -1,0 +1,124 @@
+"""Schedule -> the step that follows it, compiled, in which XLA overwrites nothing that is still read, and read.
+
+Invariant: every planned step that runs has passed `overwritten_reads`. Where that finds a kernel, the array that it
+reads twice is put behind a barrier of its own, and the step is compiled once more.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from .._compiler._compiled_step import CompiledStep
+from .._compiler._overwritten_reads import OverwrittenRead
+from .._emit._detaching import SCOPE
+from .._model._graph import Graph
+from .._model._schedule import Passing, Schedule
+from .._model._simulate import simulate
+from .._runtime._bytes import format_nbytes
+from .._runtime._progress import Stopwatch, phase
+from .._solver import Solution
+from ._baseline import Baseline
+from ._ledger import CompiledCandidate
+from ._problem import Problem
+
+logger = logging.getLogger("jaxremat")
+
+ROUNDS = 3
+"""Compilations at most. Putting an array behind a barrier divides kernels, so that others may read two names then."""
+
+
+class OverwrittenReadError(RuntimeError):
+    """A schedule of which the compiler makes kernels that may overwrite what they still read."""
+
+    def __init__(self, first: OverwrittenRead, *others: OverwrittenRead) -> None:
+        super().__init__(
+            f"the compiler lets the kernel `{first.kernel}` write over an array that it still reads through a barrier "
+            f"({first.barrier or 'none'}, operand {first.position}), and {len(others)} more kernels"
+        )
+
+
+@dataclass(frozen=True)
+class CompiledSchedule:
+    """**Fields:** `jitted` the step, and what it is `compiled` to; `detached` as of `_emit.emit`."""
+
+    jitted: Any
+    compiled: CompiledStep
+    detached: tuple[Passing, ...]
+
+
+def compile_schedule(
+    problem: Problem,
+    graph: Graph,
+    schedule: Schedule,
+    fence: str,
+    detached: Sequence[Passing] = (),
+    *,
+    to_run: bool = False,
+) -> CompiledSchedule:
+    """Emit and compile a schedule of one of a problem's graphs.
+
+    **Arguments:** `detached` what is known to be read twice; `to_run` whether it is compiled to run, not to be read.
+
+    **Raises:** `OverwrittenReadError` where the compiler makes such kernels all the same.
+    """
+    known = tuple(detached)
+    attempt = 0
+    while True:
+        attempt += 1
+        jitted = problem.jitted(graph, schedule, fence, known)
+        compiled = problem.finished(jitted) if to_run else problem.compile(jitted)
+        reads = compiled.overwritten_reads
+        if not reads:
+            return CompiledSchedule(jitted, compiled, known)
+        more = {(name, read.position) for read in reads for name in SCOPE.findall(read.barrier)[-1:]}
+        if attempt == ROUNDS or more <= set(known):
+            raise OverwrittenReadError(*reads)
+        known = tuple(sorted({*known, *more}))
+
+
+@dataclass
+class StepCompiler:
+    """Compiles solutions of one step, to be read. **Fields:** `baseline` that overheads are counted from; `stopwatch`
+    since planning began; `count` of what was tried.
+    """
+
+    baseline: Baseline
+    stopwatch: Stopwatch
+    count: int = 0
+
+    def compile(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate | None:
+        """Return a solution compiled with a form of barriers, None where no program came of it."""
+        make = partial(self._compiled, graph, solution, fence)
+        defects = self.baseline.problem.defects
+        return defects.attempted(f"barrier {fence!r}", make, graph.form, graph, solution)
+
+    def _compiled(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        baseline, profile = self.baseline, simulate(graph, solution.schedule)
+        self.count += 1
+        began = time.monotonic()
+        with phase(f"compiling plan {self.count}", kind="compile"):
+            made = compile_schedule(baseline.problem, graph, solution.schedule, fence)
+        plain_seconds = baseline.seconds
+        found = CompiledCandidate(
+            graph=graph,
+            solution=solution,
+            fence=fence,
+            profile=profile,
+            jitted=made.jitted,
+            compiled=made.compiled,
+            detached=made.detached,
+            peak_nbytes=made.compiled.peak_nbytes,
+            # 0 of a step of nothing
+            compiled_overhead=made.compiled.seconds / plain_seconds - 1 if plain_seconds else 0.0,
+            compile_seconds=time.monotonic() - began,
+            ended_seconds=self.stopwatch.seconds,
+        )
+        logger.info(
+            "predicted %s, compiled %s, overhead predicted %.2f %%, compiled %.2f %%",
+            format_nbytes(profile.peak_nbytes), format_nbytes(found.peak_nbytes),
+            100 * profile.extra_seconds / (graph.step_seconds or 1.0), 100 * found.compiled_overhead,
+        )  # fmt: skip
+        return found
