@@ -21,7 +21,7 @@ def remat(
     static_argnums: int | tuple[int, ...] = (),
     **options: Any,
 ) -> Any:
-    """A Flax module, or a method, whose backward pass is planned.
+    """Return a Flax module, or a method, whose backward pass is planned.
 
     **Arguments:**
 
@@ -67,7 +67,7 @@ def _of_either(
     static: tuple[int, ...],
     options: dict[str, Any],
 ) -> Callable[..., Any]:
-    """A function of a linen module or of NNX objects: which of them it is shows when it is called."""
+    """Return a function of a linen module or of NNX objects: which of them it is shows when it is called."""
     from flax import linen
 
     of_linen = _linen(fn, budget, variables, rngs, None, static, options)

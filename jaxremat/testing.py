@@ -47,7 +47,7 @@ _GRAPHS: dict[str, Callable[[], Graph]] = {
 
 
 def graphs() -> dict[str, Graph]:
-    """The zoo: a fresh copy of every graph that `check_solver` tries, by name."""
+    """Return the zoo: a fresh copy of every graph that `check_solver` tries, by name."""
     return {name: make() for name, make in _GRAPHS.items()}
 
 
@@ -138,7 +138,7 @@ def check_solver(solver: Solver, *, time_limit: float = 10.0) -> SolverReport:
 
 
 def frontier(graph: Graph, pairs: Sequence[tuple[int, int]] = ()) -> dict[int, float]:
-    """By brute force, for each peak that can be reached the least extra seconds that reach it.
+    """Return by brute force, for each peak that can be reached the least extra seconds that reach it.
 
     Over all sets of saved values and, for each, over all sets of those `pairs` (value, stage) that can be kept.
     """
@@ -152,7 +152,7 @@ def frontier(graph: Graph, pairs: Sequence[tuple[int, int]] = ()) -> dict[int, f
 
 
 def least_seconds(best: dict[int, float], budget_nbytes: int) -> float:
-    """The optimum of a `frontier` within a budget; infinite where nothing fits."""
+    """Return the optimum of a `frontier` within a budget; infinite where nothing fits."""
     return min((seconds for peak, seconds in best.items() if peak <= budget_nbytes), default=math.inf)
 
 
@@ -162,7 +162,7 @@ def _free(graph: Graph) -> list[int]:
 
 
 def subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """All choices of items, the empty one first."""
+    """Return all choices of items, the empty one first."""
     return chain.from_iterable(combinations(items, r) for r in range(len(items) + 1))
 
 
@@ -188,7 +188,9 @@ class _Case:
             yield self.judged(budget, least)
 
     def budgets(self) -> list[int]:
-        """From twice what the plain step needs to what nothing can do with, met exactly and missed by a byte."""
+        """Return from twice what the plain step needs to what nothing can do with, met exactly and missed by
+        a byte.
+        """
         base = self.own.base_nbytes
         room = self.plain_nbytes - base
         found = {2 * self.plain_nbytes, self.plain_nbytes, self.plain_nbytes - 1, base + 1}
@@ -198,7 +200,7 @@ class _Case:
         return sorted((budget for budget in found if budget > 0), reverse=True)
 
     def judged(self, budget: int | None, least: Profile) -> SolverRow:
-        """The row of a budget, of which no rule is broken."""
+        """Return the row of a budget, of which no rule is broken."""
         solution, profile = self.answer(budget)
         again, _ = self.answer(budget)
         if again != solution:
@@ -244,7 +246,7 @@ class _Case:
         return SolverRow(self.graph, budget, profile.peak_nbytes, overhead, bound, optimum)
 
     def answer(self, budget: int | None, time_limit: float | None = None) -> tuple[Solution, Profile]:
-        """The solver's answer and its profile, if it can be emitted and the graph is as it was."""
+        """Return the solver's answer and its profile, if it can be emitted and the graph is as it was."""
         shown = _GRAPHS[self.graph]()
         before = copy.deepcopy(shown)
         try:
@@ -301,7 +303,9 @@ _PLAYED = ("forward_tape", "played")
 
 
 def _changed(graph: Graph, before: Graph) -> bool:
-    """Whether a graph, with what it remembers of itself, is other than it was; what was simulated last is no matter."""
+    """Return whether a graph, with what it remembers of itself, is other than it was; what was simulated last is no
+    matter.
+    """
     missing = object()
     known = ((name, value) for name, value in vars(graph).items() if name not in _PLAYED)
     return any(value != getattr(before, name, missing) for name, value in known)

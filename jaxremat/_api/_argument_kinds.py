@@ -7,7 +7,7 @@ from ._strict_trees import OfLeaves, has_strict_trees
 
 
 def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> type[OfObjects] | type[OfLeaves] | None:
-    """What makes of the step one of plain trees; None where it is one."""
+    """Return what makes of the step one of plain trees; None where it is one."""
     if has_objects(args, kwargs):
         return OfObjects
     return OfLeaves if has_strict_trees(args, kwargs) else None

@@ -45,7 +45,8 @@ def checkpoint(
     solver: Solver | None = None,
     time_limit: float = 10.0,
 ) -> Any:
-    """A drop-in for `jax.checkpoint` on a loss, a block or a layer, which chooses what is saved and what recomputed.
+    """Return a drop-in for `jax.checkpoint` on a loss, a block or a layer, which chooses what is saved and what
+    recomputed.
 
     The plan is made for the types of the arguments, when the function is called or traced. A plan for a whole train
     step (`jaxremat.optimize`) sees more and does better; this one is for functions that something else differentiates.
@@ -157,7 +158,7 @@ class Checkpointed:
         return jax.tree.unflatten(function.out_tree, self._following(function, key)(*primals))
 
     def _following(self, function: Function, key: Any) -> Callable[..., Any]:
-        """The function of flat primals, with its plan."""
+        """Return the function of flat primals, with its plan."""
         if not (any(function.inexact) and any(function.differentiable)):
             return jex.jaxpr_as_fun(function.closed)
         if self._options.emit == "custom_vjp":
@@ -165,7 +166,7 @@ class Checkpointed:
         return self._segmented(function, key).follow
 
     def plan(self, *args: Any, **kwargs: Any) -> HeldPlan:
-        """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s), all of them differentiated."""
+        """Return the plan for these arguments (arrays or `jax.ShapeDtypeStruct`s), all of them differentiated."""
         function, _, key = called(self._program, args, kwargs, self._called)
         halves = self._options.emit == "custom_vjp"
         planned = self._halves(function, key, function.inexact) if halves else self._segmented(function, key)
@@ -181,7 +182,7 @@ class Checkpointed:
         return f"<jaxremat.checkpoint({options.budget!r}, {options.emit}) of {self._program.fn!r}>"
 
     def _segmented(self, function: Function, key: Any) -> _Planned:
-        """What follows is the function of flat primals, in parts of which each is a `jax.checkpoint`."""
+        """Return what follows is the function of flat primals, in parts of which each is a `jax.checkpoint`."""
         if key not in self._planned:
             self._planned[key] = self._in_segments(function, key[0])
         return self._planned[key]
@@ -208,7 +209,7 @@ class Checkpointed:
         return _Planned(as_plan(joint, found), checkpointed(function.body, cut, names, prevent_cse))
 
     def _halved(self, function: Function, key: Any) -> Callable[..., Any]:
-        """The function of flat primals, with the planned backward pass as its own derivative."""
+        """Return the function of flat primals, with the planned backward pass as its own derivative."""
         evaluate = jex.jaxpr_as_fun(function.closed)
 
         @jax.custom_vjp
@@ -232,7 +233,7 @@ class Checkpointed:
         return run
 
     def _halves(self, function: Function, key: Any, wanted: tuple[bool, ...]) -> _Planned:
-        """What follows are the `Halves` for the cotangents of the wanted primals."""
+        """Return what follows are the `Halves` for the cotangents of the wanted primals."""
         if (key, wanted) not in self._planned:
             joint = differentiated(function, wanted)
             found = self._found(joint)
@@ -241,7 +242,9 @@ class Checkpointed:
         return self._planned[key, wanted]
 
     def _found(self, joint: Joint, restrict: Callable[[Graph], Graph] | None = None) -> Found:
-        """The schedule for a joint program: that of an equal one, such as another layer's, if there was one."""
+        """Return the schedule for a joint program: that of an equal one, such as another layer's, if there
+        was one.
+        """
         options, device = self._options, detect(jax.devices()[0])
         wanted = (fingerprint(joint.traced), options.budget, options.emit, repr(options.solver))
         key = (*wanted, device)
@@ -282,7 +285,7 @@ _warned = False
 
 
 def _frames_to_the_user() -> int:
-    """How far up from who asks the first frame is that is neither this library's nor JAX's."""
+    """Return how far up from who asks the first frame is that is neither this library's nor JAX's."""
     ours = (os.path.dirname(jax.__file__ or "") + os.sep, str(Path(__file__).parents[1]) + os.sep)
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(ours):
@@ -293,7 +296,7 @@ def _frames_to_the_user() -> int:
 def _backward(
     halves: Halves, wanted: tuple[bool, ...], differentiable: tuple[bool, ...], *operands: Any
 ) -> tuple[Any, ...]:
-    """The cotangents of all primals, None for those that are not wanted."""
+    """Return the cotangents of all primals, None for those that are not wanted."""
     *saved, cotangents = operands
     known = [
         jnp.zeros(*_shape_and_type(c)) if isinstance(c, SymbolicZero) else c

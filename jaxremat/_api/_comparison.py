@@ -109,7 +109,7 @@ def compare(step: Step, *args: Any, rtol: float = 1e-3, **kwargs: Any) -> Compar
 
 
 def differences(plain: Run, planned: Run, args: Any, kwargs: Any, rtol: float) -> list[Leaf]:
-    """Every leaf of the results of both, in order. **Arguments:** `rtol` allowed of a leaf's scale."""
+    """Return every leaf of the results of both, in order. **Arguments:** `rtol` allowed of a leaf's scale."""
 
     def results(run: Run, args: Any, kwargs: Any) -> list[tuple[str, np.ndarray]]:
         args, kwargs = copied((args, kwargs))
@@ -157,19 +157,19 @@ def _leaf(path: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, before: Any, r
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference; infinite where not the same entries are finite."""
+    """Return the largest difference; infinite where not the same entries are finite."""
     if not np.array_equal(np.isfinite(a), np.isfinite(b)):
         return float("inf")
     return float(np.abs(np.nan_to_num(a - b)).max(initial=0.0))
 
 
 def copied(tree: Any) -> Any:
-    """The same tree with arrays of its own."""
+    """Return the same tree with arrays of its own."""
     return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, (jax.Array, np.ndarray)) else x, tree)
 
 
 def _nudged(tree: Any) -> Any:
-    """The same with every float moved to a neighbour."""
+    """Return the same with every float moved to a neighbour."""
 
     def nudge(x: Any) -> Any:
         if isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.floating):

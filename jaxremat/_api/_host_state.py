@@ -27,7 +27,7 @@ from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
 
 
 def usable(options: Options, spec: DeviceSpec, here: Any) -> HostMemory | None:
-    """Host memory, where the planner may use it. **Arguments:** `here` the device, None for a target."""
+    """Return host memory, where the planner may use it. **Arguments:** `here` the device, None for a target."""
     if not options.offload:
         return None
     allowed = None if options.host_budget is None else parse_nbytes(options.host_budget)
@@ -56,7 +56,7 @@ class Arrangement:
     prepare: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Problem, Request]]
 
     def arranged(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """The arguments where a plan wants them."""
+        """Return the arguments where a plan wants them."""
         return self._moved(plan.on_host, args, kwargs) if plan.on_host else (args, kwargs)
 
     def give_up(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Arrangement:
                 leaves[place].delete()
 
     def planned(self, given: Plan | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        """The plan for these arguments. **Raises:** as `agreed`."""
+        """Return the plan for these arguments. **Raises:** as `agreed`."""
         if given is not None:
             return agreed(*self.prepare(*self.arranged(given, args, kwargs)), given)
         problem, request = self.prepare(args, kwargs)
@@ -89,7 +89,9 @@ class Arrangement:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Planned:
-        """The plan with as many of the arguments in host memory as are worth it. **Raises:** the last refusal."""
+        """Return the plan with as many of the arguments in host memory as are worth it. **Raises:** the last
+        refusal.
+        """
         sizes, step_seconds = movable(problem), refused.step_seconds
         found: list[Planned] = []
         for places in enough(sizes, missing_nbytes(refused, request)):
@@ -112,7 +114,7 @@ class Arrangement:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Planned:
-        """The plan of the step with these arguments in host memory, timed against the step without."""
+        """Return the plan of the step with these arguments in host memory, timed against the step without."""
         problem, request = self.prepare(*self._moved(places, args, kwargs))
         on_host_nbytes = sum(sizes[place] for place in places)
         planned = agreed(beside(problem, on_host_nbytes), request, None)
@@ -140,7 +142,7 @@ class Arrangement:
 
 
 def _said(planned: Planned) -> Planned:
-    """The plan, with a warning where it returns some of the arguments elsewhere than they came from."""
+    """Return the plan, with a warning where it returns some of the arguments elsewhere than they came from."""
     if nbytes := planned.plan.on_host_nbytes:
         warnings.warn(
             f"The plan keeps {format_nbytes(nbytes)} of the donated arguments, which are read to be "

@@ -22,7 +22,8 @@ def name_values(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """The function with a `checkpoint_name` on every value that it computes, also within the bodies of its scans.
+    """Return the function with a `checkpoint_name` on every value that it computes, also within the bodies of its
+    scans.
 
     The names follow from the program alone: the same function, called with the same types, names its values alike. So
     `jaxremat.policy` of a plan for a step that uses `name_values(fn)` means the same values in

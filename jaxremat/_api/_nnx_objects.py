@@ -16,8 +16,8 @@ from .._compiler._program import Program
 
 
 def has_objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether NNX objects are among the arguments. A `State` is none, nor is what `nnx.jit` makes of an object: those
-    are trees already.
+    """Return whether NNX objects are among the arguments. A `State` is none, nor is what `nnx.jit` makes of an
+    object: those are trees already.
     """
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -55,7 +55,9 @@ class OfObjects:
         self._outside.jitted_fn = self
 
     def _beside_static(self, shardings: Any, program: Program) -> Any:
-        """The arguments' shardings with a place for each static argument, as the function of trees gives them back."""
+        """Return the arguments' shardings with a place for each static argument, as the function of trees gives
+        them back.
+        """
         if not isinstance(shardings, tuple | list):
             return shardings
         every = list(shardings)
@@ -74,7 +76,7 @@ class OfObjects:
         return self._outside(*args, **kwargs)
 
     def ask(self, question: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function says of what was made, for the trees; the objects stay as they are."""
+        """Return what a function says of what was made, for the trees; the objects stay as they are."""
         self._question = question
         self._outside.lower(*args, **kwargs)
         return self._answer

@@ -47,7 +47,7 @@ def optimize(
     host_budget: Budget = None,
     allow: Collection[str] = EXACT,
 ) -> Callable[[Callable[..., Any]], "Step"]:
-    """A drop-in for `jax.jit` on a whole train step that keeps its compiled peak within a budget.
+    """Return a drop-in for `jax.jit` on a whole train step that keeps its compiled peak within a budget.
 
     **Arguments:**
 

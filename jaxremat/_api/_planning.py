@@ -16,7 +16,7 @@ from ._step import Step
 
 
 def plan(fn: Callable[..., Any], *args: Any, budget: Budget, **options: Any) -> Plan:
-    """The plan of a step for these arguments, without decorating it.
+    """Return the plan of a step for these arguments, without decorating it.
 
     **Arguments:** the step's own (arrays or `jax.ShapeDtypeStruct`s), `budget` and the options of `jaxremat.optimize`.
     Keyword arguments of the step itself are given by wrapping it in `functools.partial`.
@@ -32,7 +32,7 @@ def memory(
     compiler_options: dict[str, Any] | None = None,
     target: str | None = None,
 ) -> MemoryStats:
-    """What any function needs on one device, by compiling it: the trustworthy number.
+    """Return what any function needs on one device, by compiling it: the trustworthy number.
 
     **Arguments:** the function (jitted or not, or a `Step`) and its arguments (arrays or `jax.ShapeDtypeStruct`s);
     `target` as in `optimize`; the rest as in `jax.jit`. On the CPU the compiler is told to keep `jax.checkpoint`'s
@@ -61,7 +61,7 @@ def memory(
 
 
 def search_plan(fn: Callable[..., Any], *args: Any, solver: Solver | None = None, **options: Any) -> Plan:
-    """The plan of least memory that costs at most one more forward pass, without a budget to choose.
+    """Return the plan of least memory that costs at most one more forward pass, without a budget to choose.
 
     For the least memory at up to twice the step's time ask for `jaxremat.plan(fn, *args, budget="min")`.
 
@@ -79,5 +79,5 @@ def search_plan(fn: Callable[..., Any], *args: Any, solver: Solver | None = None
 
 
 def cost(fn: Callable[..., Any], *args: Any, **options: Any) -> int:
-    """The bytes that a step needs on one device: the peak of `jaxremat.memory`, whose arguments it takes."""
+    """Return the bytes that a step needs on one device: the peak of `jaxremat.memory`, whose arguments it takes."""
     return memory(fn, *args, **options).peak_nbytes

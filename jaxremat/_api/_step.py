@@ -94,7 +94,7 @@ class Step:
             return self._slow_call(args, kwargs)  # the same types, traced or placed on other devices
 
     def _through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OfObjects | OfLeaves | None:
-        """This step by way of one of plain trees, where its arguments are no such; see `_argument_kinds`."""
+        """Return this step by way of one of plain trees, where its arguments are no such; see `_argument_kinds`."""
         kind = kind_of(args, kwargs)
         if kind is not None and kind not in self._by_kind:
             self._by_kind[kind] = kind(
@@ -138,24 +138,26 @@ class Step:
             _compat.explain_special_value(error, self._program.fn, args, kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        """Return the plan for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         if (through := self._through(args, kwargs)) is not None:
             return through.ask(Step.plan, args, kwargs)
         return self._plan_for(args, kwargs).plan
 
     def report(self, *args: Any, **kwargs: Any) -> Report:
-        """The report of the plan for these arguments, see `Plan.report`."""
+        """Return the report of the plan for these arguments, see `Plan.report`."""
         return self.plan(*args, **kwargs).report()
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The planned step, lowered for these arguments: a `jax.stages.Lowered`, or its like for a target."""
+        """Return the planned step, lowered for these arguments: a `jax.stages.Lowered`, or its like for a target."""
         if (through := self._through(args, kwargs)) is not None:
             return through.ask(Step.lower, args, kwargs)
         planned = self._plan_for(args, kwargs)
         return self._program.lower(planned.jitted, *self._arrangement.arranged(planned.plan, args, kwargs))
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
-        """The planned step, compiled for these arguments: a `jax.stages.Compiled`, or its like for a target."""
+        """Return the planned step, compiled for these arguments: a `jax.stages.Compiled`, or its like for a
+        target.
+        """
         if (through := self._through(args, kwargs)) is not None:
             return through.ask(Step.compile, args, kwargs)
         planned = self._plan_for(args, kwargs)
@@ -165,7 +167,7 @@ class Step:
         return planned.executable() or self._program.lower(planned.jitted, args, kwargs).compile()
 
     def _executable(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The compiled step to run here; of a step for a target, compiled anew by the device's own compiler.
+        """Return the compiled step to run here; of a step for a target, compiled anew by the device's own compiler.
 
         **Raises:** `InfeasibleBudgetError` where that compiler needs more than the budget.
         """
@@ -183,7 +185,9 @@ class Step:
     def _corrected(
         self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any], refusal: InfeasibleBudgetError
     ) -> Any:
-        """The step compiled here, by a plan that fits where the one that was made without the device does not."""
+        """Return the step compiled here, by a plan that fits where the one that was made without the device
+        does not.
+        """
         here = Step(replace(self._program, target=None), self._budget, planned.plan, self._options)
         try:
             compiled = here.compile(*args, **kwargs)
@@ -235,7 +239,7 @@ class Step:
             return self._arrangement.planned(self._given, args, kwargs)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Problem, Request]:
-        """What to plan for these arguments."""
+        """Return what to plan for these arguments."""
         program = placed(self._program, args, kwargs)
         here: Any = None
         if program.target is not None:

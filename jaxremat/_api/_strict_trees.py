@@ -18,7 +18,7 @@ from .._compiler._program import Program
 
 
 def has_strict_trees(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a class among the arguments refuses what `jax.jit` describes arrays with."""
+    """Return whether a class among the arguments refuses what `jax.jit` describes arrays with."""
     return _is_strict(jax.tree.structure((args, kwargs)))
 
 
@@ -65,14 +65,14 @@ class OfLeaves:
         return jax.tree.unflatten(step.structures[self._key(leaves, named)], results)
 
     def ask(self, question: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function says of what was made, for the leaves."""
+        """Return what a function says of what was made, for the leaves."""
         leaves, named = self._each(jax.tree.leaves, args, kwargs)
         return question(self._step(args, kwargs).made, *leaves, **named)
 
     def _each(
         self, change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, each traced one changed."""
+        """Return the arguments, each traced one changed."""
         positional, named = self._program.dynamic(args, kwargs)
         changed = [change(a) for a in positional], {name: change(a) for name, a in named.items()}
         return self._program.refilled(changed, args, kwargs)
@@ -87,7 +87,7 @@ class OfLeaves:
         return self._steps[key]
 
     def _function(self, step: _OfStructure) -> Callable[..., Any]:
-        """The user's function, of leaves and giving leaves."""
+        """Return the user's function, of leaves and giving leaves."""
 
         @wraps(self._program.fn)  # with its signature
         def of_leaves(*args: Any, **kwargs: Any) -> Any:
@@ -104,6 +104,6 @@ class OfLeaves:
         return of_leaves
 
     def _key(self, leaves: Sequence[Any], named: dict[str, Any]) -> Any:
-        """What the structure of the results may depend on besides that of the arguments."""
+        """Return what the structure of the results may depend on besides that of the arguments."""
         types = [jax.typeof(leaf) for leaf in jax.tree.leaves(self._program.dynamic(leaves, named))]
         return tuple((t.shape, t.dtype) for t in types), self._program.static(leaves, named)

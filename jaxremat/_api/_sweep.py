@@ -47,7 +47,7 @@ NARROW = 0.01
 def sweep(
     fn: Callable[..., Any], *args: Any, points: int = 12, target: str | None = None, **options: Any
 ) -> Frontier:
-    """What a step costs within each of several budgets, from the plain step's memory down to the least.
+    """Return what a step costs within each of several budgets, from the plain step's memory down to the least.
 
     What is done is kept in the cache folder (`$JAXREMAT_CACHE`): an interrupted sweep goes on where it was when it is
     called again.
@@ -87,7 +87,7 @@ def sweep(
 
 
 def _swept(points: int, step: Step, *args: Any) -> Frontier:
-    """The frontier of a step of trees of arrays."""
+    """Return the frontier of a step of trees of arrays."""
     problem, request = step._prepare(args, {})
     with shown(request.options.progress), phase("sweeping", points + len(POLICIES)) as progress:
         return _Sweep(problem, request, progress).run(points)
@@ -155,7 +155,7 @@ class _Sweep:
         return replace(frontier, points=monotone(found, frontier.cost))
 
     def _done(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What an earlier sweep has found, else what `make` finds, which is kept."""
+        """Return what an earlier sweep has found, else what `make` finds, which is kept."""
         path = None if self.key is None else cache_dir() / "sweeps" / f"{self.key}-{name}.json"
         found = None if path is None else recall(path, _parse)
         if found is None:
@@ -182,7 +182,9 @@ class _Sweep:
             return None
 
     def _entry(self, plan: Plan | None) -> dict[str, Any]:
-        """A plan as it is kept; one that is known by its peak gets the budget of which the margin leaves that."""
+        """Return a plan as it is kept; one that is known by its peak gets the budget of which the margin
+        leaves that.
+        """
         if plan is not None and not plan.margin_nbytes:
             budget = with_margin(plan.budget_nbytes, self.request.options.workspace_margin)
             plan = replace(plan, budget_nbytes=budget, margin_nbytes=budget - plan.budget_nbytes)
@@ -209,7 +211,7 @@ class _Sweep:
         return plans, hull((first, last), at, most)[1]
 
     def _vertex(self, price: float, edge: tuple[Vertex, Vertex], plans: Sequence[Plan]) -> dict[str, Any]:
-        """The best schedule at a price; with its plan, if it is better than the ends of the edge above it."""
+        """Return the best schedule at a price; with its plan, if it is better than the ends of the edge above it."""
         assert isinstance(self.solver, Priced)
         options = self.request.options
         plain = self.graphs.plain
@@ -234,7 +236,7 @@ class _Sweep:
         return {**entry, "peak_nbytes": best.peak_nbytes, "seconds": best.seconds, "bound": bound.seconds}
 
     def _halfway(self, points: Sequence[Point], cost: Callable[[Point], float]) -> int | None:
-        """The middle of the gap between budgets that most may lie in, None where all are narrow.
+        """Return the middle of the gap between budgets that most may lie in, None where all are narrow.
 
         From its own peak up to its budget a plan is as good as any within that budget; and where the next smaller
         budget costs no more, there is nothing to be found.
@@ -249,7 +251,7 @@ class _Sweep:
         return max(gaps, default=(0, None))[1]
 
     def _policy(self, name: str) -> dict[str, Any]:
-        """What a rule by hand needs and costs."""
+        """Return what a rule by hand needs and costs."""
         verify = self.request.options.verify
         graph = self.graphs.plain
         solution = POLICIES[name].solve(graph, None, time_limit=self.request.options.time_limit)
@@ -267,7 +269,7 @@ class _Sweep:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """An entry of the folder. **Raises:** ValueError where it is none."""
+    """Return an entry of the folder. **Raises:** ValueError where it is none."""
     entry = json.loads(text)
     if not isinstance(entry, dict):
         raise ValueError("it holds no entry of a sweep")

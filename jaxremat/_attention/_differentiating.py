@@ -27,7 +27,7 @@ class Gradient:
 
 
 def between(program: Program, result: Any, operands: Sequence[Atom]) -> tuple[list[int], list[Any]]:
-    """The equations that make a result of these operands, in order, and what else they read."""
+    """Return the equations that make a result of these operands, in order, and what else they read."""
     depends: dict[Any, bool] = dict.fromkeys(operands, True)
     first = min(program.maker.get(a, -1) for a in operands)
 
@@ -53,7 +53,7 @@ def gradient_of(
     result: jex.Var,
     scope: int,
 ) -> tuple[Gradient | None, set[int]]:
-    """The gradient, and the equations that compute it."""
+    """Return the gradient, and the equations that compute it."""
     best: tuple[Gradient | None, set[int]] = None, set()
     most = 0
     for cotangent in _cotangents(program, operands[2], result, scope):
@@ -78,7 +78,7 @@ def gradient_of(
 
 
 def _cotangents(program: Program, values: Any, result: Any, scope: int) -> list[Any]:
-    """What may be the cotangent of a result: what values are multiplied by, of the same type."""
+    """Return what may be the cotangent of a result: what values are multiplied by, of the same type."""
     found: dict[Any, None] = {}
     for i in program.readers.get(values, ()):
         eqn = program.eqns[i]

@@ -50,7 +50,7 @@ class Site:
 
 
 def attention(closed: jex.ClosedJaxpr, scopes: Sequence[int], alive: Sequence[bool]) -> list[Site]:
-    """Each attention in the equations.
+    """Return each attention in the equations.
 
     **Arguments:** `scopes` for each equation a number for the loop, or pair of loops, that it is of; `alive` whether
     anything needs it.
@@ -65,7 +65,7 @@ def attention(closed: jex.ClosedJaxpr, scopes: Sequence[int], alive: Sequence[bo
 
 
 def _site(program: Program, at: int, side: int) -> Site | None:
-    """The attention whose weights are this operand of an equation, None where there is none."""
+    """Return the attention whose weights are this operand of an equation, None where there is none."""
     eqn = program.eqns[at]
     weights, values = eqn.invars[side], eqn.invars[1 - side]
     if _compat.is_literal(weights) or _compat.is_literal(values) or not _is_plain(eqn):
@@ -89,7 +89,7 @@ def _site(program: Program, at: int, side: int) -> Site | None:
 
 
 def _is_plain(eqn: jex.JaxprEqn) -> bool:
-    """Whether a product is one of arrays on one device, or where the compiler likes."""
+    """Return whether a product is one of arrays on one device, or where the compiler likes."""
     atoms = (*eqn.invars, *eqn.outvars)
     return eqn.params.get("out_sharding") is None and not any(
         on_host(a.aval) or on_mesh(a.aval) or (not _compat.is_literal(a) and _compat.varying_axes(a))
@@ -98,7 +98,9 @@ def _is_plain(eqn: jex.JaxprEqn) -> bool:
 
 
 def _product(eqn: jex.JaxprEqn, side: int, axes: Axes, fresh: int) -> tuple[Product, int]:
-    """A product of rows, the operand of this `side` with these axes, and columns; and the next number for an axis."""
+    """Return a product of rows, the operand of this `side` with these axes, and columns; and the next number for an
+    axis.
+    """
     contracted, batched = eqn.params["dimension_numbers"]
     columns: list[int | None] = [None] * len(shaped(eqn.invars[1 - side]).shape)
     for mine, other in ((contracted[side], contracted[1 - side]), (batched[side], batched[1 - side])):
@@ -181,20 +183,20 @@ def _matched(program: Program, at: int, side: int, softmax: Softmax, scope: int 
 
 
 def _may_be_learned(i: int, leaves: Sequence[Any], pattern: Pattern) -> bool:
-    """Whether a leaf is one of floats that stands before the softmax alone, and in one place."""
+    """Return whether a leaf is one of floats that stands before the softmax alone, and in one place."""
     alone = leaves.count(leaves[i]) == 1 and not any(1 + i in step.operands for step in pattern.after)
     return alone and bool(jnp.issubdtype(leaves[i].aval.dtype, jnp.floating))
 
 
 def _beside(axes: Axes, a: Atom, rank: int) -> int:
-    """How many numbers a value has along axes beside those of the scores."""
+    """Return how many numbers a value has along axes beside those of the scores."""
     return math.prod(
         n for axis, n in zip(axes, shaped(a).shape, strict=True) if axis is not None and axis >= rank
     )
 
 
 def _dots(program: Program, a: Atom, axes: Axes, size: int) -> dict[Any, Axes]:
-    """The products that a value is made of, entry by entry, with their axes."""
+    """Return the products that a value is made of, entry by entry, with their axes."""
     found: dict[Any, Axes] = {}
     seen: set[Any] = set()
     waiting: list[tuple[Any, Axes]] = [(a, axes)]
@@ -214,7 +216,7 @@ def _dots(program: Program, a: Atom, axes: Axes, size: int) -> dict[Any, Axes]:
 
 
 def _scores(dot: Any, axes: Axes, key: int, fresh: int) -> Product | None:
-    """The product of queries and keys that gives scores with these axes; None where it is another one."""
+    """Return the product of queries and keys that gives scores with these axes; None where it is another one."""
     if not _is_plain(dot) or any(map(_compat.is_literal, dot.invars)):
         return None
     contracted, batched = dot.params["dimension_numbers"]

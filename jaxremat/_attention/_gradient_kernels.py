@@ -36,7 +36,7 @@ def gradient_in_kernels(
     kernels: bool = True,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """As `attend_gradient`, in two kernels, and one for each learned leaf."""
+    """Return as `attend_gradient`, in two kernels, and one for each learned leaf."""
     rank = len(pattern.sizes)
     both = result.astype(jnp.float32) * cotangent.astype(jnp.float32)
     inner = tuple(d for d, axis in enumerate(pattern.mixed.result) if axis is not None and axis >= rank)
@@ -69,7 +69,7 @@ class _Backward:
         self.others = (*self.made.batch, *self.made.groups)
 
     def of_queries(self) -> jax.Array:
-        """Their gradient."""
+        """Return their gradient."""
         made, pattern, blocks = self.made, self.pattern, self._blocks("queries")
         scores = pattern.scores
 
@@ -95,7 +95,7 @@ class _Backward:
         return found
 
     def of_keys(self) -> list[jax.Array]:
-        """Their gradient, and that of values."""
+        """Return their gradient, and that of values."""
         made, pattern, blocks = self.made, self.pattern, self._blocks("keys")
         scores, mixed = pattern.scores, pattern.mixed
 
@@ -127,7 +127,7 @@ class _Backward:
         return self._call(kernel, (2, 2), programs, blocks, self.operands[1:3])
 
     def of_leaf(self, number: int) -> jax.Array:
-        """The gradient of a learned leaf, in order."""
+        """Return the gradient of a learned leaf, in order."""
         made, pattern, blocks, leaf = self.made, self.pattern, self._blocks("queries"), self.leaves[number]
         own = [axis for axis in self.others if leaf.shape[axis] > 1]
         shared = [axis for axis in self.others if axis not in own]
@@ -158,7 +158,7 @@ class _Backward:
         return blocks_of(self.pattern, self.made.row, gradient=gradient)
 
     def _rows(self, tile: Tile, refs: Sequence[Any]) -> tuple[Any, ...]:
-        """Of a block of queries these, what the softmax of each gave, and the cotangents of the results."""
+        """Return of a block of queries these, what the softmax of each gave, and the cotangents of the results."""
         q, _, _, most, sums, mean, to = refs[: len(self.operands)]
         row, own = self.made.row, tuple(range(len(self.pattern.sizes)))
         return (
@@ -170,7 +170,7 @@ class _Backward:
         )
 
     def _columns(self, tile: Tile, refs: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-        """A block of keys, and of values."""
+        """Return a block of keys, and of values."""
         of = zip(refs[1:3], (self.pattern.scores.columns, self.pattern.mixed.columns), strict=True)
         keys, values = (tile.load(ref, axes, self.made.key) for ref, axes in of)
         return keys, values
@@ -181,7 +181,7 @@ class _Backward:
     def _passed_back(
         self, tile: Tile, rows: Any, keys: Any, values: Any, leaves: Any, learned: int | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """What values are multiplied by, and the gradient with respect to scores, or to a learned leaf."""
+        """Return what values are multiplied by, and the gradient with respect to scores, or to a learned leaf."""
         queries, most, sums, mean, to = rows
         made_of = tile.scores(queries, keys)
         if learned is None:

@@ -38,7 +38,7 @@ _ABLE = frozenset(
 
 
 def fits(pattern: Pattern, operands: Sequence[Aval]) -> bool:
-    """Whether there are kernels for a pattern of such operands."""
+    """Return whether there are kernels for a pattern of such operands."""
     floats = [str(a.dtype) for a in operands[: len(operands) - len(pattern.leaves)]]
     known = all(kind in _TYPES for kind in (*floats, *map(str, pattern.types)))
     able = all(
@@ -48,7 +48,7 @@ def fits(pattern: Pattern, operands: Sequence[Aval]) -> bool:
 
 
 def gradient_fits(pattern: Pattern, operands: Sequence[Aval]) -> bool:
-    """Whether there are kernels for its gradient too: learned leaves have to be tiles of scores."""
+    """Return whether there are kernels for its gradient too: learned leaves have to be tiles of scores."""
     made = layout(pattern)
     if made is None or not fits(pattern, operands):
         return False
@@ -60,7 +60,7 @@ def gradient_fits(pattern: Pattern, operands: Sequence[Aval]) -> bool:
 
 
 def flops_of(made: Layout, blocks: Blocks, products: tuple[int, int]) -> float:
-    """What a kernel does: so many products of queries' and of values' width, of whole tiles."""
+    """Return what a kernel does: so many products of queries' and of values' width, of whole tiles."""
     sizes, (query, value) = made.pattern.sizes, made.pattern.widths
     rows = tiles(sizes[made.row], blocks.rows) * blocks.rows
     keys = tiles(sizes[made.key], blocks.keys) * blocks.keys
@@ -85,7 +85,7 @@ def attend_in_kernels(
     kernels: bool = True,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """As `attend`, in a kernel."""
+    """Return as `attend`, in a kernel."""
     made = layout_of(pattern)
     blocks = blocks_of(pattern, made.row, gradient="")
     own = tuple(range(len(pattern.sizes)))
@@ -136,15 +136,15 @@ def attend_in_kernels(
 
 
 def place_of(size: int, block: int) -> tuple[Any, Any]:
-    """Where this program's block begins along an axis, and the number of the rest of it; the former counted first, so
-    that programs at the same time read the same. A grid has many programs in its first dimension alone.
+    """Return where this program's block begins along an axis, and the number of the rest of it; the former counted
+    first, so that programs at the same time read the same. A grid has many programs in its first dimension alone.
     """
     number, count = pl.program_id(0), jnp.int32(tiles(size, block))
     return lax.rem(number, count) * block, lax.div(number, count)
 
 
 def layout_of(pattern: Pattern) -> Layout:
-    """Where the tiles of a pattern lie that there are kernels for."""
+    """Return where the tiles of a pattern lie that there are kernels for."""
     made = layout(pattern)
     assert made is not None  # see `fits`
     return made

@@ -65,7 +65,7 @@ def attend(
     pattern: Pattern,
     kernels: bool,
 ) -> list[jax.Array]:
-    """Attention, part after part."""
+    """Return attention, part after part."""
     del kernels
     own = tuple(range(len(pattern.sizes)))
     types = results_of(pattern, values)
@@ -88,7 +88,7 @@ def attend(
 
 
 def attend_gradient(*operands: jax.Array, pattern: Pattern, kernels: bool) -> list[jax.Array]:
-    """Gradients with respect to queries, keys, values and learned leaves, part after part."""
+    """Return gradients with respect to queries, keys, values and learned leaves, part after part."""
     queries, keys, values, *rest = operands
     largest, total, cotangent, *leaves = rest[1:] if kernels else rest
     parts = _Parts(pattern)
@@ -142,14 +142,14 @@ class _Parts:
     def scores(
         self, start: Any, queries: jax.Array, keys: jax.Array, leaves: Sequence[jax.Array]
     ) -> jax.Array:
-        """What the softmax is of."""
+        """Return what the softmax is of."""
         pattern = self.pattern
         made = pattern.scores(queries, keys)
         made = canonical(made, pattern.scores.result, len(pattern.sizes))
         return run(pattern.before, made, leaves, functools.partial(self._counted, start))
 
     def mixing(self, start: Any, weights: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
-        """What values are multiplied by."""
+        """Return what values are multiplied by."""
         return run(self.pattern.after, weights, leaves, functools.partial(self._counted, start))
 
     def _counted(self, start: Any, axis: int, dtype: Any) -> jax.Array:
@@ -159,7 +159,7 @@ class _Parts:
     def run(
         self, part: Any, operands: Sequence[tuple[Any, Axes]], results: Sequence[tuple[Any, Axes]]
     ) -> Any:
-        """The results of all parts: what has no such axis is added up.
+        """Return the results of all parts: what has no such axis is added up.
 
         **Arguments:** `operands` and `results` with their axes; `part` of the first place of a part, and its operands.
         """
@@ -221,7 +221,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _count(pattern: Pattern, axes: Axes) -> int:
-    """Entries of an array with these axes, but for axes beside those of the scores."""
+    """Return entries of an array with these axes, but for axes beside those of the scores."""
     return math.prod(pattern.sizes[axis] for axis in axes if axis is not None and axis < len(pattern.sizes))
 
 
@@ -231,7 +231,7 @@ def _define(primitive: jex.Primitive, fn: Any, in_kernels: Any, *, gradient: boo
         return jax.make_jaxpr(functools.partial(fn, pattern=pattern, kernels=kernels))(*avals).out_avals
 
     def placed(fn: Any, *operands: Any, pattern: Pattern, kernels: bool, places: Places | None) -> Any:
-        """What the function makes, on each device of its part where there are several."""
+        """Return what the function makes, on each device of its part where there are several."""
         if places is None:
             return fn(*operands, pattern=pattern, kernels=kernels)
         read, made = pattern.axes(gradient=gradient, kernels=kernels)
@@ -272,7 +272,7 @@ _define(GRADIENT, attend_gradient, gradient_in_kernels, gradient=True)
 
 
 def of_one_device(eqn: jex.JaxprEqn) -> Any:
-    """One of these operations as a device has it."""
+    """Return one of these operations as a device has it."""
     pattern, places = eqn.params["pattern"], eqn.params["places"]
     if places is None:
         return eqn
@@ -280,7 +280,7 @@ def of_one_device(eqn: jex.JaxprEqn) -> Any:
 
 
 def runs_in_kernels(eqn: jex.JaxprEqn) -> tuple[bool, bool]:
-    """Whether an attention is in kernels on a GPU, and its gradient."""
+    """Return whether an attention is in kernels on a GPU, and its gradient."""
     pattern = of_one_device(eqn).params["pattern"]
     operands = list(map(shaped, eqn.invars))
     asked = eqn.params["kernels"]
@@ -288,10 +288,10 @@ def runs_in_kernels(eqn: jex.JaxprEqn) -> tuple[bool, bool]:
 
 
 def is_attention(eqn: jex.JaxprEqn) -> bool:
-    """Whether it is one of these operations."""
+    """Return whether it is one of these operations."""
     return eqn.primitive is ATTENTION or eqn.primitive is GRADIENT
 
 
 def attends(eqn: jex.JaxprEqn) -> bool:
-    """Whether it is one of them, or has some in its bodies."""
+    """Return whether it is one of them, or has some in its bodies."""
     return any(map(is_attention, (eqn, *inner_eqns(eqn))))

@@ -130,7 +130,7 @@ class Pattern:
         return self.scores_count * jnp.dtype(self.types[0]).itemsize
 
     def axes(self, *, gradient: bool, kernels: bool = False) -> tuple[tuple[Axes, ...], tuple[Axes, ...]]:
-        """Those of the operands but for leaves, and of the results, of attention or of its gradient."""
+        """Return those of the operands but for leaves, and of the results, of attention or of its gradient."""
         sums = tuple(axis if axis != self.key else None for axis in range(len(self.sizes)))
         read, result = (self.scores.rows, self.scores.columns, self.mixed.columns), self.mixed.result
         if not gradient:
@@ -139,8 +139,8 @@ class Pattern:
         return (*read, *((result,) if kernels else ()), sums, sums, result), made
 
     def flops(self, *, gradient: bool, kernels: bool) -> float:
-        """Floating-point operations of its products: two, or their five in the gradient, for which kernels make the
-        scores and what is passed back to them twice, and once more for each learned leaf.
+        """Return floating-point operations of its products: two, or their five in the gradient, for which kernels
+        make the scores and what is passed back to them twice, and once more for each learned leaf.
         """
         query, value = self.widths
         again = 1 + len(self.learned) if kernels else 0
@@ -149,7 +149,9 @@ class Pattern:
 
 
 def results_of(pattern: Pattern, values: Any) -> list[jax.ShapeDtypeStruct]:
-    """The types of the result, of the largest scores and of the totals; the latter as of the softmax, f32 at least."""
+    """Return the types of the result, of the largest scores and of the totals; the latter as of the softmax, f32 at
+    least.
+    """
     rank, columns = len(pattern.sizes), pattern.mixed.columns
     beside = {
         axis: n for axis, n in zip(columns, values.shape, strict=True) if axis is not None and axis >= rank
@@ -162,12 +164,12 @@ def results_of(pattern: Pattern, values: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def in_order(leaves: Sequence[jax.Array], pattern: Pattern) -> list[jax.Array]:
-    """Leaves with a dimension for each axis of scores, see `canonical`."""
+    """Return leaves with a dimension for each axis of scores, see `canonical`."""
     return [canonical(a, axes, len(pattern.sizes)) for a, axes in zip(leaves, pattern.leaves, strict=True)]
 
 
 def canonical(array: jax.Array, axes: Axes, rank: int) -> jax.Array:
-    """An array with a dimension for each axis of scores, in order, of size 1 along those that it has not."""
+    """Return an array with a dimension for each axis of scores, in order, of size 1 along those that it has not."""
     order = sorted((axis, d) for d, axis in enumerate(axes) if axis is not None)
     kept = [d for d, axis in enumerate(axes) if axis is not None]
     array = lax.reshape(array, [array.shape[d] for d in kept]) if len(kept) < array.ndim else array
@@ -178,7 +180,7 @@ def canonical(array: jax.Array, axes: Axes, rank: int) -> jax.Array:
 
 
 def as_it_was(array: jax.Array, axes: Axes, shape: Sequence[int]) -> jax.Array:
-    """The inverse of `canonical`, for an array that was of this shape."""
+    """Return the inverse of `canonical`, for an array that was of this shape."""
     kept = [d for d, axis in enumerate(axes) if axis is not None]
     order = sorted(range(len(kept)), key=lambda i: axes[kept[i]] or 0)
     array = lax.reshape(array, [shape[kept[i]] for i in order])
@@ -194,7 +196,7 @@ def run(
     *,
     wide: bool = False,
 ) -> jax.Array:
-    """What steps make of a part of the scores, and of the same part of the leaves.
+    """Return what steps make of a part of the scores, and of the same part of the leaves.
 
     **Arguments:** `counted` the places along an axis, in this type, of the part's shape or one that broadcasts to it;
     `wide` whether what is in fewer bits than f32 is in f32 meanwhile.

@@ -29,7 +29,9 @@ class Places:
 
     @classmethod
     def of(cls, scores: NamedSharding, pattern: Pattern) -> "Places | None":
-        """Where the scores are; None where what a device has of them is no attention by itself, or not all alike."""
+        """Return where the scores are; None where what a device has of them is no attention by itself, or not
+        all alike.
+        """
         spec = dict(zip(pattern.scores.result, scores.spec, strict=False))
         each = (spec.get(axis) or () for axis in range(len(pattern.sizes)))
         places = cls(scores.mesh, tuple((own,) if isinstance(own, str) else tuple(own) for own in each))
@@ -39,17 +41,19 @@ class Places:
         return places if even and whole and not places.names[pattern.key] else None
 
     def part(self, pattern: Pattern) -> Pattern:
-        """What a device has."""
+        """Return what a device has."""
         return replace(pattern, sizes=tuple(n // self._parts(axis) for axis, n in enumerate(pattern.sizes)))
 
     def sharding(self, axes: Axes) -> NamedSharding:
-        """How an array with these axes lies."""
+        """Return how an array with these axes lies."""
         return NamedSharding(self.mesh, PartitionSpec(*(self._over(axis) or None for axis in axes)))
 
     def on_each(
         self, part: Callable[..., Sequence[jax.Array]], read: Sequence[Axes], made: Sequence[Axes]
     ) -> Callable[..., Any]:
-        """What the devices' parts make, of operands with the axes `read` and into results with those of `made`."""
+        """Return what the devices' parts make, of operands with the axes `read` and into results with those of
+        `made`.
+        """
 
         def here(*operands: jax.Array) -> list[jax.Array]:
             results = zip(part(*operands), made, strict=True)
@@ -61,12 +65,12 @@ class Places:
         )
 
     def _over(self, axis: int | None) -> tuple[str, ...]:
-        """The names that an axis is divided over, none for one beside the scores."""
+        """Return the names that an axis is divided over, none for one beside the scores."""
         return () if axis is None or axis >= len(self.names) else self.names[axis]
 
     def _parts(self, axis: int) -> int:
         return math.prod(self.mesh.shape[name] for name in self.names[axis])
 
     def _shared(self, axes: Axes) -> tuple[str, ...]:
-        """The names over which an array with these axes is the sum of what devices have."""
+        """Return the names over which an array with these axes is the sum of what devices have."""
         return tuple(name for axis, each in enumerate(self.names) if axis not in axes for name in each)

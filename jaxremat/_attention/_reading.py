@@ -50,7 +50,7 @@ class _UpToShape(Equals):
 
 
 def _shapes(eqn: jex.JaxprEqn) -> bool:
-    """Whether the result has the entries of the operand, in order."""
+    """Return whether the result has the entries of the operand, in order."""
     if len(eqn.invars) != 1 or _compat.is_literal(eqn.invars[0]):
         return False
     in_order = eqn.primitive.name != "reshape" or eqn.params["dimensions"] is None
@@ -99,7 +99,7 @@ class Program:
         return found
 
     def made(self, a: Atom) -> Any | None:
-        """The equation that makes an operand."""
+        """Return the equation that makes an operand."""
         return None if _compat.is_literal(a) or a not in self.maker else self.eqns[self.maker[a]]
 
 
@@ -108,7 +108,7 @@ def count(a: Atom) -> int:
 
 
 def relabelled(eqn: jex.JaxprEqn, axes: Axes) -> Axes | None:
-    """The axes of the operand of a mere change of shape, of those of its result; None of another equation."""
+    """Return the axes of the operand of a mere change of shape, of those of its result; None of another equation."""
     name, params = eqn.primitive.name, eqn.params
     shape = shaped(eqn.invars[0]).shape if eqn.invars else ()
     if name == "transpose":
@@ -135,7 +135,7 @@ def relabelled(eqn: jex.JaxprEqn, axes: Axes) -> Axes | None:
 
 
 def behind(program: Program, a: Atom, axes: Axes, *, maxima: bool = False) -> tuple[Any, Axes]:
-    """What a value is a mere change of shape, or a cast, of; of `maxima`, with -inf, too."""
+    """Return what a value is a mere change of shape, or a cast, of; of `maxima`, with -inf, too."""
     while (eqn := program.made(a)) is not None:
         if is_cast(eqn):
             a = eqn.invars[0]
@@ -151,7 +151,7 @@ def behind(program: Program, a: Atom, axes: Axes, *, maxima: bool = False) -> tu
 
 
 def is_cast(eqn: jex.JaxprEqn) -> bool:
-    """Whether it makes floats of floats."""
+    """Return whether it makes floats of floats."""
     if eqn.primitive.name != "convert_element_type" or _compat.is_literal(eqn.invars[0]):
         return False
     both = (shaped(eqn.invars[0]).dtype, shaped(eqn.outvars[0]).dtype)
@@ -159,7 +159,7 @@ def is_cast(eqn: jex.JaxprEqn) -> bool:
 
 
 def _above_nothing(program: Program, eqn: jex.JaxprEqn) -> Any | None:
-    """The other operand of a maximum with -inf."""
+    """Return the other operand of a maximum with -inf."""
     for one, other in (eqn.invars, eqn.invars[::-1]):
         if constant(program, one) == -math.inf and not _compat.is_literal(other):
             return other
@@ -167,7 +167,7 @@ def _above_nothing(program: Program, eqn: jex.JaxprEqn) -> Any | None:
 
 
 def constant(program: Program, a: Atom) -> float | None:
-    """The number that all of a value is, None if it is not known."""
+    """Return the number that all of a value is, None if it is not known."""
     while not _compat.is_literal(a):
         eqn = program.made(a)
         if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape"):
@@ -200,7 +200,7 @@ class Reading:
         self._prices: dict[Any, int] = {}
 
     def value(self, a: Atom, axes: Axes) -> Any:
-        """What stands for a value: a scalar, ("source",), ("leaf", number) or ("step", number)."""
+        """Return what stands for a value: a scalar, ("source",), ("leaf", number) or ("step", number)."""
         if _compat.is_literal(a):
             if np.asarray(a.val).shape != ():
                 raise UnlikeError
@@ -214,7 +214,7 @@ class Reading:
         return self._known[a, axes]
 
     def depends(self, a: Atom) -> bool:
-        """Whether a value is made of the source, entry by entry."""
+        """Return whether a value is made of the source, entry by entry."""
         if _compat.is_literal(a) or count(a) < self.count:
             return False
         if a not in self._dependent:
@@ -262,7 +262,9 @@ class Reading:
         return ("leaf", self.leaves.setdefault(key, len(self.leaves)))
 
     def _price(self, a: Atom, depth: int = 0) -> int:
-        """Bytes that must be there for a value that does not depend on the source: itself, or what it is made of."""
+        """Return bytes that must be there for a value that does not depend on the source: itself, or what it is
+        made of.
+        """
         if _compat.is_literal(a):
             return 0
         if a not in self._prices:
@@ -275,7 +277,7 @@ class Reading:
         return self._prices[a]
 
     def in_steps(self, leaves: int) -> tuple[Step, ...]:
-        """The steps, with so many leaves in all."""
+        """Return the steps, with so many leaves in all."""
         first = {"source": 0, "leaf": 1, "step": 1 + leaves}
 
         def number(a: Any) -> int | Scalar:

@@ -38,7 +38,7 @@ def attending(
     kernels: bool,
     places: Mapping[Pattern, Places] | None,
 ) -> Attending:
-    """The equations with each attention that there is done so.
+    """Return the equations with each attention that there is done so.
 
     **Arguments:** `scopes` and `alive` as of `attention`; `kernels` whether in kernels, where the device has them;
     `places` on several devices where those are that may be done so, None on one.
@@ -78,7 +78,7 @@ def attending(
 def _eqn(
     primitive: jex.Primitive, operands: Sequence[Atom], params: Any, named: Sequence[Any], info: Any
 ) -> Any:
-    """The equation, whose results have these names where there are any."""
+    """Return the equation, whose results have these names where there are any."""
     types = [jax.ShapeDtypeStruct(shaped(a).shape, shaped(a).dtype) for a in operands]
     made = jax.eval_shape(lambda *of: primitive.bind(*of, **params), *types)
     outvars = [

@@ -23,7 +23,7 @@ class Softmax:
 
 
 def softmax_in(program: Program, a: Atom, axes: Axes, key: int, depth: int = 0) -> Softmax | None:
-    """The softmax that a value is linear in."""
+    """Return the softmax that a value is linear in."""
     eqn = program.made(a)
     if eqn is None or depth > DEEPEST:
         return None
@@ -60,7 +60,9 @@ def _is_softmax(program: Program, eqn: jex.JaxprEqn, axes: Axes, key: int) -> So
 
 
 def _reduced(program: Program, a: Atom, axes: Axes, name: str, of: Any) -> Axes | None:
-    """The axes that are left where a value is a reduction of another along one axis, spread again; None where not."""
+    """Return the axes that are left where a value is a reduction of another along one axis, spread again; None
+    where not.
+    """
     root, left = behind(program, a, axes, maxima=name == "reduce_max")
     eqn = program.made(root)
     if eqn is None or eqn.primitive.name != name or len(eqn.params["axes"]) != 1:

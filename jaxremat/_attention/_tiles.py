@@ -37,11 +37,11 @@ class Layout:
         return self.pattern.key
 
     def count(self, axes: Sequence[int]) -> int:
-        """How many places there are along these axes."""
+        """Return how many places there are along these axes."""
         return math.prod(self.pattern.sizes[axis] for axis in axes)
 
     def places(self, number: Any, axes: Sequence[int]) -> dict[int, Any]:
-        """The place along each axis that has this number, counted along the last first."""
+        """Return the place along each axis that has this number, counted along the last first."""
         found = {}
         for axis in reversed(axes):
             size = self.pattern.sizes[axis]
@@ -51,7 +51,7 @@ class Layout:
 
 
 def layout(pattern: Pattern) -> Layout | None:
-    """Where tiles lie; None of a pattern that kernels do not do."""
+    """Return where tiles lie; None of a pattern that kernels do not do."""
     wide = [axis for axis in pattern.rows if pattern.sizes[axis] > 1]
     columns = (pattern.scores.columns, pattern.mixed.columns)
     shared = [{axis for axis in wide if axis in axes} for axes in columns]
@@ -93,7 +93,7 @@ def blocks_of(pattern: Pattern, row: int, *, gradient: str) -> Blocks:
 
 
 def padded(n: int) -> int:
-    """How long a tile is that holds so many: a power of two."""
+    """Return how long a tile is that holds so many: a power of two."""
     return max(1 << (n - 1).bit_length(), LEAST)
 
 
@@ -112,14 +112,14 @@ class Tile:
         self.pattern = made.pattern
 
     def _along(self, axis: int) -> tuple[Any, int, int]:
-        """Where a tile begins along an axis, how long it is there, and how many places there are."""
+        """Return where a tile begins along an axis, how long it is there, and how many places there are."""
         sizes = self.pattern.sizes
         if axis == self.made.row:
             return self.row, self.blocks.rows, sizes[axis]
         return self.key, self.blocks.keys, sizes[axis]
 
     def _index(self, ref: Any, axes: Axes) -> tuple[tuple[Any, ...], list[int], jax.Array | None]:
-        """Where in an array its part lies, the axes that this has, and what of it is there; None if all is."""
+        """Return where in an array its part lies, the axes that this has, and what of it is there; None if all is."""
         index: list[Any] = []
         own: list[int] = []
         inside: list[tuple[Any, int, int]] = []
@@ -148,7 +148,9 @@ class Tile:
         return tuple(index), own, mask
 
     def load(self, ref: Any, axes: Axes, first: int, other: float = 0.0) -> jax.Array:
-        """The part of an array that this tile is of, the axis `first` in front; `other` where there is none."""
+        """Return the part of an array that this tile is of, the axis `first` in front; `other` where there
+        is none.
+        """
         index, own, mask = self._index(ref, axes)
         found = triton.load(ref.at[index], mask=mask, other=None if mask is None else other)
         return found.T if len(own) == 2 and own[0] != first else found
@@ -160,7 +162,7 @@ class Tile:
         triton.store(ref.at[index], made.astype(ref.dtype), mask=mask)
 
     def leaf(self, ref: Any) -> jax.Array:
-        """A leaf for each score."""
+        """Return a leaf for each score."""
         axes = tuple(range(len(self.pattern.sizes)))
         index, own, mask = self._index(ref, axes)
         found = triton.load(
@@ -173,7 +175,7 @@ class Tile:
         return found
 
     def counted(self, axis: int, dtype: Any) -> jax.Array:
-        """As `run` asks for."""
+        """Return as `run` asks for."""
         if axis not in (self.made.row, self.made.key):
             return jnp.asarray(self.places.get(axis, 0), dtype)
         start, _, _ = self._along(axis)
@@ -181,22 +183,22 @@ class Tile:
         return (start + lax.broadcasted_iota(jnp.int32, shape, int(axis == self.made.key))).astype(dtype)
 
     def scores(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        """Their products, in f32."""
+        """Return their products, in f32."""
         return dot(queries, keys.T, self.pattern.scores.params)
 
     def softmax_of(self, scores: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
-        """What the softmax is of, in f32."""
+        """Return what the softmax is of, in f32."""
         return run(self.pattern.before, scores, leaves, self.counted, wide=True)
 
     def inside(self, x: jax.Array) -> jax.Array:
-        """What the softmax is of, minus infinity where there is no key."""
+        """Return what the softmax is of, minus infinity where there is no key."""
         start, block, size = self._along(self.made.key)
         if size % block == 0:
             return x
         return jnp.where((start + lax.iota(jnp.int32, block) < size)[None, :], x, -jnp.inf)
 
     def mixing(self, weights: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
-        """What values are multiplied by, in f32."""
+        """Return what values are multiplied by, in f32."""
         return run(self.pattern.after, weights, leaves, self.counted, wide=True)
 
 

@@ -15,7 +15,7 @@ from ._zoo import register as _add_zoo
 
 
 def application() -> typer.Typer:
-    """The command-line application."""
+    """Return the command-line application."""
     app = typer.Typer(
         cls=Commands,
         help="Rematerialisation for JAX, planned and proven: train inside a byte budget.",

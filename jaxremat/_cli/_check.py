@@ -84,7 +84,7 @@ def register(app: typer.Typer) -> None:
 def _both(
     subject: Subject, planning: Planning, budget: str | None
 ) -> tuple[Plan, Callable[..., Any], Step, Any, Any, bool]:
-    """The plan; the plain step and the planned one; arguments, and whether they were made up from shapes."""
+    """Return the plan; the plain step and the planned one; arguments, and whether they were made up from shapes."""
     _here(subject.target)
     call = subject.load()
     args, kwargs, made_up = concrete(call.args, call.kwargs)

@@ -196,7 +196,7 @@ def _say(line: str) -> None:
 
 
 def _place(error: BaseException) -> str:
-    """The user's line that an error comes from, as far as there is one."""
+    """Return the user's line that an error comes from, as far as there is one."""
     paths = sysconfig.get_paths()
     libraries = (str(Path(__file__).parents[1]), paths["stdlib"], paths["purelib"], paths["platlib"])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

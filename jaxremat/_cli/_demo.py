@@ -102,12 +102,12 @@ def demo(
 
 @jax.jit
 def _copied(state: State) -> State:
-    """The state in buffers of its own, which a step may overwrite."""
+    """Return the state in buffers of its own, which a step may overwrite."""
     return jax.tree.map(jnp.copy, state)
 
 
 def _nudged(state: State) -> State:
-    """The same with every weight moved to a neighbouring float."""
+    """Return the same with every weight moved to a neighbouring float."""
     nearby = jax.jit(lambda params: jax.tree.map(lambda x: jnp.nextafter(x, jnp.inf), params))
     return _copied(state).replace(params=nearby(state.params))
 
@@ -190,5 +190,5 @@ def _report(console: Console, plain: Run, planned: Run, control: Run, digits: Di
 
 
 def _furthest(one: Run, other: Run) -> float:
-    """The largest distance between two loss curves."""
+    """Return the largest distance between two loss curves."""
     return max(abs(float(a) - float(b)) for a, b in zip(one.losses, other.losses, strict=True))

@@ -74,7 +74,7 @@ def initial_state(net: ResNet, side: int, steps: int) -> State:
 
 
 def train_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
-    """One step of AdamW on the cross-entropy: the new state and the loss."""
+    """Return one step of AdamW on the cross-entropy: the new state and the loss."""
     images, labels = batch
 
     def loss_fn(params: Any) -> tuple[jax.Array, Any]:
@@ -89,7 +89,7 @@ def train_step(state: State, batch: Batch) -> tuple[State, jax.Array]:
 
 @jax.jit
 def correct(state: State, batch: Batch) -> jax.Array:
-    """How many images of the batch the network classifies correctly."""
+    """Return how many images of the batch the network classifies correctly."""
     images, labels = batch
     logits = state.apply_fn({"params": state.params, "batch_stats": state.batch_stats}, images, False)
     return (logits.argmax(-1) == labels).sum()
@@ -121,7 +121,7 @@ class Digits:
         return len(self.labels) - self.test_count
 
     def batches(self, size: int, count: int) -> Iterator[Batch]:
-        """So many batches of training images; every epoch in a new order, the same on every run."""
+        """Yield so many batches of training images; every epoch in a new order, the same on every run."""
         rng = np.random.default_rng(1)
         ahead = np.empty(0, np.int64)
         for _ in range(count):
@@ -131,7 +131,7 @@ class Digits:
             yield jnp.asarray(self.images[chosen]), jnp.asarray(self.labels[chosen])
 
     def accuracy(self, state: State) -> float:
-        """The share of the test images that the network classifies correctly."""
+        """Return the share of the test images that the network classifies correctly."""
         test = self.images[: self.test_count], self.labels[: self.test_count]
         return int(correct(state, test)) / self.test_count
 

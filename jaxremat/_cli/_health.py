@@ -62,7 +62,7 @@ class Requirement:
 
 
 def findings() -> Iterator[Finding]:
-    """Of every check, in the order in which they are best read; the expensive ones come as they are done."""
+    """Yield of every check, in the order in which they are best read; the expensive ones come as they are done."""
     needed = requirements()
     yield Finding("jaxremat", "ok", __version__ + ("" if needed else ", from a folder, not installed"))
     yield Finding("Python", "ok", platform.python_version())
@@ -79,7 +79,9 @@ def findings() -> Iterator[Finding]:
 
 
 def requirements() -> list[Requirement]:
-    """What the installed metadata ask for; nothing where the library is not installed but imported from a folder."""
+    """Return what the installed metadata ask for; nothing where the library is not installed but imported from a
+    folder.
+    """
     try:
         lines = importlib.metadata.requires("jaxremat") or []
     except importlib.metadata.PackageNotFoundError:
@@ -89,7 +91,7 @@ def requirements() -> list[Requirement]:
 
 
 def package(needed: Requirement) -> Finding:
-    """Whether it is installed, in a version that will do."""
+    """Return whether it is installed, in a version that will do."""
     here = _version(needed.name)
     install = f'pip install "{needed.name}{needed.range}"'
     if here is None:
@@ -100,7 +102,7 @@ def package(needed: Requirement) -> Finding:
 
 
 def packages_of(extra: str, needed: list[Requirement]) -> Finding:
-    """Whether all that an extra asks for is installed."""
+    """Return whether all that an extra asks for is installed."""
     install = f'pip install "jaxremat[{extra}]"'
     found = [package(each) for each in needed]
     if missing := [each.subject for each in found if each.found == "not installed"]:
@@ -111,7 +113,7 @@ def packages_of(extra: str, needed: list[Requirement]) -> Finding:
 
 
 def devices() -> Finding:
-    """What JAX finds, and whether it finds the GPU that is there."""
+    """Return what JAX finds, and whether it finds the GPU that is there."""
     there = jax.local_devices()
     kinds = Counter(f"{each.platform} ({each.device_kind})" for each in there)
     found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -126,7 +128,7 @@ def devices() -> Finding:
 
 
 def solver(engine: str) -> Finding:
-    """An integer program with a known answer, solved in the solvers' own process."""
+    """Return an integer program with a known answer, solved in the solvers' own process."""
     program = IntegerProgram(gap=0.0)
     a, b, c = (program.binary() for _ in range(3))
     program.at_most([(a, 2.0), (b, 3.0), (c, 1.0)], 5.0)
@@ -139,7 +141,7 @@ def solver(engine: str) -> Finding:
 
 
 def target_compiler() -> Finding:
-    """A product of matrices, compiled for a GPU that is not here."""
+    """Return a product of matrices, compiled for a GPU that is not here."""
     subject = "target compiler"
     if not compilers():
         install = 'pip install "jaxremat[targets]"' if sys.platform == "linux" else ""
@@ -155,7 +157,7 @@ def target_compiler() -> Finding:
 
 
 def cache() -> Finding:
-    """The folder of what is found once: a file is written there, and removed."""
+    """Return the folder of what is found once: a file is written there, and removed."""
     folder = cache_dir()
     probe = folder / "doctor.txt"
     folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +169,7 @@ def cache() -> Finding:
 
 
 def within(version: str, range_: str) -> bool:
-    """Whether a version is in a range of `>=` and `<`, the only ones that are asked for here."""
+    """Return whether a version is in a range of `>=` and `<`, the only ones that are asked for here."""
     here = _numbers(version)
     bounds = re.findall(r"(>=|<)\s*([\d.]+)", range_)
     return all(
@@ -181,7 +183,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _checked(subject: str, check: Callable[[], Finding], remedy: str) -> Iterator[Finding]:
-    """What the check finds, or what went wrong with it, in a line."""
+    """Yield what the check finds, or what went wrong with it, in a line."""
     try:
         yield check()
     except WorkerLostError as error:
@@ -200,7 +202,7 @@ def _again(what: str) -> str:
 
 
 def _compiler_again() -> str:
-    """What `jaxremat[targets]` asks for, in JAX's own version."""
+    """Return what `jaxremat[targets]` asks for, in JAX's own version."""
     return f'pip install --force-reinstall "jax[cuda12-local]=={jax.__version__}" nvidia-cuda-nvcc-cu12'
 
 

@@ -12,7 +12,7 @@ from .._api._comparison import Run, copied
 
 
 def concrete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """The arguments with arrays in place of shapes, and whether there were any.
+    """Return the arguments with arrays in place of shapes, and whether there were any.
 
     Floats are random in [0, 0.1), which suits weights and second moments alike; integers are 0.
     """
@@ -35,7 +35,7 @@ def concrete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
 
 
 def time_in_turn(runs: Mapping[str, Run], args: Any, kwargs: Any, count: int) -> dict[str, list[float]]:
-    """Seconds of each run of each, in turn, so that whatever else the machine does meets all of them.
+    """Return seconds of each run of each, in turn, so that whatever else the machine does meets all of them.
 
     Each starts from a copy of the arguments, made outside of the time, as a step may overwrite them.
     """

@@ -27,7 +27,7 @@ SOLVERS = {"milp": Milp, "mincut": MinCut, "greedy": Greedy, "chen": Chen, "reco
 
 
 def known_target(name: str | None) -> str | None:
-    """A target's name as it is. **Raises:** an error of usage for others."""
+    """Return a target's name as it is. **Raises:** an error of usage for others."""
     if name is not None:
         try:
             Target(name)
@@ -37,7 +37,7 @@ def known_target(name: str | None) -> str | None:
 
 
 def writable(path: Path | None) -> Path | None:
-    """A path in a folder that is there: known before minutes are spent on what shall be written."""
+    """Return a path in a folder that is there: known before minutes are spent on what shall be written."""
     if path is not None and not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {str(path.parent)!r}")
     return path
@@ -62,7 +62,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
     def by_position(self) -> "Call":
-        """The same with all arguments in a row, those of the function's signature in its order."""
+        """Return the same with all arguments in a row, those of the function's signature in its order."""
         if not self.kwargs:
             return self
         bound = inspect.signature(self.fn).bind(*self.args, **self.kwargs)
@@ -113,7 +113,7 @@ class Subject:
         return Call(fn, *split(fn, made() if callable(made) else made, source))
 
     def jit_options(self, fn: Any) -> dict[str, Any]:
-        """Keyword arguments of `optimize` for the function, without those that were not given."""
+        """Return keyword arguments of `optimize` for the function, without those that were not given."""
         found: dict[str, Any] = {}
         for option, text in (("donate", self.donate), ("static", self.static)):
             if numbers := tuple(
@@ -124,7 +124,7 @@ class Subject:
 
 
 def _number(fn: Any, option: str, word: str) -> int:
-    """An argument's position. **Raises:** an error of usage where there is no such argument."""
+    """Return an argument's position. **Raises:** an error of usage where there is no such argument."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
@@ -177,7 +177,7 @@ class Planning:
     cache: Annotated[bool | None, typer.Option(help="Look for the plan in the cache first.")] = None
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `optimize`, without those that were not given."""
+        """Return keyword arguments of `optimize`, without those that were not given."""
         found = {
             "solver": SOLVERS[self.solver]() if self.solver else None,
             "time_limit": self.time_limit,
@@ -213,7 +213,7 @@ BudgetText = Annotated[
 
 
 def step_of(subject: Subject, fn: Any, budget: str | None, planning: Planning) -> Step:
-    """The function, decorated; one that already is gets the options that were given in place of its own."""
+    """Return the function, decorated; one that already is gets the options that were given in place of its own."""
     jit, plan = subject.jit_options(fn), planning.options()
     if not isinstance(fn, Step):
         return optimize(parsed(budget), **jit, **plan)(fn)
@@ -234,12 +234,12 @@ def _rejitted(old: Program, new: Program, given: dict[str, Any]) -> Program:
 
 
 def parsed(budget: str | None) -> Budget:
-    """A budget from the command line: text is text, but for shares."""
+    """Return a budget from the command line: text is text, but for shares."""
     return budget if budget is None else _share(budget)
 
 
 def _share(text: str | None) -> Any:
-    """A share below 1 as a float, other text as it is."""
+    """Return a share below 1 as a float, other text as it is."""
     try:
         return number if text is not None and 0 < (number := float(text)) <= 1 and "." in text else text
     except ValueError:
@@ -247,7 +247,7 @@ def _share(text: str | None) -> Any:
 
 
 def resolve(path: str) -> Any:
-    """What `module:name` means, with the current directory in front. **Raises:** `ArgumentError`."""
+    """Return what `module:name` means, with the current directory in front. **Raises:** `ArgumentError`."""
     module, colon, names = path.rpartition(":")
     if not (colon and module and names):
         raise ArgumentError(
@@ -286,7 +286,7 @@ def _imported(module: str) -> Any:
 
 
 def split(fn: Callable[..., Any], made: Any, source: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments and those by name, from what `make_args` returned.
+    """Return arguments and those by name, from what `make_args` returned.
 
     A tuple and a dict are both where the dict's keys are names of the function's parameters; else they are its first
     two arguments. **Raises:** `ArgumentError`.

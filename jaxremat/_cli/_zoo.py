@@ -66,7 +66,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _data(e: zoo.Entry) -> dict[str, Any]:
-    """An entry but for its plan's details."""
+    """Return an entry but for its plan's details."""
     plan = json.loads(e.plan.to_json())
     figures = {key: value for key, value in plan.items() if not isinstance(value, list)}
     names = ("network", "scale", "target", "budget", "jax", "here", "versions", "settings")

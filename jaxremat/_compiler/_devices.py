@@ -22,7 +22,7 @@ from .._runtime._cache_folder import cache_dir, read, settle
 
 
 def detect(device: Any) -> DeviceSpec:
-    """The spec of a `jax.Device` (anything with `platform`, `device_kind` and `memory_stats()`).
+    """Return the spec of a `jax.Device` (anything with `platform`, `device_kind` and `memory_stats()`).
 
     A CPU is measured (`measure_cpu`). Other devices are looked up by the words of their kind; one that the
     table does not know gets the H100's rates: plans depend on ratios. Memory is what the device reports, if
@@ -45,7 +45,7 @@ AHEAD_SECONDS = 5e-3
 
 
 def host_memory(spec: DeviceSpec, device: Any, nbytes: int | None) -> HostMemory | None:
-    """Host memory as one device may use it, None where the device has no memory but that.
+    """Return host memory as one device may use it, None where the device has no memory but that.
 
     **Arguments:** `device` the `jax.Device`, None where it is not there; `nbytes` of all its devices together, by
     default half of what the machine has.
@@ -62,8 +62,8 @@ def host_memory(spec: DeviceSpec, device: Any, nbytes: int | None) -> HostMemory
 
 @functools.cache
 def measure_cpu() -> DeviceSpec:
-    """The spec of this processor: the cached measurement, or a fresh one (about a second), which it caches. Processes
-    that measure at the same time all get the first one's.
+    """Return the spec of this processor: the cached measurement, or a fresh one (about a second), which it caches.
+    Processes that measure at the same time all get the first one's.
 
     The cache is one JSON file per processor model, core count and jax version, in `$JAXREMAT_CACHE` or
     `~/.cache/jaxremat`. See `_cache_folder` for files that cannot be read or written.
@@ -83,7 +83,7 @@ def measure_cpu() -> DeviceSpec:
 
 
 def cpu_file() -> tuple[str, Path]:
-    """What this processor's file in the cache says it is of, and where it is."""
+    """Return what this processor's file in the cache says it is of, and where it is."""
     import jax  # here and in `_measure` alone: the rest of the module runs without it
 
     key = f"{_processor()}, {_cores()} cores, jax {jax.__version__}"
@@ -91,7 +91,7 @@ def cpu_file() -> tuple[str, Path]:
 
 
 def cpu_text(key: str, spec: DeviceSpec) -> str:
-    """What the file holds."""
+    """Return what the file holds."""
     return json.dumps({"key": key, "spec": spec.to_json()}, indent=1)
 
 
@@ -100,7 +100,9 @@ _STREAM_ELEMENTS = 1 << 24  # of f32, 64 MiB: beyond the caches of most processo
 
 
 def _measure(name: str) -> DeviceSpec:
-    """The best rates of matrix products and of a streaming kernel, rounded: noise only ever makes them slower."""
+    """Return the best rates of matrix products and of a streaming kernel, rounded: noise only ever makes them
+    slower.
+    """
     import jax
     import numpy as np
 

@@ -23,8 +23,8 @@ from ._tags import TAG
 def gathers(
     traced: Traced, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Gather, ...]:
-    """Those of the products outside of loops, also where the axes of the mesh are in types: a product may contract
-    an axis that is divided in one of its operands alone.
+    """Return those of the products outside of loops, also where the axes of the mesh are in types: a product may
+    contract an axis that is divided in one of its operands alone.
     """
     flat = traced.flat.jaxpr
     known = list(dict.fromkeys(meshes(flat.eqns, jax.tree.leaves((args, kwargs, program.in_shardings)))))
@@ -51,7 +51,7 @@ def gathers(
 
 
 def _wanted(eqn: jex.JaxprEqn, read: Sequence[Layout], made: Layout) -> Iterator[tuple[int, Layout]]:
-    """The operands of a product that have to be gathered, and the layout that they are wanted in."""
+    """Yield the operands of a product that have to be gathered, and the layout that they are wanted in."""
     contracted, batched = eqn.params["dimension_numbers"]
     behind = len(batched[0])
     for operand, layout in enumerate(read):

@@ -137,7 +137,7 @@ _Starts = dict[str, tuple[int, ...]]
 
 
 def parse(text: str) -> Module:
-    """The module that `text` prints.
+    """Return the module that `text` prints.
 
     **Raises:** ValueError if there is no entry computation in it.
     """
@@ -165,7 +165,7 @@ def parse(text: str) -> Module:
 
 
 def _instruction(line: str, types: dict[str, _Type], starts: _Starts) -> Instruction | None:
-    """The instruction on a line, if there is one; `starts` of the computation's instructions so far."""
+    """Return the instruction on a line, if there is one; `starts` of the computation's instructions so far."""
     head = _INSTRUCTION.match(line)
     if head is None:
         return None
@@ -191,7 +191,7 @@ def _instruction(line: str, types: dict[str, _Type], starts: _Starts) -> Instruc
 
 
 def _closing(line: str, start: int) -> int:
-    """Where the parenthesis opened at `start` closes; the line's end if it does not."""
+    """Return where the parenthesis opened at `start` closes; the line's end if it does not."""
     first = line.find(")", start)
     if first > 0 and line.find("(", start + 1, first) < 0 and line.find('"', start, first) < 0:
         return first
@@ -219,7 +219,7 @@ def _type(printed: str) -> _Type:
 
 
 def _operands(inside: str) -> tuple[str, ...]:
-    """Names in an operand list, printed with or without types and percent signs."""
+    """Return names in an operand list, printed with or without types and percent signs."""
     if "%" in inside:
         return tuple(_OPERAND.findall(inside))
     plain = re.sub(r"/\*.*?\*/|\[[^\]]*\]|\{[^}]*\}", "", inside)
@@ -229,7 +229,9 @@ def _operands(inside: str) -> tuple[str, ...]:
 
 
 def results(instruction: Instruction) -> tuple[Shape, ...]:
-    """The shapes of what an instruction makes: the start of a copy or a collective names what it reads beside that."""
+    """Return the shapes of what an instruction makes: the start of a copy or a collective names what it reads
+    beside that.
+    """
     shapes, read = instruction.shapes, len(instruction.operands)
     if not instruction.opcode.endswith("-start") or len(shapes) <= read:
         return shapes
@@ -237,7 +239,9 @@ def results(instruction: Instruction) -> tuple[Shape, ...]:
 
 
 def sent_nbytes(opcode: str, read_nbytes: int, written_nbytes: int) -> int:
-    """What a device sends to others: in a ring, each part of a result once, or twice where it is added up first."""
+    """Return what a device sends to others: in a ring, each part of a result once, or twice where it is added up
+    first.
+    """
     opcode = opcode.removesuffix("-start")
     if opcode not in COLLECTIVES:
         return 0
@@ -247,7 +251,7 @@ def sent_nbytes(opcode: str, read_nbytes: int, written_nbytes: int) -> int:
 
 
 def updated_in_place(module: Module, instruction: Instruction) -> tuple[tuple[int, int], ...]:
-    """Pairs (element, operand): the kernel writes only part of that element, into that operand's memory."""
+    """Return pairs (element, operand): the kernel writes only part of that element, into that operand's memory."""
     if instruction.opcode in UPDATES:
         return ((0, 0),)
     if instruction.opcode != "fusion":
@@ -277,7 +281,7 @@ class Transfer:
 
 
 def transfer(module: Module, instruction: Instruction) -> Transfer | None:
-    """What an instruction begins to copy to host memory or from it, None where it does not: an array
+    """Return what an instruction begins to copy to host memory or from it, None where it does not: an array
     (`copy-start`), or a row of a stack in host memory that it reads or writes (`fusion-start` of a slice).
     """
     if instruction.opcode == "copy-start":
@@ -302,7 +306,7 @@ def transfer(module: Module, instruction: Instruction) -> Transfer | None:
 
 
 def materialised(module: Module, tag: re.Pattern[str]) -> dict[str, tuple[int, ...]]:
-    """Which tagged equations' values are kernel outputs, in the entry computation and all that it runs.
+    """Return which tagged equations' values are kernel outputs, in the entry computation and all that it runs.
 
     A buffer belongs to the first tagged instruction on the way from it to its makers: into the fused
     computation (element by element), through layout changes and XLA's own rounding, and through a kernel that
@@ -335,13 +339,13 @@ def materialised(module: Module, tag: re.Pattern[str]) -> dict[str, tuple[int, .
 
 
 def is_scatter_loop(instruction: Instruction) -> bool:
-    """Whether it is the loop over updates that a compiler makes of a scatter for which it has no kernel."""
+    """Return whether it is the loop over updates that a compiler makes of a scatter for which it has no kernel."""
     loop = instruction.opcode in ("while", "call") and len(instruction.shapes) > _SCATTERED
     return loop and _SCATTER.search(instruction.op_name) is not None
 
 
 def executed(module: Module) -> Iterator[Computation]:
-    """The entry computation and every one that it runs as a loop body, branch or call, each once."""
+    """Yield the entry computation and every one that it runs as a loop body, branch or call, each once."""
     waiting, seen = [module.entry], {module.entry}
     while waiting:
         computation = module.computations[waiting.pop(0)]

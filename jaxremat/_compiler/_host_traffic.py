@@ -26,7 +26,7 @@ class HostTraffic:
 
 
 def host_traffic(module: Module, device: DeviceSpec) -> HostTraffic:
-    """What a program copies, and how long it waits for that."""
+    """Return what a program copies, and how long it waits for that."""
     instructions = (i for computation in module.computations.values() for i in computation.instructions)
     if all(transfer(module, i) is None for i in instructions):
         return HostTraffic()
@@ -45,7 +45,7 @@ def seconds_with_copies(module: Module, device: DeviceSpec, ran: Iterable[Kernel
 def _run(
     module: Module, computation: Computation, kernel_seconds: Mapping[tuple[str, str], float], link: float
 ) -> tuple[float, HostTraffic]:
-    """Seconds of a computation, and what it copies."""
+    """Return seconds of a computation, and what it copies."""
     now = waited = 0.0
     sent = fetched = 0
     free = [0.0, 0.0]  # when the link is, there and back

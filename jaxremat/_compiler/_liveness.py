@@ -35,7 +35,7 @@ class LivePeak:
 
 
 def live_at_peak(module: Module) -> LivePeak:
-    """Who is alive at the peak of the scheduled entry computation.
+    """Return who is alive at the peak of the scheduled entry computation.
 
     Law: a buffer lives from the instruction that makes it to the last one that reads it (by any name), an
     update in place takes over its dying operand's memory, and a loop, call or branch adds its own peak while
@@ -60,7 +60,7 @@ class Life:
 
 
 def lives(module: Module, name: str) -> tuple[Life, ...]:
-    """Every buffer that the computation of this name makes, without its parameters and results."""
+    """Return every buffer that the computation of this name makes, without its parameters and results."""
     computation = module.computations[name]
     instructions = computation.instructions
     made: list[LiveBuffer] = []
@@ -99,7 +99,7 @@ def lives(module: Module, name: str) -> tuple[Life, ...]:
 
 
 def peak_of(module: Module, name: str) -> LivePeak:
-    """Who is alive at the peak of the computation of this name, see `live_at_peak`."""
+    """Return who is alive at the peak of the computation of this name, see `live_at_peak`."""
     instructions = module.computations[name].instructions
     ours = lives(module, name)
     inner: dict[int, LivePeak] = {}
@@ -123,7 +123,7 @@ def peak_of(module: Module, name: str) -> LivePeak:
 
 
 def _aliased(instruction: Instruction, read: list[int], widths: Mapping[str, int]) -> list[int | None]:
-    """Each leaf of the result: whose buffer it is, None for one of its own."""
+    """Return each leaf of the result: whose buffer it is, None for one of its own."""
     opcode, count = instruction.opcode, len(instruction.shapes)
     if opcode in ("parameter", "constant"):
         return [-1] * count

@@ -27,7 +27,7 @@ RUNS, BATCHES = 5, 5
 def measure(
     traced: Traced, device: Any, compiler_options: Sequence[tuple[str, Any]], above_nbytes: int
 ) -> dict[int, float]:
-    """Seconds of single runs by equation index, for equations with an operand or result above a size.
+    """Return seconds of single runs by equation index, for equations with an operand or result above a size.
 
     **Arguments:** `device` a `jax.Device`; `compiler_options` those of the step; `above_nbytes`: what is smaller
     takes less time than starting it from the host does, and is left to the roofline. So is what cannot run alone
@@ -55,7 +55,7 @@ def measure(
 
 
 def _seconds(closed: jex.ClosedJaxpr, device: Any, options: dict[str, Any]) -> float | None:
-    """The median time of a run, to two digits; None of what cannot run alone."""
+    """Return the median time of a run, to two digits; None of what cannot run alone."""
     try:
         with jax.default_device(device):
             operands = [_something(v.aval) for v in closed.jaxpr.invars]
@@ -75,7 +75,7 @@ def _seconds(closed: jex.ClosedJaxpr, device: Any, options: dict[str, Any]) -> f
 
 
 def _something(aval: Any) -> jax.Array:
-    """An array of this type: random where it is of floating point, because a device is faster on zeros."""
+    """Return an array of this type: random where it is of floating point, because a device is faster on zeros."""
     if jax.numpy.issubdtype(aval.dtype, jax.numpy.floating):
         return jax.random.uniform(jax.random.key(0), aval.shape, jax.numpy.float32).astype(aval.dtype)
     return jax.numpy.zeros(aval.shape, aval.dtype)

@@ -59,7 +59,7 @@ _NUMBERED = re.compile(r"^(\d+) \{(.*)\}$")
 
 
 def _sources(text: str) -> dict[int, str]:
-    """For each stack frame its innermost line, `file.py:12 (function)`."""
+    """Return for each stack frame its innermost line, `file.py:12 (function)`."""
     tables: dict[str, dict[int, str]] = {}
     table: dict[int, str] = {}
     for line in text.split("\n"):

@@ -38,7 +38,7 @@ writer of such kernels ends the process with `Check failed: buffer != nullptr` w
 
 
 def compiler_options(platform: str | None = None, own: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The compiler options under which barriers count on this platform, merged with the caller's own.
+    """Return the compiler options under which barriers count on this platform, merged with the caller's own.
 
     **Arguments:** `platform`: by JAX's name ("cpu", "gpu"), None for the default backend's.
     """
@@ -74,20 +74,22 @@ class Program:
     otherwise: tuple[tuple[str, Any], ...] = ()
 
     def lower(self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
-        """A jitted variant of the function, lowered for the device that this program is for."""
+        """Return a jitted variant of the function, lowered for the device that this program is for."""
         if self.target is None:
             return jitted.lower(*args, **kwargs)
         return self.target.lower(jitted, args, kwargs, dict(self.compiler_options))
 
     def compile(self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Compiled":
-        """A jitted variant of the function, compiled with the options of this program, whatever its own are."""
+        """Return a jitted variant of the function, compiled with the options of this program, whatever its
+        own are.
+        """
         return self._compiled(self.lower(jitted, args, kwargs))
 
     def begin(
         self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, apart: bool
     ) -> "Future[tuple[Compiled, float]]":
-        """The same begun, with the seconds that it takes: `apart` in another thread, while this one goes on; else it is
-        done then.
+        """Return the same begun, with the seconds that it takes: `apart` in another thread, while this one goes on;
+        else it is done then.
         """
         began = time.monotonic()
         lowered = self.lower(jitted, args, kwargs)
@@ -114,8 +116,8 @@ class Program:
         return lowered.compile(compiler_options=dict(self.otherwise or self.compiler_options) or None)
 
     def unfused_build(self, platform: str, *, shared: bool = False) -> "Program":
-        """The program as it is compiled to be read, not to be run. On a device at hand that is no CPU it is as it is:
-        what the compiler chooses there by running it must run as fast as it will.
+        """Return the program as it is compiled to be read, not to be run. On a device at hand that is no CPU it is
+        as it is: what the compiler chooses there by running it must run as fast as it will.
 
         **Arguments:** `shared` whether it is on devices of several processes, of which one compiles it.
         """
@@ -127,7 +129,8 @@ class Program:
         return replace(self, compiler_options=tuple(sorted((options | given).items()))) if options else self
 
     def unoptimised_build(self, platform: str, *, shared: bool = False) -> "Program":
-        """The program as it is compiled to see what it writes to memory, not how much or how fast: a draft or less.
+        """Return the program as it is compiled to see what it writes to memory, not how much or how fast: a draft
+        or less.
 
         **Arguments:** as of `unfused_build`.
         """
@@ -138,7 +141,9 @@ class Program:
         return replace(unfused_build, compiler_options=options, otherwise=unfused_build.compiler_options)
 
     def alone(self, fn: Callable[..., Any], donate_argnums: tuple[int, ...] = ()) -> "Program":
-        """Another function, such as a part of this one, that is compiled for the same device with the same options."""
+        """Return another function, such as a part of this one, that is compiled for the same device with the same
+        options.
+        """
         options = {name: getattr(self, name) for name in ("compiler_options", "target", "otherwise")}
         return Program(fn, donate_argnums=donate_argnums, **options)
 
@@ -148,7 +153,7 @@ class Program:
         return self.jit(self.fn)
 
     def jit(self, fn: Callable[..., Any], *, keep_unused: bool = False) -> Any:
-        """`jax.jit` of a function with this program's signature, with this program's options."""
+        """Return `jax.jit` of a function with this program's signature, with this program's options."""
         options: dict[str, Any] = {"keep_unused": keep_unused}
         for name in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"):
             if getattr(self, name):
@@ -188,7 +193,7 @@ class Program:
         return bool(self.static_argnums or self.static_argnames)
 
     def dynamic(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments that are traced."""
+        """Return the arguments that are traced."""
         numbers, names = self._static
         if not numbers and not names:
             return tuple(args), kwargs
@@ -199,13 +204,13 @@ class Program:
     def refilled(
         self, dynamic: tuple[Sequence[Any], dict[str, Any]], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with others in the place of those that are traced: the inverse of `dynamic`."""
+        """Return the arguments, with others in the place of those that are traced: the inverse of `dynamic`."""
         numbers, _ = self._static
         traced = iter(dynamic[0])
         return tuple(a if i in numbers else next(traced) for i, a in enumerate(args)), kwargs | dynamic[1]
 
     def static(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments that are not."""
+        """Return the arguments that are not."""
         numbers, names = self._static
         return (
             *((i, a) for i, a in enumerate(args) if i in numbers),
@@ -213,7 +218,7 @@ class Program:
         )
 
     def evaluating(self, closed: jex.ClosedJaxpr, traced: Traced, *, keep_unused: bool = False) -> Any:
-        """`jit` of a function with the program's signature that evaluates a flat jaxpr of it."""
+        """Return `jit` of a function with the program's signature that evaluates a flat jaxpr of it."""
         evaluate = jex.jaxpr_as_fun(traced.step(closed))
         name = getattr(self.fn, "__name__", "step")
         types = traced.step(traced.closed).out_avals[: traced.out_tree.num_leaves]
@@ -230,15 +235,17 @@ class Program:
 
 
 def _as_weak(array: Any, aval: Any) -> Any:
-    """The array, with a type as weak as that of the plain step's result: what a step returns goes into the next."""
+    """Return the array, with a type as weak as that of the plain step's result: what a step returns goes into the
+    next.
+    """
     if not getattr(aval, "weak_type", False) or array.aval.weak_type:
         return array
     return jax.lax.convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
 
 
 def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    """The program with the compiler options of the device that it is for, and such that it takes arguments that are in
-    host memory.
+    """Return the program with the compiler options of the device that it is for, and such that it takes arguments
+    that are in host memory.
 
     **Raises:** `TargetError` where it is on another number of devices than its target has, or on none.
     """
@@ -257,7 +264,7 @@ def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
 
 
 def _from_host(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    """The program, which copies to the device what it computes with, unless it does so itself."""
+    """Return the program, which copies to the device what it computes with, unless it does so itself."""
     moving = replace(program, fn=from_host(program.fn))
     for each in (program, moving):
         with suppress(Exception):
@@ -267,8 +274,8 @@ def _from_host(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The device that the step will run on: that of its first array that is committed to one or struct with a sharding,
-    else the default. Of several it is the first, of this process if it has one.
+    """Return the device that the step will run on: that of its first array that is committed to one or struct with
+    a sharding, else the default. Of several it is the first, of this process if it has one.
     """
     for leaf in jax.tree.leaves((args, kwargs)):
         sharding = getattr(leaf, "sharding", None)
@@ -278,7 +285,7 @@ def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def processes_of(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """The processes of this job on whose devices the step runs."""
+    """Return the processes of this job on whose devices the step runs."""
     if jax.process_count() == 1:
         return (jax.process_index(),)
     shardings = {s for s in _shardings(program, args, kwargs) if not _is_abstract(s)}
@@ -287,7 +294,7 @@ def processes_of(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def device_count(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many devices the step is on, by its arguments and results."""
+    """Return how many devices the step is on, by its arguments and results."""
     return max((sharding.num_devices for sharding in _shardings(program, args, kwargs)), default=1)
 
 
@@ -300,5 +307,5 @@ def _shardings(
 
 
 def _is_abstract(sharding: jax.sharding.Sharding) -> bool:
-    """Whether it is on a mesh that has no devices."""
+    """Return whether it is on a mesh that has no devices."""
     return isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)

@@ -89,7 +89,7 @@ def roofline(module: Module, device: DeviceSpec, ran: Iterable[Kernel] | None = 
 
 
 def seconds_of(kernel: Kernel, device: DeviceSpec) -> float:
-    """Seconds of one trip."""
+    """Return seconds of one trip."""
     arithmetic = sum(operations / device.peak(dtype) for dtype, operations in kernel.flops) / kernel.rate
     moving = max(kernel.nbytes / device.bandwidth, kernel.sent_nbytes / device.link)
     started = device.collective_seconds if kernel.sent_nbytes else device.launch_seconds
@@ -97,7 +97,7 @@ def seconds_of(kernel: Kernel, device: DeviceSpec) -> float:
 
 
 def kernels(module: Module) -> Iterator[Kernel]:
-    """The kernels that the module runs, in schedule order, loops and calls flattened.
+    """Yield the kernels that the module runs, in schedule order, loops and calls flattened.
 
     Loops without a known trip count (`while_loop`) count one trip; loop conditions are not counted.
     """
@@ -128,7 +128,7 @@ _ALLOCATED = 'custom_call_target="AllocateBuffer"'
 
 
 def loop_length(instruction: Instruction) -> int:
-    """How often a loop's body runs, 1 of anything else."""
+    """Return how often a loop's body runs, 1 of anything else."""
     known = _TRIPS.search(instruction.attributes) if instruction.opcode == "while" else None
     return int(known[1]) if known else 1
 
@@ -175,13 +175,13 @@ def _kernel(
 
 
 def _share(value: Instruction, elements: int) -> int:
-    """Bytes of that many elements of a value."""
+    """Return bytes of that many elements of a value."""
     whole = sum(shape.elements for shape in value.shapes)
     return value.nbytes * min(elements, whole) // whole if whole else 0
 
 
 def _window(update: Instruction, scope: Mapping[str, Instruction]) -> int:
-    """Bytes that a dynamic-update-slice or scatter writes."""
+    """Return bytes that a dynamic-update-slice or scatter writes."""
     return scope[update.operands[_update_operand(update)]].nbytes
 
 
@@ -201,7 +201,7 @@ _SILENT = FREE | UPDATES | _WINDOWS | _MOVES | _SENDS
 
 
 def _wanted(body: Computation, inside: Mapping[str, Instruction]) -> dict[str, int]:
-    """How many elements of each value inside a fusion its readers ask for: fusions compute by demand."""
+    """Return how many elements of each value inside a fusion its readers ask for: fusions compute by demand."""
     wanted = dict.fromkeys(inside, 0)
     wanted[body.root.name] = sum(shape.elements for shape in body.root.shapes)
     roots = set(body.root.operands) if body.root.opcode == "tuple" else {body.root.name}
@@ -219,7 +219,7 @@ def _wanted(body: Computation, inside: Mapping[str, Instruction]) -> dict[str, i
 
 
 def _reads(instruction: Instruction, operands: list[Instruction], wanted: int, in_place: bool) -> list[int]:
-    """How many elements of each operand are read for `wanted` elements of the result."""
+    """Return how many elements of each operand are read for `wanted` elements of the result."""
     sizes = [sum(shape.elements for shape in operand.shapes) for operand in operands]
     opcode = instruction.opcode
     if opcode in UPDATES and in_place:
@@ -326,14 +326,14 @@ def _convolution(instruction: Instruction, lhs: Shape, rhs: Shape) -> int:
 
 
 def _window_field(instruction: Instruction, field: str, count: int = 0, default: int = 1) -> list[int]:
-    """A field of `window={size=3x3 pad=1_1x1_1}`, one number per axis (of a padding the low side)."""
+    """Return a field of `window={size=3x3 pad=1_1x1_1}`, one number per axis (of a padding the low side)."""
     found = re.search(rf"window=\{{[^}}]*\b{field}=([\d_x\-]+)", instruction.attributes)
     return [int(part.split("_")[0]) for part in found[1].split("x")] if found else [default] * count
 
 
 @functools.cache
 def _taps(kernel: int, output: int, image: int, window: tuple[int, int, int, int]) -> int:
-    """Pairs (output position o, tap t) on data: o stride + t dilation - low is k base with 0 <= k < image."""
+    """Return pairs (output position o, tap t) on data: o stride + t dilation - low is k base with 0 <= k < image."""
     stride, low, base, dilation = window
     period = base // math.gcd(stride, base)
     pairs = 0

@@ -45,7 +45,7 @@ class Purposes:
 
 
 def values_of(eqns: Sequence[jex.JaxprEqn]) -> "Values":
-    """The step's values, none of them seen yet."""
+    """Return the step's values, none of them seen yet."""
     root: dict[jex.Var | jex.Literal, int] = {}  # variable -> the equation whose memory it is in
     for i, eqn in enumerate(eqns):
         operands = [a for a in eqn.invars if not _compat.is_literal(a)]
@@ -69,7 +69,7 @@ class Values:
     sizes: dict[int, list[int]]
 
     def claim(self, i: int, nbytes: int) -> bool:
-        """Whether a buffer that the equation makes is a value of it that was not seen before."""
+        """Return whether a buffer that the equation makes is a value of it that was not seen before."""
         sizes = self.sizes.get(self.root.get(i, -1), [])
         near = next((size for size in sizes if abs(size - nbytes) <= size // 8), None)
         if near is None:
@@ -79,7 +79,7 @@ class Values:
 
 
 def purposes(module: Module, computation: Computation, values: Values) -> Purposes:
-    """What the computation's instructions are for; the values that they make are seen from then on."""
+    """Return what the computation's instructions are for; the values that they make are seen from then on."""
     scope = computation.by_name()
     instructions = computation.instructions
     own: list[set[int]] = [{int(t) for t in TAG.findall(i.op_name)[-1:]} for i in instructions]
@@ -121,13 +121,13 @@ class Scratch:
     fewer: Mapping[int, int] = field(default_factory=dict)
 
     def renumbered(self, place: Mapping[int, int]) -> "Scratch":
-        """The same by other indices; equations without one are left out."""
+        """Return the same by other indices; equations without one are left out."""
         return Scratch(self.nbytes, {place[i]: nbytes for i, nbytes in self.fewer.items() if i in place})
 
 
 @mechanism("scratch memory as compiled", off=lambda *_: {})
 def scratch(module: Module, eqns: Sequence[jex.JaxprEqn]) -> dict[int, Scratch]:
-    """That of each equation that has kernels of its own in the program, by index."""
+    """Return that of each equation that has kernels of its own in the program, by index."""
     found: dict[int, Scratch] = {}
     unseen = values_of(eqns)
     for computation in executed(module):
@@ -183,7 +183,7 @@ def _scratch(spans: Sequence[Span], results: int, read: Mapping[int, Span]) -> S
 
 
 def _most(spans: Sequence[Span]) -> int:
-    """The most bytes at a time."""
+    """Return the most bytes at a time."""
     changes: dict[int, int] = {}
     for born, dies, nbytes in spans:
         changes[born] = changes.get(born, 0) + nbytes
@@ -196,7 +196,7 @@ def _most(spans: Sequence[Span]) -> int:
 
 
 def _is_spare(module: Module, made: Instruction, scope: Mapping[str, Instruction]) -> bool:
-    """Whether it is a copy of an argument as it is, or one from host memory that the step makes itself."""
+    """Return whether it is a copy of an argument as it is, or one from host memory that the step makes itself."""
     if transfer(module, made) is not None:
         return True
     if made.opcode != "copy":
@@ -207,7 +207,7 @@ def _is_spare(module: Module, made: Instruction, scope: Mapping[str, Instruction
 
 
 def with_room(graph: Graph, workspace: Mapping[int, Scratch], sums: Mapping[int, int]) -> Graph:
-    """The graph with less scratch memory where it takes the place of what nothing reads later.
+    """Return the graph with less scratch memory where it takes the place of what nothing reads later.
 
     **Arguments:** `sums` for each value that is scattered into something what stands for it.
     """

@@ -49,7 +49,7 @@ class Shardings:
     layouts: Mapping[Any, Layout]
 
     def part(self, var: jex.Var) -> tuple[int, ...]:
-        """The shape of the largest part that a device has of a variable."""
+        """Return the shape of the largest part that a device has of a variable."""
         shape = tuple(shaped(var).shape)
         layout = self.layouts.get(var, ())
         return tuple(
@@ -64,7 +64,7 @@ class Shardings:
         return bool(kinds) and all(kind == jax.sharding.AxisType.Auto for kind in kinds)
 
     def row_parts(self, traced: Traced, rows: Sequence[tuple[int, int, int]]) -> int:
-        """In how many parts most bytes of results lie, along a dimension of each."""
+        """Return in how many parts most bytes of results lie, along a dimension of each."""
         nbytes: dict[int, int] = {1: 0}
         for i, k, d in rows:
             var = traced.jaxpr.jaxpr.eqns[i].outvars[k]
@@ -80,12 +80,12 @@ class Shardings:
         return math.prod(size for _, _, size in axes)
 
     def of_attention(self, site: Site) -> Places | None:
-        """Where an attention is done, as its scores lie; None where it stays as it is written."""
+        """Return where an attention is done, as its scores lie; None where it stays as it is written."""
         scores = self.named(site.scores) if self.inferred else None
         return None if scores is None else Places.of(scores, site.pattern)
 
     def named(self, var: jex.Var) -> NamedSharding | None:
-        """The layout as the program would say it, None where it cannot."""
+        """Return the layout as the program would say it, None where it cannot."""
         layout = self.layouts.get(var)
         if self.mesh is None or layout is None:
             return None
@@ -110,20 +110,22 @@ class Division:
         return device_count(self.program, self.args, self.kwargs)
 
     def shardings(self, traced: Traced) -> Shardings | None:
-        """Where the values of a form are; None where its program is that of one device."""
+        """Return where the values of a form are; None where its program is that of one device."""
         return self._found(traced)[0] if self._divided(traced) else None
 
     def local(self, traced: Traced) -> tuple[Traced, tuple[float, ...] | None]:
-        """A form as one device has it, and the arithmetic of its equations there, None where that is all of it."""
+        """Return a form as one device has it, and the arithmetic of its equations there, None where that is
+        all of it.
+        """
         return self._found(traced)[1:] if self._divided(traced) else (traced, None)
 
     def _divided(self, traced: Traced) -> bool:
-        """Whether the compiler divides the program among devices."""
+        """Return whether the compiler divides the program among devices."""
         return self.devices > 1 and traced.around is None
 
     def with_parts(self, traced: Traced) -> Traced:
-        """The form, that knows in how many parts the rows of its regions lie: as most of what has them does. Rows of
-        less than a step, and those whose places types tell, stay together.
+        """Return the form, that knows in how many parts the rows of its regions lie: as most of what has them does.
+        Rows of less than a step, and those whose places types tell, stay together.
         """
         places = self.shardings(traced)
         if places is None or not traced.regions:
@@ -138,7 +140,9 @@ class Division:
         return traced.with_regions_on_devices(parts, own / nbytes if nbytes else 1.0)
 
     def with_attention(self, traced: Traced) -> Traced:
-        """The form, that knows which attention may be done without its scores, and where: like ones in like places."""
+        """Return the form, that knows which attention may be done without its scores, and where: like ones in like
+        places.
+        """
         shardings = self.shardings(traced)
         if shardings is None:
             return traced
@@ -149,7 +153,7 @@ class Division:
         return traced.attending({pattern: own for pattern, own in found.items() if own is not None})
 
     def named(self, var: jex.Var) -> NamedSharding | None:
-        """The sharding of a variable of any form, None where it is not known."""
+        """Return the sharding of a variable of any form, None where it is not known."""
         if var is None or _compat.is_literal(var):
             return None
         return next((s.named(var) for s, _, _ in self._known.values() if var in s.layouts), None)
@@ -163,7 +167,7 @@ class Division:
 
 
 def shardings(traced: Traced, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shardings:
-    """Where the compiler puts the values of a step that is on several devices."""
+    """Return where the compiler puts the values of a step that is on several devices."""
     lowered = program.lower(program.evaluating(_numbered(traced), traced, keep_unused=True), args, kwargs)
     found, arguments = propagated(lowered)
     results: dict[int, list[list[tuple[tuple[int, ...], Layout]]]] = {}
@@ -186,8 +190,8 @@ def shardings(traced: Traced, program: Program, args: tuple[Any, ...], kwargs: d
 
 
 def local(traced: Traced, places: Shardings) -> tuple[Traced, tuple[float, ...]]:
-    """The step with the types of what one device has, and the arithmetic of its equations there; no program that could
-    run.
+    """Return the step with the types of what one device has, and the arithmetic of its equations there; no program
+    that could run.
     """
     renamed: dict[Any, Any] = {}
 
@@ -223,7 +227,7 @@ def local(traced: Traced, places: Shardings) -> tuple[Traced, tuple[float, ...]]
 
 
 def _numbered(traced: Traced) -> jex.ClosedJaxpr:
-    """The step with its loops closed, and each equation's index in its name stack."""
+    """Return the step with its loops closed, and each equation's index in its name stack."""
     jaxpr = traced.jaxpr.jaxpr
     named = [_compat.in_scope(eqn, f"#{i}") for i, eqn in enumerate(jaxpr.eqns)]
     eqns = close_loops(*sink(named, traced.loop_of, traced.loops), traced.loops)
@@ -236,7 +240,7 @@ def _result(
     made: Sequence[Sequence[tuple[tuple[int, ...], Layout]]],
     layouts: Mapping[Any, Layout],
 ) -> Layout:
-    """The layout of an equation's result, by what its operations make, or as that of what it is made of."""
+    """Return the layout of an equation's result, by what its operations make, or as that of what it is made of."""
     shape, name = tuple(shaped(eqn.outvars[k]).shape), eqn.primitive.name
     operand = next((layouts[a] for a in _compat.variables(eqn.invars) if a in layouts), ())
     if name == "scan_slice":
@@ -258,7 +262,7 @@ def _result(
 
 
 def _layout_of(sharding: Any, rank: int) -> Layout:
-    """The layout that a sharding asks for, whole where it names no axes."""
+    """Return the layout that a sharding asks for, whole where it names no axes."""
     if not isinstance(sharding, NamedSharding):
         return ((),) * rank
     spec = [*sharding.spec, *(None,) * (rank - len(sharding.spec))]
@@ -267,7 +271,7 @@ def _layout_of(sharding: Any, rank: int) -> Layout:
 
 
 def meshes(eqns: Sequence[jex.JaxprEqn], leaves: Sequence[Any]) -> Iterable[Mesh | AbstractMesh]:
-    """The meshes that arguments or the program's constraints name."""
+    """Return the meshes that arguments or the program's constraints name."""
     given = [leaf if isinstance(leaf, NamedSharding) else getattr(leaf, "sharding", None) for leaf in leaves]
     given += [eqn.params["sharding"] for eqn in eqns if eqn.primitive.name == "sharding_constraint"]
     for sharding in given:

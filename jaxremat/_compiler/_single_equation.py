@@ -17,12 +17,12 @@ from .._runtime._cache_folder import cache_dir, read, store
 
 
 def alone(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
-    """The equation as a program of its own."""
+    """Return the equation as a program of its own."""
     return _compat.single(eqn, [_compat.new_var(a.aval) for a in eqn.invars])
 
 
 def key(eqn: jex.JaxprEqn, where: object) -> str:
-    """What tells the equation's program from others: primitive, types, parameters; `where` it is compiled."""
+    """Return what tells the equation's program from others: primitive, types, parameters; `where` it is compiled."""
     params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
     what = (eqn.primitive.name, [str(a.aval) for a in eqn.invars], params)
     return hashlib.sha256(repr((what, where)).encode()).hexdigest()
@@ -44,7 +44,7 @@ class Figures:
         return read(self.path, parse) or {}
 
     def get(self, key: str, measure: Callable[[], Any]) -> Any:
-        """The number for a key, measured if it is not known."""
+        """Return the number for a key, measured if it is not known."""
         if key not in self.known:
             self.known[key] = self.fresh[key] = measure()
         return self.known[key]

@@ -40,7 +40,7 @@ class Kernel(NamedTuple):
     single: bool = False
 
     def renumbered(self, place: Mapping[int, int]) -> "Kernel":
-        """The same by other indices; equations without one are left out."""
+        """Return the same by other indices; equations without one are left out."""
         writes, reads = (frozenset(place[i] for i in each if i in place) for each in self[:2])
         return Kernel(writes, reads, self.single)
 
@@ -61,7 +61,7 @@ class Written:
     gathered: Mapping[int, int] = field(default_factory=dict)
 
     def renumbered(self, place: Mapping[int, int]) -> "Written":
-        """The same by other indices; equations without one are left out."""
+        """Return the same by other indices; equations without one are left out."""
         sizes = {place[i]: sizes for i, sizes in self.sizes.items() if i in place}
         kernels = (kernel.renumbered(place) for kernel in self.kernels)
         kernels = tuple(kernel for kernel in kernels if kernel.reads)
@@ -69,17 +69,17 @@ class Written:
         return Written(sizes, kernels, self.loops, *sent)
 
     def decoded(self, place: Mapping[int, int]) -> "Written":
-        """The same where what reads results of these equations reads those of others, which are as large."""
+        """Return the same where what reads results of these equations reads those of others, which are as large."""
         sizes = {**self.sizes, **{j: self.sizes[i] for i, j in place.items() if i in self.sizes}}
         kernels = (k._replace(reads=frozenset(place.get(i, i) for i in k.reads)) for k in self.kernels)
         return replace(self, sizes=sizes, kernels=tuple(kernels))
 
     def also(self, loop: int, iteration: "Written") -> "Written":
-        """The same with all that the iterations of a loop write and read, by the same indices."""
+        """Return the same with all that the iterations of a loop write and read, by the same indices."""
         return replace(self.with_(iteration), loops=self.loops | {loop})
 
     def with_(self, iteration: "Written") -> "Written":
-        """The same with some of what the iterations of a loop write and read, by the same indices."""
+        """Return the same with some of what the iterations of a loop write and read, by the same indices."""
         sizes, kernels = {**self.sizes, **iteration.sizes}, (*self.kernels, *iteration.kernels)
         sent = {**self.summed, **iteration.summed}, {**self.gathered, **iteration.gathered}
         return Written(sizes, kernels, self.loops, *sent)
@@ -92,7 +92,8 @@ SEVERAL = re.compile(
 
 
 def tagged(traced: Traced, backend: Backend) -> jex.ClosedJaxpr:
-    """The plain step's flat jaxpr with the index of each equation's counterpart in `traced.jaxpr` in its name stack.
+    """Return the plain step's flat jaxpr with the index of each equation's counterpart in `traced.jaxpr` in its
+    name stack.
 
     What this compiler's plans replace is replaced here too.
     """
@@ -105,7 +106,7 @@ def tagged(traced: Traced, backend: Backend) -> jex.ClosedJaxpr:
 
 
 def written(module: Module) -> Written:
-    """What kernels write for the tagged equations, and what they read of that."""
+    """Return what kernels write for the tagged equations, and what they read of that."""
     kernels = []
     summed: Counter[int] = Counter()
     gathered: Counter[int] = Counter()
@@ -133,6 +134,6 @@ def written(module: Module) -> Written:
 
 
 def _makers(module: Module, scope: Mapping[str, Instruction], made: Iterable[Instruction]) -> frozenset[int]:
-    """The equations that made these instructions' buffers, as far as they are tagged."""
+    """Return the equations that made these instructions' buffers, as far as they are tagged."""
     found = (maker(module, TAG, scope, each, leaf) for each in made for leaf in range(len(each.shapes)))
     return frozenset(int(tag) for tag in found if isinstance(tag, str))

@@ -28,7 +28,7 @@ _PLUGINS = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 
 def targets() -> tuple[str, ...]:
-    """The names of the devices that programs can be planned for on any machine: `("h100", ...)`."""
+    """Return the names of the devices that programs can be planned for on any machine: `("h100", ...)`."""
     return tuple(name for name, spec in DEVICES.items() if spec.chip is not None)
 
 
@@ -76,7 +76,8 @@ class Target:
         return DEVICES[self.device]
 
     def topology(self, partitions: int) -> str:
-        """The devices for a program of so many partitions, as XLA's compiler asks: slices x hosts x devices of each.
+        """Return the devices for a program of so many partitions, as XLA's compiler asks: slices x hosts x devices
+        of each.
 
         **Raises:** `TargetError` where it has not as many.
         """
@@ -88,7 +89,7 @@ class Target:
         return f"1x{hosts}x{each}"
 
     def _described(self) -> Any:
-        """The device in JAX's words."""
+        """Return the device in JAX's words."""
         chip = self.spec.chip
         assert chip is not None
         return jax.sharding.AbstractDevice(_KINDS.get(chip.capability, self.spec.name), chip.cores, "gpu")
@@ -96,7 +97,7 @@ class Target:
     def lower(
         self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
     ) -> "TargetLowered":
-        """A jitted function, lowered for the device with these compiler options.
+        """Return a jitted function, lowered for the device with these compiler options.
 
         **Raises:** `TargetError` where JAX cannot lower it for GPUs.
         """
@@ -113,12 +114,12 @@ class Target:
 
 
 def in_words(devices: int) -> str:
-    """How many that are."""
+    """Return how many that are."""
     return "one device" if devices == 1 else f"{devices} devices"
 
 
 def mismatch(target: Target, devices: int) -> TargetError:
-    """What to say of a step that is on another number of devices than the target has."""
+    """Return what to say of a step that is on another number of devices than the target has."""
     if devices == 1:
         return TargetError(
             f"`target={target.name!r}` has {target.devices} devices, and no argument of the step is on several. Pass "
@@ -147,7 +148,7 @@ class TargetLowered:
         self._options = options
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
-        """The program before XLA."""
+        """Return the program before XLA."""
         return self._lowered.as_text(dialect, debug_info=debug_info)
 
     def compile(self) -> "TargetCompiled":
@@ -203,11 +204,11 @@ class TargetCompiled:
         self._text = text
 
     def as_text(self) -> str:
-        """The optimised, scheduled HLO."""
+        """Return the optimised, scheduled HLO."""
         return self._text
 
     def memory_analysis(self) -> SimpleNamespace:
-        """XLA's figures in bytes, as attributes (`temp_size_in_bytes`)."""
+        """Return XLA's figures in bytes, as attributes (`temp_size_in_bytes`)."""
         return SimpleNamespace(**self._figures)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -218,7 +219,7 @@ class TargetCompiled:
 
 
 def compilers() -> list[tuple[str, str]]:
-    """The packages that XLA's GPU compiler is installed in, each with its version."""
+    """Return the packages that XLA's GPU compiler is installed in, each with its version."""
     return [(name, version) for name in _PLUGINS if (version := _version(name)) is not None]
 
 

@@ -21,7 +21,7 @@ _FIGURES = ("argument", "output", "alias", "temp", "host_temp")
 
 
 def answer(request: tuple[str, str, bytes, dict[str, Any]]) -> tuple[dict[str, int], str]:
-    """Of a chip's description, a topology, a module's bytecode and compiler options: figures and HLO."""
+    """Return of a chip's description, a topology, a module's bytecode and compiler options: figures and HLO."""
     config, topology, module, options = request
     return _compile(_devices(config, topology), module, options)
 
@@ -35,7 +35,7 @@ def _devices(config: str, topology: str) -> Any:
 
 
 def _compile(devices: Any, module: bytes, options: dict[str, Any]) -> tuple[dict[str, int], str]:
-    """Memory figures of one device in bytes by name, and the scheduled HLO module as text."""
+    """Return memory figures of one device in bytes by name, and the scheduled HLO module as text."""
     with mlir.make_ir_context():
         parsed = ir.Module.parse(module)
         compile_options = compiler.get_compile_options(

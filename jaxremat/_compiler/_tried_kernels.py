@@ -32,7 +32,9 @@ APART = 0.05
 
 
 def kernels_work(sites: Sequence[Site], device: Any) -> bool:
-    """Whether kernels do what all of these attentions do, on a `jax.Device`. Where they do not, a warning says so."""
+    """Return whether kernels do what all of these attentions do, on a `jax.Device`. Where they do not, a warning
+    says so.
+    """
     written = b"".join(
         Path(str(module.__file__)).read_bytes() for module in (_kernels, _gradient_kernels, _tiles)
     )
@@ -59,7 +61,7 @@ def kernels_work(sites: Sequence[Site], device: Any) -> bool:
 
 
 def _failure(site: Site, device: Any) -> str:
-    """What is wrong with kernels for an attention, "" where nothing is."""
+    """Return what is wrong with kernels for an attention, "" where nothing is."""
     pattern = site.pattern
     shared = {axis for axis in pattern.scores.columns if axis is not None}
     sizes = [min(n, FEW) if d in shared and d != pattern.key else n for d, n in enumerate(pattern.sizes)]
@@ -102,7 +104,7 @@ def _both_passes(
 
 
 def _something(random: np.random.Generator, pattern: Pattern, axes: Axes, aval: Any) -> jax.Array:
-    """Random numbers of this type, as large as the pattern has its axes."""
+    """Return random numbers of this type, as large as the pattern has its axes."""
     rank = len(pattern.sizes)
     shape = [
         pattern.sizes[axis] if axis is not None and axis < rank else n

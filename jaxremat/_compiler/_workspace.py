@@ -29,7 +29,7 @@ def workspaces(
     above_nbytes: int,
     among: Collection[int] | None = None,
 ) -> dict[int, int]:
-    """Scratch bytes by equation index, for contractions with operands above a size; with
+    """Return scratch bytes by equation index, for contractions with operands above a size; with
     `among` for those of them alone.
 
     They are compiled for the device and with the options of the program; `platform` is the device's, as JAX calls it.
@@ -57,7 +57,7 @@ def workspaces(
 
 
 def alone_seconds(eqns: Sequence[jex.JaxprEqn], program: Program, device: DeviceSpec) -> list[float]:
-    """Seconds of each of these equations, compiled alone, by a roofline of its kernels."""
+    """Return seconds of each of these equations, compiled alone, by a roofline of its kernels."""
     program = program.alone(_nothing)
     where = (sorted(program.compiler_options), jax.__version__, device)
     found: list[float] = []

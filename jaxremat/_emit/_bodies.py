@@ -37,13 +37,13 @@ class Body:
         return self.closed.jaxpr
 
     def walk(self) -> Iterator["Body"]:
-        """This body and all below."""
+        """Yield this body and all below."""
         yield self
         for scanned in self.inner.values():
             yield from scanned.walk()
 
     def called(self) -> dict[str, str]:
-        """The user's names of values by those that they have here."""
+        """Return the user's names of values by those that they have here."""
         return {
             name_of(body.numbers[i], j): body.labels[v]
             for body in self.walk()
@@ -54,7 +54,7 @@ class Body:
 
 
 def bodies(closed: jex.ClosedJaxpr, labels: dict[Any, str], first: int = 0) -> Body:
-    """The bodies of a flat jaxpr, whose equations are numbered from `first` on; bodies become flat, too."""
+    """Return the bodies of a flat jaxpr, whose equations are numbered from `first` on; bodies become flat, too."""
     numbers, inner = [], {}
     for i, eqn in enumerate(closed.jaxpr.eqns):
         numbers.append(first)
@@ -68,18 +68,18 @@ def bodies(closed: jex.ClosedJaxpr, labels: dict[Any, str], first: int = 0) -> B
 
 
 def name_of(number: int, output: int) -> str:
-    """The name of an equation's result."""
+    """Return the name of an equation's result."""
     return f"{PREFIX}/{number}/{output}"
 
 
 def number_of(scope: str) -> int | None:
-    """The number of the equation that an equation with this name stack was made from."""
+    """Return the number of the equation that an equation with this name stack was made from."""
     found = _NUMBER.findall(scope)
     return int(found[-1]) if found else None
 
 
 def without_numbers(scope: str) -> str:
-    """A name stack as it was before."""
+    """Return a name stack as it was before."""
     return re.sub(r"/?#\d+", "", scope).replace("()", "")
 
 
@@ -88,7 +88,7 @@ Naming = Callable[[Any, dict[int, str]], list[Any]]
 
 
 def numbered(body: Body, naming: Naming = named_behind) -> jex.ClosedJaxpr:
-    """The body's jaxpr with all equations in numbered scopes and all values named."""
+    """Return the body's jaxpr with all equations in numbered scopes and all values named."""
     jaxpr, consts = body.jaxpr, body.closed.consts
     scoped = [_compat.in_scope(eqn, f"#{n}") for eqn, n in zip(jaxpr.eqns, body.numbers, strict=True)]
     for i, scanned in body.inner.items():

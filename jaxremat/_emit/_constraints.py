@@ -147,14 +147,14 @@ def blocks(step: Analysis) -> Iterator[Constraint]:
     undoing = {n for own in members.values() for n in own}
 
     def is_there(var: Var, before: int) -> bool:
-        """Whether it is in memory before that equation, and no argument."""
+        """Return whether it is in memory before that equation, and no argument."""
         if var not in step.value_of:
             return False
         value = graph.values[step.value_of[var]]
         return 0 <= value.producer < before and value.materialised and not graph.is_small(value.id)
 
     def cotangent(before: int) -> Var | None:
-        """What the backward pass made last before that equation, and reads behind it."""
+        """Return what the backward pass made last before that equation, and reads behind it."""
         for n in range(before - 1, graph.forward_stop - 1, -1):
             for v in () if n in undoing else source[n].outvars:
                 later = any(m >= before and m not in undoing for m in step.readers.get(v, ()))
@@ -310,13 +310,15 @@ def _held(
     found.extend(a for a in starts if step.place[step.maker(a)] < k)
 
     def there_before(var: Var) -> bool:
-        """Whether it is saved, held or an argument: the compiler could copy it to another layout long before."""
+        """Return whether it is saved, held or an argument: the compiler could copy it to another layout long
+        before.
+        """
         v = step.value_of.get(var)
         held = var in step.handed_on[k] or v in step.schedule.saved
         return v is None or (held and graph.stage_of[step.maker(var)] < k)
 
     def is_due(var: Var) -> bool:
-        """Whether what makes it waits for a barrier, behind which it is made then."""
+        """Return whether what makes it waits for a barrier, behind which it is made then."""
         return var in step.value_of and step.maker(var) in waiting
 
     here = [n for n in step.own[k] if graph.nodes[n].loop == loop]

@@ -9,24 +9,28 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 
 from .._program import _compat
+from .._program._compat import Atom, SourceInfo
 from .._program._splice import inlined
 from ._joint import is_inexact
 
 
-def fence(operands: Sequence[Any], outvars: Sequence[Any], source_info: Any) -> Any:
-    """As `_compat.barrier`."""
+def differentiable_barrier(
+    operands: Sequence[Atom], outvars: Sequence[jex.Var], source_info: SourceInfo
+) -> Any:
+    """Return as `_compat.barrier`."""
     if all(is_inexact(a.aval) for a in operands) or any(map(_compat.varying_axes, operands)):
         return _compat.barrier(operands, outvars, source_info)
 
     @jax.custom_jvp
-    def fenced(*primals: Any) -> Any:
+    def passing(*primals: Any) -> Any:
         return jax.lax.optimization_barrier(primals)
 
-    @fenced.defjvp
+    @passing.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
-        return fenced(*primals), tangents
+        return passing(*primals), tangents
 
-    closed = jax.make_jaxpr(fenced)(*(a.aval for a in operands))
+    closed = jax.make_jaxpr(passing)(*(a.aval for a in operands))
     return inlined(closed, operands, source_info, outvars)[0][0]

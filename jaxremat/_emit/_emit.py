@@ -63,8 +63,9 @@ def emit(
     fence: str = FINISHED,
     detached: Sequence[Passing] = (),
 ) -> jex.ClosedJaxpr:
-    """The planned step as a jaxpr whose types are checked, those of its loops too, and which `_validation` has seen to
-    compute the step; node ids of `graph` are equation indices of `traced.jaxpr`. Where that is a body, so is this.
+    """Return the planned step as a jaxpr whose types are checked, those of its loops too, and which `_validation`
+    has seen to compute the step; node ids of `graph` are equation indices of `traced.jaxpr`. Where that is a body,
+    so is this.
 
     **Arguments:** `barrier` the kind of barriers, `FINISHED` or `COMBINED`; `detached` the barriers' operands that are
     put behind barriers of their own, see `_detaching`.

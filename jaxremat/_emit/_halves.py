@@ -5,13 +5,13 @@ pass computes again. Its recomputation waits behind barriers, the first of them 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax.extend.core as jex
 
 from .._model._graph import Graph
 from .._model._schedule import Schedule
 from .._program import _compat
+from .._program._compat import Atom
 from .._program._primitives import runs_once
 from .._program._run_counts import check_runs
 from .._rewrite._canonical_convolutions import canonical_in_bodies
@@ -40,7 +40,7 @@ class Halves:
 
 
 def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
-    """The two passes, type-checked; node ids of `graph` are equation indices of the joint program."""
+    """Return the two passes, type-checked; node ids of `graph` are equation indices of the joint program."""
     traced = joint.traced
     jaxpr, consts = traced.jaxpr.jaxpr, traced.jaxpr.consts
     primals, cotangents = jaxpr.invars[: joint.primals], jaxpr.invars[joint.primals :]
@@ -71,7 +71,7 @@ def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     return Halves(forward, backward, read, joint.results)
 
 
-def _is_var(atom: Any) -> bool:
+def _is_var(atom: Atom) -> bool:
     return not _compat.is_literal(atom)
 
 

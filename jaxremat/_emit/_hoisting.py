@@ -8,6 +8,7 @@ is costly within kernels of both passes once, and keeps it. Elsewhere kernels do
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.extend.core as jex
 import numpy as np
 
 from .._model._graph import Graph
@@ -41,9 +42,9 @@ class Hazards:
         self.costly = self._costly()
 
     @mechanism("what is made early", off=lambda *_: False)
-    def early(self, n: int, var: Any) -> bool:
-        """Whether the compiler may make something large of an operand long before the equation runs, or keep something
-        to make it of.
+    def early(self, n: int, var: jex.Var) -> bool:
+        """Return whether the compiler may make something large of an operand long before the equation runs, or keep
+        something to make it of.
 
         A contraction's operand it copies into another layout; a small one it broadcasts.
         """
@@ -53,10 +54,10 @@ class Hazards:
         small = made > self.graph.small_nbytes and 2 * aval_nbytes(var.aval) <= made
         return n in self.loads or small or self._kept_for(n, var)
 
-    def _kept_for(self, n: int, var: Any) -> bool:
-        """Whether the compiler may keep more than what is saved for an equation of the backward pass that reads a
-        residual: of pointwise results the operands, since a kernel that reads them can as well read those, and of
-        costly ones within the kernels of both passes the result.
+    def _kept_for(self, n: int, var: jex.Var) -> bool:
+        """Return whether the compiler may keep more than what is saved for an equation of the backward pass that
+        reads a residual: of pointwise results the operands, since a kernel that reads them can as well read those,
+        and of costly ones within the kernels of both passes the result.
         """
         value = self.value_of.get(var)
         if value is None or self.graph.nodes[n].loop >= 0:
@@ -66,14 +67,16 @@ class Hazards:
         return value in self.costly or any(map(self._is_cheap, self.graph.sources[value]))
 
     def _is_cheap(self, value: int) -> bool:
-        """Whether kernels that read a large value make it instead: nothing costly, which the compiler does once."""
+        """Return whether kernels that read a large value make it instead: nothing costly, which the compiler
+        does once.
+        """
         if not self._is_pointwise(value):
             return False
         maker = self.graph.values[value].producer
         return not is_costly(self.source[maker]) and self.costly.isdisjoint(self.graph.nodes[maker].inputs)
 
     def _is_pointwise(self, value: int) -> bool:
-        """Whether a large value is the one result of a kernel that others could be part of."""
+        """Return whether a large value is the one result of a kernel that others could be part of."""
         made = self.graph.values[value]
         if made.producer < 0 or made.nbytes <= self.graph.small_nbytes:
             return False
@@ -91,7 +94,7 @@ class Hazards:
         return costly
 
     def _loads(self) -> set[int]:
-        """The backward pass's contractions, and what only changes the layout of their operands."""
+        """Return the backward pass's contractions, and what only changes the layout of their operands."""
         loads: set[int] = set()
         for n in reversed(range(self.graph.forward_stop, len(self.source))):
             eqn = self.source[n]
@@ -104,8 +107,8 @@ class Hazards:
         return loads
 
 
-def is_zero(eqn: Any) -> bool:
-    """Whether the equation fills an array with float32 zeros, which the compiler may do at any time."""
+def is_zero(eqn: jex.JaxprEqn) -> bool:
+    """Return whether the equation fills an array with float32 zeros, which the compiler may do at any time."""
     if eqn.primitive.name != "broadcast_in_dim" or not _compat.is_literal(eqn.invars[0]):
         return False
     literal = eqn.invars[0]

@@ -80,12 +80,12 @@ class NotReversibleError(ArgumentError):
 
 
 def is_inexact(aval: Any) -> bool:
-    """Whether values of this type have cotangents of the same type."""
+    """Return whether values of this type have cotangents of the same type."""
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, np.inexact)
 
 
 def flattened(fn: Callable[..., Any], leaves: Sequence[Any]) -> Function:
-    """A function of flat arguments, for arguments of these types; it may close over tracers."""
+    """Return a function of flat arguments, for arguments of these types; it may close over tracers."""
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*leaves)
     closed, references = of_values(closed)
     if references is not None and (references.held or references.places):
@@ -104,7 +104,8 @@ def flattened(fn: Callable[..., Any], leaves: Sequence[Any]) -> Function:
 def called(
     program: Program, args: tuple[Any, ...], kwargs: dict[str, Any], known: dict[Any, Function] | None = None
 ) -> tuple[Function, list[Any], tuple[Any, ...]]:
-    """A function for these arguments, those of them that are traced, and what tells one such call from another.
+    """Return a function for these arguments, those of them that are traced, and what tells one such call from
+    another.
 
     **Arguments:** `known` the functions of earlier calls, to which this one's is added: Python runs once for each kind
     of arguments, as under `jax.checkpoint`.
@@ -139,7 +140,8 @@ def called(
 
 
 def differentiated(function: Function, wanted: Sequence[bool]) -> Joint:
-    """The joint program of a function, its values named as in `_bodies`, for the cotangents of the wanted primals.
+    """Return the joint program of a function, its values named as in `_bodies`, for the cotangents of the wanted
+    primals.
 
     **Raises:** `NotReversibleError` where JAX cannot differentiate the function so.
     """
@@ -174,7 +176,7 @@ def differentiated(function: Function, wanted: Sequence[bool]) -> Joint:
 
 
 def _kept_nbytes(flat: jex.ClosedJaxpr) -> int:
-    """The bytes of what the forward pass makes and the backward pass reads."""
+    """Return the bytes of what the forward pass makes and the backward pass reads."""
     made: set[Any] = set()
     read: set[Any] = set()
     for eqn in flat.jaxpr.eqns:

@@ -10,10 +10,12 @@ either.
 """
 
 from collections.abc import Sequence
-from typing import Any
+
+import jax.extend.core as jex
 
 from .._model._device_specs import Chip
 from .._model._graph import Node, Value
+from .._program._compat import shaped
 from .._runtime._mechanisms import mechanism
 
 _OTHERWISE = frozenset(
@@ -24,10 +26,10 @@ _OTHERWISE = frozenset(
 
 @mechanism("images' axes in memory order", off=lambda *_: {})
 def axes_in_memory(
-    eqns: Sequence[Any], nodes: Sequence[Node], values: Sequence[Value], chip: Chip | None
+    eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value], chip: Chip | None
 ) -> dict[int, tuple[int, ...]]:
-    """For values that are images their axes from the outermost to the innermost, where that is not the program's
-    order; none without a chip.
+    """Return for values that are images their axes from the outermost to the innermost, where that is not the
+    program's order; none without a chip.
     """
     found: dict[int, tuple[int, ...]] = {}
     if chip is None:
@@ -35,7 +37,7 @@ def axes_in_memory(
     for node, eqn in zip(nodes, eqns, strict=True):
         if eqn.primitive.name == "conv_general_dilated":
             (made,) = node.outputs
-            kernel, dtype = _root(nodes, values, node.inputs[-1]), eqn.outvars[0].aval.dtype
+            kernel, dtype = _root(nodes, values, node.inputs[-1]), shaped(eqn.outvars[0]).dtype
             image, channel, *pixels = eqn.params["dimension_numbers"].out_spec
             last = chip.channels_last(str(dtype))
             axes = (image, *pixels, channel) if last else (image, channel, *pixels)
@@ -51,12 +53,14 @@ def axes_in_memory(
     return found
 
 
-def _rank(var: Any) -> int:
+def _rank(var: jex.Var) -> int:
     return len(getattr(var.aval, "shape", ()))
 
 
 def _root(nodes: Sequence[Node], values: Sequence[Value], v: int) -> int:
-    """The node that makes what a value is the same numbers as, -1 for none: gradients read reversed kernels."""
+    """Return the node that makes what a value is the same numbers as, -1 for none: gradients read reversed
+    kernels.
+    """
     while (n := values[v].producer) >= 0 and len(nodes[n].inputs) == 1 and not nodes[n].fusion_root:
         (v,) = nodes[n].inputs
     return n

@@ -14,6 +14,7 @@ import operator
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
 from .._program._splice import inlined
@@ -21,8 +22,10 @@ from .._rewrite._pooling_places import MOST_PLACES, WINDOW, places, windows
 from ._joint import is_inexact
 
 
-def is_pooling(eqn: Any) -> bool:
-    """Whether it is a max-pooling (or min-pooling) that has a derivative, with windows that are not too large."""
+def is_pooling(eqn: jex.JaxprEqn) -> bool:
+    """Return whether it is a max-pooling (or min-pooling) that has a derivative, with windows that are not too
+    large.
+    """
     if eqn.primitive.name not in ("reduce_window_max", "reduce_window_min"):
         return False
     params = eqn.params
@@ -31,8 +34,8 @@ def is_pooling(eqn: Any) -> bool:
     return is_inexact(eqn.invars[0].aval) and small and not spread
 
 
-def pooled_inline(eqn: Any) -> list[Any]:
-    """Equations in place of a max-pooling."""
+def pooled_inline(eqn: jex.JaxprEqn) -> list[Any]:
+    """Return equations in place of a max-pooling."""
     plain = functools.partial(eqn.primitive.bind, **eqn.params)
 
     @jax.custom_jvp
@@ -47,8 +50,8 @@ def pooled_inline(eqn: Any) -> list[Any]:
     return inlined(closed, eqn.invars, eqn.source_info, eqn.outvars)[0]
 
 
-def _tangent(eqn: Any, x: jax.Array, dx: jax.Array) -> jax.Array:
-    """In each window the tangent of its first extreme value."""
+def _tangent(eqn: jex.JaxprEqn, x: jax.Array, dx: jax.Array) -> jax.Array:
+    """Return in each window the tangent of its first extreme value."""
     params = eqn.params
     largest = eqn.primitive.name == "reduce_window_max"
     edges = [(low, high, 0) for low, high in params["padding"]]

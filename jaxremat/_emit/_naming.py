@@ -15,26 +15,27 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from .._program import _compat
+from .._program._compat import SourceInfo
 from .._program._inline import Inliner
 from .._program._primitives import runs_once
 from .._program._splice import inlined
 
 
-def named(eqn: Any, names: dict[int, str]) -> list[Any]:
-    """Equations that make the equation's results, some of them under names.
+def named(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[Any]:
+    """Return equations that make the equation's results, some of them under names.
 
     **Arguments:** `names` by the place of a result.
     """
     return _self_reading(eqn, names) or named_behind(eqn, names, _in_parts)
 
 
-def _whole(value: Any, result: Any, name: str, source_info: Any) -> list[Any]:
-    """Equations that give a value its name, by which it is called as the result."""
+def _whole(value: Any, result: Any, name: str, source_info: SourceInfo) -> list[Any]:
+    """Return equations that give a value its name, by which it is called as the result."""
     return [_compat.name_eqn(value, result, name, source_info)]
 
 
-def _in_parts(value: Any, result: Any, name: str, source_info: Any) -> list[Any]:
-    """The same, but of a complex number both parts: `jax.checkpoint` fails where it is to save the whole."""
+def _in_parts(value: Any, result: Any, name: str, source_info: SourceInfo) -> list[Any]:
+    """Return the same, but of a complex number both parts: `jax.checkpoint` fails where it is to save the whole."""
     if not jnp.issubdtype(getattr(value.aval, "dtype", np.int32), np.complexfloating):
         return _whole(value, result, name, source_info)
     closed = jax.make_jaxpr(lambda x: _put_together(x, name))(value.aval)
@@ -48,9 +49,9 @@ def _put_together(x: jax.Array, name: str) -> jax.Array:
 
 
 def named_behind(
-    eqn: Any, names: dict[int, str], give: Callable[[Any, Any, str, Any], list[Any]] = _whole
+    eqn: jex.JaxprEqn, names: dict[int, str], give: Callable[[Any, Any, str, Any], list[Any]] = _whole
 ) -> list[Any]:
-    """The equation, and others that give its results their names."""
+    """Return the equation, and others that give its results their names."""
     outvars = list(eqn.outvars)
     after = []
     for i, name in names.items():
@@ -59,9 +60,9 @@ def named_behind(
     return [eqn.replace(outvars=outvars), *after]
 
 
-def _self_reading(eqn: Any, names: dict[int, str]) -> list[Any] | None:
-    """The equation as a `custom_jvp` function, None where its derivative reads none of the named results, or where it
-    runs once.
+def _self_reading(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[Any] | None:
+    """Return the equation as a `custom_jvp` function, None where its derivative reads none of the named results, or
+    where it runs once.
     """
     if runs_once(eqn):
         return None
@@ -104,7 +105,7 @@ def _self_reading(eqn: Any, names: dict[int, str]) -> list[Any] | None:
 
 
 def _reading_names(rule: jex.ClosedJaxpr, names: dict[Any, str]) -> jex.ClosedJaxpr | None:
-    """The rule with these of its variables named, None where no equation reads them."""
+    """Return the rule with these of its variables named, None where no equation reads them."""
     jaxpr = rule.jaxpr
     if not any(a in names for eqn in jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)):
         return None

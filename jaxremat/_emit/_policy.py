@@ -12,6 +12,7 @@ import jax.extend.core as jex
 from jax import checkpoint
 
 from .._program import _compat
+from .._program._compat import Atom
 from ._bodies import Body, copied
 from ._max_pool import is_pooling, pooled_inline
 from ._naming import named, named_behind
@@ -21,13 +22,15 @@ from ._segmentation import Segment, Segmentation
 def checkpointed(
     body: Body, cut: Segmentation, names: frozenset[str], prevent_cse: bool | tuple[bool, ...]
 ) -> Callable[..., list[Any]]:
-    """The function of flat operands. **Arguments:** `prevent_cse` as in `jax.checkpoint`, or for each operand."""
+    """Return the function of flat operands. **Arguments:** `prevent_cse` as in `jax.checkpoint`, or for each
+    operand.
+    """
     return lambda *operands: _evaluated(body, operands, cut, names, prevent_cse)
 
 
 def _evaluated(
     body: Body,
-    operands: Sequence[Any],
+    operands: Sequence[Atom],
     cut: Segmentation,
     names: frozenset[str],
     prevent_cse: bool | tuple[bool, ...],
@@ -36,7 +39,7 @@ def _evaluated(
     known = [*body.closed.consts, *operands]
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], known, strict=True))
 
-    def read(atom: Any) -> Any:
+    def read(atom: Atom) -> Any:
         return atom.val if _compat.is_literal(atom) else env[atom]
 
     segments = cut.segments[body.numbers[0]] if body.numbers else ()
@@ -69,7 +72,7 @@ def _evaluated(
 
 
 def _read_later(body: Body, segments: Sequence[Segment]) -> dict[Segment, set[Any]]:
-    """For each segment the variables that those behind it or the body's results read."""
+    """Return for each segment the variables that those behind it or the body's results read."""
     needed = {a for a in body.jaxpr.outvars if not _compat.is_literal(a)}
     later: dict[Segment, set[Any]] = {}
     for segment in reversed(segments):
@@ -80,7 +83,7 @@ def _read_later(body: Body, segments: Sequence[Segment]) -> dict[Segment, set[An
 
 
 def _piece(body: Body, segment: Segment, made: Sequence[Any], names: frozenset[str]) -> jex.ClosedJaxpr:
-    """A segment as a jaxpr from the body's own variables to those of its own that are `made` for others."""
+    """Return a segment as a jaxpr from the body's own variables to those of its own that are `made` for others."""
     rename: dict[Any, Any] = {}
     eqns = copied(body, segment.positions, rename, names.__contains__, _written)
     inner = {v for eqn in eqns for v in eqn.outvars}
@@ -90,8 +93,8 @@ def _piece(body: Body, segment: Segment, made: Sequence[Any], names: frozenset[s
     return _compat.new_jaxpr((), (), list(outer), [rename[v] for v in made], eqns)
 
 
-def _written(eqn: Any, names: dict[int, str]) -> list[Any]:
-    """The equation as it stands in a segment, its results under names."""
+def _written(eqn: jex.JaxprEqn, names: dict[int, str]) -> list[Any]:
+    """Return the equation as it stands in a segment, its results under names."""
     if not is_pooling(eqn):
         return named(eqn, names)
     pooling, *after = named_behind(eqn, names)
@@ -99,9 +102,9 @@ def _written(eqn: Any, names: dict[int, str]) -> list[Any]:
 
 
 def _scanned(
-    eqn: Any, values: Sequence[Any], inner: Body, cut: Segmentation, names: frozenset[str]
+    eqn: jex.JaxprEqn, values: Sequence[Any], inner: Body, cut: Segmentation, names: frozenset[str]
 ) -> list[Any]:
-    """A scan whose body is in segments."""
+    """Return a scan whose body is in segments."""
     before, carries = _compat.scan_counts(eqn)
     consts, init, scanned = values[:before], values[before : before + carries], values[before + carries :]
 

@@ -13,7 +13,8 @@ runs once.
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+
+import jax.extend.core as jex
 
 from .._model._graph import Graph, Pin
 from .._model._schedule import Schedule
@@ -72,8 +73,8 @@ def segmentation(joint: Joint, graph: Graph) -> Segmentation:
 
 
 def _alone(joint: Joint) -> frozenset[int]:
-    """The numbers of the equations that have effects, or of which a pass holds what runs once, if only within a body or
-    a derivative of their own: no name can be given to what is made there.
+    """Return the numbers of the equations that have effects, or of which a pass holds what runs once, if only
+    within a body or a derivative of their own: no name can be given to what is made there.
     """
     once = {number_of(_compat.name_stack_text(e)) for e in joint.traced.flat.jaxpr.eqns if runs_once(e)}
     return frozenset(
@@ -85,7 +86,9 @@ def _alone(joint: Joint) -> frozenset[int]:
 
 
 def restricted(graph: Graph, cut: Segmentation) -> Graph:
-    """The graph as far as `jax.checkpoint` can follow a schedule: what crosses is saved, what has no name is not."""
+    """Return the graph as far as `jax.checkpoint` can follow a schedule: what crosses is saved, what has no name is
+    not.
+    """
     keeps = {
         graph.values[v].producer for v in range(len(graph.values)) if graph.values[v].name in cut.crossing
     }
@@ -96,7 +99,7 @@ def restricted(graph: Graph, cut: Segmentation) -> Graph:
 
 
 def names_to_save(body: Body, cut: Segmentation, graph: Graph, schedule: Schedule) -> frozenset[str]:
-    """The names of the saved values, without those that are only kept as arguments of other segments."""
+    """Return the names of the saved values, without those that are only kept as arguments of other segments."""
     segment_of: dict[int, int] = {}
     for i, (first, segments) in enumerate(cut.segments.items()):
         each = next(found for found in body.walk() if found.numbers and found.numbers[0] == first)
@@ -128,7 +131,9 @@ def _cut_bodies(body: Body, opened: Collection[int]) -> list[Body]:
 
 
 def _cut(body: Body, stage_of: Mapping[int, int], single: Collection[int]) -> list[list[int]]:
-    """The positions of a body's equations by stage, the last stage first; those of these numbers are groups."""
+    """Return the positions of a body's equations by stage, the last stage first; those of these numbers are
+    groups.
+    """
     groups: list[list[int]] = []
     last_first = list(reversed(range(len(body.numbers))))
     voting = [i for i in last_first if body.numbers[i] in stage_of]
@@ -144,12 +149,12 @@ def _cut(body: Body, stage_of: Mapping[int, int], single: Collection[int]) -> li
     return [group[::-1] for group in reversed(groups)]
 
 
-def _made_nbytes(eqn: Any) -> int:
+def _made_nbytes(eqn: jex.JaxprEqn) -> int:
     return sum(aval_nbytes(v.aval) for v in eqn.outvars)
 
 
 def _rising(votes: Sequence[tuple[int, int]]) -> list[int]:
-    """The stages that never fall and differ least from these, each with its weight.
+    """Return the stages that never fall and differ least from these, each with its weight.
 
     The derivatives of some equations run long after those of their neighbours: that of a running mean's decay, whose
     result nothing else waits for. A weighted median of each stretch that would fall outvotes them (pool adjacent
@@ -182,7 +187,7 @@ def _completed(
     alone: Collection[int],
     crossing: set[str],
 ) -> tuple[Segment, ...]:
-    """The segments, with what is fused computed where it is read; adds what they hand on to `crossing`."""
+    """Return the segments, with what is fused computed where it is read; adds what they hand on to `crossing`."""
     jaxpr = body.jaxpr
     maker = {v: (i, j) for i, eqn in enumerate(jaxpr.eqns) for j, v in enumerate(eqn.outvars)}
     segments = []

@@ -75,7 +75,7 @@ def _compared(traced: Traced, planned: jex.ClosedJaxpr) -> tuple[str, ...]:
 
 
 def names(form: Variant) -> tuple[str, ...]:
-    """What of a form may not be proved."""
+    """Return what of a form may not be proved."""
     return tuple(dict.fromkeys(UNPROVED[choice.rule] for choice in form.choices))
 
 

@@ -20,7 +20,7 @@ from .._rewrite._loop_inlining import CARRY, LAST, SLICE, STACK
 from .._rewrite._stack_buffers import begun_late, stacked_nbytes
 from ._analysis import Analysis
 from ._constraints import ZERO, Constraint, Point, constraints
-from ._differentiable_barrier import fence
+from ._differentiable_barrier import differentiable_barrier
 from ._hoisting import ZERO as ZERO_LITERAL
 
 SCOPES = {
@@ -164,8 +164,8 @@ class Writer:
         else:
             scope = SCOPES[found[0].why]
         operands = [self.clones.get(v) or self._names.get(v, v) for v in (*held, *until)]
-        fenced = self.barrier((*held, *until), operands, scope, loop, source)
-        names = dict(zip((*held, *until), fenced, strict=True))
+        results = self.barrier((*held, *until), operands, scope, loop, source)
+        names = dict(zip((*held, *until), results, strict=True))
         self.rename((v, names[v]) for v in until)
         for each in found:
             if each.readers is None:
@@ -178,7 +178,12 @@ class Writer:
         return behind
 
     def barrier(
-        self, variables: Sequence[Var], operands: Sequence[Var], scope: str, loop: int, source_info: object
+        self,
+        variables: Sequence[Var],
+        operands: Sequence[Var],
+        scope: str,
+        loop: int,
+        source_info: _compat.SourceInfo,
     ) -> list[Var]:
         """Write a barrier in a loop, -1 for none; returns the operands' names behind it.
 
@@ -200,7 +205,7 @@ class Writer:
             else None
             for a, order in zip(passed, axes, strict=True)
         ]
-        make = fence if self.step.cotangents else _compat.barrier
+        make = differentiable_barrier if self.step.cotangents else _compat.barrier
         passing = [ZERO_LITERAL if a is ZERO else a for a in passing]
         eqns = [*filter(None, turned), make(passing, passed, source_info), *filter(None, back)]
         self.append([_compat.in_scope(eqn, scope) for eqn in eqns], loop)

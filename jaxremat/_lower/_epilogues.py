@@ -17,7 +17,9 @@ from .._runtime._mechanisms import mechanism
 
 @mechanism("sums in place of products", off=lambda *_: set())
 def written_sums(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
-    """The values that are a matrix product and something of its size, where the product is read for that alone."""
+    """Return the values that are a matrix product and something of its size, where the product is read for that
+    alone.
+    """
     readers: dict[int, list[Node]] = {}
     for node in nodes:
         for v in node.inputs:
@@ -33,7 +35,7 @@ def _sum_of(
     values: Sequence[Value],
     readers: Mapping[int, Sequence[Node]],
 ) -> int:
-    """The sum that a product is written as, -1 for none."""
+    """Return the sum that a product is written as, -1 for none."""
     while len(readers.get(v, ())) == 1 and not values[v].is_output:
         (node,) = readers[v]
         others = [u for u in node.inputs if u != v]
@@ -47,7 +49,7 @@ def _sum_of(
 
 
 def _is_repeated(v: int, product: int, nodes: Sequence[Node], values: Sequence[Value]) -> bool:
-    """Whether a value is the same in every row of a product, as a bias is."""
+    """Return whether a value is the same in every row of a product, as a bias is."""
     producer = values[v].producer
     repeated = producer >= 0 and nodes[producer].primitive == "broadcast_in_dim"
     return repeated or values[v].nbytes < values[product].nbytes
@@ -55,8 +57,8 @@ def _is_repeated(v: int, product: int, nodes: Sequence[Node], values: Sequence[V
 
 @mechanism("sums in place of products", off=lambda *_: {})
 def sums_of_scattered(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node]) -> dict[int, int]:
-    """What is scattered into zeros to be added to something else, and that sum: the compiler scatters into the other
-    operand, and writes no zeros.
+    """Return what is scattered into zeros to be added to something else, and that sum: the compiler scatters into
+    the other operand, and writes no zeros.
     """
     maker = {v: node.id for node in nodes for v in node.outputs}
     readers: dict[int, list[int]] = {}

@@ -58,7 +58,7 @@ class Iteration:
         return str(self.closed.jaxpr)
 
     def compiled(self, program: Program, named: Callable[[Any], Any], traced: Traced) -> Module:
-        """What becomes of it, compiled as a whole program would be.
+        """Return what becomes of it, compiled as a whole program would be.
 
         **Arguments:** `named` gives the sharding of a variable of the whole step `traced`, None where that is not
         known.
@@ -76,7 +76,7 @@ class Iteration:
         evaluate = jex.jaxpr_as_fun(traced.alone(self.closed))
 
         def iteration(*args: jax.Array) -> list[jax.Array]:
-            """What JAX is to return in host memory it looks for among copies there."""
+            """Return what JAX is to return in host memory it looks for among copies there."""
             results = evaluate(*args)
             return [jax.device_put(a, jax.memory.Space.Host) if on_host(a.aval) else a for a in results]
 
@@ -85,13 +85,13 @@ class Iteration:
 
 
 def forward(traced: Traced, backend: Backend) -> dict[int, Iteration]:
-    """Iterations of the forward loops that stack nothing, by loop."""
+    """Return iterations of the forward loops that stack nothing, by loop."""
     named, places = _tagged(traced, [loop.id for loop in _alive(traced) if loop.role == FORWARD])
     return _iterations(named.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops, places, backend)
 
 
 def backward(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iteration]:
-    """Iterations of the backward loops that find all saved that the forward pass writes, by loop."""
+    """Return iterations of the backward loops that find all saved that the forward pass writes, by loop."""
     named, places = _tagged(traced, [loop.id for loop in _alive(traced) if loop.role == BACKWARD])
     graph = replace(graph, stages=uncut(graph))
     written = write(Analysis(named, graph, save_all(graph)))
@@ -99,7 +99,7 @@ def backward(traced: Traced, graph: Graph, backend: Backend) -> dict[int, Iterat
 
 
 def repeated(traced: Traced, backend: Backend) -> dict[int, Iteration]:
-    """Iterations of the loops with a forward and a backward pass of their own, by loop."""
+    """Return iterations of the loops with a forward and a backward pass of their own, by loop."""
     found: dict[int, Iteration] = {}
     for loop in _alive(traced):
         if loop.role == UNPAIRED:
@@ -114,13 +114,13 @@ def repeated(traced: Traced, backend: Backend) -> dict[int, Iteration]:
 
 
 def _alive(traced: Traced) -> list[Loop]:
-    """The loops that something needs."""
+    """Return the loops that something needs."""
     left = set(traced.loop_of)
     return [loop for loop in traced.loops if loop.id in left]
 
 
 def _tagged(traced: Traced, wanted: Sequence[int]) -> tuple[Traced, dict[int, tuple[int, ...]]]:
-    """The step with the equations of these loops numbered in their name stacks, and those of each loop."""
+    """Return the step with the equations of these loops numbered in their name stacks, and those of each loop."""
     eqns = list(traced.jaxpr.jaxpr.eqns)
     places: dict[int, list[int]] = {loop: [] for loop in wanted}
     for i, loop in enumerate(traced.loop_of):
@@ -138,7 +138,7 @@ def _iterations(
     places: dict[int, tuple[int, ...]],
     backend: Backend,
 ) -> dict[int, Iteration]:
-    """One iteration of each of these loops as a program."""
+    """Return one iteration of each of these loops as a program."""
     sections: dict[int, list[jex.JaxprEqn]] = {loop: [] for loop in places}
     slices: dict[jex.Var, tuple[jex.JaxprEqn, int]] = {}
     for eqn, loop in zip(*sink(eqns, loop_of, loops), strict=True):
@@ -172,7 +172,7 @@ def _once(
     needs_replacement: Callable[[jex.JaxprEqn], bool],
     same: Callable[[jex.Var | jex.Literal], jex.Var | jex.Literal],
 ) -> Iteration:
-    """The program of one iteration of a scan, at an index that is given."""
+    """Return the program of one iteration of a scan, at an index that is given."""
     closed = scan.params["jaxpr"]
     jaxpr = _compat.opened(closed)[0]
     consts, init, arrays = operands(scan)
@@ -210,6 +210,6 @@ def _once(
 
 
 def _writes_part(eqn: jex.JaxprEqn) -> bool:
-    """Whether an equation, or the last in a call, writes a part of its operand."""
+    """Return whether an equation, or the last in a call, writes a part of its operand."""
     inner = [each for jaxpr in inner_jaxprs(eqn) for each in jaxpr.eqns] or [eqn]
     return inner[-1].primitive.name == "dynamic_update_slice"

@@ -51,7 +51,8 @@ def priced(
     written: Written | None,
     measured: Mapping[int, float],
 ) -> Graph:
-    """Seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands, results.
+    """Return seconds that running each kernel once more costs: its arithmetic and what is fused into it, operands,
+    results.
 
     Where its equation was measured alone, the roofline is corrected by what it says of that equation alone.
     """
@@ -140,8 +141,8 @@ def priced(
 
 
 def _absorbed_seconds(device: DeviceSpec, arithmetic: float, read: int, more: int) -> float:
-    """What a kernel takes longer that moves so many bytes more, and does arithmetic while it reads others anyway; on
-    the CPU, whose arithmetic is what such kernels take their time for, while it moves those.
+    """Return what a kernel takes longer that moves so many bytes more, and does arithmetic while it reads others
+    anyway; on the CPU, whose arithmetic is what such kernels take their time for, while it moves those.
     """
     if device.platform == "cpu":
         return max(arithmetic, more / device.bandwidth)
@@ -149,7 +150,8 @@ def _absorbed_seconds(device: DeviceSpec, arithmetic: float, read: int, more: in
 
 
 def _late(graph: Graph, writes: Set[int], reads: Set[int]) -> int:
-    """A node of the backward pass with which a kernel runs that writes and reads these, -1 for one of the forward pass.
+    """Return a node of the backward pass with which a kernel runs that writes and reads these, -1 for one of the
+    forward pass.
 
     It may make values of the forward pass besides. Compilers do not say of all that they write what it is.
     """
@@ -163,8 +165,8 @@ def _fusable_into(
     written: Written | None,
     eqns: Sequence[jex.JaxprEqn],
 ) -> tuple[int, ...]:
-    """What the kernels of the backward pass write that read all that a node is made of, of its size, and wait for no
-    reader of it: running in the same stage, they write its result besides.
+    """Return what the kernels of the backward pass write that read all that a node is made of, of its size, and
+    wait for no reader of it: running in the same stage, they write its result besides.
 
     Only contractions want it in memory, and they give weights' gradients, as a rule, for which nothing waits.
     """
@@ -196,7 +198,9 @@ def _following(
     eqns: Sequence[jex.JaxprEqn],
     last: int,
 ) -> set[int]:
-    """The nodes of the backward pass, up to the last, that follow from a contraction which reads these values."""
+    """Return the nodes of the backward pass, up to the last, that follow from a contraction which reads these
+    values.
+    """
     found: set[int] = set()
     waiting = [(n, False) for v in values for n in graph.readers[v]]
     while waiting:
@@ -211,7 +215,7 @@ def _following(
 
 
 def _for_later(graph: Graph, written: Written) -> frozenset[int]:
-    """What the forward pass's kernels write and none of them reads."""
+    """Return what the forward pass's kernels write and none of them reads."""
     late = [_late(graph, k.writes, k.reads) >= 0 for k in written.kernels]
     read = {
         i
@@ -230,7 +234,7 @@ def _for_later(graph: Graph, written: Written) -> frozenset[int]:
 
 
 def _contracted(graph: Graph, eqns: Sequence[jex.JaxprEqn]) -> set[int]:
-    """What contractions of the backward pass read."""
+    """Return what contractions of the backward pass read."""
     return {
         behind_views(v, eqns, graph.nodes, graph.values)
         for node in graph.nodes
@@ -240,7 +244,9 @@ def _contracted(graph: Graph, eqns: Sequence[jex.JaxprEqn]) -> set[int]:
 
 
 def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
-    """Bytes that the backward pass's kernels read more when they make a value themselves instead of reading it."""
+    """Return bytes that the backward pass's kernels read more when they make a value themselves instead of reading
+    it.
+    """
     made = sum(graph.values[v].nbytes for v in node.outputs)
     operands = {graph.values[v].producer: graph.values[v].nbytes for v in graph.reads[node.id]}
     kernels = written.kernels if written else (Kernel(frozenset(), frozenset({node.id})),)
@@ -252,13 +258,15 @@ def _read_instead(graph: Graph, node: Node, written: Written | None) -> int:
 
 
 def _late_readers(graph: Graph, node: Node, written: Written | None) -> tuple[int, ...]:
-    """What the kernels of the backward pass that read a node's result write."""
+    """Return what the kernels of the backward pass that read a node's result write."""
     kernels = (k for k in (written.kernels if written else ()) if node.id in k.reads)
     return tuple(sorted({late for k in kernels if (late := _late(graph, k.writes, k.reads)) >= 0}))
 
 
 def _with_stacking(graph: Graph, device: DeviceSpec) -> Graph:
-    """The graph with the time of copies into stacks and out of them, which the plain step spends on all it stacks."""
+    """Return the graph with the time of copies into stacks and out of them, which the plain step spends on all it
+    stacks.
+    """
     plain = handed_over(graph)
     loaded = _loaded(graph)
     seconds: dict[int, float] = {}
@@ -278,7 +286,7 @@ def _with_stacking(graph: Graph, device: DeviceSpec) -> Graph:
 
 
 def _stacking_seconds(graph: Graph, value: Value, device: DeviceSpec, loaded: Set[int]) -> float:
-    """What an iteration spends on a value because it is stacked; `loaded` as by `_loaded`.
+    """Return what an iteration spends on a value because it is stacked; `loaded` as by `_loaded`.
 
     A compiler that fuses fills the stack with zeros first and copies each value into it. Out of it that copies what
     a contraction reads, or several kernels; a single other kernel reads the stack itself.
@@ -290,8 +298,8 @@ def _stacking_seconds(graph: Graph, value: Value, device: DeviceSpec, loaded: Se
 
 
 def always_stacked_seconds(graph: Graph, device: DeviceSpec) -> float:
-    """What the loops of a compiler that fuses spend on stacks under any plan: on zeros that their own results are
-    written over, and on what is saved because it cannot be made again.
+    """Return what the loops of a compiler that fuses spend on stacks under any plan: on zeros that their own
+    results are written over, and on what is saved because it cannot be made again.
     """
     loaded = _loaded(graph)
     taken = 0.0
@@ -307,14 +315,14 @@ def always_stacked_seconds(graph: Graph, device: DeviceSpec) -> float:
 
 
 def _loaded(graph: Graph) -> set[int]:
-    """What the backward pass's contractions read, or several of its kernels."""
+    """Return what the backward pass's contractions read, or several of its kernels."""
     reads = Counter(v for n in graph.nodes if not n.forward for v in graph.reads[n.id])
     contracted = {v for n in graph.nodes if n.contraction and not n.forward for v in graph.reads[n.id]}
     return contracted | {v for v, count in reads.items() if count > 1}
 
 
 def handed_over(graph: Graph) -> set[int]:
-    """What the backward loops' own nodes read of the forward loops' iterations."""
+    """Return what the backward loops' own nodes read of the forward loops' iterations."""
     slices = {v for n in graph.nodes if n.primitive == "scan_slice" for v in n.outputs}
     return {
         v
@@ -325,7 +333,7 @@ def handed_over(graph: Graph) -> set[int]:
 
 
 def behind_views(v: int, eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> int:
-    """The value whose memory a contraction reads in place of a reshaped or transposed one."""
+    """Return the value whose memory a contraction reads in place of a reshaped or transposed one."""
     while (
         (producer := values[v].producer) >= 0
         and is_relabelling(eqns[producer])

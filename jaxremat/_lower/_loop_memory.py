@@ -17,7 +17,8 @@ from ._kernel_prices import behind_views
 def crossing_values(
     eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value], sunk: frozenset[int]
 ) -> set[int]:
-    """What loops read from outside: it is there while they run; of what iterations make themselves what that reads.
+    """Return what loops read from outside: it is there while they run; of what iterations make themselves what that
+    reads.
 
     What they read of the forward loop around by a name of the backward loop around (see `_inner_loops`) is there by
     that name: a row of a stack, or what was recomputed.
@@ -38,21 +39,25 @@ def crossing_values(
 
 
 def is_whole(eqn: jex.JaxprEqn) -> bool:
-    """Whether an equation is many, of which only the results are in memory: rows in chunks, attention in parts, and
-    what has such in its body.
+    """Return whether an equation is many, of which only the results are in memory: rows in chunks, attention in
+    parts, and what has such in its body.
     """
     return is_in_chunks(eqn) or attends(eqn)
 
 
 def carried_values(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node]) -> set[int]:
-    """What iterations hand on to the next: in memory on both sides; and what loops leave, or rows in chunks."""
+    """Return what iterations hand on to the next: in memory on both sides; and what loops leave, or rows in
+    chunks.
+    """
     leaving = ("scan_carry", "scan_last", "scan_stack", "scan")
     edges = [n for n, e in zip(nodes, eqns, strict=True) if e.primitive.name in leaving or is_whole(e)]
     return {v for n in edges for v in (*n.outputs, *(n.inputs if n.primitive == "scan_last" else ()))}
 
 
 def written_whole(nodes: Sequence[Node], in_memory: Set[int]) -> set[int]:
-    """What contractions or reductions make that iterations write into arrays: the kernel that does is another."""
+    """Return what contractions or reductions make that iterations write into arrays: the kernel that does is
+    another.
+    """
     hidden: set[int] = set()
     row = {"scan_stack": 0, "dynamic_update_slice": 1}
     for node in nodes:
@@ -70,7 +75,8 @@ def with_waiting(
     loops: Sequence[Loop],
     materialises_eagerly: bool,
 ) -> list[Node]:
-    """The nodes, with what waits for its turn from the first iteration on as scratch memory, in loops within too.
+    """Return the nodes, with what waits for its turn from the first iteration on as scratch memory, in loops within
+    too.
 
     Of stacked results that their loop has not filled yet the whole array is there. So is, where the compiler does
     things early, the row that is written over, if it is one of what the forward pass reads too (see

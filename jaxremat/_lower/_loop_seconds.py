@@ -59,15 +59,15 @@ def longer_seconds(
 
 
 def _known(loops: Sequence[Loop], variant: Variant) -> bool:
-    """Whether iterations alone say what a variant's loops take: there are loops, and no others with loops in them than
-    those that levels make.
+    """Return whether iterations alone say what a variant's loops take: there are loops, and no others with loops in
+    them than those that levels make.
     """
     inner = any(loop.role == UNPAIRED or loop.parent >= 0 for loop in loops)
     return bool(loops) and (not inner or deep(variant))
 
 
 def _microbatch_seconds(traced: Traced, both: Mapping[int, Module], device: DeviceSpec) -> Iterator[float]:
-    """What a microbatch takes in each of the loops that do it, but for the pairs of loops in it."""
+    """Yield what a microbatch takes in each of the loops that do it, but for the pairs of loops in it."""
     for i, module in both.items():
         loop = traced.loops[i]
         if loop.parent < 0 and loop.length == traced.microbatches:
@@ -75,7 +75,7 @@ def _microbatch_seconds(traced: Traced, both: Mapping[int, Module], device: Devi
 
 
 def _looped_seconds(graph: Graph, traced: Traced, alone: Mapping[int, Module], device: DeviceSpec) -> float:
-    """Seconds of all iterations of the form's loops, with a kernel each that counts them.
+    """Return seconds of all iterations of the form's loops, with a kernel each that counts them.
 
     Levels run a forward pass once more for each loop around its own, and in the forward pass.
     """
@@ -88,7 +88,7 @@ def _looped_seconds(graph: Graph, traced: Traced, alone: Mapping[int, Module], d
 
 
 def _plain_seconds(module: Module, device: DeviceSpec) -> float:
-    """Seconds of the plain program's pairs of loops, with what fills their stacks: those loops have no tag."""
+    """Return seconds of the plain program's pairs of loops, with what fills their stacks: those loops have no tag."""
     entry = module.computations[module.entry]
     scope = entry.by_name()
     bodies: set[str] = set()
@@ -108,7 +108,8 @@ def _plain_seconds(module: Module, device: DeviceSpec) -> float:
 
 
 def _moved_seconds(facts: BaselineFacts, places: Mapping[int, int], *, most: bool) -> float:
-    """Seconds of the plain program's kernels outside of pairs of loops that only make what a variant makes otherwise.
+    """Return seconds of the plain program's kernels outside of pairs of loops that only make what a variant makes
+    otherwise.
 
     **Arguments:** `places` for the equations that the variant has too, by index, what they are there; `most` whether
     that makes most of the step within, and so what is of no equation.
@@ -135,7 +136,7 @@ def _moved_seconds(facts: BaselineFacts, places: Mapping[int, int], *, most: boo
 
 
 def _within(module: Module, instruction: Instruction) -> set[str]:
-    """The computations that run as part of an instruction."""
+    """Return the computations that run as part of an instruction."""
     found: set[str] = set()
     for name in instruction.callees:
         inside = (each for each in module.computations[name].instructions if each.opcode in CONTROL)
@@ -144,7 +145,7 @@ def _within(module: Module, instruction: Instruction) -> set[str]:
 
 
 def _read_by(scope: Mapping[str, Instruction], instruction: Instruction) -> set[str]:
-    """Whose buffers an instruction reads, behind mere names."""
+    """Return whose buffers an instruction reads, behind mere names."""
     found: set[str] = set()
     waiting = list(instruction.operands)
     while waiting:

@@ -60,7 +60,7 @@ def lower(
     flops: Sequence[float] | None = None,
     patterns: Patterns = (),
 ) -> Graph:
-    """The planner's view of a traced step, as one device has it.
+    """Return the planner's view of a traced step, as one device has it.
 
     - `base_nbytes`: arguments + outputs - aliased bytes.
     - `written`: what the plain step's program writes and reads; None where there is none, and fusion rules decide.
@@ -187,20 +187,20 @@ def lower(
 
 
 def _as_copy(value: Value, device: DeviceSpec) -> Value:
-    """A copy in fewer bits, which is written to be saved."""
+    """Return a copy in fewer bits, which is written to be saved."""
     return replace(value, saved_seconds=max(value.saved_seconds, value.nbytes / device.bandwidth))
 
 
 def _name(eqn: jex.JaxprEqn) -> str:
-    """The primitive's name, or what the graph knows the equation as."""
+    """Return the primitive's name, or what the graph knows the equation as."""
     if is_gather(eqn):
         return GATHER
     return FETCH if is_fetch(eqn) else PUT if is_put(eqn) else eqn.primitive.name
 
 
 def _hinted(traced: Traced, index: Mapping[jex.Var, int], graph: Graph) -> list[Pin]:
-    """The program's own hints: of a value that is a view of another, the one that is in memory; of a stage, the first
-    node that reads the cotangent.
+    """Return the program's own hints: of a value that is a view of another, the one that is in memory; of a stage,
+    the first node that reads the cotangent.
     """
     found = []
     for hint in traced.hints:
@@ -216,7 +216,7 @@ def _hinted(traced: Traced, index: Mapping[jex.Var, int], graph: Graph) -> list[
 
 
 def as_stacked(graph: Graph) -> Graph:
-    """The graph with all in memory that the plain step's forward loops stack for its backward loops."""
+    """Return the graph with all in memory that the plain step's forward loops stack for its backward loops."""
     stacked = handed_over(graph)
     values = (replace(v, materialised=v.materialised or v.id in stacked) for v in graph.values)
     return replace(graph, values=tuple(values))
@@ -232,14 +232,16 @@ def _take_over(nodes: Sequence[Node], values: list[Value], over: set[int]) -> No
 
 
 def _length(eqn: jex.JaxprEqn, loop: Loop | None) -> int:
-    """How many of a value of this equation a backward loop finds where it is saved, 0 where none looks for it."""
+    """Return how many of a value of this equation a backward loop finds where it is saved, 0 where none looks for
+    it.
+    """
     if loop is None or loop.role != FORWARD or eqn.primitive.name in ("scan_last", "scan_stack"):
         return 0
     return loop.length
 
 
 def _small(sizes: Sequence[int]) -> int:
-    """The size up to which values are always saved, of these sizes in ascending order."""
+    """Return the size up to which values are always saved, of these sizes in ascending order."""
     total, together = sum(sizes), 0
     limit = int(SMALL_SHARE * total)
     for size, group in groupby(sizes):
@@ -257,7 +259,9 @@ def _by_compiler(
     values: Sequence[Value],
     written: Mapping[int, Sequence[int]],
 ) -> set[int]:
-    """The values whose buffers the compiled plain step writes, and those that the backward pass needs in memory."""
+    """Return the values whose buffers the compiled plain step writes, and those that the backward pass needs in
+    memory.
+    """
     chosen = {
         v
         for i, sizes in written.items()
@@ -269,15 +273,18 @@ def _by_compiler(
 
 
 def _unnamed(nodes: Sequence[Node], written: Mapping[int, Sequence[int]]) -> set[int]:
-    """The results of convolutions of which the compiled program says nothing: XLA:CPU makes matrix products of some, or
-    turns their operands around, and what it puts in their place may have no name. It is no part of another kernel.
+    """Return the results of convolutions of which the compiled program says nothing: XLA:CPU makes matrix products
+    of some, or turns their operands around, and what it puts in their place may have no name. It is no part of
+    another kernel.
     """
     lost = (n for n in nodes if n.primitive == "conv_general_dilated" and n.id not in written)
     return {v for node in lost for v in node.outputs}
 
 
 def _by_rules(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
-    """What XLA's fusion usually leaves in memory: results and operands of heavy work, and values read far apart."""
+    """Return what XLA's fusion usually leaves in memory: results and operands of heavy work, and values read far
+    apart.
+    """
     chosen = {v for node in nodes if node.fusion_root for v in node.outputs}
     chosen |= _read_in_memory(eqns, nodes, values, lambda node: True)
     readers: dict[int, list[int]] = {}
@@ -300,7 +307,7 @@ def _read_in_memory(
     values: Sequence[Value],
     which: Callable[[Node], bool],
 ) -> set[int]:
-    """The values that contractions and the like read: those are in memory whatever their producer is."""
+    """Return the values that contractions and the like read: those are in memory whatever their producer is."""
     chosen = set()
     for node in nodes:
         if node.contraction and which(node):
@@ -313,7 +320,9 @@ def _read_in_memory(
 
 
 def estimate_base(traced: Traced) -> int:
-    """Arguments + outputs - aliased bytes of the step, assuming that donated buffers are reused where sizes agree."""
+    """Return arguments + outputs - aliased bytes of the step, assuming that donated buffers are reused where sizes
+    agree.
+    """
     jaxpr = traced.jaxpr.jaxpr
     used = {a for eqn in jaxpr.eqns for a in eqn.invars if not _compat.is_literal(a)}
     outputs = [a for a in jaxpr.outvars if not _compat.is_literal(a)]

@@ -23,5 +23,5 @@ class Backend:
 
 @functools.cache
 def backend(platform: str) -> Backend:
-    """The compiler of a platform, by JAX's name (`"cpu"`, `"gpu"`, ...)."""
+    """Return the compiler of a platform, by JAX's name (`"cpu"`, `"gpu"`, ...)."""
     return Backend(materialises_eagerly=platform == "cpu", fuses_reductions=platform != "cpu")

@@ -55,14 +55,14 @@ class Chip:
     link: float = 0.0
 
     def channels_last(self, dtype: str) -> bool:
-        """Whether XLA convolves images of such numbers (`"float32"`) with the channels innermost, else before pixels:
-        read off the programs that it compiles for each of these devices.
+        """Return whether XLA convolves images of such numbers (`"float32"`) with the channels innermost, else
+        before pixels: read off the programs that it compiles for each of these devices.
         """
         since = {"float16": (7, 0), "bfloat16": (8, 0)}.get(dtype, (9, 0))
         return self.capability >= since
 
     def config(self, name: str) -> str:
-        """XLA's target configuration (`GpuTargetConfigProto` as text).
+        """Return XLA's target configuration (`GpuTargetConfigProto` as text).
 
         The memory is given as 1 TiB, so that XLA's own rematerialisation, which acts near the limit, leaves the
         program as it is: budgets are the planner's business.
@@ -161,12 +161,12 @@ class DeviceSpec:
         return rates[dtype]
 
     def to_json(self) -> dict[str, Any]:
-        """The spec as plain JSON values; `from_json` inverts it."""
+        """Return the spec as plain JSON values; `from_json` inverts it."""
         return {**asdict(self), "peak_flops": dict(self.peak_flops)}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "DeviceSpec":
-        """The spec that `to_json` wrote. **Raises:** KeyError, TypeError or ValueError on anything else."""
+        """Return the spec that `to_json` wrote. **Raises:** KeyError, TypeError or ValueError on anything else."""
         rates = tuple((str(dtype), float(rate)) for dtype, rate in data["peak_flops"].items())
         chip = data.get("chip")
         spec = DeviceSpec(
@@ -245,7 +245,9 @@ _MIB = 2**20
 def _chip(
     capability: tuple[int, int], cores: int, l2_mib: int, clock_ghz: float, bandwidth: float, **build: Any
 ) -> Chip:
-    """A chip from its datasheet: L2 cache in MiB, clock in GHz, bandwidth in GB/s, and what its family shares."""
+    """Return a chip from its datasheet: L2 cache in MiB, clock in GHz, bandwidth in GB/s, and what its family
+    shares.
+    """
     return Chip(
         capability=capability,
         cores=cores,
@@ -343,6 +345,6 @@ _KINDS: tuple[tuple[frozenset[str], str], ...] = tuple(
 
 
 def find(kind: str) -> str | None:
-    """The name in `DEVICES` of a `jax.Device`'s kind."""
+    """Return the name in `DEVICES` of a `jax.Device`'s kind."""
     words = frozenset(re.findall(r"[a-z0-9]+", kind.lower()))
     return next((key for wanted, key in _KINDS if wanted <= words), None)

@@ -22,7 +22,7 @@ class Builder:
         self.starts: list[int] = []
 
     def argument(self, size: int = 1, is_output: bool = False) -> int:
-        """The id of a new argument of the step."""
+        """Return the id of a new argument of the step."""
         return self._value(-1, size, True, is_output)
 
     def node(
@@ -41,7 +41,9 @@ class Builder:
         primitive: str = "op",
         scope: str = "",
     ) -> tuple[int, ...]:
-        """The ids of a new node's outputs; it is of the forward pass if no stage has begun, unless told otherwise."""
+        """Return the ids of a new node's outputs; it is of the forward pass if no stage has begun, unless told
+        otherwise.
+        """
         n = len(self.nodes)
         written = [materialised] * len(sizes) if isinstance(materialised, bool) else list(materialised)
         returned = [is_output] * len(sizes) if isinstance(is_output, bool) else list(is_output)
@@ -69,7 +71,7 @@ class Builder:
         self.starts.append(len(self.nodes))
 
     def graph(self, *, base: int = 0, small: int = 0, step_seconds: float | None = None) -> Graph:
-        """The graph; a step takes the seconds of all its kernels unless told otherwise."""
+        """Return the graph; a step takes the seconds of all its kernels unless told otherwise."""
         stops = [*self.starts[1:], len(self.nodes)]
         graph = Graph(
             nodes=tuple(self.nodes),
@@ -89,7 +91,7 @@ class Builder:
 
 
 def in_loops(graph: Graph, length: int, saved_seconds: float = 0.0) -> Graph:
-    """The graph with its forward pass as a loop of that length, and all its stages as the loop that runs back.
+    """Return the graph with its forward pass as a loop of that length, and all its stages as the loop that runs back.
 
     **Arguments:** `saved_seconds` what stacking costs, for each value that need not be.
     """
@@ -127,7 +129,8 @@ def chain(length: int, *, size: int = 1, seconds: Sequence[float] | None = None)
 
 
 def blocks(count: int, *, inner: int = 3, big: int = 4) -> Graph:
-    """A chain of blocks: a stream value of size one, `inner` values of size `big` per block, one stage per block.
+    """Return a chain of blocks: a stream value of size one, `inner` values of size `big` per block, one stage per
+    block.
 
     The second of the inner values is fused, the last inner value adds back to the stream.
     """
@@ -154,8 +157,9 @@ def blocks(count: int, *, inner: int = 3, big: int = 4) -> Graph:
 
 
 def passes(count: int, length: int, *, size: int = 2) -> Graph:
-    """A chain that is differentiated `count` times one after the other, each time with other parameters, which the
-    gradients before have moved. A stage for each layer; each later forward pass is in the last stage before it.
+    """Return a chain that is differentiated `count` times one after the other, each time with other parameters,
+    which the gradients before have moved. A stage for each layer; each later forward pass is in the last stage
+    before it.
     """
     build = Builder()
     x = build.argument()
@@ -183,7 +187,9 @@ def passes(count: int, length: int, *, size: int = 2) -> Graph:
 
 
 def diamond() -> Graph:
-    """Two branches from one value, joined; the backward pass reads both branches in one stage and the root last."""
+    """Return two branches from one value, joined; the backward pass reads both branches in one stage and the root
+    last.
+    """
     build = Builder()
     x = build.argument()
     (root,) = build.node([x], [2], seconds=4.0)
@@ -200,7 +206,7 @@ def diamond() -> Graph:
 
 
 def unrepeatable() -> Graph:
-    """A chain whose second value comes from a callback, which may run only once, beside a small value."""
+    """Return a chain whose second value comes from a callback, which may run only once, beside a small value."""
     build = Builder()
     x = build.argument()
     (a,) = build.node([x], [4], seconds=2.0)
@@ -217,7 +223,7 @@ def unrepeatable() -> Graph:
 
 
 def forward_only() -> Graph:
-    """A step without a backward pass: nothing to plan."""
+    """Return a step without a backward pass: nothing to plan."""
     build = Builder()
     (a,) = build.node([build.argument()], [2])
     build.node([a], [1], is_output=True)
@@ -225,7 +231,8 @@ def forward_only() -> Graph:
 
 
 def skips(depth: int) -> Graph:
-    """A U: `depth` levels down and up, each level up reads the level down beside it; values halve on the way down.
+    """Return a U: `depth` levels down and up, each level up reads the level down beside it; values halve on the way
+    down.
 
     The values of the first levels are the largest, are made first and are read last.
     """
@@ -253,7 +260,9 @@ def skips(depth: int) -> Graph:
 
 
 def uneven(length: int) -> Graph:
-    """A chain of values of sizes 1 to 5 whose seconds have nothing to do with their sizes; every third is scratchy."""
+    """Return a chain of values of sizes 1 to 5 whose seconds have nothing to do with their sizes; every third is
+    scratchy.
+    """
     build = Builder()
     x = build.argument()
     values = []
@@ -271,7 +280,9 @@ def uneven(length: int) -> Graph:
 
 
 def siblings() -> Graph:
-    """A node with two large results, which different stages read: one may be saved and the other recomputed."""
+    """Return a node with two large results, which different stages read: one may be saved and the other
+    recomputed.
+    """
     build = Builder()
     (a, b) = build.node([build.argument()], [4, 4])
     build.stage()
@@ -282,6 +293,6 @@ def siblings() -> Graph:
 
 
 def pinned() -> Graph:
-    """A chain of which one value is saved and two are recomputed whatever that costs."""
+    """Return a chain of which one value is saved and two are recomputed whatever that costs."""
     pins = (Pin("recompute", 2, "pin of 2"), Pin("save", 4, "pin of 4"), Pin("recompute", 5, "pin of 5"))
     return replace(chain(6, size=2), pins=pins)

@@ -151,20 +151,22 @@ class Graph:
     host: HostMemory | None = None
 
     def alike(self, other: "Graph") -> bool:
-        """Whether the other is of the same form, with or without host memory as this is: the model errs alike."""
+        """Return whether the other is of the same form, with or without host memory as this is: the model
+        errs alike.
+        """
         return self.form == other.form and (self.host is None) == (other.host is None)
 
     def around(self, node: int) -> int:
-        """The innermost loop that holds both this node and the one before it, -1 for none."""
+        """Return the innermost loop that holds both this node and the one before it, -1 for none."""
         before = self.loops_of(node - 1) if node else ()
         return next((loop for loop in self.loops_of(node) if loop in before), -1)
 
     def loops_of(self, node: int) -> tuple[int, ...]:
-        """The loops in whose bodies a node stands, the innermost first."""
+        """Return the loops in whose bodies a node stands, the innermost first."""
         return self.within(self.nodes[node].loop)
 
     def within(self, loop: int) -> tuple[int, ...]:
-        """A loop and those around it, the innermost first; none for -1."""
+        """Return a loop and those around it, the innermost first; none for -1."""
         found = []
         while loop >= 0:
             found.append(loop)
@@ -241,8 +243,8 @@ class Graph:
         return tuple(self._union(sources, n.inputs) if self.kernel[n.id] else () for n in self.nodes)
 
     def joins(self, n: int, stage: int) -> int:
-        """The node with which one that a stage runs again is part of a kernel, if nothing that it does reads it; -1 for
-        none.
+        """Return the node with which one that a stage runs again is part of a kernel, if nothing that it does reads
+        it; -1 for none.
         """
         return next((m for m in self.nodes[n].fusable_into if self.stage_of[m] == stage), -1)
 
@@ -319,15 +321,17 @@ class Graph:
         return lingering
 
     def holdable(self, value: int, stage: int) -> bool:
-        """Whether the stage before can recompute the value and hand it on into the stage: not in or out of a loop."""
+        """Return whether the stage before can recompute the value and hand it on into the stage: not in or out of
+        a loop.
+        """
         if stage <= self.stage_of[self.values[value].producer] + 1:
             return False
         before, loop = (self.nodes[s.start].loop for s in self.stages[stage - 1 : stage + 1])
         return before == loop and self.repeats(loop, self.nodes[self.values[value].producer].loop)
 
     def kept_by(self, value: int, loop: int) -> int:
-        """The outermost loop that keeps a value because it is read in `loop`: every iteration of what the value was not
-        made in may read it again. -1 for none, as where there is one iteration.
+        """Return the outermost loop that keeps a value because it is read in `loop`: every iteration of what the
+        value was not made in may read it again. -1 for none, as where there is one iteration.
         """
         made, kept = self.values[value].producer, -1
         while loop >= 0 and loop not in self.loops_of(made):
@@ -335,20 +339,22 @@ class Graph:
         return kept
 
     def reader_loop(self, node: Node) -> int:
-        """The loop in whose iterations a node reads its operands: carries start off in the loop around theirs."""
+        """Return the loop in whose iterations a node reads its operands: carries start off in the loop around
+        theirs.
+        """
         return self.parents[node.loop] if node.primitive == "scan_carry" else node.loop
 
     def kept_until(self, value: int, loop: int) -> int:
-        """The last node of that loop, -1 where there is none."""
+        """Return the last node of that loop, -1 where there is none."""
         kept = self.kept_by(value, loop)
         return self.loop_stop[kept] - 1 if kept >= 0 else -1
 
     def repeats(self, loop: int, other: int) -> bool:
-        """Whether what stands in one loop's body (-1: in none) may be run again in that of another."""
+        """Return whether what stands in one loop's body (-1: in none) may be run again in that of another."""
         return loop == other or (min(loop, other) >= 0 and self.groups[loop] == self.groups[other])
 
     def recomputable(self, value: int) -> bool:
-        """Whether the value may be dropped and made again."""
+        """Return whether the value may be dropped and made again."""
         made_again = self.is_residual(value) and self.nodes[self.values[value].producer].repeatable
         return made_again and value not in self.pinned["save"]
 
@@ -361,18 +367,18 @@ class Graph:
         return tuple(tuple(sorted(v for v in group if self.is_residual(v))) for group in needs)
 
     def needs(self, stage: int) -> tuple[int, ...]:
-        """The residuals that the stage's own nodes read."""
+        """Return the residuals that the stage's own nodes read."""
         return self._needs[stage]
 
     def is_small(self, value: int) -> bool:
-        """Whether saving the value is nothing to decide about: but in loops, where a compiler that fuses runs kernels
-        of their own for each stack, however small.
+        """Return whether saving the value is nothing to decide about: but in loops, where a compiler that fuses
+        runs kernels of their own for each stack, however small.
         """
         small = self.values[value].saved_nbytes <= self.small_nbytes
         return small and not (self.values[value].length and self.backend.fuses_reductions)
 
     def is_residual(self, value: int) -> bool:
-        """Whether the forward pass made the value."""
+        """Return whether the forward pass made the value."""
         producer = self.values[value].producer
         return producer >= 0 and self.nodes[producer].forward
 
@@ -382,5 +388,5 @@ class Graph:
         return self.stages[0].start if self.stages else len(self.nodes)
 
     def kernels(self) -> Iterator[Node]:
-        """The nodes that run as kernels of their own, in execution order."""
+        """Return the nodes that run as kernels of their own, in execution order."""
         return (n for n in self.nodes if self.kernel[n.id])

@@ -44,7 +44,7 @@ class Pair(NamedTuple):
 
 
 def kept_here(graph: Any, v: int) -> bool:
-    """Whether a pin has the value saved, and not in host memory."""
+    """Return whether a pin has the value saved, and not in host memory."""
     return v in graph.pinned["save"] and v not in graph.pinned["offload"]
 
 
@@ -92,18 +92,18 @@ class Stacks:
                 yield Pair(loop, backward, range(inside[0], inside[-1] + 1))
 
     def by_pair(self, values: Iterable[int]) -> dict[Pair, list[int]]:
-        """These values by their loops, in the order in which they are made."""
+        """Return these values by their loops, in the order in which they are made."""
         found: dict[Pair, list[int]] = {}
         for v in sorted(values, key=lambda v: self.graph.values[v].producer):
             found.setdefault(self.pair_of[v], []).append(v)
         return found
 
     def here_nbytes(self, v: int, stage: int) -> int:
-        """What of a stack that is away is here in a stage, -1 the forward pass behind its loop."""
+        """Return what of a stack that is away is here in a stage, -1 the forward pass behind its loop."""
         return SLICES * self.graph.values[v].nbytes if stage in self.pair_of[v].stages else 0
 
     def copy_seconds(self, v: int) -> float:
-        """What copying a whole stack takes, one way."""
+        """Return what copying a whole stack takes, one way."""
         graph = self.graph
         loop = graph.nodes[graph.values[v].producer].loop
         trips = graph.total_trips[loop] if loop >= 0 else 1
@@ -116,26 +116,27 @@ class Stacks:
         return self.starts[begin], self.starts[self.graph.loop_stop[loop]]
 
     def left(self, v: int) -> float:
-        """Of the seconds of a forward loop those that are left when its iterations have made a value."""
+        """Return of the seconds of a forward loop those that are left when its iterations have made a value."""
         stop = self.graph.loop_stop[self.pair_of[v].forward]
         return self.starts[stop] - self.starts[self.graph.values[v].producer + 1]
 
     def first_seconds(self, v: int) -> float:
-        """What copying the first slice back takes."""
+        """Return what copying the first slice back takes."""
         return self.copy_seconds(v) / self.graph.values[v].length
 
     def between_seconds(self, pair: Pair) -> float:
-        """The seconds between the loops of a pair."""
+        """Return the seconds between the loops of a pair."""
         begin = self.graph.stages[pair.stages[0]].start
         return self.starts[begin] - self.starts[self.graph.loop_stop[pair.forward]]
 
     def own_seconds(self, pair: Pair) -> float:
-        """The seconds of a backward loop that recomputes nothing."""
+        """Return the seconds of a backward loop that recomputes nothing."""
         begin = self.graph.stages[pair.stages[0]].start
         return self.starts[self.graph.loop_stop[pair.backward]] - self.starts[begin]
 
     def waits(self, values: Collection[int], again: Sequence[float]) -> dict[int, float]:
-        """For the first stage of each backward loop the seconds for which it and its forward loop wait for copies.
+        """Return for the first stage of each backward loop the seconds for which it and its forward loop wait for
+        copies.
 
         **Arguments:** `again` the seconds for which each stage recomputes.
         """
@@ -231,7 +232,7 @@ class Offload:
         return tuple(accumulate((scale * price for price in prices), initial=0.0))
 
     def copy_seconds(self, v: int) -> float:
-        """What copying a value takes, one way."""
+        """Return what copying a value takes, one way."""
         return self.graph.values[v].nbytes / self.graph.host.link
 
     @cached_property
@@ -303,8 +304,8 @@ class Offload:
         return frozenset((*found, *self._in_turn(leaving, first)))
 
     def _in_turn(self, copies: Iterable[HostCopy], first: Mapping[int, Reading]) -> list[HostCopy]:
-        """The copies with ways back that begin so early that no more than `AT_ONCE` are under way, where there are
-        stages for that.
+        """Return the copies with ways back that begin so early that no more than `AT_ONCE` are under way, where
+        there are stages for that.
         """
         starts, stages = self.starts, self.graph.stages
         back: list[HostCopy] = []
@@ -324,7 +325,7 @@ class Offload:
         return found
 
     def first(self, values: Collection[int], recomputed: Sequence[Sequence[int]]) -> dict[int, Reading]:
-        """Who reads each of these values first."""
+        """Return who reads each of these values first."""
         wanted, graph = set(values), self.graph
         found = {v: self._first[v] for v in wanted if v in self._first}
         for k, nodes in enumerate(recomputed):
@@ -380,7 +381,7 @@ class Offload:
         return found, waits
 
     def _leaving(self, copies: Iterable[HostCopy]) -> list[Transit]:
-        """The copies to the host of what loops do not stack."""
+        """Return the copies to the host of what loops do not stack."""
         found: list[Transit] = []
         free = 0.0  # when the link is
         for copy in sorted(copies, key=lambda copy: copy[1:]):
@@ -391,20 +392,22 @@ class Offload:
         return found
 
     def begins(self, v: int, reading: Reading, gone: int) -> int:
-        """The stage before which a value's way back begins for a reader, -1 where it is not gone by then."""
+        """Return the stage before which a value's way back begins for a reader, -1 where it is not gone by then."""
         start = self.graph.stages[reading.stage].start
         need = self.starts[start if reading.node < 0 else reading.node]
         begun = self._begun_before(v, reading.stage, need, gone)
         return begun if begun >= 0 else next(iter(self._able(reading.stage, gone)), -1)
 
     def _begun_before(self, v: int, last: int, need: float, gone: int) -> int:
-        """The last stage up to another before which a value's way back begins in time, -1 where there is none."""
+        """Return the last stage up to another before which a value's way back begins in time, -1 where there
+        is none.
+        """
         starts, stages, begin = self.starts, self.graph.stages, need - LEAD * self.copy_seconds(v)
         able = reversed(self._able(last, gone))
         return next((k for k in able if starts[stages[k].start] <= begin), -1)
 
     def _able(self, last: int, gone: int) -> list[int]:
-        """The stages up to another before which a way back may begin of what is gone before a node."""
+        """Return the stages up to another before which a way back may begin of what is gone before a node."""
         stages = self.graph.stages
         return [k for k in self._stages if gone < stages[k].start <= stages[last].start]
 
@@ -462,8 +465,8 @@ class Offload:
 
 
 def exit_operand(graph: Any, n: int) -> int:
-    """The operand with which a product of the forward pass waits for copies: one that is in memory, or is something in
-    memory under another name; -1 where the node is no such product.
+    """Return the operand with which a product of the forward pass waits for copies: one that is in memory, or is
+    something in memory under another name; -1 where the node is no such product.
     """
     node = graph.nodes[n]
     if not node.contraction or node.loop >= 0:
@@ -472,8 +475,8 @@ def exit_operand(graph: Any, n: int) -> int:
 
 
 def chain(graph: Any, v: int) -> list[int] | None:
-    """The fused nodes of one operand each, the last first, that make a value of one that the forward pass has in
-    memory; None where there is no such value.
+    """Return the fused nodes of one operand each, the last first, that make a value of one that the forward pass
+    has in memory; None where there is no such value.
     """
     found: list[int] = []
     while not graph.values[v].materialised:

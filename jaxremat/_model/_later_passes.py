@@ -25,7 +25,7 @@ class LaterPass(NamedTuple):
 
 @mechanism("every backward pass for itself", off=lambda _: ())
 def later_passes(graph: Graph) -> tuple[LaterPass, ...]:
-    """The forward passes that contractions of a backward pass precede, and another backward pass reads."""
+    """Return the forward passes that contractions of a backward pass precede, and another backward pass reads."""
     nodes = graph.nodes
     contractions = (n for n in nodes[graph.forward_stop :] if n.contraction)
     runs = [list(run) for _, run in groupby(contractions, key=lambda n: n.forward)]
@@ -43,17 +43,17 @@ def later_passes(graph: Graph) -> tuple[LaterPass, ...]:
 
 
 def made_later(passes: Sequence[LaterPass], node: int) -> LaterPass | None:
-    """The pass in which a node stands, None for none."""
+    """Return the pass in which a node stands, None for none."""
     return next((own for own in passes if own.start <= node < own.stop), None)
 
 
 def divides(passes: Sequence[LaterPass], cut: int) -> bool:
-    """Whether a stage that begins at this node would begin in the midst of a pass."""
+    """Return whether a stage that begins at this node would begin in the midst of a pass."""
     return any(start < cut < stop for start, stop in passes)
 
 
 def passes_before(passes: Sequence[LaterPass], node: int) -> int:
-    """How many of the passes are over before a node runs."""
+    """Return how many of the passes are over before a node runs."""
     return sum(own.stop <= node for own in passes)
 
 
@@ -67,7 +67,9 @@ def _large(graph: Graph, node: Node) -> bool:
 
 
 def _is_read(graph: Graph, start: int, stop: int) -> bool:
-    """Whether a backward pass behind these nodes, not only arithmetic on gradients, reads something large of theirs."""
+    """Return whether a backward pass behind these nodes, not only arithmetic on gradients, reads something large of
+    theirs.
+    """
     made = {v for n in graph.nodes[start:stop] if n.forward and _large(graph, n) for v in n.outputs}
     late = (n for n in graph.nodes[stop:] if not n.forward and "transpose(" in n.scope)
     return any(not made.isdisjoint(graph.reads[n.id]) for n in late)

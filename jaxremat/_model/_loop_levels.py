@@ -41,17 +41,17 @@ WORTH_SHARE = 0.005
 
 
 def deep(form: Variant) -> bool:
-    """Whether any of its loops is in more than one level."""
+    """Return whether any of its loops is in more than one level."""
     return any(map(nested, form.settings(LOOP).values()))
 
 
 def nested(lengths: Sequence[int]) -> bool:
-    """Whether a loop of these levels and parts has more than one level."""
+    """Return whether a loop of these levels and parts has more than one level."""
     return len(lengths) > 1 and lengths[1] > 0
 
 
 def parts(length: int, lengths: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths by level of a loop, and those of the parts behind it: what is left is one more."""
+    """Return lengths by level of a loop, and those of the parts behind it: what is left is one more."""
     levels = tuple(n for n in lengths if n > 0)
     behind = tuple(-n for n in lengths if n < 0)
     rest = length - prod(levels) - sum(behind)
@@ -59,7 +59,7 @@ def parts(length: int, lengths: Sequence[int]) -> tuple[tuple[int, ...], tuple[i
 
 
 def carries(length: int, lengths: Sequence[int]) -> int:
-    """How many carries are in memory at once."""
+    """Return how many carries are in memory at once."""
     if not lengths:
         return length
     levels, behind = parts(length, lengths)
@@ -69,7 +69,9 @@ def carries(length: int, lengths: Sequence[int]) -> int:
 @mechanism("loops with nested checkpointing", off=lambda _: ((),))
 @cache
 def choices(length: int) -> tuple[tuple[int, ...], ...]:
-    """Lengths by level for a loop: as it is, and then of one level more each, as long as that saves carries."""
+    """Return lengths by level for a loop: as it is, and then of one level more each, as long as that saves
+    carries.
+    """
     found: list[tuple[int, ...]] = [()]
     for depth in range(2, length.bit_length()):
         best = min(
@@ -118,7 +120,7 @@ class Loops:
         cuttable: Sequence[bool] = (),
         absorbing: Sequence[tuple[int, float]] = (),
     ) -> "Loops":
-        """Those of the graph of a step's plain form; `cuttable` says which may be other loops at all.
+        """Return those of the graph of a step's plain form; `cuttable` says which may be other loops at all.
 
         A loop with nested checkpointing makes all that its iterations make again: where some of it must be saved, it
         has one level.

@@ -23,7 +23,7 @@ _OWN_LAYOUT = frozenset({"conv_general_dilated"})
 
 
 def with_updates(graph: Graph, cuts: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages between the cuts, ascending node ids, with what they finish and defer."""
+    """Return the stages between the cuts, ascending node ids, with what they finish and defer."""
     return _Updates(graph, cuts).stages()
 
 
@@ -43,8 +43,8 @@ def finishing_sums(graph: Graph) -> tuple[Stage, ...]:
 
 
 def updated_alone(graph: Graph) -> list[int]:
-    """The donated arguments that are read to be updated alone, neither by the forward pass nor by a product, as an
-    optimizer's state is: in the order in which they are read.
+    """Return the donated arguments that are read to be updated alone, neither by the forward pass nor by a product,
+    as an optimizer's state is: in the order in which they are read.
     """
     first: dict[int, int] = {}
     used: set[int] = set()
@@ -78,7 +78,7 @@ class _Updates:
         )
 
     def _finished(self, nodes: range) -> list[int]:
-        """The results of heavy work that are small, or that end a line of work and should not be put off.
+        """Return the results of heavy work that are small, or that end a line of work and should not be put off.
 
         These free larger operands, or go into the update of a donated argument, which must not be put off either.
         """
@@ -97,14 +97,14 @@ class _Updates:
         return made > 0 and (ends or made <= SMALL * graph.small_nbytes)
 
     def _leaving(self, n: int) -> bool:
-        """Whether the stage of the node ends with the loop that it begins in."""
+        """Return whether the stage of the node ends with the loop that it begins in."""
         k = self.stage_of[n]
         start, stop = self.cuts[k : k + 2]
         loop = self.graph.nodes[start].loop
         return loop >= 0 and self.graph.loop_stop[loop] == stop
 
     def _settled(self, nodes: range) -> list[int]:
-        """What ends a line of work, in the form that cuts no kernel in two.
+        """Return what ends a line of work, in the form that cuts no kernel in two.
 
 
         Those are the step's outputs that the line leads to, where all of its update can run within the stage: what
@@ -117,13 +117,13 @@ class _Updates:
         return self._left_behind([(n, v) for n, v in ends if n.contraction] or ends, nodes)
 
     def sums(self, nodes: range) -> list[int]:
-        """What the stage's reductions leave behind, if what it finishes are products alone."""
+        """Return what the stage's reductions leave behind, if what it finishes are products alone."""
         ends = self._ends(nodes)
         reduced = [(n, v) for n, v in ends if not n.contraction]
         return self._left_behind(reduced, nodes) if len(reduced) < len(ends) else []
 
     def _ends(self, nodes: range) -> list[tuple[Node, int]]:
-        """The results of heavy work that end lines of it, and who makes them."""
+        """Return the results of heavy work that end lines of it, and who makes them."""
         ends = [(n, v) for n in self._fusion_root(nodes) if n.id in self.final for v in n.outputs]
         return [(n, v) for n, v in ends if self._counts(n.id, v)]
 
@@ -135,8 +135,8 @@ class _Updates:
         return list(found)
 
     def _updated(self, v: int, nodes: range) -> tuple[int, ...]:
-        """What the update that the value leads to returns; nothing where not all of it can run in the stage, or where
-        what it overwrites is read later.
+        """Return what the update that the value leads to returns; nothing where not all of it can run in the stage,
+        or where what it overwrites is read later.
         """
         graph = self.graph
         update: set[int] = set()
@@ -162,7 +162,7 @@ class _Updates:
         return outputs
 
     def _moved(self, v: int, nodes: range) -> int:
-        """A result in the form that its readers want: what its kernel does to it at the end is done by then.
+        """Return a result in the form that its readers want: what its kernel does to it at the end is done by then.
 
         Behind the barrier it would be done in the update's kernel, which then could not write in place.
         """
@@ -178,7 +178,7 @@ class _Updates:
         return v
 
     def _overwriting(self) -> set[int]:
-        """The nodes that read a donated argument, and those that lead to one."""
+        """Return the nodes that read a donated argument, and those that lead to one."""
         found: set[int] = set()
         for node in reversed(self.graph.nodes):
             reads = not self.graph.donated.isdisjoint(node.inputs)
@@ -187,7 +187,9 @@ class _Updates:
         return found
 
     def _waits(self) -> dict[int, int]:
-        """For each deferred node the stage whose barrier it waits for; one past the last for the step's end."""
+        """Return for each deferred node the stage whose barrier it waits for; one past the last for the
+        step's end.
+        """
         graph, last = self.graph, len(self.cuts) - 1
         begun = {v for values in self.finished for v in values}
         done = self._done()
@@ -215,13 +217,13 @@ class _Updates:
             waits = self._following({n: k for n, k in waits.items() if n not in wrong}, begun)
 
     def _outside(self, k: int) -> int:
-        """The stage, or the first behind it whose barrier does not stand in a loop."""
+        """Return the stage, or the first behind it whose barrier does not stand in a loop."""
         while self.cuts[k] < len(self.graph.nodes) and self.graph.around(self.cuts[k]) >= 0:
             k += 1
         return k
 
     def _following(self, waits: dict[int, int], begun: set[int]) -> dict[int, int]:
-        """Those of the nodes that read something finished, or what another of them makes."""
+        """Return those of the nodes that read something finished, or what another of them makes."""
         following: dict[int, int] = {}
         for n in sorted(waits):
             inputs = self.graph.nodes[n].inputs
@@ -230,7 +232,7 @@ class _Updates:
         return following
 
     def _levelled(self, waits: dict[int, int]) -> dict[int, int]:
-        """The waits, raised until all of an update waits as long as its last part: what passes a barrier
+        """Return the waits, raised until all of an update waits as long as its last part: what passes a barrier
         is held back.
         """
         graph, levelled = self.graph, dict(waits)
@@ -244,7 +246,7 @@ class _Updates:
         return levelled
 
     def _wrong(self, waits: dict[int, int]) -> set[int]:
-        """The nodes that cannot be deferred so long, because of what they are or what reads them earlier."""
+        """Return the nodes that cannot be deferred so long, because of what they are or what reads them earlier."""
         graph, last = self.graph, len(self.cuts) - 1
         wrong = set()
         for n, k in waits.items():
@@ -262,12 +264,12 @@ class _Updates:
         return wrong
 
     def _held(self, v: int) -> bool:
-        """Whether the value is a residual that would have to be held for an update."""
+        """Return whether the value is a residual that would have to be held for an update."""
         before = self.graph.values[v].producer < self.cuts[0]
         return self.graph.is_residual(v) and before and self.graph.values[v].nbytes > self.graph.small_nbytes
 
     def _done(self) -> dict[int, int]:
-        """For each node the first stage whose barrier waits for it: the next, if what its own stage
+        """Return for each node the first stage whose barrier waits for it: the next, if what its own stage
         finishes needs it.
         """
         graph = self.graph
@@ -285,12 +287,12 @@ class _Updates:
 
 
 def _readers(graph: Graph) -> list[list[int]]:
-    """For each value the nodes that read it, but for copies to host memory, which return it."""
+    """Return for each value the nodes that read it, but for copies to host memory, which return it."""
     return [[n for n in readers if graph.nodes[n].primitive != PUT] for readers in graph.readers]
 
 
 def _last_contractions(graph: Graph, readers: list[list[int]]) -> set[int]:
-    """The nodes from whose results no contraction follows, but for those of later forward passes."""
+    """Return the nodes from whose results no contraction follows, but for those of later forward passes."""
     passes = later_passes(graph)
     leads: set[int] = set()  # nodes that are contractions or lead to one
     last = set()

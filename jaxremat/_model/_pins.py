@@ -27,7 +27,7 @@ _NEAR = 5
 
 
 def parse_pins(pins: Mapping[Pattern, str]) -> Patterns:
-    """What the user wrote, checked. **Raises:** `HintError`."""
+    """Return what the user wrote, checked. **Raises:** `HintError`."""
     for pattern, action in pins.items():
         if action not in ("save", "recompute", "offload", "stage"):
             raise HintError(
@@ -81,7 +81,7 @@ def matching(graph: Graph, patterns: Patterns, settled: bool) -> list[Pin]:
 
 
 def with_pins(graph: Graph, pins: Sequence[Pin]) -> Graph:
-    """The graph with those of the pins that mean something, and the values that they are about in memory.
+    """Return the graph with those of the pins that mean something, and the values that they are about in memory.
 
     **Raises:** `HintError` where two contradict each other, or one the program.
     """
@@ -124,12 +124,14 @@ def with_pins(graph: Graph, pins: Sequence[Pin]) -> Graph:
 
 
 def offloading(graph: Graph) -> list[Pin]:
-    """The pins that want values in host memory."""
+    """Return the pins that want values in host memory."""
     return [pin for pin in graph.pins if pin.action == "offload"]
 
 
 def staying(graph: Graph, schedule: Schedule) -> str:
-    """Which of those values stay on the device all the same, and why, for a schedule that may use host memory."""
+    """Return which of those values stay on the device all the same, and why, for a schedule that may use host
+    memory.
+    """
     here: dict[tuple[str, str], list[int]] = {}
     for pin in offloading(graph):
         if graph.host is not None and pin.at not in schedule.away:
@@ -155,7 +157,7 @@ def _why_here(graph: Graph, v: int) -> str:
 
 
 def _leaves_a_loop(graph: Graph, node: int) -> bool:
-    """Whether the node hands a loop's results on, where the loop ends anyway."""
+    """Return whether the node hands a loop's results on, where the loop ends anyway."""
     return graph.nodes[node].primitive in ("scan_last", "scan_stack")
 
 
@@ -178,7 +180,7 @@ def _paths(graph: Graph, node: Node) -> list[list[str]]:
 
 
 def _match(graph: Graph, node: Node, pattern: Pattern) -> str:
-    """What of the node's path, up to the end of the match, the pattern matches; "" if nothing."""
+    """Return what of the node's path, up to the end of the match, the pattern matches; "" if nothing."""
     paths = _paths(graph, node)
     if isinstance(pattern, re.Pattern):
         for text in ("/".join(path) for path in paths):
@@ -194,7 +196,7 @@ def _match(graph: Graph, node: Node, pattern: Pattern) -> str:
 
 
 def _near(graph: Graph, text: str, forward: bool) -> list[str]:
-    """Names like that, the likest first."""
+    """Return names like that, the likest first."""
     names: dict[str, None] = {}
     for node in graph.nodes:
         if node.forward == forward:

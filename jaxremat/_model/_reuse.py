@@ -7,7 +7,7 @@ from ._primitive_names import OVERWRITING
 
 
 def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
-    """Whether the backward pass made the value (of this size), and no later node reads it."""
+    """Return whether the backward pass made the value (of this size), and no later node reads it."""
     value = graph.values[v]
     own = value.producer >= 0 and not value.is_output and not graph.nodes[value.producer].forward
     own = own and nbytes in (None, value.nbytes) and graph.last_reader.get(v) == node.id
@@ -16,7 +16,7 @@ def dies_at(graph: Any, v: int, node: Any, nbytes: int | None = None) -> bool:
 
 @mechanism("operands' memory taken over", off=lambda _: frozenset())
 def in_place(graph: Any) -> frozenset[int]:
-    """The nodes of the backward pass whose result takes over the memory of an operand that dies there.
+    """Return the nodes of the backward pass whose result takes over the memory of an operand that dies there.
 
     These are pointwise kernels and those of `OVERWRITING`, with an operand of the result's size that the backward
     pass made, and that nobody else reads later, nor a reduction that is fused into the kernel.

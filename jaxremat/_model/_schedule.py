@@ -42,7 +42,9 @@ class Schedule:
 
 
 def must_save(graph: Graph) -> frozenset[int]:
-    """Residuals that are saved in every schedule: those that may not be made twice, the small ones, and pinned ones."""
+    """Return residuals that are saved in every schedule: those that may not be made twice, the small ones, and
+    pinned ones.
+    """
     return frozenset(
         v
         for v in graph.residuals
@@ -52,7 +54,7 @@ def must_save(graph: Graph) -> frozenset[int]:
 
 
 def save_all(graph: Graph) -> Schedule:
-    """The plain step's schedule."""
+    """Return the plain step's schedule."""
     return Schedule(frozenset(graph.residuals), ((),) * len(graph.stages))
 
 
@@ -62,7 +64,8 @@ def close_over_dependencies(
     kept: Iterable[tuple[int, int]] = (),
     offloaded: Iterable[int] = (),
 ) -> Schedule:
-    """The schedule that saves `saved` (and what must be saved) and recomputes whatever else is needed, where needed.
+    """Return the schedule that saves `saved` (and what must be saved) and recomputes whatever else is needed, where
+    needed.
 
     **Arguments:**
 
@@ -137,7 +140,7 @@ def idle(graph: Graph, schedule: Schedule) -> frozenset[int]:
 
 
 def check(graph: Graph, schedule: Schedule) -> Schedule:
-    """The schedule itself, if it can be emitted.
+    """Return the schedule itself, if it can be emitted.
 
     **Raises:** `SolverError` where a stage would read a value that is neither saved, recomputed nor kept, and where
     a pin is not honoured.

@@ -61,7 +61,7 @@ class Profile:
 
 
 def extra_seconds(graph: Graph, schedule: Schedule) -> float:
-    """Seconds by which a step that follows the schedule takes longer than the plain one."""
+    """Return seconds by which a step that follows the schedule takes longer than the plain one."""
     recomputed = math.fsum(
         s for k, nodes in enumerate(schedule.recomputed) for s in run_again(graph, k, nodes)
     )
@@ -70,7 +70,7 @@ def extra_seconds(graph: Graph, schedule: Schedule) -> float:
 
 
 def waits(graph: Graph, schedule: Schedule) -> list[float]:
-    """Seconds for which each stage waits for copies from host memory."""
+    """Return seconds for which each stage waits for copies from host memory."""
     return transits(graph, schedule)[1] if schedule.offloaded else []
 
 
@@ -80,18 +80,20 @@ def transits(graph: Graph, schedule: Schedule) -> tuple[list[Transit], list[floa
 
 
 def again_seconds(graph: Graph, schedule: Schedule) -> list[float]:
-    """Seconds for which each stage recomputes."""
+    """Return seconds for which each stage recomputes."""
     return [math.fsum(run_again(graph, k, nodes)) for k, nodes in enumerate(schedule.recomputed)]
 
 
 def run_again(graph: Graph, stage: int, nodes: Sequence[int]) -> list[float]:
-    """Seconds of each of the nodes that a stage runs again."""
+    """Return seconds of each of the nodes that a stage runs again."""
     others = joined(graph, stage, nodes)
     return [graph.nodes[n].fused_seconds if n in others else graph.nodes[n].seconds for n in nodes]
 
 
 def joined(graph: Graph, stage: int, nodes: Sequence[int]) -> dict[int, int]:
-    """Of the nodes that a stage runs again those that are part of another kernel there, with a node of that."""
+    """Return of the nodes that a stage runs again those that are part of another kernel there, with a node of
+    that.
+    """
     read = {v for n in nodes for v in graph.reads[n]}
     found = ((n, graph.joins(n, stage)) for n in nodes if graph.nodes[n].fusable_into)
     return {n: m for n, m in found if m >= 0 and read.isdisjoint(graph.nodes[n].outputs)}
@@ -136,7 +138,7 @@ def _simulated(graph: Graph, schedule: Schedule) -> Profile:
 
 
 def play(graph: Graph, schedule: Schedule) -> Run:
-    """What runs and lives when, by the law of the module's docstring."""
+    """Return what runs and lives when, by the law of the module's docstring."""
     size = len(graph.values)
     tape = graph.forward_tape.copy()
     held: list[list[int]] = [[] for _ in graph.stages]
@@ -169,7 +171,7 @@ def play(graph: Graph, schedule: Schedule) -> Run:
 def _gaps(
     graph: Graph, schedule: Schedule, ran: Sequence[int], begun: Sequence[int]
 ) -> dict[int, tuple[int, int]]:
-    """For each value that is in host memory meanwhile the first event without it, and the first with it again.
+    """Return for each value that is in host memory meanwhile the first event without it, and the first with it again.
 
     **Arguments:** `begun` the first event of each stage.
     """
@@ -182,7 +184,9 @@ def _gaps(
 
 
 def rank(graph: Graph, schedule: Schedule, budget_nbytes: int | None) -> tuple[float, ...]:
-    """What makes one schedule better than another: to fit, then time; where neither fits, memory, then time."""
+    """Return what makes one schedule better than another: to fit, then time; where neither fits, memory, then
+    time.
+    """
     profile = simulate(graph, schedule)
     if budget_nbytes is not None and profile.peak_nbytes <= budget_nbytes:
         return (0.0, profile.extra_seconds, profile.peak_nbytes)

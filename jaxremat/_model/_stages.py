@@ -74,32 +74,40 @@ def cut_stages(graph: Graph, *, fine: bool = False) -> tuple[Stage, ...]:
 
 @mechanism("fine stages", off=lambda graph: [graph])
 def cuttings(graph: Graph) -> list[Graph]:
-    """The graph with its coarse stages, and with fine ones if those are others."""
+    """Return the graph with its coarse stages, and with fine ones if those are others."""
     return [replace(graph, stages=c) for c in dict.fromkeys((graph.stages, cut_stages(graph, fine=True)))]
 
 
 def uncut(graph: Graph) -> tuple[Stage, ...]:
-    """The fewest stages: one for each backward pass, but for the ends of loops and where a pin wants another."""
+    """Return the fewest stages: one for each backward pass, but for the ends of loops and where a pin wants
+    another.
+    """
     start, stop = graph.forward_stop, len(graph.nodes)
     fixed = _fixed_cuts(graph, start, later_passes(graph))
     return with_updates(graph, [start, *fixed, stop]) if start < stop else ()
 
 
 def coarser(graph: Graph, stages: tuple[Stage, ...], every: int) -> tuple[Stage, ...]:
-    """Of these stages as many as that made one, but for the ends of loops and of passes, and where a pin wants one."""
+    """Return of these stages as many as that made one, but for the ends of loops and of passes, and where a pin
+    wants one.
+    """
     fixed = {graph.forward_stop, *_fixed_cuts(graph, graph.forward_stop, later_passes(graph))}
     cuts = [s.start for i, s in enumerate(stages) if i % every == 0 or s.start in fixed]
     return with_updates(graph, [*cuts, len(graph.nodes)])
 
 
 def _fixed_cuts(graph: Graph, start: int, passes: Sequence[LaterPass]) -> list[int]:
-    """Where loops begin or end in the backward pass, where forward passes end in it, and where pins want a stage."""
+    """Return where loops begin or end in the backward pass, where forward passes end in it, and where pins want a
+    stage.
+    """
     nodes, wanted = graph.nodes, {*graph.pinned["stage"], *(own.stop for own in passes)}
     return [n for n in range(start + 1, len(nodes)) if nodes[n].loop != nodes[n - 1].loop or n in wanted]
 
 
 def _load(graph: Graph, start: int, passes: Sequence[LaterPass]) -> list[int]:
-    """For each node of the backward pass the bytes alive of what the backward pass makes, scratch memory included."""
+    """Return for each node of the backward pass the bytes alive of what the backward pass makes, scratch memory
+    included.
+    """
     last: dict[int, int] = {}
     for node in graph.nodes[start:]:
         last.update((v, node.id) for v in graph.reads[node.id])
@@ -120,14 +128,16 @@ def _load(graph: Graph, start: int, passes: Sequence[LaterPass]) -> list[int]:
 def _spanning_and_consumed(
     graph: Graph, start: int, fine: bool, passes: Sequence[LaterPass]
 ) -> tuple[list[int], list[int], list[int]]:
-    """For each place of the backward pass the bytes of residuals read on both sides, and of those first read before;
-    and what saving all takes that each backward pass is the first to read.
+    """Return for each place of the backward pass the bytes of residuals read on both sides, and of those first read
+    before; and what saving all takes that each backward pass is the first to read.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
 
     def is_read(v: int, n: int) -> bool:
-        """Whether the node reads what another stage must have made, as far as loops and pins do not cut passes."""
+        """Return whether the node reads what another stage must have made, as far as loops and pins do not cut
+        passes.
+        """
         made = graph.values[v].producer
         own = made_later(passes, made) if made >= start else None
         return graph.is_residual(v) and (made < start or (own is not None and own.stop <= n))
@@ -162,8 +172,8 @@ def _spanning_and_consumed(
 def _candidates(
     graph: Graph, start: int, spanning: list[int], consumed: list[int], anywhere: bool
 ) -> list[int]:
-    """Places where cutting may be best, and both ends: within each stretch where locally least spans, or `anywhere`,
-    the first place and every place before which something was consumed.
+    """Return places where cutting may be best, and both ends: within each stretch where locally least spans, or
+    `anywhere`, the first place and every place before which something was consumed.
 
     Differences below a share of the most are noise (statistics, biases) and make no stretch of their own.
     """

@@ -52,7 +52,7 @@ class Tape:
         self._ended: dict[int, int] = {}  # loop -> its last event
 
     def copy(self) -> "Tape":
-        """The same, to be played on."""
+        """Return the same, to be played on."""
         other = Tape(self.graph)
         other.nodes, other.made_for = self.nodes.copy(), self.made_for.copy()
         other.last, other.where = self.last.copy(), self.where.copy()
@@ -83,9 +83,9 @@ class Tape:
         self._keeping.extend((v, loop) for v, loop in kept if loop >= 0)
 
     def over(self, own: Sequence[int], gaps: Mapping[int, tuple[int, int]]) -> Run:
-        """All that ran and lived; `own` for each stage the last event before or at its first node, `gaps` for values
-        that are elsewhere meanwhile the first event without them, and the first with them again.
-        Of stacks a slice and the next are there then.
+        """Return all that ran and lived; `own` for each stage the last event before or at its first node, `gaps`
+        for values that are elsewhere meanwhile the first event without them, and the first with them again. Of
+        stacks a slice and the next are there then.
         """
         graph, nodes, last = self.graph, self.nodes, self.last
         for v, loop in self._keeping:
@@ -121,7 +121,7 @@ class Tape:
 
 
 def forward_tape(graph: Any) -> Tape:
-    """The tape of the forward pass, which all schedules begin with."""
+    """Return the tape of the forward pass, which all schedules begin with."""
     tape = Tape(graph)
     tape.run_all(n for n in range(graph.forward_stop) if graph.kernel[n])
     return tape

@@ -101,7 +101,7 @@ class Timeline:
         return max(self.moments, key=lambda m: m.nbytes, default=None)
 
     def link_seconds(self, back: bool) -> float:
-        """For how long something is on its way to host memory, or back."""
+        """Return for how long something is on its way to host memory, or back."""
         busy = until = 0.0
         for copy in sorted((copy for copy in self.copies if copy.back == back), key=lambda copy: copy.begin):
             busy += max(copy.end - max(copy.begin, until), 0.0)
@@ -117,14 +117,14 @@ class Groups:
         self._index: dict[Group, int] = {}
 
     def of_value(self, graph: Graph, v: int, kind: Kind, nbytes: int) -> Group:
-        """The group of a value that lives with so many bytes."""
+        """Return the group of a value that lives with so many bytes."""
         value = graph.values[v]
         stacked = value.length > 1 and nbytes == value.saved_nbytes
         shape = f"{value.length} x {value.shape}" if stacked else value.shape
         return self._group(graph.nodes[value.producer], value.name, shape, kind, nbytes)
 
     def of_node(self, graph: Graph, n: int, kind: Kind) -> Group:
-        """The group of the largest of what a node makes."""
+        """Return the group of the largest of what a node makes."""
         outputs = (graph.values[v] for v in graph.nodes[n].outputs)
         largest = max(outputs, key=lambda value: value.nbytes, default=None)
         if largest is None:
@@ -138,11 +138,11 @@ class Groups:
         return group
 
     def index(self, group: Group) -> int:
-        """The index of a group."""
+        """Return the index of a group."""
         return self._index.setdefault(group, len(self._index))
 
     def listed(self) -> tuple[Group, ...]:
-        """The groups that have an index, in its order."""
+        """Return the groups that have an index, in its order."""
         return tuple(
             group._replace(module=next(iter(modules))) if len(modules := self._modules[group]) == 1 else group
             for group in self._index
@@ -156,7 +156,8 @@ _MACHINERY = re.compile(
 
 
 def module_path(scope: str) -> tuple[str, ...]:
-    """The modules that a name stack is of, the outermost first: `transpose(jvp(Net))/Dense_0` is `Net`, `Dense_0`.
+    """Return the modules that a name stack is of, the outermost first: `transpose(jvp(Net))/Dense_0` is `Net`,
+    `Dense_0`.
 
     What loops and rematerialisation add is left out. The body of a loop begins with the path of all modules again.
     """
@@ -177,12 +178,12 @@ def module_path(scope: str) -> tuple[str, ...]:
 
 
 def numberless(path: str) -> str:
-    """The path with `*` for each number, which is the same for modules that are repeated."""
+    """Return the path with `*` for each number, which is the same for modules that are repeated."""
     return re.sub(r"\d+", "*", path)
 
 
 def timeline(graph: Graph, schedule: Schedule, seconds: float, groups: Groups) -> Timeline:
-    """The timeline of a schedule.
+    """Return the timeline of a schedule.
 
     **Arguments:** `seconds`: what the whole run takes; the nodes' own seconds, which are prices of running them once
     more, only say how it is divided. `groups`: takes up what is named.
@@ -239,7 +240,8 @@ def _copies(
     made_for: Sequence[int],
     groups: Groups,
 ) -> tuple[Copied, ...]:
-    """The copies of a schedule, in the run's time: each is where it is between the kernels of the copies' own clock.
+    """Return the copies of a schedule, in the run's time: each is where it is between the kernels of the copies'
+    own clock.
 
     **Arguments:** `starts` of the run's events, and its end; of each the node, and the stage that it recomputes for.
     """
@@ -278,7 +280,9 @@ def _kind(forward: bool, stage: int) -> Kind:
 
 
 def _chosen(starts: Sequence[float], live: Sequence[int], seconds: float) -> list[tuple[int, float]]:
-    """Of each slice of the time the event of most memory, and when the slice begins; equal neighbours are one."""
+    """Return of each slice of the time the event of most memory, and when the slice begins; equal neighbours are
+    one.
+    """
     slices: list[list[int]] = [[] for _ in range(MOMENTS)]
     for event, start in enumerate(starts):
         slices[min(int(start / seconds * MOMENTS), MOMENTS - 1) if seconds else 0].append(event)
@@ -295,7 +299,7 @@ def _chosen(starts: Sequence[float], live: Sequence[int], seconds: float) -> lis
 
 
 def _changes(lives: Sequence[Life], events: Sequence[int]) -> tuple[list[list[Life]], list[list[Life]]]:
-    """For each of the ascending events what lives then and not at the one before, and the other way round."""
+    """Return for each of the ascending events what lives then and not at the one before, and the other way round."""
     begins: list[list[Life]] = [[] for _ in events]
     ends: list[list[Life]] = [[] for _ in (*events, None)]
     for life in lives:

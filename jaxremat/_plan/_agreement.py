@@ -39,7 +39,7 @@ _meetings = Counter[tuple[int, ...]]()
 
 
 def agreed(problem: Problem, request: Request, given: Plan | None) -> Planned:
-    """The plan of a step that runs on devices of this process alone, or of several.
+    """Return the plan of a step that runs on devices of this process alone, or of several.
 
     **Arguments:** `given` the plan to follow, None where it is to be made.
 
@@ -70,8 +70,8 @@ def agreed(problem: Problem, request: Request, given: Plan | None) -> Planned:
 
 
 def found_first(key: str, graph: Graph, found: Found, restrict: Callable[[Graph], Graph] | None) -> Found:
-    """What the first process found for a function that every process plans for itself, when it traces it: solvers whose
-    time ends find one thing here and another there.
+    """Return what the first process found for a function that every process plans for itself, when it traces it:
+    solvers whose time ends find one thing here and another there.
 
     **Arguments:** `key` what tells the function from others; `graph` of it, and `restrict` as in `plan_held`.
     """
@@ -101,7 +101,7 @@ def _alone(problem: Problem, request: Request, given: Plan | None) -> Planned:
 
 
 def _led(meeting: Meeting, problem: Problem, request: Request, given: Plan | None) -> Planned:
-    """The plan of the process that makes it."""
+    """Return the plan of the process that makes it."""
     with meeting.saying("plan") as say:
         own = _asked(problem, request, given)
         asked = {process: meeting.hear("asked", process) for process in meeting.others}
@@ -120,7 +120,7 @@ def _led(meeting: Meeting, problem: Problem, request: Request, given: Plan | Non
 
 
 def _followed(meeting: Meeting, problem: Problem, request: Request, given: Plan | None) -> Planned:
-    """The plan of the process that receives it."""
+    """Return the plan of the process that receives it."""
     with meeting.saying("asked") as say:
         say(_asked(problem, request, given))
     with phase(f"waiting for the plan of process {meeting.leader}"):
@@ -134,7 +134,7 @@ def _followed(meeting: Meeting, problem: Problem, request: Request, given: Plan 
 
 
 def _asked(problem: Problem, request: Request, given: Plan | None) -> dict[str, Any]:
-    """What a process wants planned."""
+    """Return what a process wants planned."""
     options = replace(request.options, progress=None, cache=True)
     return {
         "versions": [jax.__version__, jaxlib.__version__, sources()],

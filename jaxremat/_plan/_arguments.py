@@ -33,12 +33,12 @@ def check_choice(name: str, given: object, *choices: str) -> None:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """One number or name, or several, as `jax.jit` takes them."""
+    """Return one number or name, or several, as `jax.jit` takes them."""
     return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)
 
 
 def parse_forms(allow: object) -> tuple[str, ...]:
-    """The forms that a plan may use. **Raises:** `ArgumentError`."""
+    """Return the forms that a plan may use. **Raises:** `ArgumentError`."""
     given = (allow,) if isinstance(allow, str) else allow
     known = (*EXACT, REVERSIBLE, *INEXACT)
     if not isinstance(given, Iterable) or not set(given) <= set(known):

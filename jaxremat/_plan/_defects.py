@@ -42,7 +42,7 @@ _reported: set[Path] = set()
 
 
 def reproducers() -> Path:
-    """The folder of the files."""
+    """Return the folder of the files."""
     return cache_dir() / "defects"
 
 
@@ -63,7 +63,7 @@ class Defects:
         graph: Graph | None = None,
         solution: Solution | None = None,
     ) -> T | None:
-        """What `make` gives; None where it fails as it should never, which is reported.
+        """Return what `make` gives; None where it fails as it should never, which is reported.
 
         **Arguments:** `what` is done, in words; `form` of the step; `graph` and `solution` what is emitted, if
         anything is.

@@ -125,12 +125,12 @@ class Frontier:
         return self.points[-1]
 
     def cost(self, point: Point | Policy) -> float:
-        """The overhead that decides, as a share of the plain step's time; at least 0."""
+        """Return the overhead that decides, as a share of the plain step's time; at least 0."""
         compiled = point.compiled_overhead if self.judged == "compiled" else None
         return max(point.overhead if compiled is None else compiled, 0.0)
 
     def best(self, max_overhead: float = 0.05) -> Point:
-        """The point of least memory that costs at most this share of the plain step's time.
+        """Return the point of least memory that costs at most this share of the plain step's time.
 
         **Raises:** `ArgumentError` for a negative overhead.
         """
@@ -142,7 +142,7 @@ class Frontier:
         return min((p for p in self if self.cost(p) <= max_overhead), key=lambda p: p.budget_nbytes)
 
     def within(self, budget: Budget) -> Point:
-        """The fastest point within a budget in bytes, as an int or text.
+        """Return the fastest point within a budget in bytes, as an int or text.
 
         **Raises:** `InfeasibleBudgetError` where none fits; `BudgetError` for budgets that are no bytes.
         """
@@ -174,11 +174,11 @@ class Frontier:
         return max(self, key=lambda p: (below(p), -p.budget_nbytes))
 
     def lower_bound(self, peak_nbytes: int) -> float:
-        """The overhead that no plan of this predicted peak is below, as far as proven; see `bounds`."""
+        """Return the overhead that no plan of this predicted peak is below, as far as proven; see `bounds`."""
         return max((share - price * peak_nbytes for price, share in self.bounds), default=0.0)
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Memory against time: the points, the plain step, rules by hand, the lower bound and the knee.
+        """Return memory against time: the points, the plain step, rules by hand, the lower bound and the knee.
 
         Needs matplotlib (`pip install "jaxremat[tools]"`).
 
@@ -193,7 +193,7 @@ class Frontier:
         return plot(self, ax)
 
     def to_json(self) -> str:
-        """The frontier as JSON text, its plans included."""
+        """Return the frontier as JSON text, its plans included."""
         data = {
             "points": [{"kind": p.kind, "plan": json.loads(p.plan.to_json())} for p in self],
             "policies": [asdict(p) for p in self.policies],
@@ -206,7 +206,7 @@ class Frontier:
 
     @classmethod
     def from_json(cls, text: str) -> "Frontier":
-        """A frontier from its JSON text.
+        """Return a frontier from its JSON text.
 
         **Raises:** `PlanMismatchError` where the text is no frontier of this format version.
         """
@@ -270,7 +270,7 @@ def monotone(points: Iterable[Point], cost: Callable[[Point], float]) -> tuple[P
 
 
 def table(frontier: Frontier) -> str:
-    """The frontier as text, a line for each point."""
+    """Return the frontier as text, a line for each point."""
     plain = frontier.plain.peak_nbytes
     head = ("budget", "of plain", "compiled", "predicted", "overhead", "(compiled)", "gap", "")
     rows: list[tuple[str, ...]] = [head]

@@ -269,7 +269,8 @@ class Ledger:
         if not isinstance(solution, Solution):
             raise SolverError(
                 f"The solver {solver!r} returned a {type(solution).__name__}. "
-                "Its method `solve` must return a `jaxremat.Solution`, for example `Solution(close_over_dependencies(graph, saved))`."
+                "Its method `solve` must return a `jaxremat.Solution`, for example "
+                "`Solution(close_over_dependencies(graph, saved))`."
             )
         check(graph, solution.schedule)
         return self._never_worse(graph, allowance, solution) if solver is self.solver else solution

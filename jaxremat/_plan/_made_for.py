@@ -38,7 +38,7 @@ def placeless(text: str) -> str:
 
 
 def _place(path: Sequence[Any]) -> str:
-    """`0['w']` of the first argument, `batch['x']` of one that is given by name."""
+    """Return `0['w']` of the first argument, `batch['x']` of one that is given by name."""
     first, *rest = path[1:]
     return f"{getattr(first, 'idx', getattr(first, 'key', first))}{keystr(tuple(rest))}"
 

@@ -34,7 +34,7 @@ class MadeFor:
     static: tuple[tuple[str, str], ...]
 
     def differences(self, now: "MadeFor") -> list[str]:
-        """What of it differs from another, and how."""
+        """Return what of it differs from another, and how."""
         found = [
             f"{name} was {before or 'none'} and is {after or 'none'}"
             for name, before, after in (("jax", self.jax, now.jax), ("the mesh", self.mesh, now.mesh))
@@ -127,7 +127,7 @@ class Plan(Outcome, Written):
 
     @classmethod
     def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:
-        """In format 2 forms were the settings of all sites in a row, which `Problem.form` names."""
+        """Return in format 2 forms were the settings of all sites in a row, which `Problem.form` names."""
         if version != 2:
             return None
         for each in (data, *data["rounds"]):
@@ -136,7 +136,7 @@ class Plan(Outcome, Written):
         return data
 
     def layout(self, graph: Graph) -> Graph:
-        """The graph with this plan's stages and materialised values in place of its own.
+        """Return the graph with this plan's stages and materialised values in place of its own.
 
         **Raises:** `PlanMismatchError` where the graph is of another program.
         """
@@ -153,7 +153,7 @@ class Plan(Outcome, Written):
         return replace(graph, stages=with_updates(graph, cuts))
 
     def schedule(self, graph: Graph) -> Schedule:
-        """The schedule of this plan on a graph that has its layout."""
+        """Return the schedule of this plan on a graph that has its layout."""
         schedule = close_over_dependencies(graph, self.saved, self.kept)
         return replace(schedule, offloaded=frozenset(self.offloaded))
 
@@ -209,7 +209,7 @@ GivenPlan = Plan | str | os.PathLike[str] | None
 
 
 def given_plan(plan: GivenPlan) -> Plan | None:
-    """The plan that a user gives. **Raises:** `ArgumentError`, `PlanMismatchError` where a file holds none."""
+    """Return the plan that a user gives. **Raises:** `ArgumentError`, `PlanMismatchError` where a file holds none."""
     if plan is None or isinstance(plan, Plan):
         return plan
     if not isinstance(plan, (str, os.PathLike)):

@@ -208,7 +208,7 @@ class _KeptPlans:
 
 
 def recall(path: Path, parse: Callable[[str], T]) -> T | None:
-    """What `keep` wrote there; None where there is none, or where it cannot be read, which is a warning."""
+    """Return what `keep` wrote there; None where there is none, or where it cannot be read, which is a warning."""
 
     def opened(text: str) -> T:
         stored = json.loads(text)
@@ -229,14 +229,14 @@ def keep(path: Path, text: str) -> None:
 
 
 def enabled() -> bool:
-    """Whether the environment lets plans be kept: not with `JAXREMAT_PLAN_CACHE=0`."""
+    """Return whether the environment lets plans be kept: not with `JAXREMAT_PLAN_CACHE=0`."""
     return os.environ.get("JAXREMAT_PLAN_CACHE", "").strip().lower() not in ("0", "off", "no", "false")
 
 
 def key_of(
     problem: Problem, options: Options, wanted: dict[str, Any], besides: frozenset[str] = frozenset()
 ) -> str | None:
-    """What tells something `wanted` of a step from the like of other steps; None where nothing may be kept.
+    """Return what tells something `wanted` of a step from the like of other steps; None where nothing may be kept.
 
     **Arguments:** `besides` options that tell nothing apart.
     """
@@ -268,13 +268,17 @@ def key_of(
 
 
 def _identity(solver: Solver | None) -> str | None:
-    """What tells a solver from others; None of a user's, of which nobody knows whether it is still the same."""
+    """Return what tells a solver from others; None of a user's, of which nobody knows whether it is still the
+    same.
+    """
     own = type(solver).__module__.startswith("jaxremat.")
     return repr(solver) if own and dataclasses.is_dataclass(solver) else None
 
 
 def _shardings(args: Any, kwargs: Any) -> list[str]:
-    """How arguments are laid out over several devices; on one device arrays and mere shapes are planned alike."""
+    """Return how arguments are laid out over several devices; on one device arrays and mere shapes are planned
+    alike.
+    """
     found = []
     for leaf in jax.tree.leaves((args, kwargs)):
         sharding = getattr(leaf, "sharding", None)
@@ -288,7 +292,7 @@ def _digest(text: str) -> str:
 
 @functools.cache
 def sources() -> str:
-    """A hash of this library's code: another planner plans anew."""
+    """Return a hash of this library's code: another planner plans anew."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):

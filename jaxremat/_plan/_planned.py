@@ -70,8 +70,8 @@ class Planned:
     keep: Callable[[Plan], None] = lambda plan: None
 
     def executable(self) -> Compiled | None:
-        """The compiled step, to be run. **Raises:** `InfeasibleBudgetError` where that needs more than the budget, and
-        no other schedule does not.
+        """Return the compiled step, to be run. **Raises:** `InfeasibleBudgetError` where that needs more than the
+        budget, and no other schedule does not.
         """
         if self.finish is not None:
             compiled = self.finish()
@@ -88,9 +88,9 @@ class Planned:
 
 
 def apply_plan(problem: Problem, plan: Plan, options: Options, *, to_run: bool = False) -> Planned:
-    """The step that follows a plan made before; needs no solver, and compiles at most once: what will run, of which the
-    peak is read too. For a target nothing runs here, and several processes compile what runs together: then it is
-    compiled to be read.
+    """Return the step that follows a plan made before; needs no solver, and compiles at most once: what will run,
+    of which the peak is read too. For a target nothing runs here, and several processes compile what runs together:
+    then it is compiled to be read.
 
     **Arguments:** `options` say whether it is compiled, and its peak read, and who corrects it; `to_run` whether it is
     compiled in any case.
@@ -160,7 +160,7 @@ def _compiled(
 
 
 def _how_they_differ(plan: Plan, problem: Problem) -> str:
-    """What a plan was made for and the step is not, in words."""
+    """Return what a plan was made for and the step is not, in words."""
     if plan.made_for is None:
         return (
             "its code, the shapes, types or shardings of its arguments, its static arguments, its donated arguments "
@@ -185,7 +185,7 @@ def warn_of(plan: Plan) -> None:
 
 
 def planned(problem: Problem, plan: Plan, options: Options, jitted: Any, compiled: CompiledStep) -> Planned:
-    """The plan of a step that was compiled to be read."""
+    """Return the plan of a step that was compiled to be read."""
     if not problem.unfused_builds:
         return Planned(plan, jitted, compiled)
     finish = partial(problem.finished, jitted)
@@ -193,7 +193,7 @@ def planned(problem: Problem, plan: Plan, options: Options, jitted: Any, compile
 
 
 def sent(baseline: Baseline, compiled: CompiledStep) -> tuple[Collectives, ...]:
-    """What devices send each other in the plain step and in a planned one; nothing on one device."""
+    """Return what devices send each other in the plain step and in a planned one; nothing on one device."""
     if baseline.problem.division.devices == 1:
         return ()
     plain, made = baseline.tagged.collectives, compiled.collectives

@@ -115,7 +115,7 @@ class Problem:
         return replace(self, rewritten=self.traced.ordered_before())
 
     def form(self, form: Variant) -> Traced:
-        """The step in this form, whose sites need no names; each is made once."""
+        """Return the step in this form, whose sites need no names; each is made once."""
         form = self.traced.named(form)
         if form == self.traced.form:
             return self.traced
@@ -134,14 +134,14 @@ class Problem:
         return self.estimate(self.traced, estimate_base(self.division.local(self.traced)[0]))
 
     def estimate(self, traced: Traced, base_nbytes: int) -> Graph:
-        """The graph of a form by rules alone, with so many bytes of arguments and outputs."""
+        """Return the graph of a form by rules alone, with so many bytes of arguments and outputs."""
         there, flops = self.division.local(traced)
         graph = lower(there, self.device, base_nbytes=base_nbytes, flops=flops, patterns=self.pins)
         return replace(graph, host=self.usable_host)
 
     def bare(self, form: Variant, *, pinned: bool = False) -> Graph:
-        """The graph of such a form that plans made before are laid out on: of what one device has, as when they were
-        made, for what is small by a plan is saved by it.
+        """Return the graph of such a form that plans made before are laid out on: of what one device has, as when
+        they were made, for what is small by a plan is saved by it.
 
         **Arguments:** `pinned` whether it has all that another schedule of it must keep to.
         """
@@ -180,14 +180,14 @@ class Problem:
         return packed or any(better(eqn) or is_by_place(eqn) for eqn in self.traced.flat.jaxpr.eqns)
 
     def as_checkpointed(self, graph: Graph) -> Schedule:
-        """The schedule of this graph of the plain form that saves what the user's own checkpoints save."""
+        """Return the schedule of this graph of the plain form that saves what the user's own checkpoints save."""
         again, made = self.traced.again, graph.values
         return close_over_dependencies(graph, [v for v in graph.residuals if made[v].producer not in again])
 
     def jitted(
         self, graph: Graph, schedule: Schedule, fence: str = FINISHED, detached: Sequence[Passing] = ()
     ) -> Any:
-        """The step that follows a schedule of one of its graphs."""
+        """Return the step that follows a schedule of one of its graphs."""
         traced = self.form(graph.form)
         planned = emit(traced, graph, schedule, fence, detached)
         jitted = self.program.evaluating(planned, traced)
@@ -195,7 +195,7 @@ class Problem:
         return jitted
 
     def unproved(self, jitted: Any) -> tuple[str, ...]:
-        """What of a step that was made here was not proved to be the step."""
+        """Return what of a step that was made here was not proved to be the step."""
         return self._unproved.get(jitted, ())
 
     @cached_property

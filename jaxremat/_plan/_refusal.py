@@ -73,14 +73,14 @@ def compiled(candidates: Sequence[CompiledCandidate], baseline: Baseline) -> Lea
 
 
 def predicted(graph: Graph, schedule: Schedule) -> Least:
-    """Of a schedule that is not compiled."""
+    """Return of a schedule that is not compiled."""
     return Least(simulate(graph, schedule).peak_nbytes, "predicted", graph, schedule)
 
 
 def infeasible(
     asked: Budget, budget: int, margin_nbytes: int, least: Least, *, temporaries_nbytes: int, effort: Effort
 ) -> InfeasibleBudgetError:
-    """That nothing fits.
+    """Return that nothing fits.
 
     **Arguments:** the budget as it was `asked` for, and without the margin; `temporaries_nbytes` of the step as it is
     written; `effort` that the search took.
@@ -125,7 +125,7 @@ def _ended(effort: Effort) -> str:
 
 
 def _movable(graph: Graph) -> str:
-    """What to say of arguments that host memory could hold; "" where they are not worth it."""
+    """Return what to say of arguments that host memory could hold; "" where they are not worth it."""
     updated = sum(graph.values[v].nbytes for v in updated_alone(graph))
     if graph.platform != "gpu" or updated < WORTH * graph.base_nbytes:
         return ""
@@ -137,7 +137,7 @@ def _movable(graph: Graph) -> str:
 
 
 def slow(search: Search, candidate: CompiledCandidate) -> str:
-    """What to say of a plan that takes several times as long as the plain step; "" of others."""
+    """Return what to say of a plan that takes several times as long as the plain step; "" of others."""
     step = search.graph.step_seconds or 1.0
     if candidate.seconds <= MOST_OVERHEAD * step:
         return ""
@@ -186,7 +186,7 @@ def blamed(
     least_without: Callable[[], int],
     needs: str = "the step needs",
 ) -> InfeasibleBudgetError:
-    """The error, or where the budget can be met without pins another that says so.
+    """Return the error, or where the budget can be met without pins another that says so.
 
     **Arguments:** `room_nbytes` the budget less the margin; `graph` of the step, its loops as they are; `least_without`
     gives the least peak that is found without pins, in bytes; `needs` who needs what, in words.
@@ -215,14 +215,14 @@ def blamed(
 
 
 def without(graph: Graph, origin: str | None) -> Graph:
-    """The graph without the pins from there, None for all, cut into stages afresh."""
+    """Return the graph without the pins from there, None for all, cut into stages afresh."""
     pins = tuple(pin for pin in graph.pins if origin is not None and pin.origin != origin)
     graph = replace(graph, pins=pins)
     return replace(graph, stages=cut_stages(graph))
 
 
 def _costs(graph: Graph) -> list[tuple[str, int]]:
-    """For who pins something the bytes by which the least peak is lower without that, most first."""
+    """Return for who pins something the bytes by which the least peak is lower without that, most first."""
     weight: dict[str, int] = {}
     for pin in graph.pins:
         nbytes = 0 if pin.action == "stage" else graph.values[pin.at].saved_nbytes

@@ -33,7 +33,7 @@ Held = int | float | str
 
 
 def parse_held(budget: Held, plain_nbytes: int) -> int | Literal["min", "dots", "free"]:
-    """A budget in held bytes, or one of the words. **Raises:** `BudgetError` for anything else."""
+    """Return a budget in held bytes, or one of the words. **Raises:** `BudgetError` for anything else."""
     if isinstance(budget, str) and (word := budget.strip().lower()) in ("min", "dots", "free"):
         return word  # type: ignore[return-value]
     if isinstance(budget, float) and 0 < budget <= 1:
@@ -49,7 +49,7 @@ def parse_held(budget: Held, plain_nbytes: int) -> int | Literal["min", "dots", 
 
 
 def counted(graph: Graph) -> Graph:
-    """The graph with held bytes in place of all bytes; its stages, too, are the graph's own."""
+    """Return the graph with held bytes in place of all bytes; its stages, too, are the graph's own."""
     values = (
         replace(v, is_output=False) if graph.is_residual(v.id) else replace(v, nbytes=0, is_output=False)
         for v in graph.values
@@ -80,7 +80,7 @@ def plan_held(
     time_limit: float,
     restrict: Callable[[Graph], Graph] | None = None,
 ) -> Found:
-    """The cheapest schedule within a budget of held bytes.
+    """Return the cheapest schedule within a budget of held bytes.
 
     **Arguments:** `graph` of the joint program; `restrict` takes from a graph with its stages what cannot be followed.
 
@@ -152,15 +152,15 @@ def plan_held(
 
 
 def _of_two(held: Graph, solution: Solution) -> int:
-    """What is held at once where the function is called twice, as blocks are one after the other: all that the first
-    saves, while the second goes back.
+    """Return what is held at once where the function is called twice, as blocks are one after the other: all that
+    the first saves, while the second goes back.
     """
     saved = sum(held.values[v].nbytes for v in solution.schedule.saved if held.is_residual(v))
     return saved + simulate(held, solution.schedule).peak_nbytes
 
 
 def as_plan(joint: Joint, found: Found) -> HeldPlan:
-    """What is told of it."""
+    """Return what is told of it."""
     graph, called = found.graph, joint.called
     nodes = tuple(replace(n, scope=without_numbers(n.scope)) for n in graph.nodes)
     values = tuple(replace(v, name=called.get(v.name, "")) for v in graph.values)
@@ -183,7 +183,9 @@ def _cuttings(graph: Graph) -> Iterable[tuple[Stage, ...]]:
 
 
 def _kept_whole(graph: Graph, contractions: bool) -> frozenset[int]:
-    """The nodes that may not run again: contractions and the like alone, or all kernels that no reader absorbs."""
+    """Return the nodes that may not run again: contractions and the like alone, or all kernels that no reader
+    absorbs.
+    """
     return frozenset(
         n.id for n in graph.nodes if n.forward and (n.contraction if contractions else n.fusion_root)
     )

@@ -88,7 +88,7 @@ def _loops(step: PlainStep) -> Loops:
 
 
 def _rows(step: PlainStep) -> Estimates:
-    """Rows, and most of the step, in chunks."""
+    """Return rows, and most of the step, in chunks."""
     return {
         (site, (chunks,)): _chunked(step, region, chunks)
         for site, region in enumerate(step.traced.regions)
@@ -111,8 +111,8 @@ def _chunked(step: PlainStep, region: Region, chunks: int) -> Estimate:
 
 
 def _inner(step: PlainStep) -> Estimates:
-    """Pairs of loops inside of pairs, inlined: the inner loops' forward passes run once more where the plain step does
-    not repeat them in the backward pass itself.
+    """Return pairs of loops inside of pairs, inlined: the inner loops' forward passes run once more where the plain
+    step does not repeat them in the backward pass itself.
     """
     traced = step.traced
     found = inner_pairs(traced.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops)
@@ -123,7 +123,9 @@ def _inner(step: PlainStep) -> Estimates:
 
 
 def _attention(step: PlainStep) -> Estimates:
-    """Attention without its matrix of scores: what is computed once more, less what is not written and read."""
+    """Return attention without its matrix of scores: what is computed once more, less what is not written and
+    read.
+    """
     traced, graph, device = step.traced, step.graph, step.device
     if "attention" not in step.allow:
         return {}
@@ -163,7 +165,7 @@ def _attention(step: PlainStep) -> Estimates:
 
 
 def _trips_of(traced: Traced, graph: Graph) -> list[int]:
-    """How often each equation of a step runs."""
+    """Return how often each equation of a step runs."""
     trips = graph.total_trips
     return [trips[loop] if loop >= 0 else 1 for loop in traced.loop_of]
 
@@ -171,7 +173,8 @@ def _trips_of(traced: Traced, graph: Graph) -> list[int]:
 def _attention_inside(
     closed: jex.ClosedJaxpr, trips: Sequence[int]
 ) -> Iterator[tuple[Site, Sequence[jex.JaxprEqn], int]]:
-    """Attention in the bodies of loops that are not inlined, with the equations of each and how often it is done.
+    """Yield attention in the bodies of loops that are not inlined, with the equations of each and how often it is
+    done.
 
     **Arguments:** `trips` how often each equation runs.
     """
@@ -184,7 +187,7 @@ def _attention_inside(
 
 
 def _copies(step: PlainStep) -> Estimates:
-    """Values in fewer bits. Encoding and decoding are operations like others, whose time the graph has."""
+    """Return values in fewer bits. Encoding and decoding are operations like others, whose time the graph has."""
     traced, codes = step.traced, allowed(step.allow, step.traced.devices)
     if not codes or traced.around:
         return {}

@@ -25,7 +25,7 @@ DEAR = 0.1
 
 
 def movable(problem: Problem) -> dict[int, int]:
-    """Bytes on one device of what may be in host memory between steps, by place among the leaves of the traced
+    """Return bytes on one device of what may be in host memory between steps, by place among the leaves of the traced
     arguments, in the order in which they are read; none where the device has no other memory, the user wants none used,
     or says where arguments are, and no more than the host's budget.
     """
@@ -45,7 +45,7 @@ def movable(problem: Problem) -> dict[int, int]:
 
 
 def beside(problem: Problem, nbytes: int) -> Problem:
-    """What is planned for, with so much of host memory taken."""
+    """Return what is planned for, with so much of host memory taken."""
     host = problem.host
     if host is None or host.nbytes is None:
         return problem
@@ -53,13 +53,13 @@ def beside(problem: Problem, nbytes: int) -> Problem:
 
 
 def missing_nbytes(error: InfeasibleBudgetError, request: Request) -> int:
-    """What the least that was found is above its budget."""
+    """Return what the least that was found is above its budget."""
     margin = parse_margin(request.options.workspace_margin, error.budget_nbytes)
     return error.min_peak_nbytes - (error.budget_nbytes - margin)
 
 
 def enough(sizes: dict[int, int], missing: int) -> list[tuple[int, ...]]:
-    """Places to try in turn: the first that may do, then all."""
+    """Return places to try in turn: the first that may do, then all."""
     found: list[int] = []
     left = missing + UNDER_WAY * max(sizes.values(), default=0)
     for place, nbytes in sizes.items():
@@ -70,12 +70,12 @@ def enough(sizes: dict[int, int], missing: int) -> list[tuple[int, ...]]:
 
 
 def is_dear(plan: Plan) -> bool:
-    """Whether something else may well be cheaper."""
+    """Return whether something else may well be cheaper."""
     return _overhead(plan) > DEAR
 
 
 def seconds(plan: Plan) -> float:
-    """What the planned step takes, by a roofline of the compiled program, or as modelled."""
+    """Return what the planned step takes, by a roofline of the compiled program, or as modelled."""
     return plan.account.step_seconds * (1.0 + _overhead(plan))
 
 

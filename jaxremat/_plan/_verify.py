@@ -62,7 +62,8 @@ def make_plan(problem: Problem, request: Request, baseline: Baseline | None = No
 def make_plan_of(
     problem: Problem, request: Request, graph: Graph, solution: Solution, baseline: Baseline | None
 ) -> Planned:
-    """The plan of a schedule that is known already, whose budget is what it needs; the request's is not looked at.
+    """Return the plan of a schedule that is known already, whose budget is what it needs; the request's is not
+    looked at.
 
     **Arguments:** `baseline` of the step, None where nothing is to be compiled.
     """

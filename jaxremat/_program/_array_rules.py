@@ -46,7 +46,7 @@ def _reshaped(values: Values, key: Any, operands: Operands, kind: Type) -> int |
 
 
 def _in_a_row(values: Values, node: Any, kind: Type) -> int | None:
-    """A stack of stacks, whose entries are of the rows that these have one behind the other."""
+    """Return a stack of stacks, whose entries are of the rows that these have one behind the other."""
     inner = values.nodes[node.operands[0]]
     if inner.op != "Stack":
         return None
@@ -165,7 +165,7 @@ def _opened(values: Values, value: int, symbol: int, place: Affine) -> int | Non
 
 
 def _beside(values: Values, array: int, written: int, where: Affine, place: Affine) -> int | None:
-    """The row of an array of which another, or the same, was written."""
+    """Return the row of an array of which another, or the same, was written."""
     apart = plus(place, where, -1)
     if apart == constant(0):
         return written
@@ -219,7 +219,7 @@ def _dynamic_update(values: Values, key: Any, operands: Operands, kind: Type) ->
 
 
 def _first_place(values: Values, array: int, indices: list[int]) -> Affine | None:
-    """The row at which a slice of one begins, where no index is out of the array."""
+    """Return the row at which a slice of one begins, where no index is out of the array."""
     shape = values.type(array)[0]
     places = [scalar(values, i) for i in indices]
     if not places or places[0] is None or any(place != constant(0) for place in places[1:]):
@@ -282,7 +282,7 @@ def _put(values: Values, place: Affine, operands: Operands, kind: Type) -> int |
 
 
 def _is_at(values: Values, row: int, value: int, symbol: int, place: Affine) -> bool:
-    """Whether a row is what a value is at a place."""
+    """Return whether a row is what a value is at a place."""
     return row == _opened(values, value, symbol, place)
 
 
@@ -310,7 +310,7 @@ def _concatenated(values: Values, axis: Any, operands: Operands, kind: Type) -> 
 
 @rule(*_POINTWISE)
 def _of_stacks(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
-    """Pointwise work on a stack is a stack of such work."""
+    """Return pointwise work on a stack is a stack of such work."""
     stacks = [values.nodes[a] for a in operands if values.nodes[a].op == "Stack"]
     if not stacks:
         return None

@@ -121,7 +121,7 @@ def _named(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _pointwise(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """An operand with one entry along the axis is read whole."""
+    """Yield an operand with one entry along the axis is read whole."""
     for d, size in enumerate(_shape(eqn.outvars[0])):
         own = (d if _shape(a) and _shape(a)[d] == size else None for a in eqn.invars)
         yield BatchingRule(tuple(own), tuple(d for _ in eqn.outvars))
@@ -133,7 +133,7 @@ def _leading(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _batched(core: int) -> Rule:
-    """All dimensions of the first operand but the last `core` are independent problems."""
+    """Return all dimensions of the first operand but the last `core` are independent problems."""
 
     def rule(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
         yield from _alike(eqn, range(len(_shape(eqn.invars[0])) - core))
@@ -146,7 +146,9 @@ def _fourier(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _keys(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """Each key draws by itself. Other generators than Threefry may draw for all keys of a batch from the first."""
+    """Yield each key draws by itself. Other generators than Threefry may draw for all keys of a batch from the
+    first.
+    """
     if "fry" in str(shaped(eqn.invars[0]).dtype):
         yield from _leading(eqn)
 
@@ -167,7 +169,9 @@ def _broadcast(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _reshape(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """An axis is the outermost of those that a dimension is merged of, or split in, once `dimensions` permute them."""
+    """Yield an axis is the outermost of those that a dimension is merged of, or split in, once `dimensions` permute
+    them.
+    """
     if len(eqn.invars) > 1:
         return
     shape, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
@@ -222,7 +226,7 @@ def _reduction(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _but(name: str) -> Rule:
-    """All dimensions but that, or those, that a parameter names."""
+    """Return all dimensions but that, or those, that a parameter names."""
 
     def rule(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
         rank, named = len(_shape(eqn.invars[0])), eqn.params[name]
@@ -243,7 +247,7 @@ def _slice(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _window(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """A window at a position that is data, along the dimensions that it spans."""
+    """Yield a window at a position that is data, along the dimensions that it spans."""
     operand, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     yield from _alike(eqn, (d for d in range(len(result)) if operand[d] == result[d]), "slice_sizes")
 
@@ -268,7 +272,7 @@ def _product(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _ragged_product(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """The ragged dimension and that of the groups are mixed: sizes of groups are data.
+    """Yield the ragged dimension and that of the groups are mixed: sizes of groups are data.
 
     Sizes may have dimensions of their own before that of the groups: the product's batch, and the dimensions of the
     ragged one's kind that stand before it.
@@ -301,8 +305,8 @@ def _ragged_product(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _convolution(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """The batch; the contracted features, as the batch is in a kernel's gradient; groups of features, and of the batch;
-    features of the result; positions that a window of one entry reads.
+    """Yield the batch; the contracted features, as the batch is in a kernel's gradient; groups of features, and of
+    the batch; features of the result; positions that a window of one entry reads.
     """
     params = eqn.params
     numbers = params["dimension_numbers"]
@@ -355,7 +359,9 @@ def _gather(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
 
 
 def _scatter(eqn: jex.JaxprEqn) -> Iterator[BatchingRule]:
-    """The same of what is scattered; parts of the indices add up where the scattered is added to the operand."""
+    """Yield the same of what is scattered; parts of the indices add up where the scattered is added to the
+    operand.
+    """
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = (_shape(a) for a in eqn.invars)
     batch = [d for d in range(len(updates)) if d not in numbers.update_window_dims]

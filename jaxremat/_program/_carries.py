@@ -83,7 +83,7 @@ class Carries:
             self._fill({h: self._value(found[h], index) for h in some})
 
     def last(self, hole: int) -> int:
-        """What a carry is behind a loop of known length."""
+        """Return what a carry is behind a loop of known length."""
         assert self.length is not None
         values = self.values
         if hole in self.open_ended:
@@ -118,7 +118,7 @@ class Carries:
         self.known = dict(zip(known, made[count + len(self.results) :], strict=True))
 
     def _simple(self) -> dict[int, int]:
-        """Carries that stay what they are, and indices."""
+        """Return carries that stay what they are, and indices."""
         found = {}
         for h in self._open:
             begin, after = self.begin[h], self.next[h]
@@ -131,7 +131,7 @@ class Carries:
         return found
 
     def _increment(self, hole: int, after: int) -> int | None:
-        """By which number a carry grows."""
+        """Return by which number a carry grows."""
         node = self.values.nodes[after]
         if node.op not in ("add", "sub") or hole not in node.operands or node.operands[0] == node.operands[1]:
             return None
@@ -149,8 +149,8 @@ class Carries:
             self._fill(found)
 
     def _foreseen(self, hole: int) -> dict[int, int]:
-        """A carry that is what each iteration but the last leaves for the next one, and begins so: an index, or
-        something without this carry.
+        """Return a carry that is what each iteration but the last leaves for the next one, and begins so: an index,
+        or something without this carry.
         """
         values, symbol, begin = self.values, self.symbol, self.begin[hole]
         if self.length is None or self.length < 2 or values.free[begin] & symbol_bit(symbol):
@@ -174,7 +174,7 @@ class Carries:
         return {hole: made} if begins and guess in (None, made) else {}
 
     def _nested(self) -> dict[int, int] | None:
-        """Carries that are those of a loop within, which begins as its last run ended."""
+        """Return carries that are those of a loop within, which begins as its last run ended."""
         for h in self._open:
             node = self.values.nodes[self.next[h]]
             if node.op == "Recurrence" and (found := self._as_one(node)) is not None:
@@ -275,7 +275,7 @@ class Carries:
             classes = [group for group in split if len(group) > 1]
 
     def _sets(self) -> list[list[int]]:
-        """The holes in sets of those that need one another, in the order in which they can be filled."""
+        """Return the holes in sets of those that need one another, in the order in which they can be filled."""
         free = self.values.free
         holes = self._open
         needs = {h: free[self.next[h]] for h in holes}

@@ -63,7 +63,7 @@ class Equals:
     )  # what makes such equations equal -> results
 
     def read(self, atom: Atom) -> Any:
-        """What an operand or a result is called now."""
+        """Return what an operand or a result is called now."""
         return atom if _compat.is_literal(atom) else self._rename.get(atom, atom)
 
     def add(self, eqn: jex.JaxprEqn, scope: int = -1, in_backward: bool | None = None) -> None:
@@ -104,11 +104,13 @@ class Equals:
         self.merged_of.append(twin)
 
     def value(self, atom: Atom) -> Any:
-        """What makes two operands the same, of whatever scope: what they are called or, of constants, made of."""
+        """Return what makes two operands the same, of whatever scope: what they are called or, of constants,
+        made of.
+        """
         return _atom(self.first(atom))
 
     def first(self, atom: Atom) -> Any:
-        """What a name names, the first variable that is made of the same constants in the same way; others are
+        """Return what a name names, the first variable that is made of the same constants in the same way; others are
         themselves.
         """
         return atom if _compat.is_literal(atom) else self._alike.get(atom, atom)
@@ -121,7 +123,7 @@ class Equals:
         into: list[jex.JaxprEqn],
         at: int | None = None,
     ) -> list[Any]:
-        """As `Inliner.body`, with operands that are made of constants made anew.
+        """Return as `Inliner.body`, with operands that are made of constants made anew.
 
         **Arguments:** `at` the index of an equation: what is made without effort behind it is made anew, too.
         """
@@ -147,7 +149,7 @@ class Equals:
         return self.inliner.body(closed, list(map(anew, operands)), info, into, marks=True)
 
     def together(self, first: Sequence[Any], second: Sequence[Any]) -> "Equals | None":
-        """Two bodies as one, None where the second adds contractions."""
+        """Return two bodies as one, None where the second adds contractions."""
         both = Equals(
             self.inliner,
             _constants=dict(self._constants),
@@ -191,7 +193,7 @@ def _extra(
     own: Sequence[Any],
     own_made: Sequence[Sequence[Any]],
 ) -> tuple[dict[Any, Any], dict[Any, Sequence[Any]]]:
-    """The second's results by those of the first, and what of them the first has not, by name.
+    """Return the second's results by those of the first, and what of them the first has not, by name.
 
     **Arguments:** `made` for each of the first's `outvars` what it is in each body, `own_made` for the second's.
     """
@@ -299,7 +301,7 @@ _JOINED = {"scan": _joined_scans, "cond": _joined_conds}
 
 
 def _atom(a: Atom) -> Any:
-    """What makes two operands the same."""
+    """Return what makes two operands the same."""
     if not _compat.is_literal(a):
         return a
     value = np.asarray(a.val)
@@ -307,7 +309,7 @@ def _atom(a: Atom) -> Any:
 
 
 def _key(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> Any:
-    """What makes two pure equations the same; None where parameters cannot be compared."""
+    """Return what makes two pure equations the same; None where parameters cannot be compared."""
     try:
         key = _like(eqn, tuple(map(_atom, invars)))
         hash(key)
@@ -339,7 +341,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _structure(closed: jex.ClosedJaxpr) -> Any:
-    """What makes two bodies the same, whatever their variables are called."""
+    """Return what makes two bodies the same, whatever their variables are called."""
     jaxpr, consts = _compat.opened(closed)
     place: dict[Any, int] = {}
     for v in (*jaxpr.constvars, *jaxpr.invars):

@@ -52,7 +52,7 @@ JAX_VERSION: tuple[int, ...] = tuple(int(part) for part in jax.__version__.split
 
 
 def new_var(aval: Any) -> jex.Var:
-    """A fresh variable of this type."""
+    """Return a fresh variable of this type."""
     return jex.Var(aval)
 
 
@@ -63,7 +63,7 @@ def new_jaxpr(
     outvars: Sequence[Atom],
     eqns: Sequence[jex.JaxprEqn],
 ) -> jex.ClosedJaxpr:
-    """A closed jaxpr whose effects are the union of its equations' effects."""
+    """Return a closed jaxpr whose effects are the union of its equations' effects."""
     effects = _core.join_effects(*(eqn.effects for eqn in eqns)) if eqns else jex.no_effects
     debug_info = _core.DebugInfo("planned", "jaxremat", tuple(f"x{i}" for i in range(len(invars))), None)
     # JAX lowers primitives such as a name under `jax_remat3` only where the jaxpr says that it has some.
@@ -73,20 +73,20 @@ def new_jaxpr(
 
 
 def is_reference(var: jex.Var) -> bool:
-    """Whether a variable is what `jax.new_ref` makes."""
+    """Return whether a variable is what `jax.new_ref` makes."""
     return isinstance(var.aval, _state.AbstractRef)
 
 
 def has_references(closed: jex.ClosedJaxpr) -> bool:
-    """Whether a program reads or writes references: arguments, closed over, or of its own."""
+    """Return whether a program reads or writes references: arguments, closed over, or of its own."""
     jaxpr = closed.jaxpr
     inside = _core.internal_mutable_array_effect in jaxpr.effects
     return inside or any(map(is_reference, (*jaxpr.constvars, *jaxpr.invars)))
 
 
 def discharged(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The program with values for references, and what arguments that are references hold at its end behind its
-    results. **Raises:** NotImplementedError for primitives of which JAX does not know how.
+    """Return the program with values for references, and what arguments that are references hold at its end behind
+    its results. **Raises:** NotImplementedError for primitives of which JAX does not know how.
     """
     return _discharge.discharge_state(closed)
 
@@ -113,36 +113,38 @@ def check_jaxpr(closed: jex.ClosedJaxpr) -> None:
 
 
 def name_stack_text(eqn: jex.JaxprEqn) -> str:
-    """The equation's name stack, as profilers show it."""
+    """Return the equation's name stack, as profilers show it."""
     return str(eqn.source_info.name_stack)
 
 
 def under(outer: Any, eqn: jex.JaxprEqn) -> Any:
-    """The source info of an inlined equation: its own line, its name stack below that of the call."""
+    """Return the source info of an inlined equation: its own line, its name stack below that of the call."""
     info = eqn.source_info
     stack = outer.name_stack + info.name_stack
     return info.replace(name_stack=stack)
 
 
 def in_scope(eqn: jex.JaxprEqn, scope: str) -> Any:
-    """The equation with one more name at the end of its name stack."""
+    """Return the equation with one more name at the end of its name stack."""
     info = eqn.source_info
     return eqn.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
 
 
 def has_scope(eqn: jex.JaxprEqn, scope: str) -> bool:
-    """Whether this name is in the equation's name stack."""
+    """Return whether this name is in the equation's name stack."""
     return any(part.name == scope for part in eqn.source_info.name_stack.stack)
 
 
 def scope_below(eqn: jex.JaxprEqn, outer: Any) -> str:
-    """The first name in the equation's name stack below that of another equation, "" where it is not below it."""
+    """Return the first name in the equation's name stack below that of another equation, "" where it is not below
+    it.
+    """
     own, above = eqn.source_info.name_stack.stack, outer.source_info.name_stack.stack
     return own[len(above)].name if len(own) > len(above) and own[: len(above)] == above else ""
 
 
 def last_scope(eqn: jex.JaxprEqn) -> str:
-    """The last name in the equation's name stack, "" where it has none."""
+    """Return the last name in the equation's name stack, "" where it has none."""
     parts = eqn.source_info.name_stack.stack
     return parts[-1].name if parts else ""
 
@@ -152,25 +154,27 @@ REMATTED = "rematted_computation"
 
 
 def as_forward(eqn: jex.JaxprEqn) -> Any:
-    """An equation that a checkpoint computes again, under the name that it has without the checkpoint."""
+    """Return an equation that a checkpoint computes again, under the name that it has without the checkpoint."""
     info = eqn.source_info
     own = (part for part in info.name_stack.stack if part.name not in ("transpose", REMATTED))
     return eqn.replace(source_info=info.replace(name_stack=_source.NameStack(tuple(own))))
 
 
 def as_backward(eqn: jex.JaxprEqn, like: Any, scope: str) -> Any:
-    """An equation that the backward pass runs for another, under that one's names, one more, and its own line."""
+    """Return an equation that the backward pass runs for another, under that one's names, one more, and its own
+    line.
+    """
     stack = like.source_info.name_stack.extend(scope)
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
 def root_source(eqn: jex.JaxprEqn) -> Any:
-    """An empty source info to start inlining from."""
+    """Return an empty source info to start inlining from."""
     return eqn.source_info.replace(name_stack=_source.new_name_stack())
 
 
 def user_line(eqn: jex.JaxprEqn) -> str:
-    """`file.py:12 (function)` of the user's code that made the equation, or ""."""
+    """Return `file.py:12 (function)` of the user's code that made the equation, or ""."""
     frame = _source.user_frame(eqn.source_info.traceback)
     if frame is None:
         return ""
@@ -183,7 +187,7 @@ def hide_frames(file: str) -> None:
 
 
 def is_plain_call(params: dict[str, Any]) -> bool:
-    """Whether a nested `jit` asks for nothing (shardings, layouts, options) that inlining would lose."""
+    """Return whether a nested `jit` asks for nothing (shardings, layouts, options) that inlining would lose."""
     shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     return (
@@ -197,8 +201,8 @@ _JITTED: type = type(jax.jit(lambda: None))
 
 
 def jit_options(fn: Any) -> dict[str, Any] | None:
-    """What `jax.jit` was given with a function, by name, None or () for what it was not; None of a function that is not
-    jitted. Numbers and names of arguments are both there where one of them is given.
+    """Return what `jax.jit` was given with a function, by name, None or () for what it was not; None of a function
+    that is not jitted. Numbers and names of arguments are both there where one of them is given.
     """
     if not isinstance(fn, _JITTED):
         return None
@@ -216,13 +220,13 @@ def jit_options(fn: Any) -> dict[str, Any] | None:
 
 
 def varying_axes(var: Atom) -> frozenset[Any]:
-    """The axes of a `shard_map`'s mesh over which a variable's values differ."""
+    """Return the axes of a `shard_map`'s mesh over which a variable's values differ."""
     kind = getattr(var.aval, "manual_axis_type", None)
     return frozenset(getattr(kind or var.aval, "varying", getattr(var.aval, "vma", ())))
 
 
 def unvaried(aval: Any) -> Any:
-    """The type of a value that is the same on all devices."""
+    """Return the type of a value that is the same on all devices."""
     if not varying_axes(new_var(aval)):
         return aval
     return _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
@@ -249,7 +253,7 @@ def opened(jaxpr: AnyJaxpr) -> tuple[jex.Jaxpr, Sequence[Any]]:
 
 
 def literal(value: Any) -> Any:
-    """An inline constant."""
+    """Return an inline constant."""
     return jex.Literal(value, jax.typeof(value))
 
 
@@ -260,12 +264,12 @@ def new_eqn(
     params: dict[str, Any],
     source_info: SourceInfo,
 ) -> Any:
-    """An equation without effects."""
+    """Return an equation without effects."""
     return jex.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, jex.no_effects, source_info)
 
 
 def scan_counts(eqn: jex.JaxprEqn) -> tuple[int, int]:
-    """A scan's numbers of constants and of carries."""
+    """Return a scan's numbers of constants and of carries."""
     params = eqn.params
     if "num_carry" in params:
         return params["num_consts"], params["num_carry"]
@@ -274,7 +278,7 @@ def scan_counts(eqn: jex.JaxprEqn) -> tuple[int, int]:
 
 
 def scan_operands(eqn: jex.JaxprEqn) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """A scan's constants, initial carries and scanned-over arrays."""
+    """Return a scan's constants, initial carries and scanned-over arrays."""
     consts, carries = scan_counts(eqn)
     return eqn.invars[:consts], eqn.invars[consts : consts + carries], eqn.invars[consts + carries :]
 
@@ -282,14 +286,14 @@ def scan_operands(eqn: jex.JaxprEqn) -> tuple[Sequence[Any], Sequence[Any], Sequ
 def cond_like(
     eqn: jex.JaxprEqn, branches: Sequence[Any], invars: Sequence[Atom], outvars: Sequence[jex.Var]
 ) -> Any:
-    """A `cond` that chooses as another does, between other branches, which have no constants."""
+    """Return a `cond` that chooses as another does, between other branches, which have no constants."""
     return eqn.replace(
         invars=list(invars), outvars=list(outvars), params={**eqn.params, "branches": tuple(branches)}
     )
 
 
 def with_results(eqn: jex.JaxprEqn, wanted: Sequence[bool]) -> Any:
-    """An equation without some of its results, and its bodies without what makes only them."""
+    """Return an equation without some of its results, and its bodies without what makes only them."""
     operands = list(dict.fromkeys(a for a in eqn.invars if not is_literal(a)))
     jaxpr = new_jaxpr((), (), operands, eqn.outvars, [eqn]).jaxpr
     (fewer,) = _partial_eval.dce_jaxpr(jaxpr, list(wanted))[0].eqns
@@ -297,7 +301,7 @@ def with_results(eqn: jex.JaxprEqn, wanted: Sequence[bool]) -> Any:
 
 
 def pruned(closed: jex.ClosedJaxpr) -> Any:
-    """The open jaxpr without what no result and no effect needs, in its bodies too."""
+    """Return the open jaxpr without what no result and no effect needs, in its bodies too."""
     return _partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[0]
 
 
@@ -308,7 +312,7 @@ def scan_like(
     operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
     results: tuple[Sequence[Any], Sequence[Any]],
 ) -> Any:
-    """A scan that runs as another does.
+    """Return a scan that runs as another does.
 
     **Arguments:** `operands` constants, initial carries and scanned-over arrays; `results` last carries and stacks.
     """
@@ -337,7 +341,7 @@ def staging_checkpoints() -> AbstractContextManager[Any]:
 
 
 def name_eqn(operand: Atom, outvar: Any, name: str, source_info: SourceInfo) -> Any:
-    """What `jax.ad_checkpoint.checkpoint_name` stages: the operand under a name that policies see."""
+    """Return what `jax.ad_checkpoint.checkpoint_name` stages: the operand under a name that policies see."""
     if not _config.remat3.value:
         return new_eqn([operand], [outvar], _checkpoint.name_p, {"name": name}, source_info)
     params = {"_prim": _checkpoint.CheckpointName(name, operand.aval)}
@@ -345,7 +349,8 @@ def name_eqn(operand: Atom, outvar: Any, name: str, source_info: SourceInfo) -> 
 
 
 def without_hijax(eqn: jex.JaxprEqn, *, derivatives: bool) -> Any:
-    """An equation that `jax_remat3` stages, or another of JAX's "high" primitives, as one that has been there before.
+    """Return an equation that `jax_remat3` stages, or another of JAX's "high" primitives, as one that has been
+    there before.
 
     A checkpoint becomes a `remat2`, a name a `name`. What else brings rules for differentiation becomes a call of what
     it computes, or with `derivatives`, where it is to be differentiated yet, is left as it is, except that what brings
@@ -382,7 +387,7 @@ _NAMES = tuple(
 
 
 def _expanded(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
-    """What JAX computes for an equation of a "high" primitive."""
+    """Return what JAX computes for an equation of a "high" primitive."""
     kind = eqn.params["_prim"]
     if hasattr(kind, "jaxpr"):
         return kind.jaxpr
@@ -392,30 +397,30 @@ def _expanded(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
 
 
 def trace_context() -> Any:
-    """What tracing depends on besides arguments: axis names, meshes, flags; hashable."""
+    """Return what tracing depends on besides arguments: axis names, meshes, flags; hashable."""
     return _config.trace_context()
 
 
 def settings() -> Any:
-    """What `jax.jit` looks up programs by besides functions and arguments: how it traces, and how hard the compiler
-    tries; hashable.
+    """Return what `jax.jit` looks up programs by besides functions and arguments: how it traces, and how hard the
+    compiler tries; hashable.
     """
     return (_config.trace_context(), _config.optimization_level.value, _config.memory_fitting_level.value)
 
 
 def is_jit_disabled() -> bool:
-    """Whether jitted functions run as they are, operation by operation."""
+    """Return whether jitted functions run as they are, operation by operation."""
     return _config.disable_jit.value
 
 
 def default_device() -> Any:
-    """Where a step runs whose arguments are free to be anywhere."""
+    """Return where a step runs whose arguments are free to be anywhere."""
     chosen = _config.default_device.value
     return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
 
 
 def settings_in_words() -> list[str]:
-    """Those of them that are the same in every process: flags, numbers and names."""
+    """Return those of them that are the same in every process: flags, numbers and names."""
     context, *more = settings()
     kinds = (bool, int, float, str, enum.Enum, type(None))
     return [str(each) for each in (*context, *more) if isinstance(each, kinds)]
@@ -433,7 +438,7 @@ def explain_special_value(
 
 
 def enclosing_options() -> dict[str, Any] | None:
-    """The compiler options of the outermost `jax.jit` that is being traced, None where none is to be seen.
+    """Return the compiler options of the outermost `jax.jit` that is being traced, None where none is to be seen.
 
     What `make_jaxpr` traces is not compiled.
     """
@@ -450,32 +455,32 @@ def enclosing_options() -> dict[str, Any] | None:
 
 
 def barrier(operands: Sequence[Atom], outvars: Sequence[jex.Var], source_info: SourceInfo) -> Any:
-    """An optimization barrier: nothing that reads its results starts before all of its operands are there."""
+    """Return an optimization barrier: nothing that reads its results starts before all of its operands are there."""
     return new_eqn(operands, outvars, _lax.optimization_barrier_p, {}, source_info)
 
 
 @functools.cache
 def _placing(space: Any) -> Any:
-    """The equation of putting a number there."""
+    """Return the equation of putting a number there."""
     return jax.make_jaxpr(lambda x: jax.device_put(x, space))(0.0).eqns[0]
 
 
 def placed(operand: Atom, space: Any, source_info: SourceInfo) -> Any:
-    """A variable copied to another memory, `jax.memory.Space.Host` or `Device`."""
+    """Return a variable copied to another memory, `jax.memory.Space.Host` or `Device`."""
     eqn = _placing(space)
     outvar = new_var(operand.aval.update(memory_space=space))
     return new_eqn([operand], [outvar], eqn.primitive, eqn.params, source_info)
 
 
 def permuted(operand: Atom, axes: Sequence[int], source_info: SourceInfo) -> Any:
-    """A transposition of a variable."""
+    """Return a transposition of a variable."""
     params = {"permutation": tuple(axes)}
     aval, _ = _lax.transpose_p.abstract_eval(operand.aval, **params)
     return new_eqn([operand], [new_var(aval)], _lax.transpose_p, params, source_info)
 
 
 def single(eqn: jex.JaxprEqn, invars: Sequence[jex.Var]) -> jex.ClosedJaxpr:
-    """One equation as a closed jaxpr whose arguments are `invars`, in place of the equation's operands."""
+    """Return one equation as a closed jaxpr whose arguments are `invars`, in place of the equation's operands."""
     outvars = [new_var(v.aval) for v in eqn.outvars]
     return new_jaxpr((), (), invars, outvars, [eqn.replace(invars=list(invars), outvars=outvars)])
 

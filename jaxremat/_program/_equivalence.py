@@ -56,7 +56,7 @@ class Equivalence:
         self._mark = self._numbers.values.mark
 
     def difference(self, other: jex.ClosedJaxpr) -> str | None:
-        """Where another program of the same arguments is not seen to compute the same; None where it does."""
+        """Return where another program of the same arguments is not seen to compute the same; None where it does."""
         try:
             return self._difference(*self._numbers.program(other))
         finally:
@@ -93,7 +93,7 @@ class _Numbers:
         self._kept: list[Any] = []  # what numbers are made of the ids of
 
     def program(self, closed: jex.ClosedJaxpr) -> tuple[list[int], dict[str, list[int]]]:
-        """The numbers of a program's results, and of what runs in order by its kind."""
+        """Return the numbers of a program's results, and of what runs in order by its kind."""
         self.turns, self.holes, self.bodies, self.scope, self.values.lengths = {}, 0, 0, (), []
         self.values.left = MOST + MOST_PER_EQUATION * len(closed.jaxpr.eqns)
         given = [
@@ -158,7 +158,7 @@ class _Numbers:
         return self._constants[id(const)][1]
 
     def _key(self, eqn: jex.JaxprEqn) -> Any:
-        """What says which operation of its name an equation is."""
+        """Return what says which operation of its name an equation is."""
         name, params = eqn.primitive.name, eqn.params
         if (own := KEYS.get(name)) is not None:
             return own(params)
@@ -176,7 +176,7 @@ class _Numbers:
         )
 
     def _hashable(self, value: Any) -> tuple[Any, ...]:
-        """What makes parameters equal, with their types: `1`, `1.0` and `True` differ."""
+        """Return what makes parameters equal, with their types: `1`, `1.0` and `True` differ."""
         if isinstance(value, dict):
             return type(value), *(
                 (k, self._hashable(v)) for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))
@@ -195,7 +195,7 @@ class _Numbers:
         return type(value), value
 
     def _opaque(self, closed: jex.ClosedJaxpr) -> tuple[Any, ...]:
-        """The numbers of a body of arguments of its own."""
+        """Return the numbers of a body of arguments of its own."""
         jaxpr = _compat.opened(closed)[0]
         own, self.turns = self.turns, {}
         lengths, self.values.lengths = self.values.lengths, []
@@ -331,7 +331,7 @@ class _Numbers:
         ]
 
     def _same(self, value: int, undone: str) -> int:
-        """What was divided among devices and put together again, or the other way round, is what it was."""
+        """Return what was divided among devices and put together again, or the other way round, is what it was."""
         node = self.values.nodes[value]
         inner = self.values.nodes[node.operands[0]]
         return inner.operands[0] if inner.op == undone and inner.key == node.key else value
@@ -352,7 +352,7 @@ class _Numbers:
         return None if index is None else [grid(self.values, _type(eqn.outvars[0]), (), constant(index))]
 
     def compared(self, first: int, second: int) -> str:
-        """In which operations two values differ, from their results on."""
+        """Return in which operations two values differ, from their results on."""
         nodes, path = self.values.nodes, []
         while True:
             one, two = nodes[first], nodes[second]
@@ -379,7 +379,7 @@ _STRUCTURED: dict[str, Callable[[_Numbers, Any, list[int]], Sequence[int] | None
 
 
 def _needed(jaxpr: jex.Jaxpr) -> list[Any]:
-    """The equations that results or effects need."""
+    """Return the equations that results or effects need."""
     needed = set(_compat.variables(jaxpr.outvars))
     found = []
     for eqn in reversed(jaxpr.eqns):

@@ -20,12 +20,12 @@ trips copies, reads and writes two words for each. Read off the program that it 
 
 
 def aval_nbytes(aval: Any) -> int:
-    """Bytes of an array type on the device: of one in host memory none."""
+    """Return bytes of an array type on the device: of one in host memory none."""
     return 0 if on_host(aval) else array_nbytes(aval)
 
 
 def array_nbytes(aval: Any) -> int:
-    """Bytes of an array type, wherever it is; a random key counts its words, a token nothing."""
+    """Return bytes of an array type, wherever it is; a random key counts its words, a token nothing."""
     shape = getattr(aval, "shape", None)
     dtype = getattr(aval, "dtype", None)
     if shape is None or dtype is None:
@@ -41,7 +41,7 @@ def _item_nbytes(dtype: Any) -> float:
 
 
 def eqn_flops(eqn: jex.JaxprEqn) -> float:
-    """Floating-point operations of one run; loops count every trip."""
+    """Return floating-point operations of one run; loops count every trip."""
     name = eqn.primitive.name
     out = math.prod(getattr(eqn.outvars[0].aval, "shape", ())) if eqn.outvars else 0
     if name in ("dot_general", "scaled_matmul"):
@@ -86,24 +86,28 @@ def _conv_flops(eqn: jex.JaxprEqn) -> float:
 def _taps(
     size: int, window: int, out: int, stride: int, low: int, lhs_dilation: int, rhs_dilation: int
 ) -> int:
-    """Pairs (output position, window element) along one axis that read data rather than padding or dilation holes."""
+    """Return pairs (output position, window element) along one axis that read data rather than padding or dilation
+    holes.
+    """
     start = np.arange(out)[:, None] * stride - low + np.arange(window)[None, :] * rhs_dilation
     inside = (start >= 0) & (start <= (size - 1) * lhs_dilation) & (start % lhs_dilation == 0)
     return int(inside.sum())
 
 
 def in_rounds(device: DeviceSpec, eqn: jex.JaxprEqn) -> bool:
-    """Whether the compiler makes a loop of the equation, whose buffers are in memory: random words on the CPU."""
+    """Return whether the compiler makes a loop of the equation, whose buffers are in memory: random words on the
+    CPU.
+    """
     return device.platform == "cpu" and is_threefry(eqn)
 
 
 def kernel_seconds(device: DeviceSpec, dtype: str, flops: float, nbytes: float) -> float:
-    """Roofline time of one kernel: arithmetic or traffic, whichever takes longer, and the launch."""
+    """Return roofline time of one kernel: arithmetic or traffic, whichever takes longer, and the launch."""
     return max(flops / device.peak(dtype), nbytes / device.bandwidth) + device.launch_seconds
 
 
 def alone_seconds(device: DeviceSpec, eqn: jex.JaxprEqn, flops: float | None = None) -> float:
-    """Roofline time of an equation that is a kernel with nothing fused into it.
+    """Return roofline time of an equation that is a kernel with nothing fused into it.
 
     **Arguments:** `flops` what it does there, where that is not all.
     """
@@ -115,7 +119,7 @@ def alone_seconds(device: DeviceSpec, eqn: jex.JaxprEqn, flops: float | None = N
 
 
 def flops_dtype(eqn: jex.JaxprEqn) -> str:
-    """The type whose arithmetic rate the equation runs at: its widest floating operand."""
+    """Return the type whose arithmetic rate the equation runs at: its widest floating operand."""
     for atom in (*eqn.invars, *eqn.outvars):
         dtype = getattr(atom.aval, "dtype", None)
         if dtype is not None and str(dtype) in _SHORT:

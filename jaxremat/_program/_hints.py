@@ -95,12 +95,12 @@ class Hint:
 
 
 def is_hint(eqn: jex.JaxprEqn) -> bool:
-    """Whether the equation is a mark."""
+    """Return whether the equation is a mark."""
     return eqn.primitive is HINT
 
 
 def read_hint(eqn: jex.JaxprEqn, operand: Atom) -> Hint | None:
-    """What the equation marks, with that operand; None for a mark that only leads to another."""
+    """Return what the equation marks, with that operand; None for a mark that only leads to another."""
     role = "cotangent" if eqn.params["action"] == "stage" else "primal"
     if eqn.params["role"] != role or _compat.is_literal(operand):
         return None
@@ -115,7 +115,7 @@ def origin(eqn: jex.JaxprEqn) -> str:
 
 
 def hidden(eqns: Any) -> dict[str, str]:
-    """The hints inside equations that are planned whole, each with the primitive that hides it."""
+    """Return the hints inside equations that are planned whole, each with the primitive that hides it."""
     found: dict[str, str] = {}
     for eqn in eqns:
         for jaxpr in inner_jaxprs(eqn):

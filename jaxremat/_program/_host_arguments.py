@@ -22,7 +22,7 @@ _HOST = "pinned_host"
 
 
 def to_host(tree: T, *, least_nbytes: int = LEAST_NBYTES) -> T:
-    """The same arrays in host memory, where a planned step takes them from and puts them back.
+    """Return the same arrays in host memory, where a planned step takes them from and puts them back.
 
     Meant for an optimizer's state, each part of which a step reads once: it is on the device only while its parameter
     is updated, and the next one's is on its way. The step itself needs no change. Other functions that compute with
@@ -54,7 +54,7 @@ def _moved(leaf: Any) -> Any:
 
 
 def from_host(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function for arguments some of which are in host memory, though it computes with all.
+    """Return the function for arguments some of which are in host memory, though it computes with all.
 
     What it returns at the place of such an argument is put there: at the same place in the tree of results as in that
     of arguments, or as in the only argument's that has such a place; or so in the tree of one of several results.
@@ -87,12 +87,12 @@ def _fetched(leaf: Any) -> Any:
 
 
 def is_there(leaf: Any) -> bool:
-    """Whether an array, or what describes one, is in host memory."""
+    """Return whether an array, or what describes one, is in host memory."""
     if isinstance(leaf, jax.Array):
         return on_host(leaf.aval)
     return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == _HOST
 
 
 def any_on_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether some argument is in host memory."""
+    """Return whether some argument is in host memory."""
     return any(map(is_there, jax.tree.leaves((args, kwargs))))

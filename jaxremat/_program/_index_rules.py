@@ -13,12 +13,12 @@ Operands = tuple[int, ...]
 
 
 def grid(values: Values, kind: Type, steps: tuple[int, ...], first: Affine) -> int:
-    """An array of integers, `first` at its beginning."""
+    """Return an array of integers, `first` at its beginning."""
     return values.node("Grid", (steps, first), (), kind)
 
 
 def scalar(values: Values, value: int) -> Affine | None:
-    """The place that a number is, None of others."""
+    """Return the place that a number is, None of others."""
     node = values.nodes[value]
     return node.key[1] if node.op == "Grid" and not node.type[0] else None
 
@@ -78,7 +78,7 @@ def _converted(values: Values, key: Any, operands: Operands, kind: Type) -> int 
 
 @rule("lt")
 def _less(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
-    """Whether an index is negative, as indexing asks."""
+    """Return whether an index is negative, as indexing asks."""
     first, second = (scalar(values, a) for a in operands)
     if first is None or second is None or (reach := values.range(plus(first, second, -1))) is None:
         return None
@@ -89,7 +89,7 @@ def _less(values: Values, key: Any, operands: Operands, kind: Type) -> int | Non
 
 @rule("max", "min")
 def _limited(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
-    """The larger or the smaller of two indices, where one of them always is."""
+    """Return the larger or the smaller of two indices, where one of them always is."""
     first, second = (scalar(values, a) for a in operands)
     if first is None or second is None or (reach := values.range(plus(first, second, -1))) is None:
         return None
@@ -109,7 +109,7 @@ def _selected(values: Values, key: Any, operands: Operands, kind: Type) -> int |
 def grid_steps(
     shape: tuple[int, ...], steps: tuple[int, ...], wanted: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """The steps of a grid in another shape, None where there are none."""
+    """Return the steps of a grid in another shape, None where there are none."""
     sized = [(n, step) for n, step in zip(shape, steps, strict=True) if n != 1]
     found = []
     for n in reversed(wanted):

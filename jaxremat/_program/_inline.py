@@ -74,7 +74,7 @@ class Inliner:
         return found
 
     def program(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-        """The whole program, flat."""
+        """Return the whole program, flat."""
         eqns: list[Any] = []
         invars = [_compat.new_var(v.aval) for v in closed.jaxpr.invars]
         outvars = self.body(closed, invars, None, eqns)
@@ -98,7 +98,7 @@ class Inliner:
         return self._walk(jaxpr, [*known, *operands], info, into, marks)
 
     def constant(self, const: Any, aval: Any) -> Any:
-        """The program's variable for a constant of one of its bodies."""
+        """Return the program's variable for a constant of one of its bodies."""
         if id(const) not in self._const_of:
             self._const_of[id(const)] = _compat.new_var(aval)
             self.constvars.append(self._const_of[id(const)])
@@ -174,14 +174,14 @@ class Inliner:
         return results
 
     def _row(self, stack: Any, info: Any, into: list[jex.JaxprEqn]) -> Any:
-        """The only row of a stack."""
+        """Return the only row of a stack."""
         if stack not in self._row_of:
             self._row_of[stack] = _compat.new_var(jex.mapped_aval(1, 0, stack.aval))
             _append(lambda x: jax.lax.squeeze(x, (0,)), stack, self._row_of[stack], info, into)
         return self._row_of[stack]
 
     def _call(self, eqn: jex.JaxprEqn) -> Any | None:
-        """The body of a call that may be inlined."""
+        """Return the body of a call that may be inlined."""
         name = eqn.primitive.name
         if name not in self.calls or (name in ("jit", "pjit") and not _compat.is_plain_call(eqn.params)):
             return None
@@ -189,7 +189,7 @@ class Inliner:
 
 
 def body_of(eqn: jex.JaxprEqn) -> Any | None:
-    """The jaxpr that an equation evaluates of its operands; None of equations that do something else."""
+    """Return the jaxpr that an equation evaluates of its operands; None of equations that do something else."""
     body = eqn.params.get((_CALLS | _DERIVATIVES).get(eqn.primitive.name, ""))
     if body is None:
         return None
@@ -230,13 +230,13 @@ def _of_checkpoints(eqns: Sequence[jex.JaxprEqn], outer: Any) -> frozenset[int]:
 
 
 def _computes_again(eqn: jex.JaxprEqn, info: Any) -> bool:
-    """Whether a checkpoint stands in the backward pass, where it computes again what it did not save."""
+    """Return whether a checkpoint stands in the backward pass, where it computes again what it did not save."""
     in_backward = is_backward(eqn.replace(source_info=info))
     return in_backward and eqn.primitive.name in _CHECKPOINTS and eqn.params["differentiated"]
 
 
 def index_on_every_platform(eqn: jex.JaxprEqn) -> int | None:
-    """The branch that a choice by platform takes wherever a whole program may run; None where that differs."""
+    """Return the branch that a choice by platform takes wherever a whole program may run; None where that differs."""
     *named, otherwise = eqn.params["platforms"]
     if otherwise is not None or not _PLATFORMS.isdisjoint(name for names in named for name in names or ()):
         return None
@@ -244,7 +244,7 @@ def index_on_every_platform(eqn: jex.JaxprEqn) -> int | None:
 
 
 def is_identity(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> bool:
-    """Whether the only result is the only operand, of the same type."""
+    """Return whether the only result is the only operand, of the same type."""
     if len(invars) != 1 or len(eqn.outvars) != 1 or invars[0].aval != eqn.outvars[0].aval:
         return False
     if eqn.primitive.name == "reduce_precision":
@@ -254,7 +254,7 @@ def is_identity(eqn: jex.JaxprEqn, invars: Sequence[Atom]) -> bool:
 
 
 def _each_placed(eqn: jex.JaxprEqn) -> list[Any]:
-    """A `jax.device_put` of several arrays as one of each."""
+    """Return a `jax.device_put` of several arrays as one of each."""
     several = ("devices", "srcs", "copy_semantics")
     found = []
     for i, (a, v) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):

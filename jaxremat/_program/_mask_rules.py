@@ -25,7 +25,7 @@ def _number(values: Values, value: int) -> float | None:
 
 @rule(*_MIRRORED)
 def _of_clamped(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
-    """A comparison of what is clamped with a number within the limits is one of what it was before."""
+    """Return a comparison of what is clamped with a number within the limits is one of what it was before."""
     numbers = [_number(values, a) for a in operands]
     if (numbers[0] is None) == (numbers[1] is None):
         return None
@@ -56,7 +56,7 @@ def _of_clamped(values: Values, key: Any, operands: Operands, kind: Type) -> int
 
 @rule("eq")
 def _of_larger(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
-    """Whether one of two is the larger one: whether it is not smaller than the other one."""
+    """Return whether one of two is the larger one: whether it is not smaller than the other one."""
     for one, result in (operands, operands[::-1]):
         node = values.nodes[result]
         if node.op in ("max", "min") and one in node.operands:
@@ -68,7 +68,7 @@ def _of_larger(values: Values, key: Any, operands: Operands, kind: Type) -> int 
 
 @rule("ne")
 def _of_bits(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
-    """A mask that was packed, eight entries to a byte, and unpacked."""
+    """Return a mask that was packed, eight entries to a byte, and unpacked."""
     found = operands[0]
     if _number(values, operands[1]) != 0 or values.type(found)[1] != np.uint8:
         return None

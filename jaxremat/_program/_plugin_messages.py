@@ -23,18 +23,18 @@ NO_DRIVERS = re.compile(
 
 
 def quiet() -> bool:
-    """Whether the plugin's messages are to be kept back in this process."""
+    """Return whether the plugin's messages are to be kept back in this process."""
     asked = os.environ.get("JAX_PLATFORMS", "")
     return _is_command_line() and not has_gpu() and "cuda" not in asked and "gpu" not in asked
 
 
 def has_gpu() -> bool:
-    """Whether there is one of the NVIDIA driver's device files, or WSL's."""
+    """Return whether there is one of the NVIDIA driver's device files, or WSL's."""
     return bool(glob.glob("/dev/nvidia*")) or os.path.exists("/dev/dxg")
 
 
 def about_missing_gpu(record: logging.LogRecord) -> bool:
-    """Whether JAX logs here that it could not set up its CUDA plugin."""
+    """Return whether JAX logs here that it could not set up its CUDA plugin."""
     about_cuda = any("cuda" in str(each) for each in record.args or ())
     return about_cuda and str(record.msg).startswith("Jax plugin configuration error: Exception when calling")
 

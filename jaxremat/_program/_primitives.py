@@ -136,7 +136,7 @@ def is_product(eqn: jex.JaxprEqn) -> bool:
 
 
 def is_fusion_root(eqn: jex.JaxprEqn) -> bool:
-    """Work that is a kernel of its own: no reader absorbs it, and what it writes is in memory."""
+    """Return work that is a kernel of its own: no reader absorbs it, and what it writes is in memory."""
     name = eqn.primitive.name
     return (
         is_contraction(eqn)
@@ -150,34 +150,34 @@ def is_fusion_root(eqn: jex.JaxprEqn) -> bool:
 
 
 def reads_memory(eqn: jex.JaxprEqn) -> bool:
-    """Work whose operands must be in memory: it cannot absorb their producers."""
+    """Return work whose operands must be in memory: it cannot absorb their producers."""
     name = eqn.primitive.name
     return is_contraction(eqn) or name in _COLLECTIVES or is_barrier(eqn)
 
 
 def is_barrier(eqn: jex.JaxprEqn) -> bool:
-    """What keeps XLA from moving or merging work across it."""
+    """Return what keeps XLA from moving or merging work across it."""
     return eqn.primitive.name == "optimization_barrier"
 
 
 def on_host(aval: Any) -> bool:
-    """Whether arrays of this type are in host memory."""
+    """Return whether arrays of this type are in host memory."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def on_mesh(aval: Any) -> bool:
-    """Whether a type says on which devices its values are."""
+    """Return whether a type says on which devices its values are."""
     mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
     return mesh is not None and not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
 def is_fetch(eqn: jex.JaxprEqn) -> bool:
-    """A copy from host memory to the device."""
+    """Return a copy from host memory to the device."""
     return _copies(eqn) and on_host(eqn.invars[0].aval) and not on_host(eqn.outvars[0].aval)
 
 
 def is_put(eqn: jex.JaxprEqn) -> bool:
-    """A copy from the device to host memory."""
+    """Return a copy from the device to host memory."""
     return _copies(eqn) and not on_host(eqn.invars[0].aval) and on_host(eqn.outvars[0].aval)
 
 
@@ -186,12 +186,12 @@ def _copies(eqn: jex.JaxprEqn) -> bool:
 
 
 def is_view(eqn: jex.JaxprEqn) -> bool:
-    """A change of shape alone: the result shares its operand's memory."""
+    """Return a change of shape alone: the result shares its operand's memory."""
     return eqn.primitive.name in _VIEWS
 
 
 def is_relabelling(eqn: jex.JaxprEqn) -> bool:
-    """A view or a transposition, which contractions fold into the way they read their operand."""
+    """Return a view or a transposition, which contractions fold into the way they read their operand."""
     return is_view(eqn) or eqn.primitive.name == "transpose"
 
 
@@ -201,38 +201,39 @@ def is_light(eqn: jex.JaxprEqn) -> bool:
 
 
 def is_window(eqn: jex.JaxprEqn) -> bool:
-    """A part of an array, of which no more is read than the result has."""
+    """Return a part of an array, of which no more is read than the result has."""
     return eqn.primitive.name in ("slice", "dynamic_slice")
 
 
 def is_placed(eqn: jex.JaxprEqn) -> bool:
-    """Whether the program says on which devices the result is: by axes of a mesh that are in types."""
+    """Return whether the program says on which devices the result is: by axes of a mesh that are in types."""
     meshes = (each.mesh for name in PLACES if (each := eqn.params.get(name)) is not None)
     return any(kind != AxisType.Auto for mesh in meshes if not mesh.empty for kind in mesh.axis_types)
 
 
 def is_placing(eqn: jex.JaxprEqn) -> bool:
-    """Whether an equation does nothing but say where a value is."""
+    """Return whether an equation does nothing but say where a value is."""
     return eqn.primitive.name == "sharding_constraint"
 
 
 def is_write(eqn: jex.JaxprEqn) -> bool:
-    """An update of a part of an array, which is written over it."""
+    """Return an update of a part of an array, which is written over it."""
     return eqn.primitive.name == "dynamic_update_slice"
 
 
 def is_loop_edge(eqn: jex.JaxprEqn) -> bool:
-    """Whether the equation is one of `LOOP_EDGES`."""
+    """Return whether the equation is one of `LOOP_EDGES`."""
     return eqn.primitive.name in LOOP_EDGES
 
 
 def is_loop_slice(eqn: jex.JaxprEqn) -> bool:
-    """Whether the equation is one of `LOOP_SLICES`."""
+    """Return whether the equation is one of `LOOP_SLICES`."""
     return eqn.primitive.name in LOOP_SLICES
 
 
 def is_backward(eqn: jex.JaxprEqn) -> bool:
-    """Whether automatic differentiation made the equation for the backward pass, as the outermost transformation.
+    """Return whether automatic differentiation made the equation for the backward pass, as the outermost
+    transformation.
 
     What is transposed below a `jvp` is of a gradient that is itself differentiated, and of its forward pass.
     """
@@ -242,38 +243,40 @@ def is_backward(eqn: jex.JaxprEqn) -> bool:
 
 
 def is_pointwise(eqn: jex.JaxprEqn) -> bool:
-    """Whether each entry of the result is made of the same entry of the operands, and of scalars."""
+    """Return whether each entry of the result is made of the same entry of the operands, and of scalars."""
     return eqn.primitive.name in _POINTWISE
 
 
 def pointwise_names() -> frozenset[str]:
-    """The names of such work."""
+    """Return the names of such work."""
     return _POINTWISE
 
 
 def is_costly(eqn: jex.JaxprEqn) -> bool:
-    """Pointwise work of many operations per entry, which XLA does not repeat in each kernel that reads the result."""
+    """Return pointwise work of many operations per entry, which XLA does not repeat in each kernel that reads the
+    result.
+    """
     return eqn.primitive.name in _COSTLY
 
 
 def is_threefry(eqn: jex.JaxprEqn) -> bool:
-    """Whether the equation makes random words by JAX's own generator, of some hundred operations a word."""
+    """Return whether the equation makes random words by JAX's own generator, of some hundred operations a word."""
     name = eqn.primitive.name
     return name == "threefry2x32" or (name == "random_bits" and "fry" in str(shaped(eqn.invars[0]).dtype))
 
 
 def is_random(eqn: jex.JaxprEqn) -> bool:
-    """Whether the equation makes random words, by any generator."""
+    """Return whether the equation makes random words, by any generator."""
     return eqn.primitive.name in ("threefry2x32", "random_bits", "rng_bit_generator")
 
 
 def is_draw(eqn: jex.JaxprEqn) -> bool:
-    """Whether the equation makes keys of a generator, or random words."""
+    """Return whether the equation makes keys of a generator, or random words."""
     return is_random(eqn) or eqn.primitive.name.startswith("random_")
 
 
 def is_repeatable(eqn: jex.JaxprEqn) -> bool:
-    """Whether running the equation twice is invisible: no effects, no callbacks, no collectives.
+    """Return whether running the equation twice is invisible: no effects, no callbacks, no collectives.
 
     What its bodies do to references of their own, as kernels do, is no effect of the equation.
     """
@@ -281,8 +284,8 @@ def is_repeatable(eqn: jex.JaxprEqn) -> bool:
 
 
 def runs_once(eqn: jex.JaxprEqn) -> bool:
-    """Whether another run of the equation could be seen, by what it gives or does: it has effects, calls the host,
-    draws from a state of the device, or reads what is fed in.
+    """Return whether another run of the equation could be seen, by what it gives or does: it has effects, calls the
+    host, draws from a state of the device, or reads what is fed in.
 
     Such an equation is neither repeated, nor merged with an equal one, nor moved past another one of these. If nothing
     reads what it makes, it is removed where it has no effects, as `jax.jit` does.
@@ -291,12 +294,12 @@ def runs_once(eqn: jex.JaxprEqn) -> bool:
 
 
 def _holds(eqn: jex.JaxprEqn, names: frozenset[str]) -> bool:
-    """Whether the equation, or one of its bodies' equations, is of one of these primitives."""
+    """Return whether the equation, or one of its bodies' equations, is of one of these primitives."""
     return eqn.primitive.name in names or any(inner.primitive.name in names for inner in inner_eqns(eqn))
 
 
 def inner_jaxprs(eqn: jex.JaxprEqn) -> list[Any]:
-    """The open jaxprs among an equation's parameters (bodies of loops, branches, calls)."""
+    """Return the open jaxprs among an equation's parameters (bodies of loops, branches, calls)."""
     found = []
     for param in eqn.params.values():
         for item in param if isinstance(param, (tuple, list)) else (param,):
@@ -307,6 +310,6 @@ def inner_jaxprs(eqn: jex.JaxprEqn) -> list[Any]:
 
 
 def inner_eqns(eqn: jex.JaxprEqn) -> list[Any]:
-    """The equations of an equation's bodies, and of the bodies in those."""
+    """Return the equations of an equation's bodies, and of the bodies in those."""
     found = [inner for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns]
     return found + [deeper for inner in found for deeper in inner_eqns(inner)]

@@ -28,13 +28,13 @@ Found = tuple[Recurrence, Any, tuple[int, ...], Affine]
 
 
 def ended(values: Values, root: Recurrence, like: Any) -> tuple[Any, ...]:
-    """The operation, key, operands and type of the node of another recurrence, where such a node is."""
+    """Return the operation, key, operands and type of the node of another recurrence, where such a node is."""
     shape, operands = canonical(values, root)
     return "Recurrence", (root.symbol, shape, like.key[2]), operands, values.type(root.root)
 
 
 def valued(values: Values, found: Found, index: Affine) -> int:
-    """What a carry is as an iteration begins."""
+    """Return what a carry is as an iteration begins."""
     recurrence, shape, operands, first = found
     values.remember(((recurrence.symbol, shape), operands), recurrence)
     index = plus(index, first)
@@ -45,12 +45,12 @@ def valued(values: Values, found: Found, index: Affine) -> int:
 
 
 def again(values: Values, recurrence: Recurrence, index: Affine) -> int:
-    """The carry of a recurrence of which parts have changed."""
+    """Return the carry of a recurrence of which parts have changed."""
     return valued(values, recurrences(values, recurrence)[recurrence.root], index)
 
 
 def recurrences(values: Values, own: Recurrence) -> dict[int, Found]:
-    """Each carry of a set by its hole: that of another recurrence which this one goes on with, or its own."""
+    """Return each carry of a set by its hole: that of another recurrence which this one goes on with, or its own."""
     own = own._replace(root=own.holes[0])
     if own not in values.sets:
         found = _recurrences(values, own)
@@ -74,7 +74,9 @@ MOST_JOINED = 8
 
 
 def _joined(values: Values, own: Recurrence) -> dict[int, Found] | None:
-    """Carries that are those of other recurrences: they begin alike, and taken for those, are followed alike."""
+    """Return carries that are those of other recurrences: they begin alike, and taken for those, are followed
+    alike.
+    """
     known = [values.alike.get((own.symbol, own.step, b), ()) for b in own.begin]
     index = alone(own.symbol)
     for keys in islice(product(*known), MOST_JOINED):
@@ -93,7 +95,7 @@ def _joined(values: Values, own: Recurrence) -> dict[int, Found] | None:
 
 
 def _followed(values: Values, found: Found) -> int:
-    """What follows a carry, made of the carries as they are."""
+    """Return what follows a carry, made of the carries as they are."""
     own = found[0]
     rooted = [own._replace(root=h) for h in own.holes]
     every = {
@@ -103,7 +105,7 @@ def _followed(values: Values, found: Found) -> int:
 
 
 def _continued(values: Values, own: Recurrence) -> dict[int, Found] | None:
-    """Carries that are those of other recurrences from a later iteration on."""
+    """Return carries that are those of other recurrences from a later iteration on."""
     nodes = [values.nodes[b] for b in own.begin]
     if any(node.op != "Recurrence" for node in nodes):
         return None
@@ -134,8 +136,8 @@ def _continued(values: Values, own: Recurrence) -> dict[int, Found] | None:
 
 
 def once_more(values: Values, begin: int, after: int, step: int) -> int:
-    """What a loop of one iteration makes of a carry: where it goes on with another recurrence, or begins like one, the
-    next of that one's values.
+    """Return what a loop of one iteration makes of a carry: where it goes on with another recurrence, or begins
+    like one, the next of that one's values.
     """
     node = values.nodes[begin]
     if node.op == "Recurrence" and not node.key[2][0]:
@@ -158,7 +160,7 @@ def once_more(values: Values, begin: int, after: int, step: int) -> int:
 
 
 def canonical(values: Values, own: Recurrence) -> tuple[Any, tuple[int, ...]]:
-    """What is the same of two recurrences exactly if they are: a shape, and the operands in it."""
+    """Return what is the same of two recurrences exactly if they are: a shape, and the operands in it."""
     free, nodes = values.free, values.nodes
     mask = 0
     for h in own.holes:

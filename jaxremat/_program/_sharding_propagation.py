@@ -19,8 +19,8 @@ Operation = tuple[str, list[Layout], list[tuple[tuple[int, ...], Layout]]]
 
 
 def propagated(lowered: Any) -> tuple[list[Operation], list[Layout]]:
-    """What the compiler's propagation of shardings says of a lowered program's operations and of its arguments, without
-    compiling it.
+    """Return what the compiler's propagation of shardings says of a lowered program's operations and of its
+    arguments, without compiling it.
     """
     # What JAX lowers a loop's body to is a call, into which shardings are not propagated: calls are inlined first, by
     # an extension that comes with the dialect of kernels for GPUs.

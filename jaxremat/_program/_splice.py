@@ -15,7 +15,9 @@ from ._compat import Atom, SourceInfo
 def inlined(
     closed: jex.ClosedJaxpr, operands: Sequence[Atom], source_info: SourceInfo, results: Sequence[Any] = ()
 ) -> tuple[list[Any], list[Any]]:
-    """The equations of a jaxpr without constants for these operands, and their results, under given names if any."""
+    """Return the equations of a jaxpr without constants for these operands, and their results, under given names if
+    any.
+    """
     jaxpr = closed.jaxpr
     named: dict[Any, Any] = {}
     passed = []  # results that are operands, literals, or others once more

@@ -96,7 +96,7 @@ class Values:
     _known: dict[Node, int] = field(default_factory=dict)
 
     def make(self, op: str, key: Any, operands: Iterable[int], kind: Type) -> int:
-        """The number of such a node, or of what it is by another name."""
+        """Return the number of such a node, or of what it is by another name."""
         operands = tuple(operands)
         self.left -= 1
         if self.left < 0:
@@ -107,7 +107,7 @@ class Values:
         return self.node(op, key, operands, kind)
 
     def node(self, op: str, key: Any, operands: tuple[int, ...], kind: Type) -> int:
-        """The number of the node itself."""
+        """Return the number of the node itself."""
         node = Node(op, key, operands, kind)
         if (found := self._known.get(node)) is not None:
             return found
@@ -149,12 +149,12 @@ class Values:
         return self.nodes[value].type
 
     def row(self, array: int, place: Affine) -> int:
-        """The row of an array at a place that it has."""
+        """Return the row of an array at a place that it has."""
         shape, dtype = self.type(array)
         return self.make("Row", place, (array,), (shape[1:], dtype))
 
     def range(self, place: Affine) -> tuple[int, int] | None:
-        """The least and the largest number that a place can be in the loops around."""
+        """Return the least and the largest number that a place can be in the loops around."""
         least = most = place[1]
         for symbol, factor in place[0]:
             length = self.lengths[symbol] if 0 <= symbol < len(self.lengths) else None
@@ -175,13 +175,15 @@ class Values:
             self.lengths = around
 
     def at(self, value: int, symbol: int, place: Affine) -> int:
-        """A value with a place for a symbol. **Raises:** `CaptureError`."""
+        """Return a value with a place for a symbol. **Raises:** `CaptureError`."""
         return value if place == alone(symbol) else self.rebuilt([value], {}, {symbol: place})[0]
 
     def rebuilt(
         self, values: Sequence[int], swapped: Mapping[int, int], placed: Mapping[int, Affine]
     ) -> list[int]:
-        """Values with other nodes in the place of some, and places for some symbols. **Raises:** `CaptureError`."""
+        """Return values with other nodes in the place of some, and places for some symbols. **Raises:**
+        `CaptureError`.
+        """
         return _Rebuilding(self, swapped).values(values, dict(placed))
 
 
@@ -253,7 +255,7 @@ def _begun(recurrence: Recurrence) -> tuple[int, int, int]:
 
 
 def replaced_in_key(node: Node, placed: Mapping[int, Affine]) -> Any:
-    """A node's key with places for symbols."""
+    """Return a node's key with places for symbols."""
     if node.op in ("Row", "Put"):
         return substituted(node.key, placed)
     if node.op == "Grid":
@@ -262,7 +264,7 @@ def replaced_in_key(node: Node, placed: Mapping[int, Affine]) -> Any:
 
 
 def symbol_bit(symbol: int) -> int:
-    """The bit of a symbol."""
+    """Return the bit of a symbol."""
     return 1 << 2 * (symbol + 1)
 
 
@@ -277,22 +279,22 @@ def _own_bits(node: Node) -> int:
 
 
 def affine_bits(place: Affine) -> int:
-    """The symbols of a place, as bits."""
+    """Return the symbols of a place, as bits."""
     return sum(symbol_bit(symbol) for symbol, _ in place[0])
 
 
 def alone(symbol: int) -> Affine:
-    """The place that is a symbol."""
+    """Return the place that is a symbol."""
     return ((symbol, 1),), 0
 
 
 def constant(number: int) -> Affine:
-    """The place that is a number."""
+    """Return the place that is a number."""
     return (), number
 
 
 def plus(first: Affine, second: Affine, times: int = 1) -> Affine:
-    """The sum of a place and so many times another."""
+    """Return the sum of a place and so many times another."""
     factors = dict(first[0])
     for symbol, factor in second[0]:
         factors[symbol] = factors.get(symbol, 0) + times * factor
@@ -300,7 +302,7 @@ def plus(first: Affine, second: Affine, times: int = 1) -> Affine:
 
 
 def substituted(place: Affine, placed: Mapping[int, Affine]) -> Affine:
-    """A place with others for its symbols."""
+    """Return a place with others for its symbols."""
     found: Affine = ((), place[1])
     for symbol, factor in place[0]:
         found = plus(found, placed.get(symbol, alone(symbol)), factor)

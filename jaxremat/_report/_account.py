@@ -53,7 +53,7 @@ class Account:
 
 
 def account(plain: Graph, graph: Graph, schedule: Schedule) -> Account:
-    """The account of a schedule of a graph; `plain` is the graph of the step as it is."""
+    """Return the account of a schedule of a graph; `plain` is the graph of the step as it is."""
     groups = Groups()
     before = _before(plain, groups)
     after = timeline(graph, schedule, max(plain.step_seconds + extra_seconds(graph, schedule), 0.0), groups)
@@ -62,7 +62,7 @@ def account(plain: Graph, graph: Graph, schedule: Schedule) -> Account:
 
 
 def account_of_plain(plain: Graph) -> Account:
-    """The account of the step as it is."""
+    """Return the account of the step as it is."""
     groups = Groups()
     before = _before(plain, groups)
     shares = _shares(plain, close_over_dependencies(plain, plain.residuals))
@@ -100,5 +100,5 @@ def _shares(graph: Graph, schedule: Schedule) -> tuple[Share, ...]:
 
 
 def _path(node: Node) -> tuple[str, ...]:
-    """Its modules; its line where it stands in none."""
+    """Return its modules; its line where it stands in none."""
     return module_path(node.scope) or (node.source or "(no name)",)

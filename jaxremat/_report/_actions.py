@@ -94,7 +94,7 @@ class Actions:
         return self._most(lambda action: action.action == "offload")
 
     def _most(self, chosen: Callable[[Action], bool]) -> frozenset[str]:
-        """The names at least half of whose bytes are chosen."""
+        """Return the names at least half of whose bytes are chosen."""
         balance: Counter[str] = Counter()
         for action in self.actions:
             if action.named:
@@ -102,7 +102,8 @@ class Actions:
         return frozenset(name for name, nbytes in balance.items() if nbytes >= 0)
 
     def policy(self) -> Any:
-        """A policy for `jax.checkpoint`, `flax.linen.remat`, `nnx.remat` or `nn.remat_scan` that saves what this does.
+        """Return a policy for `jax.checkpoint`, `flax.linen.remat`, `nnx.remat` or `nn.remat_scan` that saves what
+        this does.
 
         Policies know values by the names that `jax.ad_checkpoint.checkpoint_name` gave them, so the plan must be of a
         program that names its values, itself or by `jaxremat.name_values`. See `saved_names`. Name what goes into
@@ -157,7 +158,7 @@ def decided(graph: Graph, schedule: Schedule) -> Decided:
 
 
 def actions(graph: Graph, schedule: Schedule) -> tuple[Action, ...]:
-    """What a schedule does to each residual, largest first."""
+    """Return what a schedule does to each residual, largest first."""
     stages: dict[int, list[int]] = {}
     for k, nodes in enumerate(schedule.recomputed):
         for n in nodes:
@@ -198,7 +199,7 @@ def _sent(node: Node) -> tuple[Literal["sum", "gather"], ...]:
 
 
 def _names(graph: Graph) -> dict[int, str]:
-    """The user's names of residuals.
+    """Return the user's names of residuals.
 
     A name often stands behind a fused operation, `checkpoint_name(x @ w + b, "hidden")`, and in memory is the product.
     Where nothing else reads that, saving the one comes to saving the other.

@@ -65,7 +65,7 @@ class Chart(NamedTuple):
 
 
 def chart(outcome: Outcome) -> Chart:
-    """The pictures of a plan: of the plain step and the planned one, or of the one that is both."""
+    """Return the pictures of a plan: of the plain step and the planned one, or of the one that is both."""
     account = outcome.account
     compiled = outcome.compiled_peak_nbytes
     plain = None if compiled is None else outcome.baseline_peak_nbytes
@@ -109,7 +109,7 @@ def _peak(account: Account, run: Timeline) -> int:
 
 
 def _levels(base_nbytes: int, moment: Moment) -> tuple[int, ...]:
-    """The upper edges of the layers."""
+    """Return the upper edges of the layers."""
     edges = [base_nbytes]
     for nbytes in (
         moment.forward_nbytes,

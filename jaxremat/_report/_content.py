@@ -14,7 +14,7 @@ from ._outcome import Outcome
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds for people, three digits: `1.38 s`, `12.0 ms`, `840 us`."""
+    """Return seconds for people, three digits: `1.38 s`, `12.0 ms`, `840 us`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(seconds) >= 0.9995 * scale:
             return f"{_three(seconds / scale)} {unit}"
@@ -27,12 +27,12 @@ def _three(number: float) -> str:
 
 
 def is_plain(outcome: Outcome) -> bool:
-    """Whether the step is left as it is."""
+    """Return whether the step is left as it is."""
     return outcome.account.planned is None
 
 
 def verdict(outcome: Outcome) -> str:
-    """The whole in one sentence."""
+    """Return the whole in one sentence."""
     peak, budget = format_nbytes(outcome.peak_nbytes), format_nbytes(outcome.budget_nbytes)
     needs = "needs" if outcome.compiled_peak_nbytes else "is expected to need"
     if is_plain(outcome):
@@ -42,7 +42,7 @@ def verdict(outcome: Outcome) -> str:
 
 
 def price(outcome: Outcome) -> str:
-    """What it costs, in one sentence."""
+    """Return what it costs, in one sentence."""
     if is_plain(outcome):
         return "It costs nothing: the program is the one that jax.jit gives."
     modelled = f"By the planner's model it takes {_more(outcome.overhead)} time than without the plan"
@@ -59,7 +59,7 @@ def _more(share: float) -> str:
 
 
 def memory_note(outcome: Outcome) -> str:
-    """What the pictures of memory show, and what to look at."""
+    """Return what the pictures of memory show, and what to look at."""
     note = NOTES["plain memory" if is_plain(outcome) else "memory"]
     if (run := outcome.account.planned) is not None and run.copies:
         gone, back = (format_seconds(run.link_seconds(back)) for back in (False, True))
@@ -68,7 +68,7 @@ def memory_note(outcome: Outcome) -> str:
 
 
 def remarks(outcome: Outcome) -> str:
-    """What else to know of the figures; "" for nothing."""
+    """Return what else to know of the figures; "" for nothing."""
     kept = "The step's own checkpoints are kept; what they recompute is not counted here. "
     free = f"{format_nbytes(outcome.margin_nbytes)} of the budget stay free. "
     loops = "".join(f"The {form}. " for form in outcome.loops)
@@ -113,7 +113,7 @@ class Values:
 
 
 def largest(actions: Iterable[Action]) -> list[Values]:
-    """Residuals in groups, those with most bytes in all first."""
+    """Return residuals in groups, those with most bytes in all first."""
     groups: dict[tuple[str, ...], list[Action]] = {}
     for a in actions:
         fate = "drop" if a.action == "recompute" and not a.stages else a.action
@@ -157,7 +157,7 @@ class Branch:
 
 
 def modules(account: Account) -> Branch:
-    """The tree of modules; its root is the whole forward pass."""
+    """Return the tree of modules; its root is the whole forward pass."""
     root = Branch("forward pass")
     for share in account.shares:
         branch = root
@@ -173,7 +173,7 @@ def modules(account: Account) -> Branch:
 
 
 def rounds(outcome: Outcome) -> list[tuple[str, ...]]:
-    """The solver's log: a row for each schedule that was compiled, under `ROUND`."""
+    """Return the solver's log: a row for each schedule that was compiled, under `ROUND`."""
     rows = []
     for i, r in enumerate(outcome.rounds, 1):
         room = outcome.budget_nbytes - outcome.margin_nbytes
@@ -201,7 +201,7 @@ ROUND = ("round", "predicted", "compiled", "fits", "overhead", "roofline", "gap"
 
 
 def verified(outcome: Outcome) -> list[tuple[str, str]]:
-    """What the compiler confirmed, in rows of a name and a figure; none where nothing was compiled."""
+    """Return what the compiler confirmed, in rows of a name and a figure; none where nothing was compiled."""
     memory = outcome.memory
     if memory is None or outcome.compiled_peak_nbytes is None:
         return []
@@ -225,12 +225,12 @@ def verified(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def tidy(source: str) -> str:
-    """A source line without the inner functions that nobody named: `net.py:7 (Net.__call__)`."""
+    """Return a source line without the inner functions that nobody named: `net.py:7 (Net.__call__)`."""
     return re.sub(r"(\.<locals>)?(\.<(lambda|genexpr|listcomp)>|\.<locals>)", "", source)
 
 
 def module_of(alive: Iterable[Alive]) -> str:
-    """The module of a group of arrays, with `*` for numbers that differ.
+    """Return the module of a group of arrays, with `*` for numbers that differ.
 
     What made an array has a name such as `jit(step)/jvp(Net)/Dense_0/dot_general`; its module is `Net/Dense_0`.
     """

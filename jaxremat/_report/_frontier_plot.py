@@ -83,7 +83,7 @@ def plot(frontier: Any, ax: "Axes | None" = None) -> "Axes":
 
 
 def _tick(span_nbytes: float) -> float:
-    """A distance between ticks that is a round number in binary units, for at most eight of them."""
+    """Return a distance between ticks that is a round number in binary units, for at most eight of them."""
     unit = 2.0 ** (10 * max((int(span_nbytes).bit_length() - 1) // 10, 0))
     power = 10.0 ** math.floor(math.log10(span_nbytes / unit / 8))
     return unit * next(n * power for n in (1, 2, 5, 10) if 8 * n * power >= span_nbytes / unit)

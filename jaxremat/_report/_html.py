@@ -38,7 +38,7 @@ _WORDS = {
 
 
 def page(outcome: Outcome, whole: bool = True, summary: bool = False) -> str:
-    """The report as HTML.
+    """Return the report as HTML.
 
     **Arguments:** `whole`: a page of its own, not a fragment; `summary`: only its beginning.
     """
@@ -67,7 +67,7 @@ def page(outcome: Outcome, whole: bool = True, summary: bool = False) -> str:
 
 
 def _moments(outcome: Outcome) -> dict[str, Any]:
-    """What the page shows of each moment under the pointer, in few words: see `report.js`."""
+    """Return what the page shows of each moment under the pointer, in few words: see `report.js`."""
     account = outcome.account
     return {
         "base": account.base_nbytes,
@@ -81,7 +81,7 @@ def _moments(outcome: Outcome) -> dict[str, Any]:
 
 
 def _breakable(path: str) -> Any:
-    """A path as HTML that may be broken where a reader would."""
+    """Return a path as HTML that may be broken where a reader would."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"([/_.])|(?=\()", r"\1<wbr>", str(escape(path))))

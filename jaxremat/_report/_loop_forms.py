@@ -82,7 +82,8 @@ def loop_forms(
     chain: str = "",
     devices: int = 1,
 ) -> tuple[LoopForm, ...]:
-    """Of the loops that are not left as they are, and of the rows that are in chunks, or would be on one device.
+    """Return of the loops that are not left as they are, and of the rows that are in chunks, or would be on one
+    device.
 
     **Arguments:** `rows` of each region that may be, with the user's line, whether it is most of the step, and whether
     some of it is done twice then; `inner`

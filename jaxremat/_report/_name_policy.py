@@ -7,7 +7,7 @@ import jax
 
 
 def by_name(saved: Set[str], offloaded: Set[str]) -> Callable[..., Any]:
-    """A policy for `jax.checkpoint` that saves the values of these names, and no others.
+    """Return a policy for `jax.checkpoint` that saves the values of these names, and no others.
 
     **Arguments:** `offloaded` those of them that are in host memory meanwhile.
     """

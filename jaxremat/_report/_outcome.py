@@ -115,7 +115,8 @@ class Outcome(Actions):
         return self.compiled_peak_nbytes or self.predicted_peak_nbytes
 
     def explain_peak(self, rows: int = 12) -> str:
-        """What fills the compiled step's memory at its peak, by kind and user's source line, the largest first.
+        """Return what fills the compiled step's memory at its peak, by kind and user's source line, the largest
+        first.
 
         Equal arrays from the same line are one row. The liveness is read off the compiler's schedule; it may exceed
         the compiler's own figure a little, because XLA also uses the memory of outputs.
@@ -139,7 +140,7 @@ class Outcome(Actions):
 
 
 def alike(alive: Iterable[Alive]) -> list[list[Alive]]:
-    """Arrays in groups: equal ones from the same line, the groups of most bytes first."""
+    """Return arrays in groups: equal ones from the same line, the groups of most bytes first."""
     groups: dict[tuple[str, str, str], list[Alive]] = {}
     for a in alive:
         groups.setdefault((a.kind, a.shape, a.source or a.scope), []).append(a)
@@ -147,12 +148,12 @@ def alike(alive: Iterable[Alive]) -> list[list[Alive]]:
 
 
 def bytes_of(arrays: Iterable[Alive]) -> int:
-    """All their bytes."""
+    """Return all their bytes."""
     return sum(a.nbytes for a in arrays)
 
 
 def by_kind(alive: Iterable[Alive]) -> list[tuple[str, int]]:
-    """Bytes by kind, the most first."""
+    """Return bytes by kind, the most first."""
     kinds: dict[str, int] = {}
     for a in alive:
         kinds[a.kind] = kinds.get(a.kind, 0) + a.nbytes
@@ -160,7 +161,7 @@ def by_kind(alive: Iterable[Alive]) -> list[tuple[str, int]]:
 
 
 def describe(plan: Outcome, rows: int = 12) -> str:
-    """The plan in a few lines for a terminal."""
+    """Return the plan in a few lines for a terminal."""
     compiled = plan.compiled_peak_nbytes
     lines = [
         f"Plan: peak {format_nbytes(plan.peak_nbytes)} "

@@ -30,11 +30,11 @@ class Report:
     outcome: Outcome
 
     def text(self, width: int = 100) -> str:
-        """The report as plain text of at most about so many columns."""
+        """Return the report as plain text of at most about so many columns."""
         return text(self.outcome, width)
 
     def html(self) -> str:
-        """The report as one HTML page: no network, no scripts or styles from elsewhere.
+        """Return the report as one HTML page: no network, no scripts or styles from elsewhere.
 
         **Raises:** `InstallError` where jinja2 is not installed.
         """
@@ -54,7 +54,7 @@ class Report:
         target.write_text(self.text() if target.suffix == ".txt" else self.html(), encoding="utf-8")
 
     def summary_html(self) -> str:
-        """Its beginning as a fragment of HTML: what was reached, and the memory over the step."""
+        """Return its beginning as a fragment of HTML: what was reached, and the memory over the step."""
         return self._fragment(summary=True)
 
     def _repr_html_(self) -> str:

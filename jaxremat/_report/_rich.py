@@ -19,7 +19,7 @@ _COLOURS = {"save": "blue", "forward": "blue", "recompute": "yellow", "recompute
 
 
 def renderables(outcome: Outcome, width: int) -> Iterator[Any]:
-    """The report's parts."""
+    """Yield the report's parts."""
     yield Text(verdict(outcome), style="bold")
     yield Text(f"{price(outcome)} {remarks(outcome)}")
     for section in sections(outcome, width):
@@ -32,7 +32,7 @@ def renderables(outcome: Outcome, width: int) -> Iterator[Any]:
 
 
 def rendered(outcome: Outcome, width: int, colours: bool) -> str:
-    """The report as text for a terminal."""
+    """Return the report as text for a terminal."""
     console = Console(
         file=io.StringIO(), width=width, force_terminal=colours, color_system="auto" if colours else None
     )

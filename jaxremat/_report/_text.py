@@ -49,7 +49,7 @@ class Section:
 
 
 def sections(outcome: Outcome, width: int) -> list[Section]:
-    """The report's parts; pictures are at most so wide."""
+    """Return the report's parts; pictures are at most so wide."""
     found = [_memory(outcome, width)]
     if outcome.actions:
         found.append(_values(outcome))
@@ -69,7 +69,7 @@ def sections(outcome: Outcome, width: int) -> list[Section]:
 
 
 def text(outcome: Outcome, width: int) -> str:
-    """The whole report."""
+    """Return the whole report."""
     blocks = ["\n".join(textwrap.wrap(f"{verdict(outcome)} {price(outcome)} {remarks(outcome)}", width))]
     for section in sections(outcome, width):
         lines = [section.title, "-" * len(section.title), *section.picture]
@@ -110,7 +110,7 @@ def _memory(outcome: Outcome, width: int) -> Section:
 def _hill(
     run: Timeline, base_nbytes: int, top: int, budget: int, columns: int, height: int = 7
 ) -> Iterator[str]:
-    """A timeline in characters: the largest of each column, the budget dotted, and the passes underneath."""
+    """Yield a timeline in characters: the largest of each column, the budget dotted, and the passes underneath."""
     most = [0] * columns
     begins = [min(int(columns * m.seconds / (run.seconds or 1.0)), columns - 1) for m in run.moments]
     for moment, (first, last) in zip(run.moments, pairwise([*begins, columns]), strict=True):
@@ -172,7 +172,7 @@ def _modules(outcome: Outcome) -> Section:
 
 
 def _walk(branch: Branch, depth: int, most_depth: int = 2) -> Iterator[tuple[int, Branch]]:
-    """The larger branches near the root."""
+    """Yield the larger branches near the root."""
     yield depth, branch
     if depth < most_depth:
         for child in branch.children.values():

@@ -14,7 +14,7 @@ from ._row_chunks import is_in_chunks
 def backward_equations(
     eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
 ) -> list[bool]:
-    """For each equation whether it is late: what it makes is no value of the forward pass.
+    """Return for each equation whether it is late: what it makes is no value of the forward pass.
 
     All of a loop of a pair is of the pass that the loop is of. What is made of nothing, as the gradient of a mean is,
     may be made before a loop that holds both passes: it is no beginning of the backward pass then.
@@ -51,7 +51,9 @@ def backward_equations(
 def behind_backward(
     eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
 ) -> list[bool]:
-    """For each equation whether it is of the backward pass, or reads what that makes; alike for all of a loop."""
+    """Return for each equation whether it is of the backward pass, or reads what that makes; alike for all of a
+    loop.
+    """
     in_backward = [is_backward(eqn) for eqn in eqns]
     made: set[Any] = set()
     known = -1

@@ -34,19 +34,19 @@ _SCOPE = "in_memory"
 
 
 def is_named(eqn: jex.JaxprEqn) -> bool:
-    """Whether it makes a cotangent that should be in memory."""
+    """Return whether it makes a cotangent that should be in memory."""
     return _compat.has_scope(eqn, _SCOPE)
 
 
 def in_memory(eqn: jex.JaxprEqn) -> list[Any]:
-    """The equation, whose result passes a barrier of its own."""
+    """Return the equation, whose result passes a barrier of its own."""
     (made,) = eqn.outvars
     before = _compat.new_var(made.aval)
     return [eqn.replace(outvars=[before]), _compat.barrier([before], [made], eqn.source_info)]
 
 
 def with_names(flat: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The equations, those of such cotangents under one more name."""
+    """Return the equations, those of such cotangents under one more name."""
     eqns = flat.jaxpr.eqns
     read = Counter(v for eqn in eqns for v in _compat.variables(eqn.invars))
     written = _read_by_fusion_root(eqns)
@@ -77,7 +77,7 @@ def with_names(flat: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _read_by_fusion_root(eqns: Sequence[jex.JaxprEqn]) -> set[Any]:
-    """What contractions and the like read, views of it looked through: it is in memory."""
+    """Return what contractions and the like read, views of it looked through: it is in memory."""
     found: set[Any] = set()
     for eqn in reversed(eqns):
         if reads_memory(eqn) or (is_relabelling(eqn) and not found.isdisjoint(eqn.outvars)):

@@ -21,7 +21,7 @@ MOST_PLACES = 64
 
 
 def is_depthwise_gradient(eqn: jex.JaxprEqn) -> bool:
-    """Whether it is a convolution of as many groups as its operand has in the batch, with a small result."""
+    """Return whether it is a convolution of as many groups as its operand has in the batch, with a small result."""
     if eqn.primitive.name != "conv_general_dilated":
         return False
     params, shape = eqn.params, shaped(eqn.invars[0]).shape
@@ -32,7 +32,7 @@ def is_depthwise_gradient(eqn: jex.JaxprEqn) -> bool:
 
 
 def summed(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
-    """The equation as a loop of such sums."""
+    """Return the equation as a loop of such sums."""
     params, out = eqn.params, shaped(eqn.outvars[0])
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     groups_axis, groups = lhs_spec[0], params["batch_group_count"]

@@ -74,7 +74,7 @@ class Encoding:
 
 
 def _scaled(x: jax.Array, most: float) -> tuple[jax.Array, jax.Array]:
-    """Entries in groups along the last dimension, each divided by its group's scale; and the scales."""
+    """Return entries in groups along the last dimension, each divided by its group's scale; and the scales."""
     size = x.shape[-1]
     width = SCALED if size % SCALED == 0 else size
     groups = lax.reshape(x, (*x.shape[:-1], size // width, width))
@@ -105,7 +105,7 @@ def _to_float8(x: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _bits_axis(aval: Any) -> int | None:
-    """The last axis along which entries are whole bytes."""
+    """Return the last axis along which entries are whole bytes."""
     return next((d for d in reversed(range(aval.ndim)) if aval.shape[d] and aval.shape[d] % 8 == 0), None)
 
 
@@ -170,14 +170,16 @@ INEXACT = tuple(encoding.name for encoding in ENCODINGS)
 
 
 def allowed(names: Collection[str], devices: int) -> tuple[int, ...]:
-    """The codes of the encodings with these names that may be used for values on so many devices."""
+    """Return the codes of the encodings with these names that may be used for values on so many devices."""
     found = (each for each in ENCODINGS if each.name in names)
     return tuple(each.code for each in found if each.entrywise or devices == 1)
 
 
 @cache
 def _program(encoding: Encoding, shape: tuple[int, ...], dtype: Any) -> jex.ClosedJaxpr:
-    """The equations that encode and decode such a value: the parts of the copy, and what is decoded of them."""
+    """Return the equations that encode and decode such a value: the parts of the copy, and what is decoded of
+    them.
+    """
 
     def both(x: jax.Array) -> tuple[jax.Array, ...]:
         parts = encoding.encode(x)
@@ -223,7 +225,7 @@ def _copied(eqn: jex.JaxprEqn, v: jex.Var, encoding: Encoding) -> tuple[list[Any
 
 
 def decoders(jaxpr: jex.Jaxpr, encoded: Sequence[Encoded]) -> dict[int, int]:
-    """For each equation that makes a value with an inexact copy the last of those that decode it."""
+    """Return for each equation that makes a value with an inexact copy the last of those that decode it."""
     maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     return {maker[each.whole]: maker[each.decoded] for each in encoded if not each.exact}
 
@@ -231,7 +233,9 @@ def decoders(jaxpr: jex.Jaxpr, encoded: Sequence[Encoded]) -> dict[int, int]:
 def _encodable(
     jaxpr: jex.Jaxpr, loop_of: Sequence[int], loops: Sequence[Loop], kinds: Sequence[Encoding]
 ) -> dict[Any, Encoding]:
-    """The values that get copies, and of which kind: those that the backward pass wants, expensive to make again."""
+    """Return the values that get copies, and of which kind: those that the backward pass wants, expensive to make
+    again.
+    """
     in_backward = backward_equations(jaxpr.eqns, loop_of, loops)
     forward = [eqn for eqn, is_late in zip(jaxpr.eqns, in_backward, strict=True) if not is_late]
     of_loop = [loops[i].length if i >= 0 else 1 for i in loop_of]
@@ -265,7 +269,7 @@ def _encodable(
 def fewer_nbytes(
     jaxpr: jex.Jaxpr, loop_of: Sequence[int], loops: Sequence[Loop], codes: Sequence[int]
 ) -> int:
-    """What all values that may have copies take more than these."""
+    """Return what all values that may have copies take more than these."""
     lengths = {
         v: loops[i].length if i >= 0 else 1
         for eqn, i in zip(jaxpr.eqns, loop_of, strict=True)
@@ -282,7 +286,7 @@ def _copy_nbytes(encoding: Encoding, aval: Any) -> int:
 
 @mechanism("masks in bits", off=lambda *_: [])
 def _random_masks(forward: Sequence[Any], lengths: Sequence[int], large: float) -> list[Any]:
-    """The large masks that are made of random words entry by entry, and of no other mask."""
+    """Return the large masks that are made of random words entry by entry, and of no other mask."""
     words: set[Any] = set()  # and what is made of them
     found: list[Any] = []
     for eqn, n in zip(forward, lengths, strict=True):
@@ -297,7 +301,7 @@ def _random_masks(forward: Sequence[Any], lengths: Sequence[int], large: float) 
 
 
 def _dear(forward: Sequence[Any], lengths: Sequence[int], large: float) -> list[Any]:
-    """The large values that are not made of a single large one entry by entry."""
+    """Return the large values that are not made of a single large one entry by entry."""
     roots: dict[Any, frozenset[Any]] = {}  # of which such values each is made entry by entry
     found: list[Any] = []
     for eqn, n in zip(forward, lengths, strict=True):

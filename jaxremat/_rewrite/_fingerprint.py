@@ -14,7 +14,9 @@ _ASKED = {asks.name: selects.name for selects, asks in INSTEAD.items()}
 
 
 def fingerprint(traced: Traced) -> str:
-    """A hash of the normalised program: primitives, parameters, types and data flow, without names and places."""
+    """Return a hash of the normalised program: primitives, parameters, types and data flow, without names and
+    places.
+    """
     jaxpr = traced.jaxpr.jaxpr
     index: dict[Any, int] = {}
     digest = hashlib.sha256()

@@ -34,7 +34,7 @@ class Gather:
 
 
 def gathered(flat: jex.ClosedJaxpr, gathers: Sequence[Gather]) -> jex.ClosedJaxpr:
-    """Flat equations that read what others have gathered for them."""
+    """Return flat equations that read what others have gathered for them."""
     wanted: dict[int, list[Gather]] = {}
     for gather in gathers:
         wanted.setdefault(gather.eqn, []).append(gather)
@@ -54,7 +54,7 @@ def gathered(flat: jex.ClosedJaxpr, gathers: Sequence[Gather]) -> jex.ClosedJaxp
 
 
 def _made(var: jex.Var, sharding: NamedSharding, reader: Any) -> Any:
-    """The equation that gathers a variable."""
+    """Return the equation that gathers a variable."""
     explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
     of = var.aval if explicit else jax.ShapeDtypeStruct(shaped(var).shape, shaped(var).dtype)
     place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
@@ -64,7 +64,7 @@ def _made(var: jex.Var, sharding: NamedSharding, reader: Any) -> Any:
 
 
 def is_gather(eqn: jex.JaxprEqn) -> bool:
-    """Whether an equation gathers its operand, by the types that one device has of both."""
+    """Return whether an equation gathers its operand, by the types that one device has of both."""
     if eqn.primitive.name not in _PLACING:
         return False
     return math.prod(shaped(eqn.outvars[0]).shape) > math.prod(shaped(eqn.invars[0]).shape)

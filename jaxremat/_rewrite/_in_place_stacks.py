@@ -103,13 +103,13 @@ def written_in_place(
 
 
 def renamed(eqn: jex.JaxprEqn, rename: dict[Any, Any]) -> Any:
-    """The equation with other operands."""
+    """Return the equation with other operands."""
     invars = [a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars]
     return eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
 
 
 def _writes(section: Any, same: Callable[[Any], Any]) -> list[_Write]:
-    """What is written over arrays of which the section reads rows."""
+    """Return what is written over arrays of which the section reads rows."""
     found = [
         _Write(section.scanned[row], _compat.new_var(array.aval), part, None, array)
         for array, (part, row) in section.over.items()
@@ -129,7 +129,7 @@ def _writes(section: Any, same: Callable[[Any], Any]) -> list[_Write]:
 
 
 def _needed_besides(section: Any, writes: Sequence[_Write]) -> set[Any]:
-    """What is needed for anything but results that are written over."""
+    """Return what is needed for anything but results that are written over."""
     written = {write.eqn.outvars[0] for write in writes if write.eqn is not None}
     needed = (
         set(_compat.variables([*(a for a, _ in section.lasts.values()), *section.stacked.values()])) - written

@@ -47,14 +47,14 @@ def attended(program: FlatProgram, places: Mapping[Pattern, Places] | None, how:
 
 
 def closed_loop(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
-    """The body of a loop that is not inlined, flat."""
+    """Return the body of a loop that is not inlined, flat."""
     if eqn.primitive.name != "scan" or eqn.effects:
         return None
     return Inliner().program(eqn.params["jaxpr"])
 
 
 def _attended_inside(eqn: jex.JaxprEqn, how: int) -> Any | None:
-    """A loop that is not inlined, with attention so in its body; None of one that has none."""
+    """Return a loop that is not inlined, with attention so in its body; None of one that has none."""
     if (body := closed_loop(eqn)) is None:
         return None
     made = attended(FlatProgram.of(body), None, how)

@@ -66,7 +66,7 @@ class Following:
         self._follow([eqn])
 
     def needed(self, wanted: Iterable[Any], start: int = 0) -> list[Any]:
-        """Of the equations from that one on those that make these variables."""
+        """Return of the equations from that one on those that make these variables."""
         needed = {self.name[v] for v in wanted}
         kept = []
         for eqn in reversed(self.eqns[start:]):
@@ -76,7 +76,7 @@ class Following:
         return kept[::-1]
 
     def read(self, atom: Atom) -> Any:
-        """What a variable that is known is called; a literal as it is."""
+        """Return what a variable that is known is called; a literal as it is."""
         return atom if _compat.is_literal(atom) else self.name[atom]
 
     def _is_known(self, atom: Atom) -> bool:
@@ -89,7 +89,7 @@ class Following:
                 waiting.extend(self._about.get(v, ()))
 
     def _forward(self, eqn: jex.JaxprEqn) -> list[Any]:
-        """What becomes known of an equation's results."""
+        """Return what becomes known of an equation's results."""
         new = [v for v in eqn.outvars if v not in self.name]
         if not new or not all(map(self._is_known, eqn.invars)):
             return []
@@ -99,7 +99,7 @@ class Following:
         return new
 
     def _backward(self, eqn: jex.JaxprEqn) -> list[Any]:
-        """What becomes known of its operands."""
+        """Return what becomes known of its operands."""
         unknown = [i for i, a in enumerate(eqn.invars) if not self._is_known(a)]
         if not unknown or not any(v in self.name for v in eqn.outvars):
             return []
@@ -120,7 +120,7 @@ class Following:
         return v
 
     def _parts(self, eqn: jex.JaxprEqn, unknown: Sequence[int]) -> list[Any]:
-        """The operands of a concatenation, of which its result is known."""
+        """Return the operands of a concatenation, of which its result is known."""
         axis, (y,) = eqn.params["dimension"], eqn.outvars
         ends = np.cumsum([shaped(a).shape[axis] for a in eqn.invars])
         found = []
@@ -137,7 +137,7 @@ class Following:
         return found
 
     def _whole(self, x: Any) -> list[Any]:
-        """An array all of whose slices along one dimension are known."""
+        """Return an array all of whose slices along one dimension are known."""
         shape = x.aval.shape
         known = [eqn for eqn in self._slices.get(x, ()) if eqn.outvars[0] in self.name]
         for axis, size in enumerate(shape):
@@ -159,7 +159,9 @@ class Following:
         return []
 
     def _inverse(self, eqn: jex.JaxprEqn, i: int) -> Callable[..., Any] | None:
-        """What makes an operand of all results and the other operands, in order; None where these do not tell."""
+        """Return what makes an operand of all results and the other operands, in order; None where these do
+        not tell.
+        """
         name, a, y = eqn.primitive.name, shaped(eqn.invars[i]), shaped(eqn.outvars[0])
         if name in _OF_TWO:
             alike = a.shape == y.shape and jnp.issubdtype(a.dtype, jnp.number)
@@ -180,7 +182,7 @@ class Following:
         return None
 
     def _of_two(self, eqn: jex.JaxprEqn, name: str, i: int) -> Callable[..., Any] | None:
-        """The same of a sum, a difference, a product or a ratio."""
+        """Return the same of a sum, a difference, a product or a ratio."""
         if name in SUMS:
             return _entrywise(lax.sub)
         if name == "sub":
@@ -194,7 +196,7 @@ class Following:
         return _entrywise(lax.mul) if i == 0 else _entrywise(lambda y, a: lax.div(a, y))
 
     def _is_positive(self, atom: Atom) -> bool:
-        """Whether all numbers of an array are greater than zero, but for what is too small for a float."""
+        """Return whether all numbers of an array are greater than zero, but for what is too small for a float."""
         if _compat.is_literal(atom):
             return bool(np.all(np.asarray(atom.val) > 0))
         if (eqn := self._maker(atom)) is None:
@@ -210,7 +212,7 @@ class Following:
 
 
 def _entrywise(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of an array and one like it, or one that is spread over it."""
+    """Return the same of an array and one like it, or one that is spread over it."""
 
     def spread(a: Any, shape: tuple[int, ...]) -> Any:
         return lax.broadcast_in_dim(a, shape, range(len(shape) - a.ndim, len(shape)))
@@ -219,6 +221,6 @@ def _entrywise(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _holds(dtype: Any, other: Any) -> bool:
-    """Whether a type of floats has all numbers of another."""
+    """Return whether a type of floats has all numbers of another."""
     both = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(other, jnp.floating)
     return both and jnp.promote_types(dtype, other) == dtype

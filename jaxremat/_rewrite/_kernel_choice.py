@@ -29,7 +29,7 @@ from ._selections import is_marked
 
 
 def replaced(backend: Backend) -> Callable[[Any], bool]:
-    """Which equations have such an implementation for this compiler."""
+    """Return which equations have such an implementation for this compiler."""
     return partial(_is_replaced, backend.fuses_reductions)
 
 
@@ -42,7 +42,7 @@ def _is_replaced(fuses_reductions: bool, eqn: Any) -> bool:
 
 
 def inline(eqn: jex.JaxprEqn) -> list[Any]:
-    """The equations in place of one that is to be replaced."""
+    """Return the equations in place of one that is to be replaced."""
     if is_named(eqn) or is_marked(eqn):
         return in_memory(eqn)
     better = summed(eqn) if is_depthwise_gradient(eqn) else reversed_twice(eqn)
@@ -61,7 +61,7 @@ def equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
 
 
 def is_transposed(eqn: jex.JaxprEqn) -> bool:
-    """Whether it is a transposed convolution of the forward pass."""
+    """Return whether it is a transposed convolution of the forward pass."""
     if eqn.primitive.name != "conv_general_dilated" or is_backward(eqn):
         return False
     params = eqn.params
@@ -71,7 +71,9 @@ def is_transposed(eqn: jex.JaxprEqn) -> bool:
 
 
 def reversed_twice(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
-    """The convolution with a kernel that is reversed, and in a way that the compiler cannot undo was so before."""
+    """Return the convolution with a kernel that is reversed, and in a way that the compiler cannot undo was so
+    before.
+    """
 
     def run(operand: jax.Array, kernel: jax.Array) -> jax.Array:
         axes = eqn.params["dimension_numbers"].rhs_spec[2:]

@@ -26,7 +26,7 @@ def close_loops(
     *,
     materialises_eagerly: bool = True,
 ) -> list[Any]:
-    """Flat equations with scans in the place of sections.
+    """Return flat equations with scans in the place of sections.
 
     **Arguments:** `loop_of` the loop of each equation, -1 for none; a loop's equations stand together.
     """
@@ -43,7 +43,9 @@ def closed_within(
     *,
     materialises_eagerly: bool = True,
 ) -> list[tuple[Any, int]]:
-    """Flat equations and their loops, with scans in the place of the sections within one loop, -1 for the program."""
+    """Return flat equations and their loops, with scans in the place of the sections within one loop, -1 for the
+    program.
+    """
     behind_barrier = before_barriers(eqns)
     before = dict(behind_barrier)  # and before a loop wrote over rows of them
     items = [_Item(eqn, loop) for eqn, loop in zip(eqns, loop_of, strict=True)]
@@ -56,7 +58,7 @@ def closed_within(
 def scan_of(
     section: Sequence[jex.JaxprEqn], loop: Loop, before: dict[Any, Any], *, materialises_eagerly: bool
 ) -> Any:
-    """The scan that a section becomes where no other hands it anything: what it reads of others are constants.
+    """Return the scan that a section becomes where no other hands it anything: what it reads of others are constants.
 
     **Arguments:** `before` as by `before_barriers`.
     """
@@ -68,13 +70,13 @@ def scan_of(
 
 
 def before_barriers(eqns: Sequence[jex.JaxprEqn]) -> dict[Any, Any]:
-    """What variables were before a barrier."""
+    """Return what variables were before a barrier."""
     barriers = (eqn for eqn in eqns if is_barrier(eqn))
     return {v: a for eqn in barriers for v, a in zip(eqn.outvars, eqn.invars, strict=True)}
 
 
 def name_before(before: dict[Any, Any]) -> Callable[[Any], Any]:
-    """What gives a variable its first name."""
+    """Return what gives a variable its first name."""
 
     def same(atom: Atom) -> Any:
         while not _compat.is_literal(atom) and atom in before:
@@ -87,7 +89,7 @@ def name_before(before: dict[Any, Any]) -> Callable[[Any], Any]:
 def without_unread(
     eqns: Sequence[jex.JaxprEqn], results: Sequence[Any], kinds: Collection[str] = ("cond", "shard_map")
 ) -> list[Any]:
-    """The equations, those of these kinds without results that nobody reads, nor what they make only those of.
+    """Return the equations, those of these kinds without results that nobody reads, nor what they make only those of.
 
     A plan that drops what such a one hands to the backward pass reads it in a clone, which need not make the rest.
     """
@@ -122,7 +124,7 @@ class _Section:
 
 
 def _around(loop: int, loops: Sequence[Loop]) -> list[int]:
-    """The loops around one, -1 for the program last."""
+    """Return the loops around one, -1 for the program last."""
     found = [loops[loop].parent]
     while found[-1] >= 0:
         found.append(loops[found[-1]].parent)
@@ -137,7 +139,7 @@ def _closed(
     behind_barrier: dict[Any, Any],
     materialises_eagerly: bool,
 ) -> list[_Item]:
-    """The items with one loop's section as a scan of the loop around it."""
+    """Return the items with one loop's section as a scan of the loop around it."""
     at = [i for i, item in enumerate(items) if item.loop == loop.id]
     if at[-1] - at[0] + 1 != len(at):
         raise AssertionError(f"the equations of loop {loop.id} do not stand together")
@@ -179,7 +181,9 @@ def _sort(eqn: jex.JaxprEqn, section: _Section) -> None:
 
 
 def _handed_on(items: list[_Item], section: _Section, loop: Loop, other: int) -> list[_Item]:
-    """The items, where loop `other` reads slices of what the section's iterations make; the section stacks that."""
+    """Return the items, where loop `other` reads slices of what the section's iterations make; the section stacks
+    that.
+    """
     made = {v: None for eqn in section.eqns for v in eqn.outvars}
     made.update((v, None) for _, v in section.carries.values())
     slices: list[Any] = []

@@ -166,12 +166,12 @@ def append(
 
 
 def row_at(array: Any, index: Any) -> Any:
-    """The row of an array at an index that is not negative."""
+    """Return the row of an array at an index that is not negative."""
     return lax.dynamic_index_in_dim(array, index, keepdims=False, allow_negative_indices=False)
 
 
 def row_written(array: Any, row: Any, index: Any) -> Any:
-    """The array with another row at an index that is not negative."""
+    """Return the array with another row at an index that is not negative."""
     return lax.dynamic_update_index_in_dim(array, row, index, 0, allow_negative_indices=False)
 
 
@@ -180,8 +180,8 @@ def _is_scan(eqn: jex.JaxprEqn) -> bool:
 
 
 def pairs(eqns: Sequence[jex.JaxprEqn]) -> dict[int, int]:
-    """For each backward scan the forward scan whose stacked results it scans over, by index; the last if several. Not
-    of pairs that are mere recurrences.
+    """Return for each backward scan the forward scan whose stacked results it scans over, by index; the last if
+    several. Not of pairs that are mere recurrences.
     """
     maker: dict[Any, int] = {}
     forward_of: dict[int, int] = {}
@@ -205,8 +205,8 @@ def _runs_backward(eqn: jex.JaxprEqn, forward: Any) -> bool:
 
 
 def _is_recurrence(forward: Any, backward: Any) -> bool:
-    """Whether a pair is pointwise work that stacks no more for the way back than it scans over, as a gated linear
-    recurrence does: there is nothing to choose in an iteration, and the scan may be run again as a whole.
+    """Return whether a pair is pointwise work that stacks no more for the way back than it scans over, as a gated
+    linear recurrence does: there is nothing to choose in an iteration, and the scan may be run again as a whole.
     None that `_nested_checkpointing` made is one: it reads rows of whole arrays, which only a loop inlined may.
     """
     if any(inner.primitive is PART for eqn in (forward, backward) for inner in inner_eqns(eqn)):
@@ -219,5 +219,7 @@ def _is_recurrence(forward: Any, backward: Any) -> bool:
 
 
 def _has_both_passes(eqn: jex.JaxprEqn) -> bool:
-    """Whether a scan's body differentiates something: backward equations stand in it, and others before them."""
+    """Return whether a scan's body differentiates something: backward equations stand in it, and others before
+    them.
+    """
     return not is_backward(eqn) and any(map(is_backward, inner_eqns(eqn)))

@@ -85,7 +85,7 @@ def with_results(program: FlatProgram) -> FlatProgram:
 
 
 def _limits(eqn: jex.JaxprEqn) -> tuple[Any, float, float] | None:
-    """The operand that an equation clamps, and its limits; None where it does something else."""
+    """Return the operand that an equation clamps, and its limits; None where it does something else."""
     name = eqn.primitive.name
     if name in ("max", "min"):
         numbers = [_number(a) for a in eqn.invars]
@@ -104,7 +104,7 @@ def _limits(eqn: jex.JaxprEqn) -> tuple[Any, float, float] | None:
 
 
 def _compared(eqn: jex.JaxprEqn) -> tuple[Any, str, float] | None:
-    """What an equation compares with a number, and how; None where it does something else."""
+    """Return what an equation compares with a number, and how; None where it does something else."""
     name = eqn.primitive.name
     if name not in _MIRRORED:
         return None
@@ -118,7 +118,7 @@ def _compared(eqn: jex.JaxprEqn) -> tuple[Any, str, float] | None:
 
 
 def _number(atom: Atom) -> float | None:
-    """A real number that is written in the program; None for anything else, NaN too."""
+    """Return a real number that is written in the program; None for anything else, NaN too."""
     if not _compat.is_literal(atom) or np.ndim(atom.val) or np.iscomplexobj(atom.val):
         return None
     exact = np.asarray(atom.val, shaped(atom).dtype).item()
@@ -127,7 +127,7 @@ def _number(atom: Atom) -> float | None:
 
 
 def _says_the_same(kind: str, number: float, clamped: _Clamped) -> bool:
-    """Whether the comparison says of the clamped value what it says of the value itself."""
+    """Return whether the comparison says of the clamped value what it says of the value itself."""
     low, high = clamped.low, clamped.high
     if kind in ("gt", "le"):
         return low <= number < high
@@ -137,7 +137,7 @@ def _says_the_same(kind: str, number: float, clamped: _Clamped) -> bool:
 
 
 def _kept(eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool]) -> set[Any]:
-    """What contractions and the like of the backward pass read, views of it looked through."""
+    """Return what contractions and the like of the backward pass read, views of it looked through."""
     found: set[Any] = set()
     for eqn, is_backward in zip(reversed(eqns), reversed(in_backward), strict=True):
         if (is_backward and reads_memory(eqn)) or (is_relabelling(eqn) and not found.isdisjoint(eqn.outvars)):
@@ -148,7 +148,9 @@ def _kept(eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool]) -> set[Any]
 def _wanted(
     eqns: Sequence[jex.JaxprEqn], in_backward: Sequence[bool], kept: set[Any], masks: Any
 ) -> set[Any]:
-    """What the backward pass reads of the forward pass, and what of that is fused is made of, these masks left out."""
+    """Return what the backward pass reads of the forward pass, and what of that is fused is made of, these masks
+    left out.
+    """
     found: set[Any] = set()
     for i in reversed(range(len(eqns))):
         eqn = eqns[i]
@@ -159,7 +161,7 @@ def _wanted(
 
 
 def _frees(operand: Atom, wanted: set[Any], kept: set[Any], maker: Mapping[Any, Any]) -> bool:
-    """Whether something large that the operand is made of is there for this mask alone."""
+    """Return whether something large that the operand is made of is there for this mask alone."""
     least = _LEAST_SHARE * aval_nbytes(operand.aval)
     stack, seen = [operand], {operand}
     while stack:

@@ -30,7 +30,7 @@ def memory_order(
     *,
     turns: bool = True,
 ) -> list[int]:
-    """The indices of the live equations in execution order.
+    """Return the indices of the live equations in execution order.
 
     **Arguments:** `loop_of` and `loops` as in `Traced`; without them no loop is inlined. `turns` whether tails end
     where another forward pass begins: they did not once, and plans of then name equations by their places.
@@ -66,7 +66,7 @@ def _ordered(
     parent: int,
     turns: bool,
 ) -> list[int]:
-    """The indices of the equations of one loop and of those in it, in execution order."""
+    """Return the indices of the equations of one loop and of those in it, in execution order."""
     inside: dict[int, list[int]] = {}  # loop of this level -> its equations; those of the level itself apart
     single: list[int] = []
     for i in live:
@@ -152,8 +152,8 @@ def _unit_order(units: Sequence[_Unit], turns: bool) -> list[int]:
 
 
 def _turns(units: Sequence[_Unit], operands: Mapping[int, Sequence[int]]) -> list[int]:
-    """For each unit how many times the step has turned from what a backward pass makes to another forward pass: from
-    its contractions on, for its zeros and the like may have equals in the forward pass.
+    """Return for each unit how many times the step has turned from what a backward pass makes to another forward
+    pass: from its contractions on, for its zeros and the like may have equals in the forward pass.
     """
     turns: list[int] = []
     behind: list[bool] = []  # whether it reads what contractions of its turn's backward pass make, or is one
@@ -168,12 +168,12 @@ def _turns(units: Sequence[_Unit], operands: Mapping[int, Sequence[int]]) -> lis
 
 
 def _forward(eqn: jex.JaxprEqn) -> bool:
-    """Whether it is of the forward pass of what is differentiated."""
+    """Return whether it is of the forward pass of what is differentiated."""
     stack = _compat.name_stack_text(eqn)
     return "jvp(" in stack and "transpose(" not in stack
 
 
 def _backward(eqn: jex.JaxprEqn) -> bool:
-    """Whether running early can only free memory: not in the forward pass of the differentiated function."""
+    """Return whether running early can only free memory: not in the forward pass of the differentiated function."""
     stack = _compat.name_stack_text(eqn)
     return "transpose(" in stack or "jvp(" not in stack

@@ -43,7 +43,7 @@ FEW = 1 / 32
 
 
 def microbatches(closed: jex.ClosedJaxpr) -> tuple[Region, ...]:
-    """The region that is most of a step, if there is one."""
+    """Return the region that is most of a step, if there is one."""
     program = Readers(closed)
     if not any(is_backward(program.eqns[i]) for i in program.alive):
         return ()
@@ -131,7 +131,7 @@ class _Whole(Grower):
         return found
 
     def _hands_on(self) -> bool:
-        """Whether all that it hands on has rows or is a sum over them: nothing that is the same for all."""
+        """Return whether all that it hands on has rows or is a sum over them: nothing that is the same for all."""
         leaves = handed_on(self.program, [self.rules], 0)
         return all(self.dimension[v] is not None or v in self.sums for v in leaves)
 
@@ -172,12 +172,12 @@ class _Whole(Grower):
         return i not in self.early and i not in self.taken and super()._add(i)
 
     def _goes_on(self, v: jex.Var) -> bool:
-        """Whether each microbatch adds to a sum in its place, so that there is no sum of its own."""
+        """Return whether each microbatch adds to a sum in its place, so that there is no sum of its own."""
         return is_scattered(self.program.eqns[self.program.maker[v]])
 
     def _of_sums(self, eqn: jex.JaxprEqn, made: Collection[Any]) -> BatchingRule | None:
-        """The way of an equation that adds two sums of these, or puts one that nothing else reads in another form; not
-        of short numbers, whose sums have another type here.
+        """Return the way of an equation that adds two sums of these, or puts one that nothing else reads in another
+        form; not of short numbers, whose sums have another type here.
         """
         operands = eqn.invars
         if not operands or any(_compat.is_literal(a) or a not in made or self._goes_on(a) for a in operands):

@@ -75,7 +75,7 @@ def segmented(program: FlatProgram, inliner: Inliner) -> FlatProgram:
 
 
 def backward_of(eqns: Sequence[jex.JaxprEqn]) -> dict[int, list[int]]:
-    """For the forward scan of each pair, in order, its backward scans, by index."""
+    """Return for the forward scan of each pair, in order, its backward scans, by index."""
     found: dict[int, list[int]] = {}
     for backward, forward in pairs(eqns).items():
         found.setdefault(forward, []).append(backward)
@@ -83,8 +83,8 @@ def backward_of(eqns: Sequence[jex.JaxprEqn]) -> dict[int, list[int]]:
 
 
 def cuttable(eqns: Sequence[jex.JaxprEqn]) -> tuple[bool, ...]:
-    """For each pair whether it can be other loops: zeros stand for what its backward scans have not stacked yet, and
-    levels run the forward scan again.
+    """Return for each pair whether it can be other loops: zeros stand for what its backward scans have not stacked
+    yet, and levels run the forward scan again.
     """
     return tuple(
         not runs_once(eqns[i])
@@ -128,7 +128,7 @@ class _Pair:
         self.last: list[dict[Any, Any]] = []  # and those of each rest
 
     def _known(self, eqn: jex.JaxprEqn, but: Sequence[Any] = ()) -> list[Any]:
-        """A scan's constants, those of its body and the arrays that it scans over but for these."""
+        """Return a scan's constants, those of its body and the arrays that it scans over but for these."""
         consts, _, arrays = operands(eqn)
         closed = eqn.params["jaxpr"]
         inner = zip(getattr(closed, "consts", ()), getattr(closed, "jaxpr", closed).constvars, strict=True)
@@ -136,8 +136,8 @@ class _Pair:
         return [*own, *consts, *(a for a in arrays if a not in but)]
 
     def forward(self) -> list[Any]:
-        """The forward scan over the first level, with nested checkpointing one that stacks the carries that its
-        segments start with; then those of the rests.
+        """Return the forward scan over the first level, with nested checkpointing one that stacks the carries that
+        its segments start with; then those of the rests.
         """
         eqn, count, main = self.eqn, self.carries, prod(self.levels)
         init, ends = operands(eqn)[1], eqn.outvars[:count]
@@ -175,8 +175,8 @@ class _Pair:
         return made
 
     def backward(self, eqn: jex.JaxprEqn) -> list[Any]:
-        """The rests' backward scans, the last first, and that over the first level; with nested checkpointing its body
-        runs a segment's forward scan once more.
+        """Return the rests' backward scans, the last first, and that over the first level; with nested
+        checkpointing its body runs a segment's forward scan once more.
         """
         known = [*self.known, *self._known(eqn, self._handed(eqn))]
         made: list[Any] = []
@@ -200,7 +200,7 @@ class _Pair:
         return made
 
     def _handed(self, eqn: jex.JaxprEqn) -> list[Any]:
-        """What a backward scan reads of what the forward scan stacks."""
+        """Return what a backward scan reads of what the forward scan stacks."""
         stacked = self.eqn.outvars[self.carries :]
         return [v for v in stacked if v in operands(eqn)[2]]
 
@@ -216,8 +216,8 @@ class _Pair:
         starts: bool = False,
         opened: bool = False,
     ) -> Any:
-        """A forward scan over the first level, which stacks some results, and before them the carries that each of its
-        iterations starts with if they are wanted; `opened` if it is one of a pair.
+        """Return a forward scan over the first level, which stacks some results, and before them the carries that
+        each of its iterations starts with if they are wanted; `opened` if it is one of a pair.
         """
 
         def body(known: list[Any], carried: list[Any], slices: list[Any]) -> Any:
@@ -240,7 +240,7 @@ class _Pair:
         handed: Sequence[Any],
         ends: Sequence[Any] | None = None,
     ) -> Any:
-        """A backward scan whose carries are its own and the arrays of its results."""
+        """Return a backward scan whose carries are its own and the arrays of its results."""
         carries = len(operands(eqn)[1])
         residuals = self._handed(eqn)
         results = range(carries, len(eqn.outvars))
@@ -269,7 +269,9 @@ class _Pair:
         starts: Sequence[Any],
         ends: Sequence[Any] | None = None,
     ) -> Any:
-        """The backward scan over the first level, each of whose iterations starts from a carry that was kept."""
+        """Return the backward scan over the first level, each of whose iterations starts from a carry that
+        was kept.
+        """
 
         def body(known: list[Any], state: list[Any], slices: list[Any]) -> Any:
             known = self._as_written(known, state)
@@ -290,7 +292,7 @@ class _Pair:
         return scan.replace(primitive=APART)
 
     def _as_written(self, known: Sequence[Any], state: Sequence[Any]) -> list[Any]:
-        """The constants, those that are written over as they are by now."""
+        """Return the constants, those that are written over as they are by now."""
         return [state[self.written[i]] if i in self.written else a for i, a in enumerate(known)]
 
     def _iteration(
@@ -303,7 +305,7 @@ class _Pair:
         results: Sequence[int],
         opened: bool,
     ) -> tuple[list[Any], list[Any]]:
-        """The equations of one iteration of a scan and its results, carries and some of the others.
+        """Return the equations of one iteration of a scan and its results, carries and some of the others.
 
         **Arguments:** `known` as made by `_known`; `given` slices of arrays that it scans over, the other arrays are
         read at the `index`.
@@ -334,7 +336,7 @@ def _read(atom: Atom, rename: dict[Any, Any]) -> Any:
 
 
 def _needed(eqns: Sequence[jex.JaxprEqn], outvars: Sequence[_compat.Atom]) -> list[Any]:
-    """The equations that these results need."""
+    """Return the equations that these results need."""
     needed = {a for a in outvars if not _compat.is_literal(a)}
     kept = []
     for eqn in reversed(eqns):
@@ -359,7 +361,7 @@ def _zeros(into: list[jex.JaxprEqn], aval: Any, like: Any) -> Any:
 
 
 def _inside(eqn: jex.JaxprEqn) -> Any:
-    """The equation as part of a body: the names around it are those of the loop."""
+    """Return the equation as part of a body: the names around it are those of the loop."""
     return eqn.replace(source_info=_compat.root_source(eqn))
 
 
@@ -374,7 +376,7 @@ def _loop(
     body: Body,
     ends: Sequence[Any] | None = None,
 ) -> Any:
-    """A scan that runs as another does, with another body, length, operands, and names of its last carries."""
+    """Return a scan that runs as another does, with another body, length, operands, and names of its last carries."""
     consts, init, scanned = arguments
     known, carried = _fresh(consts), _fresh(init)
     slices = [_compat.new_var(jex.mapped_aval(length, 0, a.aval)) for a in scanned]

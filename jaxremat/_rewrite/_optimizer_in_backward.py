@@ -63,8 +63,8 @@ def with_optimizer_in_backward(program: FlatProgram, donated: Sequence[bool]) ->
 
 
 def _aliases(jaxpr: jex.Jaxpr, donated: Sequence[bool]) -> dict[Any, Any]:
-    """For results the donated argument whose memory JAX gives them: the first left of the same type, in order, of those
-    that are read at all.
+    """Return for results the donated argument whose memory JAX gives them: the first left of the same type, in
+    order, of those that are read at all.
     """
     read = {a for eqn in jaxpr.eqns for a in _compat.variables(eqn.invars)}
     read.update(a for a in jaxpr.outvars if not _compat.is_literal(a))
@@ -82,7 +82,7 @@ def _aliases(jaxpr: jex.Jaxpr, donated: Sequence[bool]) -> dict[Any, Any]:
 
 
 def _alike(atom: Atom) -> tuple[Any, ...]:
-    """What results have in common with the argument whose memory they take."""
+    """Return what results have in common with the argument whose memory they take."""
     return shaped(atom).shape, shaped(atom).dtype, on_host(atom.aval)
 
 
@@ -130,7 +130,7 @@ class _Loop:
                 self.blocked.add(i)
 
     def _split(self, index: int, eqn: jex.JaxprEqn, late: bool) -> list[tuple[int, Any]]:
-        """A reduction of whole stacks, as a norm is of gradients, as one of each row and then one of those."""
+        """Return a reduction of whole stacks, as a norm is of gradients, as one of each row and then one of those."""
         if not late or eqn.primitive.name not in _REDUCTIONS:
             return [(index, eqn)]
         axes = eqn.params["axes"]
@@ -143,7 +143,7 @@ class _Loop:
         return [(-1, first), (index, eqn.replace(invars=[rows], params={**eqn.params, "axes": (0,)}))]
 
     def found(self) -> "_Found":
-        """What is worth moving."""
+        """Return what is worth moving."""
         moved: set[int] = set()
         made: list[Any] = []
         over: dict[Any, Any] = {}
@@ -161,7 +161,9 @@ class _Loop:
         return _Found(moved, made, over, Gain(fewer, _nbytes(made)))
 
     def _groups(self) -> list[set[int]]:
-        """The equations behind the loop that can be done row by row, those together that lead to each other."""
+        """Return the equations behind the loop that can be done row by row, those together that lead to
+        each other.
+        """
         by_rows: dict[int, set[int]] = {}  # each -> its group, which they share
         stacks = set(self.stacks)
         for i in sorted(self.behind - {self.at}):
@@ -179,7 +181,7 @@ class _Loop:
         return [set(each) for each in {id(group): group for group in by_rows.values()}.values()]
 
     def by_rows(self, eqn: jex.JaxprEqn) -> bool:
-        """Whether the rows of an equation's result depend on those of its operands alone."""
+        """Return whether the rows of an equation's result depend on those of its operands alone."""
         if len(eqn.outvars) != 1 or not is_repeatable(eqn) or is_placed(eqn):
             return False
         shape, name = shaped(eqn.outvars[0]).shape, eqn.primitive.name
@@ -201,11 +203,13 @@ class _Loop:
         return name in _REDUCTIONS and 0 not in eqn.params["axes"]
 
     def _seen(self, v: jex.Var, group: set[int]) -> bool:
-        """Whether a value is read by others than these equations."""
+        """Return whether a value is read by others than these equations."""
         return v in self.returned or not self.readers.get(v, set()) <= group
 
     def _written_over(self, v: jex.Var, group: set[int]) -> Any:
-        """The argument that the value is to take the memory of, if nothing else reads that in or behind the loop."""
+        """Return the argument that the value is to take the memory of, if nothing else reads that in or behind
+        the loop.
+        """
         argument = self.aliased.get(v)
         if argument is None or argument in self.returned:
             return None
@@ -215,7 +219,7 @@ class _Loop:
         return argument if late <= {self.at} and argument not in whole else None
 
     def _pulled(self, moved: set[int]) -> set[int]:
-        """The equations before these that are done for them alone and can be done row by row as well."""
+        """Return the equations before these that are done for them alone and can be done row by row as well."""
         pulled: set[int] = set()
         for i in reversed(range(len(self.items))):
             eqn = self.items[i][1]
@@ -226,7 +230,7 @@ class _Loop:
         return pulled
 
     def rebuilt(self, found: "_Found") -> list[tuple[int, Any]]:
-        """The items with that in the loop."""
+        """Return the items with that in the loop."""
         moved, made, over = found.moved, found.made, found.over
         body = _Body(self, moved | self._pulled(moved))
         for argument in over.values():
@@ -266,7 +270,7 @@ class _Body:
             self.rows.setdefault(array, row)
 
     def row(self, array: Any) -> Any:
-        """What stands for an array in the body: its row, made there or scanned over."""
+        """Return what stands for an array in the body: its row, made there or scanned over."""
         if array in self.rows:
             return self.rows[array]
         i = self.loop.maker.get(array, -1)
@@ -296,13 +300,13 @@ class _Body:
         return made
 
     def _outside(self, atom: Atom) -> Any:
-        """What stands for a value that is the same in all iterations."""
+        """Return what stands for a value that is the same in all iterations."""
         if _compat.is_literal(atom):
             return atom
         return self.known.setdefault(atom, _compat.new_var(atom.aval))
 
     def scan(self, kept: Sequence[Any], made: Sequence[Any]) -> Any:
-        """The scan that stacks these of its own results, and the others."""
+        """Return the scan that stacks these of its own results, and the others."""
         loop, invars = self.loop, self.jaxpr.invars
         cut = len(self.consts)
         arguments = [
@@ -323,7 +327,7 @@ _SIZES = ("shape", "new_sizes")
 
 
 def _repeats(eqn: jex.JaxprEqn) -> bool:
-    """Whether all rows of the result are the same."""
+    """Return whether all rows of the result are the same."""
     return eqn.primitive.name == "broadcast_in_dim" and 0 not in eqn.params["broadcast_dimensions"]
 
 

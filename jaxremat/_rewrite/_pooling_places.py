@@ -43,7 +43,9 @@ GRADIENT: Any = jex.Primitive("max_pool_gradient")
 def places(
     x: jax.Array, *, window_dimensions: Any, window_strides: Any, padding: Any, largest: bool
 ) -> jax.Array:
-    """The place of the largest (smallest) value of each window, counted along its last dimension first, in uint8."""
+    """Return the place of the largest (smallest) value of each window, counted along its last dimension first, in
+    uint8.
+    """
     edges = [(low, high, 0) for low, high in padding]
     padded = jax.lax.pad(x, extreme(x.dtype, lowest=largest), edges)
     better = operator.ge if largest else operator.le
@@ -64,7 +66,7 @@ def gradient(
     padding: Any,
     sizes: Any,
 ) -> jax.Array:
-    """What was pooled gets the cotangents of the windows whose maximum it is.
+    """Return what was pooled gets the cotangents of the windows whose maximum it is.
 
     **Arguments:** `sizes` of what was pooled, None where they are those of the cotangent.
     """
@@ -74,7 +76,7 @@ def gradient(
     zero = jnp.zeros((), cotangent.dtype)
 
     def spread(i: int, place: tuple[int, ...]) -> jax.Array:
-        """The cotangents of the windows with their maximum there, where it is."""
+        """Return the cotangents of the windows with their maximum there, where it is."""
         reach = (p + (n - 1) * s + 1 for p, n, s in zip(place, pooled, window_strides, strict=True))
         edges = [(p, f - r, s - 1) for p, f, r, s in zip(place, full, reach, window_strides, strict=True)]
         return jax.lax.pad(jnp.where(chosen == i, cotangent, zero), zero, edges)
@@ -87,7 +89,7 @@ def gradient(
 
 
 def windows(padded: jax.Array, dimensions: Sequence[int], strides: Sequence[int]) -> Iterator[jax.Array]:
-    """For each place in a window what all windows have there."""
+    """Yield for each place in a window what all windows have there."""
     pooled = [(n - w) // s + 1 for n, w, s in zip(padded.shape, dimensions, strides, strict=True)]
     for place in _each_place(dimensions):
         stop = [p + (n - 1) * s + 1 for p, n, s in zip(place, pooled, strides, strict=True)]
@@ -95,7 +97,7 @@ def windows(padded: jax.Array, dimensions: Sequence[int], strides: Sequence[int]
 
 
 def extreme(dtype: Any, *, lowest: bool) -> jax.Array:
-    """What no other number of the type is below (above)."""
+    """Return what no other number of the type is below (above)."""
     inexact = jnp.issubdtype(dtype, jnp.inexact)
     if inexact and np.isinf(np.array(np.inf).astype(dtype)):
         return jnp.array(-np.inf if lowest else np.inf, dtype)
@@ -136,7 +138,7 @@ _define(GRADIENT, gradient, 0)
 
 
 def pooled_by_place(flat: jex.ClosedJaxpr, *, early: bool) -> jex.ClosedJaxpr:
-    """A program with `by_place` of its equations."""
+    """Return a program with `by_place` of its equations."""
     own = flat.jaxpr
     return _compat.new_jaxpr(
         own.constvars, flat.consts, own.invars, own.outvars, by_place(own.eqns, early=early)
@@ -145,7 +147,7 @@ def pooled_by_place(flat: jex.ClosedJaxpr, *, early: bool) -> jex.ClosedJaxpr:
 
 @mechanism("pooling's gradient by place", off=lambda eqns, **_: list(eqns))
 def by_place(eqns: Sequence[jex.JaxprEqn], *, early: bool = True) -> list[Any]:
-    """The equations of one body, with such gradients.
+    """Return the equations of one body, with such gradients.
 
     **Arguments:** `early` whether places stand behind the pooling, and not all before their gradients.
     """
@@ -182,12 +184,12 @@ def by_place(eqns: Sequence[jex.JaxprEqn], *, early: bool = True) -> list[Any]:
 
 
 def is_by_place(eqn: jex.JaxprEqn) -> bool:
-    """Whether it is such a gradient."""
+    """Return whether it is such a gradient."""
     return eqn.primitive is GRADIENT
 
 
 def is_pooling_gradient(eqn: jex.JaxprEqn) -> bool:
-    """Whether it is JAX's gradient of a max-pooling, of windows that are not too large."""
+    """Return whether it is JAX's gradient of a max-pooling, of windows that are not too large."""
     if eqn.primitive.name != "select_and_scatter_add" or _compat.is_literal(eqn.invars[1]):
         return False
     known = eqn.params["select_prim"] in (jax.lax.ge_p, jax.lax.le_p)
@@ -195,7 +197,7 @@ def is_pooling_gradient(eqn: jex.JaxprEqn) -> bool:
 
 
 def _pooling(eqn: jex.JaxprEqn) -> tuple[Any, ...] | None:
-    """The windows of a max-pooling, and whether it takes the largest; None of another equation."""
+    """Return the windows of a max-pooling, and whether it takes the largest; None of another equation."""
     largest = {"reduce_window_max": True, "reduce_window_min": False}.get(eqn.primitive.name)
     if largest is None or max(*eqn.params["base_dilation"], *eqn.params["window_dilation"], 1) > 1:
         return None

@@ -28,5 +28,5 @@ class Readers:
                 self.readers.setdefault(a, []).append(i)
 
     def inner(self, v: jex.Var) -> bool:
-        """Whether a value may stay within a region."""
+        """Return whether a value may stay within a region."""
         return v not in self.returned and v in self.maker and bool(getattr(v.aval, "shape", ()))

@@ -41,7 +41,7 @@ def narrowed(
     around = {v: {program.maker[v], *program.readers.get(v, ())} for v in rows}
 
     def needed(inside: Collection[int]) -> int:
-        """The bytes that are handed on, and that the largest other equation reads or makes of them."""
+        """Return the bytes that are handed on, and that the largest other equation reads or makes of them."""
         handed = {
             v for v in rows if any(i in inside for i in around[v]) and any(i not in inside for i in around[v])
         }
@@ -64,7 +64,7 @@ def _atoms(program: Readers, i: int) -> set[Any]:
 
 
 def _cut(rules: Collection[int], around: Mapping[Any, Collection[int]], core: Collection[int]) -> set[int]:
-    """The equations within where the core is, none but these may be, and the fewest bytes are handed on."""
+    """Return the equations within where the core is, none but these may be, and the fewest bytes are handed on."""
     source, sink, *_ = range(2 + len(rules))
     node = {i: 2 + n for n, i in enumerate(rules)}
     edges: list[tuple[int, int, int]] = [(source, node[i], _INFINITE) for i in core]

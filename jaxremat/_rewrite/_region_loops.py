@@ -138,7 +138,7 @@ def handed_on(program: Readers, loops: Sequence[Loop], number: int) -> list[Any]
 
 
 def _without_light(program: Readers, component: Component) -> list[list[int]]:
-    """The equations of each stage, once those that make little are taken out of the component."""
+    """Return the equations of each stage, once those that make little are taken out of the component."""
     while True:
         stages = _stages(program, component)
         made = [_made_nbytes(program, component, own) for own in stages]
@@ -150,13 +150,13 @@ def _without_light(program: Readers, component: Component) -> list[list[int]]:
 
 
 def _made_nbytes(program: Readers, component: Component, indices: Collection[int]) -> int:
-    """What some of its equations make along the axis."""
+    """Return what some of its equations make along the axis."""
     made = (v for i in indices for v in program.eqns[i].outvars)
     return sum(aval_nbytes(v.aval) for v in made if component.dimension.get(v) is not None)
 
 
 def _stages(program: Readers, component: Component) -> list[list[int]]:
-    """The equations of each stage, in order."""
+    """Return the equations of each stage, in order."""
     stage: dict[int, int] = {}
     needed: dict[int, int] = {}  # by other equations: how many stages have to be done before them
     for i in program.alive:
@@ -177,8 +177,8 @@ def _stages(program: Readers, component: Component) -> list[list[int]]:
 def _with_repeated(
     program: Readers, component: Component, stages: Sequence[Sequence[int]], small: float
 ) -> tuple[list[Loop], float]:
-    """For each stage all that its loop does: what something needs of it, and what is computed once more for that; also
-    the operations of the latter.
+    """Return for each stage all that its loop does: what something needs of it, and what is computed once more for
+    that; also the operations of the latter.
 
     **Arguments:** `small` the share of the largest value that is handed on instead.
     """

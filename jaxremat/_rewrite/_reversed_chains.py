@@ -38,7 +38,7 @@ _UNDONE = "undone_"
 
 
 def block_of(eqn: jex.JaxprEqn) -> int | None:
-    """The number of the block that an equation of the backward pass undoes, None where it does not."""
+    """Return the number of the block that an equation of the backward pass undoes, None where it does not."""
     name = _compat.last_scope(eqn)
     return int(name.removeprefix(_UNDONE)) if name.startswith(_UNDONE) else None
 
@@ -55,7 +55,7 @@ class Block:
 
 
 def chains(closed: jex.ClosedJaxpr, loop_of: Sequence[int], loops: Sequence[Loop]) -> list[list[Block]]:
-    """The chains of a program with its loops inlined: of each its blocks, the last first."""
+    """Return the chains of a program with its loops inlined: of each its blocks, the last first."""
     return _chains(closed, loop_of, backward_equations(closed.jaxpr.eqns, loop_of, loops))
 
 
@@ -98,7 +98,7 @@ class _Program:
         self.large = LARGE * max((aval_nbytes(v.aval) for v in self.maker), default=0)
 
     def ends(self, stop: int) -> bool:
-        """Whether a chain may end before that equation."""
+        """Return whether a chain may end before that equation."""
         eqn = self.forward[stop - 1]
         if eqn.primitive.name not in ENDS or self.in_loop[stop - 1]:
             return False
@@ -106,7 +106,7 @@ class _Program:
         return v in self.deep and v in self.last and aval_nbytes(v.aval) >= self.large
 
     def chain(self, stop: int) -> tuple[list[Block], int]:
-        """The blocks of the chain that ends before that equation, and where the first of them begins."""
+        """Return the blocks of the chain that ends before that equation, and where the first of them begins."""
         known = Following(self.maker.get)
         known.know({v: v for v in self.given})
         there = {
@@ -127,7 +127,7 @@ class _Program:
         return self._blocks(known, edges, made)
 
     def _blocks(self, known: Following, edges: Sequence[int], made: Sequence[int]) -> tuple[list[Block], int]:
-        """The blocks of which the backward pass wants something, if there are several."""
+        """Return the blocks of which the backward pass wants something, if there are several."""
         inside = self.forward[edges[-1] : edges[0]]
         names = {
             v: known.name[v] for eqn in inside for v in eqn.outvars if v in self.wanted and v in known.name

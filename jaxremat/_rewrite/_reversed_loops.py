@@ -58,7 +58,9 @@ def loops_in_reverse(program: FlatProgram, inliner: Inliner) -> FlatProgram:
 
 
 def reversible_nbytes(forward: Any, backward: Any) -> int:
-    """Bytes of the carries of a pair of scans that need not be kept for each iteration, 0 where they do not follow."""
+    """Return bytes of the carries of a pair of scans that need not be kept for each iteration, 0 where they do not
+    follow.
+    """
     pair = _Pair(forward, backward, Inliner())
     if pair.known is None or not any(map(is_contraction, pair.again)):
         return 0
@@ -117,7 +119,7 @@ class _Pair:
             wanted += more
 
     def apart(self) -> Any:
-        """The scan that runs both passes of an iteration on its way back."""
+        """Return the scan that runs both passes of an iteration on its way back."""
         assert self.known is not None
         consts, init, scanned = operands(self.backward)
         own_consts = [_compat.new_var(a.aval) for a in consts]

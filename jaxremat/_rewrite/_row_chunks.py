@@ -41,7 +41,7 @@ IN_CHUNKS = "in_chunks"
 def chunked(
     closed: jex.ClosedJaxpr, region: Region | None, chunks: int, labels: Mapping[Any, str] = NONE
 ) -> tuple[jex.ClosedJaxpr, list[int]]:
-    """The program with a region, if any, in chunks; also for each equation its index before, -1 for new ones.
+    """Return the program with a region, if any, in chunks; also for each equation its index before, -1 for new ones.
 
     **Arguments:** `labels` the user's `checkpoint_name`s by variable.
     """
@@ -93,7 +93,7 @@ class _Chunks:
         self.reads = self._read_by([*self.moved, *self.rules])
 
     def _read_by(self, indices: Sequence[int]) -> list[Any]:
-        """What equations read of others."""
+        """Return what equations read of others."""
         eqns = [self.program.eqns[i] for i in indices]
         made = {v for eqn in eqns for v in eqn.outvars}
         return list(dict.fromkeys(a for eqn in eqns for a in _compat.variables(eqn.invars) if a not in made))
@@ -121,8 +121,8 @@ class _Chunks:
         return sorted(found)
 
     def _turned(self) -> list[int]:
-        """What of that is only read in another order, as a turned matrix is, or gathered, whole: products in chunks do
-        so.
+        """Return what of that is only read in another order, as a turned matrix is, or gathered, whole: products in
+        chunks do so.
         """
         program, found = self.program, list[int]()
         for i in reversed(self.moved):
@@ -135,8 +135,8 @@ class _Chunks:
         return found[::-1]
 
     def equations(self) -> list[Any]:
-        """What stands in place of the region's equations: where it is most of a step, both passes of it, the loop, else
-        a call, one of the backward pass if any of them is.
+        """Return what stands in place of the region's equations: where it is most of a step, both passes of it, the
+        loop, else a call, one of the backward pass if any of them is.
         """
 
         def in_chunks(*operands: Any) -> list[Any]:
@@ -151,7 +151,7 @@ class _Chunks:
         return made
 
     def _run(self, *operands: Any) -> list[Any]:
-        """The results of the region for what it reads."""
+        """Return the results of the region for what it reads."""
         env = dict(zip(self.reads, operands, strict=True))
         for eqn in (self.program.eqns[i] for i in self.moved if i not in self.turned):
             invars = [a.val if _compat.is_literal(a) else env[a] for a in eqn.invars]
@@ -178,8 +178,8 @@ class _Chunks:
         ]
 
     def _laid(self, v: jex.Var) -> tuple[int, ...]:
-        """The shape of all rows of a value, the parts that lie on devices of their own in a dimension of theirs: so
-        each device has its rows of every chunk.
+        """Return the shape of all rows of a value, the parts that lie on devices of their own in a dimension of
+        theirs: so each device has its rows of every chunk.
         """
         d, parts = self.dimension.get(v), self.region.parts
         if d is None or parts == 1:
@@ -187,11 +187,11 @@ class _Chunks:
         return (*shaped(v).shape[:d], parts, shaped(v).shape[d] // parts, *shaped(v).shape[d + 1 :])
 
     def _type(self, v: jex.Var) -> Any:
-        """The type in which a result is carried from chunk to chunk."""
+        """Return the type in which a result is carried from chunk to chunk."""
         return sum_type(shaped(v).dtype) if v in self.adder and v not in self.over else shaped(v).dtype
 
     def _body(self) -> jex.ClosedJaxpr:
-        """One chunk: its index, the results so far and what the region reads -> the results."""
+        """Return one chunk: its index, the results so far and what the region reads -> the results."""
         eqns: list[Any] = []
         index = _compat.new_var(ShapedArray((), jnp.int32))
         state = [
@@ -239,7 +239,7 @@ class _Chunks:
         return v.aval.update(shape=tuple(shape))
 
     def _part(self, eqns: list[jex.JaxprEqn], operand: Atom, index: Any, dimension: int, like: Any) -> Any:
-        """The rows of this chunk."""
+        """Return the rows of this chunk."""
         along = self._along(dimension)
         size = shaped(operand).shape[along] // self.chunks
         shape = list(like.aval.shape)
@@ -251,7 +251,7 @@ class _Chunks:
         return append(eqns, part, (operand, index), self._reader(like))
 
     def _added(self, eqns: list[jex.JaxprEqn], v: jex.Var, so_far: Any, made: Any, index: Any) -> Any:
-        """A result with what this chunk makes of it."""
+        """Return a result with what this chunk makes of it."""
         d = self.dimension[v]
         if v in self.over:
             return made
@@ -267,7 +267,7 @@ class _Chunks:
         return append(eqns, written, (so_far, made, index), self.program.eqns[self.program.maker[v]])
 
     def _along(self, dimension: int) -> int:
-        """The dimension of a part's rows."""
+        """Return the dimension of a part's rows."""
         return dimension + (self.region.parts > 1)
 
     def _reader(self, v: jex.Var) -> Any:
@@ -275,7 +275,7 @@ class _Chunks:
 
 
 def _without_unread(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The body without results of scans that a loop of one pass alone does not read."""
+    """Return the body without results of scans that a loop of one pass alone does not read."""
     read = {a for e in closed.jaxpr.eqns for a in _compat.variables(e.invars)}
     read.update(_compat.variables(closed.jaxpr.outvars))
     eqns = [
@@ -287,7 +287,7 @@ def _without_unread(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def is_in_chunks(eqn: jex.JaxprEqn) -> bool:
-    """Whether an equation is all of a region, in chunks."""
+    """Return whether an equation is all of a region, in chunks."""
     return eqn.params.get("name") == IN_CHUNKS
 
 

@@ -105,7 +105,7 @@ def _late(section: Any, rows: Collection[Any], passed: Mapping[Any, Any]) -> set
 
 
 def _rows(section: Any) -> dict[Any, tuple[Any, Any]]:
-    """The rows that the section reads: the array of each, and the index, None for the iteration's own."""
+    """Return the rows that the section reads: the array of each, and the index, None for the iteration's own."""
     parts = [eqn for eqn in section.eqns if eqn.primitive is PART]
     indices = {eqn.invars[1] for eqn in parts}
     scanned = {v: (array, None) for v, array in section.scanned.items() if v not in indices}

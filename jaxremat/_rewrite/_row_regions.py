@@ -82,7 +82,7 @@ class Region:
         return {i: rule for loop in self.loops for i, rule in loop.items()}
 
     def on_devices(self, parts: int, share: float) -> "Region":
-        """The same of rows that lie in so many parts: they add up their sums, and gather what they read whole.
+        """Return the same of rows that lie in so many parts: they add up their sums, and gather what they read whole.
 
         **Arguments:** `share` of what is the same for all rows that a device has.
         """
@@ -103,12 +103,12 @@ class Region:
         return tuple(sorted({min(able, key=lambda n: abs(n - wanted)) for wanted in CHUNKS if able}))
 
     def fewer_nbytes(self, chunks: int) -> int:
-        """What so many chunks may save at most."""
+        """Return what so many chunks may save at most."""
         return self.inner_nbytes - self.inner_nbytes // chunks
 
     def more_seconds(self, chunks: int, device: DeviceSpec) -> float:
-        """What so many chunks take longer: sums are read and written for each, what is read whole is read again,
-        devices send it again, kernels are launched, and loops repeat some of them.
+        """Return what so many chunks take longer: sums are read and written for each, what is read whole is read
+        again, devices send it again, kernels are launched, and loops repeat some of them.
         """
         nbytes = (3 * chunks - 1) * self.sum_nbytes + (chunks - 1) * self.read_nbytes
         again = self.kernels * device.launch_seconds + self.sent_nbytes / device.link
@@ -117,7 +117,7 @@ class Region:
 
 
 def regions(closed: jex.ClosedJaxpr) -> tuple[Region, ...]:
-    """That about the largest value that has one; none where it is not worth it."""
+    """Return that about the largest value that has one; none where it is not worth it."""
     program = Readers(closed)
     for v in largest(program, SEEDS):
         grown = (region_about(program, v, d) for d in range(len(v.aval.shape)))
@@ -129,7 +129,7 @@ def regions(closed: jex.ClosedJaxpr) -> tuple[Region, ...]:
 
 
 def largest(program: Readers, count: int, without: Collection[int] = ()) -> list[Any]:
-    """So many of the largest values that may stay within a region, of different shapes and not much smaller.
+    """Return so many of the largest values that may stay within a region, of different shapes and not much smaller.
 
     **Arguments:** `without` those that these equations make.
     """
@@ -157,13 +157,14 @@ def _nbytes(v: jex.Var) -> int:
 
 
 def region_about(program: Readers, seed: Any, dimension: int) -> Region | None:
-    """The region about a value with its rows in this dimension, if there is one."""
+    """Return the region about a value with its rows in this dimension, if there is one."""
     grower = Grower(program, LARGE * aval_nbytes(seed.aval))
     return region_of(program, (dict(sorted(grower.rules.items())),)) if grower.grow(seed, dimension) else None
 
 
 def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -> Region | None:
-    """What these loops do; None where it is too little, or where an equation that runs once would pass another.
+    """Return what these loops do; None where it is too little, or where an equation that runs once would pass
+    another.
 
     **Arguments:** `whole` whether it is most of a step.
     """
@@ -224,7 +225,7 @@ class Grower:
         self.large: list[Any] = []
 
     def grow(self, seed: Any, dimension: int) -> bool:
-        """Whether that ended in a region."""
+        """Return whether that ended in a region."""
         self.dimension[seed] = dimension
         self.large.append(seed)
         while self.spread(seed):
@@ -248,7 +249,7 @@ class Grower:
         return self.products <= self.most_products
 
     def sums_read(self) -> set[Any]:
-        """The sums over rows that equations of the region read, but to add them to others."""
+        """Return the sums over rows that equations of the region read, but to add them to others."""
         readers = (self.program.eqns[i] for i, rule in self.rules.items() if not rule.linear)
         return {a for eqn in readers for a in _compat.variables(eqn.invars) if a in self.sums}
 
@@ -275,11 +276,11 @@ class Grower:
         return True
 
     def batching_rules_of(self, eqn: jex.JaxprEqn) -> Iterable[BatchingRule]:
-        """The ways that are looked at of an equation; none of draws, which are made before, all at once."""
+        """Return the ways that are looked at of an equation; none of draws, which are made before, all at once."""
         return () if is_draw(eqn) else rules(eqn)
 
     def _between(self) -> list[int]:
-        """The equations that read, if only through others, what the region makes, and make what it reads."""
+        """Return the equations that read, if only through others, what the region makes, and make what it reads."""
         eqns, maker = self.program.eqns, self.program.maker
         first, last = min(self.rules), max(self.rules)
         near = [i for i in self.program.alive if first <= i <= last]

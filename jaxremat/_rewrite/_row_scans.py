@@ -35,7 +35,7 @@ class Around:
     maker: Callable[[Any], Any]
 
     def is_zero(self, atom: Atom) -> bool:
-        """Whether a value is known to be zeros."""
+        """Return whether a value is known to be zeros."""
         if _compat.is_literal(atom):
             return not shaped(atom).shape and atom.val == 0
         eqn = self.maker(atom)
@@ -87,7 +87,7 @@ class ScanBatchingRule(BatchingRule):
 
 
 def scan_batching_rule(eqn: jex.JaxprEqn, around: Around) -> ScanBatchingRule | None:
-    """The way of a scan in which what is known of it is so; None where there is none."""
+    """Return the way of a scan in which what is known of it is so; None where there is none."""
     body = _Body(eqn, around)
     return body.rule() if body.settled() else None
 
@@ -109,7 +109,7 @@ class _Body:
         self.makers = {v: each for each in jaxpr.eqns for v in each.outvars}
 
     def settled(self) -> bool:
-        """Whether rows and sums of all that the body makes could be told from what is known of some."""
+        """Return whether rows and sums of all that the body makes could be told from what is known of some."""
         if runs_once(self.eqn) or not all(map(self._found, *zip(*self._edges(), strict=True))):
             return False
         known = -1
@@ -124,7 +124,7 @@ class _Body:
         return self._is_consistent() and all(map(self.around.is_zero, zeros))
 
     def rule(self) -> ScanBatchingRule:
-        """What was found."""
+        """Return what was found."""
         jaxpr = self.closed.jaxpr
         first = self.consts + self.carries
         operands = [
@@ -203,7 +203,7 @@ class _Body:
         return [found] if found is not None else []
 
     def _add_sums(self, i: int, eqn: jex.JaxprEqn) -> bool:
-        """Whether sums make a sum here."""
+        """Return whether sums make a sum here."""
         if eqn.primitive.name in _ADDING:  # to a carry
             begun = {a for a in _compat.variables(eqn.invars) if a in self.begun}
             self.sums.update(begun - self.whole)
@@ -214,7 +214,7 @@ class _Body:
         return True
 
     def _is_linear(self, eqn: jex.JaxprEqn) -> bool:
-        """Whether an equation makes a sum of one, or of two, for all that is known."""
+        """Return whether an equation makes a sum of one, or of two, for all that is known."""
         name = eqn.primitive.name
         summed = [not _compat.is_literal(a) and a in self.sums for a in eqn.invars]
         kept = [jnp.issubdtype(shaped(v).dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
@@ -228,7 +228,7 @@ class _Body:
         )  # rounded to whole numbers parts are no parts
 
     def _is_consistent(self) -> bool:
-        """Whether what was found out later contradicts nothing that was found before."""
+        """Return whether what was found out later contradicts nothing that was found before."""
         jaxpr = self.closed.jaxpr
         others = {*jaxpr.constvars, *jaxpr.invars}.difference(self.begun)
         if not self.sums.isdisjoint(others | self.whole | self.dimension.keys()):
@@ -240,7 +240,7 @@ class _Body:
         )
 
     def _tied(self, begun: Any, last: Any) -> bool:
-        """Whether a carry is alike as an iteration begins and as it ends."""
+        """Return whether a carry is alike as an iteration begins and as it ends."""
         if begun in self.dimension:
             return self._is_row(last, self.dimension[begun])
         if _compat.is_literal(last):
@@ -254,7 +254,7 @@ class _Body:
 
 
 def _flat(body: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The body, inlined but for the user's names."""
+    """Return the body, inlined but for the user's names."""
     inliner, eqns = Inliner(), list[Any]()
     invars = [_compat.new_var(v.aval) for v in body.jaxpr.invars]
     results = inliner.body(body, invars, None, eqns, marks=True)

@@ -28,7 +28,7 @@ _SCOPE = "selected_from"
 
 
 def compared_directly(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The equations, as many, where an operand of a maximum or minimum is compared with the other one."""
+    """Return the equations, as many, where an operand of a maximum or minimum is compared with the other one."""
     chosen: dict[Any, Any] = {}
     eqns = []
     for eqn in closed.jaxpr.eqns:
@@ -51,8 +51,8 @@ def _directly(eqn: jex.JaxprEqn, chosen: dict[Any, Any]) -> Any:
 
 
 def marked(closed: jex.ClosedJaxpr, alive: Sequence[bool]) -> jex.ClosedJaxpr:
-    """The equations, as many, those under one more name that a compiler should not repeat in a kernel that selects and
-    in one that compares: what it makes twice may differ in its last bit too.
+    """Return the equations, as many, those under one more name that a compiler should not repeat in a kernel that
+    selects and in one that compares: what it makes twice may differ in its last bit too.
 
     **Arguments:** `alive` of each equation whether anything needs it.
     """
@@ -64,12 +64,12 @@ def marked(closed: jex.ClosedJaxpr, alive: Sequence[bool]) -> jex.ClosedJaxpr:
 
 
 def is_marked(eqn: jex.JaxprEqn) -> bool:
-    """Whether it is one of those. Loops and calls may have their names from one."""
+    """Return whether it is one of those. Loops and calls may have their names from one."""
     return _compat.has_scope(eqn, _SCOPE) and is_pointwise(eqn)
 
 
 def settled(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """The equations of a body that is compiled as it stands, where what both are of passes a barrier."""
+    """Return the equations of a body that is compiled as it stands, where what both are of passes a barrier."""
     direct = compared_directly(closed)
     made = _made_twice(direct.jaxpr.eqns, _alive(direct.jaxpr))
     parts = (in_memory(e) if i in made else [e] for i, e in enumerate(direct.jaxpr.eqns))
@@ -87,6 +87,6 @@ def _alive(jaxpr: jex.Jaxpr) -> list[bool]:
 
 
 def _made_twice(eqns: Sequence[jex.JaxprEqn], alive: Sequence[bool]) -> set[int]:
-    """The equations that compilers repeat in a kernel that selects and in one that compares."""
+    """Return the equations that compilers repeat in a kernel that selects and in one that compares."""
     shared = {j for i, own in decisions(eqns).compared.items() if alive[i] for j in own}
     return {i for i in shared if is_pointwise(eqns[i]) and len(eqns[i].outvars) == 1}

@@ -48,7 +48,8 @@ class Around:
     @classmethod
     @mechanism("steps within a shard_map", off=lambda *_, **__: None)
     def of(cls, closed: jex.ClosedJaxpr, *, respect_checkpoint: bool) -> "Around | None":
-        """The equation that does most of the work, if both passes are in it and the backward pass nowhere else.
+        """Return the equation that does most of the work, if both passes are in it and the backward pass nowhere
+        else.
 
         Where each pass is a `shard_map` of its own, the two are merged first.
         """
@@ -60,7 +61,7 @@ class Around:
 
     @classmethod
     def _in(cls, flat: jex.ClosedJaxpr) -> "Around | None":
-        """The equation, in a program that is taken as it is."""
+        """Return the equation, in a program that is taken as it is."""
         eqns = flat.jaxpr.eqns
         at = max(range(len(eqns)), key=lambda i: eqn_flops(eqns[i]), default=0)
         if (
@@ -79,7 +80,9 @@ class Around:
         return jex.ClosedJaxpr(self._eqn.params["jaxpr"], ())
 
     def donated(self, donated: Sequence[bool]) -> tuple[bool, ...]:
-        """Which arguments of the body may be written over, by those of the program: what nothing else reads."""
+        """Return which arguments of the body may be written over, by those of the program: what nothing
+        else reads.
+        """
         jaxpr = self.flat.jaxpr
         readers = Counter(a for eqn in jaxpr.eqns for a in _compat.variables(eqn.invars))
         readers.update(_compat.variables(jaxpr.outvars))
@@ -89,7 +92,7 @@ class Around:
         )
 
     def step(self, body: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-        """The program with another body."""
+        """Return the program with another body."""
         own = self.flat.jaxpr
         consts = [_compat.new_var(v.aval) for v in body.jaxpr.constvars]
         eqn = self._mapped(body, [*consts, *self._eqn.invars], self._eqn.params["in_specs"])
@@ -99,7 +102,7 @@ class Around:
         )
 
     def alone(self, part: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-        """Some part of the body as a program by itself, which every device runs on arrays of its own."""
+        """Return some part of the body as a program by itself, which every device runs on arrays of its own."""
         invars = [_compat.new_var(_compat.unvaried(v.aval)) for v in part.jaxpr.invars]
         consts = [_compat.new_var(v.aval) for v in part.jaxpr.constvars]
         outvars = [_compat.new_var(_compat.unvaried(v.aval)) for v in part.jaxpr.outvars]
@@ -123,7 +126,7 @@ class Around:
         return self.flat.jaxpr.eqns[self.at]
 
     def _mapped(self, body: jex.ClosedJaxpr, operands: Sequence[Atom], specs: Sequence[Any]) -> Any:
-        """The equation with another body, whose constants come first among the operands."""
+        """Return the equation with another body, whose constants come first among the operands."""
         jaxpr = body.jaxpr
         opened = _compat.new_jaxpr((), (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns).jaxpr
         whole = (PartitionSpec(),) * len(jaxpr.constvars)
@@ -132,9 +135,9 @@ class Around:
 
 
 def _with_unchecked(flat: jex.ClosedJaxpr, at: int) -> jex.ClosedJaxpr:
-    """The program whose `shard_map` does not check what differs between devices: it was checked when it was traced, and
-    what follows from it, such as sums of gradients, stands in the equations. So all that is done with programs of one
-    device can be done with it.
+    """Return the program whose `shard_map` does not check what differs between devices: it was checked when it was
+    traced, and what follows from it, such as sums of gradients, stands in the equations. So all that is done with
+    programs of one device can be done with it.
     """
     own, eqn = flat.jaxpr, flat.jaxpr.eqns[at]
     if any(_CHECKED_ALONE.search(name) and name not in _INVARIANT for name in _names(eqn.params["jaxpr"])):
@@ -145,7 +148,7 @@ def _with_unchecked(flat: jex.ClosedJaxpr, at: int) -> jex.ClosedJaxpr:
 
 
 def _unchecked(jaxpr: jex.Jaxpr) -> Any:
-    """The equations without types that say what differs between devices."""
+    """Return the equations without types that say what differs between devices."""
     if not any(map(_compat.varying_axes, _variables(jaxpr))):
         return jaxpr
     env: dict[Any, Any] = {}
@@ -179,14 +182,14 @@ def _unchecked(jaxpr: jex.Jaxpr) -> Any:
 
 
 def _names(jaxpr: jex.Jaxpr) -> Iterator[str]:
-    """The primitives of its equations, and of the inner ones."""
+    """Yield the primitives of its equations, and of the inner ones."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         yield from chain.from_iterable(map(_names, inner_jaxprs(eqn)))
 
 
 def _variables(jaxpr: jex.Jaxpr) -> Iterator[Any]:
-    """All variables of its equations, of the inner ones too."""
+    """Yield all variables of its equations, of the inner ones too."""
     yield from (*jaxpr.constvars, *jaxpr.invars)
     for eqn in jaxpr.eqns:
         yield from eqn.outvars

@@ -24,7 +24,7 @@ _OWN = frozenset({"jaxpr", "in_specs", "out_specs"})
 
 
 def merged_shard_maps(flat: jex.ClosedJaxpr) -> Iterator[jex.ClosedJaxpr]:
-    """The program with one pair merged, for each pair that may be."""
+    """Yield the program with one pair merged, for each pair that may be."""
     eqns = flat.jaxpr.eqns
     mapped = [i for i, eqn in enumerate(eqns) if eqn.primitive.name == "shard_map"]
     for first, second in combinations(mapped, 2):
@@ -36,7 +36,7 @@ def merged_shard_maps(flat: jex.ClosedJaxpr) -> Iterator[jex.ClosedJaxpr]:
 
 
 def _merged(jaxpr: jex.Jaxpr, first: int, second: int) -> list[Any] | None:
-    """The equations with two of them merged."""
+    """Return the equations with two of them merged."""
     eqns = jaxpr.eqns
     one, other = eqns[first], eqns[second]
     if _common(one) != _common(other) or any(map(runs_once, eqns[first : second + 1])):
@@ -98,7 +98,7 @@ class _Body:
         self.eqns: list[Any] = []
 
     def operand(self, atom: Atom, spec: Any, aval: Any) -> Any:
-        """The body's variable for an operand: one for all who read it alike."""
+        """Return the body's variable for an operand: one for all who read it alike."""
         if _compat.is_literal(atom) and not shaped(atom).shape and spec == PartitionSpec():
             return atom
         for known, own, var in zip(self.atoms, self.specs, self.invars, strict=True):
@@ -131,7 +131,7 @@ class _Body:
 
 
 def _between(eqns: Sequence[jex.JaxprEqn], one: Any, other: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """What reads no result of the first, what the second reads of the others, and what it does not."""
+    """Return what reads no result of the first, what the second reads of the others, and what it does not."""
     reached, wanted = {*one.outvars}, {*_compat.variables(other.invars)}
     before: list[Any] = []
     reading: list[Any] = []
@@ -153,7 +153,7 @@ def _between(eqns: Sequence[jex.JaxprEqn], one: Any, other: Any) -> tuple[list[A
 
 
 def is_of_scalars(eqn: jex.JaxprEqn) -> bool:
-    """Whether all that an equation reads and makes is scalars."""
+    """Return whether all that an equation reads and makes is scalars."""
     return not any(a.aval.shape for a in [*eqn.invars, *eqn.outvars])
 
 
@@ -163,5 +163,5 @@ def _is_in(atom: Atom, values: Mapping[jex.Var, Any]) -> "TypeIs[jex.Var]":
 
 
 def _common(eqn: jex.JaxprEqn) -> dict[str, Any]:
-    """What two that are merged have in common: the mesh, its axes and whether they are checked."""
+    """Return what two that are merged have in common: the mesh, its axes and whether they are checked."""
     return {key: value for key, value in eqn.params.items() if key not in _OWN}

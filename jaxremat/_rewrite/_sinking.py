@@ -32,7 +32,7 @@ GROWTH = 8
 
 
 def grows(eqn: jex.JaxprEqn) -> bool:
-    """Whether an equation fills a large array from a small one, which any kernel can do while it reads."""
+    """Return whether an equation fills a large array from a small one, which any kernel can do while it reads."""
     if eqn.primitive.name not in ("broadcast_in_dim", "iota"):
         return False
     read = sum(aval_nbytes(a.aval) for a in eqn.invars)
@@ -43,7 +43,9 @@ def grows(eqn: jex.JaxprEqn) -> bool:
 def sunk_values(
     eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
 ) -> frozenset[Any]:
-    """The variables that grow out of little outside of a loop whose iterations read them, each in a kernel that can."""
+    """Return the variables that grow out of little outside of a loop whose iterations read them, each in a kernel
+    that can.
+    """
     made = _makers(eqns, loop_of)
     stored = {a for eqn in eqns if _in_memory(eqn) for a in _compat.variables(eqn.invars)}
     reads = ((a, n) for eqn, n in zip(eqns, loop_of, strict=True) if not _in_memory(eqn) for a in eqn.invars)
@@ -61,7 +63,7 @@ def sunk_values(
 def sink(
     eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int], loops: Sequence[Loop]
 ) -> tuple[list[Any], list[int]]:
-    """Equations, and the loop of each, where iterations make such values themselves."""
+    """Return equations, and the loop of each, where iterations make such values themselves."""
     made = _makers(eqns, loop_of)
     sunk = sunk_values(eqns, loop_of, loops)
     found: list[Any] = []
@@ -69,7 +71,7 @@ def sink(
     clones: dict[tuple[Any, int], Any] = {}
 
     def within(a: Atom, loop: int) -> Any:
-        """What the variable is called in the loop, where it is made if need be."""
+        """Return what the variable is called in the loop, where it is made if need be."""
         if _compat.is_literal(a) or a not in sunk or not _around(made, a, loop, loops):
             return a
         if (a, loop) not in clones:
@@ -89,13 +91,13 @@ def sink(
 
 
 def sink_into(eqns: Sequence[jex.JaxprEqn], chosen: Collection[int]) -> list[Any]:
-    """Equations of which the chosen scans, which are not inlined, make such values themselves."""
+    """Return equations of which the chosen scans, which are not inlined, make such values themselves."""
     made = _makers(eqns, [-1] * len(eqns))
     return [_grown_within(eqn, made) if i in chosen else eqn for i, eqn in enumerate(eqns)]
 
 
 def _grown_within(scan: jex.JaxprEqn, made: Mapping[Any, "_Made"]) -> Any:
-    """A scan whose body makes constants that grow out of little."""
+    """Return a scan whose body makes constants that grow out of little."""
     consts, init, arrays = _compat.scan_operands(scan)
     closed = scan.params["jaxpr"]
     jaxpr = _compat.opened(closed)[0]
@@ -109,7 +111,7 @@ def _grown_within(scan: jex.JaxprEqn, made: Mapping[Any, "_Made"]) -> Any:
     eqns: list[Any] = []
 
     def within(a: Atom, name: Any = None) -> Any:
-        """What an outer variable is called in the body, where it is made if it can be."""
+        """Return what an outer variable is called in the body, where it is made if it can be."""
         if _compat.is_literal(a) or (name is None and a in known):
             return a if _compat.is_literal(a) else known[a]
         known[a] = name or _compat.new_var(a.aval)
@@ -135,7 +137,7 @@ def _grown_within(scan: jex.JaxprEqn, made: Mapping[Any, "_Made"]) -> Any:
 
 
 def _stored(jaxpr: jex.Jaxpr) -> set[Any]:
-    """The variables of a body that equations read from memory, in calls too, or that it returns."""
+    """Return the variables of a body that equations read from memory, in calls too, or that it returns."""
     found = set(_compat.variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
         inner = inner_jaxprs(eqn)
@@ -158,7 +160,9 @@ class _Made:
 
 
 def _makers(eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int]) -> dict[Any, _Made]:
-    """The variables that grow out of little, and those that take nothing but cheap pointwise work on constants."""
+    """Return the variables that grow out of little, and those that take nothing but cheap pointwise work on
+    constants.
+    """
     made: dict[Any, _Made] = {}
     for eqn, loop in zip(eqns, loop_of, strict=True):
         constant = all(a in made and made[a].constant for a in _compat.variables(eqn.invars))
@@ -171,7 +175,7 @@ def _makers(eqns: Sequence[jex.JaxprEqn], loop_of: Sequence[int]) -> dict[Any, _
 
 
 def _around(made: Mapping[Any, _Made], atom: Atom, loop: int, loops: Sequence[Loop]) -> bool:
-    """Whether a variable of these is made in the body around a loop, or further out."""
+    """Return whether a variable of these is made in the body around a loop, or further out."""
     if _compat.is_literal(atom) or atom not in made:
         return False
     outside, parent = made[atom].loop, loops[loop].parent
@@ -181,5 +185,5 @@ def _around(made: Mapping[Any, _Made], atom: Atom, loop: int, loops: Sequence[Lo
 
 
 def _in_memory(eqn: jex.JaxprEqn) -> bool:
-    """Whether the equation reads arrays that no kernel of its own can make."""
+    """Return whether the equation reads arrays that no kernel of its own can make."""
     return is_loop_edge(eqn) or reads_memory(eqn)

@@ -24,7 +24,7 @@ _ZERO = _compat.literal(np.float32(0))
 
 @mechanism("stacks begun late", off=lambda _: 0)
 def stacked_nbytes(eqn: jex.JaxprEqn) -> int:
-    """The bytes that a scan fills slice by slice; 0 of others, and where they cannot be carries."""
+    """Return the bytes that a scan fills slice by slice; 0 of others, and where they cannot be carries."""
     if eqn.primitive.name != "scan" or eqn.effects:
         return 0
     stacks = list(map(shaped, eqn.outvars[_compat.scan_counts(eqn)[1] :]))
@@ -34,17 +34,17 @@ def stacked_nbytes(eqn: jex.JaxprEqn) -> int:
 
 
 def begun_late(eqn: jex.JaxprEqn) -> list[Any]:
-    """The equations in place of such a scan."""
+    """Return the equations in place of such a scan."""
     given = list(dict.fromkeys(_compat.variables(eqn.invars)))
     zero = _compat.new_var(_ZERO.aval)
     behind = {a: _compat.new_var(a.aval) for a in given}
-    fence = _compat.barrier([_ZERO, *given], [zero, *behind.values()], eqn.source_info)
+    barrier = _compat.barrier([_ZERO, *given], [zero, *behind.values()], eqn.source_info)
     invars = [zero, *(a if _compat.is_literal(a) else behind[a] for a in eqn.invars)]
-    return [fence, *inlined(_carrying(eqn), invars, eqn.source_info, eqn.outvars)[0]]
+    return [barrier, *inlined(_carrying(eqn), invars, eqn.source_info, eqn.outvars)[0]]
 
 
 def _carrying(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
-    """A zero and the scan's operands -> its results."""
+    """Return a zero and the scan's operands -> its results."""
     length, reverse = eqn.params["length"], eqn.params["reverse"]
     consts, init, _ = map(len, operands(eqn))
     stacks = list(map(shaped, eqn.outvars[init:]))
@@ -72,7 +72,7 @@ def _carrying(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
 
 
 def _evaluated(closed: jex.ClosedJaxpr, given: list[Any]) -> list[Any]:
-    """The results of a body."""
+    """Return the results of a body."""
     if not hasattr(closed, "consts"):
         closed = _compat.new_jaxpr((), (), closed.invars, closed.outvars, closed.eqns)
     return jex.jaxpr_as_fun(closed)(*given)

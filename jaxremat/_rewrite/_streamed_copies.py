@@ -32,8 +32,9 @@ UPDATES = 1
 
 
 def updates(eqns: Sequence[jex.JaxprEqn], fetches: Collection[int]) -> dict[Any, int]:
-    """For each variable that is made of what these equations copy, contractions aside, which update it is of: a number
-    that ascends with the places of equations. Counters and the like, which all updates read, belong to none.
+    """Return for each variable that is made of what these equations copy, contractions aside, which update it is
+    of: a number that ascends with the places of equations. Counters and the like, which all updates read, belong to
+    none.
     """
     before: dict[int, int] = {}  # of each copy one of the same update, itself where that is the first
 
@@ -69,7 +70,7 @@ class _Copy(NamedTuple):
 def streamed(
     jaxpr: jex.Jaxpr, order: Sequence[int], loop_of: Sequence[int] = (), loops: Sequence[Loop] = ()
 ) -> list[int]:
-    """The indices of equations in this order, with those copies moved.
+    """Return the indices of equations in this order, with those copies moved.
 
     **Arguments:** as in `_memory_order.memory_order`.
     """
@@ -122,7 +123,7 @@ def _copy(var: _compat.Atom, p: int, at: int, of: dict[Any, int]) -> _Copy:
 
 
 def _ahead(fetches: Sequence[_Copy], clock: Sequence[float], begin: int) -> dict[int, int]:
-    """For each copy to the device the place behind which it begins, none before `begin`."""
+    """Return for each copy to the device the place behind which it begins, none before `begin`."""
     near, index = _in_turn(fetches, min)
     found: dict[int, int] = {}
     free = math.inf  # until when the link is, counted in operations
@@ -136,7 +137,7 @@ def _ahead(fetches: Sequence[_Copy], clock: Sequence[float], begin: int) -> dict
 
 
 def _behind(puts: Sequence[_Copy], clock: Sequence[float]) -> dict[int, int]:
-    """For each copy to the host the place behind which it is over."""
+    """Return for each copy to the host the place behind which it is over."""
     near, index = _in_turn(puts, max)
     found: dict[int, int] = {}
     free = 0.0  # from when on the link is
@@ -150,7 +151,7 @@ def _behind(puts: Sequence[_Copy], clock: Sequence[float]) -> dict[int, int]:
 
 
 def _in_turn(copies: Iterable[_Copy], outermost: Callable[..., int]) -> tuple[list[int], dict[int, int]]:
-    """Of each update the first place, or the last; and which of these it has."""
+    """Return of each update the first place, or the last; and which of these it has."""
     places: dict[int, int] = {}
     for copy in copies:
         places[copy.update] = outermost(places.get(copy.update, copy.at), copy.at)
@@ -159,7 +160,7 @@ def _in_turn(copies: Iterable[_Copy], outermost: Callable[..., int]) -> tuple[li
 
 
 def _outside_loops(loop_of: Sequence[int], loops: Sequence[Loop]) -> list[int]:
-    """For each place the last of the outermost loop that it is in, or itself where it is in none."""
+    """Return for each place the last of the outermost loop that it is in, or itself where it is in none."""
     outermost = [(_loops_of(loop, loops) or [-1])[-1] for loop in loop_of]
     last = {loop: p for p, loop in enumerate(outermost)}
     return [p if loop < 0 else last[loop] for p, loop in enumerate(outermost)]

@@ -191,11 +191,11 @@ class Traced:
         return self.source.attention_places
 
     def step(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-        """The whole program that a flat one of this step is, or is the body of."""
+        """Return the whole program that a flat one of this step is, or is the body of."""
         return self.around.step(closed) if self.around else closed
 
     def alone(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-        """Some part of this step as a program by itself."""
+        """Return some part of this step as a program by itself."""
         return self.around.alone(closed) if self.around else closed
 
     def in_form(self, form: Variant) -> "Traced":
@@ -203,7 +203,7 @@ class Traced:
         return in_form(self.source, self.merged, form)
 
     def named(self, form: Variant) -> Variant:
-        """The form, with names for its sites where it has none, see `Variant.unnamed`."""
+        """Return the form, with names for its sites where it has none, see `Variant.unnamed`."""
         return form.named(len(self.lengths), len(self.regions))
 
     def gathered(self, gathers: tuple[Gather, ...], devices: int) -> "Traced":
@@ -266,7 +266,7 @@ class Traced:
         return next((line for line in map(_compat.user_line, undone) if line), "")
 
     def places(self, other: "Traced") -> dict[int, int]:
-        """For this form's equations those of another form that compute the same, as far as there are any."""
+        """Return for this form's equations those of another form that compute the same, as far as there are any."""
         return {i: j for i, j in zip(self.origin, other.origin, strict=True) if i >= 0 and j >= 0}
 
 

@@ -18,8 +18,8 @@ from .._program._primitives import is_backward, runs_once
 
 
 def forward_again(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[int]]:
-    """The equations in their new order, under the names of a forward pass where they have moved; and for each of them
-    its index before.
+    """Return the equations in their new order, under the names of a forward pass where they have moved; and for
+    each of them its index before.
     """
     anchor: list[int] = []  # behind which equation of its own place each stands
     maker: dict[Any, int] = {}

@@ -20,7 +20,7 @@ _SPELLINGS = 'bytes as an int, text such as "24GiB", "24GB" or "500MiB", a share
 
 
 def parse_budget(budget: Budget, device_nbytes: int | None) -> int | Literal["min"]:
-    """The budget in bytes, or `"min"`.
+    """Return the budget in bytes, or `"min"`.
 
     **Arguments:**
 
@@ -42,7 +42,7 @@ def parse_budget(budget: Budget, device_nbytes: int | None) -> int | Literal["mi
 
 
 def parse_margin(margin: int | float | str, budget_nbytes: int | None) -> int:
-    """The bytes to keep free below a budget.
+    """Return the bytes to keep free below a budget.
 
     **Arguments:** `margin`: an int of bytes (0 for none), text such as "500MiB", or a float in [0, 1) as a share of the
     budget; `budget_nbytes`: None where it is not known yet, and shares come to 0.
@@ -68,14 +68,14 @@ def parse_margin(margin: int | float | str, budget_nbytes: int | None) -> int:
 
 
 def with_margin(nbytes: int, margin: int | float | str) -> int:
-    """The least budget of which a margin (see `parse_margin`) leaves so many bytes."""
+    """Return the least budget of which a margin (see `parse_margin`) leaves so many bytes."""
     share = margin if isinstance(margin, float) and 0 < margin < 1 else 0.0
     budget = int(nbytes / (1 - share)) + parse_margin(margin, None)
     return next(b for b in range(budget - 1, budget + 3) if b - parse_margin(margin, b) >= nbytes)
 
 
 def parse_nbytes(text: int | float | str) -> int:
-    """Bytes from an int or from text with a decimal (`GB`) or binary (`GiB`) unit.
+    """Return bytes from an int or from text with a decimal (`GB`) or binary (`GiB`) unit.
 
     **Raises:** `BudgetError` where `text` is no positive number of bytes.
     """
@@ -94,7 +94,7 @@ def parse_nbytes(text: int | float | str) -> int:
 
 
 def format_nbytes(nbytes: float) -> str:
-    """Bytes for people, in binary units with three significant digits: `1.50 GiB`."""
+    """Return bytes for people, in binary units with three significant digits: `1.50 GiB`."""
     size, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
     while len(units) > 1 and abs(size) >= 1023.5:
         size /= 1024

@@ -37,7 +37,7 @@ def cache_dir() -> Path:
 
 
 def read(path: Path, parse: Callable[[str], T]) -> T | None:
-    """What a file holds; None where there is none, or where `parse` refuses its text, which is a warning.
+    """Return what a file holds; None where there is none, or where `parse` refuses its text, which is a warning.
 
     `parse` refuses by raising ValueError (JSON's errors are such), KeyError, TypeError or AttributeError.
     """
@@ -108,7 +108,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _draft(path: Path, text: str) -> str:
-    """The path of a new file with this text, beside the one that is meant. **Raises:** OSError."""
+    """Return the path of a new file with this text, beside the one that is meant. **Raises:** OSError."""
     draft = f"{path.with_suffix('')}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         with open(

@@ -22,14 +22,14 @@ class Written:
     FORMAT: ClassVar[tuple[str, int]]
 
     def to_json(self) -> str:
-        """This as JSON text, a line for each field and for each item of the lists of objects."""
+        """Return this as JSON text, a line for each field and for each item of the lists of objects."""
         data: Any = self
         key, number = self.FORMAT
         return "{\n" + ",\n".join(_line(k, v) for k, v in {key: number, **asdict(data)}.items()) + "\n}"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What `to_json` wrote, in this version of the library or in an earlier one that had fewer fields.
+        """Return what `to_json` wrote, in this version of the library or in an earlier one that had fewer fields.
 
         **Raises:** `PlanMismatchError` where the text is nothing of the kind, or of another format.
         """
@@ -53,7 +53,7 @@ class Written:
 
     @classmethod
     def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:
-        """The fields of a text of an earlier format, as today's; None where that cannot be."""
+        """Return the fields of a text of an earlier format, as today's; None where that cannot be."""
         return None
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def uncollected(fn: Callable[P, R]) -> Callable[P, R]:
-    """The function, with the collector off while it runs."""
+    """Return the function, with the collector off while it runs."""
 
     @wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def read(kind: Any, data: Any, where: str = "the text") -> Any:
-    """The value of this type that the data stands for.
+    """Return the value of this type that the data stands for.
 
     **Arguments:** `kind`: a dataclass, a named tuple, a tuple, a literal, int, float, str, bool, or a union of them.
 

@@ -41,7 +41,9 @@ class Store(Protocol):
         ...
 
     def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
-        """The same once it is there. **Raises:** an error with DEADLINE_EXCEEDED in its text where that is too late."""
+        """Return the same once it is there. **Raises:** an error with DEADLINE_EXCEEDED in its text where that is
+        too late.
+        """
         ...
 
     def key_value_delete(self, key: str) -> None:
@@ -111,7 +113,9 @@ class Meeting:
             raise
 
     def hear(self, topic: str, process: int) -> Any:
-        """What a process has to say. **Raises:** the error that it says; `ProcessError` where it stays silent."""
+        """Return what a process has to say. **Raises:** the error that it says; `ProcessError` where it stays
+        silent.
+        """
         key, patience = self._key(topic, process), int(1000 * _WAIT_SECONDS)
         while (packed := self._read(self.store.blocking_key_value_get_bytes, key, patience)) is None:
             self._watch(process)
@@ -168,7 +172,7 @@ class Meeting:
 
 
 def first_said(store: Store, key: str, value: Any) -> Any:
-    """What the first process said under a key, which may be this one, with this value. Nobody waits."""
+    """Return what the first process said under a key, which may be this one, with this value. Nobody waits."""
     try:
         store.key_value_set_bytes(key, _sealed(value))
     except Exception:
@@ -177,12 +181,12 @@ def first_said(store: Store, key: str, value: Any) -> Any:
 
 
 def _sealed(value: Any) -> bytes:
-    """What is JSON, as bytes."""
+    """Return what is JSON, as bytes."""
     return zlib.compress(json.dumps(value).encode())
 
 
 def _opened(sealed: bytes) -> Any:
-    """What `_sealed` was given."""
+    """Return what `_sealed` was given."""
     return json.loads(zlib.decompress(sealed))
 
 
@@ -193,7 +197,7 @@ def _packed(error: BaseException) -> dict[str, Any]:
 
 
 def _unpacked(error: dict[str, Any], process: int) -> JaxrematError:
-    """What another process raised: of the same type where that is this library's."""
+    """Return what another process raised: of the same type where that is this library's."""
     kind, message, more = getattr(_errors, error["type"], None), error["message"], error["more"]
     if isinstance(kind, type) and issubclass(kind, JaxrematError):
         lists = {k: tuple(v) if isinstance(v, list) else v for k, v in more.items()}

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without(unwanted: re.Pattern[bytes]) -> Iterator[None]:
-    """A context whose end writes what standard error was given within it, but for lines that begin with a match."""
+    """Yield a context whose end writes what standard error was given within it, but for lines that begin with a
+    match.
+    """
     _flush()
     try:
         stderr = os.dup(2)

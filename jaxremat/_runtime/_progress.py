@@ -15,7 +15,7 @@ class Watcher(Protocol):
     """Who is told. Phases lie inside each other; those begun last end first."""
 
     def begin(self, name: str, total: int | None) -> Any:
-        """A phase begins, of `total` parts if that is known. Returns what stands for it from now on."""
+        """Return a phase begins, of `total` parts if that is known. Returns what stands for it from now on."""
         ...
 
     def update(self, task: Any, parts: int, note: str | None) -> None:
@@ -74,7 +74,7 @@ class Phase:
 
 @contextmanager
 def phase(name: str, total: int | None = None, *, kind: str = "other") -> Iterator[Phase]:
-    """What happens inside is a phase with a name, of `total` parts if that is known.
+    """Yield what happens inside is a phase with a name, of `total` parts if that is known.
 
     **Arguments:** `kind` under which a stopwatch counts its seconds.
     """
@@ -96,7 +96,7 @@ def phase(name: str, total: int | None = None, *, kind: str = "other") -> Iterat
 
 @contextmanager
 def timed() -> Iterator[Stopwatch]:
-    """The stopwatch that goes already, or one that is started here and counts what happens inside."""
+    """Yield the stopwatch that goes already, or one that is started here and counts what happens inside."""
     running = _stopwatch.get()
     if running is not None:
         yield running
@@ -123,7 +123,7 @@ def note(text: str) -> None:
 
 
 def is_watched() -> bool:
-    """Whether somebody is told."""
+    """Return whether somebody is told."""
     return _watcher.get() is not None
 
 
@@ -138,7 +138,7 @@ def watched(watcher: Watcher | None) -> Iterator[None]:
 
 
 def incumbent(best: tuple[float, ...], bound_seconds: float, step_seconds: float) -> str:
-    """An incumbent and its gap, for people."""
+    """Return an incumbent and its gap, for people."""
     if best[0] > 0:
         return "nothing fits yet"
     overhead = best[1] / step_seconds

@@ -50,7 +50,8 @@ def shown(progress: bool | None) -> Iterator[None]:
 
 
 def wanted(progress: bool | None) -> bool:
-    """Whether to show bars: on a terminal, with rich installed, and neither in tests nor in continuous integration.
+    """Return whether to show bars: on a terminal, with rich installed, and neither in tests nor in continuous
+    integration.
 
     **Arguments:** `progress`: False for never, True in tests and continuous integration too. The environment's
     `JAXREMAT_PROGRESS=0` turns bars off everywhere.
@@ -90,7 +91,7 @@ class _Bars:
 
 
 def _if_counted(column: Any) -> Any:
-    """The same column, empty for phases of which nobody knows how long they are."""
+    """Return the same column, empty for phases of which nobody knows how long they are."""
 
     class Counted(column):
         def render(self, task: Any) -> Any:

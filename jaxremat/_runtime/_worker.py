@@ -45,7 +45,7 @@ class WorkerRefusedError(WorkerLostError):
 
 
 def ask(script: Path, request: Any, seconds: float = math.inf) -> Any:
-    """What `answer(request)` of the script returns, within so many seconds. Both are plain data.
+    """Return what `answer(request)` of the script returns, within so many seconds. Both are plain data.
 
     **Raises:** `WorkerLostError`.
     """

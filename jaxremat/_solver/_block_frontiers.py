@@ -73,7 +73,7 @@ class Point:
 
 
 def blocks(graph: Graph) -> tuple[list[Block], frozenset[int]]:
-    """The blocks of all groups, the last group's first; and the residuals that are saved besides."""
+    """Return the blocks of all groups, the last group's first; and the residuals that are saved besides."""
     fixed = must_save(graph)
     passes = later_passes(graph)
     first = _groups(graph, fixed, passes)
@@ -108,7 +108,7 @@ def blocks(graph: Graph) -> tuple[list[Block], frozenset[int]]:
 
 
 def _groups(graph: Graph, fixed: Collection[int], passes: Sequence[LaterPass]) -> list[int]:
-    """For each stage the first of its group, which is of one backward pass."""
+    """Return for each stage the first of its group, which is of one backward pass."""
     count = len(graph.stages)
     read = {v for k in range(count) for v in graph.needs(k)}
     begun: dict[int, int] = {}
@@ -151,8 +151,8 @@ def _cut(
     read: Mapping[int, Collection[int]],
     wanted: Mapping[int, Collection[int]],
 ) -> list[Block]:
-    """One group's residuals in blocks, with as few bytes read across their ends as there may be; for each residual
-    `read` has the stages that read it, `wanted` also those that may recompute others from it.
+    """Return one group's residuals in blocks, with as few bytes read across their ends as there may be; for each
+    residual `read` has the stages that read it, `wanted` also those that may recompute others from it.
     """
     place = {v: i for i, v in enumerate(values)}
     readers: list[list[int]] = [[] for _ in values]
@@ -265,7 +265,7 @@ def _points(block: Block, most: int) -> tuple[Point, ...]:
     upper: Any = np.where(pinned, 0, 1)
 
     def solve(bytes_first: bool, allowed: float) -> Point | None:
-        """Of least bytes, or of least time; of what is as good, the faster, or the smaller."""
+        """Return of least bytes, or of least time; of what is as good, the faster, or the smaller."""
         shares = weights / (total or 1.0), seconds / (seconds.sum() or 1.0)
         first, second = shares if bytes_first else shares[::-1]
         room = LinearConstraint(csr_array(weights[None] / unit), ub=allowed / unit)

@@ -69,11 +69,11 @@ class _Allocation:
         self.passes = sorted({block.born for block in self.blocks})  # by the stage in which each runs
 
     def least(self) -> Schedule:
-        """As little saved as there may be."""
+        """Return as little saved as there may be."""
         return self._schedule([len(points) - 1 for points in self.frontiers])
 
     def within(self, budget_nbytes: int) -> Schedule:
-        """The cheapest choice found that fits; where none does, that of least memory."""
+        """Return the cheapest choice found that fits; where none does, that of least memory."""
         graph = self.graph
         best = self.least()
         best_rank = rank(graph, best, budget_nbytes)
@@ -107,8 +107,9 @@ class _Allocation:
         return close_over_dependencies(self.graph, saved)
 
     def _rest(self, chosen: Sequence[int], profile: Profile) -> list[list[float]]:
-        """For the blocks of each forward pass what is live at most in each stage, and last in the forward pass, besides
-        what those of later groups (in the forward pass all) have saved; boundlessly little before they are made.
+        """Return for the blocks of each forward pass what is live at most in each stage, and last in the forward
+        pass, besides what those of later groups (in the forward pass all) have saved; boundlessly little before
+        they are made.
         """
         graph, count = self.graph, len(self.graph.stages)
         highest = [0] * (count + 1)

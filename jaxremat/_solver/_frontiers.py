@@ -9,7 +9,7 @@ MOST_HELD = 300
 
 
 def home_stages(graph: Graph) -> dict[int, int]:
-    """For each residual the first stage that reads it, directly or to recompute what an earlier stage reads.
+    """Return for each residual the first stage that reads it, directly or to recompute what an earlier stage reads.
 
     A residual that only recomputation reads belongs to the last stage among its readers' homes.
     """
@@ -29,7 +29,7 @@ def home_stages(graph: Graph) -> dict[int, int]:
 
 
 def boundaries(graph: Graph) -> dict[int, int]:
-    """The residuals from which an earlier stage's own residuals are made, with the first such stage."""
+    """Return the residuals from which an earlier stage's own residuals are made, with the first such stage."""
     home = home_stages(graph)
     first: dict[int, int] = {}
     for v in graph.residuals:
@@ -41,7 +41,7 @@ def boundaries(graph: Graph) -> dict[int, int]:
 
 
 def hold(graph: Graph, schedule: Schedule, budget_nbytes: int) -> Schedule:
-    """The schedule, or a faster one that fits too and hands recomputed values from stage to stage.
+    """Return the schedule, or a faster one that fits too and hands recomputed values from stage to stage.
 
     Tries the values that two stages in a row recompute one by one, the most expensive first.
     """
@@ -62,12 +62,12 @@ def hold(graph: Graph, schedule: Schedule, budget_nbytes: int) -> Schedule:
 
 
 def holdable(graph: Graph) -> frozenset[tuple[int, int]]:
-    """Every recomputed value with every stage that it could be handed on into."""
+    """Return every recomputed value with every stage that it could be handed on into."""
     stages = range(1, len(graph.stages))
     values = [v for v in graph.residuals if graph.recomputable(v)]
     return frozenset((v, k) for v in values for k in stages if graph.holdable(v, k))
 
 
 def repeats(schedule: Schedule) -> bool:
-    """Whether some node is recomputed for two stages in a row, which holding its value would save."""
+    """Return whether some node is recomputed for two stages in a row, which holding its value would save."""
     return any(set(a) & set(b) for a, b in zip(schedule.recomputed, schedule.recomputed[1:], strict=False))

@@ -33,7 +33,7 @@ class HostFirst:
 
     @staticmethod
     def _offloaded(graph: Graph, start: Schedule, budget_nbytes: int | None) -> Schedule:
-        """The schedule with the fewest of its saved values away with which it fits, or what comes nearest."""
+        """Return the schedule with the fewest of its saved values away with which it fits, or what comes nearest."""
         able = sorted(start.saved.intersection(graph.away.alone), key=lambda v: (graph.values[v].producer, v))
 
         def offloading(count: int) -> Schedule:
@@ -50,8 +50,8 @@ class HostFirst:
 
 
 def only_needed(graph: Graph, schedule: Schedule, budget_nbytes: int) -> Schedule:
-    """The schedule with no value away that could as well stay: one whose copies nobody waits for costs nothing by the
-    model, and something in truth.
+    """Return the schedule with no value away that could as well stay: one whose copies nobody waits for costs
+    nothing by the model, and something in truth.
     """
     for v in sorted(schedule.away, key=lambda v: (-graph.values[v].saved_nbytes, v)):
         fewer = close_over_dependencies(graph, schedule.saved, schedule.kept, schedule.away - {v})

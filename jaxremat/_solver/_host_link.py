@@ -56,7 +56,7 @@ class HostLink:
         return self.offload[v], self.graph.values[v].saved_nbytes / MIB
 
     def waiting(self, at: int) -> int:
-        """The variable of how many MiB wait at a node to leave, though they would be gone by themselves."""
+        """Return the variable of how many MiB wait at a node to leave, though they would be gone by themselves."""
         if at not in self._queues:
             self._queues[at] = queue = self.program.variable()
             self._fill(queue, at)
@@ -104,7 +104,7 @@ class HostLink:
                 self.program.at_most(terms, time)
 
     def _loop_waits(self, again: Mapping[tuple[int, int], int]) -> Iterator[int]:
-        """The same of loops."""
+        """Yield the same of loops."""
         graph, stacks = self.graph, self.graph.away.stacks
         for pair, away in stacks.by_pair(self.stacks).items():
             copies = [(self.offload[v], stacks.copy_seconds(v)) for v in away]

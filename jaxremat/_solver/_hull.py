@@ -26,7 +26,7 @@ class Priced(Protocol):
     """A solver that finds vertices of the hull too."""
 
     def priced(self, graph: Graph, price: float, start: Schedule, *, time_limit: float) -> Solution:
-        """The schedule of least `extra_seconds + price x peak_nbytes`, never worse than `start`.
+        """Return the schedule of least `extra_seconds + price x peak_nbytes`, never worse than `start`.
 
         **Arguments:** `price` in seconds per byte; `start` a schedule of the graph; `time_limit` in seconds.
 
@@ -43,7 +43,7 @@ class Lagrangian:
     price: float
 
     def order(self, schedule: Schedule) -> tuple[float, ...]:
-        """As `_simulate.rank`: the less the better."""
+        """Return as `_simulate.rank`: the less the better."""
         profile = simulate(self.graph, schedule)
         return (0.0, profile.extra_seconds + self.price * profile.peak_nbytes)
 
@@ -57,7 +57,7 @@ class Vertex(NamedTuple):
     solution: Solution | None = None
 
     def at(self, price: float) -> float:
-        """What it costs at a price of a byte."""
+        """Return what it costs at a price of a byte."""
         return self.seconds + price * self.peak_nbytes
 
 
@@ -69,7 +69,7 @@ class Bound(NamedTuple):
 
 
 def vertex(graph: Graph, solution: Solution) -> Vertex:
-    """A solution by what the simulator says of it."""
+    """Return a solution by what the simulator says of it."""
     profile = simulate(graph, solution.schedule)
     return Vertex(profile.peak_nbytes, profile.extra_seconds, graph, solution)
 
@@ -77,7 +77,7 @@ def vertex(graph: Graph, solution: Solution) -> Vertex:
 def cheapest(
     graphs: Sequence[Graph], solver: Priced, price: float, starts: Sequence[Vertex], time_limit: float
 ) -> tuple[Vertex, Bound]:
-    """The best schedule of several cuttings of a step at a price, and the bound over all of them."""
+    """Return the best schedule of several cuttings of a step at a price, and the bound over all of them."""
     found, bounds = [], []
     for graph in graphs:
         own = [v.solution.schedule for v in starts if v.graph is graph and v.solution is not None]
@@ -90,7 +90,7 @@ def cheapest(
 
 
 def improves(found: Vertex, edge: tuple[Vertex, Vertex], price: float) -> bool:
-    """Whether a vertex lies between the ends of an edge, and below it by more than rounding."""
+    """Return whether a vertex lies between the ends of an edge, and below it by more than rounding."""
     high, low = edge
     within = low.peak_nbytes < found.peak_nbytes < high.peak_nbytes
     return within and found.at(price) < min(high.at(price), low.at(price)) * (1 - 1e-9)
@@ -132,7 +132,8 @@ def hull(
 def edge(
     graph: Graph, solver: Priced, solution: Solution, budget_nbytes: int, time_limit: float
 ) -> tuple[Vertex, Vertex] | None:
-    """The ends of the hull's edge at a budget, the one of more memory first, after at most `MOST_STEPS` solves.
+    """Return the ends of the hull's edge at a budget, the one of more memory first, after at most `MOST_STEPS`
+    solves.
 
     None where the fastest schedule of all fits.
 

@@ -77,12 +77,12 @@ class IntegerProgram:
     failures: list[str] = field(default_factory=list)
 
     def variable(self, upper: float = math.inf, *, integer: bool = False) -> int:
-        """A new variable's number."""
+        """Return a new variable's number."""
         self.columns.append((upper, integer))
         return len(self.columns) - 1
 
     def binary(self) -> int:
-        """A new variable that is 0 or 1."""
+        """Return a new variable that is 0 or 1."""
         return self.variable(1.0, integer=True)
 
     def at_most(self, terms: Iterable[Term], bound: float) -> None:

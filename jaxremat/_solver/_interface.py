@@ -41,7 +41,7 @@ class Solver(Protocol):
     """Chooses what to save. Write your own as a class with this one method."""
 
     def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
-        """The cheapest schedule whose simulated peak is at most the budget.
+        """Return the cheapest schedule whose simulated peak is at most the budget.
 
         **Arguments:**
 

@@ -122,7 +122,7 @@ class Milp:
         return Solution(found.schedule, bound / (graph.step_seconds or 1.0), found.proven, "milp")
 
     def priced(self, graph: Graph, price: float, start: Schedule, *, time_limit: float) -> Solution:
-        """The schedule of least seconds + price x peak, and a bound on that; see `_hull.Priced`."""
+        """Return the schedule of least seconds + price x peak, and a bound on that; see `_hull.Priced`."""
         lagrangian = Lagrangian(graph, price)
         known = MinCut().priced(graph, price, start, time_limit=time_limit / 4).schedule
         if not graph.residuals or len(graph.residuals) > MOST_RESIDUALS:
@@ -133,7 +133,8 @@ class Milp:
         )
 
     def _within(self, graph: Graph, budget_nbytes: int, start: Schedule, time_limit: float) -> "_Found":
-        """The cheapest schedule that fits: of those that recompute for each stage afresh, then with values held.
+        """Return the cheapest schedule that fits: of those that recompute for each stage afresh, then with values
+        held.
 
         Holding them reaches lower peaks and saves time, but weakens the relaxation: the bound is of the former.
         """
@@ -152,7 +153,7 @@ class Milp:
         return found
 
     def _least(self, graph: Graph, start: Schedule, time_limit: float) -> "_Found":
-        """The schedule of least peak, and among those about as low the fastest."""
+        """Return the schedule of least peak, and among those about as low the fastest."""
         least = _Model(graph, self).solve(None, start, time_limit / 8)
         least = _Model(graph, self, holding=True).solve(None, least.schedule, time_limit / 8)
         peak = simulate(graph, least.schedule).peak_nbytes
@@ -211,7 +212,7 @@ class _Model:
         return [v for n in nodes for v in self.graph.nodes[n].outputs if self.graph.values[v].materialised]
 
     def _window(self) -> list[set[int]]:
-        """For each stage the nodes that may be recomputed for it."""
+        """Return for each stage the nodes that may be recomputed for it."""
         graph, free = self.graph, set(self.free)
         reach: list[set[int]] = [
             {graph.values[v].producer for v in graph.needs(k) if v in free} for k in range(len(graph.stages))
@@ -239,8 +240,8 @@ class _Model:
         seconds: float,
         lagrangian: Lagrangian | None = None,
     ) -> _Found:
-        """The cheapest schedule within the budget, or with None the one of least peak, or of the least Lagrangian;
-        never worse than `start`. The work is what so many `seconds` stand for.
+        """Return the cheapest schedule within the budget, or with None the one of least peak, or of the least
+        Lagrangian; never worse than `start`. The work is what so many `seconds` stand for.
         """
         graph, step = self.graph, self.graph.step_seconds or 1.0
 

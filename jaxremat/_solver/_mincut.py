@@ -56,7 +56,7 @@ class MinCut:
         return Solution(best, solver="mincut")
 
     def priced(self, graph: Graph, price: float, start: Schedule, *, time_limit: float) -> Solution:
-        """A schedule of little seconds + price x peak; see `_hull.Priced`. Proves nothing.
+        """Return a schedule of little seconds + price x peak; see `_hull.Priced`. Proves nothing.
 
         What is saved stands for the peak, of which it is the larger part where there is something to gain.
         """
@@ -68,7 +68,7 @@ class MinCut:
 
 
 def fewest_saved(graph: Graph, banned: frozenset[int]) -> Schedule:
-    """The schedule that saves the fewest bytes without running any of the banned nodes again."""
+    """Return the schedule that saves the fewest bytes without running any of the banned nodes again."""
     # What is banned costs more than all bytes together, so that no minimum cut has it recomputed.
     dear = 1.0 + sum(n.seconds for n in graph.nodes)
     nodes = (replace(n, seconds=dear) if n.id in banned else n for n in graph.nodes)
@@ -133,7 +133,7 @@ class _Cuts:
         )
 
     def at(self, price: float) -> tuple[Schedule, Profile]:
-        """The best schedule at this price, and its profile."""
+        """Return the best schedule at this price, and its profile."""
         graph = self.graph
         if not self.residuals or price == 0.0:
             schedule = close_over_dependencies(graph, graph.residuals)

@@ -117,12 +117,12 @@ class Moments:
         ]
 
     def _end(self, v: int) -> int:
-        """The first node for which all iterations' count of what a loop stacks; -1 for what none does."""
+        """Return the first node for which all iterations' count of what a loop stacks; -1 for what none does."""
         value = self.graph.values[v]
         return self.graph.loop_stop[self.graph.nodes[value.producer].loop] if value.length else -1
 
     def _original_nbytes(self, v: int, at: int) -> int:
-        """Bytes of an original that is there at a node, because something reads it later."""
+        """Return bytes of an original that is there at a node, because something reads it later."""
         value = self.graph.values[v]
         return value.saved_nbytes if at >= self._end(v) else value.nbytes
 
@@ -131,7 +131,9 @@ class Moments:
         return [v.nbytes for v in values if v.materialised and not v.is_output]
 
     def initial(self) -> list[Terms]:
-        """Bounds that shape the first program: for each stage its start and its peaks when all or nothing is saved."""
+        """Return bounds that shape the first program: for each stage its start and its peaks when all or nothing
+        is saved.
+        """
         graph = self.graph
         moments: set[tuple[int, int]] = set()
         for schedule in (close_over_dependencies(graph, graph.residuals), close_over_dependencies(graph, ())):
@@ -141,7 +143,7 @@ class Moments:
         return [_without_idle_pairs(t, frozenset()) for t in terms]
 
     def violated(self, schedule: Schedule, profile: Profile, budget_nbytes: int) -> list[Terms]:
-        """Bounds that hold everywhere and cut the schedule off, where it exceeds the budget."""
+        """Return bounds that hold everywhere and cut the schedule off, where it exceeds the budget."""
         allowed = budget_nbytes - self.graph.base_nbytes
         moments = self._tops(profile, allowed)
         self.by_clone = self.joint - schedule.saved
@@ -151,7 +153,7 @@ class Moments:
         return [_without_idle_pairs(self._with_pairs(n, k, schedule), held) for n, k in sorted(moments)]
 
     def _tops(self, profile: Profile, allowed: int | None) -> set[tuple[int, int]]:
-        """For each stage (and the forward pass) the highest own moment and the highest recomputing one."""
+        """Return for each stage (and the forward pass) the highest own moment and the highest recomputing one."""
         graph = self.graph
         best: dict[tuple[int, bool], tuple[int, int, int]] = {}
         for node, made_for, live_nbytes in zip(*profile.runs, strict=True):
@@ -167,7 +169,9 @@ class Moments:
         return {(n, k) for _, n, k in best.values()}
 
     def _saved(self, v: int, k: int, own_at: int | None) -> list[Key]:
-        """The variable that says whether the saved original is alive in stage `k`, while it recomputes or later."""
+        """Return the variable that says whether the saved original is alive in stage `k`, while it recomputes
+        or later.
+        """
         life = self.lives[v]
         if v in self.by_clone:
             return []
@@ -182,7 +186,8 @@ class Moments:
         return [("e", v, j) for j in self.extra[v] if j > k][:1]
 
     def _elsewhere(self, v: int, at: int, k: int) -> bool:
-        """Whether a value that is in host memory meanwhile is not here at a node, or where the stage before it begins.
+        """Return whether a value that is in host memory meanwhile is not here at a node, or where the stage before
+        it begins.
 
         Where something reads it earlier than its own readers, `_with_pairs` says so.
         """
@@ -192,7 +197,7 @@ class Moments:
         return v not in self.joint or v in self.by_clone
 
     def _clones(self, v: int, k: int, read: bool, made: bool) -> Iterator[tuple[Key, ...]]:
-        """The instances that stage `k` recomputed or was handed on, each counted once.
+        """Yield the instances that stage `k` recomputed or was handed on, each counted once.
 
         **Arguments:** `read`: the stage itself is still to read them; else they are there only to be handed on.
         `made`: the recomputing kernel is over.
@@ -203,7 +208,7 @@ class Moments:
             yield (clone,) if read and self._by_clone(v) else (handed_on, clone)
 
     def own(self, n: int) -> Terms:
-        """The moment a node runs in its own place."""
+        """Return the moment a node runs in its own place."""
         k = self.graph.stage_of[n]
         parts: list[tuple[tuple[Key, ...], int]] = []
         for v in self.free:
@@ -225,7 +230,7 @@ class Moments:
         return Terms(constant, tuple(parts))
 
     def recomputing(self, k: int, upto: int) -> Terms:
-        """The moment before stage `k` when every dropped node with an id below `upto` has been recomputed."""
+        """Return the moment before stage `k` when every dropped node with an id below `upto` has been recomputed."""
         parts: list[tuple[tuple[Key, ...], int]] = []
         for v in self.free:
             life, nbytes = self.lives[v], self.graph.values[v].nbytes
@@ -240,7 +245,7 @@ class Moments:
         return Terms(self.across[k], tuple(parts))
 
     def _originals(self, v: int, at: int, k: int, nbytes: int, keys: list[Key]) -> Iterator[Part]:
-        """What of a saved value is here at a node, or where the stage before it begins."""
+        """Yield what of a saved value is here at a node, or where the stage before it begins."""
         for key in keys:
             yield (key,), nbytes
             yield from self._stack_elsewhere(v, at, k)
@@ -248,30 +253,32 @@ class Moments:
                 yield (("o", v),), -nbytes
 
     def _here_nbytes(self, v: int, at: int, k: int, nbytes: int) -> int:
-        """What of a value of so many bytes is here at a node of a stage, if its stack is in host memory meanwhile."""
+        """Return what of a value of so many bytes is here at a node of a stage, if its stack is in host memory
+        meanwhile.
+        """
         if v not in self.stacked or at < self.stacked[v].gone:
             return nbytes
         return self.graph.away.stacks.here_nbytes(v, k)
 
     def _stack_elsewhere(self, v: int, at: int, k: int) -> Iterator[Part]:
-        """What is then not here of a value that is saved and counted."""
+        """Yield what is then not here of a value that is saved and counted."""
         whole = self.graph.values[v].saved_nbytes
         if (less := self._here_nbytes(v, at, k, whole) - whole) < 0:
             yield (("o", v),), less
 
     def _stacks_elsewhere(self, at: int, k: int) -> Iterator[Part]:
-        """The same of all that are saved in any case."""
+        """Yield the same of all that are saved in any case."""
         for v in self._stacked_always:
             if at <= self.last.get(v, -1):
                 yield from self._stack_elsewhere(v, at, k)
 
     def _leaving(self, at: int) -> Iterator[Part]:
-        """What is on its way to the host then, where copies wait for one another."""
+        """Yield what is on its way to the host then, where copies wait for one another."""
         if any(copy.gone <= at for copy in self.away.values()):
             yield (("q", at),), MIB
 
     def _outlived(self, u: int, at: int) -> bool:
-        """Whether only recomputation reads a value that is never made again, from node `at` on."""
+        """Return whether only recomputation reads a value that is never made again, from node `at` on."""
         value = self.graph.values[u]
         once = u in self.fixed or not self.graph.recomputable(u)
         counts = once and value.producer >= 0 and value.materialised
@@ -280,7 +287,7 @@ class Moments:
         )
 
     def _with_pairs(self, n: int, k: int, schedule: Schedule) -> Terms:
-        """The moment's bound with what is alive only because of this schedule's recomputed readers."""
+        """Return the moment's bound with what is alive only because of this schedule's recomputed readers."""
         graph = self.graph
         stage = k if k >= 0 else graph.stage_of[n]
         terms = self.recomputing(k, n) if k >= 0 else self.own(n)
@@ -348,6 +355,6 @@ class Moments:
 
 
 def _without_idle_pairs(terms: Terms, held: frozenset[Key]) -> Terms:
-    """The bound without pairs of values that are not held: `x + y - 1` is below zero where neither is one."""
+    """Return the bound without pairs of values that are not held: `x + y - 1` is below zero where neither is one."""
     parts = ((keys, b) for keys, b in terms.parts if len(keys) == 1 or keys[0][0] != "h" or keys[0] in held)
     return Terms(terms.constant_nbytes, tuple(parts))

@@ -45,7 +45,7 @@ class Sublinear:
         return replace(best, lower_bound=0.0, proven=False, solver="sublinear")
 
     def most_seconds(self, graph: Graph) -> float:
-        """One more forward pass."""
+        """Return one more forward pass."""
         return sum(node.seconds for node in graph.kernels() if node.forward)
 
     def _bearable(self, graph: Graph, solution: Solution) -> bool:

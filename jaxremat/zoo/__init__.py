@@ -59,12 +59,12 @@ class Entry:
 
 
 def entries() -> tuple[Entry, ...]:
-    """Every plan of the zoo, for every version of jax."""
+    """Return every plan of the zoo, for every version of jax."""
     return tuple(entry for name in _names() for entry in _read(name))
 
 
 def load(network: str, budget: str, *, target: str = "h100", scale: str = "full") -> Plan:
-    """A plan of the zoo for the version of jax at hand: `optimize(plan=jaxremat.zoo.load("resnet50", "50%"))`.
+    """Return a plan of the zoo for the version of jax at hand: `optimize(plan=jaxremat.zoo.load("resnet50", "50%"))`.
 
     **Arguments:** as the fields of `Entry`; `entries()` and `jaxremat zoo list` say what there is.
 
@@ -95,17 +95,19 @@ def find(network: str, budget: str, *, target: str = "h100", scale: str = "full"
 
 
 def file_name(network: str, scale: str, target: str) -> str:
-    """Where the plans of a network for the version of jax at hand are kept, in this folder."""
+    """Return where the plans of a network for the version of jax at hand are kept, in this folder."""
     return f"{network}-{scale}-{target}-jax{JAX_MINOR}{SUFFIX}"
 
 
 def to_bytes(shared: dict[str, Any], plans: dict[str, Plan]) -> bytes:
-    """What such a file holds: the text, compressed, the same bytes of the same text whenever it is written."""
+    """Return what such a file holds: the text, compressed, the same bytes of the same text whenever it is written."""
     return gzip.compress(to_json(shared, plans).encode(), mtime=0)
 
 
 def to_json(shared: dict[str, Any], plans: dict[str, Plan]) -> str:
-    """The text of such a file, a line for each plan. **Arguments:** `shared` fields of the entries, but for the two."""
+    """Return the text of such a file, a line for each plan. **Arguments:** `shared` fields of the entries, but for
+    the two.
+    """
     head = json.dumps({"zoo_format": FORMAT, **shared}, indent=1)[:-2]
     lines = [
         f'  "{b}": {json.dumps(json.loads(p.to_json()), separators=(",", ":"))}' for b, p in plans.items()
@@ -123,7 +125,7 @@ def _read(name: str) -> tuple[Entry, ...]:
 
 
 def parse(text: str, name: str) -> Iterator[Entry]:
-    """The entries of a file. **Raises:** `PlanMismatchError` where it is none of this format version."""
+    """Yield the entries of a file. **Raises:** `PlanMismatchError` where it is none of this format version."""
     try:
         data = json.loads(text)
         if data.pop("zoo_format") != FORMAT:

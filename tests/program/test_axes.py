@@ -375,7 +375,10 @@ def checked(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     env.update(zip(flat.jaxpr.constvars, flat.consts, strict=True))
     seen: list[str] = []
     for eqn in flat.jaxpr.eqns:
-        operands = [jnp.asarray(a.val, a.aval.dtype) if _compat.is_literal(a) else env[a] for a in eqn.invars]
+        operands = [
+            jnp.asarray(a.val, _compat.shaped(a).dtype) if _compat.is_literal(a) else env[a]
+            for a in eqn.invars
+        ]
         results = eqn.primitive.bind(*operands, **eqn.params)
         wholes = list(results) if eqn.primitive.multiple_results else [results]
         env.update(zip(eqn.outvars, wholes, strict=True))
