@@ -168,7 +168,8 @@ class Analysis:
     @cached_property
     def cloned(self) -> list[list[int]]:
         """For each stage the equations to clone: the schedule's, and the fused ones between them and its readers."""
-        return [self._cloned(k) for k in range(len(self.graph.stages))]
+        passed: set[int] = set()
+        return [self._cloned(k, passed) for k in range(len(self.graph.stages))]
 
     @cached_property
     def handed_on(self) -> list[frozenset[Var]]:
@@ -242,7 +243,8 @@ class Analysis:
         fetched = self.graph.nodes[n].primitive == FETCH
         return saved or fetched or bool(self.entered(n)) or self.hazards.early(n, var)
 
-    def _cloned(self, k: int) -> list[int]:
+    def _cloned(self, k: int, passed: set[int]) -> list[int]:
+        """Return the equations to clone for a stage; `passed` gathers the saved values that clones have read so far."""
         graph = self.graph
         wanted = set(self.schedule.recomputed[k])
         gone = {v for n in wanted for v in graph.nodes[n].outputs}
@@ -263,9 +265,16 @@ class Analysis:
         self._clone_fused(k, stack, wanted)
         if graph.backend.fuses_reductions:
             # A kernel that makes what is cloned besides its own result is to read the sources of both once.
-            again = {v for n in wanted for v in graph.reads[n]} & self.schedule.saved
-            stack = [v for n in self.own[k] for v in graph.nodes[n].inputs]
-            self._clone_fused(k, [v for v in stack if not again.isdisjoint(graph.sources[v])], wanted)
+            shared = {v for n in wanted for v in graph.reads[n]} & self.schedule.saved
+            passed |= shared
+            stack = [
+                v
+                for n in self.own[k]
+                for v in graph.nodes[n].inputs
+                if not shared.isdisjoint(graph.sources[v])
+                or (v in self.variable and self.value_of.get(self.root(self.variable[v])) in passed)
+            ]
+            self._clone_fused(k, stack, wanted)
         return sorted(n for n in wanted if graph.nodes[n].repeatable)
 
     def _clone_fused(self, k: int, stack: list[int], wanted: set[int]) -> None:

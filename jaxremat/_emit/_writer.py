@@ -167,6 +167,9 @@ class Writer:
         results = self.barrier((*held, *until), operands, scope, loop, source)
         names = dict(zip((*held, *until), results, strict=True))
         self.rename((v, names[v]) for v in until)
+        if loop < 0 and self.step.graph.backend.fuses_reductions:
+            # By two names a saved value may be in memory in two layouts: those of a ViT's products are 4 % of its peak.
+            self.rename((v, names[v]) for v in held if self.step.value_of.get(v) in self.step.schedule.saved)
         for each in found:
             if each.readers is None:
                 self.rename((v, names[v]) for v in each.hold if v in names)

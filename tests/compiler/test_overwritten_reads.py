@@ -27,7 +27,7 @@ def row_before(x: Any) -> Any:
     """Read an array element by element, and the row before through a barrier."""
     v = jnp.exp(lax.sort(x, dimension=0))
     other = lax.sort(v, dimension=1)
-    with jax.named_scope("fence_0"):
+    with jax.named_scope("barrier_0"):
         behind, _ = lax.optimization_barrier((v, other))
     before = jnp.pad(behind, ((1, 0), (0, 0)))[:-1]
     return jnp.sum(lax.sort(jnp.tanh(v - before), dimension=1)[:, ::3] ** 2), other.sum()
@@ -37,7 +37,7 @@ def same_row(x: Any) -> Any:
     """Read an array element by element under both names."""
     v = jnp.exp(lax.sort(x, dimension=0))
     other = lax.sort(v, dimension=1)
-    with jax.named_scope("fence_0"):
+    with jax.named_scope("barrier_0"):
         behind, _ = lax.optimization_barrier((v, other))
     return jnp.sum(lax.sort(jnp.tanh(v - 2 * behind), dimension=1)[:, ::3] ** 2), other.sum()
 
@@ -51,14 +51,14 @@ def detached(fn: Any) -> Any:
     closed = jax.make_jaxpr(fn)(X)
     jaxpr = closed.jaxpr
     flat = [-1] * len(jaxpr.eqns)
-    eqns, loop_of, outvars = detach(jaxpr.eqns, flat, (), jaxpr.outvars, [("fence_0", 0)])
+    eqns, loop_of, outvars = detach(jaxpr.eqns, flat, (), jaxpr.outvars, [("barrier_0", 0)])
     assert len(eqns) == len(loop_of) == len(jaxpr.eqns) + 1
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), closed.consts))
 
 
 def test_a_second_name_that_is_read_elsewhere_is_found() -> None:
     assert overwritten_reads(parse(compiled(row_before).as_text())) == (
-        OverwrittenRead("subtract_tanh_fusion", "jit(row_before)/fence_0", 0),
+        OverwrittenRead("subtract_tanh_fusion", "jit(row_before)/barrier_0", 0),
     )
 
 
@@ -110,14 +110,14 @@ def test_a_schedule_is_compiled_again_with_the_array_detached() -> None:
     baseline: Any = FakeBaseline(mends=True)
     none: Any = None
     made = compile_schedule(baseline, none, none, "finished")
-    assert baseline.asked == [(), (("fence_0", 0),)]
-    assert made.detached == (("fence_0", 0),)
+    assert baseline.asked == [(), (("barrier_0", 0),)]
+    assert made.detached == (("barrier_0", 0),)
     np.testing.assert_array_equal(made.compiled.executable(X)[0], jax.jit(row_before)(X)[0])
 
 
 def test_a_schedule_that_cannot_be_mended_is_refused() -> None:
     baseline: Any = FakeBaseline(mends=False)
     none: Any = None
-    with pytest.raises(OverwrittenReadError, match=r"kernel `\w+` write over .* \(.*fence_0, operand 0\)"):
+    with pytest.raises(OverwrittenReadError, match=r"kernel `\w+` write over .* \(.*barrier_0, operand 0\)"):
         compile_schedule(baseline, none, none, "finished")
     assert len(baseline.asked) == 2 <= _step_compiler.ROUNDS

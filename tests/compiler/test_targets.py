@@ -201,7 +201,7 @@ def test_only_stages_that_recompute_have_fences_on_a_gpu() -> None:
         fence
         for eqn in emit(traced, graph, schedule).jaxpr.eqns
         if eqn.primitive.name == "optimization_barrier"
-        for fence in re.findall(r"fence_\d+", str(eqn.source_info.name_stack))
+        for fence in re.findall(r"barrier_\d+", str(eqn.source_info.name_stack))
     }
     assert len(graph.stages) > 3
     assert 1 <= len(barriers) <= 2 + sum(bool(nodes) for nodes in schedule.recomputed)

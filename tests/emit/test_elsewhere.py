@@ -257,7 +257,7 @@ def test_copies_back_begin_in_their_stages() -> None:
     barriers = {
         int(found[1]): n
         for n, i in enumerate(instructions)
-        if i.opcode == "tuple" and (found := re.search(r"fence_(\d+)", i.op_name))
+        if i.opcode == "tuple" and (found := re.search(r"barrier_(\d+)", i.op_name))
     }
     begun = sorted(place[i.name] for i in instructions if (copy := transfer(module, i)) and copy.back)
     assert len(barriers) >= len({copy.begun for copy in plan.offloaded})
@@ -281,7 +281,7 @@ def test_gradients_of_biases_are_done_with_those_of_their_matrices() -> None:
     _, module = planned("biases")
     instructions = module.computations[module.entry].instructions
     made = [n for n, i in enumerate(instructions) if i.opcode == "fusion" and (4 * 4096,) in shapes_of(i)]
-    barriers = [n for n, i in enumerate(instructions) if i.opcode == "tuple" and "fence_" in i.op_name]
+    barriers = [n for n, i in enumerate(instructions) if i.opcode == "tuple" and "barrier_" in i.op_name]
     assert len(made) >= 5
     assert sum(n < barriers[-1] for n in made) >= 0.6 * len(made)
 

@@ -174,7 +174,7 @@ def test_without_their_fences_recomputations_are_merged_again() -> None:
     )
 
 
-def test_one_fence_per_recomputing_stage() -> None:
+def test_one_barrier_per_recomputing_stage() -> None:
     traced, graph = lowered(mlp, mlp_args())
     schedule = all_dropped(graph)
     planned = emit(traced, graph, schedule)
@@ -185,7 +185,7 @@ def test_one_fence_per_recomputing_stage() -> None:
         for e in planned.jaxpr.eqns
         if e.primitive.name == "optimization_barrier"
     ]
-    stages = [int(found[1]) for stack in barriers if (found := re.search(r"fence_(\d+)", stack))]
+    stages = [int(found[1]) for stack in barriers if (found := re.search(r"barrier_(\d+)", stack))]
     assert stages == [k for k, nodes in enumerate(schedule.recomputed) if nodes]
     assert len(barriers) == len(stages) + 1
     assert "barrier_updates" in barriers[-1]
@@ -286,7 +286,7 @@ def test_no_unplanned_forward_value_at_the_peak(name: str, share: float) -> None
     assert not forward - saved
 
 
-def test_what_is_kept_passes_the_fence_before_it_is_recomputed_from() -> None:
+def test_what_is_kept_passes_the_barrier_before_it_is_recomputed_from() -> None:
     """Else what two stages recompute from it is the same, and the compiler makes it once and keeps it."""
     traced, graph = lowered(mlp, mlp_args())
     whole = close_over_dependencies(graph, ())

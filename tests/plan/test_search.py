@@ -361,11 +361,13 @@ def test_for_the_least_memory_nothing_is_compiled_that_cannot_be_the_answer() ->
     assert lowest.lowest().profile.extra_seconds > 500, "that is asked for apart"
 
 
-@pytest.mark.parametrize("more expensive", [False, True])
-def test_what_recomputes_much_does_not_say_how_the_model_errs_on_what_recomputes_less(dearer: bool) -> None:
+@pytest.mark.parametrize("expensive", [False, True])
+def test_what_recomputes_much_does_not_say_how_the_model_errs_on_what_recomputes_less(
+    expensive: bool,
+) -> None:
     """Of two cuttings whose least the model takes for the same memory the first is compiled and exceeds the budget."""
     graph = chain(12)
-    most = graph.residuals[: 2 if dearer else 6]
+    most = graph.residuals[: 2 if expensive else 6]
     peak = simulate(graph, close_over_dependencies(graph, graph.residuals[:6])).peak_nbytes
     tried: list[int] = []
 
@@ -385,7 +387,7 @@ def test_what_recomputes_much_does_not_say_how_the_model_errs_on_what_recomputes
     search.source.made = [replace(graph, small_nbytes=n) for n in range(2)]
     search.ledger.of_least = search.ledger.of_least[:1]
     assert search.within(peak - 1, -MORE_ROUNDS) is None
-    assert tried == ([0, 1] if dearer else [0])
+    assert tried == ([0, 1] if expensive else [0])
 
 
 def test_a_plan_that_uses_the_budget_is_not_the_last_where_the_solver_was_far_from_its_bound() -> None:

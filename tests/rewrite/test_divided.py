@@ -204,7 +204,7 @@ def test_the_last_iteration_is_no_loop_and_recomputes_behind_its_carries() -> No
     _, last, back, _ = scans(emit(cut, graph, close_over_dependencies(graph, ())))
     assert (last.params["length"], back.params["length"]) == (1, 1)
     body = back.params["jaxpr"].jaxpr
-    fence = next(eqn for eqn in body.eqns if "fence_" in _compat.name_stack_text(eqn))
+    fence = next(eqn for eqn in body.eqns if "barrier_" in _compat.name_stack_text(eqn))
     at = body.eqns.index(fence)
     again = [i for i, eqn in enumerate(body.eqns) if "recompute_" in _compat.name_stack_text(eqn)]
     assert again

@@ -100,7 +100,10 @@ def struct(*shape: int) -> jax.ShapeDtypeStruct:
 
 @pytest.mark.parametrize("target", ["p100", "h100"])
 def test_a_planned_step_convolves_no_zeros(target: str) -> None:
-    """Even a plan that drops nothing is cheaper than the plain step, and its model knows."""
+    """A plan that drops nothing is faster than the plain step, and its model knows.
+
+    The model does not know what barriers cost two layers, which are made again at once here.
+    """
     args = ([(struct(2, 2, 64, 64), struct(3, 3, 64, 64))] * 2, struct(16, 96, 96, 64))
     program = Program(step, donate_argnums=(0,), target=Target(target))
     problem = Problem(program, args, {}, DEVICES[target], "roofline")
@@ -111,6 +114,8 @@ def test_a_planned_step_convolves_no_zeros(target: str) -> None:
     assert after.seconds < 0.97 * before.seconds
     budget = int(0.95 * plain.peak_nbytes)
     plan = jaxremat.plan(step, *args, budget=budget, donate_argnums=0, target=target)
-    assert plan.compiled_overhead is not None
-    assert plan.compiled_overhead < -0.01
-    assert plan.overhead == pytest.approx(plan.compiled_overhead, abs=0.02)
+    first, last = plan.rounds[0], plan.rounds[-1]
+    assert first.compiled_overhead is not None
+    assert first.compiled_overhead < -0.05
+    assert first.overhead == pytest.approx(first.compiled_overhead, abs=0.02)
+    assert last.overhead == pytest.approx(last.compiled_overhead, abs=0.07)
