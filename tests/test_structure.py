@@ -1,6 +1,7 @@
 """What the source may hold, read off it with `ast`. What may import what is a contract of its own (pyproject.toml)."""
 
 import ast
+import re
 from pathlib import Path
 
 import jaxremat
@@ -167,3 +168,22 @@ def test_only_the_terminal_and_what_talks_import_rich() -> None:
         name in TALKATIVE or name.startswith(("_runtime/_progress_bars", "_cli/", "_report"))
         for name in found
     )
+
+
+NOUN_PHRASE = re.compile(r"(The|A|An|Whether|What|Which|How|Who|Of|Those|All)\b")
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    """Those of properties name what they are."""
+    functions = (
+        (name, node)
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and not any("property" in ast.unparse(d) for d in node.decorator_list)
+    )
+    assert [
+        f"{name}:{node.lineno}"
+        for name, node in functions
+        if NOUN_PHRASE.match(ast.get_docstring(node) or "")
+    ] == []

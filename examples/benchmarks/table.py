@@ -81,7 +81,7 @@ def overview(
 TIMED = {
     "1/2": "half of its peak",
     "1/3": "a third",
-    AT_BLOCK: "what that needs",
+    AT_BLOCK: "with a plan at the same peak",
     "block": "`nn.remat` on every block",
 }
 """Rows of `device` by name, and how they are called."""
@@ -100,7 +100,7 @@ def _timed(record: records.Record) -> str:
     inputs = record["inputs"].partition("[")[2].partition(",")[0]
     return (
         f"**Timed** on an {at}{_but(record)}: {network}, batch {inputs}, takes {longer['1/2']} longer at "
-        f"{TIMED['1/2']}, {longer['1/3']} at {TIMED['1/3']}. With {TIMED['block']} {longer['block']}, planned for "
+        f"{TIMED['1/2']}, {longer['1/3']} at {TIMED['1/3']}. With {TIMED['block']} {longer['block']}, "
         f"{TIMED[AT_BLOCK]} {longer[AT_BLOCK]}."
     )
 

@@ -251,7 +251,7 @@ class Reading:
         return self._step(eqn, [self.value(b, axes if b.aval.shape else ()) for b in eqn.invars], None)
 
     def _check(self, eqn: jex.JaxprEqn) -> None:
-        """Whether an operation on what depends on the source may be. **Raises:** `UnlikeError`."""
+        """Check that an operation on what depends on the source may be. **Raises:** `UnlikeError`."""
 
     def _step(self, eqn: jex.JaxprEqn, operands: list[Atom], axis: int | None) -> Any:
         self.steps.append((eqn.primitive, eqn.params, operands, axis))

@@ -83,7 +83,7 @@ def _compiled(closed: jex.ClosedJaxpr, program: Program) -> Compiled:
 
 
 def _nothing() -> None:
-    """What a program of single equations has in place of a function."""
+    """Stand for what a program of single equations has in place of a function."""
 
 
 def _measure(closed: jex.ClosedJaxpr, program: Program) -> int:

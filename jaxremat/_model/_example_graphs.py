@@ -67,7 +67,7 @@ class Builder:
         return outputs
 
     def stage(self) -> None:
-        """The next node begins a new stage."""
+        """Begin a new stage with the next node."""
         self.starts.append(len(self.nodes))
 
     def graph(self, *, base: int = 0, small: int = 0, step_seconds: float | None = None) -> Graph:

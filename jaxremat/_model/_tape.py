@@ -65,7 +65,7 @@ class Tape:
             self.run(n, -1)
 
     def run(self, n: int, stage: int) -> None:
-        """A kernel runs, recomputed for that stage or in its own place."""
+        """Run a kernel, recomputed for that stage or in its own place."""
         graph, where, event = self.graph, self.where, len(self.nodes)
         self.nodes.append(n)
         self.made_for.append(stage)

@@ -67,7 +67,7 @@ class Equals:
         return atom if _compat.is_literal(atom) else self._rename.get(atom, atom)
 
     def add(self, eqn: jex.JaxprEqn, scope: int = -1, in_backward: bool | None = None) -> None:
-        """The next equation.
+        """Add the next equation.
 
         **Arguments:** `scope` within which equals are merged; `in_backward` whether it is of the backward pass, by
         default as its name stack says.

@@ -219,7 +219,7 @@ class _Numbers:
         self.turns, self.scope = own, around
 
     def _turn_of(self, key: Any, turns: Sequence[dict[str, list[int]]], operands: Sequence[int]) -> None:
-        """A loop or a choice, of which bodies have something that runs in order, runs in order itself."""
+        """Note a loop or a choice, of which bodies have something that runs in order, runs in order itself."""
         if any(turns):
             kinds = tuple(tuple((k, len(v)) for k, v in each.items()) for each in turns)
             inside = [a for each in turns for v in each.values() for a in v]

@@ -50,7 +50,7 @@ def price(outcome: Outcome) -> str:
         return f"{modelled}; nothing was compiled."
     return (
         f"{modelled}, by a roofline of the two compiled programs {_more(outcome.compiled_overhead)}. "
-        "Neither is a stopwatch."
+        "Both are estimates."
     )
 
 

@@ -90,7 +90,7 @@ def _tick(span_nbytes: float) -> float:
 
 
 def _bound(frontier: Any, ax: Any, low: int, top: float) -> None:
-    """The region that no plan of the model reaches, where something is proven."""
+    """Draw the region that no plan of the model reaches, where something is proven."""
     high = frontier.plain.peak_nbytes
     if not frontier.bounds or high <= low:
         return

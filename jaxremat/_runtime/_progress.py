@@ -23,7 +23,7 @@ class Watcher(Protocol):
         ...
 
     def end(self, task: Any) -> None:
-        """The phase is over, or was interrupted."""
+        """End the phase, which is over or was interrupted."""
         ...
 
 
@@ -62,7 +62,7 @@ class Phase:
             self._watcher.update(self._task, 1, None)
 
     def note(self, text: str) -> None:
-        """What is known so far."""
+        """Note what is known so far."""
         if self._watcher is not None:
             self._watcher.update(self._task, 0, text)
 
@@ -117,7 +117,7 @@ def interrupt() -> None:
 
 
 def note(text: str) -> None:
-    """What the innermost phase knows so far."""
+    """Note what the innermost phase knows so far."""
     if phases := _phases.get():
         phases[-1].note(text)
 

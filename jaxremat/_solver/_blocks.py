@@ -131,7 +131,7 @@ class _Allocation:
         return found
 
     def _choose(self, born: int, allowed: Sequence[float], chosen: list[int]) -> None:
-        """Of the blocks of one forward pass choose the points of least time whose saved bytes, added up from the last
+        """Choose, of the blocks of one forward pass, the points of least time whose saved bytes, added up from the last
         group on, are never above what each stage, and at the end the forward pass, allows; of least bytes where there
         are none.
         """

@@ -234,8 +234,8 @@ def test_the_overview_says_what_was_timed() -> None:
     step = {"network": "vit", "scale": "full", "environment": {"platform": "h100"}, "rows": plain}
     assert overview([step], [], device=[device]).splitlines()[-1] == (
         "**Timed** on an NVIDIA H200: ResNet-50, batch 184, takes 8.0% (roofline 7.5%) longer at half of its peak, "
-        "11.5% (roofline 11.7%) at a third. With `nn.remat` on every block 19.0% (roofline 25.4%), planned for what "
-        "that needs 10.0% (roofline 10.0%)."
+        "11.5% (roofline 11.7%) at a third. With `nn.remat` on every block 19.0% (roofline 25.4%), with a plan at "
+        "the same peak 10.0% (roofline 10.0%)."
     )
     del rows["1/3"]  # was not measured
     assert "Timed" not in overview([step], [], device=[device])
