@@ -138,7 +138,7 @@ def check_solver(solver: Solver, *, time_limit: float = 10.0) -> SolverReport:
 
 
 def frontier(graph: Graph, pairs: Sequence[tuple[int, int]] = ()) -> dict[int, float]:
-    """Return by brute force, for each peak that can be reached the least extra seconds that reach it.
+    """Compute by brute force, for each peak that can be reached the least extra seconds that reach it.
 
     Over all sets of saved values and, for each, over all sets of those `pairs` (value, stage) that can be kept.
     """

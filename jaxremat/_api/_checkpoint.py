@@ -182,7 +182,7 @@ class Checkpointed:
         return f"<jaxremat.checkpoint({options.budget!r}, {options.emit}) of {self._program.fn!r}>"
 
     def _segmented(self, function: Function, key: Any) -> _Planned:
-        """Return what follows is the function of flat primals, in parts of which each is a `jax.checkpoint`."""
+        """Return the function of flat primals, in parts of which each is a `jax.checkpoint`."""
         if key not in self._planned:
             self._planned[key] = self._in_segments(function, key[0])
         return self._planned[key]
@@ -233,7 +233,7 @@ class Checkpointed:
         return run
 
     def _halves(self, function: Function, key: Any, wanted: tuple[bool, ...]) -> _Planned:
-        """Return what follows are the `Halves` for the cotangents of the wanted primals."""
+        """Return the `Halves` for the cotangents of the wanted primals."""
         if (key, wanted) not in self._planned:
             joint = differentiated(function, wanted)
             found = self._found(joint)

@@ -36,7 +36,7 @@ def gradient_in_kernels(
     kernels: bool = True,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """Return as `attend_gradient`, in two kernels, and one for each learned leaf."""
+    """Do what `attend_gradient` does, in two kernels, and one for each learned leaf."""
     rank = len(pattern.sizes)
     both = result.astype(jnp.float32) * cotangent.astype(jnp.float32)
     inner = tuple(d for d, axis in enumerate(pattern.mixed.result) if axis is not None and axis >= rank)

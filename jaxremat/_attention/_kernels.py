@@ -85,7 +85,7 @@ def attend_in_kernels(
     kernels: bool = True,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """Return as `attend`, in a kernel."""
+    """Do what `attend` does, in a kernel."""
     made = layout_of(pattern)
     blocks = blocks_of(pattern, made.row, gradient="")
     own = tuple(range(len(pattern.sizes)))

@@ -175,7 +175,7 @@ class Tile:
         return found
 
     def counted(self, axis: int, dtype: Any) -> jax.Array:
-        """Return as `run` asks for."""
+        """Return what `run` asks for."""
         if axis not in (self.made.row, self.made.key):
             return jnp.asarray(self.places.get(axis, 0), dtype)
         start, _, _ = self._along(axis)

@@ -62,7 +62,7 @@ class Requirement:
 
 
 def findings() -> Iterator[Finding]:
-    """Yield of every check, in the order in which they are best read; the expensive ones come as they are done."""
+    """Yield the outcome of every check in the order to read them in; expensive ones come as they are done."""
     needed = requirements()
     yield Finding("jaxremat", "ok", __version__ + ("" if needed else ", from a folder, not installed"))
     yield Finding("Python", "ok", platform.python_version())

@@ -21,7 +21,7 @@ _FIGURES = ("argument", "output", "alias", "temp", "host_temp")
 
 
 def answer(request: tuple[str, str, bytes, dict[str, Any]]) -> tuple[dict[str, int], str]:
-    """Return of a chip's description, a topology, a module's bytecode and compiler options: figures and HLO."""
+    """Return the figures and the HLO of a module, from a chip's description, a topology, bytecode and options."""
     config, topology, module, options = request
     return _compile(_devices(config, topology), module, options)
 

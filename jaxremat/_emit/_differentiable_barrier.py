@@ -20,7 +20,7 @@ from ._joint import is_inexact
 def differentiable_barrier(
     operands: Sequence[Atom], outvars: Sequence[jex.Var], source_info: SourceInfo
 ) -> Any:
-    """Return as `_compat.barrier`."""
+    """Return what `_compat.barrier` does, differentiable."""
     if all(is_inexact(a.aval) for a in operands) or any(map(_compat.varying_axes, operands)):
         return _compat.barrier(operands, outvars, source_info)
 

@@ -354,7 +354,7 @@ def _again(graph: Graph, schedule: Schedule, loop: int) -> float:
 
 
 def _stacked(graph: Graph, schedule: Schedule) -> list[int]:
-    """Return by pair the bytes that a schedule saves in its forward loop."""
+    """Return, by pair, the bytes that a schedule saves in its forward loop."""
     loops = [graph.nodes[graph.values[v].producer].loop for v in schedule.saved]
     nbytes = [graph.values[v].saved_nbytes for v in schedule.saved]
     return [sum(n for n, loop in zip(nbytes, loops, strict=True) if loop == pair) for pair in graph.pairs]

@@ -94,7 +94,7 @@ class Plan(Outcome, Written):
       kernels wait for what comes back from host memory.
     - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
     - `warnings` of what planning found, which are given again whenever the plan is followed.
-    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `barrier`,
+    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `fence`,
       `offloaded` what the emitter needs. Of these `unrepeated` are the operations that may not run twice, some of
       which only the compiled plain step tells: those with which devices send each other something.
     - `detached` the operands of barriers that stand behind barriers of their own, so that XLA does not overwrite them
@@ -127,7 +127,7 @@ class Plan(Outcome, Written):
 
     @classmethod
     def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:
-        """Return in format 2 forms were the settings of all sites in a row, which `Problem.form` names."""
+        """Return the fields as format 3 has them: in format 2 forms were the settings of all sites in a row."""
         if version != 2:
             return None
         for each in (data, *data["rounds"]):

@@ -182,7 +182,7 @@ class _KeptPlans:
             return None
 
     def _path(self, folder: str, budget: int | Literal["min"]) -> Path:
-        """Return where what belongs to a budget is kept."""
+        """Return the file of what belongs to a budget."""
         wanted = {"budget": budget, "margin": self._margin(budget)}
         key = key_of(self.problem, self.request.options, wanted)
         return cache_dir() / folder / f"{key}.json"

@@ -73,7 +73,7 @@ def compiled(candidates: Sequence[CompiledCandidate], baseline: Baseline) -> Lea
 
 
 def predicted(graph: Graph, schedule: Schedule) -> Least:
-    """Return of a schedule that is not compiled."""
+    """Return what is said of a schedule that is not compiled."""
     return Least(simulate(graph, schedule).peak_nbytes, "predicted", graph, schedule)
 
 

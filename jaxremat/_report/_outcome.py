@@ -21,7 +21,7 @@ class Round:
 
     **Fields:** `predicted_peak_nbytes` by the simulator, `compiled_peak_nbytes` by the compiler; `overhead` and
     `compiled_overhead` as in `Plan`, and `gap` to the solver's own bound; `solver`; `stages` how many the backward pass
-    is cut into, `form` as in `Plan`; `barrier` the form of the barriers; `solve_seconds` since the round before,
+    is cut into, `form` as in `Plan`; `fence` the form of the barriers; `solve_seconds` since the round before,
     `compile_seconds` to emit, compile and read it.
     """
 

@@ -26,7 +26,7 @@ class PlanningTime:
 
     @classmethod
     def of(cls, stopwatch: Stopwatch, first: float, compiled: int, solves: int) -> "PlanningTime":
-        """Return by a stopwatch."""
+        """Return the times by a stopwatch."""
         kinds = (stopwatch.spent.get(kind, 0.0) for kind in ("trace", "compile", "solve"))
         seconds = (round(each, 3) for each in (stopwatch.seconds, *kinds, first))
         return cls(*seconds, cut_short=stopwatch.interrupted, plans_compiled=compiled, solves=solves)

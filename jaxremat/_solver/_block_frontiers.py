@@ -265,7 +265,7 @@ def _points(block: Block, most: int) -> tuple[Point, ...]:
     upper: Any = np.where(pinned, 0, 1)
 
     def solve(bytes_first: bool, allowed: float) -> Point | None:
-        """Return of least bytes, or of least time; of what is as good, the faster, or the smaller."""
+        """Return the one of least bytes, or of least time; of equals, the faster, or the smaller."""
         shares = weights / (total or 1.0), seconds / (seconds.sum() or 1.0)
         first, second = shares if bytes_first else shares[::-1]
         room = LinearConstraint(csr_array(weights[None] / unit), ub=allowed / unit)

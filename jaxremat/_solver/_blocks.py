@@ -69,7 +69,7 @@ class _Allocation:
         self.passes = sorted({block.born for block in self.blocks})  # by the stage in which each runs
 
     def least(self) -> Schedule:
-        """Return as little saved as there may be."""
+        """Return the schedule that saves least."""
         return self._schedule([len(points) - 1 for points in self.frontiers])
 
     def within(self, budget_nbytes: int) -> Schedule:

@@ -43,7 +43,7 @@ class Lagrangian:
     price: float
 
     def order(self, schedule: Schedule) -> tuple[float, ...]:
-        """Return as `_simulate.rank`: the less the better."""
+        """Return the rank by `_simulate.rank`: less is better."""
         profile = simulate(self.graph, schedule)
         return (0.0, profile.extra_seconds + self.price * profile.peak_nbytes)
 
