@@ -26,7 +26,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from .._model._graph import Graph
 from .._model._optimizer_updates import finishing_sums
+from .._model._primitive_names import FETCH
 from .._model._schedule import Passing, Schedule
+from .._model._stage_merging import merged
 from .._program import _compat
 from .._program._run_counts import check_runs
 from .._rewrite._canonical_convolutions import canonical_in_bodies
@@ -70,7 +72,7 @@ def emit(
     **Arguments:** `barrier` the kind of barriers, `FINISHED` or `COMBINED`; `detached` the barriers' operands that are
     put behind barriers of their own, see `_detaching`.
     """
-    graph = _with_needed_stages(graph, schedule)
+    graph, schedule = _with_needed_stages(graph, schedule)
     jaxpr = traced.jaxpr.jaxpr
     if not graph.stages and not traced.loops and not any(map(replaced(graph.backend), jaxpr.eqns)):
         planned = traced.jaxpr
@@ -93,15 +95,17 @@ def emit(
     return planned
 
 
-def _with_needed_stages(graph: Graph, schedule: Schedule) -> Graph:
+def _with_needed_stages(graph: Graph, schedule: Schedule) -> tuple[Graph, Schedule]:
     """Return the graph with the stages that are written: on GPUs none for a schedule that drops nothing, unless there
-    are loops, whose ends stay; stages between which copies run finish sums too.
+    are loops, whose ends stay; stages between which copies run finish sums too, and fewer where copies are the user's.
     """
-    if not graph.backend.fuses_reductions:
-        return graph
+    if not graph.backend.fuses_reductions or not graph.stages:
+        return graph, schedule
     if schedule.drops_nothing and not graph.loop_stop:
-        return replace(graph, stages=())
-    return replace(graph, stages=finishing_sums(graph)) if schedule.offloaded else graph
+        return replace(graph, stages=()), Schedule(schedule.saved, ())
+    graph = replace(graph, stages=finishing_sums(graph)) if schedule.offloaded else graph
+    fetches = any(node.primitive == FETCH for node in graph.nodes)
+    return merged(graph, schedule) if fetches else (graph, schedule)
 
 
 @dataclass(frozen=True)

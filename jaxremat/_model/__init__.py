@@ -5,7 +5,7 @@ definition of memory and time, which every solver's answer is held against.
 
 Reading order: `_graph`, `_stages` (where the backward pass may stop and recompute), `_schedule`, `_simulate`
 (on a `_tape`), `_timeline`; then what the graph derives: `_reuse`, `_later_passes` (of steps that
-differentiate several times), `_optimizer_updates`; what surrounds it: `_backend`,
+differentiate several times), `_optimizer_updates`, `_stage_merging`; what surrounds it: `_backend`,
 `_device_specs`, `_primitive_names`, `_pins`; which variants the step may take: `_variant`, `_sites` with
 `_loop_levels`; and `_example_graphs`, on which planners are tried.
 """

@@ -249,7 +249,8 @@ def shaped(atom: Atom) -> Aval:
 
 def opened(jaxpr: AnyJaxpr) -> tuple[jex.Jaxpr, Sequence[Any]]:
     """Return a body's jaxpr and its constants, none where it is not closed."""
-    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, jex.ClosedJaxpr) else (jaxpr, ())
+    # What `jax_remat3` traces has a jaxpr and constants as a closed jaxpr does, and is none.
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 def literal(value: Any) -> Any:

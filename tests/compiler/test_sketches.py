@@ -78,7 +78,7 @@ def in_memory(graph: Graph) -> set[int]:
 @pytest.mark.parametrize(("step", "args"), STEPS)
 def test_a_sketch_shows_what_a_draft_does(step: Any, args: Any) -> None:
     sketched = baseline(step, args)
-    with patch.object(Program, "sketch", Program.unfused_build):
+    with patch.object(Program, "unoptimised_build", Program.unfused_build):
         drafted = baseline(step, args)
         wanted = drafted.graphs.plain
     found = sketched.graphs.plain

@@ -101,9 +101,9 @@ def test_on_several_devices_products_that_are_added_up_pass_as_their_sum(
     maker_of = {v: e.primitive.name for e in eqns for v in e.outvars}
     held = [e for e in eqns if "last_read" in str(e.source_info.name_stack)]
     assert {maker_of[e.invars[-1]] for e in held} == makers
-    assert all(
-        len(e.invars) == (3 if devices > 1 else 2) for e in held
-    )  # the weights, and what comes of them
+    # Weights, and what comes of them; both weights of a layer where no stage ends between their updates.
+    assert {len(e.invars) for e in held} <= {2, 3}
+    assert max(len(e.invars) for e in held) == (3 if devices > 1 else 2)
     flat = jax.tree.leaves(args)
     assert_same(jex.jaxpr_as_fun(traced.jaxpr)(*flat), jex.jaxpr_as_fun(jaxpr)(*flat))
 

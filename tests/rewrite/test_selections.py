@@ -74,7 +74,7 @@ def _than_the_mean(x: jax.Array) -> jax.Array:
     return x > x.mean(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
     ("compare", "exposed"),
     [

@@ -32,7 +32,7 @@ def step(weights: Any, entry: Any, x: Any, y: Any) -> Any:
     return weights, entry - 0.5 * gradient, first, second
 
 
-@pytest.mark.parametrize("hoists", [False, True], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("materialises_eagerly", [False, True], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("first", [(6,), (2, -1), (3, 2)], ids=str)
 @pytest.mark.parametrize("second", [(), (2,)], ids=str)
 def test_a_loop_reads_what_another_has_written(

@@ -68,6 +68,6 @@ def test_a_plan_is_made_without_what_is_switched_off() -> None:
         return set(acted)
 
     names = {"memory order", "operands' memory taken over"}
-    assert {*names, "triggers of barriers"} <= planned() <= known()
+    assert {*names, "barriers: triggers"} <= planned() <= known()
     with switched_off(*names):
         assert names.isdisjoint(planned())
