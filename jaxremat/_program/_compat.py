@@ -250,7 +250,7 @@ def shaped(atom: Atom) -> Aval:
 def opened(jaxpr: AnyJaxpr) -> tuple[jex.Jaxpr, Sequence[Any]]:
     """Return a body's jaxpr and its constants, none where it is not closed."""
     # What `jax_remat3` traces has a jaxpr and constants as a closed jaxpr does, and is none.
-    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+    return cast(jex.Jaxpr, getattr(jaxpr, "jaxpr", jaxpr)), getattr(jaxpr, "consts", ())
 
 
 def literal(value: Any) -> Any:
