@@ -69,7 +69,7 @@ def emit(
     has seen to compute the step; node ids of `graph` are equation indices of `traced.jaxpr`. Where that is a body,
     so is this.
 
-    **Arguments:** `barrier` the kind of barriers, `FINISHED` or `COMBINED`; `detached` the barriers' operands that are
+    **Arguments:** `fence` the kind of barriers, `FINISHED` or `COMBINED`; `detached` the barriers' operands that are
     put behind barriers of their own, see `_detaching`.
     """
     graph, schedule = _with_needed_stages(graph, schedule)
@@ -205,6 +205,5 @@ def _again(step: Analysis, writer: Writer, n: int) -> JaxprEqn:
 
 def _same(operand: Var, eqn: JaxprEqn) -> JaxprEqn:
     """Return an equation that gives its operand, under the name and in the place of another: the compiler drops it."""
-    shape: tuple[int, ...] = operand.aval.shape  # type: ignore[attr-defined]
-    same = _compat.permuted(operand, range(len(shape)), eqn.source_info)
+    same = _compat.permuted(operand, range(len(_compat.shaped(operand).shape)), eqn.source_info)
     return same.replace(outvars=eqn.outvars)

@@ -319,9 +319,7 @@ class _Numbers:
         mesh = params["mesh"], params.get("manual_axes")
         given = [
             values.node("Sharded", (mesh, spec), (a,), _type(v))
-            for a, v, spec in zip(
-                operands, getattr(jaxpr, "jaxpr", jaxpr).invars, params["in_specs"], strict=True
-            )
+            for a, v, spec in zip(operands, _compat.opened(jaxpr)[0].invars, params["in_specs"], strict=True)
         ]
         given = [self._same(a, "Gathered") for a in given]
         made = self._body(jaxpr, given)

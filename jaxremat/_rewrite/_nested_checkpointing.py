@@ -130,9 +130,8 @@ class _Pair:
     def _known(self, eqn: jex.JaxprEqn, but: Sequence[Any] = ()) -> list[Any]:
         """Return a scan's constants, those of its body and the arrays that it scans over but for these."""
         consts, _, arrays = operands(eqn)
-        closed = eqn.params["jaxpr"]
-        inner = zip(getattr(closed, "consts", ()), getattr(closed, "jaxpr", closed).constvars, strict=True)
-        own = (self.inliner.constant(c, v.aval) for c, v in inner)
+        body, held = _compat.opened(eqn.params["jaxpr"])
+        own = (self.inliner.constant(c, v.aval) for c, v in zip(held, body.constvars, strict=True))
         return [*own, *consts, *(a for a in arrays if a not in but)]
 
     def forward(self) -> list[Any]:

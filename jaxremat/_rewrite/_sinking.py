@@ -100,7 +100,7 @@ def _grown_within(scan: jex.JaxprEqn, made: Mapping[Any, "_Made"]) -> Any:
     """Return a scan whose body makes constants that grow out of little."""
     consts, init, arrays = _compat.scan_operands(scan)
     closed = scan.params["jaxpr"]
-    jaxpr = _compat.opened(closed)[0]
+    jaxpr, held = _compat.opened(closed)
     stored = _stored(jaxpr)
     inner = dict(zip(jaxpr.invars, consts, strict=False))
     grown = [v for v, a in inner.items() if v not in stored and not _compat.is_literal(a) and a in made]
@@ -128,9 +128,7 @@ def _grown_within(scan: jex.JaxprEqn, made: Mapping[Any, "_Made"]) -> Any:
         within(inner[v], v)
     eqns.extend(jaxpr.eqns)
     rest = jaxpr.invars[len(consts) :]
-    body = _compat.new_jaxpr(
-        jaxpr.constvars, getattr(closed, "consts", ()), [*own, *rest], jaxpr.outvars, eqns
-    )
+    body = _compat.new_jaxpr(jaxpr.constvars, held, [*own, *rest], jaxpr.outvars, eqns)
     lasts, stacks = scan.outvars[: len(init)], scan.outvars[len(init) :]
     operands = list(own.values()), init, arrays
     return _compat.scan_like(scan, body, scan.params["length"], operands, (lasts, stacks))
