@@ -25,6 +25,7 @@ from .._model._graph import Graph
 from .._model._schedule import save_all
 from .._model._stages import uncut
 from .._program import _compat
+from .._program._compat import shaped
 from .._program._host_arguments import to_host
 from .._program._primitives import inner_jaxprs, is_loop_edge, is_loop_slice, on_host
 from .._rewrite._flat_program import BACKWARD, FORWARD, UNPAIRED, Loop, with_eqns
@@ -172,17 +173,26 @@ def _once(
     needs_replacement: Callable[[jex.JaxprEqn], bool],
     same: Callable[[jex.Var | jex.Literal], jex.Var | jex.Literal],
 ) -> Iteration:
-    """Return the program of one iteration of a scan, at an index that is given."""
+    """Return the program of one iteration of a scan, at an index that is given.
+
+    Loops of one body that differ in their lengths, or in how they come by rows, are to be one program, which is
+    compiled once. So an index that is scanned over is the iteration's own, stacks have as many rows as the arrays that
+    are read at it, rows are read where something wants them, and arguments come in the order in which they are read.
+    """
     closed = scan.params["jaxpr"]
     jaxpr = _compat.opened(closed)[0]
     consts, init, arrays = operands(scan)
-    index = _compat.new_var(ShapedArray((), jnp.int32))
-    whole = [_compat.new_var(a.aval) for a in arrays]
+    rows = jaxpr.invars[len(consts) + len(init) :]
+    index = next(filter(_is_index, rows), None) or _compat.new_var(ShapedArray((), jnp.int32))
+    length = _rows_at(index, jaxpr.eqns) or scan.params["length"]
+    whole = [_compat.new_var(_with_rows(shaped(a), length)) for a in arrays]
     eqns: list[jex.JaxprEqn] = []
-    for array, row in zip(whole, jaxpr.invars[len(consts) + len(init) :], strict=True):
-        append(eqns, row_at, (array, index), scan, row)
+    for array, row in zip(whole, rows, strict=True):
+        if row is not index:
+            append(eqns, row_at, (array, index), scan, row)
     eqns.extend(each for eqn in jaxpr.eqns for each in (inline(eqn) if needs_replacement(eqn) else [eqn]))
-    stacks = [_compat.new_var(v.aval) for v in scan.outvars[len(init) :]]
+    eqns = _late_reads(eqns, index)
+    stacks = [_compat.new_var(_with_rows(shaped(v), length)) for v in scan.outvars[len(init) :]]
     filled = [
         append(eqns, row_written, (stack, row, index), scan)
         for stack, row in zip(stacks, jaxpr.outvars[len(init) :], strict=True)
@@ -193,20 +203,55 @@ def _once(
     over = [(a, v) for a, v in carried if not _compat.is_literal(v) and updated.get(v) is a]
     over += zip(stacks, filled, strict=True)
     fresh = [v for a, v in carried if (a, v) not in over]
+    read = list(dict.fromkeys(_compat.variables(a for eqn in eqns for a in eqn.invars)))
+    read += [v for v in _compat.variables(fresh) if v not in read]
     kept = {a for a, _ in over}
-    read = {a for eqn in eqns for a in _compat.variables(eqn.invars)}
-    read.update(_compat.variables(fresh))
-    named = zip(
-        (*jaxpr.invars[: len(consts) + len(init)], index, *whole),
-        (*consts, *init, None, *arrays),
-        strict=True,
+    over.sort(key=lambda both: read.index(both[0]))
+    given = dict(
+        zip(
+            (*jaxpr.invars[: len(consts) + len(init)], *whole, index),
+            (*consts, *init, *arrays, None),
+            strict=True,
+        )
     )
-    others = {a: name for a, name in named if a in read and a not in kept}
+    others = {a: given[a] for a in read if a in given and a not in kept}
     invars, outvars = [*(a for a, _ in over), *others], [*(v for _, v in over), *fresh]
     closed = _compat.new_jaxpr((), (), invars, outvars, eqns)
     first = dict(zip((*(a for a, _ in carried), *stacks), (*init, *scan.outvars[len(init) :]), strict=True))
     names = [*(first[a] for a, _ in over), *others.values()]
     return Iteration(closed, places, len(over), tuple(None if a is None else same(a) for a in names))
+
+
+def _with_rows(aval: ShapedArray, count: int) -> ShapedArray:
+    """Return the type of an array over which a loop runs, or of one that it stacks, with so many rows."""
+    return aval.update(shape=(count, *aval.shape[1:]))
+
+
+def _reads_row(eqn: jex.JaxprEqn, index: jex.Var) -> bool:
+    """Return whether an equation is a `row_at` this index: what users write asks whether the index is negative."""
+    called = eqn.params.get("name") == "dynamic_index_in_dim" and len(eqn.invars) == 2
+    return called and eqn.invars[1] is index and all(len(body.eqns) == 2 for body in inner_jaxprs(eqn))
+
+
+def _rows_at(index: jex.Var, eqns: Sequence[jex.JaxprEqn]) -> int:
+    """Return how many rows those arrays have that equations read at an index, 0 without any."""
+    return max((shaped(eqn.invars[0]).shape[0] for eqn in eqns if _reads_row(eqn, index)), default=0)
+
+
+def _late_reads(eqns: Sequence[jex.JaxprEqn], index: jex.Var) -> list[jex.JaxprEqn]:
+    """Return the equations with those that read rows just before what reads the rows."""
+    waiting = {eqn.outvars[0]: eqn for eqn in eqns if _reads_row(eqn, index)}
+    found: list[jex.JaxprEqn] = []
+    for eqn in eqns:
+        if eqn.outvars[0] not in waiting or not _reads_row(eqn, index):
+            found.extend(waiting.pop(v) for v in dict.fromkeys(_compat.variables(eqn.invars)) if v in waiting)
+            found.append(eqn)
+    return [*found, *waiting.values()]
+
+
+def _is_index(row: jex.Var) -> bool:
+    """Return whether a row may be the iteration's index, as in loops that read rows of arrays from outside by it."""
+    return row.aval == ShapedArray((), jnp.int32)
 
 
 def _writes_part(eqn: jex.JaxprEqn) -> bool:

@@ -87,10 +87,12 @@ class Variants:
     def exact(self) -> tuple[Variant, ...]:
         """Return exact variants, deeper and deeper: those of each rule in turn, by themselves and with what saves most
         of the rules before; those of most of the step behind all that is cheaper, by themselves and with what chunks
-        may have besides.
+        may have besides. Where the rules before cost nothing, those by themselves come last: for steps in which the
+        others cannot be made.
         """
         found: list[Variant] = []
         wholes: list[Variant] = []
+        without: list[Variant] = []
         before = PLAIN
         for sites in self.sites:
             if not sites.exact:
@@ -102,14 +104,16 @@ class Variants:
                 if self.estimate(variant).whole:
                     wholes += [variant, *([variant.also(*within)] if within else [])]
                 else:
-                    found += [variant, *([before.also(*variant.choices)] if before else [])]
+                    free = before and self.estimate(before).more_seconds <= 0
+                    (without if free else found).append(variant)
+                    found += [before.also(*variant.choices)] if before else []
                     last = variant.choices
             before = before.also(*last)
         for whole in wholes:
             seconds = self.estimate(whole).more_seconds
             cheaper = [i for i, each in enumerate(found) if self.estimate(each).more_seconds <= seconds]
             found.insert(max(cheaper, default=-1) + 1, whole)
-        return tuple(found)
+        return (*found, *without)
 
     def inexact(self) -> tuple[Variant, ...]:
         """Return what changes numbers, with the step as written and with the exact variants but for those of most of

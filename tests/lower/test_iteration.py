@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from forms import of_levels
-from test_loops import CPU
+from test_loops import CPU, traced
+from zoo_loops import LAYERS, LOOPS
 
 import jaxremat
 from examples.benchmarks.networks import program
@@ -20,6 +21,7 @@ from jaxremat._compiler._target import Target
 from jaxremat._emit._emit import emit
 from jaxremat._lower._iteration import backward, forward
 from jaxremat._lower._lower import lower
+from jaxremat._model._backend import backend
 from jaxremat._model._device_specs import DEVICES
 from jaxremat._model._graph import Graph
 from jaxremat._plan._baseline import Baseline, measure_baseline
@@ -186,3 +188,11 @@ def test_plans_break_no_softmax() -> None:
     }
     assert any(prod(dims) == prod(SCORES) for dims in made)
     assert SCORES[:3] not in made
+
+
+@pytest.mark.parametrize("levels", [(LAYERS - 2,), (LAYERS - 1,), (LAYERS,)], ids=str)
+def test_loops_of_one_body_have_one_program(levels: tuple[int, ...]) -> None:
+    """Whatever their lengths, and whether they scan over arrays or over indices: it is compiled once."""
+    step, gpu = traced(LOOPS["layers"]), backend("gpu")
+    (plain,) = forward(step, gpu).values()
+    assert {each.key for each in forward(step.in_form(of_levels(levels)), gpu).values()} == {plain.key}
