@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from .._compiler._program import Program, device_of
 from .._program import _compat
@@ -20,6 +21,8 @@ from .._runtime._errors import ArgumentError
 def key_of(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the key of a call. **Raises:** `ArgumentError` where an argument can be neither traced nor static."""
     leaves, tree = jax.tree.flatten_with_path(program.dynamic(args, kwargs))
+    # Of arrays that are free to be anywhere the default device decides, and it is among the settings.
+    device = None if program.target else device_of(args, kwargs)
     types = []
     for path, leaf in leaves:
         try:
@@ -30,9 +33,7 @@ def key_of(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
                 "which is no array. "
                 "Make it static with `static_argnums` or `static_argnames`, or close over it."
             ) from None
-        types.append((aval, getattr(leaf, "sharding", None)))
-    # Of arrays that are free to be anywhere the default device decides, and it is among the settings.
-    device = None if program.target else device_of(args, kwargs)
+        types.append((aval, _place(leaf, device)))
     try:
         key = (tree, tuple(types), device, program.static(args, kwargs), _compat.settings())
         hash(key)
@@ -41,6 +42,16 @@ def key_of(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             f"A static argument cannot be hashed ({error}). Pass a hashable object, such as a tuple."
         ) from None
     return key
+
+
+def _place(leaf: Any, device: Any) -> Any:
+    """Return the sharding of an argument leaf, None of one that is in the memory of this device, as a struct or a NumPy
+    array without a sharding will be: the plan for those is followed by arrays.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, SingleDeviceSharding) and sharding.device_set == {device}:
+        return None if sharding.memory_kind in (None, device.default_memory().kind) else sharding
+    return sharding
 
 
 def type_of(leaf: Any) -> Any:

@@ -173,7 +173,9 @@ def _nudged(tree: Any) -> Any:
 
     def nudge(x: Any) -> Any:
         if isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.nextafter(jnp.asarray(x), jnp.asarray(jnp.inf, x.dtype))
+            return jnp.nextafter(
+                jnp.asarray(x), jnp.inf
+            )  # of the same type, a weak one too: nothing is compiled anew
         return x
 
     return jax.tree.map(nudge, tree)

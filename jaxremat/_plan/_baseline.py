@@ -168,7 +168,7 @@ class MeasuredGraphs(Graphs):
         return self._around[alone]
 
 
-def measure_baseline(problem: Problem, *, plain: bool, tagged: bool) -> "Baseline":
+def measure_baseline(problem: Problem, *, plain: bool, tagged: bool, to_run: bool = False) -> "Baseline":
     """Compile what plans of a step start from.
 
     **Arguments:**
@@ -178,10 +178,13 @@ def measure_baseline(problem: Problem, *, plain: bool, tagged: bool) -> "Baselin
       another way.
     - `tagged`: whether the tagged step is likely to be needed. It is then compiled while the plain one is, where two
       programs may be compiled at a time; else when it is asked for.
+    - `to_run`: whether the step is likely to run as the user wrote it. It is then compiled to run, where that may be.
     """
     traced = problem.traced
     differs = bool(problem.replaces or traced.rematted or traced.loops)
-    baseline = Baseline(problem, problem.begin_plain() if plain or differs else None)
+    to_run = to_run and problem.compiles_to_run
+    begun = problem.begin_plain(to_run=to_run) if plain or differs else None
+    baseline = Baseline(problem, begun, to_run=to_run)
     if problem.undoes or (tagged and plain and problem.compiles_apart):
         with suppress(Exception):  # it fails again where it is wanted
             _ = baseline.tagged
@@ -196,12 +199,14 @@ class Baseline:
     step that fits as it is written needs none; `plain` is begun by `measure_baseline` or not at all.
 
     **Fields:** `problem`; `compiling` the step as the user wrote it, with the seconds that this takes, None where only
-    the tagged one is compiled; `compiled_tagged` the tagged step where it is compiled already.
+    the tagged one is compiled; `compiled_tagged` the tagged step where it is compiled already; `to_run`
+    whether the step as the user wrote it is compiled to run, not only to be read.
     """
 
     problem: Problem
     compiling: Future[tuple[Compiled, float]] | None = None
     compiled_tagged: CompiledStep | None = None
+    to_run: bool = False
 
     @cached_property
     def plain(self) -> CompiledStep:

@@ -239,13 +239,12 @@ class Problem:
         with phase("compiling what will run", kind="compile"):
             return CompiledStep(self.program.compile(jitted, self.args, self.kwargs), self.device)
 
-    def begin_plain(self) -> Future[tuple[Compiled, float]]:
-        """Begin to compile the step as the user wrote it, to be read: in another thread, where that may be."""
+    def begin_plain(self, *, to_run: bool = False) -> Future[tuple[Compiled, float]]:
+        """Begin to compile the step as the user wrote it, to be read or to run: in another thread where possible."""
         self.compilations.count += 1
+        program = self.program if to_run else self.unfused_build
         with phase("compiling the plain step", kind="compile"):
-            return self.unfused_build.begin(
-                self.program.plain, self.args, self.kwargs, apart=self.compiles_apart
-            )
+            return program.begin(self.program.plain, self.args, self.kwargs, apart=self.compiles_apart)
 
     def compile_tagged(self, *, timed: bool) -> CompiledStep:
         """Compile the step with every equation tagged, and replaced what every plan replaces.

@@ -43,7 +43,8 @@ LIKELY = 1.2
 """A step that rules say to need at most this multiple of the budget may well fit as it is written: it is compiled."""
 
 SURELY = 0.5
-"""Up to this share of the budget a step that rules say to need so much is taken to fit, and nothing else is made."""
+"""Up to this share of the budget a step that rules say to need so much is taken to fit: it is compiled once, to run,
+and nothing else is made."""
 
 
 def make_plan(problem: Problem, request: Request, baseline: Baseline | None = None) -> Planned:
@@ -171,8 +172,9 @@ class _Planner:
         problem, likely = self.problem, LIKELY * budget
         if self.baseline is None:
             estimated = problem.estimated_peak_nbytes
+            surely = estimated <= SURELY * budget
             self.baseline = measure_baseline(
-                problem, plain=estimated <= likely, tagged=estimated > SURELY * budget
+                problem, plain=estimated <= likely, tagged=not surely, to_run=surely and not problem.undoes
             )
         if self.baseline.compiling is None and self.baseline.peak_nbytes <= budget:
             self.baseline = self.baseline.with_plain(self.baseline.tagged)
@@ -212,6 +214,8 @@ class _Planner:
         made = self._measured().plain
         told = confirmed(problem, made) | {"predicted_peak_nbytes": plan.baseline_peak_nbytes}
         plan = replace(plan, **told, compiled_overhead=0.0)
+        if self._measured().to_run:
+            return Planned(plan, problem.program.plain, made)
         return planned(problem, plan, self.request.options, problem.program.plain, made)
 
     def _planned(
