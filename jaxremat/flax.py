@@ -7,10 +7,12 @@ from typing import Any
 import jax
 
 from ._api._checkpoint import checkpoint
+from ._plan._request import takes_planning
 from ._plan._residuals import Held
 from ._runtime._errors import ArgumentError
 
 
+@takes_planning
 def remat(
     target: Any,
     budget: Held = "dots",

@@ -19,22 +19,22 @@ from .._plan._agreement import agreed
 from .._plan._plan import Plan
 from .._plan._planned import Planned
 from .._plan._problem import Problem
-from .._plan._request import Options, Request
+from .._plan._request import Offload, Request
 from .._plan._state_on_host import beside, enough, is_dear, missing_nbytes, movable, seconds
 from .._program._host_arguments import is_there, to_host
 from .._runtime._bytes import format_nbytes, parse_nbytes
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
 
 
-def usable(options: Options, spec: DeviceSpec, here: Any) -> HostMemory | None:
+def usable(offload: Offload, spec: DeviceSpec, here: Any) -> HostMemory | None:
     """Return host memory, where the planner may use it. **Arguments:** `here` the device, None for a target."""
-    if not options.offload:
+    if not offload:
         return None
-    allowed = None if options.host_budget is None else parse_nbytes(options.host_budget)
+    allowed = None if offload is True or offload == "auto" else parse_nbytes(offload)
     host = host_memory(spec, here, allowed)
-    if host is None and options.offload is True:
+    if host is None and offload != "auto":
         warnings.warn(
-            f"`offload=True`: {spec.name} has no memory besides the host's, so that nothing is moved there. "
+            f"`offload={offload!r}`: {spec.name} has no memory besides the host's, so that nothing is moved there. "
             "The step is planned without.",
             JaxrematWarning,
             stacklevel=4,

@@ -21,6 +21,7 @@ from .._api._planning import memory
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import compiler_options
 from .._plan._plan import Plan
+from .._plan._request import Planning
 from .._runtime._bytes import format_nbytes, parse_budget
 from ._demo_net import Batch, Digits, ResNet, State, TrainStep, initial_state, train_step
 
@@ -87,7 +88,7 @@ def demo(
     wanted = asked or plain.memory.peak_nbytes // 2
     within = "the least memory" if wanted == "min" else format_nbytes(wanted)
     began = time.perf_counter()
-    step = optimize(wanted, donate_argnums=0, time_limit=5.0)(train_step)
+    step = optimize(wanted, donate_argnums=0, planning=Planning(time_limit=5.0))(train_step)
     plan = step.plan(state, example)  # shows its progress itself
     planned = Run("planned", step, _copied(state), memory(step, state, example))
     peak = format_nbytes(planned.memory.peak_nbytes)

@@ -31,7 +31,7 @@ from .._solver import Solver
 from ._plan import Plan
 from ._planned import Planned, apply_plan
 from ._problem import Problem
-from ._request import Options, Request
+from ._request import Planning, Request
 from ._search import MOST_OVERHEAD
 from ._state_on_host import movable
 from ._verify import make_plan
@@ -69,14 +69,14 @@ def recall_or_plan(problem: Problem, request: Request) -> Planned:
 
     **Raises:** as `make_plan`.
     """
-    key = key_of(problem, request.options, {"known": True}, besides=_SEARCHING)
+    key = key_of(problem, request.planning, {"known": True}, besides=_SEARCHING)
     if key is None:
         return make_plan(problem, request)
     return _KeptPlans(problem, request, cache_dir() / "known" / f"{key}.json").recall_or_plan()
 
 
 class _KeptPlans:
-    """The plans that were made for one program with one set of options, with this budget and with others."""
+    """The plans that were made for one program planned in one way, with this budget and with others."""
 
     def __init__(self, problem: Problem, request: Request, known: Path) -> None:
         self.problem, self.request, self.known = problem, request, known
@@ -112,7 +112,7 @@ class _KeptPlans:
         else:
             planned = self._better(planned.plan, stopwatch) or planned
         self._kept(planned)
-        if self.request.options.verify:
+        if self.request.planning.verify:
             self._add(planned.plan, self.path)
         return planned
 
@@ -147,7 +147,7 @@ class _KeptPlans:
         """Return a plan that was made before and is better than this one, or than none; None where there is none. It is
         final where no clock cut the present search short.
         """
-        for each in self._known_better(plan) if self.request.options.verify else ():
+        for each in self._known_better(plan) if self.request.planning.verify else ():
             path = cache_dir() / "plans" / each.file
             found = recall(path, Plan.from_json)
             if found is None:
@@ -176,7 +176,7 @@ class _KeptPlans:
     def _followed(self, path: Path, plan: Plan) -> Planned | None:
         """Return a plan from a file as it is followed, None where it no longer holds."""
         try:
-            return apply_plan(self.problem, plan, self.request.options)
+            return apply_plan(self.problem, plan, self.request.planning)
         except (InfeasibleBudgetError, PlanMismatchError) as error:
             logger.info("the plan in %s no longer holds: %s", path, error)
             return None
@@ -184,12 +184,12 @@ class _KeptPlans:
     def _path(self, folder: str, budget: int | Literal["min"]) -> Path:
         """Return the file of what belongs to a budget."""
         wanted = {"budget": budget, "margin": self._margin(budget)}
-        key = key_of(self.problem, self.request.options, wanted)
+        key = key_of(self.problem, self.request.planning, wanted)
         return cache_dir() / folder / f"{key}.json"
 
     def _margin(self, budget: int | Literal["min"]) -> int:
         """Return what of a budget stays free."""
-        return 0 if budget == "min" else parse_margin(self.request.options.workspace_margin, budget)
+        return 0 if budget == "min" else parse_margin(self.request.planning.workspace_margin, budget)
 
     def _add(self, plan: Plan, file: Path) -> None:
         """Add to the known plans one that is kept in this file."""
@@ -234,27 +234,27 @@ def enabled() -> bool:
 
 
 def key_of(
-    problem: Problem, options: Options, wanted: dict[str, Any], besides: frozenset[str] = frozenset()
+    problem: Problem, planning: Planning, wanted: dict[str, Any], besides: frozenset[str] = frozenset()
 ) -> str | None:
     """Return what tells something `wanted` of a step from the like of other steps; None where nothing may be kept.
 
-    **Arguments:** `besides` options that tell nothing apart.
+    **Arguments:** `besides` fields of `planning` that tell nothing apart.
     """
-    solver = _identity(options.solver)
-    if not (options.cache and enabled()) or solver is None:
+    solver = _identity(planning.solver)
+    if not (planning.cache and enabled()) or solver is None:
         return None
     program, here = problem.program, problem.here
     shardings = _shardings(problem.args, problem.kwargs)
     names = (
-        {f.name for f in dataclasses.fields(options)}
+        {f.name for f in dataclasses.fields(planning)}
         - {"solver", "workspace_margin", "cache", "progress"}
         - besides
     )
     key = {
         "program": problem.fingerprint,
         **wanted,
-        "options": {name: getattr(options, name) for name in names}
-        | {"solver": solver, "pins": repr(options.pins)},
+        "planning": {name: getattr(planning, name) for name in names} | {"solver": solver},
+        "question": [repr(problem.pins), problem.allow],
         "device": problem.device.to_json(),
         "host": problem.host and problem.host.nbytes,
         "target": program.target and program.target.name,

@@ -118,9 +118,9 @@ def infeasible(
 def _ended(effort: Effort) -> str:
     """Return what to say of a search that ended before it had tried all that it would have."""
     if effort.stopwatch.interrupted:
-        return " The clock cut planning short: a larger `planning_seconds` may find less."
+        return " The clock cut planning short: a larger `Planning.planning_seconds` may find less."
     if effort.exhausted:
-        return f' The search ended after {effort}: `effort="thorough"` may find less.'
+        return f' The search ended after {effort}: `Planning(effort="thorough")` may find less.'
     return ""
 
 

@@ -54,7 +54,7 @@ def beside(problem: Problem, nbytes: int) -> Problem:
 
 def missing_nbytes(error: InfeasibleBudgetError, request: Request) -> int:
     """Return what the least that was found is above its budget."""
-    margin = parse_margin(request.options.workspace_margin, error.budget_nbytes)
+    margin = parse_margin(request.planning.workspace_margin, error.budget_nbytes)
     return error.min_peak_nbytes - (error.budget_nbytes - margin)
 
 

@@ -376,7 +376,7 @@ class Counting:
 
 def test_plans_are_made_once_for_each_kind_of_arguments() -> None:
     solver = Counting()
-    planned = jaxremat.checkpoint(chain, 0.9, solver=solver)
+    planned = jaxremat.checkpoint(chain, 0.9, planning=jaxremat.Planning(solver=solver))
     planned(x0, weights)
     first = solver.calls
     planned(x0 + 1, weights)
@@ -389,7 +389,11 @@ def test_equal_layers_share_a_plan() -> None:
     solver = Counting()
 
     def layer(scale: float) -> Any:
-        return jaxremat.checkpoint(lambda x: jnp.tanh(jnp.tanh(x * scale) @ weights[0]), 0.9, solver=solver)
+        return jaxremat.checkpoint(
+            lambda x: jnp.tanh(jnp.tanh(x * scale) @ weights[0]),
+            0.9,
+            planning=jaxremat.Planning(solver=solver),
+        )
 
     layer(2.0)(x0)
     first = solver.calls
@@ -422,7 +426,7 @@ def test_what_cannot_be_met_or_read_is_said() -> None:
     with pytest.raises(jaxremat.ArgumentError, match="takes a function first"):
         jaxremat.checkpoint("2GiB")  # type: ignore[arg-type]
     with pytest.raises(jaxremat.ArgumentError, match="no positive number"):
-        jaxremat.checkpoint(chain, time_limit=0)
+        jaxremat.checkpoint(chain, planning=jaxremat.Planning(time_limit=0))
     with pytest.raises(jaxremat.ArgumentError, match="nor a tuple of such"):
         jaxremat.checkpoint(chain, prevent_cse=(True, "w"))
     with pytest.raises(jaxremat.ArgumentError, match=r"static argument of chain cannot be hashed.*tuple"):

@@ -85,7 +85,7 @@ def test_plans_of_whole_steps_have_policies_too() -> None:
     def step(ws: Any, x: Any) -> Any:
         return jax.tree.map(lambda w, g: w - g, ws, jax.grad(lambda ws: loss(named_chain)(x, ws))(ws))
 
-    least = jaxremat.plan(step, weights, x0, budget="min", verify=False)
+    least = jaxremat.plan(step, weights, x0, budget="min", planning=jaxremat.Planning(verify=False))
     assert isinstance(least, jaxremat.Plan) and {a.name for a in least.actions if a.named}
     assert "product" not in least.saved_names
     remat = jax.checkpoint(named_chain, policy=least.policy())
