@@ -40,7 +40,7 @@ def remat(
     **Raises:** `ArgumentError` where the target is neither; else as `jaxremat.checkpoint`.
 
     ```python
-    Block = jaxremat.flax.remat(TransformerBlock, budget=0.3)
+    Block = jaxremat.flax.remat(TransformerBlock, budget="30% of residuals")
     ```
     """
     from flax import linen, nnx

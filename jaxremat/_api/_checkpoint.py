@@ -59,7 +59,7 @@ def checkpoint(
       that is all that is saved. Arguments, what the function closes over, cotangents and gradients do not count,
       because the program around has them in any case; nor does what the forward pass makes and lets go of itself.
       Values of a `lax.scan` count once for each iteration where they are saved, once where they are recomputed. An int
-      of bytes; text such as "2GiB"; a float in (0, 1] as a share of what plain JAX would keep from one pass to the
+      of bytes; text such as "2GiB"; "40% of residuals" as a share of what plain JAX would keep from one pass to the
       other; "dots" for the fewest bytes without computing a contraction (or a loop, a sort, an opaque call) twice,
       "free" for the fewest without repeating reductions and scatters either; "min" for the least that can be reached
       while another such function, as blocks follow one another, keeps what it saves; or up to 2 % of what plain JAX
@@ -83,7 +83,7 @@ def checkpoint(
     missing.
 
     ```python
-    block = jaxremat.checkpoint(transformer_block, budget=0.3)
+    block = jaxremat.checkpoint(transformer_block, budget="30% of residuals")
     grads = jax.jit(jax.grad(loss_with(block)), compiler_options=jaxremat.compiler_options())(params)
     ```
     """

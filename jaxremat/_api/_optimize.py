@@ -11,7 +11,7 @@ from .._model._sites import EXACT
 from .._plan._arguments import as_tuple, check_offload, parse_forms
 from .._plan._plan import GivenPlan, given_plan
 from .._plan._request import DEFAULT, Offload, Planning, Request, takes_planning
-from .._runtime._bytes import Budget, parse_budget
+from .._runtime._budgets import Budget, parse_budget
 from .._runtime._errors import ArgumentError
 from ._jitted_functions import handed_over
 from ._step import Step
@@ -42,7 +42,8 @@ def optimize(
     **Arguments:**
 
     - `budget`: the peak allowed on one device, arguments + outputs + temporaries - aliased bytes: an int of bytes,
-      `"24GiB"`, `"24GB"`, `"500MiB"`, a float in (0, 1] as a share of the device's memory, None for all of it, or
+      `"24GiB"`, `"24GB"`, `"500MiB"`; a float in (0, 1] as a share of the device's memory, None for all of it;
+      `"50% of peak"` (or `"50%"`) of the plain step, `"50% of temporaries"` of it beside its arguments and outputs; or
       `"min"` for about the least reachable at no more than twice the step's time: the fastest found of what needs up to
       5 % more temporaries.
     - `plan`: a plan made before, or the file that it was saved to, in place of a budget; needs no solver.
@@ -115,7 +116,7 @@ def optimize(
             "Leave it out, or write the budget in bytes."
         )
     if plan is None and isinstance(budget, (str, int, float)):
-        parse_budget(budget, 1 << 40)  # a budget that can never be read is refused where it is written
+        parse_budget(budget, 1 << 40, lambda: (0, 1))  # what can never be read is refused where it is written
 
     request = Request(None if budget is _UNSET else budget, planning, parse_pins(pins or {}), offload, forms)
     jitting = {

@@ -10,7 +10,7 @@ from .._compiler._target import Target
 from .._plan._arguments import as_tuple
 from .._plan._plan import Plan
 from .._plan._request import DEFAULT, Planning, takes_planning
-from .._runtime._bytes import Budget
+from .._runtime._budgets import Budget
 from .._solver import Sublinear
 from ._argument_kinds import kind_of
 from ._optimize import optimize

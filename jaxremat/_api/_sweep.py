@@ -21,7 +21,7 @@ from .._plan._plan_cache import keep, key_of, recall
 from .._plan._problem import Problem
 from .._plan._request import Request, takes_planning
 from .._plan._verify import make_plan, make_plan_of
-from .._runtime._bytes import parse_margin, with_margin
+from .._runtime._budgets import parse_margin, with_margin
 from .._runtime._cache_folder import cache_dir
 from .._runtime._errors import ArgumentError, InfeasibleBudgetError
 from .._runtime._progress import Phase, phase

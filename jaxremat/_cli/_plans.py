@@ -14,9 +14,10 @@ from .._compiler._memory_stats import MemoryStats
 from .._compiler._target import Target
 from .._plan._plan import Plan
 from .._plan._request import Planning
-from .._runtime._bytes import format_nbytes, parse_budget
+from .._runtime._budgets import parse_budget
+from .._runtime._bytes import format_nbytes
 from ._command import Answer, command, require
-from ._subject import BudgetText, PlanningOptions, Subject, parsed, step_of, writable
+from ._subject import BudgetText, PlanningOptions, Subject, step_of, writable
 
 
 def register(app: typer.Typer) -> None:
@@ -49,7 +50,8 @@ def register(app: typer.Typer) -> None:
         else:
             stats = memory_of(row.fn, *row.args, **options)
         device_nbytes = None if subject.target is None else Target(subject.target).spec.memory_nbytes
-        limit = None if budget is None else parse_budget(parsed(budget), device_nbytes)
+        parts = stats.base_nbytes, stats.temporaries_nbytes
+        limit = None if budget is None else parse_budget(budget, device_nbytes, lambda: parts)
         if limit == "min":
             raise typer.BadParameter("'min' is for `jaxremat plan`: this compiles the function as it is")
         fits = None if limit is None else stats.peak_nbytes <= limit

@@ -19,7 +19,6 @@ from .._compiler._program import Program
 from .._compiler._target import Target, targets
 from .._model._sites import EXACT, REVERSIBLE
 from .._plan._request import Planning
-from .._runtime._bytes import Budget
 from .._runtime._errors import ArgumentError, TargetError
 from .._solver import Chen, Greedy, Milp, MinCut, RecomputeAll
 
@@ -185,7 +184,7 @@ class PlanningOptions:
             "planning_seconds": self.planning_seconds,
             "effort": self.effort,
             "profile": self.profile,
-            "workspace_margin": _share(self.margin),
+            "workspace_margin": self.margin,
             "verify": self.verify,
             "cache": self.cache,
         }
@@ -217,8 +216,9 @@ BudgetText = Annotated[
     typer.Option(
         "--budget",
         metavar="SIZE",
-        help="24GiB, 500MB, a number of bytes, a share of the device's memory such as 0.9, or min; by default all of "
-        "the device's memory, or what an already decorated function asks for.",
+        help="24GiB, 500MB, a number of bytes, a share of the device's memory such as 0.9, '50% of peak' or '50% of "
+        "temporaries' of the plain step, or min; by default all of the device's memory, or what an already decorated "
+        "function asks for.",
     ),
 ]
 
@@ -227,11 +227,11 @@ def step_of(subject: Subject, fn: Any, budget: str | None, options: PlanningOpti
     """Return the function, decorated; one that already is gets the options that were given in place of its own."""
     jit, question, fields = subject.jit_options(fn), options.question(), options.fields()
     if not isinstance(fn, Step):
-        return optimize(parsed(budget), **jit, **question, planning=Planning(**fields))(fn)
+        return optimize(budget, **jit, **question, planning=Planning(**fields))(fn)
     if budget is None and not (jit or question or fields):
         return fn
     own, follow = fn._request, fn._given if budget is None else None
-    asked = {"plan": follow} if follow else {"budget": own.budget if budget is None else parsed(budget)}
+    asked = {"plan": follow} if follow else {"budget": own.budget if budget is None else budget}
     planning = replace(own.planning, **fields)
     fresh = optimize(**asked, **jit, **question, planning=planning)(
         fn._program.fn
@@ -243,19 +243,6 @@ def step_of(subject: Subject, fn: Any, budget: str | None, options: PlanningOpti
 def _rejitted(old: Program, new: Program, given: dict[str, Any]) -> Program:
     changed = {name: getattr(new, name) for name in given if name != "target"}
     return replace(old, **changed, target=new.target if "target" in given else old.target)
-
-
-def parsed(budget: str | None) -> Budget:
-    """Return a budget from the command line: text is text, but for shares."""
-    return budget if budget is None else _share(budget)
-
-
-def _share(text: str | None) -> Any:
-    """Return a share below 1 as a float, other text as it is."""
-    try:
-        return number if text is not None and 0 < (number := float(text)) <= 1 and "." in text else text
-    except ValueError:
-        return text
 
 
 def resolve(path: str) -> Any:

@@ -23,11 +23,12 @@ import jax
 from jaxlib import version as jaxlib
 
 from .._program import _compat
-from .._runtime._bytes import parse_budget, parse_margin
+from .._runtime._budgets import Parts, parse_budget, parse_margin
 from .._runtime._cache_folder import cache_dir, read, store, touch, trim
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
 from .._runtime._progress import Stopwatch, timed
 from .._solver import Solver
+from ._baseline import Baseline, measure_baseline
 from ._plan import Plan
 from ._planned import Planned, apply_plan
 from ._problem import Problem
@@ -69,18 +70,47 @@ def recall_or_plan(problem: Problem, request: Request) -> Planned:
 
     **Raises:** as `make_plan`.
     """
+    request, baseline = _in_bytes(problem, request)
     key = key_of(problem, request.planning, {"known": True}, besides=_SEARCHING)
     if key is None:
-        return make_plan(problem, request)
-    return _KeptPlans(problem, request, cache_dir() / "known" / f"{key}.json").recall_or_plan()
+        return make_plan(problem, request, baseline)
+    return _KeptPlans(problem, request, cache_dir() / "known" / f"{key}.json", baseline).recall_or_plan()
+
+
+def _in_bytes(problem: Problem, request: Request) -> tuple[Request, Baseline | None]:
+    """Return the request with its budget in bytes, and what was measured for that.
+
+    A share of the plain step takes a compilation of it, what it says is kept, and plans start from the same one.
+    """
+    measured: list[Baseline] = []
+
+    def plain() -> Parts:
+        if not request.planning.verify:
+            base = problem.estimated.base_nbytes
+            return base, problem.estimated_peak_nbytes - base
+        key = key_of(problem, request.planning, {"plain": True}, besides=_SEARCHING)
+        path = None if key is None else cache_dir() / "plain" / f"{key}.json"
+        found = None if path is None else recall(path, json.loads)
+        if found is None:
+            measured.append(measure_baseline(problem, plain=True, tagged=False))
+            memory = measured[0].plain.memory
+            found = memory.base_nbytes, memory.temporaries_nbytes
+            if path is not None:
+                keep(path, json.dumps(found))
+        base, temporaries = found
+        return base, temporaries
+
+    nbytes = request.nbytes or parse_budget(request.budget, request.device_nbytes, plain)
+    return replace(request, nbytes=nbytes), measured[0] if measured else None
 
 
 class _KeptPlans:
     """The plans that were made for one program planned in one way, with this budget and with others."""
 
-    def __init__(self, problem: Problem, request: Request, known: Path) -> None:
-        self.problem, self.request, self.known = problem, request, known
-        self.budget: int | Literal["min"] = parse_budget(request.budget, request.device_nbytes)
+    def __init__(self, problem: Problem, request: Request, known: Path, baseline: Baseline | None) -> None:
+        self.problem, self.request, self.known, self.baseline = problem, request, known, baseline
+        assert request.nbytes is not None
+        self.budget: int | Literal["min"] = request.nbytes
         self.margin = self._margin(self.budget)
         self.path = self._path("plans", self.budget)
         # What is planned in place of a refusal is kept, see `_state_on_host`.
@@ -103,7 +133,7 @@ class _KeptPlans:
     def _fresh(self, stopwatch: Stopwatch) -> Planned:
         """Make a plan, or take a better one that was made before, and keep it. **Raises:** as `make_plan`."""
         try:
-            planned = make_plan(self.problem, self.request)
+            planned = make_plan(self.problem, self.request, self.baseline)
         except InfeasibleBudgetError as error:
             planned = self._better(None, stopwatch)
             if planned is None:

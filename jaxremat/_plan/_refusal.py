@@ -15,7 +15,8 @@ from .._model._simulate import simulate
 from .._model._sites import Variants
 from .._model._stages import cut_stages
 from .._model._variant import Variant
-from .._runtime._bytes import Budget, format_nbytes
+from .._runtime._budgets import Budget
+from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InfeasibleBudgetError, InfeasibleHintError
 from .._solver import MinCut, RecomputeAll
 from ._baseline import Baseline, Graphs

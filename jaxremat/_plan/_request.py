@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from .._model._pins import Patterns
 from .._model._sites import EXACT
-from .._runtime._bytes import Budget, parse_margin
+from .._runtime._budgets import Budget, parse_margin
 from .._runtime._errors import ArgumentError
 from .._solver import Milp, Solver
 
@@ -33,8 +33,8 @@ class Planning:
     - `profile`: where the planner's times come from: `"roofline"` from the device's figures, `"measure"` from running
       each distinct operation alone on the device at hand, once (kept in the cache folder).
     - `workspace_margin`: what the compiled peak leaves free below the budget, for memory that the compiler does not
-      count (workspaces that libraries allocate while they run): bytes, text, or a float below 1 as a share of the
-      budget. A plan carries its own.
+      count (workspaces that libraries allocate while they run): bytes, text, or a share of the budget such as 0.05
+      or `"5%"`. A plan carries its own.
     - `cache`: keep the plan on disk (`$JAXREMAT_CACHE`, else `~/.cache/jaxremat`) and follow it the next time that the
       same step is planned within the same budget for the same device; it is compiled and verified then as any other.
       Plans of solvers of your own are not kept. The environment variable `JAXREMAT_PLAN_CACHE=0` is False everywhere.
@@ -98,7 +98,8 @@ class Request:
     """What to plan for.
 
     **Fields:** `budget`, `planning`, `pins`, `offload` and `allow` as the arguments of `jaxremat.optimize`;
-    `device_nbytes` the memory that the device reports.
+    `device_nbytes` the memory that the device reports; `nbytes` the budget in bytes, None until it is known (see
+    `_sizes`).
     """
 
     budget: Budget
@@ -107,6 +108,7 @@ class Request:
     offload: Offload = False
     allow: tuple[str, ...] = EXACT
     device_nbytes: int | None = None
+    nbytes: int | Literal["min"] | None = None
 
 
 F = TypeVar("F", bound=Callable[..., Any])

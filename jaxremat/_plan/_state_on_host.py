@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from .._model._host_copies import LEAST_NBYTES
 from .._model._optimizer_updates import updated_alone
-from .._runtime._bytes import parse_margin
+from .._runtime._budgets import parse_margin
 from .._runtime._errors import InfeasibleBudgetError
 from ._plan import Plan
 from ._problem import Problem

@@ -19,7 +19,7 @@ from .._model._simulate import simulate
 from .._report._account import account_of_plain
 from .._report._loop_forms import loop_forms
 from .._report._planning_time import PlanningTime
-from .._runtime._bytes import parse_budget, parse_margin
+from .._runtime._budgets import parse_budget, parse_margin
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
 from .._runtime._progress import Stopwatch, timed
 from .._solver import Solution
@@ -109,7 +109,8 @@ class _Planner:
             and (said := staying(problem.estimated, save_all(problem.estimated)))
         ):
             warnings.warn(said, JaxrematWarning, stacklevel=2)
-        budget = parse_budget(self.request.budget, self.request.device_nbytes)
+        asked = self.request
+        budget = asked.nbytes or parse_budget(asked.budget, asked.device_nbytes)
         if budget != "min":
             self.margin_nbytes = parse_margin(planning.workspace_margin, budget)
             budget -= self.margin_nbytes  # from here on what the compiled peak may be

@@ -53,9 +53,9 @@ def planned(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Any]:
     asked: list[Any] = []
     make_plan = _cache.make_plan
 
-    def counting(baseline: Any, request: Any) -> Any:
+    def counting(problem: Any, request: Any, baseline: Any) -> Any:
         asked.append(request.budget)
-        return make_plan(baseline, request)
+        return make_plan(problem, request, baseline)
 
     monkeypatch.setattr(_cache, "make_plan", counting)
     return asked

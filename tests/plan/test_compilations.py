@@ -40,11 +40,13 @@ def fits_as_written() -> int:
     return 2 * STATS.peak_nbytes
 
 
-@pytest.mark.parametrize("budget", [BUDGET, fits_as_written()], ids=["planned", "as written"])
+@pytest.mark.parametrize(
+    "budget", [BUDGET, "80% of temporaries", fits_as_written()], ids=["planned", "a share", "as written"]
+)
 @pytest.mark.parametrize("given", [False, True], ids=["from the cache", "given"])
 @pytest.mark.parametrize("asked", [False, True], ids=["called", "plan, then called"])
 def test_a_step_whose_plan_is_known_is_compiled_once(
-    budget: int, given: bool, asked: bool, compiled: list[Any]
+    budget: int | str, given: bool, asked: bool, compiled: list[Any]
 ) -> None:
     """What is verified is what runs: nothing is compiled to be read besides."""
     plan = step(budget).plan(WEIGHTS, X)
@@ -75,3 +77,25 @@ def test_a_new_plan_is_compiled_once_more_to_run(compiled: list[Any]) -> None:
     made(WEIGHTS, X)
     assert len(compiled) == before + 1
     assert "xla_backend_optimization_level" not in compiled[-1]
+
+
+def test_shares_of_the_plain_step_take_one_compilation_at_most(
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans start from the plain step that says what the share comes to; without compiling, the model says it."""
+    monkeypatch.setenv("JAXREMAT_PLAN_CACHE", "0")
+    assert step(BUDGET).plan(WEIGHTS, X).budget_nbytes == BUDGET
+    in_bytes = len(compiled)
+    compiled.clear()
+    assert step("80% of temporaries").plan(WEIGHTS, X).budget_nbytes == BUDGET
+    assert len(compiled) <= in_bytes + 1
+    most = int(0.9 * STATS.peak_nbytes)
+    assert (
+        step("90%").plan(WEIGHTS, X).budget_nbytes
+        == step("90% of peak").plan(WEIGHTS, X).budget_nbytes
+        == most
+    )
+    compiled.clear()
+    guess = step("90%", planning=jaxremat.Planning(verify=False)).plan(WEIGHTS, X)
+    assert not compiled
+    assert guess.budget_nbytes == int(0.9 * guess.baseline_peak_nbytes)

@@ -10,7 +10,7 @@ from chains import train
 
 import jaxremat
 from jaxremat import ArgumentError, BudgetError, InfeasibleBudgetError, MemoryStats, Plan
-from jaxremat._runtime._bytes import parse_margin
+from jaxremat._runtime._budgets import parse_margin
 
 WIDTH, LAYERS = 32, 6
 ARGS = (
