@@ -168,7 +168,9 @@ def summary(network: str, budget: str, target: str) -> str:
     """What was reached by a plan that comes with the library, and its memory over the step, as the library draws it."""
     given = (network, budget, target)
     found = [
-        e for e in jaxremat.zoo.entries() if (e.network, e.budget, e.target) == given and e.scale == "full"
+        e
+        for e in jaxremat.zoo.entries()
+        if (e.network, e.budget.removesuffix(jaxremat.zoo.OF), e.target) == given and e.scale == "full"
     ]
     return figure(found[0].plan.report().summary_html())
 

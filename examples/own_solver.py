@@ -91,7 +91,7 @@ def main() -> None:
     )
     for solver in (PeakShaver(), jaxremat.Milp()):
         name = type(solver).__name__
-        step = jaxremat.optimize(budget_nbytes, solver=solver)(train_step)
+        step = jaxremat.optimize(budget_nbytes, planning=jaxremat.Planning(solver=solver))(train_step)
         try:
             plan = step.plan(params, x, y)
         except jaxremat.InfeasibleBudgetError as error:

@@ -40,6 +40,7 @@ from ._plan._frontier import Frontier as Frontier
 from ._plan._frontier import Point as Point
 from ._plan._plan import HeldPlan as HeldPlan
 from ._plan._plan import Plan as Plan
+from ._plan._request import Planning as Planning
 from ._program._hints import hint as hint
 from ._program._host_arguments import to_host as to_host
 from ._report import Report as Report

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 
 from ._api._checkpoint import checkpoint
+from ._plan._request import takes_planning
 from ._plan._residuals import Held
 from ._runtime._errors import ArgumentError
 
 
+@takes_planning
 def remat(
     target: Any,
     budget: Held = "dots",
@@ -38,7 +40,7 @@ def remat(
     **Raises:** `ArgumentError` where the target is neither; else as `jaxremat.checkpoint`.
 
     ```python
-    Block = jaxremat.flax.remat(TransformerBlock, budget=0.3)
+    Block = jaxremat.flax.remat(TransformerBlock, budget="30% of residuals")
     ```
     """
     from flax import linen, nnx

@@ -159,7 +159,9 @@ def main(cases: str, index: int, count: int, port: int) -> None:
                         x = jnp.tanh(x @ weight)
                     return jnp.mean(x**2)
 
-                return jax.value_and_grad(jaxremat.checkpoint(layers, 2**30, solver=chosen))(weights, x)
+                return jax.value_and_grad(
+                    jaxremat.checkpoint(layers, 2**30, planning=jaxremat.Planning(solver=chosen))
+                )(weights, x)
 
             return {
                 "loss": float(run(weights, x)[0]),
@@ -183,7 +185,7 @@ def main(cases: str, index: int, count: int, port: int) -> None:
 
             Problem.finished = broken
             try:
-                return trained(jaxremat.optimize(BUDGET, cache=False)(step), rows)
+                return trained(jaxremat.optimize(BUDGET, planning=jaxremat.Planning(cache=False))(step), rows)
             finally:
                 Problem.finished = finished
         if case == "absent":
@@ -198,7 +200,7 @@ def main(cases: str, index: int, count: int, port: int) -> None:
                 return hear(self, topic, process)
 
             _meeting.Meeting.hear = killed
-            return trained(jaxremat.optimize(BUDGET, cache=False)(step), rows)
+            return trained(jaxremat.optimize(BUDGET, planning=jaxremat.Planning(cache=False))(step), rows)
         raise ValueError(case)
 
     for case in cases.split(","):

@@ -174,7 +174,7 @@ def said(case: str) -> dict[str, Any]:
     plans = {}
     bare = Problem(program, args, {}, detect(jax.devices()[0]), "roofline").bare(PLAIN)
     for name, budget in budgets.items():
-        planned = jaxremat.optimize(budget, cache=False, solver=jaxremat.Greedy())(step)
+        planned = jaxremat.optimize(budget, planning=jaxremat.Planning(solver=jaxremat.Greedy()))(step)
         plan = planned.plan(*args)
         read = jaxremat.Plan.from_json(plan.to_json())
         followed = jaxremat.optimize(plan=read)(step)
@@ -246,11 +246,11 @@ def of_objects(case: str) -> dict[str, Any]:
     x = jax.device_put(np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32), spread)
     plain: Any = nnx.jit(step, graph=True, graph_updates=True, **options)
     with mesh:
-        planned = jaxremat.optimize("1GiB", cache=False, **options)(step)
+        planned = jaxremat.optimize("1GiB", **options)(step)
         most = planned.plan(*made(), x, 2)
         assert most.memory is not None
         budget = most.peak_nbytes - int(0.3 * most.memory.temporaries_nbytes)
-        planned = jaxremat.optimize(budget, cache=False, **options)(step)
+        planned = jaxremat.optimize(budget, **options)(step)
         one, other = made(), made()
         losses = [
             [float(run(*objects, x, 2)) for _ in range(3)]
@@ -339,7 +339,7 @@ def microbatches(case: str) -> dict[str, Any]:
             )
     stats = jaxremat.memory(step, *args, donate_argnums=0)
     budget = stats.base_nbytes + stats.temporaries_nbytes // 3
-    planned = jaxremat.optimize(budget, donate_argnums=0, cache=False)(step)
+    planned = jaxremat.optimize(budget, donate_argnums=0)(step)
     plan = planned.plan(*args)
     got = planned(*jax.tree.map(jnp.copy, args))
     both = list(zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True))
@@ -428,7 +428,7 @@ def attention(case: str) -> dict[str, Any]:
     step = trained(first)
     scores = 4 * batch * heads * length * length // 8
     budget = jaxremat.memory(step, *args).base_nbytes + 2 * scores
-    planned = jaxremat.optimize(budget, allow=("attention",), cache=False)(step)
+    planned = jaxremat.optimize(budget, allow=("attention",))(step)
     plan = planned.plan(*args)
     read = jaxremat.optimize(plan=jaxremat.Plan.from_json(plan.to_json()))(step)
     plain = jax.jit(step)
@@ -572,7 +572,7 @@ def pipeline(case: str) -> dict[str, Any]:
     listener = logging.Handler(logging.WARNING)
     listener.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("jaxremat").addHandler(listener)
-    least = jaxremat.plan(step, weights, data, budget="min", cache=False, donate_argnums=0)
+    least = jaxremat.plan(step, weights, data, budget="min", donate_argnums=0)
     return within(0.5, step, weights, data) | {"least": least.peak_nbytes, "said": said}
 
 
@@ -711,7 +711,7 @@ def within(share: float, step: Any, *args: Any, **options: Any) -> dict[str, Any
     donated = tuple(range(len(state)))
     stats = jaxremat.memory(step, *args, donate_argnums=donated)
     budget = stats.base_nbytes + int(share * stats.temporaries_nbytes)
-    planned: Any = jaxremat.optimize(budget, donate_argnums=donated, cache=False, **options)(step)
+    planned: Any = jaxremat.optimize(budget, donate_argnums=donated, **options)(step)
     plain: Any = jax.jit(step, **options)
     plan = planned.plan(*args)
     texts = [f.as_text() for f in (plain.lower(*args).compile(), planned.compile(*args))]

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from examples.benchmarks import records, sharded
 from examples.benchmarks.networks import program
-from examples.benchmarks.plans import measure_of
+from examples.benchmarks.plans import PLANNING, measure_of
 from examples.benchmarks.records import Record
 from examples.benchmarks.runner import Asked, Benchmark, Rows, grid, listed
 from jaxremat import EXACT
@@ -141,7 +141,7 @@ MECHANISMS = (
 
 def measured(name: str, share: float, mechanism: Mechanism | None, asked: Asked) -> Record:
     """One plan of a program, with what acted while it was made; without a mechanism, if one is given."""
-    options: dict[str, Any] = {"planning_seconds": 300.0, **PROGRAMS[name]}
+    options: dict[str, Any] = {"planning": PLANNING, **PROGRAMS[name]}
     if name in sharded.CASES:
         target = asked.target and f"{asked.target}x{sharded.DEVICES}"
         (step, args), donated = sharded.case(name, target, 4 if asked.scale == "full" else 1), (0,)

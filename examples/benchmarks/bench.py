@@ -260,14 +260,15 @@ class Bench:
         """The file that a row's plan is kept in, if any are kept."""
         return (self.plans or self.path.parent) / f"{name.replace('/', ' of ')}.json"
 
+    @property
+    def planning(self) -> jaxremat.Planning:
+        """How all rows are planned. Nothing is remembered: what is measured is planning."""
+        return jaxremat.Planning(time_limit=self.time_limit, cache=False)
+
     def _optimize(self, plain: Program, *budget: Any, **options: Any) -> jaxremat.Step:
+        options = {"planning": self.planning, **options}
         decorate = jaxremat.optimize(
-            *budget,
-            **options,
-            donate_argnums=plain.donate_argnums,
-            time_limit=self.time_limit,
-            target=self.target,
-            cache=False,  # what is measured is planning
+            *budget, **options, donate_argnums=plain.donate_argnums, target=self.target
         )
         return decorate(plain.step)
 

@@ -34,7 +34,7 @@ from jaxremat._lower._lower import lower
 from jaxremat._model._loop_levels import carries, choices
 from jaxremat._model._variant import LOOP, Choice, Variant
 from jaxremat._rewrite._trace import trace
-from jaxremat._runtime._bytes import parse_budget
+from jaxremat._runtime._budgets import parse_budget
 
 DEPTHS = (64, 211, 701, 2311, 10000)
 """Three of them prime."""

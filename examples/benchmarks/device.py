@@ -51,8 +51,10 @@ class Device(Monet):
     profile: str = "roofline"
 
     def _optimize(self, plain: Any, *budget: Any, **options: Any) -> jaxremat.Step:
-        profile = {} if "plan" in options else {"profile": self.profile}
-        return super()._optimize(plain, *budget, **options, **profile)
+        planning = options.pop("planning", self.planning)
+        if "plan" not in options:  # a plan that is given needs no times
+            planning = replace(planning, profile=self.profile)
+        return super()._optimize(plain, *budget, planning=planning, **options)
 
     def _planned(self, name: str) -> Any:
         if self.given is None:
@@ -64,7 +66,9 @@ class Device(Monet):
         plan = jaxremat.Plan.load(path)
         plain = self.program()
         try:
-            compiled = self._optimize(plain, plan=plan, verify=False).compile(*plain.abstract_args())
+            compiled = self._optimize(
+                plain, plan=plan, planning=replace(self.planning, verify=False)
+            ).compile(*plain.abstract_args())
         except jaxremat.PlanMismatchError as error:
             self.say(f"  {name:>6}: {error}")
             return None
@@ -117,7 +121,9 @@ class Device(Monet):
         if self._by_hand(name):
             return self._compile(self.program(name if name in BY_HAND else "none"))[0]
         plain, plan = self.program(), jaxremat.Plan.load(self.plan_path(name))
-        return self._optimize(plain, plan=plan, verify=False).compile(*plain.abstract_args())
+        return self._optimize(plain, plan=plan, planning=replace(self.planning, verify=False)).compile(
+            *plain.abstract_args()
+        )
 
     def _without_device(self, name: str) -> int | None:
         """The peak of a row's step by XLA's compiler for this device without it; None where there is none."""

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 from examples.benchmarks import records
 from examples.benchmarks.networks import NAMES, VARIANTS, Program, program
-from examples.benchmarks.plans import measure
+from examples.benchmarks.plans import PLANNING, measure
 from examples.benchmarks.records import Record
 from examples.benchmarks.runner import Asked, Benchmark, Rows, grid
 from jaxremat import SaveAll
@@ -43,7 +44,7 @@ def recomputing() -> Iterator[dict[str, Any]]:
 def forms() -> Iterator[dict[str, Any]]:
     """The options of plans that recompute nothing."""
     with patch.object(_ledger, "MinCut", SaveAll):
-        yield {"solver": SaveAll()}
+        yield {"planning": replace(PLANNING, solver=SaveAll())}
 
 
 @contextmanager

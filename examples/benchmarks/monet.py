@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -113,7 +113,7 @@ class Monet(Bench):
 
     def options(self, name: str) -> dict[str, Any]:
         """The knapsack where the row is about it, or copies of values in host memory."""
-        solver = {"solver": Knapsack()} if name.startswith(KNAPSACK) else {}
+        solver = {"planning": replace(self.planning, solver=Knapsack())} if name.startswith(KNAPSACK) else {}
         return solver | ({"offload": True} if name == AT_BLOCK_HOST else {})
 
     def refused(self, name: str, plan: jaxremat.Plan) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jaxremat
@@ -10,7 +11,10 @@ from examples.benchmarks.networks import Program
 from examples.benchmarks.records import Record
 from jaxremat import InfeasibleBudgetError, Plan
 
-PLANNING_SECONDS = 300.0
+NO_CACHE = jaxremat.Planning(cache=False)
+"""Nothing is remembered: what is measured is planning."""
+
+PLANNING = replace(NO_CACHE, planning_seconds=300.0)
 """So long that no search is cut short by a busy machine."""
 
 
@@ -20,7 +24,7 @@ def measure(step: Program, budget: float | str, target: str | None = None, **opt
     **Arguments:** `budget` a share of the plain step's temporaries (a float), bytes (an int), or "min"; `options` of
     `jaxremat.plan`.
     """
-    options = {"donate_argnums": step.donate_argnums, "planning_seconds": PLANNING_SECONDS, **options}
+    options = {"donate_argnums": step.donate_argnums, "planning": PLANNING, **options}
     return measure_of(step.step, step.abstract_args(), budget, target, **options)
 
 
@@ -40,7 +44,11 @@ def measure_of(
     try:
         # A new function each time, of which nothing is remembered.
         made = jaxremat.plan(
-            lambda *args: step(*args), *args, budget=budget, target=target, cache=False, **options
+            lambda *args: step(*args),
+            *args,
+            budget=budget,
+            target=target,
+            **{"planning": NO_CACHE, **options},
         )
     except InfeasibleBudgetError as error:
         return row | {"least_nbytes": error.min_peak_nbytes}

@@ -189,7 +189,9 @@ def measured(name: str, share: float, target: str | None, scale: int) -> Record:
     text = whole.compile(*args).as_text()
     row: Record = {"plain_nbytes": plain.peak_nbytes, "budget_nbytes": budget}
     row |= {"plain_sent": sent(text), "plain_sent_nbytes": sent_nbytes(text)}
-    planned = jaxremat.optimize(budget, donate_argnums=0, cache=False, **there)(step)
+    planned = jaxremat.optimize(budget, donate_argnums=0, planning=jaxremat.Planning(cache=False), **there)(
+        step
+    )
     try:
         plan = planned.plan(*args)
     except jaxremat.InfeasibleBudgetError as error:

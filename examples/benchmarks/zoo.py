@@ -44,7 +44,7 @@ def make(network: str, scale: str, target: str, shares: Sequence[str], folder: P
     args = step.abstract_args()
     options: dict[str, Any] = {"donate_argnums": step.donate_argnums}
     options |= {"target": target} if target != "cpu" else {}
-    decorate = jaxremat.optimize(None, time_limit=TIME_LIMIT, **options)
+    decorate = jaxremat.optimize(None, planning=jaxremat.Planning(time_limit=TIME_LIMIT), **options)
     problem, request = decorate(step.step)._prepare(args, {})
     baseline = measure_baseline(problem, plain=True, tagged=False)
     plain = baseline.plain.memory  # compiled once for all shares

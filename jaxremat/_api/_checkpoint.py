@@ -24,16 +24,17 @@ from .._emit._segmentation import names_to_save, restricted, segmentation
 from .._lower._lower import lower
 from .._model._graph import Graph
 from .._plan._agreement import found_first
-from .._plan._arguments import as_tuple, check_planning
+from .._plan._arguments import as_tuple
+from .._plan._request import DEFAULT, Planning, takes_planning
 from .._plan._residuals import Found, Held, HeldPlan, as_plan, parse_held, plan_held
 from .._program import _compat
 from .._rewrite._fingerprint import fingerprint
 from .._runtime._errors import ArgumentError, JaxrematWarning
-from .._solver import Milp, Solver
 
 _UNSET: Any = object()
 
 
+@takes_planning
 def checkpoint(
     fn: Callable[..., Any] = _UNSET,
     budget: Held = "dots",
@@ -42,8 +43,7 @@ def checkpoint(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     prevent_cse: Any = True,
-    solver: Solver | None = None,
-    time_limit: float = 10.0,
+    planning: Planning = DEFAULT,
 ) -> Any:
     """Return a drop-in for `jax.checkpoint` on a loss, a block or a layer, which chooses what is saved and what
     recomputed.
@@ -59,7 +59,7 @@ def checkpoint(
       that is all that is saved. Arguments, what the function closes over, cotangents and gradients do not count,
       because the program around has them in any case; nor does what the forward pass makes and lets go of itself.
       Values of a `lax.scan` count once for each iteration where they are saved, once where they are recomputed. An int
-      of bytes; text such as "2GiB"; a float in (0, 1] as a share of what plain JAX would keep from one pass to the
+      of bytes; text such as "2GiB"; "40% of residuals" as a share of what plain JAX would keep from one pass to the
       other; "dots" for the fewest bytes without computing a contraction (or a loop, a sort, an opaque call) twice,
       "free" for the fewest without repeating reductions and scatters either; "min" for the least that can be reached
       while another such function, as blocks follow one another, keeps what it saves; or up to 2 % of what plain JAX
@@ -71,7 +71,7 @@ def checkpoint(
     - `static_argnums`, `static_argnames`: as in `jax.jit`.
     - `prevent_cse`: as in `jax.checkpoint`, for `"policy"`: False where nothing would merge recomputation with the
       original, or a tuple, with a bool for each argument or for each part of one.
-    - `solver`, `time_limit`: as in `jaxremat.optimize`.
+    - `planning`: a `jaxremat.Planning`, of which `solver` and `time_limit` count: nothing is compiled here.
 
     **Returns:** a `Checkpointed`: called as `fn`; `.plan(*args)` is its plan.
 
@@ -83,7 +83,7 @@ def checkpoint(
     missing.
 
     ```python
-    block = jaxremat.checkpoint(transformer_block, budget=0.3)
+    block = jaxremat.checkpoint(transformer_block, budget="30% of residuals")
     grads = jax.jit(jax.grad(loss_with(block)), compiler_options=jaxremat.compiler_options())(params)
     ```
     """
@@ -95,8 +95,7 @@ def checkpoint(
             static_argnums=static_argnums,
             static_argnames=static_argnames,
             prevent_cse=prevent_cse,
-            solver=solver,
-            time_limit=time_limit,
+            planning=planning,
         )
     if not callable(fn):
         raise ArgumentError(
@@ -113,9 +112,8 @@ def checkpoint(
             f"`prevent_cse={prevent_cse!r}` is neither True nor False, nor a tuple of such, one for each argument."
         )
     parse_held(budget, 1 << 40)  # a budget that can never be read is refused where it is written
-    check_planning(solver, time_limit)
     program = Program(fn, as_tuple(static_argnums), as_tuple(static_argnames))
-    return Checkpointed(program, _Options(budget, emit, prevent_cse, solver or Milp(), time_limit))
+    return Checkpointed(program, _Options(budget, emit, prevent_cse, planning))
 
 
 @dataclass(frozen=True)
@@ -125,8 +123,7 @@ class _Options:
     budget: Held
     emit: str
     prevent_cse: bool | tuple[Any, ...]
-    solver: Solver
-    time_limit: float
+    planning: Planning
 
 
 @dataclass(frozen=True)
@@ -246,11 +243,12 @@ class Checkpointed:
         was one.
         """
         options, device = self._options, detect(jax.devices()[0])
-        wanted = (fingerprint(joint.traced), options.budget, options.emit, repr(options.solver))
+        wanted = (fingerprint(joint.traced), options.budget, options.emit, repr(options.planning.solver))
         key = (*wanted, device)
         if key not in _FOUND:
             graph = lower(joint.traced, device, base_nbytes=0)
-            found = plan_held(joint, graph, options.budget, options.solver, options.time_limit, restrict)
+            solver, time_limit = options.planning.solver, options.planning.time_limit
+            found = plan_held(joint, graph, options.budget, solver, time_limit, restrict)
             found = found_first(repr(wanted), graph, found, restrict)
             while len(_FOUND) >= _MOST_FOUND:
                 _FOUND.pop(next(iter(_FOUND)))

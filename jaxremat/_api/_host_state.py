@@ -19,22 +19,23 @@ from .._plan._agreement import agreed
 from .._plan._plan import Plan
 from .._plan._planned import Planned
 from .._plan._problem import Problem
-from .._plan._request import Options, Request
+from .._plan._request import Offload, Request
 from .._plan._state_on_host import beside, enough, is_dear, missing_nbytes, movable, seconds
 from .._program._host_arguments import is_there, to_host
+from .._runtime._budgets import Share, read_budget
 from .._runtime._bytes import format_nbytes, parse_nbytes
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
 
 
-def usable(options: Options, spec: DeviceSpec, here: Any) -> HostMemory | None:
+def usable(offload: Offload, spec: DeviceSpec, here: Any) -> HostMemory | None:
     """Return host memory, where the planner may use it. **Arguments:** `here` the device, None for a target."""
-    if not options.offload:
+    if not offload:
         return None
-    allowed = None if options.host_budget is None else parse_nbytes(options.host_budget)
+    allowed = None if offload is True or offload == "auto" else parse_nbytes(offload)
     host = host_memory(spec, here, allowed)
-    if host is None and options.offload is True:
+    if host is None and offload != "auto":
         warnings.warn(
-            f"`offload=True`: {spec.name} has no memory besides the host's, so that nothing is moved there. "
+            f"`offload={offload!r}`: {spec.name} has no memory besides the host's, so that nothing is moved there. "
             "The step is planned without.",
             JaxrematWarning,
             stacklevel=4,
@@ -77,7 +78,10 @@ class Arrangement:
             return self._instead(error, problem, request, args, kwargs)
         if is_dear(planned.plan) and (sizes := movable(problem)):
             with suppress(InfeasibleBudgetError):
-                other = self._without(sizes, tuple(sizes), planned.plan.account.step_seconds, args, kwargs)
+                within = _fixed(request, planned.plan.budget_nbytes)
+                other = self._without(
+                    sizes, tuple(sizes), planned.plan.account.step_seconds, within, args, kwargs
+                )
                 return _said(min(planned, other, key=lambda each: seconds(each.plan)))
         return planned
 
@@ -96,7 +100,8 @@ class Arrangement:
         found: list[Planned] = []
         for places in enough(sizes, missing_nbytes(refused, request)):
             try:
-                found.append(self._without(sizes, places, step_seconds, args, kwargs))
+                within = _fixed(request, refused.budget_nbytes)
+                found.append(self._without(sizes, places, step_seconds, within, args, kwargs))
             except InfeasibleBudgetError as error:
                 refused = error
             else:
@@ -111,11 +116,16 @@ class Arrangement:
         sizes: dict[int, int],
         places: tuple[int, ...],
         step_seconds: float,
+        within: int | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Planned:
-        """Return the plan of the step with these arguments in host memory, timed against the step without."""
+        """Return the plan of the step with these arguments in host memory, timed against the step without.
+
+        **Arguments:** `within` the budget in bytes, where it is a share of the step without.
+        """
         problem, request = self.prepare(*self._moved(places, args, kwargs))
+        request = replace(request, nbytes=within)
         on_host_nbytes = sum(sizes[place] for place in places)
         planned = agreed(beside(problem, on_host_nbytes), request, None)
         plan = planned.plan
@@ -139,6 +149,11 @@ class Arrangement:
         for place in places:
             leaves[place] = to_host(leaves[place], least_nbytes=0)
         return self.program.refilled(tree.unflatten(leaves), args, kwargs)
+
+
+def _fixed(request: Request, nbytes: int) -> int | None:
+    """Return the budget in bytes where it is a share of a step, which other arguments must not change."""
+    return nbytes if isinstance(read_budget(request.budget), Share) else None
 
 
 def _said(planned: Planned) -> Planned:

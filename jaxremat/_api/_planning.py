@@ -1,6 +1,7 @@
 """Function, arguments -> its plan or its memory, asked for without decorating it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .._compiler._memory_stats import MemoryStats
@@ -8,13 +9,15 @@ from .._compiler._program import Program, placed
 from .._compiler._target import Target
 from .._plan._arguments import as_tuple
 from .._plan._plan import Plan
-from .._runtime._bytes import Budget
-from .._solver import Milp, Solver, Sublinear
+from .._plan._request import DEFAULT, Planning, takes_planning
+from .._runtime._budgets import Budget
+from .._solver import Sublinear
 from ._argument_kinds import kind_of
 from ._optimize import optimize
 from ._step import Step
 
 
+@takes_planning
 def plan(fn: Callable[..., Any], *args: Any, budget: Budget, **options: Any) -> Plan:
     """Return the plan of a step for these arguments, without decorating it.
 
@@ -60,13 +63,14 @@ def memory(
     return MemoryStats.of(jitted(*args).compile(compiler_options=dict(program.compiler_options) or None))
 
 
-def search_plan(fn: Callable[..., Any], *args: Any, solver: Solver | None = None, **options: Any) -> Plan:
+@takes_planning
+def search_plan(fn: Callable[..., Any], *args: Any, planning: Planning = DEFAULT, **options: Any) -> Plan:
     """Return the plan of least memory that costs at most one more forward pass, without a budget to choose.
 
     For the least memory at up to twice the step's time ask for `jaxremat.plan(fn, *args, budget="min")`.
 
-    **Arguments:** the step's own (arrays or `jax.ShapeDtypeStruct`s), and the options of `jaxremat.optimize`; `solver`
-    knows what each budget costs.
+    **Arguments:** the step's own (arrays or `jax.ShapeDtypeStruct`s), and the options of `jaxremat.optimize`; the
+    solver of `planning` knows what each budget costs.
 
     **Returns:** a `Plan`, whose `overhead` is at most the forward pass's share of the step; follow it with
     `jaxremat.optimize(plan=...)`.
@@ -75,7 +79,9 @@ def search_plan(fn: Callable[..., Any], *args: Any, solver: Solver | None = None
     step = jaxremat.optimize(plan=jaxremat.search_plan(train_step, *args))(train_step)
     ```
     """
-    return plan(fn, *args, budget="min", solver=Sublinear(solver or Milp()), **options)
+    return plan(
+        fn, *args, budget="min", planning=replace(planning, solver=Sublinear(planning.solver)), **options
+    )
 
 
 def cost(fn: Callable[..., Any], *args: Any, **options: Any) -> int:

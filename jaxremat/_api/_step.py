@@ -1,4 +1,4 @@
-"""Function, budget, how to plan -> `Step`, which plans when called with new arguments, and runs what was planned."""
+"""Function, request -> `Step`, which plans when called with new arguments, and runs what was planned."""
 
 import copy
 import functools
@@ -17,10 +17,9 @@ from .._model._device_specs import find
 from .._plan._plan import Plan
 from .._plan._planned import Planned, confirm
 from .._plan._problem import Problem
-from .._plan._request import Options, Request
+from .._plan._request import Request
 from .._program import _compat
 from .._report import Report
-from .._runtime._bytes import Budget
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, PlanMismatchError
 from .._runtime._progress import timed
 from .._runtime._progress_bars import shown
@@ -50,17 +49,15 @@ class Step:
     def __init__(
         self,
         program: Program,
-        budget: Budget,
+        request: Request,
         plan: Plan | None,
-        options: Options,
         carried: tuple[Plan, ...] = (),
     ):
         functools.update_wrapper(self, program.fn)
         self._carried = carried  # plans of the step that this one is a copy of
         self._program = program
-        self._budget = budget
+        self._request = request
         self._given = plan
-        self._options = options
         self._planned: dict[Any, Planned] = {}
         self._locks = KeyLocks()
         self._recent: _Recent | None = None
@@ -97,9 +94,7 @@ class Step:
         """Return this step by way of one of plain trees, where its arguments are no such; see `_argument_kinds`."""
         kind = kind_of(args, kwargs)
         if kind is not None and kind not in self._by_kind:
-            self._by_kind[kind] = kind(
-                self._program, lambda plain: Step(plain, self._budget, self._given, self._options)
-            )
+            self._by_kind[kind] = kind(self._program, lambda plain: Step(plain, self._request, self._given))
         return self._by_kind[kind] if kind is not None else None
 
     def _slow_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,7 +169,7 @@ class Step:
         target = self._program.target
         if target is not None and find(str(device_of(args, kwargs).device_kind)) == target.device:
             compiled = planned.jitted.lower(*args, **kwargs).compile()
-            if self._options.verify:
+            if self._request.planning.verify:
                 try:
                     confirm(planned.plan, MemoryStats.of(compiled))
                 except InfeasibleBudgetError as refusal:
@@ -188,7 +183,7 @@ class Step:
         """Return the step compiled here, by a plan that fits where the one that was made without the device
         does not.
         """
-        here = Step(replace(self._program, target=None), self._budget, planned.plan, self._options)
+        here = Step(replace(self._program, target=None), self._request, planned.plan)
         try:
             compiled = here.compile(*args, **kwargs)
         except PlanMismatchError:
@@ -200,7 +195,9 @@ class Step:
         return self if instance is None else Bound(self, instance)
 
     def __repr__(self) -> str:
-        what = f"plan={self._given.fingerprint[:12]}" if self._given is not None else repr(self._budget)
+        what = (
+            f"plan={self._given.fingerprint[:12]}" if self._given is not None else repr(self._request.budget)
+        )
         return f"<jaxremat.optimize({what}) of {getattr(self, '__qualname__', self._program.fn)!s}>"
 
     def carry(self, plans: tuple[Plan, ...]) -> None:
@@ -214,12 +211,12 @@ class Step:
         return tuple(plans.values())
 
     def __reduce__(self) -> Any:
-        state = replace(self._program), self._budget, self._given, self._options
+        state = replace(self._program), self._request, self._given
         return reduced(self, self._plans(), Step, state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Step":
         program = replace(self._program, fn=copy.deepcopy(self._program.fn, memo))
-        made = Step(program, self._budget, self._given, self._options, self._plans())
+        made = Step(program, self._request, self._given, self._plans())
         if program.fn is self._program.fn:
             made._planned = dict(self._planned)
         return made
@@ -232,7 +229,7 @@ class Step:
             return self._planned[key]
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        with shown(self._options.progress), timed(), naming_static(self._program, args, kwargs):
+        with shown(self._request.planning.progress), timed(), naming_static(self._program, args, kwargs):
             for plan in () if self._given else self._carried:
                 with suppress(PlanMismatchError, InfeasibleBudgetError):
                     return self._arrangement.planned(plan, args, kwargs)
@@ -248,11 +245,13 @@ class Step:
         else:
             here = device_of(args, kwargs)
             spec, reported = detect(here), (here.memory_stats() or {}).get("bytes_limit")
-        options = self._options
-        kept = (self._given or options).respect_checkpoint
-        host, allow = usable(options, spec, here), options.allow
-        problem = Problem(program, args, kwargs, spec, options.profile, here, kept, options.pins, host, allow)
-        return problem, Request(self._budget, options, reported)
+        asked, planning = self._request, self._request.planning
+        kept = (self._given or planning).respect_checkpoint
+        host = usable(asked.offload, spec, here)
+        problem = Problem(
+            program, args, kwargs, spec, planning.profile, here, kept, asked.pins, host, asked.allow
+        )
+        return problem, replace(asked, device_nbytes=reported)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return key_of(self._program, args, kwargs)

@@ -19,9 +19,9 @@ from .._plan._frontier import Frontier, Point, Policy, monotone
 from .._plan._plan import Plan
 from .._plan._plan_cache import keep, key_of, recall
 from .._plan._problem import Problem
-from .._plan._request import Request
+from .._plan._request import Request, takes_planning
 from .._plan._verify import make_plan, make_plan_of
-from .._runtime._bytes import parse_margin, with_margin
+from .._runtime._budgets import parse_margin, with_margin
 from .._runtime._cache_folder import cache_dir
 from .._runtime._errors import ArgumentError, InfeasibleBudgetError
 from .._runtime._progress import Phase, phase
@@ -44,6 +44,7 @@ NARROW = 0.01
 """Gaps between budgets below this share of the whole range are not halved."""
 
 
+@takes_planning
 def sweep(
     fn: Callable[..., Any], *args: Any, points: int = 12, target: str | None = None, **options: Any
 ) -> Frontier:
@@ -89,7 +90,7 @@ def sweep(
 def _swept(points: int, step: Step, *args: Any) -> Frontier:
     """Return the frontier of a step of trees of arrays."""
     problem, request = step._prepare(args, {})
-    with shown(request.options.progress), phase("sweeping", points + len(POLICIES)) as progress:
+    with shown(request.planning.progress), phase("sweeping", points + len(POLICIES)) as progress:
         return _Sweep(problem, request, progress).run(points)
 
 
@@ -100,9 +101,9 @@ class _Sweep:
     progress: Phase
 
     def __post_init__(self) -> None:
-        options = self.request.options
-        self.solver = options.solver
-        self.key = key_of(self.problem, options, {"sweep": repr(options.workspace_margin)})
+        planning = self.request.planning
+        self.solver = planning.solver
+        self.key = key_of(self.problem, planning, {"sweep": repr(planning.workspace_margin)})
 
     @functools.cached_property
     def baseline(self) -> Baseline | None:
@@ -110,7 +111,7 @@ class _Sweep:
         be compiled. It is measured when the first plan is made that no earlier sweep has found.
         """
         return (
-            measure_baseline(self.problem, plain=True, tagged=False) if self.request.options.verify else None
+            measure_baseline(self.problem, plain=True, tagged=False) if self.request.planning.verify else None
         )
 
     @functools.cached_property
@@ -128,7 +129,7 @@ class _Sweep:
         self.progress.advance()
         vertices, bounds = self._hull(found[0].plan, found[1].plan, step_seconds, (points - 2) // 2)
         found += [Point(plan, "hull") for plan in vertices]
-        compiled = self.request.options.verify and self.problem.backend.fuses_reductions
+        compiled = self.request.planning.verify and self.problem.backend.fuses_reductions
         frontier = Frontier(
             points=(),
             policies=(),
@@ -140,7 +141,7 @@ class _Sweep:
         while len(found) < points and (budget := self._halfway(found, frontier.cost)):
             entry = self._done(f"budget-{budget}", lambda budget=budget: self._entry(self._within(budget)))
             if entry["plan"] is None:  # then that of the next smaller budget is the best known
-                margin = parse_margin(self.request.options.workspace_margin, budget)
+                margin = parse_margin(self.request.planning.workspace_margin, budget)
                 plan = max((p.plan for p in found if p.budget_nbytes < budget), key=lambda p: p.budget_nbytes)
                 plan = replace(plan, budget_nbytes=budget, margin_nbytes=margin)
             else:
@@ -166,7 +167,7 @@ class _Sweep:
 
     def _plain(self) -> dict[str, Any]:
         peak = self.baseline.peak_nbytes if self.baseline else self.problem.estimated_peak_nbytes
-        plan = self._planned(with_margin(peak, self.request.options.workspace_margin))
+        plan = self._planned(with_margin(peak, self.request.planning.workspace_margin))
         return {
             **self._entry(plan),
             "step_seconds": self.graphs.plain.step_seconds or 1.0,
@@ -186,7 +187,7 @@ class _Sweep:
         leaves that.
         """
         if plan is not None and not plan.margin_nbytes:
-            budget = with_margin(plan.budget_nbytes, self.request.options.workspace_margin)
+            budget = with_margin(plan.budget_nbytes, self.request.planning.workspace_margin)
             plan = replace(plan, budget_nbytes=budget, margin_nbytes=budget - plan.budget_nbytes)
         return {"plan": None if plan is None else json.loads(plan.to_json())}
 
@@ -213,7 +214,6 @@ class _Sweep:
     def _vertex(self, price: float, edge: tuple[Vertex, Vertex], plans: Sequence[Plan]) -> dict[str, Any]:
         """Return the best schedule at a price; with its plan, if it is better than the ends of the edge above it."""
         assert isinstance(self.solver, Priced)
-        options = self.request.options
         plain = self.graphs.plain
         made = dict.fromkeys(plan.form for plan in plans if plan.form != plain.form)
         graphs = [plain, *filter(None, map(self.graphs.of, made))]
@@ -224,7 +224,9 @@ class _Sweep:
             for graph in graphs
             if (plan.form, plan.stages) == (graph.form, tuple((s.start, s.stop) for s in graph.stages))
         ]
-        best, bound = cheapest(graphs, self.solver, price, starts, HULL_SHARE * options.time_limit)
+        best, bound = cheapest(
+            graphs, self.solver, price, starts, HULL_SHARE * self.request.planning.time_limit
+        )
         entry: dict[str, Any] = {"plan": None}
         if improves(best, edge, price):
             assert best.graph is not None and best.solution is not None
@@ -252,9 +254,9 @@ class _Sweep:
 
     def _policy(self, name: str) -> dict[str, Any]:
         """Return what a rule by hand needs and costs."""
-        verify = self.request.options.verify
+        verify = self.request.planning.verify
         graph = self.graphs.plain
-        solution = POLICIES[name].solve(graph, None, time_limit=self.request.options.time_limit)
+        solution = POLICIES[name].solve(graph, None, time_limit=self.request.planning.time_limit)
         profile = simulate(graph, solution.schedule)
         overhead = profile.extra_seconds / (graph.step_seconds or 1.0)
         found = Policy(name, profile.peak_nbytes, None, overhead, None)

@@ -20,7 +20,7 @@ from .._runtime._bytes import format_nbytes
 from .._runtime._errors import TargetError
 from ._command import Answer, command
 from ._runs import concrete, medians, time_in_turn
-from ._subject import BudgetText, Planning, Subject, step_of
+from ._subject import BudgetText, PlanningOptions, Subject, step_of
 
 _ROWS = 12
 
@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
         *,
         subject: Subject,
         budget: BudgetText = None,
-        planning: Planning,
+        planning: PlanningOptions,
         rtol: Annotated[
             float, typer.Option(min=0.0, help="Allowed of a result's largest entry or change.")
         ] = 1e-3,
@@ -61,7 +61,7 @@ def register(app: typer.Typer) -> None:
         *,
         subject: Subject,
         budget: BudgetText = None,
-        planning: Planning,
+        planning: PlanningOptions,
         runs: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 10,
     ) -> Answer:
         """Time the plain step and the planned one in turn."""
@@ -82,7 +82,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _both(
-    subject: Subject, planning: Planning, budget: str | None
+    subject: Subject, planning: PlanningOptions, budget: str | None
 ) -> tuple[Plan, Callable[..., Any], Step, Any, Any, bool]:
     """Return the plan; the plain step and the planned one; arguments, and whether they were made up from shapes."""
     _here(subject.target)

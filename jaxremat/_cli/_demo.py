@@ -21,7 +21,9 @@ from .._api._planning import memory
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import compiler_options
 from .._plan._plan import Plan
-from .._runtime._bytes import format_nbytes, parse_budget
+from .._plan._request import Planning
+from .._runtime._budgets import parse_budget, read_budget
+from .._runtime._bytes import format_nbytes
 from ._demo_net import Batch, Digits, ResNet, State, TrainStep, initial_state, train_step
 
 _BAR_WIDTH = 24
@@ -64,7 +66,8 @@ def demo(
 
     **Raises:** `BudgetError` and `InfeasibleBudgetError`, as `jaxremat.optimize` does.
     """
-    asked = parse_budget(budget, None) if budget else None
+    asked = budget or "50% of peak"
+    read_budget(asked)  # one that cannot be read is refused before anything is compiled
     digits = Digits.load(side)
     state = _copied(initial_state(ResNet(blocks), side, steps))
     weights = sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -84,10 +87,10 @@ def demo(
         control = Run("control", compiled, _nudged(state), plain.memory)
     _did(console, f"plain step compiled: peak {format_nbytes(plain.memory.peak_nbytes)}", began)
 
-    wanted = asked or plain.memory.peak_nbytes // 2
+    wanted = parse_budget(asked, None, lambda: (plain.memory.base_nbytes, plain.memory.temporaries_nbytes))
     within = "the least memory" if wanted == "min" else format_nbytes(wanted)
     began = time.perf_counter()
-    step = optimize(wanted, donate_argnums=0, time_limit=5.0)(train_step)
+    step = optimize(wanted, donate_argnums=0, planning=Planning(time_limit=5.0))(train_step)
     plan = step.plan(state, example)  # shows its progress itself
     planned = Run("planned", step, _copied(state), memory(step, state, example))
     peak = format_nbytes(planned.memory.peak_nbytes)

@@ -13,9 +13,11 @@ from .._api._sweep import sweep as frontier_of
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._target import Target
 from .._plan._plan import Plan
-from .._runtime._bytes import format_nbytes, parse_budget
+from .._plan._request import Planning
+from .._runtime._budgets import parse_budget
+from .._runtime._bytes import format_nbytes
 from ._command import Answer, command, require
-from ._subject import BudgetText, Planning, Subject, parsed, step_of, writable
+from ._subject import BudgetText, PlanningOptions, Subject, step_of, writable
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +28,7 @@ def register(app: typer.Typer) -> None:
         *,
         subject: Subject,
         budget: BudgetText = None,
-        planning: Planning,
+        planning: PlanningOptions,
         save: Annotated[
             Path | None, typer.Option(metavar="FILE", callback=writable, help="Write the plan here.")
         ] = None,
@@ -44,11 +46,12 @@ def register(app: typer.Typer) -> None:
         call = subject.load()
         row, options = call.by_position(), subject.jit_options(call.fn)
         if isinstance(call.fn, Step):
-            stats = memory_of(step_of(subject, call.fn, None, Planning()), *row.args)
+            stats = memory_of(step_of(subject, call.fn, None, PlanningOptions()), *row.args)
         else:
             stats = memory_of(row.fn, *row.args, **options)
         device_nbytes = None if subject.target is None else Target(subject.target).spec.memory_nbytes
-        limit = None if budget is None else parse_budget(parsed(budget), device_nbytes)
+        parts = stats.base_nbytes, stats.temporaries_nbytes
+        limit = None if budget is None else parse_budget(budget, device_nbytes, lambda: parts)
         if limit == "min":
             raise typer.BadParameter("'min' is for `jaxremat plan`: this compiles the function as it is")
         fits = None if limit is None else stats.peak_nbytes <= limit
@@ -67,7 +70,7 @@ def register(app: typer.Typer) -> None:
         save: Annotated[
             Path | None, typer.Option(metavar="FILE", callback=writable, help="Write them, with their plans.")
         ] = None,
-        planning: Planning,
+        planning: PlanningOptions,
     ) -> Answer:
         """Plan within budgets from the plain step's memory down to the least: what does memory cost?
 
@@ -80,7 +83,10 @@ def register(app: typer.Typer) -> None:
         if isinstance(call.fn, Step):
             found = frontier_of(step_of(subject, call.fn, None, planning), *row.args, points=points)
         else:
-            found = frontier_of(row.fn, *row.args, points=points, **options, **planning.options())
+            options |= planning.question()
+            found = frontier_of(
+                row.fn, *row.args, points=points, planning=Planning(**planning.fields()), **options
+            )
         if save is not None:
             found.save(save)
         if plot is not None:

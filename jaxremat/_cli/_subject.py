@@ -18,7 +18,7 @@ from .._api._step import Step
 from .._compiler._program import Program
 from .._compiler._target import Target, targets
 from .._model._sites import EXACT, REVERSIBLE
-from .._runtime._bytes import Budget
+from .._plan._request import Planning
 from .._runtime._errors import ArgumentError, TargetError
 from .._solver import Chen, Greedy, Milp, MinCut, RecomputeAll
 
@@ -140,7 +140,7 @@ def _number(fn: Any, option: str, word: str) -> int:
 
 
 @dataclass(frozen=True)
-class Planning:
+class PlanningOptions:
     """The options that say how to plan; what is None was not given."""
 
     solver: Annotated[
@@ -163,7 +163,7 @@ class Planning:
     ] = None
     offload: Annotated[bool | None, typer.Option(help="Let values be in host memory meanwhile.")] = None
     host_budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What they may take there: 64GiB.")
+        str | None, typer.Option(metavar="SIZE", help="--offload, and what they may take there: 64GiB.")
     ] = None
     microbatches: Annotated[bool | None, typer.Option(help="Let the step be done in microbatches.")] = None
     residuals: Annotated[
@@ -176,22 +176,28 @@ class Planning:
     verify: Annotated[bool | None, typer.Option(help="Compile the plan and read its peak.")] = None
     cache: Annotated[bool | None, typer.Option(help="Look for the plan in the cache first.")] = None
 
-    def options(self) -> dict[str, Any]:
-        """Return keyword arguments of `optimize`, without those that were not given."""
+    def fields(self) -> dict[str, Any]:
+        """Return fields of `jaxremat.Planning`, without those that were not given."""
         found = {
             "solver": SOLVERS[self.solver]() if self.solver else None,
             "time_limit": self.time_limit,
             "planning_seconds": self.planning_seconds,
             "effort": self.effort,
             "profile": self.profile,
-            "workspace_margin": _share(self.margin),
-            "offload": self.offload,
-            "host_budget": self.host_budget,
-            "allow": self._allowed(),
+            "workspace_margin": self.margin,
             "verify": self.verify,
             "cache": self.cache,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return _given(found)
+
+    def question(self) -> dict[str, Any]:
+        """Return keyword arguments of `optimize` besides, without those that were not given."""
+        if self.host_budget is not None and self.offload is False:
+            raise typer.BadParameter(
+                "--host-budget is for values in host memory, and --no-offload forbids it"
+            )
+        offload = self.offload if self.host_budget is None else self.host_budget
+        return _given({"offload": offload, "allow": self._allowed()})
 
     def _allowed(self) -> tuple[str, ...] | None:
         """`allow`, None for what it is by default."""
@@ -201,49 +207,42 @@ class Planning:
         return None if allowed == EXACT else allowed
 
 
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
 BudgetText = Annotated[
     str | None,
     typer.Option(
         "--budget",
         metavar="SIZE",
-        help="24GiB, 500MB, a number of bytes, a share of the device's memory such as 0.9, or min; by default all of "
-        "the device's memory, or what an already decorated function asks for.",
+        help="24GiB, 500MB, a number of bytes, a share of the device's memory such as 0.9, '50% of peak' or '50% of "
+        "temporaries' of the plain step, or min; by default all of the device's memory, or what an already decorated "
+        "function asks for.",
     ),
 ]
 
 
-def step_of(subject: Subject, fn: Any, budget: str | None, planning: Planning) -> Step:
+def step_of(subject: Subject, fn: Any, budget: str | None, options: PlanningOptions) -> Step:
     """Return the function, decorated; one that already is gets the options that were given in place of its own."""
-    jit, plan = subject.jit_options(fn), planning.options()
+    jit, question, fields = subject.jit_options(fn), options.question(), options.fields()
     if not isinstance(fn, Step):
-        return optimize(parsed(budget), **jit, **plan)(fn)
-    if budget is None and not jit and not plan:
+        return optimize(budget, **jit, **question, planning=Planning(**fields))(fn)
+    if budget is None and not (jit or question or fields):
         return fn
-    follow = fn._given if budget is None else None
-    asked = {"plan": follow} if follow else {"budget": fn._budget if budget is None else parsed(budget)}
-    fresh = optimize(**asked, **jit, **plan)(fn._program.fn)  # which checks the options
-    options = {name: getattr(fresh._options, name) for name in plan}
-    return Step(
-        _rejitted(fn._program, fresh._program, jit), fresh._budget, follow, replace(fn._options, **options)
-    )
+    own, follow = fn._request, fn._given if budget is None else None
+    asked = {"plan": follow} if follow else {"budget": own.budget if budget is None else budget}
+    planning = replace(own.planning, **fields)
+    fresh = optimize(**asked, **jit, **question, planning=planning)(
+        fn._program.fn
+    )  # which checks the options
+    given = {name: getattr(fresh._request, name) for name in ("budget", "planning", *question)}
+    return Step(_rejitted(fn._program, fresh._program, jit), replace(own, **given), follow)
 
 
 def _rejitted(old: Program, new: Program, given: dict[str, Any]) -> Program:
     changed = {name: getattr(new, name) for name in given if name != "target"}
     return replace(old, **changed, target=new.target if "target" in given else old.target)
-
-
-def parsed(budget: str | None) -> Budget:
-    """Return a budget from the command line: text is text, but for shares."""
-    return budget if budget is None else _share(budget)
-
-
-def _share(text: str | None) -> Any:
-    """Return a share below 1 as a float, other text as it is."""
-    try:
-        return number if text is not None and 0 < (number := float(text)) <= 1 and "." in text else text
-    except ValueError:
-        return text
 
 
 def resolve(path: str) -> Any:

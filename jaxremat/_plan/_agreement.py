@@ -96,7 +96,7 @@ def found_first(key: str, graph: Graph, found: Found, restrict: Callable[[Graph]
 
 def _alone(problem: Problem, request: Request, given: Plan | None) -> Planned:
     if given is not None:
-        return apply_plan(problem, given, request.options)
+        return apply_plan(problem, given, request.planning)
     return recall_or_plan(problem, request)
 
 
@@ -126,7 +126,7 @@ def _followed(meeting: Meeting, problem: Problem, request: Request, given: Plan 
     with phase(f"waiting for the plan of process {meeting.leader}"):
         text = meeting.hear("plan", meeting.leader)
     with meeting.saying("done") as say:
-        planned = apply_plan(problem, Plan.from_json(text), request.options, to_run=True)
+        planned = apply_plan(problem, Plan.from_json(text), request.planning, to_run=True)
         say("agreed")
     with phase("waiting for the other processes"):
         meeting.hear("verdict", meeting.leader)
@@ -135,7 +135,8 @@ def _followed(meeting: Meeting, problem: Problem, request: Request, given: Plan 
 
 def _asked(problem: Problem, request: Request, given: Plan | None) -> dict[str, Any]:
     """Return what a process wants planned."""
-    options = replace(request.options, progress=None, cache=True)
+    alike = replace(request.planning, progress=None, cache=True)
+    options = alike, request.pins, request.offload, request.allow
     return {
         "versions": [jax.__version__, jaxlib.__version__, sources()],
         "program": problem.fingerprint,

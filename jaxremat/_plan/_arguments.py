@@ -7,29 +7,9 @@ import numpy as np
 
 from .._model._sites import EXACT, REVERSIBLE
 from .._rewrite._encodings import INEXACT
-from .._runtime._bytes import Budget, parse_nbytes
+from .._runtime._bytes import parse_nbytes
 from .._runtime._errors import ArgumentError, BudgetError
-from .._solver import Solver
-
-
-def check_planning(solver: Solver | None, time_limit: float, planning_seconds: float | None = None) -> None:
-    """**Raises:** `ArgumentError` where one of them cannot be used."""
-    if not time_limit > 0:
-        raise ArgumentError(f"`time_limit={time_limit!r}` is no positive number of seconds.")
-    if planning_seconds is not None and not planning_seconds > 0:
-        raise ArgumentError(f"`planning_seconds={planning_seconds!r}` is no positive number of seconds.")
-    if solver is not None and (isinstance(solver, type) or not isinstance(solver, Solver)):
-        raise ArgumentError(
-            f"`solver={solver!r}` has no method `solve(graph, budget_nbytes, *, time_limit)`. "
-            "Pass an instance, such as `jaxremat.Milp()` or `jaxremat.Greedy()`."
-        )
-
-
-def check_choice(name: str, given: object, *choices: str) -> None:
-    """**Raises:** `ArgumentError` where an argument is none of these."""
-    if given not in choices:
-        known = " or ".join(f'"{choice}"' for choice in choices)
-        raise ArgumentError(f"`{name}={given!r}` is unknown. Write {known}.")
+from ._request import Offload
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
@@ -47,21 +27,14 @@ def parse_forms(allow: object) -> tuple[str, ...]:
     return tuple(sorted(set(given)))
 
 
-def check_host_memory(offload: object, host_budget: Budget) -> None:
-    """**Raises:** `ArgumentError` or `BudgetError` for what `optimize` cannot take."""
-    if not isinstance(offload, bool) and offload != "auto":
-        raise ArgumentError(f'`offload={offload!r}` is no choice. Write True, False or "auto".')
-    if host_budget is None:
+def check_offload(offload: Offload) -> None:
+    """**Raises:** `ArgumentError` for what `optimize` cannot take."""
+    if isinstance(offload, bool) or offload == "auto":
         return
-    if not offload:
-        raise ArgumentError(
-            f"`host_budget={host_budget!r}` is for values in host memory, and nothing is moved there without "
-            '`offload=True` or `offload="auto"`. Write both, or neither.'
-        )
     try:
-        parse_nbytes(host_budget)
+        parse_nbytes(offload)
     except BudgetError:
-        raise BudgetError(
-            f"`host_budget={host_budget!r}` is no number of bytes. Write an int of bytes, or text such as "
-            '"64GiB"; None is half of the machine\'s memory.'
+        raise ArgumentError(
+            f'`offload={offload!r}` is no choice. Write True, False, "auto", or how much host memory may be used, '
+            'as an int of bytes or as text such as "64GiB".'
         ) from None

@@ -21,7 +21,8 @@ from jaxlib import version as jaxlib
 from .._compiler._program import Program
 from .._model._graph import Graph
 from .._model._variant import PLAIN, Variant
-from .._runtime._bytes import Budget, format_nbytes
+from .._runtime._budgets import Budget
+from .._runtime._bytes import format_nbytes
 from .._runtime._cache_folder import cache_dir, store, trim
 from .._runtime._errors import InfeasibleBudgetError, JaxrematError, JaxrematWarning
 from .._solver import Solution

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .._runtime._bytes import Budget, format_nbytes, parse_budget
+from .._runtime._budgets import Budget, parse_budget
+from .._runtime._bytes import format_nbytes
 from .._runtime._cache_folder import write_atomically
 from .._runtime._errors import ArgumentError, InfeasibleBudgetError, PlanMismatchError
 from ._plan import Plan
@@ -142,11 +143,13 @@ class Frontier:
         return min((p for p in self if self.cost(p) <= max_overhead), key=lambda p: p.budget_nbytes)
 
     def within(self, budget: Budget) -> Point:
-        """Return the fastest point within a budget in bytes, as an int or text.
+        """Return the fastest point within a budget, in bytes or as a share such as `"50%"` of the plain step's peak.
 
-        **Raises:** `InfeasibleBudgetError` where none fits; `BudgetError` for budgets that are no bytes.
+        **Raises:** `InfeasibleBudgetError` where none fits; `BudgetError` for a share of what is not known here.
         """
-        nbytes = parse_budget(budget, None)
+        memory = self.plain.plan.memory
+        parts = None if memory is None else (memory.base_nbytes, memory.temporaries_nbytes)
+        nbytes = parse_budget(budget, None, parts and (lambda: parts))
         if nbytes == "min":
             return self.least
         found = next((p for p in self if p.budget_nbytes <= nbytes), None)

@@ -12,7 +12,7 @@ from .._model._schedule import Passing, Schedule, close_over_dependencies
 from .._model._variant import Variant
 from .._report import Report
 from .._report._actions import Action, Actions
-from .._report._outcome import Outcome
+from .._report._outcome import Outcome, brief
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import ArgumentError, PlanMismatchError
 from .._runtime._files import Written
@@ -161,6 +161,9 @@ class Plan(Outcome, Written):
         """Pictures and tables of this plan: print it, `save` it as one HTML file, or look at it in a notebook."""
         return Report(self)
 
+    def __repr__(self) -> str:
+        return f"<jaxremat.Plan of {self.step}: {brief(self)}>"
+
     def _repr_html_(self) -> str | None:
         return self.report().summary_html()
 
@@ -188,6 +191,12 @@ class HeldPlan(Actions, Written):
     solver: str
     stage_count: int
     actions: tuple[Action, ...]
+
+    def __repr__(self) -> str:
+        return (
+            f"<jaxremat.HeldPlan: holds {format_nbytes(self.held_nbytes)} of {format_nbytes(self.plain_nbytes)}, "
+            f"overhead {self.overhead:.2%}>"
+        )
 
     def __str__(self) -> str:
         within = "" if self.budget_nbytes is None else f" within {format_nbytes(self.budget_nbytes)}"

@@ -23,15 +23,16 @@ import jax
 from jaxlib import version as jaxlib
 
 from .._program import _compat
-from .._runtime._bytes import parse_budget, parse_margin
+from .._runtime._budgets import Parts, parse_budget, parse_margin
 from .._runtime._cache_folder import cache_dir, read, store, touch, trim
 from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
 from .._runtime._progress import Stopwatch, timed
 from .._solver import Solver
+from ._baseline import Baseline, measure_baseline
 from ._plan import Plan
 from ._planned import Planned, apply_plan
 from ._problem import Problem
-from ._request import Options, Request
+from ._request import Planning, Request
 from ._search import MOST_OVERHEAD
 from ._state_on_host import movable
 from ._verify import make_plan
@@ -69,18 +70,47 @@ def recall_or_plan(problem: Problem, request: Request) -> Planned:
 
     **Raises:** as `make_plan`.
     """
-    key = key_of(problem, request.options, {"known": True}, besides=_SEARCHING)
+    request, baseline = _in_bytes(problem, request)
+    key = key_of(problem, request.planning, {"known": True}, besides=_SEARCHING)
     if key is None:
-        return make_plan(problem, request)
-    return _KeptPlans(problem, request, cache_dir() / "known" / f"{key}.json").recall_or_plan()
+        return make_plan(problem, request, baseline)
+    return _KeptPlans(problem, request, cache_dir() / "known" / f"{key}.json", baseline).recall_or_plan()
+
+
+def _in_bytes(problem: Problem, request: Request) -> tuple[Request, Baseline | None]:
+    """Return the request with its budget in bytes, and what was measured for that.
+
+    A share of the plain step takes a compilation of it, what it says is kept, and plans start from the same one.
+    """
+    measured: list[Baseline] = []
+
+    def plain() -> Parts:
+        if not request.planning.verify:
+            base = problem.estimated.base_nbytes
+            return base, problem.estimated_peak_nbytes - base
+        key = key_of(problem, request.planning, {"plain": True}, besides=_SEARCHING)
+        path = None if key is None else cache_dir() / "plain" / f"{key}.json"
+        found = None if path is None else recall(path, json.loads)
+        if found is None:
+            measured.append(measure_baseline(problem, plain=True, tagged=False))
+            memory = measured[0].plain.memory
+            found = memory.base_nbytes, memory.temporaries_nbytes
+            if path is not None:
+                keep(path, json.dumps(found))
+        base, temporaries = found
+        return base, temporaries
+
+    nbytes = request.nbytes or parse_budget(request.budget, request.device_nbytes, plain)
+    return replace(request, nbytes=nbytes), measured[0] if measured else None
 
 
 class _KeptPlans:
-    """The plans that were made for one program with one set of options, with this budget and with others."""
+    """The plans that were made for one program planned in one way, with this budget and with others."""
 
-    def __init__(self, problem: Problem, request: Request, known: Path) -> None:
-        self.problem, self.request, self.known = problem, request, known
-        self.budget: int | Literal["min"] = parse_budget(request.budget, request.device_nbytes)
+    def __init__(self, problem: Problem, request: Request, known: Path, baseline: Baseline | None) -> None:
+        self.problem, self.request, self.known, self.baseline = problem, request, known, baseline
+        assert request.nbytes is not None
+        self.budget: int | Literal["min"] = request.nbytes
         self.margin = self._margin(self.budget)
         self.path = self._path("plans", self.budget)
         # What is planned in place of a refusal is kept, see `_state_on_host`.
@@ -103,7 +133,7 @@ class _KeptPlans:
     def _fresh(self, stopwatch: Stopwatch) -> Planned:
         """Make a plan, or take a better one that was made before, and keep it. **Raises:** as `make_plan`."""
         try:
-            planned = make_plan(self.problem, self.request)
+            planned = make_plan(self.problem, self.request, self.baseline)
         except InfeasibleBudgetError as error:
             planned = self._better(None, stopwatch)
             if planned is None:
@@ -112,7 +142,7 @@ class _KeptPlans:
         else:
             planned = self._better(planned.plan, stopwatch) or planned
         self._kept(planned)
-        if self.request.options.verify:
+        if self.request.planning.verify:
             self._add(planned.plan, self.path)
         return planned
 
@@ -147,7 +177,7 @@ class _KeptPlans:
         """Return a plan that was made before and is better than this one, or than none; None where there is none. It is
         final where no clock cut the present search short.
         """
-        for each in self._known_better(plan) if self.request.options.verify else ():
+        for each in self._known_better(plan) if self.request.planning.verify else ():
             path = cache_dir() / "plans" / each.file
             found = recall(path, Plan.from_json)
             if found is None:
@@ -176,7 +206,7 @@ class _KeptPlans:
     def _followed(self, path: Path, plan: Plan) -> Planned | None:
         """Return a plan from a file as it is followed, None where it no longer holds."""
         try:
-            return apply_plan(self.problem, plan, self.request.options)
+            return apply_plan(self.problem, plan, self.request.planning)
         except (InfeasibleBudgetError, PlanMismatchError) as error:
             logger.info("the plan in %s no longer holds: %s", path, error)
             return None
@@ -184,12 +214,12 @@ class _KeptPlans:
     def _path(self, folder: str, budget: int | Literal["min"]) -> Path:
         """Return the file of what belongs to a budget."""
         wanted = {"budget": budget, "margin": self._margin(budget)}
-        key = key_of(self.problem, self.request.options, wanted)
+        key = key_of(self.problem, self.request.planning, wanted)
         return cache_dir() / folder / f"{key}.json"
 
     def _margin(self, budget: int | Literal["min"]) -> int:
         """Return what of a budget stays free."""
-        return 0 if budget == "min" else parse_margin(self.request.options.workspace_margin, budget)
+        return 0 if budget == "min" else parse_margin(self.request.planning.workspace_margin, budget)
 
     def _add(self, plan: Plan, file: Path) -> None:
         """Add to the known plans one that is kept in this file."""
@@ -234,27 +264,27 @@ def enabled() -> bool:
 
 
 def key_of(
-    problem: Problem, options: Options, wanted: dict[str, Any], besides: frozenset[str] = frozenset()
+    problem: Problem, planning: Planning, wanted: dict[str, Any], besides: frozenset[str] = frozenset()
 ) -> str | None:
     """Return what tells something `wanted` of a step from the like of other steps; None where nothing may be kept.
 
-    **Arguments:** `besides` options that tell nothing apart.
+    **Arguments:** `besides` fields of `planning` that tell nothing apart.
     """
-    solver = _identity(options.solver)
-    if not (options.cache and enabled()) or solver is None:
+    solver = _identity(planning.solver)
+    if not (planning.cache and enabled()) or solver is None:
         return None
     program, here = problem.program, problem.here
     shardings = _shardings(problem.args, problem.kwargs)
     names = (
-        {f.name for f in dataclasses.fields(options)}
+        {f.name for f in dataclasses.fields(planning)}
         - {"solver", "workspace_margin", "cache", "progress"}
         - besides
     )
     key = {
         "program": problem.fingerprint,
         **wanted,
-        "options": {name: getattr(options, name) for name in names}
-        | {"solver": solver, "pins": repr(options.pins)},
+        "planning": {name: getattr(planning, name) for name in names} | {"solver": solver},
+        "question": [repr(problem.pins), problem.allow],
         "device": problem.device.to_json(),
         "host": problem.host and problem.host.nbytes,
         "target": program.target and program.target.name,

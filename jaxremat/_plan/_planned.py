@@ -42,7 +42,7 @@ from ._ledger import CompiledCandidate
 from ._made_for import made_for
 from ._plan import Plan
 from ._problem import Problem
-from ._request import Options
+from ._request import Planning
 from ._step_compiler import CompiledSchedule, OverwrittenReadError, compile_schedule
 
 logger = logging.getLogger("jaxremat")
@@ -87,18 +87,18 @@ class Planned:
         return self.compiled and self.compiled.executable
 
 
-def apply_plan(problem: Problem, plan: Plan, options: Options, *, to_run: bool = False) -> Planned:
+def apply_plan(problem: Problem, plan: Plan, planning: Planning, *, to_run: bool = False) -> Planned:
     """Return the step that follows a plan made before; needs no solver, and compiles at most once: what will run,
     of which the peak is read too. For a target nothing runs here, and several processes compile what runs together:
     then it is compiled to be read.
 
-    **Arguments:** `options` say whether it is compiled, and its peak read, and who corrects it; `to_run` whether it is
-    compiled in any case.
+    **Arguments:** `planning` says whether it is compiled, and its peak read, and who corrects it; `to_run` whether it
+    is compiled in any case.
 
     **Raises:** `PlanMismatchError` where the plan is of another program; `InfeasibleBudgetError` where this machine's
     compiler needs more than the plan's budget for it, and for what corrects it.
     """
-    verify = options.verify
+    verify = planning.verify
     found = problem.fingerprint
     if found != plan.fingerprint:
         problem = problem.ordered_before
@@ -140,10 +140,10 @@ def apply_plan(problem: Problem, plan: Plan, options: Options, *, to_run: bool =
     try:
         confirm(plan, compiled.memory)
     except InfeasibleBudgetError as refusal:
-        plan, made = corrected(problem, plan, options, compiled, refusal)
+        plan, made = corrected(problem, plan, planning, compiled, refusal)
         return Planned(plan, made.jitted, made.compiled)
     plan = replace(plan, **confirmed(problem, compiled))
-    return Planned(plan, jitted, compiled) if to_run else planned(problem, plan, options, jitted, compiled)
+    return Planned(plan, jitted, compiled) if to_run else planned(problem, plan, planning, jitted, compiled)
 
 
 def _compiled(
@@ -178,18 +178,18 @@ def warn_of(plan: Plan) -> None:
     if plan.planning.cut_short and plan.stages:
         warnings.warn(
             f"A clock ended the search for the plan of `{plan.step}`, after {plan.planning.work}: another search may "
-            "find a faster one. Leave `planning_seconds` out, or make it larger.",
+            "find a faster one. Leave `Planning.planning_seconds` out, or make it larger.",
             JaxrematWarning,
             stacklevel=2,
         )
 
 
-def planned(problem: Problem, plan: Plan, options: Options, jitted: Any, compiled: CompiledStep) -> Planned:
+def planned(problem: Problem, plan: Plan, planning: Planning, jitted: Any, compiled: CompiledStep) -> Planned:
     """Return the plan of a step that was compiled to be read."""
     if not problem.unfused_builds:
         return Planned(plan, jitted, compiled)
     finish = partial(problem.finished, jitted)
-    return Planned(plan, jitted, compiled, finish, partial(corrected, problem, plan, options))
+    return Planned(plan, jitted, compiled, finish, partial(corrected, problem, plan, planning))
 
 
 def sent(baseline: Baseline, compiled: CompiledStep) -> tuple[Collectives, ...]:
@@ -284,7 +284,7 @@ def confirm(plan: Plan, memory: MemoryStats) -> None:
 
 
 def corrected(
-    problem: Problem, plan: Plan, options: Options, compiled: CompiledStep, refusal: InfeasibleBudgetError
+    problem: Problem, plan: Plan, planning: Planning, compiled: CompiledStep, refusal: InfeasibleBudgetError
 ) -> tuple[Plan, CompiledSchedule]:
     """Return a plan that fits where this one does not, and its step, compiled to run where that may be.
 
@@ -301,7 +301,7 @@ def corrected(
     for i in range(CORRECTIONS):
         allowance = predicted - int(1.1 * 2**i * missing)
         try:
-            solution = options.solver.solve(graph, allowance, time_limit=options.time_limit)
+            solution = planning.solver.solve(graph, allowance, time_limit=planning.time_limit)
         except (SolverError, InstallError):  # a plan that is given needs no solver
             raise refusal from None
         profile = simulate(graph, solution.schedule)

@@ -15,7 +15,8 @@ from .._model._simulate import simulate
 from .._model._sites import Variants
 from .._model._stages import cut_stages
 from .._model._variant import Variant
-from .._runtime._bytes import Budget, format_nbytes
+from .._runtime._budgets import Budget
+from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InfeasibleBudgetError, InfeasibleHintError
 from .._solver import MinCut, RecomputeAll
 from ._baseline import Baseline, Graphs
@@ -118,9 +119,9 @@ def infeasible(
 def _ended(effort: Effort) -> str:
     """Return what to say of a search that ended before it had tried all that it would have."""
     if effort.stopwatch.interrupted:
-        return " The clock cut planning short: a larger `planning_seconds` may find less."
+        return " The clock cut planning short: a larger `Planning.planning_seconds` may find less."
     if effort.exhausted:
-        return f' The search ended after {effort}: `effort="thorough"` may find less.'
+        return f' The search ended after {effort}: `Planning(effort="thorough")` may find less.'
     return ""
 
 

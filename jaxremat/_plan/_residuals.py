@@ -21,7 +21,8 @@ from .._model._schedule import check, close_over_dependencies
 from .._model._simulate import Profile, rank, simulate
 from .._model._stages import coarser, cut_stages, uncut
 from .._report._actions import actions
-from .._runtime._bytes import format_nbytes, parse_nbytes
+from .._runtime._budgets import OF_PARTS, Share, read_budget
+from .._runtime._bytes import format_nbytes
 from .._runtime._errors import BudgetError, HintError, InfeasibleBudgetError
 from .._solver import Solution, Solver
 from .._solver._mincut import fewest_saved
@@ -29,23 +30,23 @@ from ._plan import HeldPlan
 from ._refusal import blamed
 
 Held = int | float | str
-"""Held bytes, a share in (0, 1] of what plain JAX keeps, text such as "2GiB", "min", "dots" or "free"."""
+"""Held bytes as an int or text, "40% of residuals" of what plain JAX keeps, "min", "dots" or "free"."""
 
 
 def parse_held(budget: Held, plain_nbytes: int) -> int | Literal["min", "dots", "free"]:
     """Return a budget in held bytes, or one of the words. **Raises:** `BudgetError` for anything else."""
-    if isinstance(budget, str) and (word := budget.strip().lower()) in ("min", "dots", "free"):
+    if isinstance(budget, str) and (word := budget.strip().lower()) in ("dots", "free"):
         return word  # type: ignore[return-value]
-    if isinstance(budget, float) and 0 < budget <= 1:
-        return int(budget * plain_nbytes)
-    try:
-        return parse_nbytes(budget)  # type: ignore[arg-type]
-    except BudgetError:
+    found = read_budget(budget, OF_PARTS)
+    if not isinstance(found, Share):
+        return found
+    if found.whole != "residuals":
+        meant = replace(found, whole="residuals")
         raise BudgetError(
-            f"`checkpoint(budget={budget!r})` is no amount of memory. Write bytes as an int, text such as "
-            '"500MiB", a share of what plain JAX would keep such as 0.5, "dots" or "free" for what can be dropped '
-            'without computing fusion roots again, or "min".'
-        ) from None
+            f"`checkpoint(budget={budget!r})` is {found}, which a function that something else differentiates does not "
+            f'know. Write "{meant}" for a share of what plain JAX would keep for the backward pass, or {OF_PARTS}.'
+        )
+    return int(found.share * plain_nbytes)
 
 
 def counted(graph: Graph) -> Graph:

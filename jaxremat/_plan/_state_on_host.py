@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from .._model._host_copies import LEAST_NBYTES
 from .._model._optimizer_updates import updated_alone
-from .._runtime._bytes import parse_margin
+from .._runtime._budgets import parse_margin
 from .._runtime._errors import InfeasibleBudgetError
 from ._plan import Plan
 from ._problem import Problem
@@ -54,7 +54,7 @@ def beside(problem: Problem, nbytes: int) -> Problem:
 
 def missing_nbytes(error: InfeasibleBudgetError, request: Request) -> int:
     """Return what the least that was found is above its budget."""
-    margin = parse_margin(request.options.workspace_margin, error.budget_nbytes)
+    margin = parse_margin(request.planning.workspace_margin, error.budget_nbytes)
     return error.min_peak_nbytes - (error.budget_nbytes - margin)
 
 

@@ -19,7 +19,7 @@ from .._model._simulate import simulate
 from .._report._account import account_of_plain
 from .._report._loop_forms import loop_forms
 from .._report._planning_time import PlanningTime
-from .._runtime._bytes import parse_budget, parse_margin
+from .._runtime._budgets import parse_budget, parse_margin
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
 from .._runtime._progress import Stopwatch, timed
 from .._solver import Solution
@@ -89,19 +89,19 @@ class _Planner:
     def __post_init__(self) -> None:
         self.compiled_before = self.problem.compilations.count
         self.estimated = EstimatedGraphs(self.problem)
-        options = self.request.options
-        self.rounds = _ROUNDS[options.effort]
+        planning = self.request.planning
+        self.rounds = _ROUNDS[planning.effort]
         self.effort = Effort(
             self.stopwatch,
-            planning_seconds=options.planning_seconds or math.inf,
-            limited=options.effort == "normal",
+            planning_seconds=planning.planning_seconds or math.inf,
+            limited=planning.effort == "normal",
             unfused_builds=self.problem.unfused_builds,
         )
 
     def run(self) -> Planned:
-        options, problem = self.request.options, self.problem
+        planning, problem = self.request.planning, self.problem
         pins = offloading(problem.estimated)
-        if pins and options.offload is False:
+        if pins and not self.request.offload:
             said = "saved on the device, for plans use host memory with `offload=True` alone."
             warnings.warn(f"{pins[0].origin}: {said}", JaxrematWarning, stacklevel=2)
         elif (
@@ -110,11 +110,12 @@ class _Planner:
             and (said := staying(problem.estimated, save_all(problem.estimated)))
         ):
             warnings.warn(said, JaxrematWarning, stacklevel=2)
-        budget = parse_budget(self.request.budget, self.request.device_nbytes)
+        asked = self.request
+        budget = asked.nbytes or parse_budget(asked.budget, asked.device_nbytes)
         if budget != "min":
-            self.margin_nbytes = parse_margin(options.workspace_margin, budget)
+            self.margin_nbytes = parse_margin(planning.workspace_margin, budget)
             budget -= self.margin_nbytes  # from here on what the compiled peak may be
-        if not options.verify:
+        if not planning.verify:
             return self._unverified(budget)
         fits = budget != "min" and not problem.must_plan and self._plain_fits(budget)
         if budget != "min" and fits and not problem.undoes:
@@ -154,7 +155,7 @@ class _Planner:
         return self._planned(search, found, budget, said)
 
     def follow(self, graph: Graph, solution: Solution) -> Planned:
-        if not self.request.options.verify:
+        if not self.request.planning.verify:
             peak = simulate(graph, solution.schedule).peak_nbytes
             plan = self._as_plan(graph, peak, solution, self._search(self.estimated))
             return Planned(plan, self.problem.jitted(graph, solution.schedule), None)
@@ -188,7 +189,7 @@ class _Planner:
 
     def _as_written(self, budget: int | Literal["min"]) -> Planned:
         """Return the plain step, where no variant could be made. **Raises:** `InfeasibleBudgetError` if it exceeds."""
-        if self.request.options.verify:
+        if self.request.planning.verify:
             self.baseline = self._measured().with_plain()
         peak = self.baseline.peak_nbytes if self.baseline else self.problem.estimated_peak_nbytes
         room = peak if budget == "min" else budget
@@ -198,7 +199,7 @@ class _Planner:
     def _plain(self, budget: int) -> Planned:
         """Return the step as it is written, compiled where plans are."""
         problem, graph = self.problem, self.problem.estimated
-        if self.request.options.verify:
+        if self.request.planning.verify:
             self.baseline = self._measured().with_plain()
         plan = self._as_plan(graph, budget, Solution(save_all(graph), solver="none"))
         plan = replace(
@@ -209,14 +210,14 @@ class _Planner:
             form=problem.traced.form,
             account=account_of_plain(as_stacked(graph)),
         )
-        if not self.request.options.verify:
+        if not self.request.planning.verify:
             return Planned(plan, problem.program.plain, None)
         made = self._measured().plain
         told = confirmed(problem, made) | {"predicted_peak_nbytes": plan.baseline_peak_nbytes}
         plan = replace(plan, **told, compiled_overhead=0.0)
         if self._measured().to_run:
             return Planned(plan, problem.program.plain, made)
-        return planned(problem, plan, self.request.options, problem.program.plain, made)
+        return planned(problem, plan, self.request.planning, problem.program.plain, made)
 
     def _planned(
         self, search: Search, found: CompiledCandidate, budget: int, said: tuple[str, ...] = ()
@@ -228,7 +229,7 @@ class _Planner:
             collectives=sent(self._measured(), found.compiled),
             warnings=(stays, *said) if stays else said,
         )
-        return planned(self.problem, plan, self.request.options, found.jitted, found.compiled)
+        return planned(self.problem, plan, self.request.planning, found.jitted, found.compiled)
 
     def _unverified(self, budget: int | Literal["min"]) -> Planned:
         problem = self.problem
@@ -271,10 +272,10 @@ class _Planner:
 
     def _search(self, graphs: Space, compiler: StepCompiler | None = None) -> Search:
         """**Arguments:** `compiler` None where nothing is compiled."""
-        options = self.request.options
+        planning = self.request.planning
         return Search(
             graphs,
-            Ledger(options.solver, self.effort, options.time_limit, compiler),
+            Ledger(planning.solver, self.effort, planning.time_limit, compiler),
             self._temporaries(),
             compiler.baseline.peak_nbytes if compiler and not self.problem.must_plan else None,
         )
@@ -283,7 +284,7 @@ class _Planner:
         problem, traced = self.problem, self.problem.traced
         made = search.ledger.compiled if search else []
         told = facts(problem, search.graph if search else graph, graph, solution)
-        told["solver"] = solution.solver or type(self.request.options.solver).__name__
+        told["solver"] = solution.solver or type(self.request.planning.solver).__name__
         form = problem.form(graph.form)
         first = min((each.ended_seconds for each in made if each.peak_nbytes <= budget), default=0.0)
         return Plan(

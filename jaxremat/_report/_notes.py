@@ -29,6 +29,6 @@ NOTES = {
     "planner corrected its model by the difference and planned again. The cheapest plan that fits was taken; the gap "
     "is how much better, at most, another could be in the planner's model.",
     "verified": "Read from the very program that runs, not estimated. The last row is what is left of the budget.",
-    "not compiled": "Nothing was compiled (`verify=False`): all figures are the planner's model. Plan with "
-    "`verify=True` to have the compiler confirm them.",
+    "not compiled": "Nothing was compiled (`Planning(verify=False)`): all figures are the planner's model. Plan with "
+    "`Planning(verify=True)` to have the compiler confirm them.",
 }

@@ -122,7 +122,7 @@ class Outcome(Actions):
         the compiler's own figure a little, because XLA also uses the memory of outputs.
         """
         if not self.alive:
-            return "The plan was not compiled, so that nothing is known of its peak. Plan with `verify=True`."
+            return "The plan was not compiled, so that nothing is known of its peak. Plan with `Planning(verify=True)`."
         largest = alike(self.alive)
         shares = ", ".join(f"{kind} {format_nbytes(n)}" for kind, n in by_kind(self.alive))
         lines = [f"At the compiled peak of {format_nbytes(self.compiled_peak_nbytes or 0)}: {shares}"]
@@ -158,6 +158,16 @@ def by_kind(alive: Iterable[Alive]) -> list[tuple[str, int]]:
     for a in alive:
         kinds[a.kind] = kinds.get(a.kind, 0) + a.nbytes
     return sorted(kinds.items(), key=lambda kind: -kind[1])
+
+
+def brief(plan: Outcome) -> str:
+    """Return the plan's peak, budget and overhead in one line."""
+    compiled = plan.compiled_peak_nbytes
+    overhead = plan.overhead if plan.compiled_overhead is None else plan.compiled_overhead
+    return (
+        f"peak {format_nbytes(plan.peak_nbytes)} ({'compiled' if compiled else 'predicted, not compiled'}) within "
+        f"{format_nbytes(plan.budget_nbytes)}, overhead {overhead:.2%}"
+    )
 
 
 def describe(plan: Outcome, rows: int = 12) -> str:

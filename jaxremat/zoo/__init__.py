@@ -18,6 +18,8 @@ from .._program._compat import JAX_VERSION
 from .._runtime._errors import ArgumentError, PlanMismatchError
 
 FORMAT = 1
+OF = " of temporaries"
+"""What the shares in its files are of."""
 SUFFIX = ".json.gz"
 """Of its files: JSON, compressed to a tenth. `zcat` shows one."""
 JAX_MINOR = ".".join(map(str, JAX_VERSION))
@@ -32,7 +34,7 @@ class Entry:
 
     - `network`, `scale` as `examples.benchmarks.networks.program` takes them; `target` as `jaxremat.optimize` does, or
       `"cpu"`; `budget` the share of the plain step's temporaries that is left, beside its arguments and outputs
-      (`"50%"`), or `"min"`.
+      (`"50% of temporaries"`), or `"min"`.
     - `jax` the minor version that the plan is for; `versions` of what it was made with.
     - `settings` the program's: inputs, parameters, what is donated.
     - `plan` with all of its figures, but for what is alive at the peak.
@@ -64,7 +66,7 @@ def entries() -> tuple[Entry, ...]:
 
 
 def load(network: str, budget: str, *, target: str = "h100", scale: str = "full") -> Plan:
-    """Return a plan of the zoo for the version of jax at hand: `optimize(plan=jaxremat.zoo.load("resnet50", "50%"))`.
+    """Return a plan of the zoo for the version of jax at hand: `optimize(plan=jaxremat.zoo.load("resnet50", "min"))`.
 
     **Arguments:** as the fields of `Entry`; `entries()` and `jaxremat zoo list` say what there is.
 
@@ -132,6 +134,7 @@ def parse(text: str, name: str) -> Iterator[Entry]:
             raise KeyError("zoo_format")
         plans = data.pop("plans")
         for budget, plan in plans.items():
+            budget = f"{budget}{OF}" if budget.endswith("%") else budget
             yield Entry(budget=budget, plan=Plan.from_json(json.dumps(plan)), **data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, PlanMismatchError):

@@ -322,12 +322,17 @@ def check_planned(step: Step, seed: int, judge: Judge, compiled: Any) -> Iterato
     share = rng.uniform(0.3, 1.0)
     for budget in ("min" if seed % 2 == 0 else stats.base_nbytes + int(share * stats.temporaries_nbytes),):
         options: dict[str, Any] = {"solver": MinCut()} if rng.random() < 0.5 else {"time_limit": 1.0}
-        options["respect_checkpoint"] = rng.random() < 0.1
-        said = f"planned within {budget if budget == 'min' else f'{share:.2f} of the temporaries'}, {options}"
+        planning = jaxremat.Planning(cache=False, respect_checkpoint=rng.random() < 0.1, **options)
+        said = (
+            f"planned within {budget if budget == 'min' else f'{share:.2f} of the temporaries'}, {planning}"
+        )
         try:
             with defects() as reported:
                 planned = jaxremat.optimize(
-                    budget, donate_argnums=0, cache=False, compiler_options=EXACT, **options
+                    budget,
+                    donate_argnums=0,
+                    planning=planning,
+                    compiler_options=EXACT,
                 )(step.fn)
                 try:
                     made = planned.compile(*step.args)

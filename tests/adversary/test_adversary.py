@@ -184,7 +184,7 @@ def test_plans(name: str, share: float) -> None:
     plain = compile_plain(case, args)
     stats = MemoryStats.of(plain)
     budget = stats.base_nbytes + int(share * stats.temporaries_nbytes)
-    step = jaxremat.optimize(budget, donate_argnums=0, solver=MinCut())(case.step)
+    step = jaxremat.optimize(budget, donate_argnums=0, planning=jaxremat.Planning(solver=MinCut()))(case.step)
     try:
         made = step.compile(*args)
     except InfeasibleBudgetError as error:

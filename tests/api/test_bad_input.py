@@ -34,7 +34,7 @@ def train(w: jax.Array, x: jax.Array) -> Any:
 
 
 def optimized(fn: Callable[..., Any], budget: Any = "1GiB", **options: Any) -> Any:
-    return jaxremat.optimize(budget, solver=MinCut(), **options)(fn)
+    return jaxremat.optimize(budget, planning=jaxremat.Planning(solver=MinCut()), **options)(fn)
 
 
 def ways(step: Any) -> list[Callable[..., Any]]:

@@ -16,7 +16,7 @@ import jaxremat
 
 OPTIONS = jaxremat.compiler_options("cpu")
 EMITTERS = ("policy", "custom_vjp")
-BUDGETS = ("dots", "free", 0.75, "min")
+BUDGETS = ("dots", "free", "75% of residuals", "min")
 x0 = jax.random.normal(jax.random.key(0), (64, 32))
 weights = [jax.random.normal(jax.random.key(i), (32, 32)) / 6 for i in range(1, 7)]
 few = weights[:2]
@@ -85,7 +85,7 @@ def kept_nbytes(fn: Callable[..., Any]) -> int:
 
 
 QUICK = {
-    (gelus, 0.75, "policy"), (scanned, "min", "policy"), (scanned, "min", "custom_vjp"),
+    (gelus, "75% of residuals", "policy"), (scanned, "min", "policy"), (scanned, "min", "custom_vjp"),
     (skips, "dots", "custom_vjp"), (attention, "free", "policy"), (spectral, "dots", "policy"),
 }  # fmt: skip
 CASES = [
@@ -109,7 +109,7 @@ def test_gradients_are_the_functions_and_what_is_kept_is_what_the_plan_saves(
     assert plan.saved_nbytes <= plan.held_nbytes
     if budget != "min":
         assert plan.saved_nbytes < plan.plain_nbytes
-    if budget == 0.75:
+    if budget == "75% of residuals":
         assert plan.held_nbytes <= plan.budget_nbytes == int(0.75 * plan.plain_nbytes)
 
 
@@ -136,7 +136,7 @@ def test_min_is_the_fastest_of_what_holds_about_the_least() -> None:
 
     args = jnp.ones((64, 16)), [(jnp.ones((16, 64)), jnp.ones((64, 16)))] * 4
     about = jaxremat.checkpoint(mlp, "min", emit="custom_vjp").plan(*args)
-    least = jaxremat.checkpoint(mlp, 0.1, emit="custom_vjp").plan(*args)
+    least = jaxremat.checkpoint(mlp, "10% of residuals", emit="custom_vjp").plan(*args)
     assert least.held_nbytes <= about.held_nbytes <= least.held_nbytes + 0.02 * about.plain_nbytes
     assert about.overhead < least.overhead
 
@@ -287,7 +287,7 @@ def test_gradients_within_the_function(emit: str) -> None:
         step = jax.grad(lambda x: jnp.sum(chain(x, ws) ** 2))(x)
         return chain(x - 0.1 * step, ws)
 
-    planned = jaxremat.checkpoint(inner, 0.5, emit=emit)
+    planned = jaxremat.checkpoint(inner, "50% of residuals", emit=emit)
     assert_close(jax.grad(loss(planned), (0, 1))(x0, few), jax.grad(loss(inner), (0, 1))(x0, few))
 
 
@@ -376,7 +376,7 @@ class Counting:
 
 def test_plans_are_made_once_for_each_kind_of_arguments() -> None:
     solver = Counting()
-    planned = jaxremat.checkpoint(chain, 0.9, solver=solver)
+    planned = jaxremat.checkpoint(chain, "90% of residuals", planning=jaxremat.Planning(solver=solver))
     planned(x0, weights)
     first = solver.calls
     planned(x0 + 1, weights)
@@ -389,7 +389,11 @@ def test_equal_layers_share_a_plan() -> None:
     solver = Counting()
 
     def layer(scale: float) -> Any:
-        return jaxremat.checkpoint(lambda x: jnp.tanh(jnp.tanh(x * scale) @ weights[0]), 0.9, solver=solver)
+        return jaxremat.checkpoint(
+            lambda x: jnp.tanh(jnp.tanh(x * scale) @ weights[0]),
+            "90% of residuals",
+            planning=jaxremat.Planning(solver=solver),
+        )
 
     layer(2.0)(x0)
     first = solver.calls
@@ -415,14 +419,18 @@ def test_usable_as_a_decorator_and_a_method() -> None:
 def test_what_cannot_be_met_or_read_is_said() -> None:
     with pytest.raises(jaxremat.InfeasibleBudgetError, match=r"cannot be met.*plain JAX keeps"):
         jaxremat.checkpoint(chain, "1KiB").plan(x0, weights)
-    with pytest.raises(jaxremat.BudgetError, match="no amount of memory"):
+    with pytest.raises(jaxremat.BudgetError, match=r'no number of bytes.*"40% of residuals"'):
         jaxremat.checkpoint(chain, "much")
+    with pytest.raises(
+        jaxremat.BudgetError, match=r'is 40% of device.* Write "40% of residuals" for a share'
+    ):
+        jaxremat.checkpoint(chain, 0.4)
     with pytest.raises(jaxremat.ArgumentError, match="policy"):
         jaxremat.checkpoint(chain, emit="magic")
     with pytest.raises(jaxremat.ArgumentError, match="takes a function first"):
         jaxremat.checkpoint("2GiB")  # type: ignore[arg-type]
     with pytest.raises(jaxremat.ArgumentError, match="no positive number"):
-        jaxremat.checkpoint(chain, time_limit=0)
+        jaxremat.checkpoint(chain, planning=jaxremat.Planning(time_limit=0))
     with pytest.raises(jaxremat.ArgumentError, match="nor a tuple of such"):
         jaxremat.checkpoint(chain, prevent_cse=(True, "w"))
     with pytest.raises(jaxremat.ArgumentError, match=r"static argument of chain cannot be hashed.*tuple"):
@@ -439,7 +447,9 @@ def test_a_budget_that_the_other_emitter_may_meet() -> None:
         jaxremat.checkpoint(chain, "1KiB", emit="custom_vjp").plan(x0, weights)
 
 
-@pytest.mark.parametrize(("emit", "budget"), [("policy", 0.4), ("custom_vjp", 0.25)])
+@pytest.mark.parametrize(
+    ("emit", "budget"), [("policy", "40% of residuals"), ("custom_vjp", "25% of residuals")]
+)
 def test_hints_that_a_budget_has_no_room_for_are_named(emit: str, budget: float) -> None:
     def hinted(x: Any, ws: Any) -> Any:
         for w in ws:

@@ -133,9 +133,9 @@ class TestForAGpu:
     def test_no_more_goes_than_the_host_may_hold(self) -> None:
         budget = self.state_nbytes + 60 * 2**20
         with pytest.raises(InfeasibleBudgetError):
-            self.plan(budget, offload=True, host_budget=2**20)
+            self.plan(budget, offload=2**20)
         with pytest.warns(JaxrematWarning, match="The plan keeps"):
-            plan = self.plan(budget, offload=True, host_budget=self.state_nbytes)
+            plan = self.plan(budget, offload=self.state_nbytes)
         assert 0 < plan.on_host_nbytes + plan.offloaded_nbytes <= self.state_nbytes
 
     def test_what_is_not_donated_stays(self) -> None:
@@ -170,7 +170,9 @@ def placed_plan(*args: Any) -> tuple[Plan, tuple[int, ...]]:
     budget = needs.peak_nbytes - needs.temporaries_nbytes // 4
     leaves = jax.tree.leaves((weights, there, x))
     places = tuple(i for i, leaf in enumerate(leaves) if kinds([leaf]) == {"pinned_host"})
-    plan = jaxremat.plan(step, weights, there, x, budget=budget, donate_argnums=(0, 1), cache=False)
+    plan = jaxremat.plan(
+        step, weights, there, x, budget=budget, donate_argnums=(0, 1), planning=jaxremat.Planning(cache=False)
+    )
     return replace(plan, on_host=places, on_host_nbytes=sum(leaves[i].nbytes for i in places)), places
 
 

@@ -13,7 +13,8 @@ import jaxremat
 from jaxremat import ArgumentError, MinCut
 
 P, X = jnp.eye(16) + 0.1, jnp.ones((32, 16)) / 16
-optimize = partial(jaxremat.optimize, "1GiB", cache=False, solver=MinCut(), verify=False)
+planning = jaxremat.Planning(solver=MinCut(), verify=False)
+optimize = partial(jaxremat.optimize, "1GiB", planning=planning)
 
 
 def step(p: jax.Array, x: jax.Array, layers: int = 4) -> Any:

@@ -69,7 +69,7 @@ def budget() -> int:
 
 
 def test_a_step_written_for_nnx_jit(budget: int) -> None:
-    step = jaxremat.optimize(budget, solver=MinCut())(train_step)
+    step = jaxremat.optimize(budget, planning=jaxremat.Planning(solver=MinCut()))(train_step)
     want, got = make(), make()
     reference = nnx.jit(train_step)
     for _ in range(2):
@@ -89,7 +89,13 @@ def test_a_step_written_for_nnx_jit(budget: int) -> None:
 def test_asking_for_a_plan_changes_nothing(budget: int) -> None:
     objects = make()
     before = state_of(objects)
-    jaxremat.plan(train_step, *objects, batch(), budget=budget, solver=MinCut(), verify=False)
+    jaxremat.plan(
+        train_step,
+        *objects,
+        batch(),
+        budget=budget,
+        planning=jaxremat.Planning(solver=MinCut(), verify=False),
+    )
     jaxremat.memory(train_step, *objects, batch())
     assert_same(before, state_of(objects), rounding=0.0)
     assert_same(before, state_of(make()), rounding=0.0)
@@ -105,7 +111,9 @@ def test_memory_is_that_of_nnx_jit() -> None:
 
 
 def test_donated_objects(budget: int) -> None:
-    step = jaxremat.optimize(budget, donate_argnums=(0, 1), solver=MinCut(), verify=False)(train_step)
+    step = jaxremat.optimize(
+        budget, donate_argnums=(0, 1), planning=jaxremat.Planning(solver=MinCut(), verify=False)
+    )(train_step)
     want, got = make(), make()
     old = jax.tree.leaves(nnx.state(got[0], nnx.Param))
     for _ in range(2):
@@ -115,7 +123,7 @@ def test_donated_objects(budget: int) -> None:
 
 
 def test_other_shapes_and_other_objects_are_planned_anew(budget: int) -> None:
-    step = jaxremat.optimize(budget, solver=MinCut(), verify=False)(train_step)
+    step = jaxremat.optimize(budget, planning=jaxremat.Planning(solver=MinCut(), verify=False))(train_step)
     objects = make()
     plan = step.plan(*objects, batch())
     step(*objects, batch())
@@ -153,9 +161,11 @@ def test_structure_that_the_step_changes_and_references_that_it_shares() -> None
 def test_above_and_beneath_nnx_jit(budget: int) -> None:
     want, above, beneath = make(), make(), make()
     nnx.jit(train_step)(*want, batch())
-    jaxremat.optimize(budget, solver=MinCut(), verify=False)(nnx.jit(train_step))(*above, batch())
+    jaxremat.optimize(budget, planning=jaxremat.Planning(solver=MinCut(), verify=False))(nnx.jit(train_step))(
+        *above, batch()
+    )
     assert_same(state_of(want), state_of(above), rounding=1e-4)
-    inner = jaxremat.optimize(budget, solver=MinCut())(train_step)
+    inner = jaxremat.optimize(budget, planning=jaxremat.Planning(solver=MinCut()))(train_step)
     with pytest.warns(JaxrematWarning, match="called inside another JAX transformation"):
         nnx.jit(lambda *args: inner(*args))(*beneath, batch())
     assert_same(state_of(want), state_of(beneath), rounding=1e-4)
@@ -218,7 +228,7 @@ def test_a_train_state_of_linen() -> None:
 
     stats = jaxremat.memory(step, fresh(), batch(), donate_argnums=0)
     budget = stats.base_nbytes + int(0.7 * stats.temporaries_nbytes)
-    planned = jaxremat.optimize(budget, donate_argnums=0, solver=MinCut())(step)
+    planned = jaxremat.optimize(budget, donate_argnums=0, planning=jaxremat.Planning(solver=MinCut()))(step)
     assert not planned.plan(fresh(), batch()).drops_nothing
     state, loss = planned(fresh(), batch())
     want, want_loss = jax.jit(step)(fresh(), batch())

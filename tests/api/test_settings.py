@@ -12,10 +12,9 @@ from jax.core import Tracer
 from test_optimize import assert_same
 
 import jaxremat
-from jaxremat import Milp
 
 P, X = jnp.eye(16) + 0.1, jnp.ones((32, 16)) / 16
-OPTIONS: dict[str, Any] = {"cache": False, "solver": Milp(), "verify": False}
+PLANNING = jaxremat.Planning(verify=False)
 
 
 def step(p: jax.Array, x: jax.Array) -> Any:
@@ -30,7 +29,7 @@ def step(p: jax.Array, x: jax.Array) -> Any:
 
 
 def planned(fn: Callable[..., Any] = step, **options: Any) -> jaxremat.Step:
-    return jaxremat.optimize("1GiB", **OPTIONS, **options)(fn)
+    return jaxremat.optimize("1GiB", planning=PLANNING, **options)(fn)
 
 
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

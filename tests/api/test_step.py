@@ -110,7 +110,7 @@ def test_drop_in_for_jit(planned: jaxremat.Step) -> None:
 
 
 def test_keyword_arguments(budget: int) -> None:
-    step = jaxremat.optimize(budget, solver=MinCut())(train)
+    step = jaxremat.optimize(budget, planning=jaxremat.Planning(solver=MinCut()))(train)
     params, x = make_params(), make_batch()
     assert_same(jax.jit(train)(x=x, params=params), step(x=x, params=params))
     assert step.plan(x=x, params=params) is step.plan(params=params, x=x)
@@ -129,8 +129,12 @@ def test_static_arguments() -> None:
     params, x = make_params(), make_batch()
     budget = two_thirds(partial(train, activation="sin"))
     solver = Counting()
-    names = jaxremat.optimize(AMPLE, static_argnames=("activation", "layers"), solver=solver)(train)
-    numbers = jaxremat.optimize(budget, static_argnums=(3, 4), solver=solver)(train)
+    names = jaxremat.optimize(
+        AMPLE, static_argnames=("activation", "layers"), planning=jaxremat.Planning(solver=solver)
+    )(train)
+    numbers = jaxremat.optimize(budget, static_argnums=(3, 4), planning=jaxremat.Planning(solver=solver))(
+        train
+    )
     for activation in ("sin", "tanh"):
         want = jax.jit(train, static_argnames=("activation", "layers"))(
             params, x, 1.0, activation, layers=None
@@ -148,7 +152,7 @@ def test_methods(budget: int) -> None:
     class Trainer:
         rate = 0.1
 
-        @partial(jaxremat.optimize, budget, static_argnums=0, solver=MinCut())()
+        @partial(jaxremat.optimize, budget, static_argnums=0, planning=jaxremat.Planning(solver=MinCut()))()
         def step(self, params: Any, x: jax.Array) -> Any:
             """One step."""
             value, grads = jax.value_and_grad(loss)(params, x)
@@ -173,7 +177,7 @@ def test_donation(donate: Any) -> None:
         jax.jit(train, **donate).lower(make_params(), make_batch()).compile(jaxremat.compiler_options("cpu"))
     )
     budget = stats.base_nbytes + int(0.67 * stats.temporaries_nbytes)
-    step = jaxremat.optimize(budget, solver=MinCut(), **donate)(train)
+    step = jaxremat.optimize(budget, planning=jaxremat.Planning(solver=MinCut()), **donate)(train)
     assert not step.plan(make_params(), make_batch()).drops_nothing
     assert (
         MemoryStats.of(step.compile(make_params(), make_batch())).aliased_nbytes == stats.aliased_nbytes > 0
@@ -188,7 +192,7 @@ def test_donation(donate: Any) -> None:
 
 def test_structs_in_place_of_arrays(budget: int) -> None:
     solver = Counting()
-    step = jaxremat.optimize(budget, solver=solver)(train)
+    step = jaxremat.optimize(budget, planning=jaxremat.Planning(solver=solver))(train)
     structs = jax.eval_shape(lambda: (make_params(), make_batch()))
     plan = step.plan(*structs)
     assert stripped(step.lower(*structs).compile()) == stripped(step.compile(*structs))
@@ -199,7 +203,7 @@ def test_structs_in_place_of_arrays(budget: int) -> None:
 
 def test_one_planning_per_signature(budget: int) -> None:
     solver = Counting()
-    step = jaxremat.optimize(budget, solver=solver)(train)
+    step = jaxremat.optimize(budget, planning=jaxremat.Planning(solver=solver))(train)
     params, x = make_params(), make_batch()
     step(params, x)
     asked = solver.calls
@@ -277,7 +281,7 @@ def test_plan_from_a_file_needs_no_solver(planned: jaxremat.Step, tmp_path: Any,
 
 
 def test_thorough_effort_gives_no_worse_plan(budget: int) -> None:
-    step = jaxremat.optimize(budget, effort="thorough")(train)
+    step = jaxremat.optimize(budget, planning=jaxremat.Planning(effort="thorough"))(train)
     args = make_params(), make_batch()
     found = step.plan(*args)
     assert found.compiled_peak_nbytes is not None
@@ -292,7 +296,7 @@ def test_thorough_effort_gives_no_worse_plan(budget: int) -> None:
 
 def test_unverified_plan(budget: int) -> None:
     args = make_params(), make_batch()
-    step = jaxremat.optimize(budget, verify=False)(train)
+    step = jaxremat.optimize(budget, planning=jaxremat.Planning(verify=False))(train)
     plan = step.plan(*args)
     assert plan.compiled_peak_nbytes is None
     assert plan.compiled_overhead is None
@@ -323,18 +327,18 @@ def test_refused_where_written() -> None:
     with pytest.raises(ArgumentError, match="either a budget"):
         jaxremat.optimize()
     with pytest.raises(ArgumentError, match="effort='heroic'"):
-        jaxremat.optimize(AMPLE, effort="heroic")
+        jaxremat.optimize(AMPLE, planning=jaxremat.Planning(effort="heroic"))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="time_limit=0"):
-        jaxremat.optimize(AMPLE, time_limit=0)
+        jaxremat.optimize(AMPLE, planning=jaxremat.Planning(time_limit=0))
     with pytest.raises(ArgumentError, match="no method `solve"):
-        jaxremat.optimize(AMPLE, solver=object())  # type: ignore[arg-type]
+        jaxremat.optimize(AMPLE, planning=jaxremat.Planning(solver=object()))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="decorates functions; it was given a int"):
         jaxremat.optimize(AMPLE)(3)  # type: ignore[arg-type]
 
 
 def test_a_solvers_class_in_place_of_a_solver() -> None:
     with pytest.raises(ArgumentError, match="Pass an instance"):
-        jaxremat.optimize(AMPLE, solver=MinCut)  # type: ignore[arg-type]
+        jaxremat.optimize(AMPLE, planning=jaxremat.Planning(solver=MinCut))  # type: ignore[arg-type]
 
 
 def test_leaves_that_are_no_arrays() -> None:
@@ -358,12 +362,18 @@ def test_leaves_that_are_no_arrays() -> None:
 )
 def test_solver_answers_nonsense(answer: Any, message: str) -> None:
     with pytest.raises(SolverError, match=message):
-        jaxremat.plan(train, make_params(), make_batch(), budget=200_000, solver=Fixed(answer))
+        jaxremat.plan(
+            train,
+            make_params(),
+            make_batch(),
+            budget=200_000,
+            planning=jaxremat.Planning(solver=Fixed(answer)),
+        )
 
 
 def test_solver_that_fits_nothing_is_no_excuse(budget: int) -> None:
     """A solver that ignores the budget: what the compiler says decides."""
     args = make_params(), make_batch()
-    plan = jaxremat.plan(train, *args, budget=budget, solver=RecomputeAll())
+    plan = jaxremat.plan(train, *args, budget=budget, planning=jaxremat.Planning(solver=RecomputeAll()))
     assert plan.compiled_peak_nbytes is not None
     assert plan.compiled_peak_nbytes <= budget

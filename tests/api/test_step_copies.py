@@ -38,7 +38,7 @@ def function(p: jax.Array, x: jax.Array) -> Any:
 
 
 def planned(fn: Callable[..., Any]) -> jaxremat.Step:
-    return jaxremat.optimize("min", cache=False, solver=Counting())(fn)
+    return jaxremat.optimize("min", planning=jaxremat.Planning(solver=Counting()))(fn)
 
 
 @planned

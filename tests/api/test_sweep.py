@@ -197,7 +197,7 @@ def test_a_corrupt_entry_is_found_again(
 
 def test_other_options_are_another_sweep(frontier: Frontier, kept: Path) -> None:
     before = len(list((kept / "sweeps").iterdir()))
-    rough = swept(4, verify=False)
+    rough = swept(4, planning=jaxremat.Planning(verify=False))
     assert len(list((kept / "sweeps").iterdir())) > before
     assert all(p.compiled_peak_nbytes is None and p.compiled_overhead is None for p in rough)
     assert [p.compiled_overhead for p in rough.policies] == [None] * len(rough.policies)
@@ -209,14 +209,14 @@ def test_other_options_are_another_sweep(frontier: Frontier, kept: Path) -> None
 
 def test_without_a_cache_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path))
-    found = swept(3, cache=False, verify=False, solver=Greedy())
+    found = swept(3, planning=jaxremat.Planning(cache=False, verify=False, solver=Greedy()))
     assert len(found) == 3 and not found.bounds
     assert not (tmp_path / "sweeps").exists()
 
 
 @pytest.mark.parametrize("margin", [30_000, 0.05])
 def test_a_margin_stays_free_at_every_point(margin: Any) -> None:
-    found = swept(4, verify=False, workspace_margin=margin)
+    found = swept(4, planning=jaxremat.Planning(verify=False, workspace_margin=margin))
     for p in found:
         want = margin if isinstance(margin, int) else int(margin * p.budget_nbytes)
         assert p.plan.margin_nbytes == want
@@ -285,7 +285,7 @@ def test_the_picture(frontier: Frontier, tmp_path: Path) -> None:
     assert len(labels) == len(set(labels))
     own = pyplot.subplots()[1]
     assert frontier.plot(own) is own
-    alone = swept(2, verify=False).plot()
+    alone = swept(2, planning=jaxremat.Planning(verify=False)).plot()
     assert "predicted" in alone.get_xlabel()
     pyplot.close("all")
 
@@ -307,8 +307,10 @@ def test_a_picture_without_matplotlib(frontier: Frontier, monkeypatch: pytest.Mo
         ({"points": 2.5}, "no number of budgets"),
         ({"budget": "1GiB"}, "leave out `budget`"),
         ({"plan": None}, "leave out `plan`"),
-        ({"solver": Milp}, "Pass an instance"),
-        ({"effort": "much"}, "is unknown"),
+        (
+            {"effort": "much"},
+            "within `planning`. Write `sweep(..., planning=jaxremat.Planning(effort='much'))`",
+        ),
     ],
 )
 def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> None:
@@ -347,6 +349,9 @@ def test_a_step_of_nnx_objects() -> None:
         return value
 
     x = jax.ShapeDtypeStruct((512, 64), jax.numpy.float32)
-    found = jaxremat.sweep(step, net, x, points=3, verify=False)
+    found = jaxremat.sweep(step, net, x, points=3, planning=jaxremat.Planning(verify=False))
     assert [found.cost(p) for p in found] == sorted(found.cost(p) for p in found)
-    assert found.least.plan.fingerprint == jaxremat.plan(step, net, x, budget="min", verify=False).fingerprint
+    assert (
+        found.least.plan.fingerprint
+        == jaxremat.plan(step, net, x, budget="min", planning=jaxremat.Planning(verify=False)).fingerprint
+    )

@@ -29,7 +29,7 @@ def test_weak_types_stay_weak_and_nothing_is_planned_twice() -> None:
     state = {"scale": scale, "w": jnp.tile(jnp.eye(WIDTH), (LAYERS, 1, 1))}
     x = jnp.ones((ROWS, WIDTH))
     needs = jaxremat.memory(step, state, x)
-    planned = jaxremat.optimize(needs.base_nbytes + needs.temporaries_nbytes // 2, cache=False)(step)
+    planned = jaxremat.optimize(needs.base_nbytes + needs.temporaries_nbytes // 2)(step)
     after, _ = planned(state, x)
     plain, _ = jax.jit(step)(state, x)
     assert planned.plan(state, x).rounds

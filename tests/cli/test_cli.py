@@ -66,7 +66,7 @@ class Nested:
     step = staticmethod(step)
 
 not_callable = shapes()
-decorated = jaxremat.optimize(PLANNED, donate_argnums=0, solver=jaxremat.MinCut())(step)
+decorated = jaxremat.optimize(PLANNED, donate_argnums=0, planning=jaxremat.Planning(solver=jaxremat.MinCut()))(step)
 
 class Wrong(jaxremat.Step):
     """A planned step with one weight's gradient 2 % too large."""
@@ -75,7 +75,7 @@ class Wrong(jaxremat.Step):
         (new, *others), value = super().__call__(weights, x)
         return [new + 0.02 * (new - first), *others], value
 
-wrong = Wrong(decorated._program, decorated._budget, None, decorated._options)
+wrong = Wrong(decorated._program, decorated._request, None)
 '''
 BUDGET = 456_000
 

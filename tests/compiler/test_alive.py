@@ -55,7 +55,7 @@ def test_the_plain_steps_peak_is_explained_too() -> None:
 def test_a_plan_that_was_not_compiled_says_so() -> None:
     plan = jaxremat.plan(step, *ARGS, budget="1GiB")
     assert "verify=True" in replace(plan, alive=()).explain_peak()
-    assert jaxremat.plan(step, *ARGS, budget="1GiB", verify=False).alive == ()
+    assert jaxremat.plan(step, *ARGS, budget="1GiB", planning=jaxremat.Planning(verify=False)).alive == ()
 
 
 def test_lines_of_the_library_itself_are_nobodys() -> None:

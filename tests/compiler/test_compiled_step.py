@@ -64,7 +64,7 @@ def test_a_module_that_is_not_kept_is_an_error() -> None:
 def test_a_plan_parses_each_compiled_program_once(budget: Any, parsed: Counter[str]) -> None:
     plain = jaxremat.MemoryStats.of(compiled()).peak_nbytes
     budget = budget if budget == "min" else int(budget * plain)
-    step = jaxremat.optimize(budget, donate_argnums=0, cache=False)(make_step())
+    step = jaxremat.optimize(budget, donate_argnums=0)(make_step())
     plan = step.plan(*CHAIN)
     assert set(parsed.values()) == {1}
     assert len(parsed) >= 1

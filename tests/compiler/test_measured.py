@@ -145,19 +145,24 @@ def test_optimize_plans_with_measured_seconds(counted: list[str]) -> None:
     budget = stats.base_nbytes + int(0.7 * stats.temporaries_nbytes)
     jaxremat.plan(train, *ARGS, budget=budget)
     assert counted == []
-    plan = jaxremat.plan(train, *ARGS, budget=budget, profile="measure")
+    plan = jaxremat.plan(train, *ARGS, budget=budget, planning=jaxremat.Planning(profile="measure"))
     assert "dot_general" in counted
     assert plan.compiled_peak_nbytes is not None and plan.compiled_peak_nbytes <= budget
     # By this clock every kernel takes as long as any other, however little it does.
     assert plan.overhead > 0
     asked = len(counted)
-    assert jaxremat.plan(train, *ARGS, budget=budget, profile="measure").saved == plan.saved
+    assert (
+        jaxremat.plan(train, *ARGS, budget=budget, planning=jaxremat.Planning(profile="measure")).saved
+        == plan.saved
+    )
     assert len(counted) == asked
-    assert jaxremat.plan(train, *ARGS, budget="1GiB", profile="measure").drops_nothing
+    assert jaxremat.plan(
+        train, *ARGS, budget="1GiB", planning=jaxremat.Planning(profile="measure")
+    ).drops_nothing
 
 
 def test_refused() -> None:
     with pytest.raises(ArgumentError, match=r'`profile=.fast.` is unknown. Write "roofline" or "measure"'):
-        jaxremat.optimize("1GiB", profile="fast")
+        jaxremat.optimize("1GiB", planning=jaxremat.Planning(profile="fast"))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="`target='h100'` plans for one that need not be there"):
-        jaxremat.optimize("1GiB", profile="measure", target="h100")
+        jaxremat.optimize("1GiB", planning=jaxremat.Planning(profile="measure"), target="h100")

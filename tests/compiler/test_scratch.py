@@ -108,7 +108,7 @@ def test_a_pooling_gradient_fills_no_zeros_in_the_forward_pass(target: str, mask
     assert plain.seconds >= plain.tagged.seconds
     step, args = STEPS["vgg"]
     budget = plain.peak_nbytes - spared // 2
-    plan = jaxremat.plan(step, *args, budget=budget, donate_argnums=0, target=target, cache=False)
+    plan = jaxremat.plan(step, *args, budget=budget, donate_argnums=0, target=target)
     assert plan.drops_nothing
     assert plan.baseline_peak_nbytes == plain.peak_nbytes
     assert plan.compiled_overhead is not None

@@ -114,7 +114,7 @@ def test_peaks_are_a_drafts() -> None:
         patch.object(Program, "compile", counted),
         patch.object(_compiled_step, "overwritten_reads", looked),
     ):
-        planned = jaxremat.optimize("min", donate_argnums=0, cache=False)(step)
+        planned = jaxremat.optimize("min", donate_argnums=0)(step)
         plan = planned.plan(*args)
     # the plain step is begun; plans are compiled once each, and once more where XLA would overwrite what they read
     assert compiled.count(False) == len(plan.rounds) + sum(found)

@@ -118,7 +118,9 @@ def test_the_budget_holds_on_an_h100(name: str, tmp_path: Any) -> None:
     # The plan is the same program's on every machine; here it runs on the CPU, without a solver.
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
-    here = jaxremat.optimize(plan=loaded, donate_argnums=(0,), verify=False)(step.step)
+    here = jaxremat.optimize(plan=loaded, donate_argnums=(0,), planning=jaxremat.Planning(verify=False))(
+        step.step
+    )
     want = jax.jit(step.step)(*step.make_args())
     for got, expected in zip(jax.tree.leaves(here(*step.make_args())), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-5)

@@ -126,6 +126,6 @@ def test_what_products_read_is_kept_in_one_layout() -> None:
     args, donate = step.abstract_args(), step.donate_argnums
     memory = jaxremat.memory(step.step, *args, donate_argnums=donate, target="h100")
     budget = memory.base_nbytes + int(0.4 * memory.temporaries_nbytes)
-    plan = jaxremat.plan(step.step, *args, budget=budget, donate_argnums=donate, target="h100", cache=False)
+    plan = jaxremat.plan(step.step, *args, budget=budget, donate_argnums=donate, target="h100")
     first = plan.rounds[0]
     assert first.predicted_peak_nbytes == pytest.approx(first.compiled_peak_nbytes, rel=0.015)

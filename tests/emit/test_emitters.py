@@ -101,7 +101,9 @@ def test_gradients_are_the_plain_ones(
     differentiate = jax.value_and_grad
 
     def of_planned(fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        planned.append(jaxremat.checkpoint(fn, "min", emit=emit, solver=jaxremat.MinCut()))
+        planned.append(
+            jaxremat.checkpoint(fn, "min", emit=emit, planning=jaxremat.Planning(solver=jaxremat.MinCut()))
+        )
         return differentiate(planned[-1], *args, **options)
 
     monkeypatch.setattr(jax, "value_and_grad", of_planned)

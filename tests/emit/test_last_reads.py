@@ -119,7 +119,7 @@ def test_the_compiled_plan_copies_no_weight(share: float) -> None:
     args = jax.eval_shape(lambda: init(6, 1024)), jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
     memory = jaxremat.memory(step, *args, donate_argnums=0, target="h100")
     budget = memory.base_nbytes + int(share * memory.temporaries_nbytes)
-    optimized = jaxremat.optimize(budget, donate_argnums=0, target="h100", cache=False)(step)
+    optimized = jaxremat.optimize(budget, donate_argnums=0, target="h100")(step)
     plan, compiled = optimized.plan(*args), optimized.compile(*args)
     module = parse(compiled.as_text())
     entry = module.computations[module.entry]

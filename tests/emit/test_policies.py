@@ -85,7 +85,7 @@ def test_plans_of_whole_steps_have_policies_too() -> None:
     def step(ws: Any, x: Any) -> Any:
         return jax.tree.map(lambda w, g: w - g, ws, jax.grad(lambda ws: loss(named_chain)(x, ws))(ws))
 
-    least = jaxremat.plan(step, weights, x0, budget="min", verify=False)
+    least = jaxremat.plan(step, weights, x0, budget="min", planning=jaxremat.Planning(verify=False))
     assert isinstance(least, jaxremat.Plan) and {a.name for a in least.actions if a.named}
     assert "product" not in least.saved_names
     remat = jax.checkpoint(named_chain, policy=least.policy())
@@ -103,7 +103,7 @@ def test_plans_without_names_have_none() -> None:
 def test_values_named_by_the_library(fn: Callable[..., Any]) -> None:
     naming = jaxremat.name_values(fn)
     assert_close(naming(x0, weights), fn(x0, weights))
-    plan = jaxremat.checkpoint(naming, 0.5, emit="custom_vjp").plan(x0, weights)
+    plan = jaxremat.checkpoint(naming, "50% of residuals", emit="custom_vjp").plan(x0, weights)
     remat = jax.checkpoint(naming, policy=plan.policy())
     assert_close(jax.grad(loss(remat), (0, 1))(x0, weights), jax.grad(loss(fn), (0, 1))(x0, weights))
     named = sum(a.nbytes for a in plan.actions if a.named and a.action == "save")

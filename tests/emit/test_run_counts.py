@@ -191,7 +191,9 @@ def test_planned_functions_run_as_often_as_their_own(
         return jax.make_jaxpr(jax.grad(loss))(*make_args())
 
     def planned(loss: Callable[..., Any]) -> Any:
-        return jaxremat.checkpoint(loss, "min", emit=emitter, solver=jaxremat.MinCut())
+        return jaxremat.checkpoint(
+            loss, "min", emit=emitter, planning=jaxremat.Planning(solver=jaxremat.MinCut())
+        )
 
     plain = gradient(lambda loss: loss)
     assert sum(trips for _, trips in run_counts(plain)) >= LAYERS

@@ -115,7 +115,7 @@ def test_results_are_equal_and_stay_where_they_came_from(name: str, share: float
     )(weights, everything, x)
     needs = jaxremat.memory(STEPS[name], weights, there, x)
     budget = needs.peak_nbytes - int((1 - share) * needs.temporaries_nbytes)
-    step = jaxremat.optimize(budget, cache=False)(STEPS[name])
+    step = jaxremat.optimize(budget)(STEPS[name])
     found = step(weights, there, x)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
@@ -134,9 +134,7 @@ def test_a_state_that_is_read_in_a_loop() -> None:
     momentum = jax.tree.map(jnp.zeros_like, weights)
     there = jaxremat.to_host(momentum, least_nbytes=0)
     needs = jaxremat.memory(mapped, weights, there, x)
-    found = jaxremat.optimize(needs.peak_nbytes - needs.temporaries_nbytes // 3, cache=False)(mapped)(
-        weights, there, x
-    )
+    found = jaxremat.optimize(needs.peak_nbytes - needs.temporaries_nbytes // 3)(mapped)(weights, there, x)
     for a, b in zip(
         jax.tree.leaves(found), jax.tree.leaves(jax.jit(mapped)(weights, momentum, x)), strict=True
     ):
@@ -170,9 +168,9 @@ def test_a_state_that_is_updated_elsewhere_or_not_at_all(share: float) -> None:
 
     there = jaxremat.to_host(state, least_nbytes=0)
     needs = jaxremat.memory(step, weights, there, x)
-    planned = jaxremat.optimize(needs.peak_nbytes - int((1 - share) * needs.temporaries_nbytes), cache=False)(
-        step
-    )
+    planned = jaxremat.optimize(
+        needs.peak_nbytes - int((1 - share) * needs.temporaries_nbytes),
+    )(step)
     for a, b in zip(
         jax.tree.leaves(planned(weights, there, x)),
         jax.tree.leaves(jax.jit(step)(weights, state, x)),
@@ -197,7 +195,7 @@ def test_train_states_and_objects() -> None:
     made = TrainState.create(apply_fn=unrolled, params=weights, tx=CLIPPED)
     there = made.replace(opt_state=jaxremat.to_host(made.opt_state, least_nbytes=1000))
     for fn, new in ((step, lambda found: found["state"]), (alone, lambda found: found)):
-        planned = jaxremat.optimize("1GiB", cache=False)(fn)
+        planned = jaxremat.optimize("1GiB")(fn)
         found, expected = new(planned(there, x)), new(jax.jit(fn)(made, x))
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
@@ -223,7 +221,7 @@ def test_train_states_and_objects() -> None:
         optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
         if moved:
             nnx.update(optimizer, jaxremat.to_host(nnx.state(optimizer), least_nbytes=1000))
-        fn = jaxremat.optimize("1GiB", cache=False)(learn) if moved else nnx.jit(learn)
+        fn = jaxremat.optimize("1GiB")(learn) if moved else nnx.jit(learn)
         losses.append([float(fn(model, optimizer, x)) for _ in range(3)])
         matrices = [a for a in jax.tree.leaves(nnx.state(optimizer)) if a.ndim > 1]
         assert kinds(matrices) == {"pinned_host" if moved else "device"}
@@ -272,7 +270,7 @@ def test_what_fails_by_itself_fails_as_it_does() -> None:
 
     there = jaxremat.to_host(jnp.zeros((4, 4)), least_nbytes=0)
     with pytest.raises(KeyError, match="mine"):
-        jaxremat.optimize("1GiB", cache=False)(broken).plan(there)
+        jaxremat.optimize("1GiB")(broken).plan(there)
 
 
 def test_to_host_leaves_what_is_small_and_what_is_no_array() -> None:
@@ -342,7 +340,7 @@ def test_a_compiled_plan_holds_less_than_the_state(name: str) -> None:
     as_written = jaxremat.memory(STEPS[name], weights, there, x, donate_argnums=(0, 1), target="h100")
     budget = on_device.arguments_nbytes if name == "unrolled" else as_written.peak_nbytes // 2
     assert budget < as_written.peak_nbytes
-    step = jaxremat.optimize(budget, donate_argnums=(0, 1), target="h100", cache=False)(STEPS[name])
+    step = jaxremat.optimize(budget, donate_argnums=(0, 1), target="h100")(STEPS[name])
     plan = step.plan(weights, there, x)
     assert plan.peak_nbytes <= budget
     module = parse(step.compile(weights, there, x).as_text())
@@ -361,7 +359,8 @@ def test_a_compiled_plan_holds_less_than_the_state(name: str) -> None:
 
 def test_a_refusal_says_what_the_hosts_memory_could_hold() -> None:
     weights, state, x = shapes("unrolled", 2048, 4, 512)
-    options: Any = {"budget": "100MiB", "donate_argnums": (0, 1), "target": "h100", "cache": False}
+    options: Any = {"budget": "100MiB", "donate_argnums": (0, 1), "target": "h100"}
+    options["planning"] = jaxremat.Planning(cache=False)
     with pytest.raises(
         jaxremat.InfeasibleBudgetError, match=r"1\.00 GiB of the arguments .* `opt_state = jaxremat\.to_host"
     ):

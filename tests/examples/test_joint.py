@@ -33,7 +33,6 @@ def planned(way: AbstractContextManager[dict[str, Any]], share: float) -> jaxrem
             *args,
             budget=budget,
             donate_argnums=0,
-            cache=False,
             **options,
         )
 

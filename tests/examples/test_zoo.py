@@ -28,7 +28,7 @@ def test_there_are_plans_and_they_say_what_they_are() -> None:
     assert len({(e.name, e.jax) for e in ENTRIES}) == len(ENTRIES) > 0
     for e in ENTRIES:
         assert e.network in NAMES and e.target in ("cpu", *jaxremat.targets())
-        assert e.budget == "min" or 0 < float(e.budget.removesuffix("%")) < 100
+        assert e.budget == "min" or 0 < float(e.budget.removesuffix("% of temporaries")) < 100
         assert {"jax", "jaxlib", "flax", "optax", "jaxremat"} == e.versions.keys()
         assert e.versions["jax"].startswith(f"{e.jax}.")
         assert (
@@ -94,7 +94,7 @@ def test_a_file_is_read_as_it_was_written() -> None:
     e = ENTRIES[0]
     shared = {k: getattr(e, k) for k in ("network", "scale", "target", "jax", "versions", "settings")}
     text = zoo.to_json(shared, {"50%": e.plan, "min": e.plan})
-    assert list(zoo.parse(text, "x.json")) == [replace(e, budget=b) for b in ("50%", "min")]
+    assert list(zoo.parse(text, "x.json")) == [replace(e, budget=b) for b in ("50% of temporaries", "min")]
     for wrong in (
         "",
         "[]",

@@ -82,8 +82,7 @@ def test_the_least_is_the_same_with_and_without_checkpoints(allow: tuple[str, ..
             *make_args(),
             budget="min",
             donate_argnums=0,
-            planning_seconds=600,
-            time_limit=6,
+            planning=jaxremat.Planning(planning_seconds=600, time_limit=6),
             allow=allow,
         ).peak_nbytes
         for remat in (True, False)
@@ -114,7 +113,7 @@ def test_a_refusal_names_what_the_least_plan_needs() -> None:
         return weights - 0.1 * grads, value
 
     args = (0.1 * jnp.ones((12, WIDTH, 4 * WIDTH)), jnp.ones((256, WIDTH)))
-    own: Any = {"donate_argnums": 0, "planning_seconds": 600, "time_limit": 30}
+    own: Any = {"donate_argnums": 0, "planning": jaxremat.Planning(planning_seconds=600, time_limit=30)}
     least = jaxremat.plan(step, *args, budget="min", **own).peak_nbytes
     with pytest.raises(InfeasibleBudgetError) as caught:
         jaxremat.plan(step, *args, budget=least // 2, **own)
@@ -139,11 +138,19 @@ def test_a_refusal_says_that_a_step_is_tiny() -> None:
     ):
         jaxremat.plan(small, *args, budget=100, donate_argnums=0)
     with pytest.raises(InfeasibleBudgetError) as caught:
-        jaxremat.plan(make_step(False), *make_args(), budget=1000, donate_argnums=0, verify=False)
+        jaxremat.plan(
+            make_step(False),
+            *make_args(),
+            budget=1000,
+            donate_argnums=0,
+            planning=jaxremat.Planning(verify=False),
+        )
     assert "too small" not in str(caught.value)
 
 
 def test_checkpoints_that_are_kept_are_kept_as_written() -> None:
-    step = jaxremat.optimize(PEAK, donate_argnums=0, respect_checkpoint=True)(make_step(True))
+    step = jaxremat.optimize(PEAK, donate_argnums=0, planning=jaxremat.Planning(respect_checkpoint=True))(
+        make_step(True)
+    )
     assert step.plan(*make_args()).overhead == 0.0
     assert flops(step.compile(*make_args())) == FLOPS

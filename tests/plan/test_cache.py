@@ -53,9 +53,9 @@ def planned(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Any]:
     asked: list[Any] = []
     make_plan = _cache.make_plan
 
-    def counting(baseline: Any, request: Any) -> Any:
+    def counting(problem: Any, request: Any, baseline: Any) -> Any:
         asked.append(request.budget)
-        return make_plan(baseline, request)
+        return make_plan(problem, request, baseline)
 
     monkeypatch.setattr(_cache, "make_plan", counting)
     return asked
@@ -106,19 +106,19 @@ def test_another_process_plans_nothing(folder: Path) -> None:
 def test_the_least_memory_and_the_plain_step_are_found_too(planned: list[Any]) -> None:
     for budget in ("min", "1GiB"):
         assert plan(budget=budget) == plan(budget=budget)
-    assert plan(verify=False) == plan(verify=False)
+    assert plan(planning=jaxremat.Planning(verify=False)) == plan(planning=jaxremat.Planning(verify=False))
     assert planned == ["min", "1GiB", BUDGET]
 
 
 OTHERS: dict[str, dict[str, Any]] = {
     "budget": {"budget": BUDGET + 1},
-    "margin": {"workspace_margin": 1},
+    "margin": {"planning": jaxremat.Planning(workspace_margin=1)},
     "donation": {"donate_argnums": ()},
-    "effort": {"effort": "thorough"},
-    "time limit": {"time_limit": 9.0},
-    "solver": {"solver": MinCut()},
-    "solver's settings": {"solver": jaxremat.Milp(gap=0.01)},
-    "unverified": {"verify": False},
+    "effort": {"planning": jaxremat.Planning(effort="thorough")},
+    "time limit": {"planning": jaxremat.Planning(time_limit=9.0)},
+    "solver": {"planning": jaxremat.Planning(solver=MinCut())},
+    "solver's settings": {"planning": jaxremat.Planning(solver=jaxremat.Milp(gap=0.01))},
+    "unverified": {"planning": jaxremat.Planning(verify=False)},
     "compiler": {"compiler_options": {"xla_embed_ir_in_executable": True}},
     "target": {"target": "h100"},
 }
@@ -140,7 +140,13 @@ def test_whatever_planning_depends_on_is_in_the_key(folder: Path, monkeypatch: p
         return asked[-1]
 
     known = path()
-    assert path() == path(*make_args()) == path(budget=f"{BUDGET}B") == path(solver=jaxremat.Milp()) == known
+    assert (
+        path()
+        == path(*make_args())
+        == path(budget=f"{BUDGET}B")
+        == path(planning=jaxremat.Planning(solver=jaxremat.Milp()))
+        == known
+    )
     paths = {name: path(**options) for name, options in OTHERS.items()}
     paths["shapes"] = path(*structs(2 * BATCH))
     with jax.default_matmul_precision("highest"):
@@ -176,8 +182,8 @@ class Mine:
 
 
 def test_what_is_not_kept(planned: list[Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan(solver=Mine())
-    plan(cache=False)
+    plan(planning=jaxremat.Planning(solver=Mine()))
+    plan(planning=jaxremat.Planning(cache=False))
     for value in ("0", "off"):
         monkeypatch.setenv("JAXREMAT_PLAN_CACHE", value)
         plan()
@@ -189,7 +195,7 @@ def test_what_is_not_kept(planned: list[Any], folder: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"sha256": "0", "text": "{}"}', "TAMPERED"])
 def test_a_corrupt_file_is_a_warning_and_written_anew(planned: list[Any], folder: Path, text: str) -> None:
-    first = plan(solver=MinCut())
+    first = plan(planning=jaxremat.Planning(solver=MinCut()))
     (file,) = folder.iterdir()
     good = file.read_text()
     file.write_text(text.replace("TAMPERED", good.replace('\\"saved\\": [', '\\"saved\\": [0, ')))
@@ -197,9 +203,9 @@ def test_a_corrupt_file_is_a_warning_and_written_anew(planned: list[Any], folder
     with pytest.warns(
         JaxrematWarning, match=rf"The cache file .*{file.name} cannot be read .*; it is ignored"
     ):
-        assert plan(solver=MinCut()).saved == first.saved
+        assert plan(planning=jaxremat.Planning(solver=MinCut())).saved == first.saved
     assert len(planned) == 2
-    plan(solver=MinCut())
+    plan(planning=jaxremat.Planning(solver=MinCut()))
     assert len(planned) == 2
 
 
@@ -233,8 +239,8 @@ def test_a_folder_that_cannot_be_written_is_no_cache(
     (tmp_path / "file").touch()
     monkeypatch.setenv("JAXREMAT_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.warns(JaxrematWarning, match="cannot be written"):
-        plan(solver=MinCut())
-    plan(solver=MinCut())  # of which nothing is said again
+        plan(planning=jaxremat.Planning(solver=MinCut()))
+    plan(planning=jaxremat.Planning(solver=MinCut()))  # of which nothing is said again
     assert len(planned) == 2
 
 
@@ -249,18 +255,20 @@ def test_what_was_of_use_longest_ago_goes_first(
 
     shares = [BUDGET, BUDGET + 1000, BUDGET + 2000]
     for budget in shares[:2]:
-        plan(budget=budget, solver=MinCut())
+        plan(budget=budget, planning=jaxremat.Planning(solver=MinCut()))
         age()
-    plan(budget=shares[0], solver=MinCut())  # found, so the second is now the oldest
+    plan(
+        budget=shares[0], planning=jaxremat.Planning(solver=MinCut())
+    )  # found, so the second is now the oldest
     age()
     assert planned == shares[:2]
     sizes = [path.stat().st_size for path in folder.iterdir()]
     monkeypatch.setattr(_cache, "MOST_NBYTES", int(2.5 * max(sizes)))
-    plan(budget=shares[2], solver=MinCut())
+    plan(budget=shares[2], planning=jaxremat.Planning(solver=MinCut()))
     assert len(list(folder.iterdir())) == 2
-    plan(budget=shares[0], solver=MinCut())
+    plan(budget=shares[0], planning=jaxremat.Planning(solver=MinCut()))
     assert planned == shares
-    plan(budget=shares[1], solver=MinCut())
+    plan(budget=shares[1], planning=jaxremat.Planning(solver=MinCut()))
     assert planned == [*shares, shares[1]]
 
 
@@ -383,4 +391,7 @@ def test_a_plan_that_takes_longer_than_one_made_before_gives_way(
     monkeypatch.setattr(_cache, "make_plan", needs_replacement)
     again = plan(budget=BUDGET + 1)
     assert (again.overhead, again.budget_nbytes) == (good.overhead, BUDGET + 1)
-    assert plan(budget=BUDGET + 2, respect_checkpoint=True).overhead > good.overhead + 0.09, "another request"
+    assert (
+        plan(budget=BUDGET + 2, planning=jaxremat.Planning(respect_checkpoint=True)).overhead
+        > good.overhead + 0.09
+    ), "another request"

@@ -24,7 +24,12 @@ X = jnp.ones((1024, 64))
 STRUCTS = jax.eval_shape(lambda: (WEIGHTS, X))
 STATS = jaxremat.memory(make_step(), WEIGHTS, X)
 BUDGET = STATS.base_nbytes + int(0.8 * STATS.temporaries_nbytes)
-BUDGETS = {"planned": BUDGET, "as written": 3 * STATS.peak_nbytes, "min": "min"}
+BUDGETS = {
+    "planned": BUDGET,
+    "as written": 3 * STATS.peak_nbytes,
+    "min": "min",
+    "a share": "80% of temporaries",
+}
 
 
 def train(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
@@ -111,7 +116,7 @@ KNOWN: dict[str, Callable[[str, Path], Any]] = {
 """Where the plan comes from."""
 
 WAYS = [("planned", known, asked) for known in KNOWN for asked in ASKED]
-WAYS += [("min", known, "plan") for known in KNOWN]
+WAYS += [(name, known, "plan") for name in ("min", "a share") for known in KNOWN]
 WAYS += [
     ("as written", known, "plan") for known in ("the cache", "a plan", "a file")
 ]  # `jit` has a pickled one's
@@ -149,7 +154,7 @@ def test_a_copy_is_compiled_once(compiled: list[str]) -> None:
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_new_plan_is_compiled_once_more_to_run(asked: str, compiled: list[str], options: list[Any]) -> None:
     """Candidates are drafts, which nobody optimises: what runs is compiled when it is wanted first, and once."""
-    made = step(cache=False)
+    made = step(planning=jaxremat.Planning(cache=False))
     ASKED[asked](made)
     count = made.plan(*STRUCTS).compile_count
     drafts = [each for each in options if "xla_backend_optimization_level" in (each or {})]
@@ -165,7 +170,7 @@ def test_a_new_plan_is_compiled_once_more_to_run(asked: str, compiled: list[str]
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_step_that_surely_fits_is_compiled_once_in_all(asked: str, compiled: list[str]) -> None:
     """It costs no more than `jax.jit`."""
-    made = step(BUDGETS["as written"], cache=False)
+    made = step(BUDGETS["as written"], planning=jaxremat.Planning(cache=False))
     ASKED[asked](made)
     made(WEIGHTS, X)
     made(WEIGHTS, X)
@@ -174,13 +179,13 @@ def test_a_step_that_surely_fits_is_compiled_once_in_all(asked: str, compiled: l
 
 
 def test_a_plan_that_is_trusted_is_compiled_when_it_is_called(compiled: list[str]) -> None:
-    made = step(verify=False, cache=False)
+    made = step(planning=jaxremat.Planning(verify=False, cache=False))
     plan = made.plan(WEIGHTS, X)
     assert compiled == []
     made(WEIGHTS, X)
     made(WEIGHTS, X)
     made.compile(WEIGHTS, X)
-    jaxremat.optimize(plan=plan, verify=False)(make_step())(WEIGHTS, X)
+    jaxremat.optimize(plan=plan, planning=jaxremat.Planning(verify=False))(make_step())(WEIGHTS, X)
     assert compiled == ["jit(train)"] * 2
 
 
@@ -265,3 +270,25 @@ def test_nothing_is_compiled_that_jax_has_kept(tmp_path: Path) -> None:
     first, second = found
     assert first["compiled"] > 1 and first["read"] == 0
     assert second == {"compiled": 1, "read": 1}
+
+
+def test_shares_of_the_plain_step_take_one_compilation_at_most(
+    options: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans start from the plain step that says what the share comes to; without compiling, the model says it."""
+    monkeypatch.setenv("JAXREMAT_PLAN_CACHE", "0")
+    assert step(BUDGET).plan(WEIGHTS, X).budget_nbytes == BUDGET
+    in_bytes = len(options)
+    options.clear()
+    assert step("80% of temporaries").plan(WEIGHTS, X).budget_nbytes == BUDGET
+    assert len(options) <= in_bytes + 1
+    most = int(0.9 * STATS.peak_nbytes)
+    assert (
+        step("90%").plan(WEIGHTS, X).budget_nbytes
+        == step("90% of peak").plan(WEIGHTS, X).budget_nbytes
+        == most
+    )
+    options.clear()
+    guess = step("90%", planning=jaxremat.Planning(verify=False)).plan(WEIGHTS, X)
+    assert not options
+    assert guess.budget_nbytes == int(0.9 * guess.baseline_peak_nbytes)

@@ -54,7 +54,7 @@ def planned(net: Any, share: float, *kinds: str, dtype: Any = jnp.float32) -> tu
     step, args = training(net), arguments(dtype)
     needs = jaxremat.memory(step, *args)
     budget = needs.base_nbytes + int(share * needs.temporaries_nbytes)
-    made = jaxremat.optimize(budget, allow=kinds, cache=False)(step)
+    made = jaxremat.optimize(budget, allow=kinds)(step)
     return made, made.plan(*args)
 
 
@@ -134,9 +134,7 @@ def test_nothing_is_rounded_where_the_user_decides() -> None:
     step, args = training(unrolled), arguments()
     needs = jaxremat.memory(step, *args)
     budget = needs.base_nbytes + int(0.6 * needs.temporaries_nbytes)
-    plan = jaxremat.plan(
-        step, *args, budget=budget, allow="bf16_residuals", pins={"sin": "recompute"}, cache=False
-    )
+    plan = jaxremat.plan(step, *args, budget=budget, allow="bf16_residuals", pins={"sin": "recompute"})
     assert not plan.copies
 
 

@@ -39,8 +39,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, where: str, fails: Callable[..., bo
     return asked
 
 
-def planned(budget: Any, **options: Any) -> Any:
-    return jaxremat.optimize(budget, donate_argnums=0, solver=MinCut(), **options)(CASE.step)
+def planned(budget: Any, *, verify: bool = True) -> Any:
+    planning = jaxremat.Planning(solver=MinCut(), verify=verify)
+    return jaxremat.optimize(budget, donate_argnums=0, planning=planning)(CASE.step)
 
 
 def part(share: float) -> int:
@@ -190,4 +191,6 @@ def test_what_is_raised_on_purpose_goes_on_its_way() -> None:
             raise KeyError("my own solver")
 
     with pytest.raises(KeyError, match="my own solver"):
-        jaxremat.optimize(part(0.6), donate_argnums=0, solver=Wrong())(CASE.step).plan(*CASE.make_args())
+        jaxremat.optimize(part(0.6), donate_argnums=0, planning=jaxremat.Planning(solver=Wrong()))(
+            CASE.step
+        ).plan(*CASE.make_args())

@@ -102,7 +102,9 @@ def plan_of(clock: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> jaxr
     with monkeypatch.context() as patched:
         if clock is not None:
             patched.setattr(time, "monotonic", clock)
-        plan = jaxremat.plan(train, *ARGS, budget=budget, donate_argnums=0, cache=False, **options)
+        plan = jaxremat.plan(
+            train, *ARGS, budget=budget, donate_argnums=0, planning=jaxremat.Planning(cache=False), **options
+        )
     assert not plan.planning.cut_short
     rounds = tuple(replace(r, solve_seconds=0.0, compile_seconds=0.0) for r in plan.rounds)
     work = PlanningTime(plans_compiled=plan.planning.plans_compiled, solves=plan.planning.solves)
@@ -148,7 +150,9 @@ def test_the_seconds_of_the_user_give_the_best_plan_so_far_and_a_warning() -> No
     """The budget is met by the first plan that fits, however short the time."""
     stats = jaxremat.memory(train, *ARGS, donate_argnums=0)
     budget = stats.base_nbytes + int(0.8 * stats.temporaries_nbytes)
-    step = jaxremat.optimize(budget, donate_argnums=0, planning_seconds=1e-3, cache=False)(train)
+    step = jaxremat.optimize(
+        budget, donate_argnums=0, planning=jaxremat.Planning(planning_seconds=1e-3, cache=False)
+    )(train)
     said = "A clock ended the search for the plan of `train`, after .* plans compiled"
     with pytest.warns(JaxrematWarning, match=said):
         plan = step.plan(*ARGS)
@@ -194,7 +198,9 @@ def test_a_plan_that_a_clock_cut_short_is_used_and_improved(
 def test_warnings_of_a_plan_come_again_with_it() -> None:
     stats = jaxremat.memory(train, *ARGS, donate_argnums=0)
     budget = stats.base_nbytes + int(0.8 * stats.temporaries_nbytes)
-    plan = jaxremat.plan(train, *ARGS, budget=budget, donate_argnums=0, cache=False)
+    plan = jaxremat.plan(
+        train, *ARGS, budget=budget, donate_argnums=0, planning=jaxremat.Planning(cache=False)
+    )
     assert plan.warnings == ()
     said = replace(plan, warnings=("it takes long",)).to_json()
     with pytest.warns(JaxrematWarning, match="it takes long"):
@@ -203,4 +209,4 @@ def test_warnings_of_a_plan_come_again_with_it() -> None:
 
 def test_a_deadline_is_a_positive_number() -> None:
     with pytest.raises(ArgumentError, match=r"`planning_seconds=0` is no positive number"):
-        jaxremat.optimize("1GiB", planning_seconds=0)
+        jaxremat.optimize("1GiB", planning=jaxremat.Planning(planning_seconds=0))

@@ -48,7 +48,10 @@ def facts(case: Case) -> dict[str, Any]:
     names = [eqn.primitive.name for eqn in traced.jaxpr.jaxpr.eqns]
     stats = jaxremat.memory(case.step, *args, donate_argnums=case.donate_argnums)
     budget = stats.base_nbytes + int(0.7 * stats.temporaries_nbytes)
-    settings: Any = {"budget": budget, "solver": jaxremat.Greedy(), "planning_seconds": 600}
+    settings: Any = {
+        "budget": budget,
+        "planning": jaxremat.Planning(solver=jaxremat.Greedy(), planning_seconds=600),
+    }
     plan = jaxremat.plan(case.step, *args, donate_argnums=case.donate_argnums, **settings)
     written = json.loads(plan.to_json())
     return {

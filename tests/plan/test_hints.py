@@ -154,9 +154,8 @@ def arguments() -> tuple[list[jax.Array], jax.Array]:
 
 
 def planned(marks: Any, budget: Any, fn: Any = train, **options: Any) -> tuple[Plan, Any]:
-    step = jaxremat.optimize(budget, **({"solver": MinCut(), "verify": False} | options))(
-        partial(fn, marks=marks)
-    )
+    planning = jaxremat.Planning(**({"solver": MinCut(), "verify": False} | options))
+    step = jaxremat.optimize(budget, planning=planning)(partial(fn, marks=marks))
     plan = step.plan(*arguments())
     assert_same(jax.jit(partial(fn, marks={}))(*arguments()), step(*arguments()))
     return plan, step
@@ -174,7 +173,7 @@ def actions_of(plan: Plan) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"solver": None, "verify": True},
+        {"solver": jaxremat.Milp(), "verify": True},
         {},
         {"solver": RecomputeAll()},
         {"solver": SaveAll()},
@@ -212,7 +211,9 @@ def test_save_hints_cost_nothing_where_the_plain_step_fits() -> None:
 
 def test_a_stage_in_a_model_cuts_behind_the_cotangent() -> None:
     """Cotangents of `h[2]` are read by the contractions of layer 2, which stand behind the cut, not before it."""
-    step = jaxremat.optimize("min", verify=False)(partial(train, marks={2: "stage"}))
+    step = jaxremat.optimize("min", planning=jaxremat.Planning(verify=False))(
+        partial(train, marks={2: "stage"})
+    )
     plan = step.plan(*arguments())
     traced = jaxremat._rewrite._trace.trace(jax.jit(partial(train, marks={2: "stage"})), arguments(), {})  # type: ignore[attr-defined]
     (mark,) = traced.hints
@@ -224,27 +225,45 @@ def test_a_stage_in_a_model_cuts_behind_the_cotangent() -> None:
 
 def test_hints_that_make_a_budget_infeasible_are_named() -> None:
     marks = dict.fromkeys(range(LAYERS), "save")
-    free = jaxremat.plan(partial(train, marks={}), *arguments(), budget="min", solver=MinCut())
+    free = jaxremat.plan(
+        partial(train, marks={}), *arguments(), budget="min", planning=jaxremat.Planning(solver=MinCut())
+    )
     assert free.compiled_peak_nbytes is not None
     budget = free.compiled_peak_nbytes + 4 * ROWS * WIDTH // 2
     with pytest.raises(InfeasibleHintError, match="cannot be met with these hints") as caught:
-        jaxremat.plan(partial(train, marks=marks), *arguments(), budget=budget, solver=MinCut())
+        jaxremat.plan(
+            partial(train, marks=marks),
+            *arguments(),
+            budget=budget,
+            planning=jaxremat.Planning(solver=MinCut()),
+        )
     error = caught.value
     assert error.free_min_peak_nbytes <= budget < error.min_peak_nbytes
     assert len(error.hints) == 1 and error.hints[0] in str(error)
     assert "test_hints.py:" in error.hints[0]
     assert jaxremat.format_nbytes(error.free_min_peak_nbytes) in str(error)
     fits = jaxremat.plan(
-        partial(train, marks=marks), *arguments(), budget=error.min_peak_nbytes, solver=MinCut()
+        partial(train, marks=marks),
+        *arguments(),
+        budget=error.min_peak_nbytes,
+        planning=jaxremat.Planning(solver=MinCut()),
     )
     assert actions_of(fits)
     with pytest.raises(InfeasibleHintError, match="cannot be met with these hints"):
         predicted = replace(fits).predicted_peak_nbytes - 4 * ROWS * WIDTH
         jaxremat.plan(
-            partial(train, marks=marks), *arguments(), budget=predicted, solver=MinCut(), verify=False
+            partial(train, marks=marks),
+            *arguments(),
+            budget=predicted,
+            planning=jaxremat.Planning(solver=MinCut(), verify=False),
         )
     with pytest.raises(jaxremat.InfeasibleBudgetError, match="or a smaller batch") as plain:
-        jaxremat.plan(partial(train, marks=marks), *arguments(), budget=1000, solver=MinCut())
+        jaxremat.plan(
+            partial(train, marks=marks),
+            *arguments(),
+            budget=1000,
+            planning=jaxremat.Planning(solver=MinCut()),
+        )
     assert not isinstance(plain.value, InfeasibleHintError)
     assert "without any, less may be enough" in str(plain.value)
 
@@ -315,7 +334,13 @@ def test_a_hint_that_no_plan_reaches_is_reported() -> None:
     with pytest.warns(
         JaxrematWarning, match=r'hint\(..., "save"\) at test_hints.py:.* has no effect.*`cond`'
     ):
-        jaxremat.plan(jax.grad(loss), jnp.eye(WIDTH), jnp.ones((WIDTH, WIDTH)), budget=AMPLE, verify=False)
+        jaxremat.plan(
+            jax.grad(loss),
+            jnp.eye(WIDTH),
+            jnp.ones((WIDTH, WIDTH)),
+            budget=AMPLE,
+            planning=jaxremat.Planning(verify=False),
+        )
 
 
 # ---- from outside
@@ -336,9 +361,8 @@ class Net(nn.Module):
 
 
 def pinned_plan(step: Any, args: Any, pins: Any, budget: Any = AMPLE, **options: Any) -> Plan:
-    return jaxremat.plan(
-        step, *args, budget=budget, pins=pins, **({"solver": MinCut(), "verify": False} | options)
-    )
+    planning = jaxremat.Planning(**({"solver": MinCut(), "verify": False} | options))
+    return jaxremat.plan(step, *args, budget=budget, pins=pins, planning=planning)
 
 
 def flax_step() -> tuple[Any, tuple[Any, ...]]:
@@ -403,5 +427,5 @@ def test_pins_belong_to_planning() -> None:
     plan = pinned_plan(step, args, {"Block_1": "recompute"})
     with pytest.raises(jaxremat.ArgumentError, match="`pins` belongs to planning"):
         jaxremat.optimize(plan=plan, pins={"Block_1": "recompute"})
-    again = jaxremat.optimize(plan=plan, verify=False)(step).plan(*args)
+    again = jaxremat.optimize(plan=plan, planning=jaxremat.Planning(verify=False))(step).plan(*args)
     assert [(a.value, a.action) for a in again.actions] == [(a.value, a.action) for a in plan.actions]

@@ -21,7 +21,7 @@ ARGS = {"w": jnp.ones((8, 8))}, jnp.ones((4, 8))
 
 @pytest.fixture(scope="module")
 def plan() -> jaxremat.Plan:
-    return jaxremat.optimize("1GiB", static_argnames="power", cache=False)(train).plan(*ARGS, power=2)
+    return jaxremat.optimize("1GiB", static_argnames="power")(train).plan(*ARGS, power=2)
 
 
 def refused(plan: jaxremat.Plan, step: jaxremat.Step, *args: object, **kwargs: object) -> str:

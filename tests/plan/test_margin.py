@@ -10,7 +10,7 @@ from chains import train
 
 import jaxremat
 from jaxremat import ArgumentError, BudgetError, InfeasibleBudgetError, MemoryStats, Plan
-from jaxremat._runtime._bytes import parse_margin
+from jaxremat._runtime._budgets import parse_margin
 
 WIDTH, LAYERS = 32, 6
 ARGS = (
@@ -35,21 +35,26 @@ def test_spellings(margin: Any, nbytes: int) -> None:
 @pytest.mark.parametrize("margin", [-1, "much", -0.5, True, None, float("nan"), 1.5])
 def test_refused_where_written(margin: Any) -> None:
     with pytest.raises(BudgetError, match="no number of bytes"):
-        jaxremat.optimize("1GiB", workspace_margin=margin)
+        jaxremat.optimize("1GiB", planning=jaxremat.Planning(workspace_margin=margin))
 
 
 def test_nothing_would_be_left() -> None:
     with pytest.raises(
         BudgetError, match=r"keeps 2.00 GiB free, and the budget is 1.00 GiB. Write a smaller"
     ):
-        jaxremat.plan(train, *ARGS, budget="1GiB", workspace_margin="2GiB")
+        jaxremat.plan(train, *ARGS, budget="1GiB", planning=jaxremat.Planning(workspace_margin="2GiB"))
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_the_compiled_peak_leaves_it_free(plain: MemoryStats, share: bool) -> None:
     budget = plain.peak_nbytes + 1000  # the plain step fits, and leaves too little free
     margin = plain.temporaries_nbytes // 3
-    plan = jaxremat.plan(train, *ARGS, budget=budget, workspace_margin=margin / budget if share else margin)
+    plan = jaxremat.plan(
+        train,
+        *ARGS,
+        budget=budget,
+        planning=jaxremat.Planning(workspace_margin=margin / budget if share else margin),
+    )
     assert abs(plan.margin_nbytes - margin) <= share
     assert plan.budget_nbytes == budget
     assert plan.compiled_peak_nbytes is not None
@@ -62,30 +67,36 @@ def test_the_compiled_peak_leaves_it_free(plain: MemoryStats, share: bool) -> No
 
 
 def test_a_step_that_fits_with_it_is_left_alone(plain: MemoryStats) -> None:
-    plan = jaxremat.plan(train, *ARGS, budget=plain.peak_nbytes + 1000, workspace_margin=1000)
+    plan = jaxremat.plan(
+        train, *ARGS, budget=plain.peak_nbytes + 1000, planning=jaxremat.Planning(workspace_margin=1000)
+    )
     assert plan.drops_nothing and plan.compiled_peak_nbytes == plain.peak_nbytes
     assert (plan.budget_nbytes, plan.margin_nbytes) == (plain.peak_nbytes + 1000, 1000)
 
 
 def test_the_least_budget_includes_it(plain: MemoryStats) -> None:
     with pytest.raises(InfeasibleBudgetError) as caught:
-        jaxremat.plan(train, *ARGS, budget=plain.base_nbytes + 5000, workspace_margin=4000)
+        jaxremat.plan(
+            train, *ARGS, budget=plain.base_nbytes + 5000, planning=jaxremat.Planning(workspace_margin=4000)
+        )
     error = caught.value
     assert error.budget_nbytes == plain.base_nbytes + 5000
     assert f"at least {error.min_peak_nbytes + 4000} bytes" in str(error)
     enough = error.min_peak_nbytes + 4000
-    plan = jaxremat.plan(train, *ARGS, budget=enough, workspace_margin=4000)
+    plan = jaxremat.plan(train, *ARGS, budget=enough, planning=jaxremat.Planning(workspace_margin=4000))
     assert plan.compiled_peak_nbytes is not None and plan.compiled_peak_nbytes <= error.min_peak_nbytes
 
 
 def test_a_plan_carries_its_own(plain: MemoryStats) -> None:
-    plan = jaxremat.plan(train, *ARGS, budget=plain.peak_nbytes, workspace_margin=0.2)
+    plan = jaxremat.plan(
+        train, *ARGS, budget=plain.peak_nbytes, planning=jaxremat.Planning(workspace_margin=0.2)
+    )
     again = Plan.from_json(plan.to_json())
     assert again == plan
     step = jaxremat.optimize(plan=again)(train)
     assert MemoryStats.of(step.compile(*ARGS)).peak_nbytes == plan.compiled_peak_nbytes
     with pytest.raises(ArgumentError, match="`workspace_margin` belongs to planning"):
-        jaxremat.optimize(plan=again, workspace_margin=1)
+        jaxremat.optimize(plan=again, planning=jaxremat.Planning(workspace_margin=1))
     more = Plan.from_json(
         json.dumps({**json.loads(plan.to_json()), "margin_nbytes": plain.temporaries_nbytes})
     )
@@ -95,10 +106,12 @@ def test_a_plan_carries_its_own(plain: MemoryStats) -> None:
 
 def test_the_least_peak_has_no_margin() -> None:
     with pytest.raises(ArgumentError, match='"min" asks for the least peak'):
-        jaxremat.optimize("min", workspace_margin=1)
+        jaxremat.optimize("min", planning=jaxremat.Planning(workspace_margin=1))
 
 
 def test_an_unverified_plan_leaves_it_free(plain: MemoryStats) -> None:
     budget = plain.peak_nbytes
-    plan = jaxremat.plan(train, *ARGS, budget=budget, workspace_margin=0.3, verify=False)
+    plan = jaxremat.plan(
+        train, *ARGS, budget=budget, planning=jaxremat.Planning(workspace_margin=0.3, verify=False)
+    )
     assert plan.predicted_peak_nbytes <= budget - plan.margin_nbytes

@@ -68,7 +68,9 @@ def planned(net: Any, share: float, **options: Any) -> tuple[Any, Any]:
     step, args = training(net), arguments(net)
     needs = jaxremat.memory(step, *args, donate_argnums=0)
     budget = needs.base_nbytes + int(share * needs.temporaries_nbytes)
-    made = jaxremat.optimize(budget, donate_argnums=0, cache=False, solver=MinCut(), **options)(step)
+    made = jaxremat.optimize(
+        budget, donate_argnums=0, planning=jaxremat.Planning(solver=MinCut()), **options
+    )(step)
     return made, made.plan(*args)
 
 
@@ -124,7 +126,7 @@ def test_it_needs_less_than_recomputing_can() -> None:
     """Of a long loop all carries but one are computed back."""
     step, args = training(scanned), arguments(scanned)
     least = {
-        kinds: jaxremat.plan(step, *args, budget="min", donate_argnums=0, allow=kinds, cache=False)
+        kinds: jaxremat.plan(step, *args, budget="min", donate_argnums=0, allow=kinds)
         for kinds in ((), ("reversible",))
     }
     found = {

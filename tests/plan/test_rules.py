@@ -41,6 +41,8 @@ def test_a_plan_looks_for_sites_once(verify: bool, monkeypatch: pytest.MonkeyPat
     args = [jnp.ones((64, 64))] * 8, jnp.ones((1024, 64))
     stats = jaxremat.memory(train, *args, donate_argnums=0)
     budget = stats.base_nbytes + int(0.8 * stats.temporaries_nbytes)
-    plan = jaxremat.plan(train, *args, budget=budget, donate_argnums=0, cache=False, verify=verify)
+    plan = jaxremat.plan(
+        train, *args, budget=budget, donate_argnums=0, planning=jaxremat.Planning(verify=verify)
+    )
     assert plan.stages
     assert counts == {"variants": 1, "attention": 1}

@@ -108,7 +108,7 @@ def test_what_references_hold_is_the_plain_steps(net: Net) -> None:
 
 @pytest.mark.parametrize("closed_over", [False, True])
 def test_steps_with_references_are_planned(closed_over: bool) -> None:
-    given = jaxremat.optimize("min", cache=False, solver=jaxremat.MinCut())
+    given = jaxremat.optimize("min", planning=jaxremat.Planning(solver=jaxremat.MinCut()))
     ref, own = make_ref(), make_ref()
     step = make_step(written_between_layers)
     if closed_over:
@@ -133,7 +133,7 @@ def test_a_large_reference_is_written_in_its_place() -> None:
         return loss
 
     total = jax.new_ref(jnp.zeros_like(WS))
-    planned = jaxremat.optimize("1GiB", cache=False, solver=jaxremat.MinCut())(step)
+    planned = jaxremat.optimize("1GiB", planning=jaxremat.Planning(solver=jaxremat.MinCut()))(step)
     planned(WS, X, total)
     assert trace(jax.jit(step), (WS, X, total), {}).donated == (False, False, True)
     assert planned.plan(WS, X, total).memory.aliased_nbytes >= WS.nbytes  # type: ignore[union-attr]
@@ -145,7 +145,9 @@ def test_references_of_a_planned_functions_own_are_its_values(emitter: str) -> N
     def loss(ws: jax.Array) -> jax.Array:
         return jnp.mean(written_between_layers(ws, X, make_ref()) ** 2)
 
-    planned = jaxremat.checkpoint(loss, "min", emit=emitter, solver=jaxremat.MinCut())
+    planned = jaxremat.checkpoint(
+        loss, "min", emit=emitter, planning=jaxremat.Planning(solver=jaxremat.MinCut())
+    )
     want = jax.jit(jax.value_and_grad(loss), compiler_options=OPTIONS)(WS)
     assert_same(want, jax.jit(jax.value_and_grad(planned), compiler_options=OPTIONS)(WS))
 

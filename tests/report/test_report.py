@@ -396,7 +396,7 @@ def test_of_a_step_that_fits_or_is_not_compiled() -> None:
     fits = jaxremat.plan(step, *ARGS, budget="1GiB")
     assert fits.account.planned is None
     assert "It costs nothing" in str(fits.report())
-    guess = jaxremat.plan(step, *ARGS, budget="min", verify=False)
+    guess = jaxremat.plan(step, *ARGS, budget="min", planning=jaxremat.Planning(verify=False))
     assert guess.memory is None and guess.account.planned is not None
     assert "Nothing was compiled" in str(guess.report())
 

@@ -122,7 +122,7 @@ def test_a_planned_step_returns_such_a_state_to_the_hosts_memory() -> None:
     want = jax.jit(step)((params, state), batch)
     there = jaxremat.to_host(state, least_nbytes=1000)
     args = (params, there), batch
-    planned = jaxremat.optimize("min", donate_argnums=0, cache=False)(step)
+    planned = jaxremat.optimize("min", donate_argnums=0)(step)
     assert any(choice.rule == "loop" for choice in planned.plan(*args).form.choices)
     (_, got_state), _ = got = planned(*args)
     assert_same(want, got)
@@ -167,7 +167,7 @@ def test_copies_of_one_scan_s_state_are_over_outside_of_the_other(caplog: pytest
     params = {"early": stack(3), "late": stack(5), "merge": made(128, 64)}
     state, x = tx.init(params), made(512, 64)
     want = jax.jit(step)(params, state, x)
-    planned = jaxremat.optimize("min", donate_argnums=(0, 1), cache=False)(step)
+    planned = jaxremat.optimize("min", donate_argnums=(0, 1))(step)
     assert_same(want, planned(params, jaxremat.to_host(state, least_nbytes=1000), x))
     assert "defect" not in caplog.text
 

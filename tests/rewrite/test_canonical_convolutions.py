@@ -159,7 +159,7 @@ def test_planned_loops_have_no_other_order() -> None:
         return weights - 0.1 * jax.grad(loss)(weights)
 
     args = jnp.full((6, 3, 3, 8, 8), 0.05), jnp.ones((8, 16, 16, 8))
-    planned: Any = jaxremat.optimize("min", cache=False)(step)
+    planned: Any = jaxremat.optimize("min")(step)
     assert orders(planned.compile(*args))[False] == {"b01f_01io->b01f"}
     assert orders(jax.jit(step).lower(*args).compile())[False] != {"b01f_01io->b01f"}
     np.testing.assert_allclose(planned(*args), step(*args), rtol=1e-5, atol=1e-6)

@@ -79,7 +79,8 @@ def _least(name: str, remat3: bool, **options: Any) -> Plan:
     case = CHECKPOINTS[name]
     args = case.make_args()
     plain = compile_plain(case, args)
-    step = jaxremat.optimize("min", donate_argnums=case.donate_argnums, **options)(case.step)
+    planning = jaxremat.Planning(**options)
+    step = jaxremat.optimize("min", donate_argnums=case.donate_argnums, planning=planning)(case.step)
     plan = step.plan(*args)
     assert MemoryStats.of(step.compile(*args)).peak_nbytes == plan.compiled_peak_nbytes
     assert (plan.compiled_peak_nbytes or 0) <= 1.01 * MemoryStats.of(plain).peak_nbytes
@@ -158,4 +159,4 @@ def test_a_plan_knows_whether_it_keeps_regions() -> None:
     step = jaxremat.optimize(plan=plan, donate_argnums=0)(case.step)
     assert step.plan(*case.make_args()).compiled_peak_nbytes == plan.compiled_peak_nbytes
     with pytest.raises(ArgumentError, match="belongs to planning"):
-        jaxremat.optimize(plan=plan, respect_checkpoint=True)
+        jaxremat.optimize(plan=plan, planning=jaxremat.Planning(respect_checkpoint=True))

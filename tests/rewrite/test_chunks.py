@@ -165,7 +165,7 @@ def test_a_step_fits_into_less_than_its_logits(target: str | None, tmp_path: Any
     plain = jaxremat.memory(step, *args, target=target)
     logits = 4 * BATCH * LENGTH * WORDS
     budget = plain.peak_nbytes - plain.temporaries_nbytes + logits
-    planned = jaxremat.optimize(budget, cache=False, target=target)(step)
+    planned = jaxremat.optimize(budget, target=target)(step)
     plan = planned.plan(*args)
     assert plan.compiled_peak_nbytes is not None
     assert plan.compiled_peak_nbytes <= budget
@@ -183,7 +183,7 @@ def test_a_step_fits_into_less_than_its_logits(target: str | None, tmp_path: Any
 
 def test_the_least_memory_is_that_of_small_chunks() -> None:
     step, args = step_of(cross_entropy), arguments()
-    plan = jaxremat.plan(step, *args, budget="min", cache=False)
+    plan = jaxremat.plan(step, *args, budget="min")
     (rows,) = plan.loops
     assert rows.levels == (8,)
     assert plan.compiled_peak_nbytes is not None and plan.memory is not None
@@ -192,7 +192,7 @@ def test_the_least_memory_is_that_of_small_chunks() -> None:
 
 def test_predictions_know_what_chunks_need() -> None:
     step, args = step_of(cross_entropy), arguments()
-    plan = jaxremat.plan(step, *args, budget="min", donate_argnums=0, cache=False)
+    plan = jaxremat.plan(step, *args, budget="min", donate_argnums=0)
     first = plan.rounds[0]
     base = plan.memory.base_nbytes  # type: ignore[union-attr]
     assert (first.predicted_peak_nbytes - base) / (first.compiled_peak_nbytes - base) == pytest.approx(
@@ -206,11 +206,9 @@ def test_what_the_user_decides_about_is_not_in_chunks() -> None:
 
     args = arguments()
     with pytest.raises(jaxremat.InfeasibleBudgetError):
-        jaxremat.plan(step_of(loss), *args, budget="5MiB", cache=False)
+        jaxremat.plan(step_of(loss), *args, budget="5MiB")
     with pytest.raises(jaxremat.InfeasibleBudgetError):
-        jaxremat.optimize("5MiB", cache=False, pins={"dot_general": "save"})(step_of(cross_entropy)).plan(
-            *args
-        )
+        jaxremat.optimize("5MiB", pins={"dot_general": "save"})(step_of(cross_entropy)).plan(*args)
 
 
 def test_arrays_on_several_devices_are_known() -> None:

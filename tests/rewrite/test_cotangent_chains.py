@@ -57,7 +57,7 @@ def test_a_half_without_other_forms(layer: Any) -> None:
     step = step_of(layer)
     memory = jaxremat.memory(step, *args(), donate_argnums=0)
     budget = memory.base_nbytes + memory.temporaries_nbytes // 2
-    planned = jaxremat.optimize(budget, donate_argnums=0, allow=(), cache=False)(step)
+    planned = jaxremat.optimize(budget, donate_argnums=0, allow=())(step)
     assert planned.plan(*args()).peak_nbytes <= budget
     assert_same(jax.jit(step)(*args()), planned(*args()))
 

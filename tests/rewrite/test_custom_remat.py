@@ -71,7 +71,9 @@ def make_args() -> tuple[list[jax.Array], jax.Array]:
 
 @pytest.mark.parametrize("respect_checkpoint", [False, True])
 def test_a_planned_step_follows_the_rules(respect_checkpoint: bool) -> None:
-    planned = jaxremat.optimize("min", respect_checkpoint=respect_checkpoint)(step)
+    planned = jaxremat.optimize("min", planning=jaxremat.Planning(respect_checkpoint=respect_checkpoint))(
+        step
+    )
     assert_same(jax.jit(step)(*make_args()), planned(*make_args()))
 
 

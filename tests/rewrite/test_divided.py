@@ -112,7 +112,8 @@ HEAVY = (
 
 
 def planned(budget: int | str, **options: Any) -> jaxremat.Plan:
-    return jaxremat.plan(heavy, *HEAVY, budget=budget, donate_argnums=0, cache=False, **options)
+    planning = jaxremat.Planning(**options)
+    return jaxremat.plan(heavy, *HEAVY, budget=budget, donate_argnums=0, planning=planning)
 
 
 @pytest.mark.parametrize("verify", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -132,7 +133,12 @@ def test_budgets_between_two_plans_divide_the_loop(verify: bool) -> None:
     loaded = jaxremat.Plan.from_json(between.to_json())
     args = [jax.random.normal(jax.random.key(i), a.shape) / 8 for i, a in enumerate(HEAVY)]
     want = jax.jit(heavy)(*args)
-    assert_same(want, jaxremat.optimize(plan=loaded, donate_argnums=0, verify=verify)(heavy)(*args))
+    assert_same(
+        want,
+        jaxremat.optimize(plan=loaded, donate_argnums=0, planning=jaxremat.Planning(verify=verify))(heavy)(
+            *args
+        ),
+    )
 
 
 def test_a_hint_holds_in_both_parts() -> None:

@@ -149,7 +149,7 @@ def test_conditionals_with_draws_are_planned(draw: Callable[[Any, Any], Any]) ->
     """What draws with a key is made again; around what draws without one the rest of the step is."""
     step = step_of(in_branches(draw))
     args = WEIGHTS, np.tile(X, (16, 1)), KEY
-    planned: Any = jaxremat.optimize("min", cache=False)(step)
+    planned: Any = jaxremat.optimize("min")(step)
     plan = planned.plan(*args)
     assert plan.peak_nbytes < jaxremat.memory(step, *args).peak_nbytes
     assert not plan.drops_nothing

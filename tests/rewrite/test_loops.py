@@ -25,7 +25,7 @@ from jaxremat._lower._lower import lower
 from jaxremat._model._loop_levels import carries, choices
 from jaxremat._model._variant import LOOP
 from jaxremat._plan._problem import Problem
-from jaxremat._plan._request import Options, Request
+from jaxremat._plan._request import Request
 from jaxremat._plan._verify import make_plan
 from jaxremat._program import _compat
 from jaxremat._rewrite._flat_program import BACKWARD, FORWARD, UNPAIRED
@@ -387,8 +387,7 @@ def test_forms_are_made_when_they_are_needed() -> None:
     )
     for budget, forms in ((74, 0), (28, 1)):
         problem = Problem(program, args, {}, CPU, "roofline")
-        options = Options(jaxremat.Milp(), 10.0, True, "normal", "roofline", 0)
-        make_plan(problem, Request(budget * CARRY_NBYTES, options, None))
+        make_plan(problem, Request(budget * CARRY_NBYTES))
         assert len(problem._in_form) == forms
 
 
@@ -397,12 +396,16 @@ def test_without_compiling() -> None:
     args = case.make_args()
     stats = MemoryStats.of(compile_plain(case, args))
     budget = stats.base_nbytes + int(0.5 * stats.temporaries_nbytes)
-    step = jaxremat.optimize(budget, verify=False, donate_argnums=case.donate_argnums)(case.step)
+    step = jaxremat.optimize(
+        budget, planning=jaxremat.Planning(verify=False), donate_argnums=case.donate_argnums
+    )(case.step)
     plan = step.plan(*args)
     assert plan.baseline_peak_nbytes == pytest.approx(stats.peak_nbytes, rel=0.25)
     assert MemoryStats.of(step.compile(*args)).peak_nbytes <= 1.2 * budget
     with pytest.raises(InfeasibleBudgetError):
-        jaxremat.plan(case.step, *args, budget=stats.base_nbytes + 1000, verify=False)
+        jaxremat.plan(
+            case.step, *args, budget=stats.base_nbytes + 1000, planning=jaxremat.Planning(verify=False)
+        )
 
 
 def test_effects_stay_in_their_loop() -> None:

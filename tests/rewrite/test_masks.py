@@ -205,7 +205,7 @@ def test_loops(step: Any) -> None:
     assert traced(step, given).masked
     memory = jaxremat.memory(step, *given, donate_argnums=0)
     budget = memory.base_nbytes + int(0.6 * memory.temporaries_nbytes)
-    planned = jaxremat.optimize(budget, donate_argnums=0, cache=False)(step)
+    planned = jaxremat.optimize(budget, donate_argnums=0)(step)
     assert planned.plan(*given).peak_nbytes <= budget
     assert_same(jax.jit(step)(*given), planned(*given))
 
@@ -216,10 +216,10 @@ def test_a_plan_that_recomputes_nothing_needs_little_more_than_half() -> None:
     given = weights, jnp.tile(x, (4, 1))
     memory = jaxremat.memory(step, *given, donate_argnums=0)
     budget = memory.base_nbytes + int(0.75 * memory.temporaries_nbytes)
-    planned = jaxremat.optimize(budget, donate_argnums=0, allow=(), cache=False)(step)
+    planned = jaxremat.optimize(budget, donate_argnums=0, allow=())(step)
     plan = planned.plan(*given)
     assert plan.drops_nothing and plan.peak_nbytes <= budget
     assert_same(jax.jit(step)(*given), planned(*given))
     with without("masks"):
-        unread = jaxremat.optimize(budget, donate_argnums=0, allow=(), cache=False)(step)
+        unread = jaxremat.optimize(budget, donate_argnums=0, allow=())(step)
         assert not unread.plan(*given).drops_nothing

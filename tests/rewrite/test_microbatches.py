@@ -355,7 +355,7 @@ def test_the_planner_takes_them_where_recomputing_costs_more() -> None:
     step, args = wide(8192)
     needs = jaxremat.memory(step, *args, donate_argnums=0)
     budget = needs.base_nbytes + needs.temporaries_nbytes * 6 // 10
-    common: Any = {"budget": budget, "donate_argnums": 0, "cache": False}
+    common: Any = {"budget": budget, "donate_argnums": 0, "planning": jaxremat.Planning(cache=False)}
     divided = jaxremat.plan(step, *args, **common)
     (form,) = divided.loops
     assert form.whole and str(form).startswith("the step: in ") and "microbatches" in str(divided)

@@ -169,7 +169,7 @@ def test_a_step_with_pooling(scanned: bool) -> None:
     assert counted(traced.jaxpr) == (0, 3, 3)
     needs = jaxremat.memory(step, w, x)
     budget = needs.base_nbytes + int(0.55 * needs.temporaries_nbytes)
-    planned = jaxremat.optimize(budget, cache=False)(step)
+    planned = jaxremat.optimize(budget)(step)
     plan = planned.plan(w, x)
     assert plan.compiled_peak_nbytes is not None and plan.compiled_peak_nbytes <= budget
     for got, wanted in zip(planned(w, x), jax.jit(step)(w, x), strict=True):

@@ -103,7 +103,7 @@ def check(net: Net, share: float, solver: Any) -> None:
     plain = jax.jit(net.step).lower(*args).compile(jaxremat.compiler_options("cpu"))
     stats = MemoryStats.of(plain)
     budget = stats.base_nbytes + int(share * stats.temporaries_nbytes)
-    step = jaxremat.optimize(budget, solver=solver)(net.step)
+    step = jaxremat.optimize(budget, planning=jaxremat.Planning(solver=solver))(net.step)
     try:
         compiled = step.compile(*args)
     except InfeasibleBudgetError as error:

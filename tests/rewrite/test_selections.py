@@ -192,7 +192,7 @@ def test_what_a_compiler_would_make_twice_passes_a_fence() -> None:
 
 def test_chunks_do_not_lose_gradients() -> None:
     step, args = stepping(largest_of_four, layers=2)
-    planned = jaxremat.optimize("min", allow=("microbatches",), donate_argnums=0, cache=False)(step)
+    planned = jaxremat.optimize("min", allow=("microbatches",), donate_argnums=0)(step)
     assert planned.plan(*jax.tree.map(jnp.copy, args)).form.settings(IN_CHUNKS)
     with jax.disable_jit():
         wanted = step(*args)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxremat import BudgetError, JaxrematError, format_nbytes
-from jaxremat._runtime._bytes import parse_budget, parse_nbytes
+from jaxremat._runtime._budgets import OF_STEPS, parse_budget
+from jaxremat._runtime._bytes import parse_nbytes
 
 SPELLINGS = {
     "1": 1,
@@ -66,22 +67,50 @@ def test_shares_are_of_the_device() -> None:
     assert parse_budget(1, 1000) == 1  # an int is bytes
 
 
+SHARES = {
+    "0.5": 500,  # of the device's memory
+    "50% of device": 500,
+    "50%": 400,
+    " 50 % of  Peak ": 400,
+    "12.5% of peak": 100,
+    "100% of peak": 800,
+    "50% of temporaries": 500,
+    ".5% of temporaries": 203,
+}
+
+
+@pytest.mark.parametrize(("text", "nbytes"), SHARES.items())
+def test_shares_in_text(text: str, nbytes: int) -> None:
+    """Of a device of 1000 bytes, and of a step whose arguments take 200, and whose temporaries 600."""
+    assert parse_budget(text, 1000, lambda: (200, 600)) == nbytes
+
+
+def test_shares_of_what_is_not_known() -> None:
+    for text in ("0%", "101%", "-1%", "50% of memory", "50% of"):
+        with pytest.raises(BudgetError, match=SPELLED):
+            parse_budget(text, 1000, lambda: (200, 600))
+    with pytest.raises(BudgetError, match="is for functions that are differentiated later"):
+        parse_budget("40% of residuals", 1000, lambda: (200, 600))
+    with pytest.raises(BudgetError, match="is a share of a step, and there is none here"):
+        parse_budget("40%", 1000)
+
+
 @pytest.mark.parametrize("budget", [None, 0.9, 1.0])
 def test_a_share_of_an_unknown_device(budget: float | None) -> None:
     text = rf"The budget {re.escape(repr(budget))} is a share of the device's memory, and this device reports none\."
-    with pytest.raises(BudgetError, match=text + r' Write the budget in bytes instead, for example "8GiB"\.'):
+    with pytest.raises(
+        BudgetError, match=text + r' Write the budget in bytes instead, for example "8GiB", or a share'
+    ):
         parse_budget(budget, None)
 
 
-SPELLED = (
-    r'Write bytes as an int, text such as "24GiB", "24GB" or "500MiB", a share such as 0.9, None, or "min"'
-)
+SPELLED = re.escape(f"Write {OF_STEPS}")
 
 
 @pytest.mark.parametrize(
     "text",
     ["", " ", "GiB", "24 GiBs", "24G", "24Gi", "twenty", "24GiB!", "1,5GB", "24 G iB", "-1GB", "+1GB", "0x10", "nan",
-     "inf", "1 2", "1.GB", "1..5GB", "1e", "80%", "1_000"],
+     "inf", "1 2", "1.GB", "1..5GB", "1e", "80 percent", "1_000"],
 )  # fmt: skip
 def test_text_that_is_no_number_of_bytes(text: str) -> None:
     shown = re.escape(repr(text))

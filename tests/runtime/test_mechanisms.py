@@ -61,7 +61,7 @@ def test_a_plan_is_made_without_what_is_switched_off() -> None:
     budget = needs.base_nbytes + int(0.6 * needs.temporaries_nbytes)
 
     def planned() -> set[str]:
-        options = {"donate_argnums": 0, "allow": (), "cache": False}
+        options = {"donate_argnums": 0, "allow": (), "planning": jaxremat.Planning(cache=False)}
         with recorded() as acted:
             plan = jaxremat.plan(lambda *args: step(*args), *args, budget=budget, **options)
         assert not plan.drops_nothing

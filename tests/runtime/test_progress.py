@@ -76,7 +76,13 @@ def test_a_sweep_counts_its_points() -> None:
     case, log = BY_NAME["mlp_adamw"], Log()
     args = jax.eval_shape(case.make_args)
     with watched(log):
-        jaxremat.sweep(case.step, *args, points=4, verify=False, cache=False, donate_argnums=0)
+        jaxremat.sweep(
+            case.step,
+            *args,
+            points=4,
+            planning=jaxremat.Planning(verify=False, cache=False),
+            donate_argnums=0,
+        )
     assert log.begun[0] == "sweeping" and log.ended[-1] == "sweeping"
     assert log.totals["sweeping"] == log.parts["sweeping"] == 4 + 3  # and three rules
 

@@ -69,8 +69,8 @@ def test_it_keeps_the_rules_of_solvers() -> None:
 
 
 def test_search_plan_and_cost() -> None:
-    plan = jaxremat.search_plan(train, *arguments(), solver=MinCut())
-    least = jaxremat.plan(train, *arguments(), budget="min", solver=MinCut())
+    plan = jaxremat.search_plan(train, *arguments(), planning=jaxremat.Planning(solver=MinCut()))
+    least = jaxremat.plan(train, *arguments(), budget="min", planning=jaxremat.Planning(solver=MinCut()))
     assert plan.solver == "sublinear"
     assert 0 < plan.overhead < 0.4  # the forward pass is about a third of the step
     assert plan.compiled_peak_nbytes is not None and least.compiled_peak_nbytes is not None
@@ -80,5 +80,7 @@ def test_search_plan_and_cost() -> None:
     assert jaxremat.cost(train, *arguments()) == plan.baseline_peak_nbytes
     donating = jaxremat.cost(train, *arguments(), donate_argnums=0)
     assert donating == jaxremat.memory(train, *arguments(), donate_argnums=0).peak_nbytes
-    predicted = jaxremat.search_plan(train, *arguments(), solver=MinCut(), verify=False)
+    predicted = jaxremat.search_plan(
+        train, *arguments(), planning=jaxremat.Planning(solver=MinCut(), verify=False)
+    )
     assert predicted.overhead < 0.4
