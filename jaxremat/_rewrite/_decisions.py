@@ -126,10 +126,10 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     for i, eqn in enumerate(eqns):
         numbers = [v for v in _compat.variables(eqn.invars) if _is_real(v)]
         rounded = any(v not in exact for v in numbers)
-        if eqn.primitive.name in _WITHOUT_ROUNDING and not rounded:
-            exact.update(v for v in eqn.outvars if _is_real(v))
         read = _aligned([origins.get(v, _NONE) for v in _compat.variables(eqn.invars)])
         together = _union(read)
+        if eqn.primitive.name in _WITHOUT_ROUNDING and not rounded and not together.through:
+            exact.update(v for v in eqn.outvars if _is_real(v))
         if shared := _shared(eqn, read):
             compared[i] = frozenset(_latest(set(_bits(shared, together.base)), through))
         result = _result(i, eqn, read) if rounded or not numbers else _NONE
@@ -167,7 +167,7 @@ def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin]) -> _Origin:
     if name in _CHOICES or name in _MOVES:
         chosen = together.chosen | (together.through if name in _CHOICES else 0)
         return replace(together, chosen=chosen)
-    if is_pointwise(eqn) and _is_real(eqn.outvars[0]):
+    if is_pointwise(eqn) and (_is_real(eqn.outvars[0]) or together.through):  # also of a float's bits
         tied = together.tied | (_of_choices(read, exact=False) if name in _DIFFERENCES else 0)
         return _Origin(base, own, own | together.through, together.chosen, tied, 0, together.roundings)
     if any(_is_real(v) for v in eqn.outvars):

@@ -19,7 +19,7 @@ from .._program._compat import shaped
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_backward, is_contraction, is_relabelling
 from ._program_readers import Readers
-from ._region_loops import handed_on, loops_of
+from ._region_loops import loops_of
 from ._row_regions import Grower, Region, largest, region_of
 from ._row_scans import Around, scan_batching_rule
 
@@ -106,7 +106,7 @@ class _Whole(Grower):
                 continue
             left += [self.program.maker[a] for a in self.sums_read()]
             if not [i for i in left if self._done_before(i)]:  # the others are waited for
-                return self._hands_on()
+                return True
 
     @property
     def largest_nbytes(self) -> int:
@@ -129,11 +129,6 @@ class _Whole(Grower):
             made.add(total)
             found.append(i)
         return found
-
-    def _hands_on(self) -> bool:
-        """Return whether all that it hands on has rows or is a sum over them: nothing that is the same for all."""
-        leaves = handed_on(self.program, [self.rules], 0)
-        return all(self.dimension[v] is not None or v in self.sums for v in leaves)
 
     def batching_rules_of(self, eqn: jex.JaxprEqn) -> Iterable[BatchingRule]:
         if eqn.primitive.name != "scan":

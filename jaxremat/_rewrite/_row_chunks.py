@@ -253,7 +253,9 @@ class _Chunks:
     def _added(self, eqns: list[jex.JaxprEqn], v: jex.Var, so_far: Any, made: Any, index: Any) -> Any:
         """Return a result with what this chunk makes of it."""
         d = self.dimension[v]
-        if v in self.over:
+        if v in self.over or (
+            d is None and v not in self.adder
+        ):  # each chunk makes the same, as of a loop's counter
             return made
 
         def written(whole: Any, part: Any, i: Any) -> Any:

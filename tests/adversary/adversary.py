@@ -8,7 +8,7 @@ For each seed `random_steps` makes a step, which is held against what the plain 
   or parts, with updates absorbed, and inner ones inlined; its rows in chunks; copies of values, without loss), its
   backward pass is cut into stages anywhere, any of its residuals are saved and kept, and it is emitted for either kind
   of compiler with every kind of barrier. JAX's own checker looks at the program, which is evaluated operation by
-  operation;
+  operation, rounded to the nearest and at random;
 - *compiled*: the same, validated and compiled as the planner does;
 - *planned*: as a whole at "min" and within a random budget, which the compiled peak has to keep.
 
@@ -40,6 +40,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from evaluation import evaluate
+from grown_nets import GROWN, is_grown, smaller
 from judging import Judge, called, is_reference, numbers
 from random_nets import NETS, ROWS
 from random_steps import WAYS, Step, random_parts, step_of
@@ -73,8 +74,10 @@ same step differ by units of the narrow type.
 """
 
 OPTIONS = jaxremat.compiler_options("cpu", EXACT)
-EMITTED, COMPILED = 6, 6
-"""Programs of each step that are evaluated operation by operation, and that are compiled."""
+EMITTED, COMPILED = 10, 2
+"""Programs of each step that are evaluated operation by operation, and that are compiled, which takes four times as
+long. What only compiled ones showed, kernels that disagree, is seen of evaluated ones that are rounded at random.
+"""
 
 PLANNED = 4
 """Two seeds in so many are planned, which takes as long as all else."""
@@ -136,21 +139,23 @@ def draw_form(rng: random.Random, traced: Traced) -> Variant:
     return Variant.of(*(Choice(*site) for site in sites))
 
 
-def _halves(x: jax.Array) -> tuple[jax.Array, ...]:
-    """The higher and the lower half of each number's bits."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return (bits >> 16).astype(jnp.uint16), bits.astype(jnp.uint16)
+def _signed(x: jax.Array) -> tuple[jax.Array, ...]:
+    """The sign and the bits of the size of each number: both stay what they were where the number is made again, up to
+    rounding. Its higher and its lower bits do not.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.lt(bits, jnp.zeros_like(bits)), jax.lax.bitcast_convert_type(jax.lax.abs(x), jnp.int32)
 
 
-def _of_halves(aval: Any, high: jax.Array, low: jax.Array) -> jax.Array:
-    bits = (high.astype(jnp.uint32) << 16) | low.astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(bits, aval.dtype)
+def _of_signed(aval: Any, negative: jax.Array, bits: jax.Array) -> jax.Array:
+    size = jax.lax.bitcast_convert_type(bits, aval.dtype)
+    return jax.lax.select(negative, jax.lax.neg(size), size)
 
 
-IN_HALVES = Encoding("halves", 0, "halves", lambda aval: aval.dtype == jnp.float32, _halves, _of_halves)
+SIGNED = Encoding("signed", 0, "signed", lambda aval: aval.dtype == jnp.float32, _signed, _of_signed)
 """Copies of which the very value can be made again."""
 
-_encodings.BY_CODE[IN_HALVES.code] = IN_HALVES
+_encodings.BY_CODE[SIGNED.code] = SIGNED
 
 
 def draw_graph(rng: random.Random, traced: Traced) -> Graph:
@@ -212,9 +217,15 @@ def check_emitted(step: Step, seed: int, count: int = EMITTED) -> Iterator[Found
     closed = traced.step(traced.closed)
     want = evaluate(closed, args)
     form, judge = traced, None
+    shaking = np.random.default_rng(seed)
 
     def plain(*args: Any) -> list[Any]:
         return evaluate(closed, args)
+
+    def shaken(*args: Any) -> list[Any]:
+        return evaluate(closed, args, shaking)
+
+    shaken_judge = Judge(shaken, tuple(args))
 
     for i in range(count):
         said = f"{traced.lengths} loops"
@@ -222,16 +233,19 @@ def check_emitted(step: Step, seed: int, count: int = EMITTED) -> Iterator[Found
             if i % 2 == 0:
                 drawn_form = draw_form(rng, traced)
                 if copying.random() < COPIED:
-                    drawn_form = drawn_form.also(Choice(COPIES, 0, (IN_HALVES.code,)))
+                    drawn_form = drawn_form.also(Choice(COPIES, 0, (SIGNED.code,)))
                 if drawn_form != form.form:
                     said = str(drawn_form)
                     form = traced.in_form(drawn_form)
             drawn = draw(rng, form)
             said = drawn.form
-            got = evaluate(drawn.emit(), args)
+            program = drawn.emit()
+            got = evaluate(program, args)
             if (wrong := difference(want, got)) and "off by" in wrong:
                 judge = judge or Judge(plain, tuple(args))
                 wrong = judge.wrong(numbers(got))
+            if not wrong and (wrong := shaken_judge.wrong(numbers(evaluate(program, args, shaking)))):
+                wrong = f"rounded at random: {wrong}"
             yield said, wrong
         except Exception:
             yield said, traceback.format_exc()
@@ -276,6 +290,9 @@ class Made:
             yield from (
                 replace(self, parts=self.parts[:i] + self.parts[i + 1 :]) for i in range(len(self.parts))
             )
+        for i, name in enumerate(self.parts):
+            for less in smaller(name) if is_grown(name) else ():
+                yield replace(self, parts=(*self.parts[:i], less, *self.parts[i + 1 :]))
         if self.way != "plain":
             yield replace(self, way="plain")
         if self.rows > 4:
@@ -409,13 +426,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for row in rows:
         count = sum(row.get(kind, 0) for kind in KINDS)
         ways[row["way"]] += count
-        parts.update(dict.fromkeys(row["parts"], count))
+        parts.update(dict.fromkeys((GROWN if is_grown(part) else part for part in row["parts"]), count))
     return {
         "steps": len(rows),
         **kinds,
         "wrong": sum(len(row["wrong"]) for row in rows),
         "ways": {way: ways[way] for way in WAYS},
-        "parts": {part: parts[part] for part in NETS},
+        "parts": {part: parts[part] for part in (*NETS, GROWN)},
     }
 
 

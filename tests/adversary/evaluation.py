@@ -1,7 +1,9 @@
 """A program and arrays -> what it gives, one operation after the other, by NumPy where it has the operation.
 
 Compiling a program takes longer than all else that is done with a small one, and compiling its operations one by one
-takes long enough. Law: what two programs do alike gives the same numbers in both.
+takes long enough. Laws: what two programs do alike gives the same numbers in both; but with a `rounding`, where each
+result that is not exact is rounded up or down at random, each time that it is made: so do kernels that a compiler makes
+of the same equation in two places. What reads a decision of one run with the numbers of another is seen then.
 """
 
 from __future__ import annotations
@@ -143,10 +145,47 @@ WITH_PARAMS: dict[str, Callable[..., Any]] = {
 """Of parameters too; several results are a tuple. Where NumPy does another thing, NotImplemented."""
 
 
-def evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
-    """What a program gives for these arrays."""
+ROUNDED = frozenset(
+    {
+        "exp", "log", "log1p", "expm1", "tanh", "sin", "cos", "sqrt", "rsqrt", "logistic", "square", "add", "add_any",
+        "sub", "mul", "integer_pow", "div", "reduce_sum", "dot_general",
+    }
+)  # fmt: skip
+"""NumPy's operations whose results are rounded; made with more digits it is seen which are exact."""
+
+ROUNDED_BY_JAX = frozenset(
+    {
+        "asin", "acos", "asinh", "acosh", "atan", "atan2", "atanh", "cbrt", "cosh", "cumlogsumexp", "cumprod", "cumsum",
+        "digamma", "erf", "erf_inv", "erfc", "exp2", "fft", "lgamma", "pow", "reduce_prod", "reduce_window_sum",
+        "sinh", "tan", "conv_general_dilated", "ragged_dot_general", "triangular_solve", "scatter-add", "scatter_add",
+    }
+)  # fmt: skip
+"""JAX's, of whose results those that are whole numbers pass for exact."""
+
+
+def evaluate(closed: Any, args: Sequence[Any], rounding: np.random.Generator | None = None) -> list[Any]:
+    """What a program gives for these arrays.
+
+    **Arguments:** `rounding` draws whether what is not exact is rounded up or down; None rounds to the nearest.
+    """
     with np.errstate(all="ignore"):
-        return _run(closed, [_here(a) for a in args])
+        return _run(closed, [_here(a) for a in args], rounding)
+
+
+def _rounded(exact: Any, dtype: Any, rounding: np.random.Generator) -> Any:
+    """Numbers that lie between two of a type, at random one of those."""
+    nearest = exact.astype(dtype)
+    error = exact - nearest.astype(exact.dtype)
+    other = np.nextafter(nearest, np.where(error > 0, np.inf, -np.inf).astype(dtype))
+    moved = (error != 0) & np.isfinite(error) & (rounding.random(exact.shape) < 0.5)
+    return np.where(moved, other, nearest)
+
+
+def _moved(nearest: Any, rounding: np.random.Generator, kept: Any = False) -> Any:
+    """The same of numbers of which it is not known on which side they lie."""
+    ends = np.where(rounding.random(nearest.shape) < 0.5, np.inf, -np.inf).astype(nearest.dtype)
+    whole = (nearest == np.rint(nearest)) | ~np.isfinite(nearest) | kept
+    return np.where(whole, nearest, np.nextafter(nearest, ends))
 
 
 def _here(x: Any) -> Any:
@@ -154,7 +193,7 @@ def _here(x: Any) -> Any:
     return x if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
 
 
-def _run(closed: Any, args: Sequence[Any]) -> list[Any]:
+def _run(closed: Any, args: Sequence[Any], rounding: np.random.Generator | None) -> list[Any]:
     jaxpr = getattr(closed, "jaxpr", closed)
     known = {v: _here(c) for v, c in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True)}
     known.update(zip(jaxpr.invars, args, strict=True))
@@ -164,35 +203,45 @@ def _run(closed: Any, args: Sequence[Any]) -> list[Any]:
         return np.asarray(atom.val, aval.dtype) if isinstance(atom, jex.Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _applied(eqn, [read(a) for a in eqn.invars]), strict=True))
+        known.update(zip(eqn.outvars, _applied(eqn, [read(a) for a in eqn.invars], rounding), strict=True))
     return [read(a) for a in jaxpr.outvars]
 
 
-def _applied(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+def _applied(eqn: Any, operands: list[Any], rounding: np.random.Generator | None) -> Sequence[Any]:
     """What an equation gives for these operands."""
     params, name = eqn.params, eqn.primitive.name
     if name == "scan":
-        return _scanned(eqn, operands)
+        return _scanned(eqn, operands, rounding)
     if name == "while":
         stop, count = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         state = operands[count:]
-        while np.any(go_on := _run(params["cond_jaxpr"], [*operands[:stop], *state])[0]):
-            moved = _run(params["body_jaxpr"], [*operands[stop:count], *state])
+        while np.any(go_on := _run(params["cond_jaxpr"], [*operands[:stop], *state], rounding)[0]):
+            moved = _run(params["body_jaxpr"], [*operands[stop:count], *state], rounding)
             # mapped over examples: each goes on for itself
             state = [_where(go_on, a, b) for a, b in zip(moved, state, strict=True)] if go_on.ndim else moved
         return state
     if name == "cond":
         place = min(max(int(operands[0]), 0), len(params["branches"]) - 1)
-        return _run(params["branches"][place], operands[1:])
+        return _run(params["branches"][place], operands[1:], rounding)
     if name in CALLS:
-        return _run(params.get("jaxpr") or params["call_jaxpr"], operands)
+        return _run(params.get("jaxpr") or params["call_jaxpr"], operands, rounding)
     if name == "shard_map":
         invars = [_compat.new_var(a.aval) for a in eqn.invars]
         return [_here(x) for x in jax.jit(jex.jaxpr_as_fun(_compat.single(eqn, invars)))(*operands)]
-    if all(isinstance(x, np.ndarray) for x in operands) and (given := _by_numpy(eqn, operands)) is not None:
+    arrays = all(isinstance(x, np.ndarray) for x in operands)
+    if arrays and (given := _by_numpy(eqn, operands, rounding)) is not None:
         return given
     got = eqn.primitive.bind(*operands, **params)
-    return [_here(x) for x in (got if eqn.primitive.multiple_results else [got])]
+    got = [_here(x) for x in (got if eqn.primitive.multiple_results else [got])]
+    if rounding is None or name not in ROUNDED_BY_JAX:
+        return got
+    scattered = name in ("scatter-add", "scatter_add")
+    return [
+        _moved(x, rounding, x == operands[0] if scattered else False)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+        else x
+        for x in got
+    ]
 
 
 def _where(chosen: Any, a: Any, b: Any) -> Any:
@@ -200,9 +249,12 @@ def _where(chosen: Any, a: Any, b: Any) -> Any:
     return np.where(chosen.reshape(chosen.shape + (1,) * (a.ndim - chosen.ndim)), a, b).astype(a.dtype)
 
 
-def _by_numpy(eqn: Any, operands: list[Any]) -> list[Any] | None:
+def _by_numpy(eqn: Any, operands: list[Any], rounding: np.random.Generator | None) -> list[Any] | None:
     """The same, None where NumPy has no such operation."""
-    name = eqn.primitive.name
+    name, aval = eqn.primitive.name, eqn.outvars[0].aval
+    exactly = rounding is not None and name in ROUNDED and jnp.issubdtype(aval.dtype, jnp.floating)
+    if exactly:
+        operands = [x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in operands]
     if name in PLAIN:
         given = PLAIN[name](*operands)
     elif name in WITH_PARAMS:
@@ -212,12 +264,14 @@ def _by_numpy(eqn: Any, operands: list[Any]) -> list[Any] | None:
     if given is NotImplemented:
         return None
     results = given if isinstance(given, tuple) else (given,)
+    if exactly and rounding is not None:
+        results = [_rounded(np.asarray(x), aval.dtype, rounding) for x in results]
     typed = [np.asarray(x, v.aval.dtype) for x, v in zip(results, eqn.outvars, strict=True)]
     assert [x.shape for x in typed] == [v.aval.shape for v in eqn.outvars], eqn
     return typed
 
 
-def _scanned(eqn: Any, operands: list[Any]) -> list[Any]:
+def _scanned(eqn: Any, operands: list[Any], rounding: np.random.Generator | None) -> list[Any]:
     consts, init, _ = _compat.scan_operands(eqn)
     start, behind = len(consts), len(consts) + len(init)
     state, arrays = operands[start:behind], operands[behind:]
@@ -225,7 +279,7 @@ def _scanned(eqn: Any, operands: list[Any]) -> list[Any]:
     made: list[list[Any]] = []
     for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
         rows = [a[i] if isinstance(a, jax.Array) else np.asarray(a[i]) for a in arrays]
-        results = _run(eqn.params["jaxpr"], [*operands[:start], *state, *rows])
+        results = _run(eqn.params["jaxpr"], [*operands[:start], *state, *rows], rounding)
         state = results[: len(init)]
         made.append(results[len(init) :])
     if eqn.params["reverse"]:

@@ -1,7 +1,8 @@
 """Names of parts -> a small net of them, its weights and its batches.
 
 A part is `(p, x) -> array of x's shape`, where `p` holds the weights of one layer or a stack of several. `NETS` are all
-parts, each a kind of structure that people differentiate. Law: each is a program that JAX runs as it is.
+parts, each a kind of structure that people differentiate; others are `grown_nets`. Law: each is a program that JAX
+runs as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grown_nets import grown, is_grown
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -415,7 +417,7 @@ class Chain:
     def __call__(self, params: Any, x: Array) -> Array:
         y = x
         for name, p in zip(self.parts, params, strict=True):
-            y = NETS[name](p, y)
+            y = (grown(name) if is_grown(name) else NETS[name])(p, y)
         return y + 0.1 * x
 
     def loss(self, params: Any, batch: Any) -> Array:

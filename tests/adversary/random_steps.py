@@ -16,11 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from grown_nets import LARGEST, name_of
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from odd_ways import ODD_WAYS
 from random_nets import APART, NETS, ONCE, REFERRING, ROWS, WIDTH, Array, Chain, descend
+
+OF_GROWN = 0.5
+"""The share of nets one part of which nobody wrote."""
 
 SEVERAL = 3
 """How many batches, tasks or minibatches a way takes."""
@@ -294,7 +298,11 @@ def random_parts(seed: int) -> tuple[str, tuple[str, ...]]:
     """The way and the parts of a seed."""
     rng = random.Random(seed)
     way = rng.choice([*WAYS, "plain", "accumulated"])
-    return way, tuple(rng.choices(fitting(way), k=rng.choice([1, 1, 2, 2, 3, 4])))
+    parts = rng.choices(fitting(way), k=rng.choice([1, 1, 2, 2, 3, 4]))
+    growing = random.Random(f"grown of {seed}")
+    if growing.random() < OF_GROWN:
+        parts[growing.randrange(len(parts))] = name_of(seed, growing.randint(2, LARGEST))
+    return way, tuple(parts)
 
 
 def random_step(seed: int) -> Step:

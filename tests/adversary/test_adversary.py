@@ -10,11 +10,14 @@ import adversary
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from evaluation import evaluate
+from grown_nets import LARGEST, grown, is_grown, name_of, smaller
+from judging import Judge, numbers
 from odd_nets import ODD
 from odd_ways import ODD_WAYS
-from random_nets import NETS
+from random_nets import NETS, ROWS, WIDTH
 from random_steps import MAPPED, TWICE, WAYS, Step, fitting, random_step, step_of
 from test_optimize import assert_same, compile_plain
 from zoo_kinds import KINDS
@@ -110,9 +113,46 @@ def test_kinds_in_any_form(name: str) -> None:
 def test_the_generator_makes_every_kind() -> None:
     names = [random_step(seed).name for seed in range(400)]
     assert {name.partition(": ")[0] for name in names} == WAYS.keys()
-    assert {part for name in names for part in name.partition(": ")[2].split(", ")} == NETS.keys()
+    parts = {part for name in names for part in name.partition(": ")[2].split(", ")}
+    assert {part for part in parts if not is_grown(part)} == NETS.keys()
+    assert len(parts - NETS.keys()) > 100
     assert {*TWICE, *MAPPED} <= WAYS.keys() and all(fitting(way) for way in WAYS)
     assert random_step(3).name == random_step(3).name
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_parts_that_nobody_wrote(seed: int) -> None:
+    """JAX differentiates each in either mode, twice, and maps it; a smaller one is another program."""
+    part = grown(name_of(seed, LARGEST))
+    p, x = {"w": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones(WIDTH)}, jnp.ones((ROWS, WIDTH))
+
+    def slope(p: Any) -> Any:
+        return jax.grad(lambda p: part(p, x).mean())(p)
+
+    assert jax.eval_shape(part, p, x) == jax.ShapeDtypeStruct(x.shape, x.dtype)
+    pushed = jax.eval_shape(lambda p: jax.jvp(slope, (p,), (p,))[1], p)
+    assert jax.tree.map(jnp.shape, pushed) == jax.tree.map(jnp.shape, p)
+    assert jax.eval_shape(jax.vmap(part, (None, 0)), p, jnp.stack([x, x])).shape == (2, *x.shape)
+    assert len(smaller(name_of(seed, LARGEST))) == 2
+
+
+def test_a_decision_of_two_runs_is_seen() -> None:
+    """Evaluated to the nearest both programs give the same; rounded at random what was made again is no maximum."""
+
+    def once(x: jax.Array) -> jax.Array:
+        y = jnp.tanh(x)
+        return y * (y == y.max(-1, keepdims=True))
+
+    def twice(x: jax.Array) -> jax.Array:
+        again = jnp.tanh(jax.lax.optimization_barrier(x))
+        return again * (again == jnp.tanh(x).max(-1, keepdims=True))
+
+    x, rounding = jnp.linspace(0.1, 0.9, 24).reshape(4, 6), np.random.default_rng(0)
+    one, other = jax.make_jaxpr(once)(x), jax.make_jaxpr(twice)(x)
+    assert adversary.difference(evaluate(one, [x]), evaluate(other, [x])) == ""
+    judge = Judge(lambda x: evaluate(one, [x], rounding), (x,))
+    assert judge.wrong(numbers(evaluate(one, [x], rounding))) == ""
+    assert "off by" in judge.wrong(numbers(evaluate(other, [x], rounding)))
 
 
 def test_what_a_loop_begins_with_is_read_before_it() -> None:

@@ -55,6 +55,12 @@ def bits(y: Any) -> Any:
     return y * (keys == keys.max(-1, keepdims=True))
 
 
+def truncated(y: Any) -> Any:
+    """Numbers made of some of the bits of others."""
+    shorter = lax.bitcast_convert_type(lax.bitcast_convert_type(y, jnp.int32) & -2, jnp.float32)
+    return y * (shorter == shorter.max(-1, keepdims=True))
+
+
 def running(y: Any) -> Any:
     return y * (y >= lax.cummax(y, axis=1))
 
@@ -67,7 +73,8 @@ def in_a_branch(y: Any) -> Any:
 
 
 COMPARED = (
-    largest, largest_by_difference, largest_by_ratio, third_largest, best_three, median, bits, running, in_a_branch
+    largest, largest_by_difference, largest_by_ratio, third_largest, best_three, median, bits, truncated, running,
+    in_a_branch,
 )  # fmt: skip
 
 
