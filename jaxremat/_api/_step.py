@@ -97,6 +97,7 @@ class Step:
             self._by_kind[kind] = kind(self._program, lambda plain: Step(plain, self._request, self._given))
         return self._by_kind[kind] if kind is not None else None
 
+    @_compat.api_boundary
     def _slow_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _compat.is_jit_disabled():
             return self._program.fn(*args, **kwargs)
@@ -132,6 +133,7 @@ class Step:
         except _compat.SpecialValueError as error:
             _compat.explain_special_value(error, self._program.fn, args, kwargs)
 
+    @_compat.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Return the plan for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         if (through := self._through(args, kwargs)) is not None:
@@ -142,6 +144,7 @@ class Step:
         """Return the report of the plan for these arguments, see `Plan.report`."""
         return self.plan(*args, **kwargs).report()
 
+    @_compat.api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Return the planned step, lowered for these arguments: a `jax.stages.Lowered`, or its like for a target."""
         if (through := self._through(args, kwargs)) is not None:
@@ -149,6 +152,7 @@ class Step:
         planned = self._plan_for(args, kwargs)
         return self._program.lower(planned.jitted, *self._arrangement.arranged(planned.plan, args, kwargs))
 
+    @_compat.api_boundary
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """Return the planned step, compiled for these arguments: a `jax.stages.Compiled`, or its like for a
         target.

@@ -1,13 +1,16 @@
 """The commands, put together."""
 
+import os
+import sys
 from typing import Annotated
 
 import jax
 import typer
+from typer import rich_utils
 
 from .. import __version__
 from ._check import register as _add_runs
-from ._command import EXIT_CODES, Commands
+from ._command import EXIT_CODES, FILE_WIDTH, Commands
 from ._doctor import register as _add_doctor
 from ._machine import register as _add_machine
 from ._plans import register as _add_plans
@@ -16,6 +19,8 @@ from ._zoo import register as _add_zoo
 
 def application() -> typer.Typer:
     """Return the command-line application."""
+    if not (sys.stdout.isatty() or "COLUMNS" in os.environ):
+        rich_utils.MAX_WIDTH = FILE_WIDTH  # else pages of help are cut at 80 columns
     app = typer.Typer(
         cls=Commands,
         help="Rematerialisation for JAX, planned and proven: train inside a byte budget.",

@@ -126,7 +126,9 @@ def _compared(plan: Plan, leaves: list[Leaf], made_up: bool) -> Group:
         )
     rest = [f"... and {len(leaves) - _ROWS} that differ less"] if len(leaves) > _ROWS else []
     notes = ["The arguments are shapes, filled with random floats and zeros."] * made_up
-    notes += ["Nothing is recomputed: the plain step fits."] * plan.drops_nothing
+    if plan.drops_nothing:
+        forms = [str(form) for form in (*plan.loops, *plan.copies)]
+        notes.append(f"Nothing is recomputed: {'; '.join(forms) or 'the plain step fits'}.")
     return Group(_peak(plan), table, *rest, *notes, verdict)
 
 

@@ -4,8 +4,10 @@ import enum
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import jax
@@ -19,6 +21,7 @@ from jax._src import distributed as _distributed
 from jax._src import hijax as _hijax
 from jax._src import sharding_impls as _shardings
 from jax._src import source_info_util as _source
+from jax._src import traceback_util as _tracebacks
 from jax._src import xla_bridge as _bridge
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -181,9 +184,20 @@ def user_line(eqn: jex.JaxprEqn) -> str:
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"
 
 
-def hide_frames(file: str) -> None:
-    """Never take a line of this file for the user's."""
-    _source.register_exclusion(file)
+def _hide_rooms() -> None:
+    """Take no line of this library for the user's, but for the train step of its demonstration, and leave its frames
+    out of tracebacks, as JAX does with its own.
+    """
+    for room in Path(__file__).parents[1].glob("_[a-z]*"):
+        if room.is_dir() and room.name != "_cli":
+            _source.register_exclusion(f"{room}{os.sep}")
+            _tracebacks.register_exclusion(f"{room}{os.sep}")
+
+
+_hide_rooms()
+
+api_boundary = _tracebacks.api_boundary
+"""Decorates functions that users call: their errors show the user's frames (`JAX_TRACEBACK_FILTERING=off` for all)."""
 
 
 def is_plain_call(params: dict[str, Any]) -> bool:

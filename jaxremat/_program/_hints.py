@@ -43,7 +43,6 @@ def _transpose(ct: Any, x: Any, *, action: str, name: str, role: str) -> list[An
 
 ad.deflinear2(HINT, _transpose)
 ad.primitive_jvps[HINT] = _jvp
-_compat.hide_frames(__file__)
 
 
 def hint(x: T, action: Literal["save", "recompute", "offload", "stage"], *, name: str = "") -> T:

@@ -71,7 +71,7 @@ def remarks(outcome: Outcome) -> str:
     """Return what else to know of the figures; "" for nothing."""
     kept = "The step's own checkpoints are kept; what they recompute is not counted here. "
     free = f"{format_nbytes(outcome.margin_nbytes)} of the budget stay free. "
-    loops = "".join(f"The {form}. " for form in outcome.loops)
+    loops = "".join(f"The {str(form).removeprefix('the ')}. " for form in outcome.loops)
     loops += "".join(f"Some values are {copied}. " for copied in outcome.copies)
     spread = f"All bytes are per device (of {outcome.devices}). "
     again = f"{outcome.sent_again[:1].upper()}{outcome.sent_again[1:]}. "

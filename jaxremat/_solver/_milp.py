@@ -372,7 +372,7 @@ class _Model:
             warnings.warn(
                 f"The integer program was left without an answer ({'; '.join(program.failures)}). The plan is the best "
                 "that was known before, by solvers without one: it may take longer than it must. "
-                "Try again, or with a larger `time_limit`.",
+                "Try again, or with a larger `time_limit` or `planning_seconds` in `jaxremat.Planning`.",
                 JaxrematWarning,
                 stacklevel=2,
             )

@@ -25,7 +25,7 @@ TINY = {
 TRAINERS = {"imagenet.py": 250, "llm.py": 250}
 """The lines that scripts for real data may have; what they do is tested in `test_trainers`."""
 
-OF_SHAPES = {"llama_70b.py": 210}
+OF_SHAPES = {"llama_70b.py": 210, "llama_lora.py": 150}
 """The lines that scripts may have in which no step runs."""
 
 
@@ -72,6 +72,18 @@ def test_the_step_of_many_gpus_is_planned_and_saved(
     (row,) = record["rows"]
     assert row["planned"] <= 64 * 2**20 < row["plain"]
     assert f"{row['overhead']:+.1%}" in script["markdown"](record)
+
+
+@pytest.mark.slow
+def test_the_step_with_adapters_is_planned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "--layers 2 --tokens 256 --width 128 --hidden 384 --words 1024 --target cpu --budget 50%"
+    monkeypatch.setattr(sys, "argv", ["llama_lora.py", *line.split()])
+    plan = runpy.run_path(str(ROOT / "examples" / "llama_lora.py"), run_name="__main__")["plan"]
+    assert plan.budget_nbytes == plan.baseline_peak_nbytes // 2
+    assert 0 < plan.compiled_peak_nbytes <= plan.budget_nbytes
+    assert "256 tokens, within 50%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", TRAINERS)
