@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -188,7 +189,85 @@ def partitioned(net: Chain, rng: random.Random) -> Any:
     return step, (jax.tree.map(placed, net.weights(rng)), batch)
 
 
+def counted_batches(net: Chain, rng: random.Random) -> Any:
+    """Gradients of slices of a batch, summed by a loop over indices into a carry that is donated."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, sums = state
+
+        def one(i: Any, carry: Any) -> Any:
+            sums, most = carry
+            piece = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * net.rows, net.rows), batch)
+            value, grads = jax.value_and_grad(net.loss)(params, piece)
+            return jax.tree.map(lambda s, g: s + g / (i + 1), sums, grads), jnp.maximum(most, value)
+
+        sums, most = lax.fori_loop(0, 3, one, (jax.tree.map(lambda s: 0.5 * s, sums), 0.0))
+        return (descend(params, sums, 0.03), sums), most
+
+    params = net.weights(rng)
+    batch = tuple(normal(rng, 3 * net.rows, WIDTH) for _ in range(2))
+    return step, ((params, jax.tree.map(jnp.zeros_like, params)), batch)
+
+
+def several_steps(net: Chain, rng: random.Random) -> Any:
+    """Steps of an optimizer that waits for every second gradient, in a scan, and a mean of the parameters."""
+    tx = optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2)
+
+    def one(state: Any, batch: Any) -> Any:
+        params, mean, opt_state = state
+        value, grads = jax.value_and_grad(net.loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, jax.tree.map(lambda m, p: 0.9 * m + 0.1 * p, mean, params), opt_state), value
+
+    def step(state: Any, batches: Any) -> Any:
+        state, values = lax.scan(one, state, batches)
+        return state, values.mean(), values
+
+    params = net.weights(rng)
+    mean = jax.tree.map(jnp.copy, params)
+    return step, ((params, mean, tx.init(params)), net.batch(rng, 3))
+
+
+def sharpened(net: Chain, rng: random.Random) -> Any:
+    """The gradient at parameters that are moved along the gradient, by a number that is weakly typed."""
+
+    def step(params: Any, batch: Any, radius: Any) -> Any:
+        grads = jax.grad(net.loss)(params, batch)
+        size = radius / (1e-6 + optax.tree.norm(grads))
+        value, grads = jax.value_and_grad(net.loss)(descend(params, grads, -size), batch)
+        return descend(params, grads), value, radius * 2
+
+    return step, (net.weights(rng), net.batch(rng), jnp.asarray(0.05))
+
+
+def remembered(net: Chain, rng: random.Random) -> Any:
+    """A memory of what was seen, written in the place of the least and read in an order that data says."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, memory, scores, place = state
+        x, y = batch
+        old = memory[jnp.argsort(scores)[: net.rows]]
+
+        def loss(params: Any) -> Any:
+            seen = net(params, x)
+            return net.loss(params, (0.5 * (x + old), y)), lax.stop_gradient(seen)
+
+        (value, seen), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        memory = lax.dynamic_update_slice(memory, seen, (place, 0))
+        scores = scores.at[jnp.argmin(scores)].set(value)
+        return (descend(params, grads), memory, scores, (place + net.rows) % memory.shape[0]), value
+
+    size = 4 * net.rows
+    memory, scores = normal(rng, size, WIDTH), normal(rng, size)
+    return step, ((net.weights(rng), memory, scores, jnp.int32(net.rows)), net.batch(rng))
+
+
 ODD_WAYS = {
+    "counted batches": counted_batches,
+    "several steps": several_steps,
+    "sharpened": sharpened,
+    "remembered": remembered,
     "returned": returned,
     "scaled": scaled,
     "keyed": keyed,
