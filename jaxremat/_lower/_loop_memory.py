@@ -7,9 +7,8 @@ import jax.extend.core as jex
 
 from .._attention._operations import attends
 from .._model._graph import Node, Value
-from .._program._primitives import is_loop_edge, is_view
+from .._program._primitives import is_in_chunks, is_loop_edge, is_view
 from .._rewrite._flat_program import Loop
-from .._rewrite._row_chunks import is_in_chunks
 from .._runtime._mechanisms import mechanism
 from ._kernel_prices import behind_views
 

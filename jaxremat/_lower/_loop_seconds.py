@@ -15,8 +15,8 @@ from .._compiler._tags import TAG
 from .._model._graph import Graph
 from .._model._loop_levels import deep
 from .._model._variant import PLAIN, REVERSED, Variant
+from .._program._primitives import is_in_chunks
 from .._rewrite._flat_program import FORWARD, UNPAIRED, Loop
-from .._rewrite._row_chunks import is_in_chunks
 from .._rewrite._trace import Traced
 from ._facts import BaselineFacts
 from ._iteration import Iteration

@@ -4,7 +4,6 @@ Invariant: the estimate of a variant is the sum of those of its choices. The sea
 which it may split as it likes.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -36,19 +35,43 @@ class Sites:
     together: bool = False
 
     def rungs(self) -> list[tuple[Choice, ...]]:
-        """Return choices that are worth making together, each of which saves more than all that cost less; those of
-        most of the step among themselves, last.
+        """Return choices that are worth making together, each of which saves more than those before; those of most of
+        the step among themselves, last.
         """
         if self.together:
             return [tuple(Choice(self.rule, *each) for each in sorted(self.estimates))]
-        return [(choice,) for whole in (False, True) for choice in self._saving(whole)]
+        return [*self._levelled(), *((choice,) for choice in self._saving(whole=True))]
 
-    def _saving(self, whole: bool) -> list[Choice]:
-        able = (each for each in self.estimates.items() if each[1].whole == whole)
+    def _levelled(self) -> list[tuple[Choice, ...]]:
+        """Return choices of which the next halves what is still to be saved at the site where that is most.
+
+        Sites are in memory at different times, so that the largest of them says what a step needs: what another saves
+        besides is worth nothing.
+        """
+        choices = self._saving(whole=False)
+        of_site = {site: [c for c in choices if c.site == site] for site in {c.site for c in choices}}
+        most = {site: self.estimate(own[-1]).fewer_nbytes for site, own in of_site.items()}
+        left = dict(most)
+        found: list[tuple[Choice, ...]] = []
+        chosen: dict[int, Choice] = {}
+        level = max(left.values(), default=0)
+        while level > 0:
+            for site in sorted(left, key=lambda site: (-left[site], site)):
+                while left[site] > level / 2:
+                    chosen[site] = of_site[site].pop(0)
+                    left[site] = most[site] - self.estimate(chosen[site]).fewer_nbytes
+            found.append(tuple(chosen[site] for site in sorted(chosen)))
+            level = max(left.values())
+        return found
+
+    def _saving(self, *, whole: bool) -> list[Choice]:
+        """Return the choices of each site that save more there than all that cost less."""
         found: dict[Choice, int] = {}
-        for each, estimate in sorted(able, key=lambda each: each[1].more_seconds):
-            if estimate.fewer_nbytes > max(found.values(), default=-math.inf):
-                found[Choice(self.rule, *each)] = estimate.fewer_nbytes
+        able = (each for each in self.estimates.items() if each[1].whole == whole)
+        for (site, setting), estimate in sorted(able, key=lambda each: each[1].more_seconds):
+            most = max((n for choice, n in found.items() if choice.site == site or whole), default=-1)
+            if estimate.fewer_nbytes > most:
+                found[Choice(self.rule, site, setting)] = estimate.fewer_nbytes
         return list(found)
 
     def estimate(self, choice: Choice) -> Estimate:

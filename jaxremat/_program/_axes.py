@@ -27,7 +27,8 @@ Rule = Callable[[Any], Iterator["BatchingRule"]]
 class BatchingRule:
     """One independent axis of an equation.
 
-    **Fields:** `operands` and `results`: the axis's dimension in each, None where there is none; `summed`: whether the
+    **Fields:** `operands` and `results`: the axis's dimension in each, None where there is none; `copied`: whether the
+    equation stays where it is, and parts are made again by whoever reads them; `summed`: whether the
     results are sums over the axis; `linear`: whether they are linear in such sums; `sizes`: the parameters that hold
     the axis's size, each with the entry's index, None for a plain number; `groups`: any number of parts must divide
     it, 0 if it is not restricted beyond the sizes of the dimensions.
@@ -39,6 +40,7 @@ class BatchingRule:
     linear: bool = False
     sizes: tuple[tuple[str, int | None], ...] = ()
     groups: int = 0
+    copied: bool = False
 
     @property
     def sums(self) -> tuple[bool, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from . import _compat
 from ._compat import Atom, shaped
 from ._hints import Hint, is_hint, read_hint
-from ._primitives import is_backward, is_barrier
+from ._primitives import is_backward, is_barrier, is_in_chunks
 from ._splice import inlined
 
 _CHECKPOINTS = frozenset({"checkpoint", "remat2"})
@@ -183,6 +183,8 @@ class Inliner:
     def _call(self, eqn: jex.JaxprEqn) -> Any | None:
         """Return the body of a call that may be inlined."""
         name = eqn.primitive.name
+        if is_in_chunks(eqn):
+            return None
         if name not in self.calls or (name in ("jit", "pjit") and not _compat.is_plain_call(eqn.params)):
             return None
         return body_of(eqn)

@@ -195,6 +195,15 @@ def is_relabelling(eqn: jex.JaxprEqn) -> bool:
     return is_view(eqn) or eqn.primitive.name == "transpose"
 
 
+IN_CHUNKS = "in_chunks"
+"""What the call is named that stands for rows in chunks, within which nothing is planned."""
+
+
+def is_in_chunks(eqn: jex.JaxprEqn) -> bool:
+    """Return whether an equation is such a call."""
+    return eqn.params.get("name") == IN_CHUNKS
+
+
 def is_light(eqn: jex.JaxprEqn) -> bool:
     """Data movement that kernels absorb at no arithmetic."""
     return eqn.primitive.name in _LIGHT or is_view(eqn)

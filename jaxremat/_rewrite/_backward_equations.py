@@ -6,9 +6,8 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._program import _compat
-from .._program._primitives import is_backward, is_fetch, runs_once
+from .._program._primitives import is_backward, is_fetch, is_in_chunks, runs_once
 from ._flat_program import BACKWARD, UNPAIRED, Loop
-from ._row_chunks import is_in_chunks
 
 
 def backward_equations(

@@ -38,6 +38,8 @@ from ._microbatches import microbatches
 from ._nested_checkpointing import backward_of, cuttable, segmented
 from ._optimizer_in_backward import with_optimizer_in_backward
 from ._pooling_places import pooled_by_place
+from ._program_readers import Readers
+from ._regions_in_loops import chunked_in_loops, regions_in_loops
 from ._reversed_chains import chains_in_reverse
 from ._reversed_loops import loops_in_reverse
 from ._row_chunks import chunked
@@ -93,13 +95,15 @@ class Pass:
     optional: bool = True
 
 
-def find_sites(program: FlatProgram, source: Source) -> Sites:
-    """Look for what may take another form in a program whose equals are merged."""
+def find_sites(program: FlatProgram, source: Source, inliner: Inliner) -> Sites:
+    """Look for what may take another form in a program whose equals are merged, that `inliner` has made."""
     eqns = program.eqns
     scans = [eqns[i] for i in backward_of(eqns)]
     closed = program.closed
     many = () if source.respect_checkpoint else microbatches(closed)
-    known = () if source.apart else (*regions(closed), *many)
+    known = ()
+    if not source.apart:
+        known = (*regions(Readers(closed)), *many, *regions_in_loops(program, inliner))
     return Sites(
         tuple(scan.params["length"] for scan in scans),
         tuple(map(_compat.user_line, scans)),
@@ -108,7 +112,7 @@ def find_sites(program: FlatProgram, source: Source) -> Sites:
         tuple(
             tuple(
                 (program.origin[i][0], k, d)
-                for i, rule in region.rules.items()
+                for i, rule in (region.rules.items() if region.loop < 0 else ())
                 for k, d in enumerate(rule.results)
                 if d is not None
             )
@@ -125,16 +129,22 @@ def pair_forms(task: Task) -> tuple[PairForm, ...]:
 
 
 def _in_chunks(program: FlatProgram, task: Task) -> FlatProgram:
-    site, (count,) = next(iter(task.form.settings(ROWS).items()))
-    region = task.sites.regions[site]
+    chosen = [(task.sites.regions[site], count) for site, (count,) in task.form.settings(ROWS).items()]
+    if any(region.whole for region, _ in chosen):  # whose equations others may have too
+        chosen = [each for each in chosen if each[0].whole]
+    if within := [each for each in chosen if each[0].loop >= 0]:
+        before = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
+        program = chunked_in_loops(program, within, task.inliner)
+        index = {before[v]: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars if v in before}
+        chosen = [(region.named(index), count) for region, count in chosen if region.loop < 0]
     pairs = program.pairs
-    if region.whole:  # the pairs within are done otherwise by nobody
+    for region in (each for each, _ in chosen if each.whole):  # the pairs within are done otherwise by nobody
         outside = (
             i not in region.rules and not region.rules.keys() >= set(own)
             for i, own in backward_of(program.eqns).items()
         )
         pairs = tuple(compress(pairs, outside))
-    closed, sources = chunked(program.closed, region, count, task.labels(program))
+    closed, sources = chunked(program.closed, chosen, task.labels(program))
     return program.moved(closed, sources, pairs=pairs)
 
 
@@ -203,7 +213,7 @@ FORM_PASSES = (
     Pass(
         "rows",
         _in_chunks,
-        "A region of rows, or most of the step, is done chunk after chunk.",
+        "Regions of rows, or most of the step, are done chunk after chunk.",
         lambda task: bool(task.form.settings(ROWS)),
         optional=False,
     ),

@@ -1,26 +1,27 @@
 """Flat program -> who makes and who reads each of its values."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jex
 
 from .._program import _compat
+from ._flat_program import Loop, alive
 
 
 class Readers:
-    """Who makes and reads what, of the equations that anything needs."""
+    """Who makes and reads what, of the equations that anything needs.
 
-    def __init__(self, closed: jex.ClosedJaxpr):
+    **Arguments:** `loop_of` the loop of each equation, of these `loops`, if any are inlined.
+    """
+
+    def __init__(self, closed: jex.ClosedJaxpr, loop_of: Sequence[int] = (), loops: Sequence[Loop] = ()):
         jaxpr = closed.jaxpr
         self.eqns = jaxpr.eqns
         self.returned = set(_compat.variables(jaxpr.outvars))
-        needed = set(self.returned)
-        alive: list[int] = []
-        for i in reversed(range(len(self.eqns))):
-            if self.eqns[i].effects or not needed.isdisjoint(self.eqns[i].outvars):
-                alive.append(i)
-                needed.update(_compat.variables(self.eqns[i].invars))
-        self.alive = alive[::-1]
+        self.loop_of = loop_of or [-1] * len(self.eqns)
+        self.scopes = [loops[loop].group if loop >= 0 else -1 for loop in self.loop_of]
+        self.alive = [i for i, needed in enumerate(alive(closed)) if needed]
         self.maker = {v: i for i in self.alive for v in self.eqns[i].outvars}
         self.readers: dict[Any, list[int]] = {}
         for i in self.alive:

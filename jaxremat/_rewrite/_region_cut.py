@@ -10,14 +10,13 @@ handed on says what else does. A value that some of its maker and readers are wi
 with x = 1 within. Arguments of the program are there anyway, and sums over the axis are small.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from .._program import _compat
 from .._program._axes import BatchingRule
 from .._program._flops import aval_nbytes
 from ._program_readers import Readers
@@ -28,39 +27,58 @@ CORES = (1 / 2, 1 / 4, 1 / 8)
 _INFINITE = 2**30
 
 
-def narrowed(
-    program: Readers, rules: Mapping[int, BatchingRule], dimension: Mapping[Any, int | None]
-) -> set[int]:
-    """Return which of these equations loops should do, so that they hand on little and others need little for what was
-    handed on: all, if nothing else is better.
+def narrower(
+    program: Readers,
+    rules: Mapping[int, BatchingRule],
+    dimension: Mapping[Any, int | None],
+    stages: Sequence[Collection[int]],
+) -> list[set[int]]:
+    """Return which of these equations loops may do instead of all: what the least is handed on around, for some of the
+    largest values each, and for what the first and the last of the `stages` do.
 
     **Arguments:** `dimension` of the axis in values.
     """
-    rows = [v for v in program.maker if dimension.get(v) is not None]
-    largest = max((aval_nbytes(v.aval) for v in rows), default=0)
-    around = {v: {program.maker[v], *program.readers.get(v, ())} for v in rows}
-
-    def needed(inside: Collection[int]) -> int:
-        """Return the bytes that are handed on, and that the largest other equation reads or makes of them."""
-        handed = {
-            v for v in rows if any(i in inside for i in around[v]) and any(i not in inside for i in around[v])
+    around = _around(program, dimension)
+    largest = max((aval_nbytes(v.aval) for v in around), default=0)
+    cores = [
+        {
+            i
+            for v, near in around.items()
+            if aval_nbytes(v.aval) >= share * largest
+            for i in near
+            if i in rules
         }
-        outside = {i for v in rows for i in around[v] if i not in inside}
-        beside = max(
-            (sum(aval_nbytes(v.aval) for v in _atoms(program, i) & around.keys()) for i in outside), default=0
-        )
-        return sum(aval_nbytes(v.aval) for v in handed) + beside
-
-    best = set(rules)
-    for share in CORES:
-        core = {i for v in rows if aval_nbytes(v.aval) >= share * largest for i in around[v] if i in rules}
-        best = min(best, _cut(rules, around, core), key=needed)
-    return best
+        for share in CORES
+    ]
+    ends = {*stages[0], *stages[-1]}
+    return [
+        *(_cut(rules, around, core) for core in cores),
+        ends,
+        *(_cut(ends, around, c & ends) for c in cores),
+    ]
 
 
-def _atoms(program: Readers, i: int) -> set[Any]:
-    eqn = program.eqns[i]
-    return {*_compat.variables(eqn.invars), *eqn.outvars}
+def outside_nbytes(
+    program: Readers, dimension: Mapping[Any, int | None], inside: Collection[int], handed: Collection[Any]
+) -> int:
+    """Return about how many bytes with the axis are in memory at once outside of loops: all that is handed on, and the
+    most that one equation reads and makes. Plans of the rest recompute what is between.
+
+    **Arguments:** `inside` the equations that loops do; `handed` what these hand on.
+    """
+    beside: dict[int, int] = {}
+    kept = 0
+    for v, near in _around(program, dimension).items():
+        if v in handed or program.maker[v] not in inside:
+            kept += aval_nbytes(v.aval) * (v in handed)
+            beside.update((i, beside.get(i, 0) + aval_nbytes(v.aval)) for i in near if i not in inside)
+    return kept + max(beside.values(), default=0)
+
+
+def _around(program: Readers, dimension: Mapping[Any, int | None]) -> dict[Any, set[int]]:
+    """Return the equations that make and read each value with the axis."""
+    rows = (v for v in program.maker if dimension.get(v) is not None)
+    return {v: {program.maker[v], *program.readers.get(v, ())} for v in rows}
 
 
 def _cut(rules: Collection[int], around: Mapping[Any, Collection[int]], core: Collection[int]) -> set[int]:

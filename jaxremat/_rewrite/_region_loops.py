@@ -15,7 +15,8 @@ Invariant: the loops, and what stands between them, have an order in which nothi
 """
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax.extend.core as jex
@@ -23,8 +24,9 @@ import jax.extend.core as jex
 from .._program import _compat
 from .._program._axes import BatchingRule
 from .._program._flops import aval_nbytes, eqn_flops
+from .._program._primitives import is_contraction
 from ._program_readers import Readers
-from ._region_cut import narrowed
+from ._region_cut import narrower, outside_nbytes
 
 LIGHT = 1 / 16
 """A stage that makes less than this share of what the largest makes is done between the loops, all parts at once."""
@@ -37,6 +39,9 @@ LESS = 1 / 2
 
 MOST_STAGES = 4
 """Work of more stages is left as it is: each batch normalisation is two."""
+
+LEAST_LEFT = 0.5
+"""Where some is done between loops, they do at least this share of the contractions themselves."""
 
 MOST_AGAIN = 1.0
 """So is what would repeat more than this share of its operations."""
@@ -59,16 +64,15 @@ class Component(Protocol):
 def loops_of(program: Readers, components: Sequence[Component]) -> tuple[Loop, ...] | None:
     """Return the loops that do these components, in an order in which they can run; None where there is none.
 
-    What is too little to be worth a loop is taken out of the components.
+    What loops do not do is taken out of the components.
     """
     found: list[Loop] = []
     for component in components:
-        if len(_stages(program, component)) > 1:
-            kept = narrowed(program, component.rules, component.dimension)
-            component.rules = {i: rule for i, rule in component.rules.items() if i in kept}
-        stages = _without_light(program, component)
-        if not stages or len(stages) > MOST_STAGES:
+        stages = _narrowed(program, component)
+        if not stages:
             return None
+        kept = {i for own in stages for i in own}
+        component.rules = {i: rule for i, rule in component.rules.items() if i in kept or rule.copied}
         stages = [[*own, *component.with_sums(own)] for own in stages]
         loops, again = _with_repeated(program, component, stages, 0)
         if len(stages) > 1:
@@ -115,11 +119,14 @@ def schedule(program: Readers, loops: Sequence[Loop]) -> list[int] | None:
 
 
 def owners(loops: Sequence[Loop]) -> dict[int, int]:
-    """Return for each equation that loops do the first loop that does it: what later ones make of it is read there."""
+    """Return for each equation that loops do in place of the program the first loop that does it: what later ones make
+    of it is read there.
+    """
     found: dict[int, int] = {}
     for number, loop in enumerate(loops):
-        for i in loop:
-            found.setdefault(i, number)
+        for i, rule in loop.items():
+            if not rule.copied:
+                found.setdefault(i, number)
     return found
 
 
@@ -133,20 +140,53 @@ def handed_on(program: Readers, loops: Sequence[Loop], number: int) -> list[Any]
         readers = program.readers.get(v, ())
         return any(j not in first or any(j in loop and i not in loop for loop in loops) for j in readers)
 
-    own = (i for i in loops[number] if first[i] == number)
+    own = (i for i in loops[number] if first.get(i) == number)
     return [v for i in own for v in program.eqns[i].outvars if is_read(v, i)]
 
 
-def _without_light(program: Readers, component: Component) -> list[list[int]]:
-    """Return the equations of each stage, once those that make little are taken out of the component."""
+def _narrowed(program: Readers, component: Component) -> list[list[int]]:
+    """Return the equations of each stage that loops do: those of the component but for what makes little, or fewer, so
+    that there are not too many stages and others need little memory for what was handed on; none where that is
+    impossible.
+    """
+    own = {i: rule for i, rule in component.rules.items() if not rule.copied}
+    everything = _without_light(program, component, own)
+    if len(everything) == 1:
+        return everything
+    made = [everything]
+    if everything:
+        fewer = narrower(program, own, component.dimension, everything)
+        made += [_without_light(program, component, each) for each in fewer]
+    products = [_products(program, itertools.chain(*stages)) for stages in made]
+    able = [
+        stages
+        for stages, count in zip(made, products, strict=True)
+        if 0 < len(stages) <= MOST_STAGES and count >= LEAST_LEFT * products[0]
+    ]
+
+    def needed(stages: list[list[int]]) -> float:
+        loops, _ = _with_repeated(program, component, stages, 0)
+        handed = {v for number in range(len(loops)) for v in handed_on(program, loops, number)}
+        inside = {i for own in stages for i in own}
+        return outside_nbytes(program, component.dimension, inside, handed)
+
+    return min(able, key=needed, default=[])
+
+
+def _products(program: Readers, indices: Iterable[int]) -> int:
+    return sum(is_contraction(program.eqns[i]) for i in indices)
+
+
+def _without_light(program: Readers, component: Component, rules: Collection[int]) -> list[list[int]]:
+    """Return these equations of a component by stage, without stages that make little."""
+    left = set(rules)
     while True:
-        stages = _stages(program, component)
+        stages = _stages(program, component, left)
         made = [_made_nbytes(program, component, own) for own in stages]
         least = min(range(len(stages)), key=made.__getitem__, default=0)
         if not stages or made[least] >= LIGHT * max(made):
             return stages
-        for i in stages[least]:
-            del component.rules[i]
+        left.difference_update(stages[least])
 
 
 def _made_nbytes(program: Readers, component: Component, indices: Collection[int]) -> int:
@@ -155,8 +195,8 @@ def _made_nbytes(program: Readers, component: Component, indices: Collection[int
     return sum(aval_nbytes(v.aval) for v in made if component.dimension.get(v) is not None)
 
 
-def _stages(program: Readers, component: Component) -> list[list[int]]:
-    """Return the equations of each stage, in order."""
+def _stages(program: Readers, component: Component, rules: Collection[int]) -> list[list[int]]:
+    """Return these equations of a component by stage, in order, those of each loop of the program by themselves."""
     stage: dict[int, int] = {}
     needed: dict[int, int] = {}  # by other equations: how many stages have to be done before them
     for i in program.alive:
@@ -164,14 +204,14 @@ def _stages(program: Readers, component: Component) -> list[list[int]]:
         makers = [(a, program.maker[a]) for a in operands if a in program.maker]
         before = [needed[j] for _, j in makers if j in needed]
         mine = [(stage[j], component.dimension.get(a) is None) for a, j in makers if j in stage]
-        if i in component.rules:
+        if i in rules:
             stage[i] = max([*before, *(at + is_whole for at, is_whole in mine)], default=0)
         else:
             needed[i] = max([*before, *(at + 1 for at, _ in mine)], default=0)
-    found: list[list[int]] = [[] for _ in range(max(stage.values(), default=-1) + 1)]
+    found: dict[tuple[int, int], list[int]] = {}
     for i, at in stage.items():
-        found[at].append(i)
-    return list(filter(None, found))
+        found.setdefault((program.loop_of[i], at), []).append(i)
+    return [found[each] for each in sorted(found)]
 
 
 def _with_repeated(
@@ -202,7 +242,9 @@ def _with_repeated(
             members.add(i)
             for a in _compat.variables(eqns[i].invars):
                 j = program.maker.get(a, -1)
-                if stage.get(j, number) == number:
+                if j in component.rules and component.rules[j].copied:
+                    waiting.append(j)
+                elif stage.get(j, number) == number:
                     waiting += [j] if j in stage else []
                 elif a not in wanted and component.dimension[a] is not None:
                     if (nbytes := aval_nbytes(a.aval)) <= min(small, room):

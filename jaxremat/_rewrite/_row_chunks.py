@@ -1,4 +1,4 @@
-"""Flat equations, a region of rows -> the same with that work done chunk after chunk.
+"""Flat equations, regions of rows -> the same with their work done chunk after chunk.
 
     logits = h @ W                                       for i in range(chunks):
     loss, dlogits = softmax_cross_entropy(logits)   ->       logits = h[i] @ W
@@ -11,6 +11,7 @@ Law: rows are made by the same operations as before, sums over rows chunk by chu
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from types import MappingProxyType
 from typing import Any
 
@@ -23,58 +24,93 @@ from jax.core import ShapedArray
 from .._program import _compat
 from .._program._axes import is_scattered, sum_type
 from .._program._compat import Atom, shaped
-from .._program._primitives import is_backward, is_contraction, is_light, is_placing, is_relabelling
+from .._program._primitives import (
+    IN_CHUNKS,
+    is_backward,
+    is_contraction,
+    is_light,
+    is_loop_edge,
+    is_placing,
+    is_relabelling,
+)
 from .._program._splice import inlined
-from ._flat_program import with_eqns
+from ._flat_program import alive, with_eqns
 from ._loop_inlining import append
 from ._program_readers import Readers
-from ._region_loops import handed_on, schedule
+from ._region_loops import Loop, handed_on, owners, schedule
 from ._row_regions import Region
 from ._selections import settled
 
 NONE: Mapping[Any, str] = MappingProxyType({})
 
-IN_CHUNKS = "in_chunks"
-"""What the call is named that stands for a region that is not planned."""
-
 
 def chunked(
-    closed: jex.ClosedJaxpr, region: Region | None, chunks: int, labels: Mapping[Any, str] = NONE
+    closed: jex.ClosedJaxpr, chosen: Sequence[tuple[Region, int]], labels: Mapping[Any, str] = NONE
 ) -> tuple[jex.ClosedJaxpr, list[int]]:
-    """Return the program with a region, if any, in chunks; also for each equation its index before, -1 for new ones.
+    """Return the program with each of these regions in so many chunks; also for each equation its index before, -1 for
+    new ones.
 
     **Arguments:** `labels` the user's `checkpoint_name`s by variable.
     """
-    if region is None:
-        return closed, list(range(len(closed.jaxpr.eqns)))
-    program = Readers(closed)
-    loops = [_Chunks(program, region, number, chunks, labels) for number in range(len(region.loops))]
+    made, sources, _ = in_chunks(Readers(closed), closed, chosen, labels)
+    return made, sources
+
+
+def in_chunks(
+    program: Readers,
+    closed: jex.ClosedJaxpr,
+    chosen: Sequence[tuple[Region, int]],
+    labels: Mapping[Any, str] = NONE,
+) -> tuple[jex.ClosedJaxpr, list[int], list[int]]:
+    """Return what `chunked` does, of a program of which it is known who reads what, and for each equation its loop."""
+    all_loops = [loop for region, _ in chosen for loop in region.loops]
+    of_loops = [each for each in chosen for _ in each[0].loops]
+    loops = [_Chunks(program, all_loops, number, *each, labels) for number, each in enumerate(of_loops)]
     moved = {i for loop in loops for i in loop.moved}
-    order = schedule(program, region.loops)
-    assert order is not None  # or it were no region
+    order = schedule(program, all_loops)
+    assert order is not None  # or they were no regions
     eqns: list[Any] = []
     origin: list[int] = []
+    loop_of: list[int] = []
     for i in order:
         if i not in moved:
             made = loops[~i].equations() if i < 0 else [program.eqns[i]]
             eqns += made
             origin += [-1] * len(made) if i < 0 else [i]
-    return with_eqns(closed, eqns), origin
+            loop_of += [loops[~i].loop if i < 0 else program.loop_of[i]] * len(made)
+    needed = alive(with_eqns(closed, eqns))  # not what chunks alone read, and make again
+    eqns, origin, loop_of = (list(compress(each, needed)) for each in (eqns, origin, loop_of))
+    return with_eqns(closed, eqns), origin, loop_of
 
 
 class _Chunks:
-    """One of the loops over chunks of a region's rows, by its `number`."""
+    """One of the loops over chunks of regions' rows, by its `number` among all of them."""
 
-    def __init__(self, program: Readers, region: Region, number: int, chunks: int, labels: Mapping[Any, str]):
+    def __init__(
+        self,
+        program: Readers,
+        loops: Sequence[Loop],
+        number: int,
+        region: Region,
+        chunks: int,
+        labels: Mapping[Any, str],
+    ):
         self.program, self.region, self.chunks, self.labels = program, region, chunks, labels
-        self.rules = region.loops[number]
-        self.others = {i for other, loop in enumerate(region.loops) if other != number for i in loop}
-        self.leaves = handed_on(program, region.loops, number)
-        # Of most of a step a loop without products of the backward pass is one of the forward pass.
-        in_backward = [i for i in self.rules if is_backward(program.eqns[i])]
-        early = [i for i in self.rules if not is_backward(program.eqns[i])]
-        self.opens = region.whole and any(is_contraction(program.eqns[i]) for i in in_backward)
-        self.like = program.eqns[(early + in_backward if region.whole else in_backward + early)[0]]
+        self.rules = loops[number]
+        self.others = {i for other, loop in enumerate(loops) if other != number for i in loop}
+        self.own = {i for i, rule in self.rules.items() if not rule.copied}
+        self.leaves = handed_on(program, loops, number)
+        first = owners(loops)
+        # What the forward pass makes for gradients alone is made in the backward loop.
+        self.loop = program.loop_of[max(i for i in self.own if first[i] == number)]
+        # Of most of a step a loop is one of the forward pass, as is any other loop without gradients but the last.
+        in_backward = [i for i in sorted(self.own) if is_backward(program.eqns[i])]
+        early = [i for i in sorted(self.own) if not is_backward(program.eqns[i])]
+        has_gradients = any(is_contraction(program.eqns[i]) for i in in_backward)
+        self.opens = region.whole and has_gradients
+        is_last = self.rules is region.loops[-1]
+        differentiates = not region.whole and (has_gradients or is_last)
+        self.like = program.eqns[(in_backward + early if differentiates else early + in_backward)[0]]
         self.dimension: dict[Any, int | None] = {}
         self.adder: dict[Any, int] = {}  # sums -> the equation that makes them
         for i, rule in self.rules.items():
@@ -115,7 +151,7 @@ class _Chunks:
             (v,) = program.eqns[i].outvars
             readers = program.readers[v]
             alone = self.others.isdisjoint(readers) and v not in program.returned
-            if alone and all(j in self.rules or j in found for j in readers):
+            if alone and all(j in self.own or j in found for j in readers):
                 found.add(i)
                 waiting.extend(_compat.variables(program.eqns[i].invars))
         return sorted(found)
@@ -139,13 +175,13 @@ class _Chunks:
         loop, else a call, one of the backward pass if any of them is.
         """
 
-        def in_chunks(*operands: Any) -> list[Any]:
+        def run(*operands: Any) -> list[Any]:
             return self._run(*operands)
 
-        in_chunks.__name__ = IN_CHUNKS
+        run.__name__ = IN_CHUNKS
         types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=_weak(a)) for a in self.reads]
-        call, place = (in_chunks, _compat.root_source(self.like)) if self.opens else (
-            jax.jit(in_chunks), self.like.source_info
+        call, place = (run, _compat.root_source(self.like)) if self.opens else (
+            jax.jit(run), self.like.source_info
         )  # fmt: skip
         made, _ = inlined(jax.make_jaxpr(call)(*types), self.reads, place, self.leaves)
         return made
@@ -288,13 +324,8 @@ def _without_unread(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return with_eqns(closed, eqns)
 
 
-def is_in_chunks(eqn: jex.JaxprEqn) -> bool:
-    """Return whether an equation is all of a region, in chunks."""
-    return eqn.params.get("name") == IN_CHUNKS
-
-
 def _moves(eqn: jex.JaxprEqn) -> bool:
-    return is_light(eqn) or is_placing(eqn)
+    return (is_light(eqn) or is_placing(eqn)) and not is_loop_edge(eqn)
 
 
 def _in_shape(a: jax.Array, shape: Sequence[int]) -> Any:

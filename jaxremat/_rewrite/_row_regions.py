@@ -5,12 +5,16 @@ depends on that token alone; what it leaves, a loss per token and gradients of w
 small. Such a *region* grows from a large value in both directions as long as what is made or read is large too, and is
 a few products of matrices and what is between them, not the whole step. `_row_chunks` does it chunk after chunk.
 
-Law: no result of a region is read by what it reads itself; a sum over rows is read by none of its equations; what
-runs once is in none, and keeps its order around it.
+What waits for work elsewhere, as the gradient of a layer's messages does for the layers behind it, is in a loop of its
+own, which computes once more what it reads of the first: see `_region_loops`. Regions share no equation.
+
+Law: no result of a loop is read by what it reads itself; a sum over rows is read by none of its equations; what runs
+once is in none, and keeps its order around it.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -20,11 +24,13 @@ import jax.extend.core as jex
 
 from .._model._device_specs import DeviceSpec
 from .._program import _compat
-from .._program._axes import BatchingRule, agree, rules
+from .._program._axes import OF_SUM, OF_SUMS, BatchingRule, agree, is_scattered, rules, sum_type
+from .._program._compat import shaped
 from .._program._flops import alone_seconds, aval_nbytes
-from .._program._primitives import is_contraction, is_draw, is_fusion_root, runs_once
+from .._program._primitives import is_contraction, is_draw, is_fusion_root, is_relabelling, runs_once
 from ._program_readers import Readers
-from ._region_loops import Loop, handed_on, owners, schedule
+from ._region_loops import Loop, handed_on, loops_of, owners, schedule
+from ._row_scans import Around, scan_batching_rule
 
 LARGE = 1 / 16
 """What a region must not hand on is at least this share of the value that it grows from."""
@@ -35,17 +41,31 @@ LEAST_NBYTES = 4 << 20
 AT_ONCE = 8
 """One that is most of a step keeps so many times that, for no more than such a share of it is in memory at once."""
 
-PRODUCTS = 6
-"""It has no more contractions: those of two layers, with the gradients of their operands."""
+PRODUCTS, MOST_PRODUCTS = 8, 24
+"""None of its loops has more contractions of its own than the first, or it would want a plan; nor all of them together
+more than the second.
+"""
+
+FEW = 1 / 32
+"""What sums over the rows are made of that the region itself reads is at most this share of all that the step makes."""
+
+HANDED = 1 / 4
+"""It hands on no more than this share of what it keeps to itself and kernels write to memory."""
+
+REGIONS = 16
+"""There are no more regions of a step."""
 
 SEEDS = 3
-"""So many of the largest values are tried, ..."""
+"""So many of the largest values of different shapes are tried for each, ..."""
 
 SEED = 1 / 8
 """... of at least this share of the largest of all."""
 
 CHUNKS = (2, 4, 8, 16)
-"""Of the numbers of chunks that divide the rows the nearest to these are considered."""
+"""Of the numbers of chunks that divide the rows the nearest to these are considered, ..."""
+
+MORE_CHUNKS = (32, 64)
+"""... and to these where a chunk keeps `LEAST_NBYTES` to itself then."""
 
 ENOUGH = 8
 """Of the dimensions that rows may be of, the outermost is taken that allows so many chunks."""
@@ -60,7 +80,8 @@ class Region:
     sums; `read_nbytes` of what each chunk reads whole; `kernels` about how many it takes; `source` the user's line;
     `whole` whether it is most of a step, see `_microbatches`; `parts` in how many pieces its rows lie, each on devices
     of its own, 0 where they may not be done in chunks there: a chunk has rows of every part; `sent_nbytes` of what
-    these devices send each other for each chunk; `repeated` the equations that loops do once more.
+    these devices send each other for each chunk; `repeated` the equations that loops do once more; `loop` of the
+    program that it is in an iteration of, with the backward loop of a pair, -1 for none, and how many `trips` that has.
     """
 
     loops: tuple[Loop, ...]
@@ -75,6 +96,8 @@ class Region:
     parts: int = 1
     sent_nbytes: int = 0
     repeated: tuple[Any, ...] = ()
+    loop: int = -1
+    trips: int = 1
 
     @cached_property
     def rules(self) -> Loop:
@@ -100,7 +123,9 @@ class Region:
         """Numbers of chunks, in ascending order."""
         rows = self.rows // self.parts if self.parts and self.rows % self.parts == 0 else 0
         able = [n for n in range(2, min(rows, 4 * CHUNKS[-1]) + 1) if rows % n == 0]
-        return tuple(sorted({min(able, key=lambda n: abs(n - wanted)) for wanted in CHUNKS if able}))
+        more = (n for n in MORE_CHUNKS if self.inner_nbytes >= n * LEAST_NBYTES and not self.whole)
+        wanted = (*CHUNKS, *more)
+        return tuple(sorted({min(able, key=lambda n: abs(n - about)) for about in wanted if able}))
 
     def fewer_nbytes(self, chunks: int) -> int:
         """Return what so many chunks may save at most."""
@@ -113,19 +138,45 @@ class Region:
         nbytes = (3 * chunks - 1) * self.sum_nbytes + (chunks - 1) * self.read_nbytes
         again = self.kernels * device.launch_seconds + self.sent_nbytes / device.link
         repeated = math.fsum(alone_seconds(device, eqn) for eqn in self.repeated if is_fusion_root(eqn))
-        return nbytes / device.bandwidth + (chunks - 1) * again + repeated
+        return self.trips * (nbytes / device.bandwidth + (chunks - 1) * again + repeated)
+
+    def named(self, index: Mapping[int, int]) -> "Region":
+        """Return the same by other indices of its equations."""
+        loops = ({index[i]: rule for i, rule in loop.items()} for loop in self.loops)
+        return replace(self, loops=tuple(loops))
 
 
-def regions(closed: jex.ClosedJaxpr) -> tuple[Region, ...]:
-    """Return that about the largest value that has one; none where it is not worth it."""
-    program = Readers(closed)
-    for v in largest(program, SEEDS):
-        grown = (region_about(program, v, d) for d in range(len(v.aval.shape)))
-        able = [region for region in grown if region is not None and region.choices]
-        if able:
-            enough = (region for region in able if region.choices[-1] >= ENOUGH)
-            return (next(enough, max(able, key=lambda region: region.fewer_nbytes(region.choices[-1]))),)
-    return ()
+def regions(program: Readers, outside: Collection[int] = ()) -> tuple[Region, ...]:
+    """Return those about the largest values that have one, in the order of these; none where it is not worth it.
+
+    They share no equation, and any of them can be done in chunks together.
+
+    **Arguments:** `outside` equations that are in none.
+    """
+    able = (i for i in program.alive if i not in outside)
+    made = [v for i in able for v in program.eqns[i].outvars if program.inner(v)]
+    least = max(SEED * max(map(_nbytes, made), default=0), LEAST_NBYTES / 2)
+    found: list[Region] = []
+    taken = set(outside)
+    while len(found) < REGIONS:
+        seeds = (v for v in largest(program, SEEDS, taken) if _nbytes(v) >= least)
+        region = next(filter(None, (_best_about(program, v, taken) for v in seeds)), None)
+        if region is None:
+            break
+        if schedule(program, [loop for each in (*found, region) for loop in each.loops]) is None:
+            break
+        found.append(region)
+        taken.update(region.rules)
+    return tuple(found)
+
+
+def _best_about(program: Readers, v: Any, taken: Collection[int]) -> Region | None:
+    """Return the region about a value whose rows are of the outermost dimension that allows enough chunks."""
+    grown = (region_about(program, v, d, taken) for d in range(len(v.aval.shape)))
+    able = [region for region in grown if region is not None and region.choices]
+    enough = (region for region in able if region.choices[-1] >= ENOUGH)
+    best = max(able, key=lambda region: region.fewer_nbytes(region.choices[-1]), default=None)
+    return next(enough, best)
 
 
 def largest(program: Readers, count: int, without: Collection[int] = ()) -> list[Any]:
@@ -156,10 +207,24 @@ def _nbytes(v: jex.Var) -> int:
     return aval_nbytes(v.aval)
 
 
-def region_about(program: Readers, seed: Any, dimension: int) -> Region | None:
-    """Return the region about a value with its rows in this dimension, if there is one."""
-    grower = Grower(program, LARGE * aval_nbytes(seed.aval))
-    return region_of(program, (dict(sorted(grower.rules.items())),)) if grower.grow(seed, dimension) else None
+def region_about(program: Readers, seed: Any, dimension: int, taken: Collection[int] = ()) -> Region | None:
+    """Return the region about a value with its rows in this dimension, if there is one.
+
+    **Arguments:** `taken` the equations of others.
+    """
+    grower = Grower(program, taken, LARGE * aval_nbytes(seed.aval), MOST_PRODUCTS)
+    if not grower.grow(seed, dimension) or (loops := loops_of(program, [grower])) is None:
+        return None
+    first = owners(loops)
+    products = Counter(number for i, number in first.items() if is_contraction(program.eqns[i]))
+    if max(products.values(), default=0) > PRODUCTS:
+        return None
+    roots = (program.eqns[i] for i in first if is_fusion_root(program.eqns[i]))
+    written = {v for eqn in roots for v in (*_compat.variables(eqn.invars), *eqn.outvars)}
+    handed = {v for number in range(len(loops)) for v in handed_on(program, loops, number)}
+    kept = sum(_nbytes(v) for v in written - handed if program.maker.get(v) in first)
+    worthwhile = sum(map(_nbytes, handed)) <= HANDED * kept
+    return region_of(program, loops) if worthwhile else None
 
 
 def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -> Region | None:
@@ -204,60 +269,145 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
         kernels=sum(is_fusion_root(eqns[i]) for loop in loops for i in loop),
         source=_compat.user_line(eqns[most]),
         whole=whole,
-        repeated=tuple(eqns[i] for number, loop in enumerate(loops) for i in loop if first[i] != number),
+        loop=program.scopes[most],
+        repeated=tuple(
+            eqns[i] for number, loop in enumerate(loops) for i in loop if first.get(i, number) != number
+        ),
     )
 
 
 class Grower:
-    """A region as it grows: the `rules` of its equations, the dimension of the rows of what these read and make, and
-    the `sums` over rows.
+    """A region as it grows: the `rules` of its equations, the `dimension` of the rows of what these read and make, the
+    `sums` over rows, and the number of `products`.
 
-    **Arguments:** `above` the size of what it must not hand on; `most_products` that it may have.
+    **Arguments:** `taken` the equations of other regions; `above` the size of what it must not hand on; `most_products`
+    that it may have; `scans` whether scans may be among them.
     """
 
-    def __init__(self, program: Readers, above: float, most_products: float = PRODUCTS):
-        self.program, self.above, self.most_products = program, above, most_products
+    def __init__(
+        self,
+        program: Readers,
+        taken: Collection[int] = (),
+        above: float = 0,
+        most_products: float = math.inf,
+        *,
+        scans: bool = False,
+    ):
+        self.scans = scans
+        self.program, self.taken, self.above, self.most_products = program, taken, above, most_products
+        made = sum(aval_nbytes(v.aval) for i in program.alive for v in program.eqns[i].outvars)
+        self.few_nbytes = FEW * made
         self.rules: dict[int, BatchingRule] = {}
         self.dimension: dict[Any, int | None] = {}
         self.sums: set[Any] = set()
         self.products = 0
+        self.early: set[int] = set()  # what is done before
+        self.waited: set[int] = set()  # what is done between its loops
+        self.scope = -1  # the loop, or pair of loops, of all its equations
         # What is to stay within, and whose maker and readers are not in the region yet.
         self.large: list[Any] = []
 
     def grow(self, seed: Any, dimension: int) -> bool:
-        """Return whether that ended in a region."""
+        """Grow as far as rows and large values go; whether that ended in a region.
+
+        What reads the region and is read by it, and has no such rows, is waited for: see `_region_loops`.
+        """
+        self.scope = self.program.scopes[self.program.maker[seed]]
         self.dimension[seed] = dimension
         self.large.append(seed)
-        while self.spread(seed):
-            between = self._between()
-            if not between:
-                return not self.sums_read()
-            if not all(list(map(self._add, between))):
+        while True:
+            if not self._spread(seed) or not self.rules:
                 return False
-        return False
+            between = self._between()
+            known = dict(self.rules), dict(self.dimension), set(self.sums), self.products
+            left = [i for i in between if not self._add(i)]
+            if not self.scans and not self.waited.issuperset(left):
+                # Layers are no part of the region around one of them, of which they read a sum.
+                self.rules, self.dimension, self.sums, self.products = known
+                self.large.clear()
+                self.waited.update(left)
+                continue
+            if len(left) < len(between):
+                continue
+            left += [*self.waited, *(self.program.maker[a] for a in self._sums_read())]
+            if not [i for i in left if self._done_before(i)]:  # the others are waited for
+                self._copy()
+                return bool(self.rules)
+            self.waited.clear()
 
-    def spread(self, seed: Any) -> bool:
+    @property
+    def largest_nbytes(self) -> int:
+        """The bytes of its largest value."""
+        return max(aval_nbytes(v.aval) for i in self.rules for v in self.program.eqns[i].outvars)
+
+    def with_sums(self, indices: Collection[int]) -> list[int]:
+        """Add the equations that add up sums which some of its equations make, or make another form of one; return
+        which these are.
+        """
+        eqns, found = self.program.eqns, list[int]()
+        made = {v for i in indices for v in eqns[i].outvars if v in self.sums}
+        for i in self.program.alive:
+            if i in self.rules or i in self.taken or (rule := self._of_sums(eqns[i], made)) is None:
+                continue
+            (total,) = eqns[i].outvars
+            self.rules[i] = rule
+            self.dimension[total] = None
+            self.sums.add(total)
+            made.add(total)
+            found.append(i)
+        return found
+
+    def _spread(self, seed: Any) -> bool:
         """Add what makes and reads the large values, and so on; whether those of the seed could be added, and no more
         products than there may be.
         """
         program = self.program
         while self.large:
             v = self.large.pop()
-            for i in (program.maker[v], *program.readers.get(v, ())):
+            near = (program.maker[v], *program.readers.get(v, ())) if not self._is_copied(v) else ()
+            for i in near:
                 if i not in self.rules and not self._add(i) and v is seed:
                     return False
         return self.products <= self.most_products
 
-    def sums_read(self) -> set[Any]:
+    def _is_copied(self, v: jex.Var) -> bool:
+        """Return whether a value is merely repeated from a smaller one: several regions, and others, may read it, and
+        each chunk makes its part.
+        """
+        i = self.program.maker.get(v, -1)
+        if i < 0 or self.scans or self.program.eqns[i].primitive.name != "broadcast_in_dim":
+            return False
+        return sum(aval_nbytes(shaped(a)) for a in self.program.eqns[i].invars) < aval_nbytes(v.aval)
+
+    def _copy(self) -> None:
+        """Add what repeats smaller values for the region."""
+        eqns, maker = self.program.eqns, self.program.maker
+        read = {a for i in self.rules for a in _compat.variables(eqns[i].invars)}
+        for v in [a for a in read if self.dimension[a] is not None and self._is_copied(a)]:
+            i = maker[v]
+            if i in self.rules:
+                continue
+            for rule in rules(eqns[i]):
+                operands = zip(_compat.variables(eqns[i].invars), rule.operands, strict=False)
+                if rule.results == (self.dimension[v],) and all(
+                    self.dimension.get(a, d) == d for a, d in operands
+                ):
+                    self.rules[i] = replace(rule, copied=True)
+                    self.dimension.update(zip(_compat.variables(eqns[i].invars), rule.operands, strict=False))
+                    break
+
+    def _sums_read(self) -> set[Any]:
         """Return the sums over rows that equations of the region read, but to add them to others."""
         readers = (self.program.eqns[i] for i, rule in self.rules.items() if not rule.linear)
         return {a for eqn in readers for a in _compat.variables(eqn.invars) if a in self.sums}
 
     def _add(self, i: int) -> bool:
         """Add an equation, if its rows are where they are known to be."""
+        if i in self.early or i in self.taken or self.program.scopes[i] != self.scope:
+            return False
         eqn = self.program.eqns[i]
         atoms = [*eqn.invars, *eqn.outvars]
-        for rule in self.batching_rules_of(eqn):
+        for rule in self._rules_of(eqn):
             both = list(zip(atoms, (*rule.operands, *rule.results), strict=True))
             placed = [(a, d) for a, d in both if not _compat.is_literal(a)]
             known = [(d, self.dimension[a]) for a, d in placed if a in self.dimension]
@@ -275,15 +425,67 @@ class Grower:
                     self.large.append(a)
         return True
 
-    def batching_rules_of(self, eqn: jex.JaxprEqn) -> Iterable[BatchingRule]:
+    def _rules_of(self, eqn: jex.JaxprEqn) -> Iterable[BatchingRule]:
         """Return the ways that are looked at of an equation; none of draws, which are made before, all at once."""
-        return () if is_draw(eqn) else rules(eqn)
+        if eqn.primitive.name != "scan":
+            return () if is_draw(eqn) else rules(eqn)
+        if not self.scans:
+            return ()
+        eqns, maker = self.program.eqns, self.program.maker
+        around = Around(self.dimension, lambda v: eqns[maker[v]] if v in maker else None)
+        found = scan_batching_rule(eqn, around)
+        return () if found is None else (found,)
+
+    def _done_before(self, i: int) -> bool:
+        """Leave an equation out, with all that it is made of, if that is little, as the number of words that count is;
+        whether that was possible.
+        """
+        eqns, maker = self.program.eqns, self.program.maker
+        before: set[int] = set()
+        waiting, made = [i], 0
+        while waiting:
+            j = waiting.pop()
+            if j in before:
+                continue
+            before.add(j)
+            if j == i or j in self.rules:
+                made += sum(aval_nbytes(v.aval) for v in eqns[j].outvars)
+                if made > self.few_nbytes or is_contraction(eqns[j]):
+                    return False
+            waiting.extend(maker[a] for a in _compat.variables(eqns[j].invars) if a in maker)
+        before &= self.rules.keys() | {i}
+        self.early |= before
+        for i in before & self.rules.keys():
+            del self.rules[i]
+            self.sums.difference_update(eqns[i].outvars)
+        return bool(self.rules)
+
+    def _of_sums(self, eqn: jex.JaxprEqn, made: Collection[Any]) -> BatchingRule | None:
+        """Return the way of an equation that adds two sums of these, or puts one that nothing else reads in another
+        form; not of short numbers, whose sums have another type here.
+        """
+        operands = eqn.invars
+        if not operands or any(_compat.is_literal(a) or a not in made or self._goes_on(a) for a in operands):
+            return None
+        if any(sum_type(shaped(a).dtype) != shaped(a).dtype for a in operands):
+            return None
+        if eqn.primitive.name in ("add", "add_any"):
+            return OF_SUMS
+        (a, *_) = operands
+        alone = len(self.program.readers[a]) == 1 and a not in self.program.returned
+        return OF_SUM if alone and is_relabelling(eqn) else None
+
+    def _goes_on(self, v: jex.Var) -> bool:
+        """Return whether each chunk adds to a sum in its place, so that there is no sum of its own."""
+        return is_scattered(self.program.eqns[self.program.maker[v]])
 
     def _between(self) -> list[int]:
-        """Return the equations that read, if only through others, what the region makes, and make what it reads."""
+        """Return the equations that read, if only through others, what the region makes, and make what it reads; none
+        of what is waited for, nor through that.
+        """
         eqns, maker = self.program.eqns, self.program.maker
         first, last = min(self.rules), max(self.rules)
-        near = [i for i in self.program.alive if first <= i <= last]
+        near = [i for i in self.program.alive if first <= i <= last and i not in self.waited]
         behind: set[int] = set()
         for i in near:
             makers = (maker.get(a, -1) for a in _compat.variables(eqns[i].invars))

@@ -322,7 +322,9 @@ def normalise(source: Source) -> Traced:
     flat = written.closed
     # Where equations come from is said of the plain program.
     program = run(MERGING_PASSES, FlatProgram.of(flat).anew(encoded=written.encoded), task)
-    return in_form(source, Merged(flat, program, find_sites(program, source), inliner), PLAIN)
+    return in_form(
+        source, Merged(flat, program, find_sites(program, source, inliner.branch()), inliner), PLAIN
+    )
 
 
 def in_form(source: Source, merged: Merged, form: Variant) -> Traced:

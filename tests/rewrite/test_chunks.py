@@ -15,8 +15,9 @@ from test_random_programs import Net, nets
 
 import jaxremat
 from jaxremat._compiler._program import Program, device_count
+from jaxremat._program._primitives import is_in_chunks
 from jaxremat._rewrite._program_readers import Readers
-from jaxremat._rewrite._row_chunks import chunked, is_in_chunks
+from jaxremat._rewrite._row_chunks import chunked
 from jaxremat._rewrite._row_regions import Region, region_about, regions
 from jaxremat._rewrite._trace import trace
 
@@ -104,7 +105,7 @@ def test_heads_fall_apart_into_rows(loss: str, tied: bool) -> None:
     region = traced.regions[0]
     assert region.choices == (2, 4, 8)
     assert region.inner_nbytes >= 4 * BATCH * LENGTH * WORDS * 2  # logits and their gradient at least
-    cut, origin = chunked(traced.flat, regions(traced.flat)[0], 4)
+    cut, origin = chunked(traced.flat, [(regions(Readers(traced.flat))[0], 4)])
     (call,) = (eqn for eqn in cut.jaxpr.eqns if is_in_chunks(eqn))
     jex.check_jaxpr(cut.jaxpr)
     assert len(origin) == len(cut.jaxpr.eqns)
@@ -117,7 +118,7 @@ def test_heads_fall_apart_into_rows(loss: str, tied: bool) -> None:
 def test_sums_over_chunks_lose_nothing_in_short_numbers() -> None:
     step, args = step_of(cross_entropy, jnp.bfloat16), arguments()
     traced = trace(jax.jit(step), args, {})
-    cut, _ = chunked(traced.flat, regions(traced.flat)[0], 8)
+    cut, _ = chunked(traced.flat, [(regions(Readers(traced.flat))[0], 8)])
     (call,) = (eqn for eqn in cut.jaxpr.eqns if is_in_chunks(eqn))
     outside = [v.aval.size for eqn in cut.jaxpr.eqns if eqn is not call for v in eqn.outvars]
     assert max(outside) < BATCH * LENGTH * WORDS  # also of the gradient that is made shorter
@@ -133,8 +134,8 @@ def normalised_by_all(logits: Any, labels: Any) -> Any:
 
 
 def test_what_waits_for_all_rows_is_done_in_two_loops() -> None:
-    (region,) = trace(jax.jit(step_of(normalised_by_all)), arguments(), {}).regions
-    assert region.whole and len(region.loops) == 2
+    found = trace(jax.jit(step_of(normalised_by_all)), arguments(), {}).regions
+    assert [(region.whole, len(region.loops)) for region in found] == [(False, 2), (True, 2)]
 
 
 def test_a_network_of_many_layers_alike_is_done_in_microbatches_or_not_at_all() -> None:
@@ -239,6 +240,6 @@ def test_any_region_of_random_programs_gives_what_it_gave(net: Net) -> None:
     flat = [*params, x]
     expected = jex.jaxpr_as_fun(traced.flat)(*flat)
     for region in sorted(found.values(), key=lambda region: -len(region.rules))[:2]:
-        cut, _ = chunked(traced.flat, region, region.choices[0])
+        cut, _ = chunked(traced.flat, [(region, region.choices[0])])
         jex.check_jaxpr(cut.jaxpr)
         close(expected, jax.jit(jex.jaxpr_as_fun(cut))(*flat), 1e-4)

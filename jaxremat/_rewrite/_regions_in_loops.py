@@ -1,0 +1,55 @@
+"""Flat program -> the regions of rows in iterations of its loops, and the same program with them in chunks.
+
+A layer's body that a scan runs, or the body of gradient accumulation, has regions as any program: where its loops are
+inlined, both passes of a pair are sections of equations, and the backward section reads the forward one's values. Each
+loop over chunks is in one section. What chunks of the backward section compute again needs no stack.
+
+Invariant: the loops that come out have the carries and the order of those that went in.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .._program._inline import Inliner
+from ._flat_program import FlatProgram, with_eqns
+from ._inlined_loops import inline_loops
+from ._loop_closing import close_loops
+from ._program_readers import Readers
+from ._row_chunks import in_chunks
+from ._row_regions import Region, regions
+
+
+def regions_in_loops(program: FlatProgram, inliner: Inliner) -> tuple[Region, ...]:
+    """Return the regions in iterations of loops of a program that `inliner` has made."""
+    opened = inline_loops(program, inliner, inner=False)
+    if not opened.loops:
+        return ()
+    outside = {i for i, loop in enumerate(opened.loop_of) if loop < 0}
+    found = regions(_readers(opened), outside)
+    return tuple(replace(region, trips=_trips(opened, region.loop)) for region in found)
+
+
+def _trips(program: FlatProgram, loop: int) -> int:
+    """Return how often an iteration of a loop runs, those of loops around it included."""
+    return program.loops[loop].length * _trips(program, program.loops[loop].parent) if loop >= 0 else 1
+
+
+def chunked_in_loops(
+    program: FlatProgram, chosen: Sequence[tuple[Region, int]], inliner: Inliner
+) -> FlatProgram:
+    """Return the program with each of these regions in so many chunks, its loops closed again.
+
+    **Arguments:** `inliner` that made the program.
+    """
+    opened = inline_loops(program, inliner, inner=False)
+    closed, _, loop_of = in_chunks(_readers(opened), opened.closed, chosen)
+    made = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
+    eqns = close_loops(closed.jaxpr.eqns, loop_of, opened.loops)
+    places = [next((made[v] for v in eqn.outvars if v in made), -1) for eqn in eqns]
+    return opened.moved(with_eqns(closed, eqns), [-1] * len(eqns), [-1] * len(eqns), loops=()).anew(
+        origin=tuple(program.origin[i] if i >= 0 else () for i in places)
+    )
+
+
+def _readers(program: FlatProgram) -> Readers:
+    return Readers(program.closed, program.loop_of, program.loops)

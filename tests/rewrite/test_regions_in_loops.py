@@ -1,0 +1,142 @@
+"""Several regions of a step in chunks together, and regions in the bodies of loops: which, and that results are the
+same."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from forms import of_chunks
+
+from jaxremat._model._variant import LOOP, Choice
+from jaxremat._program._compat import shaped
+from jaxremat._program._primitives import inner_eqns, is_in_chunks
+from jaxremat._rewrite._passes import runnable
+from jaxremat._rewrite._trace import Traced, trace
+
+NODES, WIDE, LAYERS, WORDS = 128, 64, 4, 2000
+LARGE = NODES * NODES * WIDE // 2
+
+
+def layer(w: Any, h: Any) -> Any:
+    """Messages between all pairs of nodes, some of them dropped, summed over the senders."""
+    messages = jnp.tanh(h[:, None] @ w["in"] + h[None] @ w["in"])
+    messages = jax.nn.silu(messages @ w["mid"])
+    kept = jax.random.bernoulli(jax.random.key(3), 0.9, (NODES, NODES, 1)).astype(jnp.float32)
+    return h + (messages * kept).mean(1) @ w["out"]
+
+
+def unrolled(params: Any, h: Any) -> Any:
+    for i in range(LAYERS):
+        h = layer(jax.tree.map(lambda w, i=i: w[i], params), h)
+    return (h**2).mean()
+
+
+def scanned(params: Any, h: Any) -> Any:
+    h, _ = jax.lax.scan(lambda h, w: (layer(w, h), None), h, params)
+    return (h**2).mean()
+
+
+def step_of(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def step(params: Any, h: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, h)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
+def arguments() -> Any:
+    rng = np.random.default_rng(0)
+    shapes = {"in": (16, WIDE), "mid": (WIDE, WIDE), "out": (WIDE, 16)}
+    params = {
+        name: jnp.asarray(rng.normal(size=(LAYERS, *shape)) / shape[0] ** 0.5, jnp.float32)
+        for name, shape in shapes.items()
+    }
+    return params, jnp.asarray(rng.normal(size=(NODES, 16)), jnp.float32)
+
+
+def results(closed: jex.ClosedJaxpr, args: Any) -> list[Any]:
+    return jax.jit(jex.jaxpr_as_fun(closed))(*jax.tree.leaves(args))
+
+
+def check_same(traced: Traced, changed: Traced, args: Any) -> list[jex.JaxprEqn]:
+    """Compare the results of two forms; return the equations of the second, those in loops, but not in chunks, too."""
+    closed = runnable(changed.program)
+    jex.check_jaxpr(closed.jaxpr)
+    for a, b in zip(results(traced.flat, args), results(closed, args), strict=True):
+        scale = float(jnp.abs(a).max()) or 1.0
+        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=2e-5)
+    found = []
+    for eqn in closed.jaxpr.eqns:
+        found += [eqn] if is_in_chunks(eqn) or eqn.primitive.name != "scan" else inner_eqns(eqn)
+    return found
+
+
+def largest(eqns: list[jex.JaxprEqn]) -> int:
+    """Return the most numbers in a result of an equation that is not in chunks."""
+    within = {id(inner) for eqn in eqns if is_in_chunks(eqn) for inner in inner_eqns(eqn)}
+    return max(math.prod(shaped(v).shape) for eqn in eqns if id(eqn) not in within for v in eqn.outvars)
+
+
+def test_layers_that_mix_all_nodes_are_in_regions_of_their_own() -> None:
+    args = arguments()
+    traced = trace(jax.jit(step_of(unrolled)), args, {})
+    rows = [region for region in traced.regions if not region.whole]
+    assert len(rows) > 1
+    assert sum(len(region.loops) for region in rows) == 2 * LAYERS
+    assert all(region.rows == NODES and region.repeated for region in rows)
+    changed = traced.in_form(of_chunks(*(8 * (1 + i % 2) for i in range(len(rows)))))
+    eqns = check_same(traced, changed, args)
+    assert sum(map(is_in_chunks, eqns)) == 2 * LAYERS
+    assert largest(eqns) < LARGE <= largest(list(traced.flat.jaxpr.eqns))
+
+
+def test_one_of_several_regions_may_be_in_chunks() -> None:
+    args = arguments()
+    traced = trace(jax.jit(step_of(unrolled)), args, {})
+    eqns = check_same(traced, traced.in_form(of_chunks(0, 4)), args)
+    assert sum(map(is_in_chunks, eqns)) == len(traced.regions[1].loops)
+
+
+@pytest.mark.parametrize("levels", [(), (2, 2)])
+def test_bodies_of_loops_have_regions(levels: tuple[int, ...]) -> None:
+    args = arguments()
+    traced = trace(jax.jit(step_of(scanned)), args, {})
+    (region,) = traced.regions
+    assert region.loop >= 0 and region.trips == LAYERS and len(region.loops) == 2
+    changed = traced.in_form(of_chunks(8).also(Choice(LOOP, 0, levels)))
+    eqns = check_same(traced, changed, args)
+    assert sum(map(is_in_chunks, eqns)) >= 2
+    assert largest(eqns) < LARGE <= NODES * NODES * WIDE
+
+
+def test_gradient_accumulation_has_the_regions_of_its_body() -> None:
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        logits = jnp.tanh(x @ params["in"]) @ params["out"]
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=-1).mean()
+
+    def step(params: Any, xs: Any, ys: Any) -> Any:
+        def body(total: Any, batch: Any) -> Any:
+            grads = jax.grad(loss)(params, *batch)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        grads, _ = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), (xs, ys))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    rng = np.random.default_rng(0)
+    params = {
+        "in": jnp.asarray(rng.normal(size=(16, 32)) / 4, jnp.float32),
+        "out": jnp.asarray(rng.normal(size=(32, WORDS)) / 6, jnp.float32),
+    }
+    xs = jnp.asarray(rng.normal(size=(3, 512, 16)), jnp.float32)
+    args = params, xs, jnp.asarray(rng.integers(0, WORDS, (3, 512)))
+    traced = trace(jax.jit(step), args, {})
+    (site,) = (i for i, region in enumerate(traced.regions) if region.loop >= 0)
+    assert traced.regions[site].trips == 3
+    changed = traced.in_form(of_chunks(*(8 * (i == site) for i in range(site + 1))))
+    eqns = check_same(traced, changed, args)
+    assert largest(eqns) < 512 * WORDS
