@@ -316,7 +316,7 @@ def test_rich_prints_it_with_colours() -> None:
 
 def test_without_jinja2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_report, "_installed", lambda module: module != "jinja2")
-    with pytest.raises(InstallError, match=r'pip install "jaxremat\[tools\]"'):
+    with pytest.raises(InstallError, match=r'pip install "\.\[tools\]"'):
         PLAN.report().save(tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
     assert PLAN.report()._repr_html_().startswith("<pre>train_step needs")
