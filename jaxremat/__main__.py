@@ -17,7 +17,7 @@ def main() -> None:
     if missing:
         print(
             f"jaxremat: the command line needs {', '.join(missing)}, which is not installed. "
-            'Run: pip install "jaxremat[tools]"',
+            'Run in a checkout of jaxremat: pip install ".[tools]"',
             file=sys.stderr,
         )
         raise SystemExit(4)

@@ -2,11 +2,8 @@
 
 import functools
 import os
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,7 +26,7 @@ from .._plan._request import DEFAULT, Planning, takes_planning
 from .._plan._residuals import Found, Held, HeldPlan, as_plan, parse_held, plan_held
 from .._program import _compat
 from .._rewrite._fingerprint import fingerprint
-from .._runtime._errors import ArgumentError, JaxrematWarning
+from .._runtime._errors import ArgumentError, warn
 
 _UNSET: Any = object()
 
@@ -270,25 +267,14 @@ def _warn_of_options() -> None:
     told = (*map(str, options.values()), os.environ.get("XLA_FLAGS", ""))
     if not all(any(str(value) in text for text in told) for value in needed.values()):
         _warned = True
-        warnings.warn(
+        warn(
             "A function planned by `jaxremat.checkpoint` is compiled by a `jax.jit` without the options that it "
             "needs on this backend, which will merge recomputation back with the original. Write "
-            "`jax.jit(..., compiler_options=jaxremat.compiler_options())` on the outermost `jit`.",
-            JaxrematWarning,
-            stacklevel=_frames_to_the_user(),
+            "`jax.jit(..., compiler_options=jaxremat.compiler_options())` on the outermost `jit`."
         )
 
 
 _warned = False
-
-
-def _frames_to_the_user() -> int:
-    """Return how far up from who asks the first frame is that is neither this library's nor JAX's."""
-    ours = (os.path.dirname(jax.__file__ or "") + os.sep, str(Path(__file__).parents[1]) + os.sep)
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(ours):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _backward(

@@ -4,7 +4,6 @@ Where the planner may use that memory and nothing fits on the device, or only wh
 itself. Arguments that are donated are given up when they are moved, as by the step itself.
 """
 
-import warnings
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from .._plan._state_on_host import beside, enough, is_dear, missing_nbytes, mova
 from .._program._host_arguments import is_there, to_host
 from .._runtime._budgets import Share, read_budget
 from .._runtime._bytes import format_nbytes, parse_nbytes
-from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
+from .._runtime._errors import InfeasibleBudgetError, warn
 
 
 def usable(offload: Offload, spec: DeviceSpec, here: Any) -> HostMemory | None:
@@ -34,11 +33,9 @@ def usable(offload: Offload, spec: DeviceSpec, here: Any) -> HostMemory | None:
     allowed = None if offload is True or offload == "auto" else parse_nbytes(offload)
     host = host_memory(spec, here, allowed)
     if host is None and offload != "auto":
-        warnings.warn(
+        warn(
             f"`offload={offload!r}`: {spec.name} has no memory besides the host's, so that nothing is moved there. "
-            "The step is planned without.",
-            JaxrematWarning,
-            stacklevel=4,
+            "The step is planned without."
         )
     return host
 
@@ -159,11 +156,9 @@ def _fixed(request: Request, nbytes: int) -> int | None:
 def _said(planned: Planned) -> Planned:
     """Return the plan, with a warning where it returns some of the arguments elsewhere than they came from."""
     if nbytes := planned.plan.on_host_nbytes:
-        warnings.warn(
+        warn(
             f"The plan keeps {format_nbytes(nbytes)} of the donated arguments, which are read to be "
             "updated alone, in host memory. The step returns them there; what else computes with them copies "
-            "them to the device first, with `jax.device_put(x, jax.memory.Space.Device)`.",
-            JaxrematWarning,
-            stacklevel=6,
+            "them to the device first, with `jax.device_put(x, jax.memory.Space.Device)`."
         )
     return planned

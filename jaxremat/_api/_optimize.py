@@ -52,8 +52,8 @@ def optimize(
       jitted function brings its own along.
     - `target`: plan for this device, one of `jaxremat.targets()`, or several, `"h100x8"`, `"h100:16x8"` on 16 hosts,
       on a machine that need not have them: the peak is that of XLA's compiler for it, on one device
-      (`pip install "jaxremat[targets]"`). Such a step can be planned, lowered and compiled anywhere, and called where
-      the device is.
+      (`pip install ".[targets]"` in a checkout). Such a step can be planned, lowered and compiled anywhere, and called
+      where the device is.
     - `pins`: what `jaxremat.hint` says in the model, from outside: `{"Block_*/Dense_0": "recompute"}`. A pattern is a
       path of globs within a name stack (`jaxremat.Node.scope`, ended by the primitive or a `checkpoint_name`), or
       within a source line, or a compiled regular expression; what it matches is `"save"`d, `"recompute"`d or

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import warnings
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from .._plan._problem import Problem
 from .._plan._request import Request
 from .._program import _compat
 from .._report import Report
-from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, PlanMismatchError
+from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError, warn
 from .._runtime._progress import timed
 from .._runtime._progress_bars import shown
 from ._argument_kinds import kind_of
@@ -106,12 +105,10 @@ class Step:
         dynamic = self._program.dynamic(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            warnings.warn(
+            warn(
                 f"`{getattr(self, '__name__', 'step')}` is called inside another JAX transformation, which compiles "
                 "it as part of a larger program: no budget can be kept there, so the plain step is used. "
-                "Put `optimize` on the outermost function instead.",
-                JaxrematWarning,
-                stacklevel=3,
+                "Put `optimize` on the outermost function instead."
             )
             return self._program.plain(*args, **kwargs)
         key = self._key(args, kwargs)

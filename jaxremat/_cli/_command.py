@@ -132,7 +132,7 @@ def require(extra: str, *modules: str) -> None:
     if missing := [name for name in modules if not _installed(name)]:
         raise InstallError(
             f"this command needs {', '.join(missing)}, which is not installed. "
-            f'Run: pip install "jaxremat[{extra}]"'
+            f'Run in a checkout of jaxremat: pip install ".[{extra}]"'
         )
 
 

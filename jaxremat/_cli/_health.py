@@ -103,7 +103,7 @@ def package(needed: Requirement) -> Finding:
 
 def packages_of(extra: str, needed: list[Requirement]) -> Finding:
     """Return whether all that an extra asks for is installed."""
-    install = f'pip install "jaxremat[{extra}]"'
+    install = f'pip install ".[{extra}]"'
     found = [package(each) for each in needed]
     if missing := [each.subject for each in found if each.found == "not installed"]:
         return Finding(f"extra {extra}", "absent", f"{', '.join(missing)} not installed", install)
@@ -144,7 +144,7 @@ def target_compiler() -> Finding:
     """Return a product of matrices, compiled for a GPU that is not here."""
     subject = "target compiler"
     if not compilers():
-        install = 'pip install "jaxremat[targets]"' if sys.platform == "linux" else ""
+        install = 'pip install ".[targets]"' if sys.platform == "linux" else ""
         where = "" if install else ", and there is none for this system"
         return Finding(subject, "absent", f"not installed{where}: no `target=`", install)
     matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)

@@ -230,7 +230,7 @@ def _check_installed() -> None:
     if not found:
         raise TargetError(
             "Compiling for a GPU that is not there needs XLA's GPU compiler, which is not installed. "
-            'Install it with: pip install "jaxremat[targets]"'
+            'Install it, in a checkout of jaxremat, with: pip install ".[targets]"'
         )
     if not any(version == wanted for _, version in found):
         name, version = found[0]

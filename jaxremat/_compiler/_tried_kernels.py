@@ -6,7 +6,6 @@ two examples and two heads of all that there are. What a device cannot run, or c
 
 import functools
 import hashlib
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from .._attention import _gradient_kernels, _kernels, _tiles
 from .._attention._finding import Site
 from .._attention._operations import ATTENTION, GRADIENT
 from .._attention._pattern import Axes, Pattern
-from .._runtime._errors import JaxrematWarning
+from .._runtime._errors import warn
 from .._runtime._progress import phase
 from ._single_equation import Figures
 
@@ -50,11 +49,9 @@ def kernels_work(sites: Sequence[Site], device: Any) -> bool:
                 hashlib.sha256(text.encode()).hexdigest(), functools.partial(_failure, site, device)
             )
             if failure:
-                warnings.warn(
+                warn(
                     f"Attention's kernels do not work on this {device.device_kind} with jax {jax.__version__} "
-                    f"({failure}), so that steps are planned without them. Please report it.",
-                    JaxrematWarning,
-                    stacklevel=2,
+                    f"({failure}), so that steps are planned without them. Please report it."
                 )
                 return False
     return True

@@ -9,7 +9,6 @@ import hashlib
 import logging
 import platform
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from .._model._variant import PLAIN, Variant
 from .._runtime._budgets import Budget
 from .._runtime._bytes import format_nbytes
 from .._runtime._cache_folder import cache_dir, store, trim
-from .._runtime._errors import InfeasibleBudgetError, JaxrematError, JaxrematWarning
+from .._runtime._errors import InfeasibleBudgetError, JaxrematError, warn
 from .._solver import Solution
 
 T = TypeVar("T")
@@ -119,11 +118,7 @@ def run_as_written(asked: Budget, peak_nbytes: int, budget_nbytes: int, margin_n
             budget_nbytes=budget_nbytes + margin_nbytes,
             min_peak_nbytes=peak_nbytes,
         )
-    warnings.warn(
-        f"{said} it runs as written. Please report the file.",
-        JaxrematWarning,
-        stacklevel=2,
-    )
+    warn(f"{said} it runs as written. Please report the file.")
 
 
 def _emitted(graph: Graph | None, solution: Solution | None) -> list[str]:

@@ -183,7 +183,7 @@ class Frontier:
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Return memory against time: the points, the plain step, rules by hand, the lower bound and the knee.
 
-        Needs matplotlib (`pip install "jaxremat[tools]"`).
+        Needs matplotlib (`pip install ".[tools]"`).
 
         **Arguments:** `ax` to draw on; None for a new figure of pyplot's.
 

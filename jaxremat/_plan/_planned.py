@@ -7,7 +7,6 @@ and copies otherwise. What it missed by is what the next schedule of the same va
 
 import logging
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,9 +30,9 @@ from .._runtime._bytes import format_nbytes
 from .._runtime._errors import (
     InfeasibleBudgetError,
     InstallError,
-    JaxrematWarning,
     PlanMismatchError,
     SolverError,
+    warn,
 )
 from .._runtime._progress import phase
 from .._solver import Solution
@@ -174,13 +173,11 @@ def _how_they_differ(plan: Plan, problem: Problem) -> str:
 def warn_of(plan: Plan) -> None:
     """Give the warnings of a plan that is followed."""
     for said in plan.warnings:
-        warnings.warn(said, JaxrematWarning, stacklevel=2)
+        warn(said)
     if plan.planning.cut_short and plan.stages:
-        warnings.warn(
+        warn(
             f"A clock ended the search for the plan of `{plan.step}`, after {plan.planning.work}: another search may "
-            "find a faster one. Leave `Planning.planning_seconds` out, or make it larger.",
-            JaxrematWarning,
-            stacklevel=2,
+            "find a faster one. Leave `Planning.planning_seconds` out, or make it larger."
         )
 
 
@@ -316,12 +313,10 @@ def corrected(
         peak = made.compiled.peak_nbytes
         logger.info("corrected from %s to %s", format_nbytes(room + missing), format_nbytes(peak))
         if peak <= room:
-            warnings.warn(
+            warn(
                 f"`{plan.step}` needs {format_nbytes(compiled.peak_nbytes)} here with a plan for {format_nbytes(room)} "
                 f"that was made otherwise. The plan was corrected: it needs {format_nbytes(peak)}, and takes "
-                f"{profile.extra_seconds / (graph.step_seconds or 1.0):.1%} longer than the plain step by the model.",
-                JaxrematWarning,
-                stacklevel=2,
+                f"{profile.extra_seconds / (graph.step_seconds or 1.0):.1%} longer than the plain step by the model."
             )
             more = plan.compiled_overhead
             if more is not None and compiled.seconds:

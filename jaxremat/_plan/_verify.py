@@ -20,7 +20,7 @@ from .._report._account import account_of_plain
 from .._report._loop_forms import loop_forms
 from .._report._planning_time import PlanningTime
 from .._runtime._budgets import parse_budget, parse_margin
-from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning
+from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, warn
 from .._runtime._progress import Stopwatch, timed
 from .._solver import Solution
 from ._baseline import Baseline, EstimatedGraphs, measure_baseline
@@ -103,13 +103,13 @@ class _Planner:
         pins = offloading(problem.estimated)
         if pins and not self.request.offload:
             said = "saved on the device, for plans use host memory with `offload=True` alone."
-            warnings.warn(f"{pins[0].origin}: {said}", JaxrematWarning, stacklevel=2)
+            warn(f"{pins[0].origin}: {said}")
         elif (
             pins
             and not problem.must_plan
             and (said := staying(problem.estimated, save_all(problem.estimated)))
         ):
-            warnings.warn(said, JaxrematWarning, stacklevel=2)
+            warn(said)
         asked = self.request
         budget = asked.nbytes or parse_budget(asked.budget, asked.device_nbytes)
         if budget != "min":

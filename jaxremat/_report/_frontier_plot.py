@@ -23,7 +23,8 @@ def plot(frontier: Any, ax: "Axes | None" = None) -> "Axes":
         from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
     except ImportError as error:
         raise InstallError(
-            'Drawing a frontier needs matplotlib, which is not installed. Run: pip install "jaxremat[tools]"'
+            "Drawing a frontier needs matplotlib, which is not installed. Run in a checkout of jaxremat: "
+            'pip install ".[tools]"'
         ) from error
     if ax is None:
         ax = pyplot.subplots(figsize=(8.0, 5.0), layout="constrained")[1]

@@ -41,7 +41,7 @@ class Report:
         if not _installed("jinja2"):
             raise InstallError(
                 "HTML reports need jinja2, which is not installed. "
-                'Run: pip install "jaxremat[tools]". `print(report)` needs nothing.'
+                'Run in a checkout of jaxremat: pip install ".[tools]". `print(report)` needs nothing.'
             )
         return page(self.outcome)
 

@@ -7,7 +7,6 @@ compute again in the backward pass are single equations instead. Its equations s
 `_memory_order.memory_order`.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +24,7 @@ from .._program._hints import Hint, hidden
 from .._program._inline import Inliner
 from .._program._primitives import inner_eqns
 from .._program._references import References, of_values
-from .._runtime._errors import JaxrematWarning
+from .._runtime._errors import warn
 from .._runtime._garbage import uncollected
 from ._flat_program import BACKWARD, FORWARD, Encoded, FlatProgram, Gain, Loop
 from ._gathered_operands import Gather
@@ -305,11 +304,9 @@ def trace(
     for origin, primitive in hidden(traced.jaxpr.jaxpr.eqns).items():
         if origin in found:
             continue
-        warnings.warn(
+        warn(
             f"{origin} has no effect: it stands in a `{primitive}`, which is saved or recomputed whole. "
-            "Mark what goes in or comes out instead.",
-            JaxrematWarning,
-            stacklevel=2,
+            "Mark what goes in or comes out instead."
         )
     return traced
 

@@ -9,12 +9,11 @@ import contextlib
 import os
 import secrets
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ._errors import JaxrematWarning
+from ._errors import warn
 
 T = TypeVar("T")
 
@@ -47,11 +46,9 @@ def read(path: Path, parse: Callable[[str], T]) -> T | None:
         return None
     except _UNREADABLE as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
-        warnings.warn(
+        warn(
             f"The cache file {path} cannot be read ({why[:120]}); it is ignored and will be written anew. "
-            "If that happens again, remove the file.",
-            JaxrematWarning,
-            stacklevel=2,
+            "If that happens again, remove the file."
         )
         return None
 
@@ -65,11 +62,9 @@ def store(path: Path, text: str) -> None:
         folder = cache_dir()
         if folder not in _said:
             _said.add(folder)
-            warnings.warn(
+            warn(
                 f"The cache folder {folder} cannot be written ({error}): what is found is not kept for the next time. "
-                "Set JAXREMAT_CACHE to a folder that can be.",
-                JaxrematWarning,
-                stacklevel=2,
+                "Set JAXREMAT_CACHE to a folder that can be."
             )
 
 

@@ -1,5 +1,10 @@
 """Every error and warning raised on purpose, each saying what was given, what is true and what to write."""
 
+import functools
+import os
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 
@@ -118,3 +123,14 @@ class InfeasibleHintError(InfeasibleBudgetError):
 
 class JaxrematWarning(UserWarning):
     """Something that works, but not as the user probably wants it."""
+
+
+def warn(message: str) -> None:
+    """Warn at the line of the user's code that led here: neither this library's, nor JAX's."""
+    jax: Any = sys.modules.get("jax")
+    ours = [f"{Path(__file__).parents[1]}{os.sep}", str(functools.__file__)]
+    ours += [f"{Path(jax.__file__).parent}{os.sep}"] if jax is not None else []
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back and frame.f_code.co_filename.startswith(tuple(ours)):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, JaxrematWarning, stacklevel=level)

@@ -60,8 +60,8 @@ def wanted(progress: bool | None) -> bool:
         return False
     if progress and not _installed():
         raise InstallError(
-            '`Planning(progress=True)` needs rich, which is not installed. Run: pip install "jaxremat[tools]", or '
-            "leave it out."
+            "`Planning(progress=True)` needs rich, which is not installed. Run in a checkout of jaxremat: "
+            'pip install ".[tools]", or leave it out.'
         )
     if not sys.stderr.isatty():
         return False

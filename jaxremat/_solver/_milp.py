@@ -22,7 +22,6 @@ problem, so its bound is a bound on every schedule within the window, and the la
 own measure.
 """
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,7 +29,7 @@ from itertools import pairwise
 from .._model._graph import Graph
 from .._model._schedule import Schedule, close_over_dependencies, must_save
 from .._model._simulate import extra_seconds, rank, simulate
-from .._runtime._errors import JaxrematWarning
+from .._runtime._errors import warn
 from .._runtime._garbage import uncollected
 from .._runtime._progress import incumbent, note
 from ._blocks import Blocks
@@ -369,12 +368,10 @@ class _Model:
                 proven = True
                 break
         if lost:
-            warnings.warn(
+            warn(
                 f"The integer program was left without an answer ({'; '.join(program.failures)}). The plan is the best "
                 "that was known before, by solvers without one: it may take longer than it must. "
-                "Try again, or with a larger `time_limit` or `planning_seconds` in `jaxremat.Planning`.",
-                JaxrematWarning,
-                stacklevel=2,
+                "Try again, or with a larger `time_limit` or `planning_seconds` in `jaxremat.Planning`."
             )
         return _Found(
             best, best_rank[0] == 0, min(bound, best_rank[1]) if best_rank[0] == 0 else bound, proven

@@ -292,7 +292,7 @@ def test_the_picture(frontier: Frontier, tmp_path: Path) -> None:
 
 def test_a_picture_without_matplotlib(frontier: Frontier, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(InstallError, match=r"pip install \"jaxremat\[tools\]\""):
+    with pytest.raises(InstallError, match=r"pip install \"\.\[tools\]\""):
         frontier.plot()
 
 

@@ -108,7 +108,7 @@ def test_the_compiler_of_targets_is_missing_of_another_version_or_lost(
     code, found, text = doctor()
     assert code == 0 and "one can do without" in text
     assert found["target compiler"].state == "absent"
-    assert "jaxremat[targets]" in text  # which is not taken for markup
+    assert ".[targets]" in text  # which is not taken for markup
     monkeypatch.setattr(_health.sys, "platform", "darwin")
     assert (
         _health.target_compiler().remedy == "" and "none for this system" in _health.target_compiler().found
@@ -160,7 +160,7 @@ def test_packages_that_are_missing_or_of_another_version(monkeypatch: pytest.Mon
     old = package(Requirement("jax", ">=9.0", ""))
     assert old.state == "broken" and old.found == f"{jax.__version__}, and it has to be >=9.0"
     extra = packages_of("demo", [Requirement("no-such-package", "", "demo"), needed[1]])
-    assert (extra.state, extra.remedy) == ("absent", 'pip install "jaxremat[demo]"')
+    assert (extra.state, extra.remedy) == ("absent", 'pip install ".[demo]"')
     assert packages_of("demo", [Requirement("jax", ">=9.0", "demo")]).state == "broken"
 
 

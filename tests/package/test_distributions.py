@@ -153,7 +153,7 @@ def test_everything_that_is_imported_is_asked_for() -> None:
 
 
 def test_every_extra_that_a_text_names_is_there() -> None:
-    """In the README, notebooks, examples, docstrings and errors alike: `pip install "jaxremat[...]"`."""
+    """In the README, notebooks, examples, docstrings and errors alike: `pip install ".[...]"`."""
     kinds = ("*.md", "jaxremat/**/*.py", "examples/**/*.py", "notebooks/*.ipynb", "docs/**/*.md")
     texts = {path: path.read_text() for kind in kinds for path in ROOT.glob(kind)}
     named = {

@@ -18,12 +18,14 @@ from strategies import plans
 
 import jaxremat
 from jaxremat import Alive, InstallError, MinCut, Plan, close_over_dependencies, format_nbytes
+from jaxremat._cli._check import _compared
 from jaxremat._model._timeline import Copied, Timeline
 from jaxremat._report import _report
 from jaxremat._report._account import account_of_plain
 from jaxremat._report._actions import Decided
 from jaxremat._report._chart import HEIGHT, WIDTH, chart
-from jaxremat._report._content import format_seconds, largest, module_of, modules, tidy
+from jaxremat._report._content import format_seconds, largest, module_of, modules, remarks, tidy
+from jaxremat._report._loop_forms import LoopForm
 
 GRAPH = blocks(4)
 PLAN = plan_of(GRAPH, MinCut().solve(GRAPH, None, time_limit=1.0).schedule)
@@ -316,7 +318,7 @@ def test_rich_prints_it_with_colours() -> None:
 
 def test_without_jinja2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_report, "_installed", lambda module: module != "jinja2")
-    with pytest.raises(InstallError, match=r'pip install "jaxremat\[tools\]"'):
+    with pytest.raises(InstallError, match=r'pip install "\.\[tools\]"'):
         PLAN.report().save(tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
     assert PLAN.report()._repr_html_().startswith("<pre>train_step needs")
@@ -408,3 +410,14 @@ def test_of_a_method() -> None:
             return step(params, x)
 
     assert str(Trainer().step.report(*ARGS)).startswith("step needs")
+
+
+def test_microbatches_are_said_in_whole_sentences() -> None:
+    """And a plan that recomputes nothing in them does not fit as it is written."""
+    form = LoopForm(8, (4,), "", rows=True, whole=True)
+    plan = replace(PLAN, loops=(form,), actions=(), saved=(), kept=())
+    assert "The step: in 4 microbatches" in remarks(plan)
+    shown = "\n".join(str(each) for each in _compared(plan, [], made_up=False).renderables)
+    assert plan.drops_nothing
+    assert "Nothing is recomputed: the step: in 4 microbatches" in shown
+    assert "the plain step fits" in str(_compared(replace(plan, loops=()), [], made_up=False).renderables)
