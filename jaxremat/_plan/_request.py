@@ -43,8 +43,8 @@ class Planning:
       do, as one piece, and the planner plans around them. By default they are undone, and all is planned afresh. A
       plan carries its own.
     - `progress`: show bars for tracing, compiling and solving. By default on a terminal where rich is installed, but
-      not in tests and continuous integration; True there too, False never. The environment variable
-      `JAXREMAT_PROGRESS=0` is False everywhere.
+      not in tests and continuous integration; True there too, and a line for each phase where there is no terminal, as
+      in notebooks and batch jobs; False never. The environment variable `JAXREMAT_PROGRESS=0` is False everywhere.
 
     **Raises:** `ArgumentError`; `BudgetError` for `workspace_margin`.
 
