@@ -78,7 +78,7 @@ def optimize(
       The plan for these shapes is made from it, with at most one solve and two compilations, and verified as any other.
       Where it does not fit, or would take 2 % of the step longer than that plan itself does, the step is planned as
       usual. By default the step's own plans for other shapes, and those in the plan cache within the same budget, are
-      tried so, unless `effort="thorough"`; False plans afresh.
+      tried so, unless `Planning(effort="thorough")`; False plans afresh.
 
     **Returns:** a decorator that gives a `Step`.
 
