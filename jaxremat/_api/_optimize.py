@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from .._compiler._program import Program
 from .._compiler._target import Target
@@ -36,6 +36,7 @@ def optimize(
     offload: Offload = False,
     allow: Collection[str] = EXACT,
     planning: Planning = DEFAULT,
+    like: GivenPlan | Literal[False] = None,
 ) -> Callable[[Callable[..., Any]], "Step"]:
     """Return a drop-in for `jax.jit` on a whole train step that keeps its compiled peak within a budget.
 
@@ -73,6 +74,11 @@ def optimize(
       `"reversible"`: undo blocks whose input follows from their output, as couplings' does. With any of these the
       forward pass stays as it is, gradients are rounded: `jaxremat.compare` says how much.
     - `planning`: how the plan is looked for and checked, a `jaxremat.Planning`.
+    - `like`: a plan of the same step for other shapes (another batch size, another length of sequences), or its file.
+      The plan for these shapes is made from it, with at most one solve and two compilations, and verified as any other.
+      Where it does not fit, or would take 2 % of the step longer than that plan itself does, the step is planned as
+      usual. By default the step's own plans for other shapes, and those in the plan cache within the same budget, are
+      tried so, unless `Planning(effort="thorough")`; False plans afresh.
 
     **Returns:** a decorator that gives a `Step`.
 
@@ -103,7 +109,7 @@ def optimize(
     forms = parse_forms(allow)
     carried = {
         "workspace_margin": planning.workspace_margin, "respect_checkpoint": planning.respect_checkpoint,
-        "pins": pins, "offload": offload,
+        "pins": pins, "offload": offload, "like": like,
     }  # fmt: skip
     if plan is not None and any(carried.values()):
         raise ArgumentError(
@@ -118,7 +124,10 @@ def optimize(
     if plan is None and isinstance(budget, (str, int, float)):
         parse_budget(budget, 1 << 40, lambda: (0, 1))  # what can never be read is refused where it is written
 
-    request = Request(None if budget is _UNSET else budget, planning, parse_pins(pins or {}), offload, forms)
+    alike = None if like is False else tuple(filter(None, [given_plan(like)]))
+    request = Request(
+        None if budget is _UNSET else budget, planning, parse_pins(pins or {}), offload, forms, alike
+    )
     jitting = {
         "donate_argnums": donate_argnums, "donate_argnames": donate_argnames, "static_argnums": static_argnums,
         "static_argnames": static_argnames, "in_shardings": in_shardings, "out_shardings": out_shardings,

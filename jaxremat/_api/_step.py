@@ -252,7 +252,13 @@ class Step:
         problem = Problem(
             program, args, kwargs, spec, planning.profile, here, kept, asked.pins, host, asked.allow
         )
-        return problem, replace(asked, device_nbytes=reported)
+        return problem, replace(asked, device_nbytes=reported, neighbours=self._neighbours())
+
+    def _neighbours(self) -> tuple[Plan, ...] | None:
+        """Return the plans that those for other shapes may start from, None where they shall not."""
+        if (like := self._request.like) is None:
+            return None
+        return (*like, *reversed(self._plans())) if self._request.planning.effort == "normal" else like
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return key_of(self._program, args, kwargs)

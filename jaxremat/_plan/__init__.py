@@ -7,7 +7,8 @@ Reading order: `_request` (with `Planning`, which users write), `_problem` (a st
 `_rules` (what may be done otherwise in it), `_baseline` (the same compiled, where all plans start, and the graphs of
 its variants); `_verify` (a request answered), `_search` (which candidate next, and when to stop) with `_candidates`,
 `_ledger` (what was solved and compiled) and `_step_compiler`; `_planned` (a plan followed, and corrected where it needs
-more here); `_refusal` (what to say where nothing fits, and of pins that stand in the way), `_state_on_host` (what to do
-then), `_defects` (variants that cannot be made); `_made_for`, `_plan`, `_plan_cache`, `_agreement` (one plan in several
-processes), `_frontier`; `_residuals` (functions that are differentiated later); `_arguments`.
+more here), `_nearby` (a plan made from that of nearly the same step); `_refusal` (what to say where nothing fits, and
+of pins that stand in the way), `_state_on_host` (what to do then), `_defects` (variants that cannot be made);
+`_made_for`, `_plan`, `_plan_cache`, `_agreement` (one plan in several processes), `_frontier`; `_residuals` (functions
+that are differentiated later); `_arguments`.
 """

@@ -105,6 +105,9 @@ class Plan(Outcome, Written):
     - `unproved` what of the form was not proved to compute the step before it was compiled, in words; numbers are
       compared by the library's own tests. Empty where nothing was compiled.
     - `decided` how many values, and bytes, are kept because discrete decisions are made once.
+    - `structure` of the step, equal for steps that differ in shapes alone; `like` the fingerprint of the plan of such a
+      step that this one was made from, "" for none: then the plain step was not compiled, and `baseline_peak_nbytes` is
+      what rules say of it.
     - `made_for` the arguments, mesh and version of jax, None in plans of earlier versions.
     """
 
@@ -123,6 +126,7 @@ class Plan(Outcome, Written):
     on_host: tuple[int, ...] = ()
     detached: tuple[Passing, ...] = ()
     made_for: MadeFor | None = None
+    structure: str = ""
     warnings: tuple[str, ...] = ()
 
     @classmethod

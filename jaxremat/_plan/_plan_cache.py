@@ -29,6 +29,7 @@ from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
 from .._runtime._progress import Stopwatch, timed
 from .._solver import Solver
 from ._baseline import Baseline, measure_baseline
+from ._nearby import plan_nearby
 from ._plan import Plan
 from ._planned import Planned, apply_plan
 from ._problem import Problem
@@ -57,6 +58,10 @@ SAVES = 0.005
 share of the step."""
 
 
+MOST_ALIKE = 4
+"""Plans of nearly the same step that are looked at: each that does not do may take a compilation."""
+
+
 class Known(NamedTuple):
     """A plan by its compiled peak, the share of the step's time that it takes longer, and its file."""
 
@@ -73,7 +78,7 @@ def recall_or_plan(problem: Problem, request: Request) -> Planned:
     request, baseline = _in_bytes(problem, request)
     key = key_of(problem, request.planning, {"known": True}, besides=_SEARCHING)
     if key is None:
-        return make_plan(problem, request, baseline)
+        return plan_nearby(problem, request) or make_plan(problem, request, baseline)
     return _KeptPlans(problem, request, cache_dir() / "known" / f"{key}.json", baseline).recall_or_plan()
 
 
@@ -113,6 +118,7 @@ class _KeptPlans:
         self.budget: int | Literal["min"] = request.nbytes
         self.margin = self._margin(self.budget)
         self.path = self._path("plans", self.budget)
+        self.alike = self._path("alike", self.budget, program=problem.structure)
         # What is planned in place of a refusal is kept, see `_state_on_host`.
         self.refusal = self._path("refusals", self.budget) if movable(problem) else None
 
@@ -120,6 +126,8 @@ class _KeptPlans:
         if self.refusal and (refused := recall(self.refusal, json.loads)) is not None:
             raise InfeasibleBudgetError(**refused)
         plan = recall(self.path, Plan.from_json)
+        if plan is not None and plan.like and self.request.neighbours is None:
+            plan = None  # which was not planned for this step alone
         if plan is not None and not plan.planning.cut_short:  # else it is looked for once more
             follow = functools.partial(self._followed, self.path, plan)
             defects = self.problem.defects
@@ -133,7 +141,7 @@ class _KeptPlans:
     def _fresh(self, stopwatch: Stopwatch) -> Planned:
         """Make a plan, or take a better one that was made before, and keep it. **Raises:** as `make_plan`."""
         try:
-            planned = make_plan(self.problem, self.request, self.baseline)
+            planned = self._nearby() or make_plan(self.problem, self.request, self.baseline)
         except InfeasibleBudgetError as error:
             planned = self._better(None, stopwatch)
             if planned is None:
@@ -144,7 +152,23 @@ class _KeptPlans:
         self._kept(planned)
         if self.request.planning.verify:
             self._add(planned.plan, self.path)
+        if not planned.plan.like:
+            store(self.alike, json.dumps([self.path.name, *self._alike()][:MOST_ALIKE]))
         return planned
+
+    def _nearby(self) -> Planned | None:
+        """Return a plan made from one of nearly the same step, within this budget, None where that gives none."""
+        given = self.request.neighbours
+        if given is None:
+            return None
+        files = self._alike() if self.request.planning.effort == "normal" else []
+        kept = (recall(cache_dir() / "plans" / name, Plan.from_json) for name in files)
+        return plan_nearby(self.problem, replace(self.request, neighbours=(*given, *filter(None, kept))))
+
+    def _alike(self) -> list[str]:
+        """Return the files of plans of nearly the same step, the newest first; some may have been removed since."""
+        found = read(self.alike, json.loads) or []
+        return [name for name in found if name != self.path.name]
 
     def _kept(self, planned: Planned, there: Plan | None = None) -> Planned:
         """Keep a plan, and in its place whatever corrects it. **Arguments:** `there` what is kept already."""
@@ -211,9 +235,9 @@ class _KeptPlans:
             logger.info("the plan in %s no longer holds: %s", path, error)
             return None
 
-    def _path(self, folder: str, budget: int | Literal["min"]) -> Path:
-        """Return the file of what belongs to a budget."""
-        wanted = {"budget": budget, "margin": self._margin(budget)}
+    def _path(self, folder: str, budget: int | Literal["min"], **instead: str) -> Path:
+        """Return the file of what belongs to a budget. **Arguments:** `instead` what else tells programs apart."""
+        wanted = {"budget": budget, "margin": self._margin(budget), **instead}
         key = key_of(self.problem, self.request.planning, wanted)
         return cache_dir() / folder / f"{key}.json"
 

@@ -98,11 +98,14 @@ def apply_plan(problem: Problem, plan: Plan, planning: Planning, *, to_run: bool
     compiler needs more than the plan's budget for it, and for what corrects it.
     """
     verify = planning.verify
-    found = problem.fingerprint
+    found, alike = problem.fingerprint, False
     if found != plan.fingerprint:
+        alike = problem.structure == plan.structure
         problem = problem.ordered_before
     if problem.fingerprint != plan.fingerprint:
         afresh = "Plan this step afresh, with `optimize(budget)`."
+        if alike:
+            afresh = f"{afresh[:-1]}, or from this plan, with `optimize(budget, like=plan)`."
         if plan.devices != (here := problem.division.devices):
             raise PlanMismatchError(
                 f"The plan is for a mesh of {in_words(plan.devices)}, this step is on {in_words(here)}. {afresh}"

@@ -30,7 +30,7 @@ from .._model._schedule import Passing, Schedule, close_over_dependencies, save_
 from .._model._simulate import simulate
 from .._model._sites import EXACT
 from .._model._variant import Variant
-from .._rewrite._fingerprint import fingerprint
+from .._rewrite._fingerprint import fingerprint, structure
 from .._rewrite._kernel_choice import replaced
 from .._rewrite._pooling_places import is_by_place
 from .._rewrite._trace import Traced, trace
@@ -108,6 +108,11 @@ class Problem:
     def fingerprint(self) -> str:
         """What tells the program from others."""
         return fingerprint(self.traced)
+
+    @cached_property
+    def structure(self) -> str:
+        """What tells the program from others but those that differ in shapes alone."""
+        return structure(self.traced)
 
     @cached_property
     def ordered_before(self) -> "Problem":

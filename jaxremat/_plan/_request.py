@@ -10,6 +10,7 @@ from .._model._sites import EXACT
 from .._runtime._budgets import Budget, parse_margin
 from .._runtime._errors import ArgumentError
 from .._solver import Milp, Solver
+from ._plan import Plan
 
 Offload = bool | int | str
 """Whether host memory is used; "auto" for where there is one; or how much of it, as bytes or text."""
@@ -42,8 +43,8 @@ class Planning:
       do, as one piece, and the planner plans around them. By default they are undone, and all is planned afresh. A
       plan carries its own.
     - `progress`: show bars for tracing, compiling and solving. By default on a terminal where rich is installed, but
-      not in tests and continuous integration; True there too, False never. The environment variable
-      `JAXREMAT_PROGRESS=0` is False everywhere.
+      not in tests and continuous integration; True there too, and a line for each phase where there is no terminal, as
+      in notebooks and batch jobs; False never. The environment variable `JAXREMAT_PROGRESS=0` is False everywhere.
 
     **Raises:** `ArgumentError`; `BudgetError` for `workspace_margin`.
 
@@ -97,9 +98,10 @@ DEFAULT = Planning()
 class Request:
     """What to plan for.
 
-    **Fields:** `budget`, `planning`, `pins`, `offload` and `allow` as the arguments of `jaxremat.optimize`;
-    `device_nbytes` the memory that the device reports; `nbytes` the budget in bytes, None until it is known (see
-    `_sizes`).
+    **Fields:** `budget`, `planning`, `pins`, `offload` and `allow` as the arguments of `jaxremat.optimize`; so is
+    `like`, None for False; `device_nbytes` the memory that the device reports; `nbytes` the budget in bytes, None until
+    it is known (see `_sizes`); `neighbours` plans of steps that may be nearly the same, None where the step is to be
+    planned without any.
     """
 
     budget: Budget
@@ -107,8 +109,10 @@ class Request:
     pins: Patterns = ()
     offload: Offload = False
     allow: tuple[str, ...] = EXACT
+    like: tuple[Plan, ...] | None = ()
     device_nbytes: int | None = None
     nbytes: int | Literal["min"] | None = None
+    neighbours: tuple[Plan, ...] | None = ()
 
 
 F = TypeVar("F", bound=Callable[..., Any])

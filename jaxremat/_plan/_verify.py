@@ -303,6 +303,7 @@ class _Planner:
             rounds=tuple(each.round for each in made),
             alive=(),
             fingerprint=problem.fingerprint,
+            structure=problem.structure,
             made_for=made_for(problem.program, problem.args, problem.kwargs),
             stages=tuple((s.start, s.stop) for s in graph.stages),
             materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),

@@ -85,6 +85,7 @@ class Outcome(Actions):
     collectives: tuple[Collectives, ...] = ()
     decided: Decided = NONE_DECIDED
     unproved: tuple[str, ...] = ()
+    like: str = ""
 
     @property
     def gathered_again(self) -> int:
@@ -177,7 +178,7 @@ def describe(plan: Outcome, rows: int = 12) -> str:
         f"Plan: peak {format_nbytes(plan.peak_nbytes)} "
         f"({'compiled' if compiled else 'predicted, not compiled'}) within {format_nbytes(plan.budget_nbytes)}"
         + (f", of which {format_nbytes(plan.margin_nbytes)} stay free" if plan.margin_nbytes else "")
-        + f"; the plain step needs {format_nbytes(plan.baseline_peak_nbytes)}"
+        + f"; the plain step needs {'about ' if plan.like else ''}{format_nbytes(plan.baseline_peak_nbytes)}"
         + (f", per device (of {plan.devices})" if plan.devices > 1 else ""),
         f"  predicted peak {format_nbytes(plan.predicted_peak_nbytes)}, overhead {plan.overhead:.2%}"
         + (f" (compiled program {plan.compiled_overhead:.2%})" if plan.compiled_overhead is not None else "")
@@ -186,6 +187,8 @@ def describe(plan: Outcome, rows: int = 12) -> str:
         f"recomputed {format_nbytes(plan.dropped_nbytes)} in {sum(a.action == 'recompute' for a in plan.actions)}",
         f"  solver {plan.solver}, {plan.solve_seconds:.2f} s, {plan.compile_count} compilations",
     ]
+    if plan.like:
+        lines.append(f"  made from the plan {plan.like[:12]}, of a step that differs in shapes alone")
     if plan.planning.seconds:
         lines.append(f"  {plan.planning}")
     if plan.offloaded_nbytes:

@@ -1,4 +1,6 @@
-"""Traced step -> a hash that tells programs apart: two with the same one can follow the same plan."""
+"""Traced step -> hashes: of equal fingerprints two programs can follow the same plan; of equal structure they have the
+same equations but for shapes, so that the plan of one says much of the other.
+"""
 
 import hashlib
 import re
@@ -51,4 +53,26 @@ def fingerprint(traced: Traced) -> str:
         digest.update(traced.around.words.encode())
     hints = sorted((index[hint.variable], hint.action) for hint in traced.hints if hint.variable in index)
     digest.update(repr(hints).encode() if hints else b"")
+    return digest.hexdigest()
+
+
+def structure(traced: Traced) -> str:
+    """Return a hash of the normalised program without types and parameters: primitives, name stacks, data flow and the
+    lengths of loops, in order.
+    """
+    jaxpr = traced.jaxpr.jaxpr
+    index: dict[Any, int] = {}
+    digest = hashlib.sha256()
+
+    def define(variables: Any) -> str:
+        return ",".join(str(index.setdefault(v, len(index))) for v in variables)
+
+    loops = [(loop.group, loop.length, loop.role, loop.parent) for loop in traced.loops]
+    digest.update(f"{define(jaxpr.constvars)};{define(jaxpr.invars)};{traced.donated};{loops}".encode())
+    for eqn, loop_of in zip(jaxpr.eqns, traced.loop_of, strict=True):
+        ins = ["" if _compat.is_literal(a) else str(index[a]) for a in eqn.invars]
+        stack = _compat.name_stack_text(eqn)
+        digest.update(
+            f"{define(eqn.outvars)}={eqn.primitive.name} {' '.join(ins)} {stack} {loop_of}\n".encode()
+        )
     return digest.hexdigest()

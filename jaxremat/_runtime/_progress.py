@@ -3,12 +3,15 @@
 Law: watching changes no result. Nobody watches unless `watched` says who; `_progress_bars` does, for people at one.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+logger = logging.getLogger("jaxremat")
 
 
 class Watcher(Protocol):
@@ -88,8 +91,9 @@ def phase(name: str, total: int | None = None, *, kind: str = "other") -> Iterat
     finally:
         _phases.reset(token)
         begun.end()
+        seconds = time.monotonic() - began
+        logger.info("%s: %.1f s", name, seconds)
         if stopwatch:
-            seconds = time.monotonic() - began
             stopwatch.spent[kind] = stopwatch.spent.get(kind, 0.0) + seconds - stopwatch.inside
             stopwatch.inside = outer + seconds
 

@@ -1,9 +1,13 @@
-"""Phases -> bars on a terminal, with rich: on standard error, gone when planning is over."""
+"""Phases -> bars on a terminal, with rich: on standard error, gone when planning is over.
+
+Where there is no terminal, as in notebooks and batch jobs, a line for each phase that stays, if that is asked for.
+"""
 
 import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,12 +19,15 @@ _NO = ("0", "off", "no", "false")
 
 @contextmanager
 def shown(progress: bool | None) -> Iterator[None]:
-    """Show the phases of what happens inside, if that is wanted; see `wanted`.
+    """Show the phases of what happens inside, if that is wanted (see `wanted`): with `progress=True` and no terminal as
+    lines.
 
     **Raises:** `InstallError` where it is asked for and rich is missing.
     """
     if is_watched() or not wanted(progress):
-        yield
+        lines = progress and not (is_watched() or _switched_off() or sys.stderr.isatty())
+        with watched(_Lines()) if lines else nullcontext():
+            yield
         return
     from rich.console import Console
     from rich.progress import (
@@ -56,7 +63,7 @@ def wanted(progress: bool | None) -> bool:
     **Arguments:** `progress`: False for never, True in tests and continuous integration too. The environment's
     `JAXREMAT_PROGRESS=0` turns bars off everywhere.
     """
-    if progress is False or os.environ.get("JAXREMAT_PROGRESS", "").strip().lower() in _NO:
+    if progress is False or _switched_off():
         return False
     if progress and not _installed():
         raise InstallError(
@@ -68,11 +75,30 @@ def wanted(progress: bool | None) -> bool:
     return bool(progress) or (not ({"CI", "PYTEST_CURRENT_TEST"} & set(os.environ)) and _installed())
 
 
+def _switched_off() -> bool:
+    return os.environ.get("JAXREMAT_PROGRESS", "").strip().lower() in _NO
+
+
 def _installed() -> bool:
     try:
         return find_spec("rich") is not None
     except ValueError:  # present in sys.modules without a spec
         return False
+
+
+class _Lines:
+    """A `Watcher` that writes a line when a phase ends: its seconds, and what was known last."""
+
+    def begin(self, name: str, total: int | None) -> Any:
+        return {"name": name, "began": time.monotonic(), "note": None}
+
+    def update(self, task: Any, parts: int, note: str | None) -> None:
+        task["note"] = note or task["note"]
+
+    def end(self, task: Any) -> None:
+        known = f" ({task['note']})" if task["note"] else ""
+        sys.stderr.write(f"jaxremat: {task['name']}: {time.monotonic() - task['began']:.1f} s{known}\n")
+        sys.stderr.flush()
 
 
 class _Bars:

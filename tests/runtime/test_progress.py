@@ -203,6 +203,22 @@ def test_bars_on_a_terminal_and_nowhere_else() -> None:
     assert (done.returncode, done.stdout) == (0, "the answer\n") and "riddle" not in done.stderr
 
 
+def test_lines_that_stay_where_there_is_no_terminal() -> None:
+    """As in notebooks and batch jobs, if that is asked for."""
+    asked = SHOW.replace("shown(None)", "shown(True)")
+    done = run(asked, subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (0, "the answer\n")
+    assert re.search(r"^jaxremat: solving the riddle: \d+\.\d s \(gap of three\)$", done.stderr, re.M)
+    assert "riddle" not in run(asked, subprocess.PIPE, JAXREMAT_PROGRESS="0").stderr
+    assert "riddle" not in run(SHOW.replace("shown(None)", "shown(False)"), subprocess.PIPE).stderr
+
+
+def test_every_phase_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="jaxremat"), phase("outer"), phase("inner"):
+        pass
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["inner", "outer"]
+
+
 # ---- Ctrl-C
 
 
@@ -210,7 +226,7 @@ HARD = """
 import random, sys
 sys.path.insert(0, "tests")
 from graphs import Builder
-from jaxremat import Milp, complete, simulate
+from jaxremat import Milp, close_over_dependencies, simulate
 from jaxremat._runtime import _worker
 
 def a_graph(count, draw=random.Random(0)):
