@@ -1,11 +1,14 @@
 """Flat program -> who makes and who reads each of its values."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import jax.extend.core as jex
 
 from .._program import _compat
+from ._backward_equations import backward_equations
+from ._decisions import of_one_run
 from ._flat_program import Loop, alive
 
 
@@ -19,6 +22,7 @@ class Readers:
         jaxpr = closed.jaxpr
         self.eqns = jaxpr.eqns
         self.returned = set(_compat.variables(jaxpr.outvars))
+        self.loops = loops
         self.loop_of = loop_of or [-1] * len(self.eqns)
         self.scopes = [loops[loop].group if loop >= 0 else -1 for loop in self.loop_of]
         self.alive = [i for i, needed in enumerate(alive(closed)) if needed]
@@ -27,6 +31,11 @@ class Readers:
         for i in self.alive:
             for a in dict.fromkeys(_compat.variables(self.eqns[i].invars)):
                 self.readers.setdefault(a, []).append(i)
+
+    @cached_property
+    def of_one_run(self) -> set[int]:
+        """The equations that may not run again, because decisions depend on their very results."""
+        return of_one_run(self.eqns, backward_equations(self.eqns, self.loop_of, self.loops))
 
     def inner(self, v: jex.Var) -> bool:
         """Return whether a value may stay within a region."""

@@ -11,7 +11,8 @@ and nothing of a tower is kept but `z`. In general the *stage* of an equation co
 for a sum over them, or for what mixes them. Each stage is a loop, which computes once more what it reads of earlier
 ones unless that is small, or is handed on anyway.
 
-Invariant: the loops, and what stands between them, have an order in which nothing is read before it is made.
+Invariants: the loops, and what stands between them, have an order in which nothing is read before it is made. What must
+be of one run is computed by one loop, and handed on to the others.
 """
 
 import heapq
@@ -247,7 +248,9 @@ def _with_repeated(
                 elif stage.get(j, number) == number:
                     waiting += [j] if j in stage else []
                 elif a not in wanted and component.dimension[a] is not None:
-                    if (nbytes := aval_nbytes(a.aval)) <= min(small, room):
+                    if j in program.of_one_run:
+                        wanted.add(a)
+                    elif (nbytes := aval_nbytes(a.aval)) <= min(small, room):
                         room -= nbytes
                         wanted.add(a)
                     else:

@@ -190,7 +190,9 @@ def test_forward_passes_that_forms_run_by_themselves(choice: Choice) -> None:
     inside = (v.aval for eqn in closed for inner in inner_eqns(eqn) for v in inner.outvars)
     assert all(a.shape.count(LENGTH) < 2 for a in inside if jnp.issubdtype(a.dtype, jnp.floating))
     found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves((weights, x)))
-    assert_close(found, jax.tree.leaves(jax.jit(step)(weights, x)), 2e-5)
+    # Inputs that are computed from outputs differ in the last bits, and each layer adds some.
+    tolerance = 1e-4 if choice.rule == REVERSED else 2e-5
+    assert_close(found, jax.tree.leaves(jax.jit(step)(weights, x)), tolerance)
 
 
 def of_buckets(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.Array:
