@@ -177,24 +177,38 @@ def root_source(eqn: jex.JaxprEqn) -> Any:
 
 
 def user_line(eqn: jex.JaxprEqn) -> str:
-    """Return `file.py:12 (function)` of the user's code that made the equation, or ""."""
-    frame = _source.user_frame(eqn.source_info.traceback)
-    if frame is None:
+    """Return `file.py:12 (function)` of the user's code that made the equation, or "".
+
+    The library makes equations too: behind its frames then comes the user's call of the library, and nothing of the
+    library that would be tracing the user's code.
+    """
+    traceback = eqn.source_info.traceback
+    frame = _source.user_frame(traceback)
+    if frame is None or traceback is None:
+        return ""
+    files = [each.file_name for each in traceback.frames]
+    at = files.index(frame.file_name)
+    if any(map(_is_room, files[:at])) and not any(map(_is_room, files[at:])):
         return ""
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"
 
 
-def _hide_rooms() -> None:
-    """Take no line of this library for the user's, but for the train step of its demonstration, and leave its frames
-    out of tracebacks, as JAX does with its own.
-    """
-    for room in Path(__file__).parents[1].glob("_[a-z]*"):
-        if room.is_dir() and room.name != "_cli":
-            _source.register_exclusion(f"{room}{os.sep}")
-            _tracebacks.register_exclusion(f"{room}{os.sep}")
+def _is_room(file: str) -> bool:
+    """Return whether a file is one of those whose frames are hidden."""
+    return file.startswith(_ROOMS)
 
 
-_hide_rooms()
+_ROOMS = tuple(
+    f"{room}{os.sep}"
+    for room in Path(__file__).parents[1].glob("_[a-z]*")
+    if room.is_dir() and room.name != "_cli"
+)
+"""Folders of the library of which no line is taken for the user's, and no frame is shown in tracebacks, as JAX does
+with its own: all but that of the train step of its demonstration."""
+
+for _room in _ROOMS:
+    _source.register_exclusion(_room)
+    _tracebacks.register_exclusion(_room)
 
 api_boundary = _tracebacks.api_boundary
 """Decorates functions that users call: their errors show the user's frames (`JAX_TRACEBACK_FILTERING=off` for all)."""

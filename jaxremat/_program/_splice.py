@@ -16,7 +16,7 @@ def inlined(
     closed: jex.ClosedJaxpr, operands: Sequence[Atom], source_info: SourceInfo, results: Sequence[Any] = ()
 ) -> tuple[list[Any], list[Any]]:
     """Return the equations of a jaxpr without constants for these operands, and their results, under given names if
-    any.
+    any. Those that the library made have the line of what they stand for.
     """
     jaxpr = closed.jaxpr
     named: dict[Any, Any] = {}
@@ -31,7 +31,10 @@ def inlined(
     for eqn in jaxpr.eqns:
         invars = [a if _compat.is_literal(a) else rename[a] for a in eqn.invars]
         outvars = [rename.setdefault(v, _compat.new_var(v.aval)) for v in eqn.outvars]
-        eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=_compat.under(source_info, eqn)))
+        own = _compat.under(source_info, eqn)
+        if not _compat.user_line(eqn):
+            own = own.replace(traceback=source_info.traceback)
+        eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=own))
     made = [a if _compat.is_literal(a) else rename[a] for a in jaxpr.outvars]
     eqns += [
         _compat.barrier([v if _compat.is_literal(v) else rename[v]], [name], source_info)

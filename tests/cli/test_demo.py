@@ -64,7 +64,7 @@ def test_a_missing_dependency_is_named_with_the_command_that_installs_it(
     monkeypatch.setitem(sys.modules, module, None)
     assert run("demo") == 4
     said = capsys.readouterr().err
-    assert re.fullmatch(rf'jaxremat: .*{module}, which is not installed\. .*"jaxremat\[{extra}\]"\n', said)
+    assert re.fullmatch(rf'jaxremat: .*{module}, which is not installed\. .*"\.\[{extra}\]"\n', said)
 
 
 def test_the_version_is_said_with_and_without_what_the_command_line_needs(
