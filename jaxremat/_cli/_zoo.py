@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
         found = zoo.entries()
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
         for name in ("network", "scale", "budget", "target", "jax"):
-            table.add_column(name)
+            table.add_column(name, no_wrap=name == "network")  # to be copied, on a narrow terminal too
         for name in ("peak", "of plain", "overhead"):
             table.add_column(name, justify="right")
         for e in found:

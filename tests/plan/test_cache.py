@@ -347,7 +347,7 @@ def test_the_cache_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert _disk.cache_dir() == tmp_path / ".cache" / "jaxremat"
 
 
-def refused(baseline: Any, request: Any) -> Any:
+def refused(problem: Any, request: Any, *more: Any) -> Any:
     raise InfeasibleBudgetError("nothing was found", budget_nbytes=0, min_peak_nbytes=1 << 40)
 
 
@@ -383,8 +383,8 @@ def test_a_plan_that_takes_longer_than_one_made_before_gives_way(
     good = plan()
     make_plan = _cache.make_plan
 
-    def needs_replacement(baseline: Any, request: Any) -> Any:
-        planned = make_plan(baseline, request)
+    def needs_replacement(problem: Any, request: Any, *more: Any) -> Any:
+        planned = make_plan(problem, request, *more)
         planned.plan = replace(planned.plan, overhead=good.overhead + 0.1)
         return planned
 
