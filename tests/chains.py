@@ -8,14 +8,14 @@ import jax.numpy as jnp
 Train = Callable[[list[jax.Array], jax.Array], list[jax.Array]]
 
 
-def make_step() -> Train:
+def make_step(activation: Callable[[jax.Array], jax.Array] = jnp.tanh) -> Train:
     """The step, a new function on each call as in a new process."""
 
     def train(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
         def loss(weights: list[jax.Array]) -> jax.Array:
             y = x
             for w in weights:
-                y = jnp.tanh(y @ w)
+                y = activation(y @ w)
             return jnp.mean(y**2)
 
         return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]

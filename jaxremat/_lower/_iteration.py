@@ -9,6 +9,8 @@ are copied, updates of several become one kernel, and what waits for what is in 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import jax
@@ -240,12 +242,12 @@ def _rows_at(index: jex.Var, eqns: Sequence[jex.JaxprEqn]) -> int:
 
 def _late_reads(eqns: Sequence[jex.JaxprEqn], index: jex.Var) -> list[jex.JaxprEqn]:
     """Return the equations with those that read rows just before what reads the rows."""
-    waiting = {eqn.outvars[0]: eqn for eqn in eqns if _reads_row(eqn, index)}
+    reads = [_reads_row(eqn, index) for eqn in eqns]
+    waiting = {eqn.outvars[0]: eqn for eqn in compress(eqns, reads)}
     found: list[jex.JaxprEqn] = []
-    for eqn in eqns:
-        if eqn.outvars[0] not in waiting or not _reads_row(eqn, index):
-            found.extend(waiting.pop(v) for v in dict.fromkeys(_compat.variables(eqn.invars)) if v in waiting)
-            found.append(eqn)
+    for eqn in compress(eqns, map(not_, reads)):
+        found.extend(waiting.pop(v) for v in dict.fromkeys(_compat.variables(eqn.invars)) if v in waiting)
+        found.append(eqn)
     return [*found, *waiting.values()]
 
 

@@ -17,7 +17,7 @@ from .._model._schedule import check
 from .._model._simulate import simulate
 from .._model._variant import ATTENTION, COPIES, REVERSED, ROWS
 from .._report._planning_time import PlanningTime
-from .._runtime._budgets import parse_budget, parse_margin
+from .._runtime._budgets import parse_margin
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InstallError, JaxrematWarning, SolverError
 from .._runtime._progress import Stopwatch, phase, timed
@@ -48,8 +48,10 @@ def plan_nearby(problem: Problem, request: Request) -> Planned | None:
     """Return a plan made from the first of the request's neighbours that is near; None where it gives none within the
     budget, and where only a search can answer: the least memory, or a budget that the step fits as it is written.
     """
-    budget = request.nbytes or parse_budget(request.budget, request.device_nbytes)
-    if not (request.neighbours and request.planning.verify) or budget == "min" or len(problem.processes) > 1:
+    budget = request.nbytes
+    if budget is None or budget == "min" or len(problem.processes) > 1:
+        return None
+    if not (request.neighbours and request.planning.verify):
         return None
     near = [plan for plan in request.neighbours if _is_near(problem, plan)]
     if request.like and request.like[0] not in near:

@@ -149,16 +149,7 @@ def test_the_least_memory_is_looked_for(plan: Plan) -> None:
 
 
 def test_a_plan_of_another_step_is_no_neighbour(plan: Plan) -> None:
-    def other(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
-        def loss(weights: list[jax.Array]) -> jax.Array:
-            y = x
-            for w in weights:
-                y = jnp.sin(y @ w)
-            return jnp.mean(y**2)
-
-        return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)]
-
-    planned = jaxremat.optimize(plan.budget_nbytes, like=plan)(other)
+    planned = jaxremat.optimize(plan.budget_nbytes, like=plan)(make_step(jnp.sin))
     with pytest.warns(JaxrematWarning, match="`like`: the plan of `train` is of other equations"):
         assert not planned.plan(WEIGHTS, batch(1024)).like
 
