@@ -182,14 +182,31 @@ def user_line(eqn: jex.JaxprEqn) -> str:
     The library makes equations too: behind its frames then comes the user's call of the library, and nothing of the
     library that would be tracing the user's code.
     """
-    traceback = eqn.source_info.traceback
-    frame = _source.user_frame(traceback)
-    if frame is None or traceback is None:
+    frame, traceback = _user_frame(eqn)
+    if frame is None:
         return ""
     files = [each.file_name for each in traceback.frames]
     at = files.index(frame.file_name)
     if any(map(_is_room, files[:at])) and not any(map(_is_room, files[at:])):
         return ""
+    return _as_line(frame)
+
+
+def calling_line(eqn: jex.JaxprEqn) -> str:
+    """Return the line of the user's code as `user_line` does, for an equation that a call of the library within the
+    user's step made (a hint): whoever traces that step, the library or the user, the line is the call's.
+    """
+    frame, _ = _user_frame(eqn)
+    return _as_line(frame) if frame is not None else ""
+
+
+def _user_frame(eqn: jex.JaxprEqn) -> tuple[Any, Any]:
+    """Return the innermost frame of neither JAX nor the library, None where there is none, and the traceback."""
+    traceback = eqn.source_info.traceback
+    return (None if traceback is None else _source.user_frame(traceback)), traceback
+
+
+def _as_line(frame: Any) -> str:
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"
 
 

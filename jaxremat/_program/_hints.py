@@ -110,7 +110,7 @@ def origin(eqn: jex.JaxprEqn) -> str:
     """`hint(..., "save", name="h") at model.py:12 (f)`."""
     name = eqn.params["name"]
     named = f', name="{name}"' if name else ""
-    return f'hint(..., "{eqn.params["action"]}"{named}) at {_compat.user_line(eqn) or "an unknown line"}'
+    return f'hint(..., "{eqn.params["action"]}"{named}) at {_compat.calling_line(eqn) or "an unknown line"}'
 
 
 def hidden(eqns: Any) -> dict[str, str]:
