@@ -6,6 +6,7 @@ asked of it before. The time of every graph is counted from that of the plain st
 
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from .._model._sites import Variants
 from .._model._variant import ATTENTION, Variant
 from .._rewrite._trace import Traced
 from .._runtime._bytes import format_nbytes
+from .._runtime._errors import HintError
 from .._runtime._progress import phase
 from ._problem import Problem
 from ._rules import PlainStep, variants
@@ -63,10 +65,29 @@ class Graphs(ABC):
         traced, there = problem.traced, problem.division.local(problem.traced)[0]
         here = problem.here if problem.device.platform != "cpu" else None
         step = PlainStep(traced, there, plain, problem.device, here, problem.allow)
-        return variants(step, decided=bool(problem.pins or traced.hints))
+        return variants(step)
 
     def of(self, variant: Variant) -> Graph | None:
-        """Return the graph of a variant, its time counted from the plain step's; None where it cannot be made."""
+        """Return the graph of a variant, its time counted from the plain step's; None where it cannot be made, or has
+        not all that the user pins.
+        """
+        if self.plain.pins and not self._has_pins(variant):
+            return None
+        return self.whatever_is_pinned(variant)
+
+    def _has_pins(self, variant: Variant) -> bool:
+        """Return whether all that the user pins is in a variant, by rules alone."""
+        make = partial(self.problem.bare, variant, pinned=True)
+        try:
+            graph = self.problem.defects.attempted("rewriting", make, variant)
+        except HintError:  # a pattern matches nothing of what is left
+            return False
+        return graph is not None and _origins(self.problem.estimated) <= _origins(graph)
+
+    def whatever_is_pinned(self, variant: Variant) -> Graph | None:
+        """Return the graph of a variant, though it may not have all that the user pins; None where it cannot be
+        made.
+        """
         if variant not in self._made:
             make = partial(self._of, variant)
             self._made[variant] = self.problem.defects.attempted("rewriting", make, variant)
@@ -76,6 +97,11 @@ class Graphs(ABC):
         estimated = self.plain.extra_seconds + self.variants.estimate(variant).more_seconds
         graph = self._built(self.problem.form(variant), estimated)
         return replace(graph, step_seconds=self.plain.step_seconds, host=self.problem.usable_host)
+
+
+def _origins(graph: Graph) -> Counter[str]:
+    """Return for each hint and pattern how many values and stages it pins."""
+    return Counter(pin.origin for pin in graph.pins)
 
 
 class EstimatedGraphs(Graphs):

@@ -188,12 +188,13 @@ class CandidateSource:
             [each for each in parts if each not in exact],
             [each for each in able if of(each).whole],
         ):
-            enough = max((of(each).fewer_nbytes for each in among), default=0)
-            enough -= LEAST_SLACK * self.temporaries_nbytes
-            lowest = next((each for each in among if of(each).fewer_nbytes >= enough), None)
-            if lowest is not None and lowest not in made:
-                made.append(lowest)
-                self.make(lowest)
+            while among:  # what cannot be made leaves the turn to the next
+                enough = max(of(each).fewer_nbytes for each in among) - LEAST_SLACK * self.temporaries_nbytes
+                lowest = next(each for each in among if of(each).fewer_nbytes >= enough)
+                if lowest in made or self.make(lowest):
+                    made.append(lowest)
+                    break
+                among.remove(lowest)
         cheaper = (each for each in able if of(each).whole and each not in made)
         self.shallower = sorted(cheaper, key=lambda each: of(each).fewer_nbytes)
         self.passed, self.left = [], {False: [], True: []}

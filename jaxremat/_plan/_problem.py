@@ -89,11 +89,12 @@ class Problem:
         """The step as it is."""
         if self.rewritten is not None:
             return self.rewritten
-        keep, what = self.respect_checkpoint, (self.program.plain, self.args, self.kwargs)
+        what = self.program.plain, self.args, self.kwargs
+        keep = {"respect_checkpoint": self.respect_checkpoint, "keeps_scores": "attention" not in self.allow}
         with phase("tracing the step", kind="trace"):
             self.program.plain.trace(*self.args, **self.kwargs)  # what the user's code raises is the user's
-            found = self.defects.attempted("rewriting", lambda: trace(*what, respect_checkpoint=keep))
-            traced = trace(*what, respect_checkpoint=keep, inlined=True) if found is None else found
+            found = self.defects.attempted("rewriting", lambda: trace(*what, **keep))
+            traced = trace(*what, **keep, inlined=True) if found is None else found
         if (count := self.division.devices) == 1 or traced.around:
             return traced
         found = gathers(traced, self.program, self.args, self.kwargs)

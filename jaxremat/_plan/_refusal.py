@@ -35,8 +35,8 @@ MOST_TRIED = 24
 _TRY_SECONDS = 1.0
 
 _AS_WRITTEN = (
-    "Where there are hints or `pins`, attention, rows and microbatches are done as they are written: without any, less "
-    "may be enough."
+    "Attention, rows and microbatches that would not leave a value of hints or `pins` in memory are done as they are "
+    "written: without these, less may be enough."
 )
 
 WORTH = 0.1
@@ -176,7 +176,7 @@ class UnpinnedGraphs:
 
     def of(self, variant: Variant) -> Graph | None:
         """Return the graph of a variant."""
-        graph = self.pinned.of(variant)
+        graph = self.pinned.whatever_is_pinned(variant)
         return graph and without(graph, None)
 
 

@@ -6,6 +6,7 @@ To add a form of the step: a rule in `RULES`, and the pass that follows it in `_
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax.extend.core as jex
@@ -51,6 +52,23 @@ class PlainStep:
     here: Any
     allow: Collection[str]
 
+    @cached_property
+    def pinned(self) -> frozenset[int]:
+        """The equations that make a value which the user decides about, and those with which stages begin."""
+        values = self.graph.values
+        return frozenset(
+            pin.at if pin.action == "stage" else values[pin.at].producer for pin in self.graph.pins
+        )
+
+    def without_pins(self, region: Region) -> bool:
+        """Return whether the user decides about no value that the region's loops would keep to themselves."""
+        if region.loop >= 0:  # the rules are of equations of the iteration, inlined
+            return all(self.traced.loop_of[i] < 0 for i in self.pinned)
+        merged, read = self.traced.merged.program.eqns, self.traced.program.read
+        inside = {read(v) for i in region.rules for v in merged[i].outvars}
+        eqns = self.traced.jaxpr.jaxpr.eqns
+        return all(inside.isdisjoint(eqns[i].outvars) for i in self.pinned)
+
 
 Estimates = Mapping[tuple[int, tuple[int, ...]], Estimate]
 """By site and setting what a rule may do, as of `Sites`."""
@@ -70,12 +88,11 @@ class Rule(NamedTuple):
     together: bool = False
 
 
-def variants(step: PlainStep, *, decided: bool) -> Variants:
-    """Return the variants that a step may take.
-
-    **Arguments:** `decided` whether the user says what is saved: then loops alone are done otherwise.
+def variants(step: PlainStep) -> Variants:
+    """Return the variants that a step may take. What the user has pinned is in all of them: a site that would keep
+    such a value to itself is none.
     """
-    found = ((rule, rule.estimate(step)) for rule in RULES if not decided)
+    found = ((rule, rule.estimate(step)) for rule in RULES)
     sites = tuple(Sites(rule.name, each, rule.exact, rule.together) for rule, each in found if each)
     alone = step.traced.attention_places is None  # of chunks it is not known where each device's part lies
     return Variants(_loops(step), sites, in_chunks=(ATTENTION,) if alone else ())
@@ -92,7 +109,7 @@ def _rows(step: PlainStep) -> Estimates:
     return {
         (site, (chunks,)): _chunked(step, region, chunks)
         for site, region in enumerate(step.traced.regions)
-        if ("microbatches" if region.whole else "rows") in step.allow
+        if ("microbatches" if region.whole else "rows") in step.allow and step.without_pins(region)
         for chunks in region.choices
     }
 
@@ -134,6 +151,8 @@ def _attention(step: PlainStep) -> Estimates:
     found = [site for site in found if places is None or site.pattern in places]
     trips_of = _trips_of(traced, graph)
     within = [] if places is not None else list(_attention_inside(closed, trips_of))
+    if any(step.pinned & ((site.forward | site.backward) - {site.at}) for site in found):
+        return {}
     if not (found or within):
         return {}
     able = device.chip is not None and device.chip.capability >= LEAST_CAPABILITY

@@ -16,11 +16,12 @@ def backward_equations(
     """Return for each equation whether it is late: what it makes is no value of the forward pass.
 
     All of a loop of a pair is of the pass that the loop is of. What is made of nothing, as the gradient of a mean is,
-    may be made before a loop that holds both passes: it is no beginning of the backward pass then.
+    may be made before the forward pass ends, for a loop that holds both passes: it does not begin the backward pass.
     """
     found: list[bool] = []
     constant: set[Any] = set()  # what is made of nothing outside of loops
-    early: list[int] = []  # the equations of the backward pass that do
+    early: list[int] = []  # the equations of the backward pass that make it
+    begun = False  # whether any other of its equations is behind us
     backward: set[Any] = set()  # what is downstream of the backward pass
     behind: set[Any] = set()  # and of what makes gradients along with the loss
     for eqn, i in zip(eqns, loop_of, strict=True):
@@ -40,7 +41,9 @@ def backward_equations(
         if loop is None and constant.issuperset(operands) and not runs_once(eqn):
             constant.update(eqn.outvars)
             early += [len(found)] if in_backward else []
-        elif loop is not None and loop.role == UNPAIRED and not in_backward:
+        elif in_backward:
+            begun = begun or loop is None
+        elif not begun or (loop is not None and loop.role == UNPAIRED):
             while early:
                 found[early.pop()] = False
         found.append(in_backward)

@@ -6,14 +6,16 @@ equations of the plain program that compute the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
+from .._attention._finding import attention
 from .._program import _compat
+from .._program._hints import Hint
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,15 @@ class FlatProgram:
     def eqns(self) -> list[Any]:
         """The equations in order."""
         return self.closed.jaxpr.eqns
+
+    def apart_from_rows(self, hints: Iterable[Hint], *, keeps_scores: bool) -> set[int]:
+        """Return the equations that no region of rows has: those of attention, which has forms of its own unless the
+        step `keeps_scores`, and those that make what hints mark.
+        """
+        marked = {self.read(hint.variable) for hint in hints}
+        sites = () if keeps_scores else attention(self.closed, self.scopes, self.alive)
+        found = {i for i, eqn in enumerate(self.eqns) if not marked.isdisjoint(eqn.outvars)}
+        return found.union(*(site.forward | site.backward | {site.at} for site in sites))
 
     @cached_property
     def scopes(self) -> list[int]:

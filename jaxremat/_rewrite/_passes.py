@@ -103,7 +103,11 @@ def find_sites(program: FlatProgram, source: Source, inliner: Inliner) -> Sites:
     many = () if source.respect_checkpoint else microbatches(closed)
     known = ()
     if not source.apart:
-        known = (*regions(Readers(closed)), *many, *regions_in_loops(program, inliner))
+        keep = source.keeps_scores
+        outside = program.apart_from_rows(inliner.hints, keeps_scores=keep)
+        known = (
+            *regions(Readers(closed), outside), *many, *regions_in_loops(program, inliner, keeps_scores=keep),
+        )  # fmt: skip
     return Sites(
         tuple(scan.params["length"] for scan in scans),
         tuple(map(_compat.user_line, scans)),

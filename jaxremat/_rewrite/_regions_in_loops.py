@@ -19,13 +19,18 @@ from ._row_chunks import in_chunks
 from ._row_regions import Region, regions
 
 
-def regions_in_loops(program: FlatProgram, inliner: Inliner) -> tuple[Region, ...]:
-    """Return the regions in iterations of loops of a program that `inliner` has made."""
+def regions_in_loops(program: FlatProgram, inliner: Inliner, *, keeps_scores: bool) -> tuple[Region, ...]:
+    """Return the regions in iterations of loops of a program that `inliner` has made.
+
+    **Arguments:** `keeps_scores` as of `Source`.
+    """
     opened = inline_loops(program, inliner, inner=False)
     if not opened.loops:
         return ()
     outside = {i for i, loop in enumerate(opened.loop_of) if loop < 0}
-    found = regions(_readers(opened), outside)
+    found = regions(
+        _readers(opened), outside | opened.apart_from_rows(inliner.hints, keeps_scores=keeps_scores)
+    )
     return tuple(replace(region, trips=_trips(opened, region.loop)) for region in found)
 
 

@@ -21,6 +21,7 @@ class Source:
     - `in_tree`, `out_tree`: the structures of `(args, kwargs)` without static arguments, and of the result.
     - `donated`: per flat argument; () for none.
     - `respect_checkpoint`: whether what the user's checkpoints compute again is left as it is.
+    - `keeps_scores`: whether attention may not be done without its scores, so that rows of these may be in chunks.
     - `apart`: whether the forward pass is a program of its own, so that all of it stands before the backward pass.
     - `turns`: see `_memory_order.memory_order`.
     - `gathers`: operands that are gathered by equations of their own.
@@ -36,6 +37,7 @@ class Source:
     out_tree: Any = None
     donated: tuple[bool, ...] = ()
     respect_checkpoint: bool = False
+    keeps_scores: bool = False
     apart: bool = False
     turns: bool = True
     gathers: tuple[Gather, ...] = ()

@@ -276,11 +276,13 @@ def trace(
     kwargs: dict[str, Any],
     *,
     respect_checkpoint: bool = False,
+    keeps_scores: bool = False,
     inlined: bool = False,
 ) -> Traced:
     """Trace a jitted step for these arguments (arrays or `jax.ShapeDtypeStruct`s) and normalise the result.
 
-    **Arguments:** `inlined` leaves the program as it is but for that.
+    **Arguments:** `respect_checkpoint` and `keeps_scores` as of `Source`; `inlined` leaves the program as it is but for
+    that.
     """
     staged = jitted.trace(*args, **kwargs)  # type: ignore[attr-defined]
     infos, in_tree = jax.tree.flatten(staged.args_info)
@@ -296,6 +298,7 @@ def trace(
         out_tree,
         donated,
         respect_checkpoint=respect_checkpoint,
+        keeps_scores=keeps_scores,
         around=around,
         references=references,
     )

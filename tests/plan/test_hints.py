@@ -25,6 +25,7 @@ from jaxremat import (
     SaveAll,
     hint,
 )
+from jaxremat._model import _variant
 
 ROWS, WIDTH, LAYERS = 1024, 64, 4
 AMPLE = "1GiB"
@@ -129,6 +130,32 @@ def test_a_name_is_jaxs_own_too() -> None:
         jax.make_jaxpr(jax.grad(jax.checkpoint(partial(total, mark=hint), policy=policy), 1))(rows, rows)
     )
     assert "name=h" in text
+
+
+def test_other_forms_leave_what_is_hinted_in_memory() -> None:
+    key = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(key[0], (4, 512, 32))
+    weights = {
+        "qkv": jax.random.normal(key[1], (32, 3, 32)) * 0.2,
+        "up": jax.random.normal(key[2], (32, 512)) * 0.2,
+        "down": jax.random.normal(key[3], (512, 32)) * 0.05,
+    }
+
+    def loss(weights: Any, x: jax.Array, marked: bool) -> jax.Array:
+        q, k, v = jnp.moveaxis(jnp.einsum("btc,cjd->btjd", x, weights["qkv"]), 2, 0)
+        attended = jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k)) @ v
+        attended = hint(attended, "save", name="attended") if marked else attended
+        return jnp.mean((jnp.tanh((attended + x) @ weights["up"]) @ weights["down"]) ** 2)
+
+    def step(weights: Any, x: jax.Array, marked: bool = True) -> Any:
+        value, grads = jax.value_and_grad(loss)(weights, x, marked)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    optimized = jaxremat.optimize("min", planning=jaxremat.Planning(solver=MinCut()))(step)
+    plan = optimized.plan(weights, x)
+    assert plan.form.settings(_variant.ATTENTION) and plan.form.settings(_variant.ROWS)
+    assert ["save"] in actions_of(plan).values()
+    assert_same(jax.jit(partial(step, marked=False))(weights, x), optimized(weights, x))
 
 
 # ---- programs
