@@ -292,7 +292,7 @@ def test_hints_that_make_a_budget_infeasible_are_named() -> None:
             planning=jaxremat.Planning(solver=MinCut()),
         )
     assert not isinstance(plain.value, InfeasibleHintError)
-    assert "without any, less may be enough" in str(plain.value)
+    assert "without these, less may be enough" in str(plain.value)
 
 
 def in_a_scan(weights: Any, x: jax.Array, *, marks: Any) -> Any:
