@@ -145,6 +145,16 @@ WITH_PARAMS: dict[str, Callable[..., Any]] = {
 """Of parameters too; several results are a tuple. Where NumPy does another thing, NotImplemented."""
 
 
+ON_ONE_DEVICE: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(
+        ("psum", "psum_invariant", "pmax", "pmin", "pvary", "ppermute", "pcast"), lambda p, *xs: list(xs)
+    ),
+    "axis_index": lambda p: [np.int32(0)],
+    "all_gather": lambda p, x: [x if p["tiled"] else np.expand_dims(x, p["all_gather_dimension"])],
+    "reduce_scatter": lambda p, x: [x if p["tiled"] else np.squeeze(x, p["scatter_dimension"])],
+}
+"""Collectives of a `shard_map` over one device."""
+
 ROUNDED = frozenset(
     {
         "exp", "log", "log1p", "expm1", "tanh", "sin", "cos", "sqrt", "rsqrt", "logistic", "square", "add", "add_any",
@@ -225,6 +235,10 @@ def _applied(eqn: Any, operands: list[Any], rounding: np.random.Generator | None
         return _run(params["branches"][place], operands[1:], rounding)
     if name in CALLS:
         return _run(params.get("jaxpr") or params["call_jaxpr"], operands, rounding)
+    if name == "shard_map" and params["mesh"].size == 1:
+        return _run(params["jaxpr"], operands, rounding)
+    if name in ON_ONE_DEVICE:
+        return ON_ONE_DEVICE[name](params, *operands)
     if name == "shard_map":
         invars = [_compat.new_var(a.aval) for a in eqn.invars]
         return [_here(x) for x in jax.jit(jex.jaxpr_as_fun(_compat.single(eqn, invars)))(*operands)]
