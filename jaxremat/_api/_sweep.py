@@ -90,6 +90,8 @@ def sweep(
 def _swept(points: int, step: Step, *args: Any) -> Frontier:
     """Return the frontier of a step of trees of arrays."""
     problem, request = step._prepare(args, {})
+    # Ctrl-C ends the sweep, which goes on from there, not one of its plans.
+    request = replace(request, planning=replace(request.planning, on_interrupt="stop"))
     with shown(request.planning.progress), phase("sweeping", points + len(POLICIES)) as progress:
         return _Sweep(problem, request, progress).run(points)
 

@@ -48,8 +48,9 @@ class Effort:
     **Fields:** `stopwatch` since planning began; `equations` of the step; `planning_seconds` that the user gave;
     `limited` whether work is; `turns` in which plans are looked for, which have as much work each and share the user's
     seconds; `turn` the present one, from 1 on; `unfused_builds` whether what is compiled in search is compiled anew to
-    run; `fits` whether there is a program that does anyway; `compile_seconds` of the last plan, at first of the plain
-    step; `compilations` of plans and `solves` so far; `exhausted` whether a limit on work has ended the search.
+    run; `interruptible` whether Ctrl-C ends it with the best so far; `fits` whether there is a program that does
+    anyway; `compile_seconds` of the last plan, at first of the plain step; `compilations` of plans and `solves` so far;
+    `exhausted` whether a limit on work has ended the search.
     """
 
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
@@ -59,6 +60,7 @@ class Effort:
     turns: int = 1
     turn: int = 1
     unfused_builds: bool = False
+    interruptible: bool = False
     fits: bool = False
     compile_seconds: float = 0.0
     compilations: int = 0

@@ -41,7 +41,7 @@ from ._verify import make_plan
 T = TypeVar("T")
 logger = logging.getLogger("jaxremat")
 
-_SEARCHING = frozenset({"time_limit", "effort", "planning_seconds"})
+_SEARCHING = frozenset({"time_limit", "effort", "planning_seconds", "on_interrupt"})
 """How long to look for a plan, which does not matter to plans that are found."""
 
 _TOLD = ("budget_nbytes", "min_peak_nbytes", "step_seconds")

@@ -179,8 +179,8 @@ def warn_of(plan: Plan) -> None:
         warn(said)
     if plan.planning.cut_short and plan.stages:
         warn(
-            f"A clock ended the search for the plan of `{plan.step}`, after {plan.planning.work}: another search may "
-            "find a faster one. Leave `Planning.planning_seconds` out, or make it larger."
+            f"The search for the plan of `{plan.step}` was cut short, after {plan.planning.work}: another search may "
+            "find a faster one. Plan again without Ctrl-C, and with a larger `Planning.planning_seconds` or none."
         )
 
 

@@ -24,11 +24,13 @@ class Planning:
 
     - `solver`: a `jaxremat.Solver`, such as `jaxremat.Greedy()`.
     - `time_limit`: the work of each solve, in seconds of a usual machine (nodes are counted, so that plans are the same
-      on all); the incumbent and its honest gap are used when it ends. Ctrl-C ends planning at once.
+      on all); the incumbent and its honest gap are used when it ends.
     - `planning_seconds`: when a clock stops the search, counted from the first call; what is begun is finished, what it
       cut short is improved when asked for again. By default work is counted: once a plan fits, 2 compilations and one
       for each time that the step goes into 6,000 equations, 8 at most; twice as many while none does, as many again
       for inexact forms or host memory; no limit where `effort="thorough"`. See `Plan.planning`.
+    - `on_interrupt`: what Ctrl-C does: `"stop"` ends planning at once, `"best"` returns the best plan certified so far,
+      if there is one; it is marked as cut short, and improved when asked for again.
     - `effort`: `"thorough"` allows more rounds.
     - `verify`: compile, compare with the budget, correct and plan again at most twice. False trusts the model.
     - `profile`: where the planner's times come from: `"roofline"` from the device's figures, `"measure"` from running
@@ -57,6 +59,7 @@ class Planning:
     solver: Solver = field(default_factory=Milp)
     time_limit: float = 10.0
     planning_seconds: float | None = None
+    on_interrupt: Literal["stop", "best"] = "stop"
     effort: Literal["normal", "thorough"] = "normal"
     verify: bool = True
     profile: Literal["roofline", "measure"] = "roofline"
@@ -85,6 +88,7 @@ class Planning:
 
 
 _CHOICES: dict[str, tuple[object, ...]] = {
+    "on_interrupt": ("stop", "best"),
     "effort": ("normal", "thorough"),
     "profile": ("roofline", "measure"),
     **dict.fromkeys(("verify", "cache", "respect_checkpoint"), (True, False)),

@@ -11,7 +11,8 @@ candidates come from the `CandidateSource`.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from .._emit._emit import COMBINED
@@ -98,12 +99,13 @@ class Search:
         """Return the cheapest compiled schedule within the budget after that many rounds, or more if none fits; None if
         none does then. **Raises:** `NoProgramError`.
         """
-        self._approach(budget, rounds, MORE_ROUNDS)
-        if not self._affordable(self.ledger.best(budget)):
-            self._least(budget)
-            if self.ledger.best(budget) is not None:  # now between what fits and what is cheap
-                self._approach(budget, 0, MORE_ROUNDS)
-                self._bisect(budget)
+        with self._interruptible(budget):
+            self._approach(budget, rounds, MORE_ROUNDS)
+            if not self._affordable(self.ledger.best(budget)):
+                self._least(budget)
+                if self.ledger.best(budget) is not None:  # now between what fits and what is cheap
+                    self._approach(budget, 0, MORE_ROUNDS)
+                    self._bisect(budget)
         return self.ledger.best(budget) if self.ledger.some() else None
 
     def faster(self, budget: int, rounds: int) -> CompiledCandidate | None:
@@ -111,7 +113,8 @@ class Search:
         by its kernels, after that many rounds; None if there is none.
         """
         self.effort.fits = True  # as it is written
-        self._approach(budget, rounds, 0)
+        with self._interruptible(budget):
+            self._approach(budget, rounds, 0)
         fitting = (each for each in self.ledger.compiled if each.peak_nbytes <= budget)
         faster = (each for each in fitting if each.seconds < 0 and each.compiled_overhead <= 0)
         return min(faster, key=lambda each: (each.seconds, each.peak_nbytes), default=None)
@@ -128,13 +131,14 @@ class Search:
 
         **Raises:** `NoProgramError`.
         """
-        self._least(None)
-        lowest = min(self.ledger.some(), key=lambda each: each.peak_nbytes)
-        # Where the schedule of least memory costs too much, fewer microbatches may not.
-        while not self._affordable(lowest) and (made := self.source.make_shallower()):
-            compiled = (self.ledger.compile(cut, self.ledger.lowest(cut)) for cut in made)
-            lowest = min(filter(None, compiled), key=lambda each: each.peak_nbytes, default=lowest)
-        self._approach(None, 0, rounds)
+        with self._interruptible(math.inf):
+            self._least(None)
+            lowest = min(self.ledger.some(), key=lambda each: each.peak_nbytes)
+            # Where the schedule of least memory costs too much, fewer microbatches may not.
+            while not self._affordable(lowest) and (made := self.source.make_shallower()):
+                compiled = (self.ledger.compile(cut, self.ledger.lowest(cut)) for cut in made)
+                lowest = min(filter(None, compiled), key=lambda each: each.peak_nbytes, default=lowest)
+            self._approach(None, 0, rounds)
         most = self._about_least()
         found = self.ledger.best(most)
         if self.written_nbytes is not None and self.written_nbytes <= most:
@@ -154,18 +158,29 @@ class Search:
         """
         graph, solution, best = found.graph, found.solution, found
         tried: list[CompiledCandidate] = []
-        for _ in range(1 + COMBINED_ROUNDS):
-            if (made := self.ledger.compile(graph, solution, COMBINED)) is None:
-                break
-            tried.append(made)
-            if made.peak_nbytes <= budget and made.compiled_overhead <= best.compiled_overhead:
-                best = made
-            if made.fills(budget) or (made.peak_nbytes <= budget and made.profile.extra_seconds <= 0):
-                break
-            solution = self.ledger.within(graph, next_allowance(tried, budget))
-            if any(solution.schedule == each.solution.schedule for each in tried):
-                break
+        with self._interruptible(budget):
+            for _ in range(1 + COMBINED_ROUNDS):
+                if (made := self.ledger.compile(graph, solution, COMBINED)) is None:
+                    break
+                tried.append(made)
+                if made.peak_nbytes <= budget and made.compiled_overhead <= best.compiled_overhead:
+                    best = made
+                if made.fills(budget) or (made.peak_nbytes <= budget and made.profile.extra_seconds <= 0):
+                    break
+                solution = self.ledger.within(graph, next_allowance(tried, budget))
+                if any(solution.schedule == each.solution.schedule for each in tried):
+                    break
         return best
+
+    @contextmanager
+    def _interruptible(self, budget: float) -> Iterator[None]:
+        """Let Ctrl-C end what happens inside, if that is asked for and a program is known that fits."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.effort.interruptible or not (self.effort.fits or self.ledger.best(budget)):
+                raise
+            self.effort.stopwatch.interrupted = True
 
     def predicted(self, allowance: int | None) -> tuple[Graph, Solution]:
         """Return the solution that is best by the model alone, with the graph that it is of; nothing is compiled.

@@ -96,6 +96,7 @@ class _Planner:
             planning_seconds=planning.planning_seconds or math.inf,
             limited=planning.effort == "normal",
             unfused_builds=self.problem.unfused_builds,
+            interruptible=planning.on_interrupt == "best",
         )
 
     def run(self) -> Planned:

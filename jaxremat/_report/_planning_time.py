@@ -11,8 +11,9 @@ class PlanningTime:
 
     **Fields:** `seconds` in all; of these `trace_seconds` to trace and normalise the step, `compile_seconds` for all
     compilations, `solve_seconds` in solvers; the rest is reading compiled modules, simulating and writing.
-    `first_seconds` when the first plan that fits was compiled, 0 where none was. `cut_short` whether a clock ended
-    the search before its work was done: another run may find a better plan. Its work: `plans_compiled` and `solves`.
+    `first_seconds` when the first plan that fits was compiled, 0 where none was. `cut_short` whether a clock or
+    Ctrl-C ended the search before its work was done: another run may find a better plan.
+    Its work: `plans_compiled` and `solves`.
     """
 
     seconds: float = 0.0
@@ -44,7 +45,7 @@ class PlanningTime:
             f"{self.compile_seconds:.1f}, solving {self.solve_seconds:.1f}, the rest {max(rest, 0.0):.1f}"
         )
         text += f"; {self.work}" if self.solves else ""
-        return f"{text}; the clock cut the search short" if self.cut_short else text
+        return f"{text}; the search was cut short" if self.cut_short else text
 
 
 UNTIMED = PlanningTime()

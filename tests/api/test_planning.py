@@ -23,6 +23,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "solver": (Milp, "Pass an instance, such as `jaxremat.Milp()`"),
     "time_limit": ("10", "`time_limit='10'` is no positive number of seconds"),
     "planning_seconds": (0, "`planning_seconds=0` is no positive number of seconds"),
+    "on_interrupt": ("ask", '`on_interrupt=\'ask\'` is unknown. Write "stop" or "best"'),
     "effort": ("heroic", '`effort=\'heroic\'` is unknown. Write "normal" or "thorough"'),
     "verify": ("no", "`verify='no'` is unknown. Write True or False"),
     "profile": ("fast", '`profile=\'fast\'` is unknown. Write "roofline" or "measure"'),

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import pytest
@@ -14,6 +15,8 @@ import jaxremat
 from jaxremat import ArgumentError, JaxrematWarning, MemoryStats
 from jaxremat._plan import _plan_cache
 from jaxremat._plan._ledger import Effort
+from jaxremat._plan._search import Search
+from jaxremat._plan._step_compiler import StepCompiler
 from jaxremat._report._planning_time import PlanningTime
 from jaxremat._runtime import _progress
 from jaxremat._runtime._progress import Stopwatch, phase, timed
@@ -153,14 +156,45 @@ def test_the_seconds_of_the_user_give_the_best_plan_so_far_and_a_warning() -> No
     step = jaxremat.optimize(
         budget, donate_argnums=0, planning=jaxremat.Planning(planning_seconds=1e-3, cache=False)
     )(train)
-    said = "A clock ended the search for the plan of `train`, after .* plans compiled"
+    said = "The search for the plan of `train` was cut short, after .* plans compiled"
     with pytest.warns(JaxrematWarning, match=said):
         plan = step.plan(*ARGS)
     assert plan.planning.cut_short
-    assert "the clock cut the search short" in str(plan)
+    assert "the search was cut short" in str(plan)
     assert MemoryStats.of(step.compile(*ARGS)).peak_nbytes <= budget
     with pytest.warns(JaxrematWarning, match=said):  # also of a plan from a file
         jaxremat.optimize(plan=jaxremat.Plan.from_json(plan.to_json()), donate_argnums=0)(train).plan(*ARGS)
+
+
+@pytest.mark.parametrize("share", [0.6, "min"])
+def test_an_interrupt_gives_the_best_plan_so_far_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, share: float | str
+) -> None:
+    """Ctrl-C while the next plan is looked for after one that fits. Before, there is nothing to return."""
+    stats = jaxremat.memory(train, *ARGS, donate_argnums=0)
+    budget = stats.base_nbytes + int(share * stats.temporaries_nbytes) if isinstance(share, float) else "min"
+    looking = Search._next
+
+    def look_or_interrupt(search: Search, *args: Any) -> Any:
+        if search.ledger.compiled:
+            raise KeyboardInterrupt
+        return looking(search, *args)
+
+    def plan(on_interrupt: Any) -> jaxremat.Plan:
+        planning = jaxremat.Planning(on_interrupt=on_interrupt, cache=False)
+        return jaxremat.plan(train, *ARGS, budget=budget, donate_argnums=0, planning=planning)
+
+    monkeypatch.setattr(Search, "_next", look_or_interrupt)
+    with pytest.warns(JaxrematWarning, match="was cut short, after"):
+        found = plan("best")
+    assert found.planning.cut_short
+    if isinstance(budget, int):
+        assert found.peak_nbytes <= budget
+    with pytest.raises(KeyboardInterrupt):
+        plan("stop")
+    monkeypatch.setattr(StepCompiler, "compile", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        plan("best")
 
 
 def test_a_plan_that_a_clock_cut_short_is_used_and_improved(
