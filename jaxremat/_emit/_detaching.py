@@ -8,7 +8,8 @@ Invariant: the results are the same, bit by bit; no other equation is added or m
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import jax.extend.core as jex
 from jax.extend.core import JaxprEqn, Var
@@ -22,21 +23,36 @@ SCOPE = re.compile(r"barrier_\w+")
 """The name of a barrier of this library in a name stack."""
 
 
+@dataclass
+class Detached:
+    """The arrays that are behind barriers of their own.
+
+    **Fields:** `passing` names them by barriers that they pass; `arrays` those of schedules of the same traced step
+    that were emitted before: where they pass a barrier again, they are detached again, and named in `passing`.
+    """
+
+    passing: tuple[Passing, ...] = ()
+    arrays: set[Var] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self.passing or self.arrays)
+
+
 def detach(
     eqns: Sequence[JaxprEqn],
     loop_of: Sequence[int],
     loops: Sequence[Loop],
     outvars: Sequence[Var | jex.Literal],
-    passing: Sequence[Passing],
+    detached: Detached,
 ) -> tuple[list[JaxprEqn], list[int], list[Var | jex.Literal]]:
     """Put the arrays that pass these barriers behind barriers of their own.
 
     **Arguments:** `loop_of` for each equation the loop in whose iterations it is, -1 for none; `outvars` the program's
-    results.
+    results; `detached` the arrays, of which it knows more afterwards.
 
     **Returns:** equations, the loop of each, and results.
     """
-    chosen = _arrays(eqns, passing)
+    chosen = _chosen(eqns, detached)
     names: dict[Var, Var] = {}
 
     def renamed(atom: Var | jex.Literal) -> Var | jex.Literal:
@@ -56,22 +72,34 @@ def detach(
     return placed, placed_loops, [renamed(a) for a in outvars]
 
 
-def _arrays(eqns: Sequence[JaxprEqn], passing: Sequence[Passing]) -> frozenset[Var]:
-    """Return the arrays that pass these barriers, as they are made: before other barriers and turned axes."""
+def _chosen(eqns: Sequence[JaxprEqn], detached: Detached) -> set[Var]:
+    """Return the arrays to detach, and note their names and themselves."""
+    passed = dict(_passed(eqns))
+    chosen = {var for at in detached.passing for var in passed.get(at, ())}
+    again = [at for at, made in passed.items() if detached.arrays.intersection(made) - chosen]
+    detached.passing = tuple(sorted({*detached.passing, *again}))
+    chosen.update(var for at in again for var in passed[at])
+    detached.arrays |= chosen
+    return chosen
+
+
+def _passed(eqns: Sequence[JaxprEqn]) -> Iterator[tuple[Passing, list[Var]]]:
+    """Yield for each operand of this library's barriers the array, as it is made: before other barriers and turned
+    axes.
+    """
     maker: Mapping[Var, JaxprEqn] = {v: eqn for eqn in eqns for v in eqn.outvars}
-    found: set[Var] = set()
     for eqn in eqns:
         if eqn.primitive.name != "optimization_barrier":
             continue
         scope = _compat.last_scope(eqn)
-        for position in (position for name, position in passing if name == scope):
-            var = eqn.invars[position] if position < len(eqn.invars) else None
+        for position, var in enumerate(eqn.invars):
+            found: list[Var] = []
             while isinstance(var, Var) and var in maker:
                 made = maker[var]
                 if made.primitive.name == "optimization_barrier":
                     var = made.invars[made.outvars.index(var)]
                     continue
-                found.add(var)
+                found.append(var)
                 turned = made.primitive.name == "transpose" and SCOPE.fullmatch(_compat.last_scope(made))
                 var = made.invars[0] if turned else None
-    return frozenset(found)
+            yield (scope, position), found

@@ -27,7 +27,7 @@ from jax.extend.core import JaxprEqn, Var
 from .._model._graph import Graph
 from .._model._optimizer_updates import finishing_sums
 from .._model._primitive_names import FETCH
-from .._model._schedule import Passing, Schedule
+from .._model._schedule import Schedule
 from .._model._stage_merging import merged
 from .._program import _compat
 from .._program._run_counts import check_runs
@@ -39,7 +39,7 @@ from .._rewrite._trace import Traced
 from .._runtime._garbage import uncollected
 from ._analysis import Analysis
 from ._constraints import Point
-from ._detaching import detach
+from ._detaching import Detached, detach
 from ._transfers import Transfers
 from ._validation import validated
 from ._writer import Writer
@@ -63,14 +63,14 @@ def emit(
     graph: Graph,
     schedule: Schedule,
     fence: str = FINISHED,
-    detached: Sequence[Passing] = (),
+    detached: Detached | None = None,
 ) -> jex.ClosedJaxpr:
     """Return the planned step as a jaxpr whose types are checked, those of its loops too, and which `_validation`
     has seen to compute the step; node ids of `graph` are equation indices of `traced.jaxpr`. Where that is a body,
     so is this.
 
-    **Arguments:** `fence` the kind of barriers, `FINISHED` or `COMBINED`; `detached` the barriers' operands that are
-    put behind barriers of their own, see `_detaching`.
+    **Arguments:** `fence` the kind of barriers, `FINISHED` or `COMBINED`; `detached` the arrays that are put
+    behind barriers of their own, see `_detaching`.
     """
     graph, schedule = _with_needed_stages(graph, schedule)
     jaxpr = traced.jaxpr.jaxpr

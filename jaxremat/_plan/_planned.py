@@ -16,6 +16,7 @@ from .._compiler._compiled_step import KINDS, CompiledStep
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import Compiled
 from .._compiler._target import in_words
+from .._emit._detaching import Detached
 from .._lower._lower import as_stacked
 from .._model._graph import Graph
 from .._model._schedule import Schedule, check
@@ -131,7 +132,7 @@ def apply_plan(problem: Problem, plan: Plan, planning: Planning, *, to_run: bool
             made = _compiled(problem, plan, graph, schedule, to_run=to_run)
             jitted, compiled, plan = made.jitted, made.compiled, replace(plan, detached=made.detached)
         else:
-            jitted = problem.jitted(graph, schedule, plan.fence, plan.detached)
+            jitted = problem.jitted(graph, schedule, plan.fence, Detached(plan.detached))
     if not verify and not to_run:
         return Planned(plan, jitted, None)
     if compiled is None:

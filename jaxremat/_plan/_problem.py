@@ -5,7 +5,6 @@ Invariant: everything here follows from the fields. Nothing is compiled but by t
 
 import logging
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +18,7 @@ from .._compiler._gathers import gathers
 from .._compiler._program import Compiled, Program, processes_of
 from .._compiler._shardings import Division
 from .._compiler._tags import tagged
+from .._emit._detaching import Detached
 from .._emit._emit import FINISHED, emit
 from .._emit._validation import unproved
 from .._lower._lower import as_stacked, estimate_base, lower
@@ -26,7 +26,7 @@ from .._model._backend import Backend, backend
 from .._model._graph import Graph
 from .._model._host_copies import HostMemory
 from .._model._pins import Patterns
-from .._model._schedule import Passing, Schedule, close_over_dependencies, save_all
+from .._model._schedule import Schedule, close_over_dependencies, save_all
 from .._model._simulate import simulate
 from .._model._sites import EXACT
 from .._model._variant import Variant
@@ -191,7 +191,7 @@ class Problem:
         return close_over_dependencies(graph, [v for v in graph.residuals if made[v].producer not in again])
 
     def jitted(
-        self, graph: Graph, schedule: Schedule, fence: str = FINISHED, detached: Sequence[Passing] = ()
+        self, graph: Graph, schedule: Schedule, fence: str = FINISHED, detached: Detached | None = None
     ) -> Any:
         """Return the step that follows a schedule of one of its graphs."""
         traced = self.form(graph.form)

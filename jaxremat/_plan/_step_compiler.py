@@ -6,17 +6,21 @@ reads twice is put behind a barrier of its own, and the step is compiled once mo
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from jax.extend.core import Var
+
 from .._compiler._compiled_step import CompiledStep
 from .._compiler._overwritten_reads import OverwrittenRead
-from .._emit._detaching import SCOPE
+from .._emit._detaching import SCOPE, Detached
 from .._model._graph import Graph
 from .._model._schedule import Passing, Schedule
 from .._model._simulate import simulate
+from .._model._variant import Variant
 from .._runtime._bytes import format_nbytes
 from .._runtime._progress import Stopwatch, phase
 from .._solver import Solution
@@ -56,15 +60,17 @@ def compile_schedule(
     fence: str,
     detached: Sequence[Passing] = (),
     *,
+    arrays: set[Var] | None = None,
     to_run: bool = False,
 ) -> CompiledSchedule:
     """Emit and compile a schedule of one of a problem's graphs.
 
-    **Arguments:** `detached` what is known to be read twice; `to_run` whether it is compiled to run, not to be read.
+    **Arguments:** `detached` what is known to be read twice; `arrays` what was in schedules before of the same form, to
+    which that of this one is added; `to_run` whether it is compiled to run, not to be read.
 
     **Raises:** `OverwrittenReadError` where the compiler makes such kernels all the same.
     """
-    known = tuple(detached)
+    known = Detached(tuple(detached), set() if arrays is None else arrays)
     attempt = 0
     while True:
         attempt += 1
@@ -72,22 +78,24 @@ def compile_schedule(
         compiled = problem.finished(jitted) if to_run else problem.compile(jitted)
         reads = compiled.overwritten_reads
         if not reads:
-            return CompiledSchedule(jitted, compiled, known)
+            return CompiledSchedule(jitted, compiled, known.passing)
         more = {(name, read.position) for read in reads for name in SCOPE.findall(read.barrier)[-1:]}
-        if attempt == ROUNDS or more <= set(known):
+        if attempt == ROUNDS or more <= set(known.passing):
             raise OverwrittenReadError(*reads)
-        known = tuple(sorted({*known, *more}))
+        known.passing = tuple(sorted({*known.passing, *more}))
 
 
 @dataclass
 class StepCompiler:
     """Compiles solutions of one step, to be read. **Fields:** `baseline` that overheads are counted from; `stopwatch`
-    since planning began; `count` of what was tried.
+    since planning began; `count` of what was tried; `detached` arrays by form: what XLA would overwrite in one schedule
+    it would in the next, which is then compiled once.
     """
 
     baseline: Baseline
     stopwatch: Stopwatch
     count: int = 0
+    detached: defaultdict[Variant, set[Var]] = field(default_factory=lambda: defaultdict(set))
 
     def compile(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate | None:
         """Return a solution compiled with a form of barriers, None where no program came of it."""
@@ -100,7 +108,8 @@ class StepCompiler:
         self.count += 1
         began = time.monotonic()
         with phase(f"compiling plan {self.count}", kind="compile"):
-            made = compile_schedule(baseline.problem, graph, solution.schedule, fence)
+            arrays = self.detached[graph.form]
+            made = compile_schedule(baseline.problem, graph, solution.schedule, fence, arrays=arrays)
         plain_seconds = baseline.seconds
         found = CompiledCandidate(
             graph=graph,

@@ -15,7 +15,7 @@ from jaxremat._compiler._devices import DeviceSpec
 from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._overwritten_reads import OverwrittenRead, overwritten_reads
 from jaxremat._compiler._target import Target
-from jaxremat._emit._detaching import detach
+from jaxremat._emit._detaching import Detached, detach
 from jaxremat._plan import _step_compiler
 from jaxremat._plan._step_compiler import OverwrittenReadError, compile_schedule
 
@@ -51,7 +51,7 @@ def detached(fn: Any) -> Any:
     closed = jax.make_jaxpr(fn)(X)
     jaxpr = closed.jaxpr
     flat = [-1] * len(jaxpr.eqns)
-    eqns, loop_of, outvars = detach(jaxpr.eqns, flat, (), jaxpr.outvars, [("barrier_0", 0)])
+    eqns, loop_of, outvars = detach(jaxpr.eqns, flat, (), jaxpr.outvars, Detached((("barrier_0", 0),)))
     assert len(eqns) == len(loop_of) == len(jaxpr.eqns) + 1
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), closed.consts))
 
@@ -81,6 +81,19 @@ def test_a_barrier_of_its_own_avoids_it() -> None:
     np.testing.assert_array_equal(executable(X)[0], jax.jit(row_before)(X)[0])
 
 
+def test_what_one_schedule_detaches_so_does_the_next() -> None:
+    """Its arrays are known by themselves, and named where they pass a barrier."""
+    jaxpr = jax.make_jaxpr(row_before)(X).jaxpr
+    first = Detached((("barrier_0", 0),))
+    for known in (first, again := Detached(arrays=first.arrays)):
+        found = detach(jaxpr.eqns, [-1] * len(jaxpr.eqns), (), jaxpr.outvars, known)
+        assert len(found[0]) == len(jaxpr.eqns) + 1
+    assert again.passing == first.passing
+    others = Detached(arrays={*jaxpr.invars})
+    assert detach(jaxpr.eqns, [-1] * len(jaxpr.eqns), (), jaxpr.outvars, others)[0] == jaxpr.eqns
+    assert others.passing == ()
+
+
 def test_so_it_does_on_a_gpu() -> None:
     options = {"xla_gpu_enable_cub_radix_sort": False}
     texts = [
@@ -98,9 +111,9 @@ class FakeBaseline:
         self.mends = mends
         self.asked: list[Any] = []
 
-    def jitted(self, graph: Any, schedule: Any, fence: str, passing: Any) -> Any:
-        self.asked.append(tuple(passing))
-        return detached(row_before) if passing and self.mends else row_before
+    def jitted(self, graph: Any, schedule: Any, fence: str, detached_: Any) -> Any:
+        self.asked.append(detached_.passing)
+        return detached(row_before) if detached_ and self.mends else row_before
 
     def compile(self, jitted: Any) -> Any:
         return CompiledStep(compiled(jitted), CPU)
