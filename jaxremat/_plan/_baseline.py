@@ -6,11 +6,13 @@ asked of it before. The time of every graph is counted from that of the plain st
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+
+from jax.extend.core import Var
 
 from .._compiler._compiled_step import CompiledStep
 from .._compiler._program import Compiled
@@ -226,13 +228,15 @@ class Baseline:
 
     **Fields:** `problem`; `compiling` the step as the user wrote it, with the seconds that this takes, None where only
     the tagged one is compiled; `compiled_tagged` the tagged step where it is compiled already; `to_run`
-    whether the step as the user wrote it is compiled to run, not only to be read.
+    whether the step as the user wrote it is compiled to run, not only to be read; `detached` by form the arrays that
+    XLA would have overwritten in plans on this baseline: it would in the next, which is then compiled once.
     """
 
     problem: Problem
     compiling: Future[tuple[Compiled, float]] | None = None
     compiled_tagged: CompiledStep | None = None
     to_run: bool = False
+    detached: defaultdict[Variant, set[Var]] = field(default_factory=lambda: defaultdict(set), init=False)
 
     @cached_property
     def plain(self) -> CompiledStep:

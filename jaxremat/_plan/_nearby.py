@@ -12,6 +12,8 @@ import logging
 import warnings
 from dataclasses import replace
 
+from jax.extend.core import Var
+
 from .._model._graph import Graph
 from .._model._schedule import check
 from .._model._simulate import simulate
@@ -98,12 +100,14 @@ class _Neighbour:
         self.graph: Graph = replace(graph, base_nbytes=self.plain.base_nbytes, small_nbytes=small)
         self.solves = 0
         self.made: list[CompiledCandidate] = []
+        self.first: Solution | None = None  # the neighbour's own schedule
+        self.arrays: set[Var] = set()  # as of `compile_schedule`
 
     def planned(self) -> Planned | None:
         """Return the cheaper of at most two compiled schedules that fit, None where none does."""
         plan, graph = self.plan, self.graph
         try:
-            first = Solution(check(graph, plan.schedule(graph)), solver=plan.solver)
+            self.first = first = Solution(check(graph, plan.schedule(graph)), solver=plan.solver)
         except SolverError:  # pins are others
             return None
         predicted = simulate(graph, first.schedule).peak_nbytes
@@ -155,7 +159,13 @@ class _Neighbour:
         try:
             with phase("compiling a neighbour's plan", kind="compile"):
                 made = compile_schedule(
-                    problem, graph, schedule, self.plan.fence, to_run=problem.compiles_to_run
+                    problem,
+                    graph,
+                    schedule,
+                    self.plan.fence,
+                    self.plan.detached if solution is self.first else (),
+                    arrays=self.arrays,
+                    to_run=problem.compiles_to_run,
                 )
         except OverwrittenReadError:
             return None

@@ -6,9 +6,8 @@ reads twice is put behind a barrier of its own, and the step is compiled once mo
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from .._emit._detaching import SCOPE, Detached
 from .._model._graph import Graph
 from .._model._schedule import Passing, Schedule
 from .._model._simulate import simulate
-from .._model._variant import Variant
 from .._runtime._bytes import format_nbytes
 from .._runtime._progress import Stopwatch, phase
 from .._solver import Solution
@@ -88,14 +86,12 @@ def compile_schedule(
 @dataclass
 class StepCompiler:
     """Compiles solutions of one step, to be read. **Fields:** `baseline` that overheads are counted from; `stopwatch`
-    since planning began; `count` of what was tried; `detached` arrays by form: what XLA would overwrite in one schedule
-    it would in the next, which is then compiled once.
+    since planning began; `count` of what was tried.
     """
 
     baseline: Baseline
     stopwatch: Stopwatch
     count: int = 0
-    detached: defaultdict[Variant, set[Var]] = field(default_factory=lambda: defaultdict(set))
 
     def compile(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate | None:
         """Return a solution compiled with a form of barriers, None where no program came of it."""
@@ -108,7 +104,7 @@ class StepCompiler:
         self.count += 1
         began = time.monotonic()
         with phase(f"compiling plan {self.count}", kind="compile"):
-            arrays = self.detached[graph.form]
+            arrays = baseline.detached[graph.form]
             made = compile_schedule(baseline.problem, graph, solution.schedule, fence, arrays=arrays)
         plain_seconds = baseline.seconds
         found = CompiledCandidate(

@@ -1,5 +1,6 @@
 """XLA writes over an array that a kernel still reads under a second name: found in its HLO, and avoided."""
 
+import functools
 from typing import Any
 
 import jax
@@ -46,12 +47,19 @@ def compiled(fn: Any) -> Any:
     return jax.jit(fn).lower(X).compile(compiler_options=jaxremat.compiler_options("cpu"))
 
 
-def detached(fn: Any) -> Any:
-    """The function with what passes first through its barrier behind a barrier of its own."""
-    closed = jax.make_jaxpr(fn)(X)
+@functools.cache
+def traced(fn: Any) -> Any:
+    return jax.make_jaxpr(fn)(X)
+
+
+def detached(fn: Any, known: Detached | None = None) -> Any:
+    """The function with what is known behind a barrier of its own, or what passes first through its barrier."""
+    closed = traced(fn)
     jaxpr = closed.jaxpr
     flat = [-1] * len(jaxpr.eqns)
-    eqns, loop_of, outvars = detach(jaxpr.eqns, flat, (), jaxpr.outvars, Detached((("barrier_0", 0),)))
+    eqns, loop_of, outvars = detach(
+        jaxpr.eqns, flat, (), jaxpr.outvars, known or Detached((("barrier_0", 0),))
+    )
     assert len(eqns) == len(loop_of) == len(jaxpr.eqns) + 1
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), closed.consts))
 
@@ -83,7 +91,7 @@ def test_a_barrier_of_its_own_avoids_it() -> None:
 
 def test_what_one_schedule_detaches_so_does_the_next() -> None:
     """Its arrays are known by themselves, and named where they pass a barrier."""
-    jaxpr = jax.make_jaxpr(row_before)(X).jaxpr
+    jaxpr = traced(row_before).jaxpr
     first = Detached((("barrier_0", 0),))
     for known in (first, again := Detached(arrays=first.arrays)):
         found = detach(jaxpr.eqns, [-1] * len(jaxpr.eqns), (), jaxpr.outvars, known)
@@ -113,7 +121,7 @@ class FakeBaseline:
 
     def jitted(self, graph: Any, schedule: Any, fence: str, detached_: Any) -> Any:
         self.asked.append(detached_.passing)
-        return detached(row_before) if detached_ and self.mends else row_before
+        return detached(row_before, detached_) if detached_ and self.mends else row_before
 
     def compile(self, jitted: Any) -> Any:
         return CompiledStep(compiled(jitted), CPU)
@@ -126,6 +134,17 @@ def test_a_schedule_is_compiled_again_with_the_array_detached() -> None:
     assert baseline.asked == [(), (("barrier_0", 0),)]
     assert made.detached == (("barrier_0", 0),)
     np.testing.assert_array_equal(made.compiled.executable(X)[0], jax.jit(row_before)(X)[0])
+
+
+def test_the_next_schedule_is_compiled_once() -> None:
+    """It detaches the arrays of the one before, and its plan names them."""
+    baseline: Any = FakeBaseline(mends=True)
+    none: Any = None
+    arrays = set[Any]()
+    for _ in range(2):
+        made = compile_schedule(baseline, none, none, "finished", arrays=arrays)
+        assert made.detached == (("barrier_0", 0),)
+    assert baseline.asked == [(), (("barrier_0", 0),), ()]
 
 
 def test_a_schedule_that_cannot_be_mended_is_refused() -> None:
