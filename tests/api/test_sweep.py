@@ -82,6 +82,12 @@ def test_every_point_keeps_its_budget_and_more_budget_never_costs_more(frontier:
     assert {p.kind for p in frontier} == {"plain", "hull", "budget", "least"}
 
 
+def test_a_budget_of_a_sweep_takes_one_compilation(frontier: Frontier) -> None:
+    """The plain step is compiled for all of them, and a solve knows about where to aim."""
+    counts = [point.plan.compile_count for point in frontier if point.kind in ("budget", "hull")]
+    assert counts and max(counts) == 1
+
+
 def test_no_plan_of_the_sweep_is_better_than_the_point_of_a_budget(frontier: Frontier) -> None:
     for p in frontier:
         fitting = [frontier.cost(q) for q in frontier if q.peak_nbytes <= p.budget_nbytes]
