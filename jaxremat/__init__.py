@@ -51,6 +51,7 @@ from ._report._outcome import Round as Round
 from ._runtime._bytes import format_nbytes as format_nbytes
 from ._runtime._errors import ArgumentError as ArgumentError
 from ._runtime._errors import BudgetError as BudgetError
+from ._runtime._errors import CompilationError as CompilationError
 from ._runtime._errors import HintError as HintError
 from ._runtime._errors import InfeasibleBudgetError as InfeasibleBudgetError
 from ._runtime._errors import InfeasibleHintError as InfeasibleHintError

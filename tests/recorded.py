@@ -70,12 +70,20 @@ def ask(script: Path, request: Any, seconds: float = math.inf) -> Any:
     path = TARGETS / f"{key}.json.gz"
     if path.exists():
         figures, text = json.loads(gzip.decompress(path.read_bytes()))
+        if figures is None:
+            raise _worker.WorkerRefusedError(text)
         return figures, text
-    answer = _worker.ask(script, request, seconds)
+    refused = None
+    try:
+        answer = _worker.ask(script, request, seconds)
+    except _worker.WorkerRefusedError as error:
+        answer, refused = (None, str(error)), error
     TARGETS.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_bytes(gzip.compress(json.dumps(answer).encode(), 6))
     draft.replace(path)
+    if refused is not None:
+        raise refused
     return answer
 
 

@@ -79,7 +79,7 @@ def measure(equations: int, share: float) -> Record:
     with phase("trace"):
         traced = trace(program.plain, args, {})
     with phase("lower"):
-        graph = lower(traced, detect(jax.devices()[0]), base_nbytes=estimate_base(traced))
+        graph = lower(traced, detect(jax.devices()[0]), base_nbytes=estimate_base(traced).base_nbytes)
     with phase("simulate"):
         plain = simulate(graph, SaveAll().solve(graph, None, time_limit=SECONDS).schedule)
         budget = int(graph.base_nbytes + share * (plain.peak_nbytes - graph.base_nbytes))

@@ -83,7 +83,7 @@ def optimize(
     **Returns:** a decorator that gives a `Step`.
 
     **Raises:** on the first call with new shapes: `BudgetError`, `InfeasibleBudgetError`, `PlanMismatchError`,
-    `SolverError`, `ArgumentError`, `TargetError`, `HintError`.
+    `SolverError`, `ArgumentError`, `TargetError`, `CompilationError`, `HintError`.
 
     ```python
     @jaxremat.optimize("3GiB", donate_argnums=(0, 1))

@@ -4,13 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from .._compiler._devices import detect
 from .._compiler._memory_stats import MemoryStats
-from .._compiler._program import Program, placed
+from .._compiler._program import Program, device_of, placed
 from .._compiler._target import Target
 from .._plan._arguments import as_tuple
 from .._plan._plan import Plan
+from .._plan._problem import Problem
 from .._plan._request import DEFAULT, Planning, takes_planning
 from .._runtime._budgets import Budget
+from .._runtime._errors import CompilationError
 from .._solver import Sublinear
 from ._argument_kinds import kind_of
 from ._optimize import optimize
@@ -35,7 +38,8 @@ def memory(
     compiler_options: dict[str, Any] | None = None,
     target: str | None = None,
 ) -> MemoryStats:
-    """Return what any function needs on one device, by compiling it: the trustworthy number.
+    """Return what any function needs on one device, by compiling it: the trustworthy number. Where the compiler does
+    not compile it, the model says it, and `modelled` why.
 
     **Arguments:** the function (jitted or not, or a `Step`) and its arguments (arrays or `jax.ShapeDtypeStruct`s);
     `target` as in `optimize`; the rest as in `jax.jit`. On the CPU the compiler is told to keep `jax.checkpoint`'s
@@ -52,15 +56,20 @@ def memory(
     )
     program = placed(program, args, {})
     if (kind := kind_of(args, {})) is not None:
-        through = kind(program, lambda plain: plain)
-        return through.ask(
-            lambda plain, *found: MemoryStats.of(plain.lower(plain.plain, found, {}).compile()), args, {}
-        )
-    if (jitted := getattr(fn, "lower", None)) is None or program.fn is not fn:
-        return MemoryStats.of(program.lower(program.plain, args, {}).compile())
-    if program.target is not None:
-        return MemoryStats.of(program.lower(fn, args, {}).compile())
-    return MemoryStats.of(jitted(*args).compile(compiler_options=dict(program.compiler_options) or None))
+        return kind(program, lambda plain: plain).ask(lambda plain, *found: _memory(plain, found), args, {})
+    return _memory(program, args)
+
+
+def _memory(program: Program, args: tuple[Any, ...]) -> MemoryStats:
+    """Return what a program needs, by the model where the compiler does not compile it."""
+    jitted = program.fn if hasattr(program.fn, "lower") else program.plain
+    try:
+        return MemoryStats.of(program.compile(jitted, args, {}))
+    except CompilationError as error:
+        here = None if program.target else device_of(args, {})
+        device = program.target.spec if program.target else detect(here)
+        problem = Problem(program, args, {}, device, DEFAULT.profile, here)
+        return problem.modelled_memory(error.why)
 
 
 @takes_planning

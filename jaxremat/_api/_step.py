@@ -250,7 +250,17 @@ class Step:
         kept = (self._given or planning).respect_checkpoint
         host = usable(asked.offload, spec, here)
         problem = Problem(
-            program, args, kwargs, spec, planning.profile, here, kept, asked.pins, host, asked.allow
+            program,
+            args,
+            kwargs,
+            spec,
+            planning.profile,
+            here,
+            kept,
+            asked.pins,
+            host,
+            asked.allow,
+            written_seconds=planning.written_seconds,
         )
         return problem, replace(asked, device_nbytes=reported, neighbours=self._neighbours())
 

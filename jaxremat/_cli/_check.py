@@ -146,4 +146,4 @@ def _timed(plan: Plan, found: dict[str, dict[str, float]], ratio: float) -> Grou
 
 def _peak(plan: Plan) -> str:
     peak = plan.compiled_peak_nbytes or plan.predicted_peak_nbytes
-    return f"peak {format_nbytes(peak)}, the plain step's {format_nbytes(plan.baseline_peak_nbytes)}"
+    return f"peak {format_nbytes(peak)}, the plain step's {plan.plain_needs}"

@@ -46,7 +46,7 @@ EXIT_CODES: tuple[tuple[int, str, tuple[type[BaseException], ...]], ...] = (
         "something is missing: a package, a compiler, a device, a file",
         (TargetError, ImportError, OSError),
     ),
-    (5, "something failed: the function itself, a solver", (Exception,)),
+    (5, "something failed: the function itself, a solver, the compiler", (Exception,)),
     (130, "interrupted", (KeyboardInterrupt,)),
 )
 """Code, meaning, and the errors that end with it; the first that matches counts."""

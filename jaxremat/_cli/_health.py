@@ -22,7 +22,7 @@ from .._model._device_specs import find
 from .._program._plugin_messages import has_gpu
 from .._runtime._bytes import format_nbytes
 from .._runtime._cache_folder import cache_dir, write_atomically
-from .._runtime._errors import TargetError
+from .._runtime._errors import CompilationError, TargetError
 from .._runtime._worker import WorkerLostError
 from .._solver._integer_program import IntegerProgram
 
@@ -188,7 +188,7 @@ def _checked(subject: str, check: Callable[[], Finding], remedy: str) -> Iterato
         yield check()
     except WorkerLostError as error:
         yield Finding(subject, "broken", str(error).splitlines()[-1], remedy)
-    except TargetError as error:  # which may say itself what to install
+    except (CompilationError, TargetError) as error:  # which may say itself what to install
         said = " ".join(str(error).split())
         yield Finding(subject, "broken", said, "" if "pip install" in said else remedy)
     except OSError as error:

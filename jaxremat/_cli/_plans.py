@@ -42,7 +42,10 @@ def register(app: typer.Typer) -> None:
 
     @command(app, "memory")
     def memory(subject: Subject, budget: BudgetText = None) -> Answer:
-        """Compile a function and print what it needs on one device; with a budget, whether it fits."""
+        """Compile a function and print what it needs on one device; with a budget, whether it fits.
+
+        Where the compiler does not compile it, the figures are the model's, and marked so.
+        """
         call = subject.load()
         row, options = call.by_position(), subject.jit_options(call.fn)
         if isinstance(call.fn, Step):
@@ -55,7 +58,7 @@ def register(app: typer.Typer) -> None:
         if limit == "min":
             raise typer.BadParameter("'min' is for `jaxremat plan`: this compiles the function as it is")
         fits = None if limit is None else stats.peak_nbytes <= limit
-        data = {**_figures(stats), "budget_nbytes": limit, "fits": fits}
+        data = {**_figures(stats), "budget_nbytes": limit, "fits": fits, "modelled": stats.modelled}
         return Answer(data, _table(stats, limit), code=1 if fits is False else 0)
 
     @command(app, "sweep")
@@ -135,4 +138,6 @@ def _table(stats: MemoryStats, limit: int | None) -> Table:
             f"fits, {format_nbytes(spare)} to spare" if spare >= 0 else f"{format_nbytes(-spare)} too much"
         )
         table.add_row("budget", format_nbytes(limit), verdict)
+    if stats.modelled:
+        table.add_row("by the model", "", stats.modelled)
     return table

@@ -1,4 +1,4 @@
-"""Compiled program -> its memory on one device, as XLA's buffer assignment says."""
+"""Compiled program -> its memory on one device, as XLA's buffer assignment says; or as the model does, marked so."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,11 +6,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """What a compiled program holds on one device, in bytes, as XLA's buffer assignment says.
+    """What a program holds on one device, in bytes, as XLA's buffer assignment says of the compiled one.
 
     **Fields:** `arguments_nbytes`, `outputs_nbytes`, `aliased_nbytes` (outputs that reuse donated arguments),
     `temporaries_nbytes`. `peak_nbytes` is arguments + outputs - aliased + temporaries. `host_nbytes` are temporaries in
-    host memory, which count in none of these.
+    host memory, which count in none of these. Where the compiler does not compile the program the model says it, and
+    `modelled` why; that is "" where the figures are the compiler's.
     """
 
     arguments_nbytes: int
@@ -18,6 +19,7 @@ class MemoryStats:
     aliased_nbytes: int
     temporaries_nbytes: int
     host_nbytes: int = 0
+    modelled: str = ""
 
     @property
     def base_nbytes(self) -> int:

@@ -1,6 +1,7 @@
 """A function with its `jit` options -> compiled variants of it that differ in nothing but their equations."""
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ import jax.extend.core as jex
 from .._program import _compat
 from .._program._host_arguments import any_on_host, from_host
 from .._rewrite._trace import Traced
-from .._runtime._errors import TargetError
+from .._runtime._errors import CompilationError, TargetError
 from ._target import Target, TargetCompiled, TargetLowered, mismatch
 
 _UNFUSED = {"xla_backend_optimization_level": 0}
@@ -79,14 +80,27 @@ class Program:
             return jitted.lower(*args, **kwargs)
         return self.target.lower(jitted, args, kwargs, dict(self.compiler_options))
 
-    def compile(self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Compiled":
+    def compile(
+        self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float = math.inf
+    ) -> "Compiled":
         """Return a jitted variant of the function, compiled with the options of this program, whatever its
         own are.
+
+        **Arguments:** `seconds` that this may take for a target: at hand the compiler is part of this process, which
+        cannot end it.
+
+        **Raises:** `CompilationError` where the compiler does not.
         """
-        return self._compiled(self.lower(jitted, args, kwargs))
+        return self._compiled(self.lower(jitted, args, kwargs), seconds)
 
     def begin(
-        self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, apart: bool
+        self,
+        jitted: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seconds: float = math.inf,
+        *,
+        apart: bool,
     ) -> "Future[tuple[Compiled, float]]":
         """Return the same begun, with the seconds that it takes: `apart` in another thread, while this one goes on;
         else it is done then.
@@ -95,7 +109,7 @@ class Program:
         lowered = self.lower(jitted, args, kwargs)
 
         def finish() -> tuple[Compiled, float]:
-            return self._compiled(lowered), time.monotonic() - began
+            return self._compiled(lowered, seconds), time.monotonic() - began
 
         if apart:
             compiling = ThreadPoolExecutor(1)
@@ -103,17 +117,26 @@ class Program:
             compiling.shutdown(wait=False)
             return begun
         done = Future[tuple[Compiled, float]]()
-        done.set_result(finish())
+        try:
+            done.set_result(finish())
+        except CompilationError as error:
+            done.set_exception(error)
         return done
 
-    def _compiled(self, lowered: Lowered) -> "Compiled":
-        if self.target is not None:
-            return lowered.compile()
-        assert isinstance(lowered, jax.stages.Lowered)
+    def _compiled(self, lowered: Lowered, seconds: float = math.inf) -> "Compiled":
+        if isinstance(lowered, TargetLowered):
+            return lowered.compile(seconds)
         if self.otherwise:
             with suppress(Exception):
                 return lowered.compile(compiler_options=dict(self.compiler_options))
-        return lowered.compile(compiler_options=dict(self.otherwise or self.compiler_options) or None)
+        try:
+            return lowered.compile(compiler_options=dict(self.otherwise or self.compiler_options) or None)
+        except MemoryError as error:
+            raise CompilationError(
+                "XLA needs more memory for the step than this machine has.", reason="memory"
+            ) from error
+        except jax.errors.JaxRuntimeError as error:
+            raise CompilationError(f"XLA refuses the step: {error}", reason="refused") from error
 
     def unfused_build(self, platform: str, *, shared: bool = False) -> "Program":
         """Return the program as it is compiled to be read, not to be run. On a device at hand that is no CPU it is

@@ -14,6 +14,8 @@ import jax.extend.core as jex
 
 from .._model._backend import Backend
 from .._program import _compat
+from .._program._primitives import is_loop_edge
+from .._rewrite._flat_program import with_eqns
 from .._rewrite._kernel_choice import inline, replaced
 from .._rewrite._trace import Traced
 from ._hlo import (
@@ -103,6 +105,15 @@ def tagged(traced: Traced, backend: Backend) -> jex.ClosedJaxpr:
         named = eqn if origin < 0 else _compat.in_scope(eqn, f"#{origin}")
         eqns.extend(inline(named) if needs_replacement(eqn) else [named])
     return _compat.new_jaxpr(flat.jaxpr.constvars, flat.consts, flat.jaxpr.invars, flat.jaxpr.outvars, eqns)
+
+
+def numbered(traced: Traced) -> Traced:
+    """Return a step with the index of each equation outside of its loops in its name stack."""
+    eqns = [
+        eqn if loop >= 0 or is_loop_edge(eqn) else _compat.in_scope(eqn, f"#{i}")
+        for i, (eqn, loop) in enumerate(zip(traced.jaxpr.jaxpr.eqns, traced.loop_of, strict=True))
+    ]
+    return replace(traced, program=traced.program.with_same(with_eqns(traced.jaxpr, eqns)))
 
 
 def written(module: Module) -> Written:

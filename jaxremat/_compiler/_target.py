@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import io
 import logging
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,8 @@ import jax
 
 from .._attention._operations import lowered_for
 from .._model._device_specs import DEVICES, DeviceSpec
-from .._runtime._errors import TargetError
-from .._runtime._worker import WorkerLostError, WorkerRefusedError, ask
+from .._runtime._errors import CompilationError, TargetError
+from .._runtime._worker import WorkerLateError, WorkerLostError, WorkerRefusedError, ask
 
 logger = logging.getLogger("jaxremat")
 
@@ -151,39 +152,61 @@ class TargetLowered:
         """Return the program before XLA."""
         return self._lowered.as_text(dialect, debug_info=debug_info)
 
-    def compile(self) -> "TargetCompiled":
-        """Compile it with XLA's GPU compiler. **Raises:** `TargetError` where that fails."""
+    def compile(self, seconds: float = math.inf) -> "TargetCompiled":
+        """Compile it with XLA's GPU compiler, for so many seconds at most.
+
+        **Raises:** `CompilationError` where that fails; `TargetError` where there is no such compiler.
+        """
         module: Any = self._lowered.compiler_ir("stablehlo")
         buffer = io.BytesIO()
         module.operation.write_bytecode(buffer)
         topology = self.target.topology(int(module.operation.attributes["mhlo.num_partitions"].value))
         options = tuple(sorted(self._options.items()))
         _check_installed()
-        figures, text = _compile(self.target, topology, buffer.getvalue(), options)
+        figures, text = _compile(self.target, topology, buffer.getvalue(), options, seconds)
         return TargetCompiled(self.target, figures, text)
 
 
 @functools.lru_cache(maxsize=16)  # planning one step for several budgets compiles the plain step once
 def _compile(
-    target: Target, topology: str, module: bytes, options: tuple[tuple[str, Any], ...]
+    target: Target, topology: str, module: bytes, options: tuple[tuple[str, Any], ...], seconds: float
 ) -> tuple[dict[str, int], str]:
     chip = target.spec.chip
     assert chip is not None
     asked = chip.config(target.spec.name), topology, module
     try:
         try:
-            return ask(WORKER, (*asked, dict(options)))
+            return ask(WORKER, (*asked, dict(options)), seconds)
         except WorkerLostError as error:  # or it refused
             if not any(words in str(error) for words in _NO_TILING):
                 raise
             logger.info(
                 "compiling again without Triton's matrix products, for one of which XLA finds no tiling"
             )
-            return ask(WORKER, (*asked, {**_WITHOUT_TRITON, **dict(options)}))
-    except WorkerRefusedError as error:
-        raise TargetError(f"XLA's compiler for `target={target.name!r}` refuses the step: {error}") from None
+            return ask(WORKER, (*asked, {**_WITHOUT_TRITON, **dict(options)}), seconds)
     except WorkerLostError as error:
-        raise TargetError(f"The process that compiles for GPUs is lost: {error}") from None
+        raise _failure(error, f"XLA's compiler for `target={target.name!r}`", seconds) from None
+
+
+def _failure(error: WorkerLostError, compiler: str, seconds: float) -> CompilationError:
+    """Return what became of a compilation that has no answer."""
+    said = str(error)
+    if isinstance(error, WorkerLateError) and seconds < math.inf:
+        return CompilationError(
+            f"{compiler} takes longer than {seconds:.0f} s for the step, its share of `Planning.planning_seconds`.",
+            reason="time",
+        )
+    if said.startswith("SIGKILL") or any(words in said for words in _NO_MEMORY):
+        return CompilationError(
+            f"{compiler} needs more memory for the step than this machine has: {said}", reason="memory"
+        )
+    if isinstance(error, WorkerRefusedError) or "Check failed" in said:
+        return CompilationError(f"{compiler} refuses the step: {said}", reason="refused")
+    return CompilationError(f"The process of {compiler} is lost: {said}", reason="lost")
+
+
+_NO_MEMORY = ("MemoryError", "bad_alloc", "RESOURCE_EXHAUSTED")
+"""In what the compiler says where it gets no memory. Linux says nothing: it kills."""
 
 
 _NO_TILING = ("find output tile sizes", "triton_tiling_propagation")

@@ -6,9 +6,14 @@ a machine without a GPU nothing else works, and the user's own process must not 
 
 import functools
 import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 os.environ.update(JAX_PLATFORMS="cpu", TF_CPP_MIN_LOG_LEVEL="3")
+with suppress(OSError):
+    # Where a compilation takes all memory, Linux kills this process, and not the user's, which plans another form.
+    Path("/proc/self/oom_score_adj").write_text("1000")
 
 import numpy as np
 from jax._src import compiler

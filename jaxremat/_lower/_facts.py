@@ -40,10 +40,10 @@ _MEASURED_SHARE = 1 / 1000
 class BaselineFacts:
     """What graphs of all variants of a step are made of.
 
-    **Fields:** `plain` the step as it is; `module` what its tagged program was compiled to; `base_nbytes` and
-    `temporaries_nbytes` of that; `program` to compile parts of the step as, to be read; `device`; `profile` as in
-    `jaxremat.optimize`; `here` the device to measure on and compiler `options` to do that with; `pins`; its
-    `division` over devices.
+    **Fields:** `plain` the step as it is, or in the first form that compiles; `module` what its tagged program was
+    compiled to; `base_nbytes` and `temporaries_nbytes` of that; `program` to compile parts of the step as, to be read;
+    `device`; `profile` as in `jaxremat.optimize`; `here` the device to measure on and compiler `options` to do that
+    with; `pins`; its `division` over devices.
     """
 
     plain: Traced

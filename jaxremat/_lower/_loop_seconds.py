@@ -14,7 +14,7 @@ from .._compiler._roofline import kernels, roofline, seconds_of
 from .._compiler._tags import TAG
 from .._model._graph import Graph
 from .._model._loop_levels import deep
-from .._model._variant import PLAIN, REVERSED, Variant
+from .._model._variant import REVERSED, Variant
 from .._program._primitives import is_in_chunks
 from .._rewrite._flat_program import FORWARD, UNPAIRED, Loop
 from .._rewrite._trace import Traced
@@ -43,7 +43,7 @@ def longer_seconds(
     if deep(variant):  # whose forward passes are counted by their iterations
         apart = [eqn for eqn in apart if eqn.primitive.name != "scan" or is_in_chunks(eqn)]
     in_chunks = math.fsum(facts.alone_seconds(apart))
-    looped = _known(traced.loops, variant) and _known(facts.plain.loops, PLAIN)
+    looped = _known(traced.loops, variant) and _known(facts.plain.loops, facts.plain.form)
     if not (in_chunks or looped or traced.microbatches):
         return None
     moved = _moved_seconds(facts, facts.plain.places(traced), most=traced.microbatches > 0)

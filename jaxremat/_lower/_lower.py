@@ -11,6 +11,7 @@ from itertools import groupby
 import jax.extend.core as jex
 
 from .._compiler._devices import DeviceSpec
+from .._compiler._memory_stats import MemoryStats
 from .._compiler._scratch import Scratch, with_room
 from .._compiler._tags import Written
 from .._emit._layouts import axes_in_memory
@@ -319,8 +320,8 @@ def _read_in_memory(
     return chosen
 
 
-def estimate_base(traced: Traced) -> int:
-    """Return arguments + outputs - aliased bytes of the step, assuming that donated buffers are reused where sizes
+def estimate_base(traced: Traced) -> MemoryStats:
+    """Return what of the step's memory is there all the time, assuming that donated buffers are reused where sizes
     agree.
     """
     jaxpr = traced.jaxpr.jaxpr
@@ -335,4 +336,4 @@ def estimate_base(traced: Traced) -> int:
         if (v.aval.shape, v.aval.dtype) in free:
             free.remove((v.aval.shape, v.aval.dtype))
             aliased += aval_nbytes(v.aval)
-    return arguments + results - aliased
+    return MemoryStats(arguments, results, aliased, 0)

@@ -138,6 +138,17 @@ class Variants:
             found.insert(max(cheaper, default=-1) + 1, whole)
         return (*found, *without)
 
+    def deepest(self) -> tuple[Variant, ...]:
+        """Return what saves most by each exact rule in turn, with what saves most by the rules before; nothing of most
+        of the step.
+        """
+        found = [PLAIN]
+        for sites in self.sites:
+            rungs = (Variant.of(*rung) for rung in (sites.rungs() if sites.exact else ()))
+            for rung in [each for each in rungs if not self.estimate(each).whole][-1:]:
+                found.append(found[-1].also(*rung.choices))
+        return tuple(found[1:])
+
     def inexact(self) -> tuple[Variant, ...]:
         """Return what changes numbers, with the step as written and with the exact variants but for those of most of
         the step.

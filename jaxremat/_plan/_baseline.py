@@ -1,7 +1,8 @@
 """Problem -> `Baseline`: what the compiler says of the step before anything is planned, and the graphs of its variants.
 
 Invariants: which programs a baseline's figures are of is decided when it is measured; they do not depend on what was
-asked of it before. The time of every graph is counted from that of the plain step.
+asked of it before. The time of every graph is counted from that of the plain step. Where the compiler does not compile
+that, its figures are those of the graph by rules, and what the compiler says is said of the first form that compiles.
 """
 
 import logging
@@ -15,6 +16,7 @@ from functools import cached_property, partial
 from jax.extend.core import Var
 
 from .._compiler._compiled_step import CompiledStep
+from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import Compiled
 from .._lower._build import build_graph
 from .._lower._facts import BaselineFacts
@@ -24,7 +26,7 @@ from .._model._sites import Variants
 from .._model._variant import ATTENTION, Variant
 from .._rewrite._trace import Traced
 from .._runtime._bytes import format_nbytes
-from .._runtime._errors import HintError
+from .._runtime._errors import CompilationError, HintError
 from .._runtime._progress import phase
 from ._problem import Problem
 from ._rules import PlainStep, variants
@@ -126,12 +128,14 @@ class MeasuredGraphs(Graphs):
 
     @cached_property
     def _facts(self) -> BaselineFacts:
-        problem, tagged = self.problem, self.baseline.tagged
+        problem, baseline = self.problem, self.baseline
+        assert baseline.tagged_form is not None
+        form, tagged = baseline.tagged_form
         differs = problem.traced.rematted or problem.replaces
         # Else the tagged step's are as many as the plain step's, which is still being compiled.
-        measured = self.baseline.temporaries_nbytes if differs else tagged.memory.temporaries_nbytes
+        measured = baseline.temporaries_nbytes if differs else tagged.memory.temporaries_nbytes
         return BaselineFacts(
-            plain=problem.traced,
+            plain=problem.form(form),
             module=tagged.module,
             base_nbytes=tagged.memory.base_nbytes,
             temporaries_nbytes=measured,
@@ -145,18 +149,20 @@ class MeasuredGraphs(Graphs):
         )
 
     def _plain(self) -> Graph:
-        problem = self.problem
+        problem, baseline = self.problem, self.baseline
+        if self._facts.plain is not problem.traced:
+            graph = problem.estimate(problem.traced, baseline.base_nbytes)
+            return replace(graph, step_seconds=baseline.seconds)
         graph = replace(self._lowered(problem.traced), host=problem.usable_host)
-        measured = self.baseline.measured
         logger.info(
             "plain step: peak %s, %d equations, %d residuals, %d stages",
-            format_nbytes(measured.peak_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
+            format_nbytes(baseline.peak_nbytes), len(graph.nodes), len(graph.residuals), len(graph.stages),
         )  # fmt: skip
         if self._facts.by_kernels:
             more = graph.extra_seconds + self._tagged_more
-            return replace(graph, step_seconds=measured.seconds, extra_seconds=more)
+            return replace(graph, step_seconds=baseline.seconds, extra_seconds=more)
         if problem.undoes:  # counted from the user's own step, which computes again what its checkpoints say
-            own = graph.step_seconds * measured.seconds / self.baseline.tagged.seconds
+            own = graph.step_seconds * baseline.seconds / baseline.tagged.seconds
             return replace(
                 graph, step_seconds=own, extra_seconds=graph.extra_seconds + graph.step_seconds - own
             )
@@ -178,7 +184,7 @@ class MeasuredGraphs(Graphs):
     @property
     def _tagged_more(self) -> float:
         """What the tagged step takes longer than the plain one."""
-        return self.baseline.tagged.seconds - self.baseline.measured.seconds
+        return self.baseline.tagged.seconds - self.baseline.seconds
 
     def _around_attention(self, form: Variant) -> float:
         """Return what the compiled step takes longer with attention as in this variant than its operations say, outside
@@ -224,7 +230,8 @@ class Baseline:
     """A step before it is planned, as `measure_baseline` makes it.
 
     Two facts take a compilation that not every plan needs: `tagged` is compiled when it is first asked for, since a
-    step that fits as it is written needs none; `plain` is begun by `measure_baseline` or not at all.
+    step that fits as it is written needs none; `plain` is begun by `measure_baseline` or not at all. Where the compiler
+    does not compile the step as it is written, `refused` says why, and its figures are the model's.
 
     **Fields:** `problem`; `compiling` the step as the user wrote it, with the seconds that this takes, None where only
     the tagged one is compiled; `compiled_tagged` the tagged step where it is compiled already; `to_run`
@@ -240,7 +247,10 @@ class Baseline:
 
     @cached_property
     def plain(self) -> CompiledStep:
-        """The step as the user wrote it. Waits until it is compiled. **Raises:** ValueError where none is."""
+        """The step as the user wrote it. Waits until it is compiled.
+
+        **Raises:** ValueError where it was not begun; `CompilationError`.
+        """
         if self.compiling is None:
             raise ValueError("The plain step was not compiled: measure the baseline with `plain=True`.")
         with phase("compiling the plain step", kind="compile"):
@@ -248,45 +258,102 @@ class Baseline:
         return CompiledStep(compiled, self.problem.device, compile_seconds=seconds)
 
     @cached_property
-    def tagged(self) -> CompiledStep:
-        """The step with every equation tagged, and replaced what every plan replaces; compiled when first asked for. It
-        is a sketch where the plain step says what is needed, and nobody asks how long this one takes.
+    def tagged_form(self) -> tuple[Variant, CompiledStep] | None:
+        """The first form that compiles of those with every equation tagged, and replaced what every plan replaces;
+        compiled when first asked for, None where none compiles. The step as it is written is the first of them; it is a
+        sketch where the plain step says what is needed, and nobody asks how long this one takes.
         """
+        problem = self.problem
         if self.compiled_tagged is not None:
-            return self.compiled_tagged
-        timed = self.compiling is None or self.problem.undoes or self.problem.backend.fuses_reductions
-        return self.problem.compile_tagged(timed=timed)
+            return problem.traced.form, self.compiled_tagged
+        timed = self.compiling is None or problem.undoes or problem.backend.fuses_reductions
+        waiting = [problem.traced.form]
+        while waiting:
+            form = waiting.pop(0)
+            try:
+                return form, problem.compile_tagged(form, timed=timed)
+            except CompilationError as error:
+                problem.defects.note(form, error)
+                if form == problem.traced.form:
+                    waiting += EstimatedGraphs(problem).variants.deepest()
+        return None
 
     @property
-    def measured(self) -> CompiledStep:
-        """The program whose figures are the step's: as the user wrote it, where that is compiled."""
-        return self.tagged if self.compiling is None else self.plain
+    def tagged(self) -> CompiledStep:
+        """The compiled step of `tagged_form`. **Raises:** ValueError where there is none."""
+        if self.tagged_form is None:
+            raise ValueError(
+                "No form of the step compiles as it is: ask for `graphs`, which are estimated then."
+            )
+        return self.tagged_form[1]
+
+    @cached_property
+    def measured(self) -> CompiledStep | None:
+        """The program whose figures are the step's: as the user wrote it, where that is begun; None where the compiler
+        does not compile it.
+        """
+        written = self.problem.traced.form
+        if self.compiling is None:
+            return self.tagged if self.tagged_form and self.tagged_form[0] == written else None
+        try:
+            return self.plain
+        except CompilationError as error:
+            self.problem.defects.note(written, error)
+            return None
+
+    @property
+    def refused(self) -> CompilationError | None:
+        """Why the step as it is written is not compiled, None where it is."""
+        return None if self.measured else self.problem.defects.uncompiled[self.problem.traced.form]
+
+    @property
+    def memory(self) -> MemoryStats:
+        """The step's memory, by the model where the compiler does not compile it."""
+        if self.measured is not None:
+            return self.measured.memory
+        return self.problem.modelled_memory(self.refused.why if self.refused else "")
 
     @property
     def peak_nbytes(self) -> int:
-        """The step's compiled peak."""
-        return self.measured.peak_nbytes
+        """The step's peak."""
+        return self.memory.peak_nbytes
+
+    @property
+    def written_nbytes(self) -> int | None:
+        """The same where the step as it is written may be what runs, None else."""
+        return None if self.measured is None or self.problem.must_plan else self.peak_nbytes
+
+    @property
+    def base_nbytes(self) -> int:
+        """What is there all the time."""
+        return self.tagged.memory.base_nbytes if self.tagged_form else self.problem.estimated.base_nbytes
 
     @property
     def temporaries_nbytes(self) -> int:
-        """What of it is not there all the time."""
-        return self.peak_nbytes - self.tagged.memory.base_nbytes
+        """What of the peak is not there all the time; that of the form that compiles, where the step as it is written
+        does not: by its multiples nothing can be told from anything else.
+        """
+        if self.measured is None and self.tagged_form:
+            return self.tagged.memory.temporaries_nbytes
+        return self.peak_nbytes - self.base_nbytes
 
     @property
     def seconds(self) -> float:
-        """The step's time by a roofline of its kernels."""
-        return self.measured.seconds
+        """The step's time by a roofline of its kernels, or by the model."""
+        return self.problem.estimated.step_seconds if self.measured is None else self.measured.seconds
 
     @cached_property
-    def graphs(self) -> MeasuredGraphs:
-        """The graphs of the step's forms by what XLA writes to memory; each is made when it is asked for."""
-        return MeasuredGraphs(self.problem, self)
+    def graphs(self) -> Graphs:
+        """The graphs of the step's forms by what XLA writes to memory, by rules alone where none compiles as it is;
+        each is made when it is asked for.
+        """
+        return MeasuredGraphs(self.problem, self) if self.tagged_form else EstimatedGraphs(self.problem)
 
     def with_plain(self, tagged: CompiledStep | None = None) -> "Baseline":
         """Return this with the plain step compiled too, of which all figures are then.
 
         **Arguments:** `tagged` the tagged step, where that is compiled.
         """
-        if self.compiling is not None:
+        if self.compiling is not None or self.measured is None:
             return self
         return Baseline(self.problem, self.problem.begin_plain(), tagged)

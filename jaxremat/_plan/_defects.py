@@ -1,8 +1,9 @@
 """Exception in one form of a step -> a file that tells how it came about, and one line in the log; another is tried.
 
 What a form is rewritten to is checked before it is compiled. Law: a defect of this library costs the form that it
-shows in, and not the user's process. What is raised on purpose, what the user's own code raises and what the user
-interrupts go on their way: only rewriting, emitting and compiling run within `attempted`.
+shows in, and not the user's process; so does what the compiler does not compile, which is no defect. What else is
+raised on purpose, what the user's own code raises and what the user interrupts go on their way: only rewriting,
+emitting and compiling run within `attempted`.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import logging
 import platform
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from .._model._variant import PLAIN, Variant
 from .._runtime._budgets import Budget
 from .._runtime._bytes import format_nbytes
 from .._runtime._cache_folder import cache_dir, store, trim
-from .._runtime._errors import InfeasibleBudgetError, JaxrematError, warn
+from .._runtime._errors import CompilationError, InfeasibleBudgetError, JaxrematError, Reason, warn
 from .._solver import Solution
 
 T = TypeVar("T")
@@ -38,6 +39,14 @@ MOST_EQUATIONS = 20_000
 _PASSED_ON = (JaxrematError, Warning, MemoryError)
 """What is meant for the user."""
 
+_ADVICE = {
+    "refused": "use a smaller batch, or shorter sequences",
+    "memory": "plan on a machine with more memory",
+    "time": "use a larger planning_seconds",
+    "lost": "try again",
+}
+"""What to do where nothing is compiled, by the reasons of `CompilationError`."""
+
 _reported: set[Path] = set()
 
 
@@ -48,12 +57,15 @@ def reproducers() -> Path:
 
 @dataclass(frozen=True)
 class Defects:
-    """Those of one step. **Fields:** `program` with `args` and `kwargs`; `compiler` what compiles it, in words."""
+    """Those of one step. **Fields:** `program` with `args` and `kwargs`; `compiler` what compiles it, in words;
+    `uncompiled` by form the last error of those that the compiler did not compile.
+    """
 
     program: Program
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     compiler: str
+    uncompiled: dict[Variant, CompilationError] = field(default_factory=dict, init=False)
 
     def attempted(
         self,
@@ -70,11 +82,30 @@ class Defects:
         """
         try:
             return make()
+        except CompilationError as error:
+            self.note(form, error)
+            return None
         except _PASSED_ON:
             raise
         except Exception as error:
             self._report(error, what, [f"{what}, {form}", *_emitted(graph, solution)])
             return None
+
+    def note(self, form: Variant, error: CompilationError) -> None:
+        """Note that the compiler does not compile a form."""
+        if form not in self.uncompiled:
+            logger.warning("not compiled, so that another form is tried: %s: %s", form, error.why)
+        self.uncompiled[form] = error
+
+    def no_form(self, step: str) -> CompilationError:
+        """Return that no form of a step is compiled, with the reason for each."""
+        tried = "; ".join(f"{form}: {error.why}" for form, error in self.uncompiled.items())
+        reasons: dict[Reason, None] = dict.fromkeys(each.reason for each in self.uncompiled.values())
+        return CompilationError(
+            f"No form of `{step}` could be compiled. Tried were {tried}. "
+            f"{', or '.join(_ADVICE[reason] for reason in reasons).capitalize()}.",
+            reason=next(iter(reasons)),
+        )
 
     def _report(self, error: Exception, what: str, lines: Sequence[str]) -> None:
         """Write the file of a defect and say so, once in a process."""

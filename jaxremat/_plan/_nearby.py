@@ -21,7 +21,7 @@ from .._model._variant import ATTENTION, COPIES, REVERSED, ROWS
 from .._report._planning_time import PlanningTime
 from .._runtime._budgets import parse_margin
 from .._runtime._bytes import format_nbytes
-from .._runtime._errors import InstallError, JaxrematWarning, SolverError
+from .._runtime._errors import CompilationError, InstallError, JaxrematWarning, SolverError
 from .._runtime._progress import Stopwatch, phase, timed
 from .._solver import Solution
 from ._baseline import EstimatedGraphs
@@ -167,7 +167,7 @@ class _Neighbour:
                     arrays=self.arrays,
                     to_run=problem.compiles_to_run,
                 )
-        except OverwrittenReadError:
+        except (CompilationError, OverwrittenReadError):
             return None
         peak = made.compiled.peak_nbytes
         logger.info("from a neighbour's plan: predicted %s, compiled %s, overhead %.2f %%",
@@ -186,7 +186,8 @@ class _Neighbour:
         told = facts(problem, plain, graph, found.solution) | compiled_facts(problem, found)
         plan = replace(
             self.plan,
-            **told | {"compiled_overhead": None},  # the plain step was not compiled
+            **told
+            | {"compiled_overhead": None},  # a roofline of a compiled step and a model's time are no ratio
             like=self.plan.fingerprint,
             fingerprint=problem.fingerprint,
             made_for=made_for(problem.program, problem.args, problem.kwargs),
@@ -194,6 +195,7 @@ class _Neighbour:
             budget_nbytes=self.budget,
             margin_nbytes=self.margin,
             baseline_peak_nbytes=problem.estimated_peak_nbytes,
+            baseline_modelled="this plan was made from that of another step",
             small_nbytes=graph.small_nbytes,
             rounds=tuple(each.round for each in self.made),
             solve_seconds=self.stopwatch.spent.get("solve", 0.0),

@@ -73,11 +73,12 @@ class Plan(Outcome, Written):
     - `step` the name of the function.
     - `budget_nbytes` the peak allowed; for `"min"` the peak reached and the margin; `margin_nbytes` what of it the
       compiled peak leaves free (`workspace_margin`).
-    - `baseline_peak_nbytes` the plain step's compiled peak; `predicted_peak_nbytes` what the simulator expected before
-      compiling; `compiled_peak_nbytes` what the compiler reports, `memory` in its parts, None where `verify=False`;
-      `compiler` which one.
+    - `baseline_peak_nbytes` the plain step's compiled peak, or the model's where `baseline_modelled` says why it is
+      not the compiler's; `predicted_peak_nbytes` what the simulator expected before compiling; `compiled_peak_nbytes`
+      what the compiler reports, `memory` in its parts, None where `verify=False`; `compiler` which one.
     - `overhead` predicted extra seconds / the plain step's seconds; `compiled_overhead` the same ratio by a roofline of
-      the two compiled programs, None where not compiled.
+      the two compiled programs, None where not compiled. Of a plain step that the compiler does not compile both are
+      counted from the seconds by the model.
     - `lower_bound` no plan with these stages that recomputes for every stage afresh costs less than this share of the
       step, in the solver's model; `gap` the difference to it, 0 where values held from stage to stage beat it.
     - `solver`, `solve_seconds`, `compile_count` how it was found; `rounds` every schedule that was compiled, in order;
@@ -106,8 +107,7 @@ class Plan(Outcome, Written):
       compared by the library's own tests. Empty where nothing was compiled.
     - `decided` how many values, and bytes, are kept because discrete decisions are made once.
     - `structure` of the step, equal for steps that differ in shapes alone; `like` the fingerprint of the plan of such a
-      step that this one was made from, "" for none: then the plain step was not compiled, and `baseline_peak_nbytes` is
-      what rules say of it.
+      step that this one was made from, "" for none.
     - `made_for` the arguments, mesh and version of jax, None in plans of earlier versions.
     """
 

@@ -22,10 +22,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import jax
 from jaxlib import version as jaxlib
 
+from .._compiler._memory_stats import MemoryStats
 from .._program import _compat
 from .._runtime._budgets import Parts, parse_budget, parse_margin
 from .._runtime._cache_folder import cache_dir, read, store, touch, trim
-from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError
+from .._runtime._errors import CompilationError, InfeasibleBudgetError, PlanMismatchError
 from .._runtime._progress import Stopwatch, timed
 from .._solver import Solver
 from ._baseline import Baseline, measure_baseline
@@ -91,19 +92,20 @@ def _in_bytes(problem: Problem, request: Request) -> tuple[Request, Baseline | N
 
     def plain() -> Parts:
         if not request.planning.verify:
-            base = problem.estimated.base_nbytes
-            return base, problem.estimated_peak_nbytes - base
+            return parts(problem.modelled_memory("nothing was compiled"))
         key = key_of(problem, request.planning, {"plain": True}, besides=_SEARCHING)
         path = None if key is None else cache_dir() / "plain" / f"{key}.json"
         found = None if path is None else recall(path, json.loads)
         if found is None:
             measured.append(measure_baseline(problem, plain=True, tagged=False))
-            memory = measured[0].plain.memory
-            found = memory.base_nbytes, memory.temporaries_nbytes
-            if path is not None:
+            found = parts(measured[0].memory)
+            if path is not None and not measured[0].refused:
                 keep(path, json.dumps(found))
         base, temporaries = found
         return base, temporaries
+
+    def parts(memory: MemoryStats) -> Parts:
+        return memory.base_nbytes, memory.temporaries_nbytes
 
     nbytes = request.nbytes or parse_budget(request.budget, request.device_nbytes, plain)
     return replace(request, nbytes=nbytes), measured[0] if measured else None
@@ -231,7 +233,7 @@ class _KeptPlans:
         """Return a plan from a file as it is followed, None where it no longer holds."""
         try:
             return apply_plan(self.problem, plan, self.request.planning)
-        except (InfeasibleBudgetError, PlanMismatchError) as error:
+        except (CompilationError, InfeasibleBudgetError, PlanMismatchError) as error:
             logger.info("the plan in %s no longer holds: %s", path, error)
             return None
 

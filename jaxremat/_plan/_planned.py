@@ -29,6 +29,7 @@ from .._rewrite._encodings import BY_CODE
 from .._rewrite._trace import Traced
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import (
+    CompilationError,
     InfeasibleBudgetError,
     InstallError,
     PlanMismatchError,
@@ -195,7 +196,7 @@ def planned(problem: Problem, plan: Plan, planning: Planning, jitted: Any, compi
 
 def sent(baseline: Baseline, compiled: CompiledStep) -> tuple[Collectives, ...]:
     """Return what devices send each other in the plain step and in a planned one; nothing on one device."""
-    if baseline.problem.division.devices == 1:
+    if baseline.problem.division.devices == 1 or baseline.refused:
         return ()
     plain, made = baseline.tagged.collectives, compiled.collectives
     return tuple(Collectives(kind, plain[kind], made[kind]) for kind in KINDS if plain[kind] or made[kind])
@@ -312,7 +313,7 @@ def corrected(
             made = compile_schedule(
                 problem, graph, solution.schedule, plan.fence, to_run=problem.compiles_to_run
             )
-        except OverwrittenReadError:
+        except (CompilationError, OverwrittenReadError):
             break
         peak = made.compiled.peak_nbytes
         logger.info("corrected from %s to %s", format_nbytes(room + missing), format_nbytes(peak))

@@ -4,6 +4,7 @@ Invariant: everything here follows from the fields. Nothing is compiled but by t
 """
 
 import logging
+import math
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,10 @@ import jax
 from .._compiler._compiled_step import CompiledStep
 from .._compiler._devices import DeviceSpec
 from .._compiler._gathers import gathers
+from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import Compiled, Program, processes_of
 from .._compiler._shardings import Division
-from .._compiler._tags import tagged
+from .._compiler._tags import numbered, tagged
 from .._emit._detaching import Detached
 from .._emit._emit import FINISHED, emit
 from .._emit._validation import unproved
@@ -54,7 +56,7 @@ class Problem:
     **Fields:** `program`, `args`, `kwargs`; `device`; `profile` as in `jaxremat.optimize`; `here` the `jax.Device` to
     measure on, None for a target; `respect_checkpoint`, `pins` and `allow` as in `jaxremat.optimize`; `host` the memory
     in which plans may keep values meanwhile, if any; `rewritten` the step as it is traced, None where that is to be
-    done; `compilations` counts what is compiled.
+    done; `written_seconds` that compiling it as it is written may take; `compilations` counts what is compiled.
     """
 
     program: Program
@@ -68,6 +70,7 @@ class Problem:
     host: HostMemory | None = None
     allow: tuple[str, ...] = EXACT
     rewritten: Traced | None = None
+    written_seconds: float = math.inf
     compilations: Compilations = field(default_factory=Compilations)
     _in_form: dict[Variant, Traced] = field(default_factory=dict, init=False)
     _unproved: dict[Any, tuple[str, ...]] = field(default_factory=dict, init=False)
@@ -137,7 +140,11 @@ class Problem:
     @cached_property
     def estimated(self) -> Graph:
         """The graph by rules alone, without a compilation."""
-        return self.estimate(self.traced, estimate_base(self.division.local(self.traced)[0]))
+        return self.estimate(self.traced, self._base.base_nbytes)
+
+    @cached_property
+    def _base(self) -> MemoryStats:
+        return estimate_base(self.division.local(self.traced)[0])
 
     def estimate(self, traced: Traced, base_nbytes: int) -> Graph:
         """Return the graph of a form by rules alone, with so many bytes of arguments and outputs."""
@@ -172,6 +179,11 @@ class Problem:
         """The plain step's peak by the estimated graph."""
         stacked = as_stacked(self.estimated)
         return simulate(stacked, save_all(stacked)).peak_nbytes
+
+    def modelled_memory(self, why: str) -> MemoryStats:
+        """Return the parts of that, and why they are not the compiler's."""
+        temporaries = self.estimated_peak_nbytes - self._base.base_nbytes
+        return replace(self._base, temporaries_nbytes=temporaries, modelled=why)
 
     @property
     def undoes(self) -> bool:
@@ -250,17 +262,28 @@ class Problem:
         self.compilations.count += 1
         program = self.program if to_run else self.unfused_build
         with phase("compiling the plain step", kind="compile"):
-            return program.begin(self.program.plain, self.args, self.kwargs, apart=self.compiles_apart)
+            return program.begin(
+                self.program.plain, self.args, self.kwargs, self.written_seconds, apart=self.compiles_apart
+            )
 
-    def compile_tagged(self, *, timed: bool) -> CompiledStep:
-        """Compile the step with every equation tagged, and replaced what every plan replaces.
+    def compile_tagged(self, form: Variant, *, timed: bool) -> CompiledStep:
+        """Compile the step in a form with every equation tagged, and replaced what every plan replaces. Of another form
+        than that of the step as it is written those in loops have no tags.
 
         **Arguments:** `timed` whether its peak or its time counts; else a sketch does.
+
+        **Raises:** `CompilationError`.
         """
         self.compilations.count += 1
         program = self.unfused_build if timed else self.unoptimised_build
-        began = time.monotonic()
+        began, traced = time.monotonic(), self.form(form)
         with phase("compiling the plain step, tagged", kind="compile"):
-            jitted = program.evaluating(tagged(self.traced, self.backend), self.traced)
-            compiled = program.compile(jitted, self.args, self.kwargs)
+            if traced is self.traced:
+                closed, seconds = tagged(traced, self.backend), self.written_seconds
+            else:
+                traced = numbered(traced)
+                graph = self.estimate(traced, self.estimated.base_nbytes)
+                closed, seconds = emit(traced, graph, save_all(graph)), math.inf
+            jitted = program.evaluating(closed, traced)
+            compiled = program.compile(jitted, self.args, self.kwargs, seconds)
         return CompiledStep(compiled, self.device, True, time.monotonic() - began)

@@ -67,10 +67,10 @@ def compiled(candidates: Sequence[CompiledCandidate], baseline: Baseline) -> Lea
         candidate.solution.schedule,
         candidate,
     )
-    if baseline.problem.must_plan or baseline.peak_nbytes >= candidate.peak_nbytes:
+    if (written := baseline.written_nbytes) is None or written >= candidate.peak_nbytes:
         return least
     how = f"compiled, as it is written: none of {len(candidates)} plans needs less"
-    return least._replace(peak_nbytes=baseline.peak_nbytes, how=how, candidate=None)
+    return least._replace(peak_nbytes=written, how=how, candidate=None)
 
 
 def predicted(graph: Graph, schedule: Schedule) -> Least:

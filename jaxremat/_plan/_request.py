@@ -1,6 +1,7 @@
 """What the user asks for -> `Request`: a budget, what a plan may do, and how to look for one (`Planning`)."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
@@ -11,6 +12,9 @@ from .._runtime._budgets import Budget, parse_margin
 from .._runtime._errors import ArgumentError
 from .._solver import Milp, Solver
 from ._plan import Plan
+
+WRITTEN_SHARE = 0.5
+"""What compiling the step as it is written may take of `planning_seconds`: the rest is for a plan."""
 
 Offload = bool | int | str
 """Whether host memory is used; "auto" for where there is one; or how much of it, as bytes or text."""
@@ -28,7 +32,8 @@ class Planning:
     - `planning_seconds`: when a clock stops the search, counted from the first call; what is begun is finished, what it
       cut short is improved when asked for again. By default work is counted: once a plan fits, 2 compilations and one
       for each time that the step goes into 6,000 equations, 8 at most; twice as many while none does, as many again
-      for inexact forms or host memory; no limit where `effort="thorough"`. See `Plan.planning`.
+      for inexact forms or host memory; no limit where `effort="thorough"`. Where compiling the step as it is written
+      takes half of it, for a `target`, that is ended, and plans start from another form. See `Plan.planning`.
     - `on_interrupt`: what Ctrl-C does: `"stop"` ends planning at once, `"best"` returns the best plan certified so far,
       if there is one; it is marked as cut short, and improved when asked for again.
     - `effort`: `"thorough"` allows more rounds.
@@ -85,6 +90,11 @@ class Planning:
                 *others, last = (f'"{each}"' if isinstance(each, str) else repr(each) for each in choices)
                 raise ArgumentError(f"`{name}={given!r}` is unknown. Write {', '.join(others)} or {last}.")
         parse_margin(self.workspace_margin, None)
+
+    @property
+    def written_seconds(self) -> float:
+        """What compiling the step as it is written may take."""
+        return math.inf if self.planning_seconds is None else WRITTEN_SHARE * self.planning_seconds
 
 
 _CHOICES: dict[str, tuple[object, ...]] = {

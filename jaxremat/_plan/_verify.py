@@ -180,7 +180,8 @@ class _Planner:
             )
         if self.baseline.compiling is None and self.baseline.peak_nbytes <= budget:
             self.baseline = self.baseline.with_plain(self.baseline.tagged)
-        return self.baseline.peak_nbytes <= budget
+        written = self.baseline.written_nbytes
+        return written is not None and written <= budget
 
     def _measured(self) -> Baseline:
         """Return the baseline, which is measured now if it is not yet."""
@@ -189,9 +190,14 @@ class _Planner:
         return self.baseline
 
     def _as_written(self, budget: int | Literal["min"]) -> Planned:
-        """Return the plain step, where no variant could be made. **Raises:** `InfeasibleBudgetError` if it exceeds."""
+        """Return the plain step, where no variant could be made.
+
+        **Raises:** `InfeasibleBudgetError` if it exceeds; `CompilationError` if it is not compiled either.
+        """
         if self.request.planning.verify:
             self.baseline = self._measured().with_plain()
+            if self.baseline.refused:
+                raise self.problem.defects.no_form(self._name) from None
         peak = self.baseline.peak_nbytes if self.baseline else self.problem.estimated_peak_nbytes
         room = peak if budget == "min" else budget
         run_as_written(self.request.budget, peak, room, self.margin_nbytes)
@@ -268,7 +274,8 @@ class _Planner:
         baseline = self._measured()
         graphs = baseline.graphs if pinned else UnpinnedGraphs(baseline.graphs)
         _ = graphs.plain  # made while the plain step is still being compiled
-        self.effort.compile_seconds = baseline.measured.compile_seconds
+        if (compiled := baseline.measured or (baseline.tagged_form and baseline.tagged)) is not None:
+            self.effort.compile_seconds = compiled.compile_seconds
         return self._search(graphs, StepCompiler(baseline, self.stopwatch))
 
     def _search(self, graphs: Space, compiler: StepCompiler | None = None) -> Search:
@@ -278,8 +285,12 @@ class _Planner:
             graphs,
             Ledger(planning.solver, self.effort, planning.time_limit, compiler),
             self._temporaries(),
-            compiler.baseline.peak_nbytes if compiler and not self.problem.must_plan else None,
+            compiler.baseline.written_nbytes if compiler else None,
         )
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.problem.program.fn, "__name__", "step")
 
     def _as_plan(self, graph: Graph, budget: int, solution: Solution, search: Search | None = None) -> Plan:
         problem, traced = self.problem, self.problem.traced
@@ -287,14 +298,14 @@ class _Planner:
         told = facts(problem, search.graph if search else graph, graph, solution)
         told["solver"] = solution.solver or type(self.request.planning.solver).__name__
         form = problem.form(graph.form)
+        plain = self.baseline.memory if self.baseline else problem.modelled_memory("nothing was compiled")
         first = min((each.ended_seconds for each in made if each.peak_nbytes <= budget), default=0.0)
         return Plan(
             **told,
-            step=getattr(problem.program.fn, "__name__", "step"),
+            step=self._name,
             budget_nbytes=budget + self.margin_nbytes,
-            baseline_peak_nbytes=self.baseline.peak_nbytes
-            if self.baseline
-            else problem.estimated_peak_nbytes,
+            baseline_peak_nbytes=plain.peak_nbytes,
+            baseline_modelled=plain.modelled,
             compiled_peak_nbytes=None,
             memory=None,
             compiler="",

@@ -68,7 +68,7 @@ def chart(outcome: Outcome) -> Chart:
     """Return the pictures of a plan: of the plain step and the planned one, or of the one that is both."""
     account = outcome.account
     compiled = outcome.compiled_peak_nbytes
-    plain = None if compiled is None else outcome.baseline_peak_nbytes
+    plain = None if outcome.baseline_modelled else outcome.baseline_peak_nbytes
     names = ("The step as it is", "With the plan")
     runs = list(zip(names, account.runs, (plain, compiled), strict=False))
     highest = max(max(_peak(account, run), measured or 0) for _, run, measured in runs)

@@ -37,7 +37,7 @@ def verdict(outcome: Outcome) -> str:
     needs = "needs" if outcome.compiled_peak_nbytes else "is expected to need"
     if is_plain(outcome):
         return f"{outcome.step} {needs} {peak} as it is, within the {budget} allowed, so that nothing is recomputed."
-    plain = format_nbytes(outcome.baseline_peak_nbytes)
+    plain = outcome.plain_needs
     return f"{outcome.step} {needs} {peak} of the {budget} allowed; without the plan it needs {plain}."
 
 
@@ -48,10 +48,8 @@ def price(outcome: Outcome) -> str:
     modelled = f"By the planner's model it takes {_more(outcome.overhead)} time than without the plan"
     if outcome.compiled_overhead is None:
         return f"{modelled}; nothing was compiled."
-    return (
-        f"{modelled}, by a roofline of the two compiled programs {_more(outcome.compiled_overhead)}. "
-        "Both are estimates."
-    )
+    programs = "the compiled program beside it" if outcome.baseline_modelled else "the two compiled programs"
+    return f"{modelled}, by a roofline of {programs} {_more(outcome.compiled_overhead)}. Both are estimates."
 
 
 def _more(share: float) -> str:
@@ -87,6 +85,8 @@ def remarks(outcome: Outcome) -> str:
         + (f"{outcome.decided}. " if outcome.decided.values else "")
         + (f"{outcome.without_proof[:1].upper()}{outcome.without_proof[1:]}. " if outcome.unproved else "")
     )
+    modelled = f"The plain step's figures are the model's: {outcome.baseline_modelled}. "
+    there += modelled if outcome.baseline_modelled and outcome.compiled_peak_nbytes else ""
     said = there, (kept if outcome.respect_checkpoint else ""), (free if outcome.margin_nbytes else ""), loops
     return "".join(said).strip()
 

@@ -61,6 +61,7 @@ class Outcome(Actions):
     margin_nbytes: int = 0
     respect_checkpoint: bool = False
     baseline_peak_nbytes: int
+    baseline_modelled: str = ""
     predicted_peak_nbytes: int
     compiled_peak_nbytes: int | None
     memory: MemoryStats | None
@@ -114,6 +115,12 @@ class Outcome(Actions):
     def peak_nbytes(self) -> int:
         """The compiled peak; the predicted one where nothing was compiled."""
         return self.compiled_peak_nbytes or self.predicted_peak_nbytes
+
+    @property
+    def plain_needs(self) -> str:
+        """The plain step's peak, and whose figure it is where that is not the compiler's."""
+        peak = format_nbytes(self.baseline_peak_nbytes)
+        return f"about {peak} by the model" if self.baseline_modelled else peak
 
     def explain_peak(self, rows: int = 12) -> str:
         """Return what fills the compiled step's memory at its peak, by kind and user's source line, the largest
@@ -178,7 +185,7 @@ def describe(plan: Outcome, rows: int = 12) -> str:
         f"Plan: peak {format_nbytes(plan.peak_nbytes)} "
         f"({'compiled' if compiled else 'predicted, not compiled'}) within {format_nbytes(plan.budget_nbytes)}"
         + (f", of which {format_nbytes(plan.margin_nbytes)} stay free" if plan.margin_nbytes else "")
-        + f"; the plain step needs {'about ' if plan.like else ''}{format_nbytes(plan.baseline_peak_nbytes)}"
+        + f"; the plain step needs {plan.plain_needs}"
         + (f", per device (of {plan.devices})" if plan.devices > 1 else ""),
         f"  predicted peak {format_nbytes(plan.predicted_peak_nbytes)}, overhead {plan.overhead:.2%}"
         + (f" (compiled program {plan.compiled_overhead:.2%})" if plan.compiled_overhead is not None else "")
@@ -187,6 +194,8 @@ def describe(plan: Outcome, rows: int = 12) -> str:
         f"recomputed {format_nbytes(plan.dropped_nbytes)} in {sum(a.action == 'recompute' for a in plan.actions)}",
         f"  solver {plan.solver}, {plan.solve_seconds:.2f} s, {plan.compile_count} compilations",
     ]
+    if plan.baseline_modelled:
+        lines.append(f"  the plain step's figures are the model's: {plan.baseline_modelled}")
     if plan.like:
         lines.append(f"  made from the plan {plan.like[:12]}, of a step that differs in shapes alone")
     if plan.planning.seconds:

@@ -87,11 +87,13 @@ def _cut(rules: Collection[int], around: Mapping[Any, Collection[int]], core: Co
     node = {i: 2 + n for n, i in enumerate(rules)}
     edges: list[tuple[int, int, int]] = [(source, node[i], _INFINITE) for i in core]
     count = 2 + len(rules)
+    # The flow is a 32-bit number, and is to stay below the capacity of what may not be cut.
+    unit = max(2**10, 1 + sum(aval_nbytes(v.aval) for v in around) // (_INFINITE // 2))
     for v, near in around.items():
         # One of two nodes for the value is reached where any equation is within, the other where all are.
         some, every = count, count + 1
         count += 2
-        edges.append((some, every, max(aval_nbytes(v.aval) >> 10, 1)))
+        edges.append((some, every, max(aval_nbytes(v.aval) // unit, 1)))
         edges += [(node[i], some, _INFINITE) for i in near if i in node]
         edges += {(every, node.get(i, sink), _INFINITE) for i in near}
     tails, heads, capacities = zip(*edges, strict=True)

@@ -39,7 +39,7 @@ def parse_nbytes(text: object, spellings: str = BYTES) -> int:
 
 def format_nbytes(nbytes: float) -> str:
     """Return bytes for people, in binary units with three significant digits: `1.50 GiB`."""
-    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while len(units) > 1 and abs(size) >= 1023.5:
         size /= 1024
         units.pop(0)

@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 
 class JaxrematError(Exception):
@@ -44,6 +44,27 @@ class SolverRuleError(SolverError):
 
 class TargetError(JaxrematError, RuntimeError):
     """A device that is unknown, cannot be compiled for here, or is not the one at hand."""
+
+
+Reason = Literal["refused", "memory", "time", "lost"]
+
+
+class CompilationError(JaxrematError, RuntimeError):
+    """A program that the compiler does not compile.
+
+    **Attributes:** `reason`: `"refused"` where the compiler says so, or fails a check of its own; `"memory"` where it
+    needs more memory than this machine has; `"time"` where it takes longer than it may; `"lost"` where its process
+    ended otherwise.
+    """
+
+    def __init__(self, message: str, *, reason: Reason):
+        super().__init__(message)
+        self.reason: Reason = reason
+
+    @property
+    def why(self) -> str:
+        """The first line of the message, to go on with."""
+        return str(self).splitlines()[0].rstrip(".")
 
 
 class ProcessError(JaxrematError, RuntimeError):

@@ -47,7 +47,7 @@ def _accumulated(again: bool = False) -> Case:
 
 def graph_of(case: Case) -> Graph:
     traced = trace(jax.jit(case.step, donate_argnums=case.donate_argnums), case.make_args(), {})
-    return lower(traced, CPU, base_nbytes=estimate_base(traced))
+    return lower(traced, CPU, base_nbytes=estimate_base(traced).base_nbytes)
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -60,9 +60,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[int, int]]:
     compiled: list[Any] = []
     own = Program._compiled
 
-    def counted(self: Program, lowered: Any) -> Any:
+    def counted(self: Program, *given: Any) -> Any:
         compiled.append(self)
-        return own(self, lowered)
+        return own(self, *given)
 
     monkeypatch.setattr(Program, "_compiled", counted)
     monkeypatch.setattr(Counting, "solves", 0)

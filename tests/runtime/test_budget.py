@@ -157,7 +157,7 @@ def test_budget_errors_can_be_caught_as_value_errors() -> None:
         (3 * 2**29, "1.50 GiB"),
         (24 * 2**30, "24.0 GiB"),
         (80 * 2**30, "80.0 GiB"),
-        (5000 * 2**30, "5000 GiB"),
+        (5000 * 2**30, "4.88 TiB"),
         (-(2**20), "-1.00 MiB"),
         (-1, "-1 B"),
         # Rounding must not leave four digits where three are promised.
