@@ -7,6 +7,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from .._program import _compat
+from .._program._flops import aval_nbytes
 from ._backward_equations import backward_equations
 from ._decisions import of_one_run
 from ._flat_program import Loop, alive
@@ -31,6 +32,16 @@ class Readers:
         for i in self.alive:
             for a in dict.fromkeys(_compat.variables(self.eqns[i].invars)):
                 self.readers.setdefault(a, []).append(i)
+
+    @cached_property
+    def for_loops(self) -> frozenset[int]:
+        """The equations whose largest result loops alone read, as what a forward loop stacks for a backward one."""
+        scans = {i for i in self.alive if self.eqns[i].primitive.name == "scan"}
+        makers = (i for i in self.alive if self.eqns[i].outvars)
+        made = {i: max(self.eqns[i].outvars, key=lambda v: aval_nbytes(v.aval)) for i in makers}
+        return frozenset(
+            i for i, v in made.items() if self.inner(v) and scans.issuperset(self.readers.get(v, (-1,)))
+        )
 
     @cached_property
     def of_one_run(self) -> set[int]:

@@ -149,17 +149,18 @@ class Region:
 def regions(program: Readers, outside: Collection[int] = ()) -> tuple[Region, ...]:
     """Return those about the largest values that have one, in the order of these; none where it is not worth it.
 
-    They share no equation, and any of them can be done in chunks together.
+    They share no equation, and any of them can be done in chunks together. None is about what loops alone read: of
+    what they stack it is the loops' forms that decide, and of a long sequence that is many times larger than all else.
 
     **Arguments:** `outside` equations that are in none.
     """
-    able = (i for i in program.alive if i not in outside)
+    able = (i for i in program.alive if i not in outside and i not in program.for_loops)
     made = [v for i in able for v in program.eqns[i].outvars if program.inner(v)]
     least = max(SEED * max(map(_nbytes, made), default=0), LEAST_NBYTES / 2)
     found: list[Region] = []
     taken = set(outside)
     while len(found) < REGIONS:
-        seeds = (v for v in largest(program, SEEDS, taken) if _nbytes(v) >= least)
+        seeds = (v for v in largest(program, SEEDS, taken | program.for_loops) if _nbytes(v) >= least)
         region = next(filter(None, (_best_about(program, v, taken) for v in seeds)), None)
         if region is None:
             break

@@ -140,3 +140,22 @@ def test_gradient_accumulation_has_the_regions_of_its_body() -> None:
     changed = traced.in_form(of_chunks(*(8 * (i == site) for i in range(site + 1))))
     eqns = check_same(traced, changed, args)
     assert largest(eqns) < 512 * WORDS
+
+
+def test_scores_of_long_sequences_hide_no_other_regions() -> None:
+    """They are 16 times the logits, and loops stack them for all layers: attention does without them."""
+    tokens, width, words = 16384, 64, 1024
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        query, key, value = (x @ each for each in w)
+        return x + jax.nn.softmax(query @ key.T) @ value, None
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        y, _ = jax.lax.scan(layer, x, params["layers"])
+        return -jax.nn.log_softmax(y @ params["head"])[:, 0].mean()
+
+    shapes = {"layers": (LAYERS, 3, width, width), "head": (width, words)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
+    (logits,) = trace(jax.jit(step_of(loss)), (params, x), {}).regions
+    assert (logits.rows, logits.loop) == (tokens, -1)
