@@ -4,8 +4,11 @@ Law: both sides of a rule have the same entries, bit by bit; of what loops fill 
 """
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
+
+import jax.numpy as jnp
 
 from ._index_rules import Operands, grid, grid_steps, scalar
 from ._primitives import pointwise_names
@@ -82,6 +85,10 @@ def _broadcast(values: Values, key: Any, operands: Operands, kind: Type) -> int 
         return None
     if math.prod(node.type[0]) == math.prod(kind[0]):
         return values.make("reshape", None, operands, kind)
+    if 1 in node.type[0] and node.op != "Grid":
+        kept = [(axis, n) for axis, n in zip(key, node.type[0], strict=True) if n != 1]
+        inner = values.make("reshape", None, operands, (tuple(n for _, n in kept), node.type[1]))
+        return values.make("broadcast_in_dim", tuple(axis for axis, _ in kept), [inner], kind)
     if node.op == "Grid":
         steps = [0] * len(kind[0])
         for axis, n, step in zip(key, node.type[0], node.key[0], strict=True):
@@ -98,6 +105,23 @@ def _transposed(values: Values, key: Any, operands: Operands, kind: Type) -> int
     node = values.nodes[operand]
     if node.op == "transpose":
         return values.make("transpose", tuple(node.key[axis] for axis in key), node.operands, kind)
+    return None
+
+
+@rule("convert_element_type")
+def _narrowed(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    """Return what was made wider and is as it was again; a product in a wide type of what is narrow, and rounded to
+    that, is one of narrow numbers, which adds up in the wide type.
+    """
+    node = values.nodes[operands[0]]
+    of = {values.type(a)[1] for a in node.operands}
+    wider = jnp.issubdtype(kind[1], jnp.number) and jnp.issubdtype(node.type[1], jnp.number)
+    if not wider or of != {kind[1]} or jnp.promote_types(kind[1], node.type[1]) != node.type[1]:
+        return None
+    if node.op == "convert_element_type":
+        return node.operands[0]
+    if node.op in ("dot_general", "conv_general_dilated") and jnp.issubdtype(kind[1], jnp.floating):
+        return values.make(node.op, node.key, node.operands, kind)
     return None
 
 
@@ -148,10 +172,22 @@ def _row(values: Values, place: Affine, operands: Operands, kind: Type) -> int |
     if node.op == "transpose" and node.key[0] == 0:
         inner = values.row(node.operands[0], place)
         return values.make("transpose", tuple(axis - 1 for axis in node.key[1:]), [inner], kind)
-    if node.op in _POINTWISE and all(values.type(a)[0] in ((), shape) for a in node.operands):
-        rows = (values.row(a, place) if values.type(a)[0] else a for a in node.operands)
+    if node.op in _POINTWISE and (rows := _rows_of(values, node.operands, shape, place)) is not None:
         return values.make(node.op, node.key, rows, kind)
     return None
+
+
+def _rows_of(
+    values: Values, operands: Sequence[int], shape: tuple[int, ...], place: Affine
+) -> list[int] | None:
+    """Return what pointwise work on arrays of this shape reads for a row of its result."""
+    found = []
+    for a in operands:
+        own = values.type(a)[0]
+        if own and (len(own) != len(shape) or own[0] not in (1, shape[0])):
+            return None
+        found.append(values.row(a, constant(0) if own[0] == 1 else place) if own else a)
+    return found
 
 
 _POINTWISE = pointwise_names()
@@ -309,18 +345,44 @@ def _concatenated(values: Values, axis: Any, operands: Operands, kind: Type) -> 
 
 
 @rule(*_POINTWISE)
+def _of_repeated(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
+    """Return pointwise work on what is repeated along an axis as that on one entry there."""
+    found = [_once(values, a, kind[0]) for a in operands]
+    shapes = [own for a in found if (own := values.type(a)[0])]
+    spanned = tuple(n if any(own[axis] > 1 for own in shapes) else 1 for axis, n in enumerate(kind[0]))
+    if kind[0] and math.prod(kind[0]) == 1:
+        rows = [values.make("reshape", None, [a], ((), values.type(a)[1])) for a in operands]
+        return values.make("reshape", None, [values.make(key[0], key, rows, ((), kind[1]))], kind)
+    if found and spanned != kind[0]:
+        inner = spanned if any(n > 1 for n in spanned) else ()
+        made = values.make(key[0], key, found, (inner, kind[1]))
+        return values.make("broadcast_in_dim", tuple(range(len(inner))), [made], kind)
+    return None if found == list(operands) else values.make(key[0], key, found, kind)
+
+
+def _once(values: Values, value: int, shape: tuple[int, ...]) -> int:
+    node = values.nodes[value]
+    own = node.type[0]
+    if own and math.prod(own) == 1 < math.prod(shape):
+        return values.make("reshape", None, [value], ((), node.type[1]))
+    if node.op != "broadcast_in_dim" or len(node.operands) > 1 or len(own) != len(shape):
+        return value
+    places = dict(zip(node.key, values.type(node.operands[0])[0], strict=True))
+    kept = tuple(places.get(axis, 1) for axis in range(len(shape)))
+    return _once(values, values.make("reshape", None, node.operands, (kept, node.type[1])), shape)
+
+
+@rule(*_POINTWISE)
 def _of_stacks(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
     """Return pointwise work on a stack is a stack of such work."""
     stacks = [values.nodes[a] for a in operands if values.nodes[a].op == "Stack"]
     if not stacks:
         return None
-    (symbol,) = stacks[0].key
-    own = [values.type(a)[0] for a in operands]
-    taken = any(values.free[a] & symbol_bit(symbol) for a in operands)
-    if taken or any(shape not in ((), kind[0]) for shape in own):
+    symbol = stacks[0].key[0]
+    if any(values.free[a] & symbol_bit(symbol) for a in operands):
         return None
     values.lengths, around = [*values.lengths[:symbol], kind[0][0]], values.lengths
-    rows = [values.row(a, alone(symbol)) if shape else a for a, shape in zip(operands, own, strict=True)]
-    made = values.make(key[0], key, rows, (kind[0][1:], kind[1]))
+    rows = _rows_of(values, operands, kind[0], alone(symbol))
+    made = None if rows is None else values.make(key[0], key, rows, (kind[0][1:], kind[1]))
     values.lengths = around
-    return values.make("Stack", (symbol,), [made], kind)
+    return None if made is None else values.make("Stack", (symbol,), [made], kind)

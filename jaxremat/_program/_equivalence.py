@@ -21,27 +21,24 @@ from . import (
     _mask_rules,  # noqa: F401 (it adds its rules)
 )
 from ._carries import Carries
+from ._chunk_loops import Places, needed, of_all_rows
 from ._compat import Atom, shaped
-from ._index_rules import grid
+from ._index_rules import grid, scalar
 from ._inline import body_of, index_on_every_platform, is_identity
-from ._operation_keys import KEYS
-from ._primitives import runs_once
+from ._operation_keys import KEYS, UNCHANGED
+from ._primitives import PLACES, runs_once
 from ._recurrences import again, once_more
 from ._value_numbers import Type, Values, alone, constant, symbol_bit
 
 Expansion = Callable[[Any], jex.ClosedJaxpr | None]
 """Equation -> a program that is taken for it, None where it stands for itself."""
 
-_UNCHANGED = frozenset(
-    {
-        "optimization_barrier", "device_put", "sharding_constraint", "reshard", "mesh_cast", "layout_constraint",
-        "stop_gradient", "name", "jaxremat_hint", "copy", "copy_p", "pvary", "jaxremat_fence",
-    }
-)  # fmt: skip
-"""Equations whose results are their operands, wherever and however these are in memory."""
-
 MOST, MOST_PER_EQUATION = 100_000, 100
 """So many nodes are made of a program, and so many for each of its equations."""
+
+
+_OF_TYPES = frozenset({*PLACES, "preferred_element_type"})
+"""Parameters that say nothing of values, or what their type says."""
 
 
 class Equivalence:
@@ -115,14 +112,14 @@ class _Numbers:
         def read(atom: Atom) -> int:
             return self._literal(atom) if _compat.is_literal(atom) else env[atom]
 
-        for eqn in _needed(jaxpr):
+        for eqn in needed(jaxpr):
             env.update(zip(eqn.outvars, self._results(eqn, list(map(read, eqn.invars))), strict=True))
         return [read(a) for a in jaxpr.outvars]
 
     def _results(self, eqn: jex.JaxprEqn, operands: list[int]) -> Sequence[int]:
         eqn = _compat.without_hijax(eqn, derivatives=False)
         name = eqn.primitive.name
-        if name in _UNCHANGED or is_identity(eqn, eqn.invars):
+        if name in UNCHANGED or is_identity(eqn, eqn.invars):
             return operands
         if (body := body_of(eqn)) is not None:
             return self._body(body, operands)
@@ -163,14 +160,15 @@ class _Numbers:
         if (own := KEYS.get(name)) is not None:
             return own(params)
         if (known := self._keys.get(id(params))) is None:
-            known = params, (eqn.primitive, *self._hashable(params)), len(self.values.nodes)
+            named = {k: v for k, v in params.items() if k not in _OF_TYPES}
+            known = params, self._hashable(named), len(self.values.nodes)
             self._keys[id(params)] = known
-        ctx = eqn.ctx
+        ctx, own = eqn.ctx, (eqn.primitive, *known[1])
         if name.startswith("reduce_") and "axes" in params:
-            return name, tuple(params["axes"]), known[1]
+            return name, tuple(params["axes"]), own
         return (
             name,
-            known[1],
+            own,
             getattr(ctx, "threefry_partitionable", None),
             getattr(ctx, "compute_type", None),
         )
@@ -237,6 +235,8 @@ class _Numbers:
             operands[sum(counts) :],
         )
         body, symbol = eqn.params["jaxpr"], len(values.lengths)
+        if (meant := self._of_chunks(eqn, operands, symbol)) is not None:
+            return self._body(meant, operands[: sum(counts)])
         if length == 1 and not runs_once(eqn):
             rows = [values.row(a, constant(0)) for a in arrays]
             made = self._body(body, [*consts, *begin, *rows])
@@ -261,6 +261,35 @@ class _Numbers:
             filled = {kind: [next(done) for _ in each] for kind, each in turns.items()}
             self._turn_of(("scan", symbol, length, backward), [filled], ())
         return [*lasts, *stacked]
+
+    def _of_chunks(self, eqn: jex.JaxprEqn, operands: list[int], symbol: int) -> jex.ClosedJaxpr | None:
+        """Return what does all rows at once in place of a loop over chunks of them, where it is one."""
+        length, count, values = eqn.params["length"], sum(_compat.scan_counts(eqn)), self.values
+        arrays = operands[count:]
+        indices = bool(arrays) and all(values.nodes[a].op == "Grid" for a in arrays)
+        if length < 2 or len(eqn.outvars) > _compat.scan_counts(eqn)[1] or not indices:
+            return None
+        values.lengths.append(length)
+        rows = [values.row(a, alone(symbol)) for a in arrays]
+        places = Places(
+            self._results,
+            self._literal,
+            partial(scalar, values),
+            lambda a: values.nodes[a].op == "Grid",
+            self._is_zero,
+            symbol,
+        )
+        found = of_all_rows(eqn, [*operands[:count], *rows], places)
+        values.lengths.pop()
+        return found
+
+    def _is_zero(self, value: int) -> bool:
+        node = self.values.nodes[value]
+        if node.op in ("broadcast_in_dim", "convert_element_type", "reshape"):
+            return self._is_zero(node.operands[0])
+        if node.op == "Literal":
+            return not any(node.key[0])
+        return node.op == "Grid" and not any(node.key[0]) and node.key[1] == constant(0)
 
     def _while(self, eqn: jex.JaxprEqn, operands: list[int]) -> list[int]:
         params, values = eqn.params, self.values
@@ -374,17 +403,6 @@ _STRUCTURED: dict[str, Callable[[_Numbers, Any, list[int]], Sequence[int] | None
     "split": _Numbers._split,
     "platform_index": _Numbers._platform,
 }
-
-
-def _needed(jaxpr: jex.Jaxpr) -> list[Any]:
-    """Return the equations that results or effects need."""
-    needed = set(_compat.variables(jaxpr.outvars))
-    found = []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or not needed.isdisjoint(eqn.outvars):
-            needed.update(_compat.variables(eqn.invars))
-            found.append(eqn)
-    return found[::-1]
 
 
 def _type(atom: Atom) -> Type:

@@ -5,6 +5,7 @@ They are `Grid` nodes, whose key is what one step along each axis adds, and the 
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ._value_numbers import Affine, Type, Values, constant, plus, rule
@@ -65,6 +66,10 @@ def _converted(values: Values, key: Any, operands: Operands, kind: Type) -> int 
     node = values.nodes[operands[0]]
     if node.type[1] == kind[1]:
         return operands[0]
+    if _is_number(node) and jnp.issubdtype(kind[1], jnp.floating):
+        number = np.asarray(node.key[1][1], kind[1])
+        same = int(number) == node.key[1][1]
+        return values.node("Literal", (number.tobytes(),), (), kind) if same else None
     if node.op != "Grid" or not np.issubdtype(kind[1], np.integer):
         return None
     reach = values.range(node.key[1])
@@ -104,6 +109,10 @@ def _selected(values: Values, key: Any, operands: Operands, kind: Type) -> int |
     if node.op != "Literal" or node.type[0] or node.type[1] != np.bool_:
         return None
     return operands[2 if np.frombuffer(node.key[0], np.bool_)[0] else 1]
+
+
+def _is_number(node: Any) -> bool:
+    return node.op == "Grid" and not node.type[0] and not node.key[1][0]
 
 
 def grid_steps(

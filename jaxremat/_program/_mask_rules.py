@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import numpy as np
+from jax import lax
 
 from ._index_rules import Operands, scalar
 from ._value_numbers import Type, Values, constant, rule
@@ -61,8 +62,9 @@ def _of_larger(values: Values, key: Any, operands: Operands, kind: Type) -> int 
         node = values.nodes[result]
         if node.op in ("max", "min") and one in node.operands:
             other = node.operands[1] if one == node.operands[0] else node.operands[0]
-            name = "ge" if node.op == "max" else "le"
-            return values.make(name, (name, *key[1:]), (one, other), kind)
+            name, primitive = ("ge", lax.ge_p) if node.op == "max" else ("le", lax.le_p)
+            own = name, (primitive, *key[1][1:]), *key[2:]
+            return values.make(name, own, (one, other), kind)
     return None
 
 
@@ -73,10 +75,11 @@ def _of_bits(values: Values, key: Any, operands: Operands, kind: Type) -> int | 
     if _number(values, operands[1]) != 0 or values.type(found)[1] != np.uint8:
         return None
     chain = {}
-    for op in ("reshape", "and", "shift_right_logical", "broadcast_in_dim", "reduce_or", "shift_left"):
+    for op in ("and", "shift_right_logical", "reshape", "reduce_or", "shift_left"):
         node = values.nodes[found]
-        if node.op != op and op == "reshape":
-            continue
+        if not chain and node.op == "reshape":
+            found = node.operands[0]
+            node = values.nodes[found]
         if node.op != op:
             return None
         chain[op] = node
@@ -87,7 +90,7 @@ def _of_bits(values: Values, key: Any, operands: Operands, kind: Type) -> int | 
     bits = node.operands[0]
     inner = values.nodes[bits]
     mask = inner.operands[0] if inner.op == "reshape" and values.type(inner.operands[0]) == kind else bits
-    left, right, spread = (chain[op] for op in ("shift_left", "shift_right_logical", "broadcast_in_dim"))
+    left, right, spread = (chain[op] for op in ("shift_left", "shift_right_logical", "reshape"))
     places = values.nodes[left.operands[1]]
     shape = left.type[0]
     axes = chain["reduce_or"].key[1]
@@ -96,10 +99,10 @@ def _of_bits(values: Values, key: Any, operands: Operands, kind: Type) -> int | 
     (axis,) = axes
     counted = tuple(int(i == axis) for i in range(len(shape)))
     same = left.operands[1] == right.operands[1] and places.key[0] == counted
-    dims = tuple(i for i in range(len(shape)) if i != axis)
+    once = tuple(1 if i == axis else n for i, n in enumerate(shape))
     one = _number(values, chain["and"].operands[1]) == 1
-    whole = values.type(mask) == kind and values.type(bits) == (shape, kind[1]) and spread.type[0] == shape
-    return mask if same and one and whole and spread.key == dims else None
+    whole = values.type(mask) == kind and values.type(bits) == (shape, kind[1]) and spread.type[0] == once
+    return mask if same and one and whole else None
 
 
 @rule("max_pool_gradient")

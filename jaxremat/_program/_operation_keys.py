@@ -35,3 +35,11 @@ KEYS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "transpose": lambda params: tuple(params["permutation"]),
 }
 """What says which operation an equation is, of those that rules know, and of views: where results are is no matter."""
+
+UNCHANGED = frozenset(
+    {
+        "optimization_barrier", "device_put", "sharding_constraint", "reshard", "mesh_cast", "layout_constraint",
+        "stop_gradient", "name", "jaxremat_hint", "copy", "copy_p", "pvary", "jaxremat_fence",
+    }
+)  # fmt: skip
+"""Equations whose results are their operands, wherever and however these are in memory."""

@@ -106,14 +106,13 @@ def _followed(values: Values, found: Found) -> int:
 
 def _continued(values: Values, own: Recurrence) -> dict[int, Found] | None:
     """Return carries that are those of other recurrences from a later iteration on."""
-    nodes = [values.nodes[b] for b in own.begin]
-    if any(node.op != "Recurrence" for node in nodes):
+    known = [_begun_as(values, b, own.step) for b in own.begin]
+    if not all(known):
         return None
-    others = [values.recurrences[node.key[:2], node.operands] for node in nodes]
-    index = nodes[0].key[2]
-    if any((o.symbol, o.step) != (others[0].symbol, own.step) for o in others):
-        return None
-    if any(node.key[2] != index for node in nodes):
+    index = known[0][0][2]
+    keys = [each[:2] for some in known for each in [*(one for one in some if one[2] == index)][:1]]
+    others = [values.recurrences[key] for key in keys]
+    if len(keys) < len(known) or any((o.symbol, o.step) != (others[0].symbol, own.step) for o in others):
         return None
     symbol = others[0].symbol
     within = plus(alone(FREE), index, -1)
@@ -128,33 +127,47 @@ def _continued(values: Values, own: Recurrence) -> dict[int, Found] | None:
     begin = tuple(o.begin[o.holes.index(o.root)] for o in others)
     whole = Recurrence(symbol, own.step, own.holes, begin, tuple(after), own.root)
     found: dict[int, Found] = {}
-    for h, node, other in zip(own.holes, nodes, others, strict=True):
-        if (node.key[1], node.operands) != canonical(values, whole._replace(root=h)):
+    for h, (key, operands), other in zip(own.holes, keys, others, strict=True):
+        if (key[1], operands) != canonical(values, whole._replace(root=h)):
             return None
-        found[h] = other, node.key[1], node.operands, index
+        found[h] = other, key[1], operands, index
     return found
 
 
-def once_more(values: Values, begin: int, after: int, step: int) -> int:
-    """Return what a loop of one iteration makes of a carry: where it goes on with another recurrence, or begins
-    like one, the next of that one's values.
-    """
+def _begun_as(values: Values, begin: int, step: int) -> list[tuple[Any, tuple[int, ...], Affine]]:
+    """Return which recurrences a value is of, and in which of their iterations, by what is known of it."""
     node = values.nodes[begin]
-    if node.op == "Recurrence" and not node.key[2][0]:
-        known = [(node.key[:2], node.operands, node.key[2])]
-    else:
-        same = (each for (_, *own), keys in values.alike.items() if own == [step, begin] for each in keys)
-        known = [(key, operands, constant(0)) for key, operands in islice(same, MOST_JOINED)]
-    for key, operands, index in known:
+    if node.op == "Recurrence":
+        return [(node.key[:2], node.operands, node.key[2])]
+    found = []
+    for start in values.after_one.get(begin, ()):
+        same = (each for (_, *own), keys in values.alike.items() if own == [step, start] for each in keys)
+        for key, operands in islice(same, MOST_JOINED):
+            own = values.recurrences[key, operands], key[1], operands, constant(0)
+            if _at(values, own, constant(0)) == begin:
+                found.append((key, operands, constant(step)))
+    return found
+
+
+def _at(values: Values, found: Found, index: Affine) -> int | None:
+    """Return what a carry is behind an iteration; None where that cannot be said there."""
+    try:
+        return values.at(_followed(values, found), found[0].symbol, index)
+    except CaptureError:
+        return None
+
+
+def once_more(values: Values, begin: int, after: int, step: int) -> int:
+    """Return what a loop of one iteration makes of a carry: where it goes on with another recurrence, the next of that
+    one's values.
+    """
+    values.after_one.setdefault(after, []).append(begin)
+    for key, operands, index in _begun_as(values, begin, step):
         other = values.recurrences[key, operands]
-        if other.step != step:
+        if other.step != step or index[0]:
             continue
         found = other, key[1], operands, constant(0)
-        try:
-            following = values.at(_followed(values, found), other.symbol, index)
-        except CaptureError:
-            continue
-        if following == after:
+        if _at(values, found, index) == after:
             return valued(values, found, plus(index, constant(step)))
     return after
 

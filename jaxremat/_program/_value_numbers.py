@@ -81,8 +81,9 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
 class Values:
     """The nodes made so far. **Fields:** `free` for each the symbols and holes that it is made of, as bits; `lengths`
     of the loops around, None where unknown; `recurrences` by their nodes' keys and operands, and those that are `alike`
-    as they begin; `sets` what was found of sets of carries; `again` makes a recurrence of changed parts; `left` how
-    many nodes may be asked for yet.
+    as they begin; what carries were `after_one` iteration of a loop that has no more, and what they began as; `sets`
+    what was found of sets of carries; `again` makes a recurrence of changed parts; `left` how many nodes may be asked
+    for yet.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -91,6 +92,7 @@ class Values:
     recurrences: dict[tuple[Any, tuple[int, ...]], Recurrence] = field(default_factory=dict)
     alike: dict[Any, list[tuple[Any, tuple[int, ...]]]] = field(default_factory=dict)
     again: Callable[[Recurrence, Affine], int] = field(default=lambda *_: -1)
+    after_one: dict[int, list[int]] = field(default_factory=dict)
     sets: dict[Recurrence, Any] = field(default_factory=dict)
     left: int = 0
     _known: dict[Node, int] = field(default_factory=dict)
@@ -129,6 +131,8 @@ class Values:
     def forget(self, mark: tuple[int, int, int]) -> None:
         """Forget all that was made since."""
         nodes, recurrences, sets = mark
+        kept = {a: begun for a, begun in self.after_one.items() if a < nodes}
+        self.after_one = {a: [b for b in begun if b < nodes] for a, begun in kept.items()}
         while len(self.sets) > sets:
             self.sets.popitem()
         for node in self.nodes[nodes:]:

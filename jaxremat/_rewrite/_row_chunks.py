@@ -148,6 +148,8 @@ class _Chunks:
                 or len(program.eqns[i].outvars) > 1
             ):
                 continue
+            if any(program.maker.get(a, -1) in self.rules for a in _compat.variables(program.eqns[i].invars)):
+                continue  # of what an earlier loop makes too, and hands on
             (v,) = program.eqns[i].outvars
             readers = program.readers[v]
             alone = self.others.isdisjoint(readers) and v not in program.returned

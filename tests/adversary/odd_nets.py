@@ -539,6 +539,76 @@ def multiplied_up(p: Any, x: Array) -> Array:
     return jnp.cumprod(y, 0) / jnp.prod(y, 0) + lax.cumsum(x, axis=1, reverse=True)
 
 
+def rooted(p: Any, x: Array) -> Array:
+    """Cube roots by Newton's method, and their derivative by the implicit function theorem."""
+    target = jnp.tanh(_linear(p, x))
+
+    def residual(y: Array) -> Array:
+        return y + y**3 / 3 - target
+
+    def solve(f: Callable[[Array], Array], start: Array) -> Array:
+        return lax.fori_loop(0, 6, lambda _, y: y - f(y) / (1 + y * y), start)
+
+    return lax.custom_root(residual, jnp.zeros_like(x), solve, lambda g, y: y / g(jnp.ones_like(y)))
+
+
+def linear_system(p: Any, x: Array) -> Array:
+    """A symmetric system that a loop solves, of which JAX knows the transposed one."""
+    matrix = jnp.eye(x.shape[-1]) + 0.1 * p["w"] @ p["w"].T
+
+    def solve(apply: Callable[[Array], Array], b: Array) -> Array:
+        return lax.fori_loop(0, 8, lambda _, y: y + 0.5 * (b - apply(y)), b)
+
+    return lax.custom_linear_solve(lambda y: y @ matrix, jnp.tanh(x) + p["b"], solve, symmetric=True)
+
+
+def quantised(p: Any, x: Array) -> Array:
+    """Weights and values as eight-bit integers with a scale for each row, whose gradients pass as if they were not."""
+
+    def through(y: Array) -> Array:
+        scale = lax.stop_gradient(jnp.abs(y).max(-1, keepdims=True) / 127 + 1e-6)
+        whole = jnp.clip(jnp.round(y / scale), -127, 127).astype(jnp.int8)
+        return y + lax.stop_gradient(whole.astype(y.dtype) * scale - y)
+
+    return jnp.tanh(through(_linear(p, x)) @ through(p["w"]))
+
+
+def ragged_experts(p: Any, x: Array) -> Array:
+    """Rows in the order of their experts, each with a matrix of its own, of as many rows as have chosen it."""
+    experts = jnp.stack([p["w"], p["w"].T, 0.5 * p["w"] + 0.1])
+    chosen = jnp.argmax(_linear(p, x)[:, :3], axis=-1)
+    order = jnp.argsort(chosen)
+    sizes = jnp.bincount(chosen, length=3).astype(jnp.int32)
+    made = lax.ragged_dot(x[order], experts, sizes)
+    return jnp.zeros_like(x).at[order].set(jnp.tanh(made))
+
+
+def ragged_rows(p: Any, x: Array) -> Array:
+    """Sequences of unequal lengths one behind the other: starts that are data, reads between them, and their sums and
+    maxima.
+    """
+    y = _linear(p, x)
+    rows = x.shape[0]
+    of = jnp.cumsum(lax.stop_gradient(y[:, 0]) > 0.3).clip(0, rows - 1)
+    starts = jnp.searchsorted(of, jnp.arange(rows)).clip(0, rows - 1)
+    sums = jax.ops.segment_sum(jnp.sin(y), of, rows)
+    most = jax.ops.segment_max(y, of, rows, indices_are_sorted=True)
+    most = jnp.where(jnp.isfinite(most), most, 0.0)
+    first = jnp.take(y, starts[of], axis=0, mode="clip")
+    before = y.at[jnp.arange(rows) - 1].get(mode="fill", fill_value=0.5)
+    return 0.3 * sums[of] + jnp.where(y >= most[of], y, 0.2 * y) + 0.1 * first * before
+
+
+def split_number(p: Any, x: Array) -> Array:
+    """A number as the sum of a short one and what that leaves, which are read apart and together."""
+    y = jnp.tanh(_linear(p, x))
+    high = y.astype(jnp.bfloat16)
+    low = (y - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    w = p["w"].astype(jnp.bfloat16)
+    made = sum(lax.dot(a, w, preferred_element_type=jnp.float32) for a in (high, low))
+    return made + 256.0 * (y - high.astype(jnp.float32))
+
+
 DECISIONS: dict[str, Part] = {
     "own maximum": own_maximum,
     "quantiles": quantiles,
@@ -599,5 +669,11 @@ ODD: dict[str, Part] = DECISIONS | {
     "barriers": barriers,
     "reduced precision": reduced_precision,
     "multiplied up": multiplied_up,
+    "rooted": rooted,
+    "linear system": linear_system,
+    "quantised": quantised,
+    "ragged experts": ragged_experts,
+    "ragged rows": ragged_rows,
+    "split number": split_number,
 }
 """All of them."""

@@ -391,7 +391,7 @@ NETS = ONE | STACKED | ODD
 ONCE = frozenset({"equilibrium", "adjoint", "own rule"})
 """Parts that are differentiated backward only, and once: a rule of their own says how."""
 
-APART = frozenset({"sharded"})
+APART = frozenset({"sharded", "ragged experts"})
 """Parts that stand in no mapping over examples."""
 
 REFERRING = frozenset({"accumulator"})

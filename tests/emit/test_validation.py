@@ -25,7 +25,7 @@ from jaxremat._emit._emit import FENCES, emit
 from jaxremat._emit._validation import UNPROVED, EmittedOtherwiseError, names, unproved, validated
 from jaxremat._emit._writer import Writer
 from jaxremat._lower._lower import lower
-from jaxremat._model._variant import LOOP, ROWS, Variant
+from jaxremat._model._variant import LOOP, Variant
 from jaxremat._program import _compat
 from jaxremat._rewrite import _row_regions
 from jaxremat._rewrite._trace import Traced, trace
@@ -75,11 +75,17 @@ PARTS = {
 NAMED = {
     "layers": (of_levels((2, 3)), UNPROVED[LOOP]),
     "checkpointed body": (of_levels((3, 2)), UNPROVED[LOOP]),
-    "tied_embeddings": (of_chunks(2), UNPROVED[ROWS]),
 }
-"""Forms that are not: arrays that levels write over, and work in chunks of rows. Their numbers are compared with the
-plain step's by `tests/rewrite/test_absorb.py` and `test_chunks.py`.
+"""Forms that are not: arrays that levels write over. Their numbers are compared with the plain step's by
+`tests/rewrite/test_absorb.py`.
 """
+
+IN_CHUNKS = {
+    "tied_embeddings": 0, "transformer": 0, "transformer, whole": 1, "scan": 1, "bfloat16": 0, "masks": 0,
+    "layers": 0, "turned": 0, "constants": 1, "linen scan": 0, "custom_jvp": 0,
+    "loops": 0,
+}  # fmt: skip
+"""Work in chunks of rows, or most of a step in microbatches, by the number of the region."""
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -105,9 +111,19 @@ def test_loops_with_their_last_iteration_apart_are_proved(name: str) -> None:
         assert validated(form, emit(form, graph, close_over_dependencies(graph, saved))) == ()
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_what_is_not_proved_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", IN_CHUNKS)
+def test_work_in_chunks_is_proved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_row_regions, "LEAST_NBYTES", 1)
+    found, site = traced(CASES[name.removesuffix(", whole")]), IN_CHUNKS[name]
+    for count in {found.regions[site].choices[0], found.regions[site].choices[-1]}:
+        form = found.in_form(of_chunks(*[0] * site, count))
+        graph = lower(form, DEVICE, base_nbytes=0)
+        for saved in ((), tuple(graph.residuals)):
+            assert validated(form, emit(form, graph, close_over_dependencies(graph, saved))) == ()
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_is_not_proved_is_named(name: str) -> None:
     form, said = NAMED[name]
     found = traced(CASES[name]).in_form(form)
     for graph, saved in schedules(found):
@@ -254,14 +270,20 @@ def _crossed(rng: random.Random, eqn: Any) -> Any | None:
     return _compat.new_jaxpr(jaxpr.constvars, closed.consts, jaxpr.invars, outvars, jaxpr.eqns)
 
 
-@pytest.mark.parametrize("name", [*MUTATED, *(f"{name}, last apart" for name in ("layers", "random"))])
+@pytest.mark.parametrize(
+    "name",
+    [*MUTATED, "layers, last apart", "random, last apart", "tied_embeddings, in chunks", "layers, in chunks"],
+)
 def test_one_wrong_equation_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program with one wrong equation is refused, or gives the very same results as without it."""
-    case, rng = CASES[name.removesuffix(", last apart")], random.Random(name)
+    case, rng = CASES[name.removesuffix(", last apart").removesuffix(", in chunks")], random.Random(name)
+    monkeypatch.setattr(_row_regions, "LEAST_NBYTES", 1)
     found, args = traced(case), jax.tree.leaves(case.make_args())
     if name.endswith("apart"):
         monkeypatch.setattr(_validation, "names", lambda form: ())  # what is not proved is an error
         found = found.in_form(of_levels(*((length - 1,) for length in found.lengths)))
+    if name.endswith("chunks"):
+        found = found.in_form(of_chunks(4))
     refused = 0
     for graph, saved in schedules(found):
         planned = emit(found, graph, close_over_dependencies(graph, saved))

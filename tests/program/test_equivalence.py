@@ -226,3 +226,26 @@ def test_literals_of_other_types_are_others() -> None:
     assert not same(lambda x, c: x * 2, lambda x, c: x * 3)
     assert not same(lambda x, c: x - c, lambda x, c: c - x)
     assert not same(lambda x, c: x, lambda x, c: (x, c))
+
+
+@pytest.mark.parametrize(
+    "body", [lambda c: jnp.where(c < 9.0, c + 1.0, 9.0), jnp.tanh], ids=["limited", "tanh"]
+)
+@pytest.mark.parametrize("begin", [0, 0.5])
+def test_one_iteration_is_the_same_before_and_behind_a_loop_that_begins_like_it(
+    body: Callable[..., Any], begin: float
+) -> None:
+    def one(c: Any) -> Any:
+        return lax.scan(lambda c, _: (body(c).astype(c.dtype), None), c, length=1)[0]
+
+    def until(c: Any) -> Any:
+        return lax.while_loop(lambda c: c < 0.9, lambda c: body(c).astype(c.dtype), c)
+
+    def first(x: Any, c: Any) -> Any:
+        return one(jnp.asarray(begin)), until(jnp.asarray(begin))
+
+    def last(x: Any, c: Any) -> Any:
+        looped = until(jnp.asarray(begin))
+        return one(jnp.asarray(begin)), looped
+
+    assert same(first, last)

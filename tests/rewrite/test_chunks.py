@@ -16,6 +16,7 @@ from test_random_programs import Net, nets
 import jaxremat
 from jaxremat._compiler._program import Program, device_count
 from jaxremat._program._primitives import is_in_chunks
+from jaxremat._rewrite._kernel_choice import equivalence
 from jaxremat._rewrite._program_readers import Readers
 from jaxremat._rewrite._row_chunks import chunked
 from jaxremat._rewrite._row_regions import Region, region_about, regions
@@ -222,7 +223,7 @@ def test_arrays_on_several_devices_are_known() -> None:
 
 @given(nets())
 @settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
-def test_any_region_of_random_programs_gives_what_it_gave(net: Net) -> None:
+def test_any_region_of_random_programs_computes_what_it_did(net: Net) -> None:
     params, x = net.make_args()
 
     def step(params: Any, x: Any) -> Any:
@@ -237,9 +238,8 @@ def test_any_region_of_random_programs_gives_what_it_gave(net: Net) -> None:
                 region = region_about(program, v, d)
                 if region is not None and region.choices:
                     found.setdefault(tuple(region.rules), region)
-    flat = [*params, x]
-    expected = jex.jaxpr_as_fun(traced.flat)(*flat)
+    whole = equivalence(traced.flat)
     for region in sorted(found.values(), key=lambda region: -len(region.rules))[:2]:
         cut, _ = chunked(traced.flat, [(region, region.choices[0])])
         jex.check_jaxpr(cut.jaxpr)
-        close(expected, jax.jit(jex.jaxpr_as_fun(cut))(*flat), 1e-4)
+        assert whole.difference(cut) is None

@@ -1,0 +1,583 @@
+"""Loop over chunks of rows -> the equations that do all rows at once: what a loop over chunks computes.
+
+The body of such a loop reads chunk `i` of an array, rows `i * size` to `(i + 1) * size` along one of its axes, and a
+carry is written chunk by chunk, or added to. Each value of the body is of one of these kinds, told from its operands:
+
+- *whole*: the same in all chunks;
+- *rows*: chunk `i` of a value of all rows, or of each of so many equal parts of it, one behind the other;
+- *sum*: what the chunks make of it adds up to a value of all rows;
+- *index*: a number made of `i` alone;
+- *carry*: one as it is so far, *written* with a chunk, or *added* to.
+
+For an equation of the body there is one of all rows of which it is a chunk, by the rules of `_axes`. A carry that is
+written is the value of all rows, one that is added to the sum, and one that is whole is that. Nothing here knows how
+such loops are made.
+
+Law: the equations give what the loop gives, up to the order in which sums are added, and the type in which short
+floating-point numbers are. What may be another is no such loop.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+from . import _compat
+from ._axes import BatchingRule, is_scattered, rules, sum_type
+from ._compat import Atom, shaped
+from ._inline import body_of, is_identity
+from ._operation_keys import UNCHANGED
+from ._primitives import runs_once
+from ._value_numbers import Affine
+
+Number = Callable[[Any, list[int]], Sequence[int]]
+"""An equation, the numbers of its operands -> those of its results."""
+
+
+class OtherLoopError(Exception):
+    """This is no loop over chunks, for all that is known."""
+
+
+class _Whole(NamedTuple):
+    atom: Any
+
+
+class _Rows(NamedTuple):
+    atom: Any
+    dimension: int
+    parts: int = 1
+
+
+class _Sum(NamedTuple):
+    atom: Any
+
+
+class _Index(NamedTuple):
+    number: int
+
+
+class _Carry(NamedTuple):
+    place: int
+
+
+class _Written(NamedTuple):
+    place: int
+    atom: Any
+
+
+class _Added(NamedTuple):
+    place: int
+    atom: Any
+
+
+_Kind = _Whole | _Rows | _Sum | _Index | _Carry | _Written | _Added
+
+
+@dataclass(frozen=True)
+class Places:
+    """What is known of numbers in the loop. **Fields:** `number` of an equation's results; `literal` of a literal's;
+    `place` that a number is, None of others; `is_index` whether a number is made of indices alone; `is_zero` whether it
+    is zeros; `symbol` of the loop.
+    """
+
+    number: Number
+    literal: Callable[[Any], int]
+    place: Callable[[int], Affine | None]
+    is_index: Callable[[int], bool]
+    is_zero: Callable[[int], bool]
+    symbol: int
+
+
+def of_all_rows(eqn: jex.JaxprEqn, operands: Sequence[int], places: Places) -> Any | None:
+    """Return what computes of a loop's constants and carries what the loop leaves; None where that is not known.
+
+    **Arguments:** `operands` the numbers of its constants and carries, and of the rows of what it is scanned over.
+    """
+    consts, carries = _compat.scan_counts(eqn)
+    closed = eqn.params["jaxpr"]
+    variables = [_compat.new_var(a.aval) for a in _compat.opened(closed)[0].invars[: consts + carries]]
+    loop = _Chunks(eqn.params["length"], places)
+    loop.begin = variables[consts:]
+    loop.known = dict(zip(variables, operands, strict=False))
+    given = [
+        *map(_Whole, variables[:consts]),
+        *map(_Carry, range(carries)),
+        *map(_Index, operands[len(variables) :]),
+    ]
+    try:
+        results = [loop.left(i, kind) for i, kind in enumerate(loop.body(closed, given))]
+        made = loop.program(variables, results)
+        _compat.check_jaxpr(made)
+    except (OtherLoopError, _Wanted, TypeError, ValueError):
+        return None
+    return made
+
+
+class _Wanted(Exception):  # noqa: N818 (it asks)
+    """An operand of a body has to have rows, or to be a sum where no dimension of these is named."""
+
+    def __init__(self, place: int, dimension: int | None):
+        super().__init__()
+        self.place, self.dimension = place, dimension
+
+
+class _Chunks:
+    """What all rows of a body are, equation by equation."""
+
+    def __init__(self, count: int, places: Places):
+        self.count, self.places = count, places
+        self.eqns: list[Any] = []
+        self.begin: list[Any] = []  # the carries
+        self.known: dict[Any, int] = {}  # the numbers of what the loop is given
+        self.consts: dict[int, tuple[Any, Any]] = {}
+        self.maker: dict[Any, tuple[Any, int, list[_Kind]]] = {}  # of what is whole
+        self.given: dict[Any, int] = {}  # place among the operands of a body within
+        self.spread: dict[tuple[Any, int], _Rows] = {}
+        self.alike_rows: set[Any] = set()  # of these all rows are alike
+
+    def program(self, operands: Sequence[Any], results: Sequence[Any]) -> jex.ClosedJaxpr:
+        """Return the equations for these operands."""
+        variables, consts = [v for v, _ in self.consts.values()], [c for _, c in self.consts.values()]
+        needed = set(_compat.variables(results))
+        kept = []
+        for eqn in reversed(self.eqns):
+            if not needed.isdisjoint(eqn.outvars):
+                needed.update(_compat.variables(eqn.invars))
+                kept.append(eqn)
+        return _compat.new_jaxpr(variables, consts, operands, results, kept[::-1])
+
+    def left(self, place: int, kind: _Kind) -> Any:
+        """Return what the loop leaves of a carry."""
+        if isinstance(kind, _Carry) and kind.place == place:
+            return self.begin[place]
+        if isinstance(kind, (_Written, _Added)) and kind.place == place:
+            return kind.atom
+        if isinstance(kind, _Whole):
+            return kind.atom
+        raise OtherLoopError
+
+    def body(self, closed: Any, given: Sequence[_Kind]) -> list[_Kind]:
+        """Return what the results of a body are."""
+        jaxpr, consts = _compat.opened(closed)
+        env: dict[Any, _Kind] = dict(zip(jaxpr.invars, given, strict=True))
+        for v, const in zip(jaxpr.constvars, consts, strict=True):
+            env[v] = _Whole(self.consts.setdefault(id(const), (_compat.new_var(v.aval), const))[0])
+
+        def read(a: Atom) -> _Kind:
+            return _Whole(a) if _compat.is_literal(a) else env[a]
+
+        for eqn in needed(jaxpr):
+            env.update(zip(eqn.outvars, self._results(eqn, list(map(read, eqn.invars))), strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def _results(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> Sequence[_Kind]:
+        eqn = _compat.without_hijax(eqn, derivatives=False)
+        name = eqn.primitive.name
+        if name in UNCHANGED or is_identity(eqn, eqn.invars):
+            return kinds
+        if (body := body_of(eqn)) is not None:
+            return self.body(body, kinds)
+        if runs_once(eqn):
+            raise OtherLoopError
+        has = {type(kind) for kind in kinds}
+        if name == "dynamic_slice" and _Index in has and not self._is_index(kinds[0]):
+            return [self._read(eqn, kinds)]
+        if name == "dynamic_update_slice" and _Carry in has:
+            return [self._written(eqn, kinds)]
+        if has & {_Carry, _Added}:
+            return [self._added(eqn, kinds)]
+        if _Index in has:
+            return self._indices(eqn, kinds)
+        if name == "scan" and has & {_Rows, _Sum}:
+            return self._scan(eqn, kinds)
+        if has <= {_Whole}:
+            return self._same(eqn, kinds)
+        if has <= {_Whole, _Rows}:
+            joined = self._of_parts(eqn, kinds[0]) if name == "reshape" else None
+            return self._of_rows(eqn, kinds) if joined is None else [joined]
+        if has <= {_Whole, _Sum}:
+            return list(map(_Sum, self._made(eqn, self._linear(eqn, kinds))))
+        raise OtherLoopError
+
+    def _made(self, eqn: jex.JaxprEqn, kinds: Sequence[_Kind], **changed: Any) -> list[Any]:
+        """Append an equation of these operands, and return its results."""
+        outvars = [_compat.new_var(v.aval) for v in changed.pop("like", eqn.outvars)]
+        atoms = [kind.atom for kind in kinds]  # pyright: ignore[reportAttributeAccessIssue]
+        self.eqns.append(eqn.replace(invars=atoms, outvars=outvars, **changed))
+        return outvars
+
+    def _same(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> list[_Kind]:
+        made = self._made(eqn, kinds)
+        self.maker.update((v, (eqn, i, kinds)) for i, v in enumerate(made))
+        return list(map(_Whole, made))
+
+    # Indices, and what is read and written at them.
+
+    def _number(self, kind: _Kind) -> int:
+        if isinstance(kind, _Index):
+            return kind.number
+        if isinstance(kind, _Whole) and _compat.is_literal(kind.atom):
+            return self.places.literal(kind.atom)
+        if isinstance(kind, _Whole) and kind.atom in self.known:
+            return self.known[kind.atom]
+        if isinstance(kind, _Whole) and kind.atom in self.maker:
+            eqn, i, kinds = self.maker[kind.atom]
+            return self.places.number(eqn, list(map(self._number, kinds)))[i]
+        raise OtherLoopError
+
+    def _is_index(self, kind: _Kind) -> bool:
+        try:
+            return self.places.is_index(self._number(kind))
+        except OtherLoopError:
+            return False
+
+    def _indices(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> list[_Kind]:
+        if any(jnp.issubdtype(shaped(v).dtype, jnp.inexact) for v in eqn.outvars):
+            raise OtherLoopError
+        return list(map(_Index, self.places.number(eqn, list(map(self._number, kinds)))))
+
+    def _along(self, shape: Sequence[int], size: Sequence[int], indices: Sequence[_Kind]) -> int:
+        """Return the axis along which a slice of this size is the loop's chunk of an array."""
+        along = [d for d, (a, b) in enumerate(zip(shape, size, strict=True)) if a != b]
+        if len(along) != 1 or size[along[0]] * self.count != shape[along[0]]:
+            raise OtherLoopError
+        for d, kind in enumerate(indices):
+            wanted = (((self.places.symbol, size[d]),), 0) if d == along[0] else ((), 0)
+            if self.places.place(self._number(kind)) != wanted:
+                raise OtherLoopError
+        return along[0]
+
+    def _read(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> _Kind:
+        array, *indices = kinds
+        if not isinstance(array, _Whole):
+            raise OtherLoopError
+        shape, size = shaped(eqn.invars[0]).shape, shaped(eqn.outvars[0]).shape
+        if len(indices) == len(shape):
+            return _Rows(array.atom, self._along(shape, size, indices))
+        raise OtherLoopError
+
+    def _written(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> _Kind:
+        array, update, *indices = kinds
+        if not isinstance(array, _Carry):
+            raise OtherLoopError
+        shape, size = shaped(eqn.invars[0]).shape, shaped(eqn.invars[1]).shape
+        rows = self._rows(update, self._along(shape, size, indices))
+        if rows is None or rows.parts > 1:
+            raise OtherLoopError
+        return _Written(array.place, rows.atom)
+
+    def _added(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> _Kind:
+        """Return a carry, to which chunks have added, with a sum."""
+        so_far, *others = kinds
+        if any(isinstance(kind, (_Index, _Carry, _Added, _Written)) for kind in others[1:]):
+            raise OtherLoopError
+        if is_scattered(eqn) and isinstance(so_far, (_Carry, _Added)):
+            begin = so_far.atom if isinstance(so_far, _Added) else self.begin[so_far.place]
+            if not all(isinstance(kind, (_Whole, _Rows)) for kind in others):
+                raise OtherLoopError
+            (made,) = self._of_rows(eqn, [_Whole(begin), *others])
+            if isinstance(made, _Sum):
+                return _Added(so_far.place, made.atom)
+            raise OtherLoopError
+        if eqn.primitive.name not in ("add", "add_any"):
+            raise OtherLoopError
+        if not isinstance(so_far, (_Carry, _Added)):
+            so_far, others = kinds[1], kinds[:1]
+        dtype = shaped(eqn.outvars[0]).dtype
+        if (
+            not isinstance(so_far, (_Carry, _Added))
+            or not isinstance(others[0], _Sum)
+            or sum_type(dtype) != dtype
+        ):
+            raise OtherLoopError
+        before = so_far.atom if isinstance(so_far, _Added) else self.begin[so_far.place]
+        if before in self.known and self.places.is_zero(self.known[before]):
+            return _Added(so_far.place, others[0].atom)
+        return _Added(so_far.place, self._made(eqn, [_Whole(before), others[0]])[0])
+
+    # Rows, and sums over them.
+
+    def _rows(self, kind: _Kind, dimension: int) -> _Rows | None:
+        """Return a value as rows: one that is the same in all chunks too, where all of its rows are alike."""
+        if isinstance(kind, _Rows):
+            return kind if kind.dimension == dimension else None
+        if not isinstance(kind, _Whole) or _compat.is_literal(kind.atom):
+            return None
+        if (kind.atom, dimension) in self.spread:
+            return self.spread[kind.atom, dimension]
+        if kind.atom in self.given:
+            raise _Wanted(self.given[kind.atom], dimension)
+        if kind.atom not in self.maker:
+            return None
+        eqn, place, kinds = self.maker[kind.atom]
+        try:
+            made = self._of_rows(eqn, kinds, (place, dimension))
+        except OtherLoopError:
+            return None
+        found = made[place]
+        if not isinstance(found, _Rows) or found.dimension != dimension:
+            return None
+        self.spread[kind.atom, dimension] = found
+        self.alike_rows.add(found.atom)
+        return found
+
+    def _of_rows(
+        self, eqn: jex.JaxprEqn, kinds: list[_Kind], wanted: tuple[int, int] | None = None
+    ) -> list[_Kind]:
+        """Return what an equation of rows makes: the equation of all rows is one of which this is a chunk.
+
+        **Arguments:** `wanted` a result that has to have its rows in a dimension.
+        """
+        missing: _Wanted | None = None
+        found: list[list[_Kind]] = []
+        for rule in rules(eqn):
+            if wanted is not None and rule.results[wanted[0]] != wanted[1]:
+                continue
+            try:
+                own = self._operands(kinds, rule.operands)
+            except _Wanted as each:
+                missing = each
+                continue
+            if own is not None and (made := self._as_part(eqn, own, rule.results, rule.sizes)) is not None:
+                found.append(made)
+                break
+        # A chunk of one row may be more than what the rules see.
+        guesses = range(len(shaped(eqn.outvars[0]).shape)) if wanted is None else ()
+        if found and eqn.primitive.name != "reshape":
+            guesses = ()
+        for guess in guesses:
+            results = tuple(guess for _ in eqn.outvars)
+            sizes = tuple((name, guess) for name in _SIZES if name in eqn.params)
+            if (made := self._as_part(eqn, kinds, results, sizes)) is not None:
+                found.append(made)
+        if not found:
+            raise missing or OtherLoopError
+        return min(found, key=lambda each: each[0].atom.aval.shape.count(1))  # pyright: ignore
+
+    def _of_parts(self, eqn: jex.JaxprEqn, kind: _Kind) -> _Rows | None:
+        """Return rows of several parts, where an axis of these and the rows of one become one axis, or the other way
+        round.
+        """
+        assert isinstance(kind, _Rows)
+        shape, result, d = shaped(eqn.invars[0]).shape, tuple(shaped(eqn.outvars[0]).shape), kind.dimension
+        if kind.parts == 1 and d and result == (*shape[: d - 1], shape[d - 1] * shape[d], *shape[d + 1 :]):
+            found, parts = d - 1, shape[d - 1]
+        elif kind.parts > 1 and result == (*shape[:d], kind.parts, shape[d] // kind.parts, *shape[d + 1 :]):
+            found, parts = d + 1, 1
+        else:
+            return None
+        whole = list(result)
+        whole[found] *= self.count
+        like = [_compat.new_var(eqn.outvars[0].aval.update(shape=tuple(whole)))]
+        (made,) = self._made(eqn, [kind], params={**eqn.params, "new_sizes": tuple(whole)}, like=like)
+        return _Rows(made, found, parts) if parts > 1 or found > d else None
+
+    def _operands(self, kinds: Sequence[_Kind], dimensions: Sequence[int | None]) -> list[_Kind] | None:
+        """Return operands with their rows in these dimensions; None where some have them elsewhere."""
+        for kind, d in zip(kinds, dimensions, strict=True):
+            if isinstance(kind, _Rows) and kind.dimension != d:
+                return None
+        found = []
+        for kind, d in zip(kinds, dimensions, strict=True):
+            own = kind if d is None else self._rows(kind, d)
+            if own is None:
+                return None
+            found.append(own)
+        return found
+
+    def _as_part(
+        self,
+        eqn: jex.JaxprEqn,
+        kinds: Sequence[_Kind],
+        results: Sequence[int | None],
+        sizes: Sequence[tuple[str, int | None]],
+    ) -> list[_Kind] | None:
+        """Return what the equation of all rows makes, if this one is a chunk of it."""
+        like = []
+        for v, d in zip(eqn.outvars, results, strict=True):
+            shape = list(shaped(v).shape)
+            if d is not None:
+                if d >= len(shape):
+                    return None
+                shape[d] *= self.count
+            like.append(_compat.new_var(v.aval.update(shape=tuple(shape))))
+        params = dict(eqn.params)
+        for name, index in sizes:
+            if index is None:
+                params[name] *= self.count
+            else:
+                params[name] = tuple(n * self.count if d == index else n for d, n in enumerate(params[name]))
+        atoms = [kind.atom for kind in kinds]  # pyright: ignore[reportAttributeAccessIssue]
+        whole = eqn.replace(invars=atoms, outvars=like, params=params)
+        dimensions = tuple(kind.dimension if isinstance(kind, _Rows) else None for kind in kinds)
+        parts = {
+            kind.parts for kind in kinds if isinstance(kind, _Rows) and kind.atom not in self.alike_rows
+        } or {1}
+        among = self.count * max(parts)
+        able = (rule for rule in rules(whole) if rule.groups % among == 0 and not rule.copied)
+        if len(parts) > 1 or not any(_is(rule, dimensions, results, sizes) for rule in able):
+            return None
+        if any(d is not None and v.aval.shape[d] % among for v, d in zip(like, results, strict=True)):
+            return None
+        made = self._made(eqn, kinds, params=params, like=like)
+        both = zip(made, results, strict=True)
+        return [_Sum(v) if d is None else _Rows(v, d, max(parts)) for v, d in both]
+
+    def _linear(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> list[_Kind]:
+        """Return the operands of an equation that makes of sums the sum of what it makes of their parts."""
+        name = eqn.primitive.name
+        types = [shaped(a).dtype for a in (*eqn.invars, *eqn.outvars)]
+        if name in _BILINEAR:
+            able = sum(isinstance(kind, _Sum) for kind in kinds) == 1
+            able = able and (name != "div" or (isinstance(kinds[0], _Sum) and _are(jnp.inexact, types)))
+        elif name == "convert_element_type":
+            able = _are(jnp.number, types) and jnp.promote_types(*types) == types[1]
+        else:
+            able = name in _LINEAR
+        if not able:
+            raise OtherLoopError
+        linear = _LINEAR.get(name, slice(0, 0))
+        return [self._sum(kind) if i in range(len(kinds))[linear] else kind for i, kind in enumerate(kinds)]
+
+    def _sum(self, kind: _Kind) -> _Sum:
+        """Return a value as a sum: zeros are one."""
+        if isinstance(kind, _Sum):
+            return kind
+        if not isinstance(kind, _Whole) or not self._is_zero(kind):
+            if isinstance(kind, _Whole) and kind.atom in self.given:
+                raise _Wanted(self.given[kind.atom], None)
+            raise OtherLoopError
+        return _Sum(kind.atom)
+
+    # Loops within.
+
+    def _scan(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> list[_Kind]:
+        """Return what a loop of rows makes: carries are of one kind in all of its iterations."""
+        consts, carries = _compat.scan_counts(eqn)
+        first, kinds = consts + carries, list(kinds)
+        for _ in range(4 * len(kinds) + 4):
+            inner = _Chunks(self.count, self.places)
+            given = [self._inside(kind, i >= first) for i, kind in enumerate(kinds)]
+            inner.given = {kind.atom: i for i, kind in enumerate(given) if isinstance(kind, _Whole)}  # pyright: ignore
+            try:
+                made = inner.body(eqn.params["jaxpr"], given)
+                made = [*map(inner.alike, made[:carries], given[consts:first]), *made[carries:]]
+            except _Wanted as each:
+                kinds[each.place] = self._as_wanted(kinds[each.place], each.dimension, each.place >= first)
+                continue
+            changed = False
+            for i, (kind, result) in enumerate(zip(given[consts:first], made, strict=False), consts):
+                if _place(kind) != _place(result):
+                    if not isinstance(kind, _Whole):
+                        raise OtherLoopError
+                    if not isinstance(result, (_Rows, _Sum)):
+                        raise OtherLoopError
+                    kinds[i], changed = self._as_wanted(kinds[i], getattr(result, "dimension", None)), True
+            if not changed:
+                return self._looped(eqn, kinds, inner, given, made)
+        raise OtherLoopError
+
+    def alike(self, made: _Kind, begun: _Kind) -> _Kind:
+        """Return what an iteration leaves of a carry, with rows where it begins so."""
+        if isinstance(begun, _Rows) and isinstance(made, _Whole):
+            return self._rows(made, begun.dimension) or made
+        return made
+
+    def _inside(self, kind: _Kind, scanned: bool) -> _Kind:
+        if isinstance(kind, (_Whole, _Sum, _Rows)):
+            aval = kind.atom.aval
+            if isinstance(kind, _Rows) and scanned and kind.dimension == 0:
+                raise OtherLoopError
+            shape = aval.shape[1:] if scanned else aval.shape
+            v = _compat.new_var(aval.update(shape=shape, weak_type=False) if scanned else aval)
+            return kind._replace(
+                atom=v, **({"dimension": kind.dimension - scanned} if isinstance(kind, _Rows) else {})
+            )
+        raise OtherLoopError
+
+    def _as_wanted(self, kind: _Kind, dimension: int | None, scanned: bool = False) -> _Kind:
+        if dimension is None:
+            return self._sum(kind)
+        found = self._rows(kind, dimension + scanned)
+        if found is None:
+            raise OtherLoopError
+        return found
+
+    def _is_zero(self, kind: _Whole) -> bool:
+        if _compat.is_literal(kind.atom):
+            return not np.any(np.asarray(kind.atom.val))
+        if kind.atom in self.known:
+            return self.places.is_zero(self.known[kind.atom])
+        if kind.atom not in self.maker:
+            return False
+        eqn, _, kinds = self.maker[kind.atom]
+        named = eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape")
+        return named and len(kinds) == 1 and isinstance(kinds[0], _Whole) and self._is_zero(kinds[0])
+
+    def _looped(
+        self,
+        eqn: jex.JaxprEqn,
+        kinds: Sequence[_Kind],
+        inner: "_Chunks",
+        given: Sequence[_Kind],
+        made: Sequence[_Kind],
+    ) -> list[_Kind]:
+        _, carries = _compat.scan_counts(eqn)
+        if any(not isinstance(kind, (_Whole, _Sum, _Rows)) for kind in made):
+            raise OtherLoopError
+        body = inner.program([k.atom for k in given], [k.atom for k in made])  # pyright: ignore
+        _compat.check_jaxpr(body)
+        length, like, found = eqn.params["length"], [], []
+        for i, (kind, v) in enumerate(zip(made, eqn.outvars, strict=True)):
+            shape = kind.atom.aval.shape  # pyright: ignore
+            like.append(_compat.new_var(v.aval.update(shape=shape if i < carries else (length, *shape))))
+        outvars = self._made(eqn, kinds, params={**eqn.params, "jaxpr": body}, like=like)
+        for i, (kind, v) in enumerate(zip(made, outvars, strict=True)):
+            d = {"dimension": kind.dimension + (i >= carries)} if isinstance(kind, _Rows) else {}
+            found.append(kind._replace(atom=v, **d))
+        return found
+
+
+def _place(kind: _Kind) -> Any:
+    return type(kind), *((kind.dimension, kind.parts) if isinstance(kind, _Rows) else ())
+
+
+def _is(rule: BatchingRule, operands: Any, results: Any, sizes: Any) -> bool:
+    same = rule.operands == operands and rule.results == tuple(results) and set(rule.sizes) == set(sizes)
+    return same and (rule.summed or None not in rule.results)
+
+
+_SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes")
+"""Parameters with the size of each dimension."""
+
+
+_BILINEAR = frozenset({"mul", "div", "dot_general"})
+
+_LINEAR = {
+    **dict.fromkeys(("add", "add_any", "sub", "concatenate"), slice(None)),
+    **dict.fromkeys(
+        ("neg", "convert_element_type", "reduce_sum", "broadcast_in_dim", "cumsum", "rev"), slice(1)
+    ),
+    **dict.fromkeys(("reshape", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice"), slice(1)),
+    **dict.fromkeys(("dynamic_update_slice", "pad"), slice(2)),
+    "select_n": slice(1, None),
+}
+"""Equations that are linear in some of their operands, all of which have to be sums: which these are."""
+
+
+def _are(kind: Any, types: Sequence[Any]) -> bool:
+    return all(jnp.issubdtype(each, kind) for each in types)
+
+
+def needed(jaxpr: jex.Jaxpr) -> Iterator[Any]:
+    """Yield the equations that results or effects need, in order."""
+    wanted = set(_compat.variables(jaxpr.outvars))
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not wanted.isdisjoint(eqn.outvars):
+            wanted.update(_compat.variables(eqn.invars))
+            found.append(eqn)
+    yield from reversed(found)

@@ -1,0 +1,162 @@
+"""A loop over chunks of rows is the work on all rows at once, and no other loop is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxremat._program._equivalence import Equivalence
+
+ROWS, CHUNKS = 8, 4
+ARGS = jnp.ones((ROWS, ROWS)), jnp.ones((ROWS, ROWS)), jnp.ones((3, ROWS)), jnp.arange(ROWS) % 3
+
+
+def all_rows(x: Any, w: Any, table: Any, words: Any, *, dtype: Any = jnp.float32) -> Any:
+    x, w = x.astype(dtype), w.astype(dtype)
+    h = jnp.tanh(x @ w) + table[words].astype(dtype)
+
+    def inner(h: Any, scale: Any) -> Any:
+        return jnp.sin(h) * scale, (h.astype(jnp.float32).sum(0), h)
+
+    last, (sums, stack) = lax.scan(inner, h, jnp.arange(3, dtype=dtype))
+    counts = jnp.zeros((3, ROWS)).at[words].add(last.astype(jnp.float32))
+    repeated = jnp.ones((ROWS, ROWS), dtype) * w.max()
+    dw = lax.dot_general(x, last, (((0,), (0,)), ((), ())))
+    return h, stack, dw, sums, counts, w.max(), last * repeated
+
+
+def in_chunks(count: int = CHUNKS, wrong: str = "", dtype: Any = jnp.float32) -> Callable[..., Any]:
+    """The same chunk after chunk, with one thing wrong."""
+    size = ROWS // count
+
+    def fn(x: Any, w: Any, table: Any, words: Any) -> Any:
+        x, w = x.astype(dtype), w.astype(dtype)
+        added = dtype if wrong == "short sums" else jnp.float32
+        start = jnp.ones if wrong == "begins elsewhere" else jnp.zeros
+        state = (
+            jnp.zeros((ROWS, ROWS), dtype), jnp.zeros((3, ROWS, ROWS), dtype), start((ROWS, ROWS), added),
+            jnp.zeros((3, ROWS), jnp.float32), jnp.zeros((3, ROWS)), jnp.zeros((), dtype),
+            jnp.zeros((ROWS, ROWS), dtype),
+        )  # fmt: skip
+
+        def chunk(state: Any, i: Any) -> Any:
+            hs, stacks, dw, totals, counts, most, products = state
+            at = i * size + (wrong == "shifted")
+            rows = lax.dynamic_slice_in_dim(x, at, size, 1 if wrong == "other axis" else 0)
+            rows = rows.T if wrong == "other axis" else rows
+            own = lax.dynamic_slice_in_dim(
+                words, ((count - 1 - i) * size if wrong == "other words" else i * size), size
+            )
+            h = jnp.tanh(rows @ w) + table[own].astype(dtype)
+            length = 2 if wrong == "fewer iterations" else 3
+
+            def inner(h: Any, scale: Any) -> Any:
+                return jnp.sin(h) * scale, (h.astype(jnp.float32).sum(0), h)
+
+            last, (sums, stack) = lax.scan(inner, h, jnp.arange(length, dtype=dtype))
+            if length < 3:
+                sums, stack = jnp.pad(sums, ((0, 1), (0, 0))), jnp.pad(stack, ((0, 1), (0, 0), (0, 0)))
+            part = lax.dot_general(rows, last, (((0,), (0,)), ((), ())), preferred_element_type=added)
+            dw = (
+                part
+                if wrong == "written for added"
+                else dw + (part + part if wrong == "added twice" else part)
+            )
+            top = w.max()
+            to = (count - 1 - i) * size if wrong == "written backward" else i * size
+            hs = lax.dynamic_update_slice_in_dim(hs, h, to, 0)
+            stacks = lax.dynamic_update_slice_in_dim(stacks, stack, i * size, 1)
+            product = last * (jnp.ones((size, ROWS), dtype) * top)
+            return (
+                hs, stacks, dw, totals + sums, counts.at[own].add(last.astype(jnp.float32)),
+                most + top if wrong == "added for whole" else top,
+                lax.dynamic_update_slice_in_dim(products, product, i * size, 0),
+            ), None  # fmt: skip
+
+        numbers = jnp.arange(count - (wrong == "a chunk less"), dtype=jnp.int32)
+        found = list(lax.scan(chunk, state, numbers)[0])
+        if wrong == "exchanged":
+            found[0], found[6] = found[6], found[0]
+        return *found[:2], found[2].astype(dtype), *found[3:]
+
+    return fn
+
+
+def is_proved(whole: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    return Equivalence(jax.make_jaxpr(whole)(*ARGS)).difference(jax.make_jaxpr(other)(*ARGS)) is None
+
+
+@pytest.mark.parametrize("count", [2, CHUNKS, ROWS])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_chunks_of_rows_are_all_rows(count: int, dtype: Any) -> None:
+    assert is_proved(lambda *args: all_rows(*args, dtype=dtype), in_chunks(count, dtype=dtype))
+
+
+WRONG = (
+    "shifted", "other axis", "other words", "fewer iterations", "written for added", "added twice", "added for whole",
+    "written backward", "begins elsewhere", "a chunk less", "exchanged",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("count", [CHUNKS, ROWS])
+def test_one_thing_wrong_is_seen(wrong: str, count: int) -> None:
+    assert not is_proved(all_rows, in_chunks(count, wrong))
+
+
+def test_sums_in_short_numbers_are_seen() -> None:
+    whole = lambda *args: all_rows(*args, dtype=jnp.bfloat16)  # noqa: E731
+    assert not is_proved(whole, in_chunks(CHUNKS, "short sums", jnp.bfloat16))
+
+
+def test_rows_that_wait_for_others_are_in_no_chunks() -> None:
+    """Means over a chunk are no means over all rows, and sorted chunks are not sorted rows."""
+
+    def chunks(f: Callable[[Any], Any]) -> Callable[..., Any]:
+        def fn(x: Any, *_: Any) -> Any:
+            def body(so_far: Any, i: Any) -> Any:
+                part = f(lax.dynamic_slice_in_dim(x, 2 * i, 2))
+                return lax.dynamic_update_slice_in_dim(so_far, part, 2 * i, 0), None
+
+            return lax.scan(body, jnp.zeros_like(x), jnp.arange(CHUNKS))[0]
+
+        return fn
+
+    rows = lambda f: lambda x, *_: f(x)  # noqa: E731
+    for f in (jnp.tanh, lambda x: x - x.mean(1, keepdims=True), lambda x: jnp.sort(x, 1)):
+        assert is_proved(rows(f), chunks(f))
+    for f in (
+        lambda x: x - x.mean(0),
+        lambda x: jnp.sort(x, 0),
+        lambda x: jnp.cumsum(x, 0),
+        lambda x: x[::-1],
+    ):
+        assert not is_proved(rows(f), chunks(f))
+
+
+def test_rows_in_parts() -> None:
+    """As those of several devices, each of which has some of every chunk."""
+
+    def fn(x: Any, *_: Any) -> Any:
+        laid = x.reshape(2, CHUNKS, ROWS)
+
+        def body(so_far: Any, i: Any) -> Any:
+            rows, total = so_far
+            part = jnp.tanh(lax.dynamic_slice_in_dim(laid, 2 * i, 2, 1).reshape(4, ROWS))
+            return (
+                lax.dynamic_update_slice_in_dim(rows, part.reshape(2, 2, ROWS), 2 * i, 1),
+                total + part.sum(0),
+            ), None
+
+        rows, total = lax.scan(body, (jnp.zeros_like(laid), jnp.zeros(ROWS)), jnp.arange(2))[0]
+        return rows.reshape(ROWS, ROWS), total
+
+    def crossed(x: Any, *_: Any) -> Any:
+        rows, total = fn(x.reshape(2, 2, 2, ROWS).swapaxes(0, 1).reshape(ROWS, ROWS))
+        return rows, total
+
+    assert is_proved(lambda x, *_: (jnp.tanh(x), jnp.tanh(x).sum(0)), fn)
+    assert not is_proved(lambda x, *_: (jnp.tanh(x), jnp.tanh(x).sum(0)), crossed)
