@@ -365,7 +365,7 @@ def _once(values: Values, value: int, shape: tuple[int, ...]) -> int:
     own = node.type[0]
     if own and math.prod(own) == 1 < math.prod(shape):
         return values.make("reshape", None, [value], ((), node.type[1]))
-    if node.op != "broadcast_in_dim" or len(node.operands) > 1 or len(own) != len(shape):
+    if node.op != "broadcast_in_dim" or len(node.operands) != 1 or len(own) != len(shape):
         return value
     places = dict(zip(node.key, values.type(node.operands[0])[0], strict=True))
     kept = tuple(places.get(axis, 1) for axis in range(len(shape)))
