@@ -4,9 +4,10 @@ Law: node ids are the indices of `traced.jaxpr`'s equations, and value ids numbe
 equation outputs in order.
 """
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import jax.extend.core as jex
 
@@ -99,7 +100,10 @@ def lower(
     summed, gathered = (written.summed, written.gathered) if written is not None else ({}, {})
     fuses_reductions = backend(device.platform).fuses_reductions
     in_backward = backward_equations(jaxpr.eqns, traced.loop_of, traced.loops)
-    once = of_one_run(jaxpr.eqns, in_backward)
+    begun = accumulate(
+        in_backward, operator.or_
+    )  # what is behind that reads recomputed values, of a second loss too
+    once = of_one_run(jaxpr.eqns, in_backward) | of_one_run(jaxpr.eqns, [*begun])
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
         loop = traced.loops[traced.loop_of[i]] if traced.loop_of[i] >= 0 else None

@@ -198,3 +198,24 @@ def test_chunks_do_not_lose_gradients() -> None:
         wanted = step(*args)
     for a, b in zip(jax.tree.leaves(planned(*args)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+def test_what_is_decided_behind_the_first_backward_pass_is_of_one_run() -> None:
+    """The forward pass of a second loss reads what the backward pass of the first may have computed again."""
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, back = jax.vjp(lambda w: jnp.tanh(x @ w), w)
+        (grads,) = back(jnp.cos(y))
+        more = grads.sum() > 0
+
+        def second(y: jax.Array) -> jax.Array:
+            return jnp.where(y >= jnp.where(more, y.max(-1, keepdims=True), 0.0), jnp.sin(y), 0.0)
+
+        made, back = jax.vjp(second, y)
+        return grads, back(made)[0]
+
+    graph = lower(trace(jax.jit(step), (jnp.ones((4, 4)), jnp.ones((8, 4))), {}), CPU, base_nbytes=0)
+    (made,) = (node for node in graph.nodes if node.primitive == "tanh")
+    compared = [node for node in graph.nodes if node.primitive == "ge"]
+    assert compared and min(node.id for node in compared) > graph.forward_stop > made.id
+    assert not made.repeatable
