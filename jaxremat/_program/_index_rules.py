@@ -66,9 +66,9 @@ def _converted(values: Values, key: Any, operands: Operands, kind: Type) -> int 
     node = values.nodes[operands[0]]
     if node.type[1] == kind[1]:
         return operands[0]
-    if _is_number(node) and jnp.issubdtype(kind[1], jnp.floating):
+    if _is_number(node) and jnp.issubdtype(kind[1], jnp.inexact):
         number = np.asarray(node.key[1][1], kind[1])
-        same = int(number) == node.key[1][1]
+        same = complex(number.astype(np.complex128)) == node.key[1][1]
         return values.node("Literal", (number.tobytes(),), (), kind) if same else None
     if node.op != "Grid" or not np.issubdtype(kind[1], np.integer):
         return None
