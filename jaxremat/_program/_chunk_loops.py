@@ -437,10 +437,11 @@ class _Chunks:
             able = _are(jnp.number, types) and jnp.promote_types(*types) == types[1]
         else:
             able = name in _LINEAR
-        if not able:
-            raise OtherLoopError
-        linear = _LINEAR.get(name, slice(0, 0))
-        return [self._sum(kind) if i in range(len(kinds))[linear] else kind for i, kind in enumerate(kinds)]
+        linear = range(len(kinds))[_LINEAR.get(name, slice(0, 0))]
+        others = (kind for i, kind in enumerate(kinds) if i not in linear)
+        if not able or (name in _LINEAR and any(isinstance(kind, _Sum) for kind in others)):
+            raise OtherLoopError  # a place, or what selects, is no sum
+        return [self._sum(kind) if i in linear else kind for i, kind in enumerate(kinds)]
 
     def _sum(self, kind: _Kind) -> _Sum:
         """Return a value as a sum: zeros are one."""

@@ -160,3 +160,26 @@ def test_rows_in_parts() -> None:
 
     assert is_proved(lambda x, *_: (jnp.tanh(x), jnp.tanh(x).sum(0)), fn)
     assert not is_proved(lambda x, *_: (jnp.tanh(x), jnp.tanh(x).sum(0)), crossed)
+
+
+@pytest.mark.parametrize("at", ["start", "case"])
+def test_a_sum_that_chooses_is_no_sum_of_choices(at: str) -> None:
+    def chosen(table: Any, count: Any) -> Any:
+        table = table * count.astype(jnp.float32)
+        if at == "start":
+            return lax.dynamic_slice(table, (count,), (1,))
+        return lax.select_n(count, table, table * 2)
+
+    def whole(table: Any, words: Any) -> Any:
+        return chosen(table, words.sum())
+
+    def chunks(table: Any, words: Any) -> Any:
+        def chunk(total: Any, i: Any) -> Any:
+            own = lax.dynamic_slice_in_dim(words, i * 2, 2)
+            return total + chosen(table, own.sum()), None
+
+        return lax.scan(chunk, jnp.zeros_like(whole(table, words)), jnp.arange(ROWS // 2))[0]
+
+    args = jnp.ones(ROWS), jnp.arange(ROWS, dtype=jnp.uint32 if at == "start" else jnp.int32)
+    wanted = Equivalence(jax.make_jaxpr(whole)(*args))
+    assert wanted.difference(jax.make_jaxpr(chunks)(*args)) is not None
