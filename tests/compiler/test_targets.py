@@ -1,6 +1,7 @@
 """Plans for GPUs that are not there: XLA's compiler for them is asked, on machines that have none."""
 
 import functools
+import math
 import os
 import re
 import signal
@@ -383,9 +384,9 @@ def test_the_plain_step_is_compiled_once_for_several_budgets(monkeypatch: pytest
     plain = jaxremat.memory(case.step, *args, donate_argnums=0, target="h100")
     asked: list[bytes] = []
 
-    def counting(script: Path, request: Any) -> Any:
+    def counting(script: Path, request: Any, seconds: float = math.inf) -> Any:
         asked.append(request[2])
-        return _worker.ask(script, request)
+        return _worker.ask(script, request, seconds)
 
     monkeypatch.setattr(_target, "ask", counting)
     _target._compile.cache_clear()
