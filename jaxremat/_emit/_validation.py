@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import jax.extend.core as jex
 
-from .._model._variant import ATTENTION, COPIES, INNER, LOOP, REVERSED, Variant
+from .._model._variant import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Variant
 from .._program._equivalence import Equivalence
 from .._program._value_numbers import UndecidedError
 from .._rewrite._kernel_choice import equivalence
@@ -26,8 +26,11 @@ UNPROVED = {
     INNER: "loops within loops inlined",
     LOOP: "loops with nested checkpointing or parts",
     REVERSED: "values computed back from results",
+    ROWS: "work in chunks of rows or in microbatches",
 }
-"""Kinds of forms that are compared with the traced step, and may be more than the rules know of."""
+"""Kinds of forms that are compared with the traced step, and may be more than the rules know of. Most are proved:
+`ROWS` are not where `_chunk_loops` has no rule for an operation of the chunks.
+"""
 
 
 TOO_MANY = "loops within loops, of which too many differ"
@@ -75,7 +78,7 @@ def _compared(traced: Traced, planned: jex.ClosedJaxpr) -> tuple[str, ...]:
 
 def names(form: Variant) -> tuple[str, ...]:
     """Return what of a form may not be proved."""
-    return tuple(dict.fromkeys(UNPROVED[choice.rule] for choice in form.choices if choice.rule in UNPROVED))
+    return tuple(dict.fromkeys(UNPROVED[choice.rule] for choice in form.choices))
 
 
 def _of(closed: jex.ClosedJaxpr) -> Equivalence:

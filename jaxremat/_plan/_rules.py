@@ -90,9 +90,9 @@ class Rule(NamedTuple):
 
 def variants(step: PlainStep) -> Variants:
     """Return the variants that a step may take. What the user has pinned is in all of them: a site that would keep
-    such a value to itself is none.
+    such a value to itself is none, and nothing is rounded where the user decides.
     """
-    found = ((rule, rule.estimate(step)) for rule in RULES)
+    found = ((rule, rule.estimate(step)) for rule in RULES if rule.exact or not step.graph.pins)
     sites = tuple(Sites(rule.name, each, rule.exact, rule.together) for rule, each in found if each)
     alone = step.traced.attention_places is None  # of chunks it is not known where each device's part lies
     return Variants(_loops(step), sites, in_chunks=(ATTENTION,) if alone else ())

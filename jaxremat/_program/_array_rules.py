@@ -115,14 +115,24 @@ def _narrowed(values: Values, key: Any, operands: Operands, kind: Type) -> int |
     """
     node = values.nodes[operands[0]]
     of = {values.type(a)[1] for a in node.operands}
-    wider = jnp.issubdtype(kind[1], jnp.number) and jnp.issubdtype(node.type[1], jnp.number)
-    if not wider or of != {kind[1]} or jnp.promote_types(kind[1], node.type[1]) != node.type[1]:
+    if of != {kind[1]} or not _holds(node.type[1], kind[1]):
         return None
     if node.op == "convert_element_type":
         return node.operands[0]
     if node.op in ("dot_general", "conv_general_dilated") and jnp.issubdtype(kind[1], jnp.floating):
         return values.make(node.op, node.key, node.operands, kind)
     return None
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Return whether each number of a type is one of another, of the same kind."""
+    if jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(wide, jnp.floating):
+        a, b = jnp.finfo(wide), jnp.finfo(narrow)
+        return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
+    if jnp.issubdtype(narrow, jnp.integer) and jnp.issubdtype(wide, jnp.integer):
+        a, b = jnp.iinfo(wide), jnp.iinfo(narrow)
+        return a.min <= b.min and a.max >= b.max
+    return False
 
 
 @rule("rev")

@@ -237,7 +237,7 @@ def _applied(eqn: Any, operands: list[Any], rounding: np.random.Generator | None
         return _run(params.get("jaxpr") or params["call_jaxpr"], operands, rounding)
     if name == "shard_map" and params["mesh"].size == 1:
         return _run(params["jaxpr"], operands, rounding)
-    if name in ON_ONE_DEVICE:
+    if name in ON_ONE_DEVICE and not any(isinstance(axis, int) for axis in params.get("axes", ())):
         return ON_ONE_DEVICE[name](params, *operands)
     if name == "shard_map":
         invars = [_compat.new_var(a.aval) for a in eqn.invars]

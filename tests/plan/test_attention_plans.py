@@ -121,7 +121,7 @@ def offered(accumulated: int) -> tuple[float, float]:
     batches = jax.ShapeDtypeStruct((accumulated, 2, 256, width), jnp.float32)
     traced = trace(jax.jit(step), (ws, batches), {})
     graph = lower(traced, DEVICES["h100"], base_nbytes=0)
-    found = variants(PlainStep(traced, traced, graph, DEVICES["h100"], None, ("attention",)), decided=False)
+    found = variants(PlainStep(traced, traced, graph, DEVICES["h100"], None, ("attention",)))
     in_kernels = Variant.of_rule(ATTENTION, {0: (2,)})
     assert in_kernels in found.exact()
     return -found.estimate(in_kernels).more_seconds, graph.step_seconds

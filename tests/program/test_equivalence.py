@@ -249,3 +249,16 @@ def test_one_iteration_is_the_same_before_and_behind_a_loop_that_begins_like_it(
         return one(jnp.asarray(begin)), looped
 
     assert same(first, last)
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide", "same"),
+    [
+        (jnp.bfloat16, jnp.float32, True), (jnp.float8_e4m3fn, jnp.float32, True), (jnp.int8, jnp.int32, True),
+        (jnp.int32, jnp.float32, False), (jnp.float16, jnp.bfloat16, False), (jnp.int32, jnp.uint32, False),
+    ],
+)  # fmt: skip
+def test_what_was_in_a_type_that_holds_it_is_as_it_was(narrow: Any, wide: Any, same: bool) -> None:
+    there = jax.make_jaxpr(lambda x: jnp.sort(x.astype(wide).astype(narrow)))(jnp.ones(3, narrow))
+    plain = jax.make_jaxpr(jnp.sort)(jnp.ones(3, narrow))
+    assert (Equivalence(plain).difference(there) is None) == same
