@@ -40,6 +40,7 @@ class Graphs(ABC):
 
     problem: Problem
     _made: dict[Variant, Graph | None] = field(default_factory=dict, init=False)
+    _with_pins: dict[Variant, bool] = field(default_factory=dict, init=False)
 
     @cached_property
     def plain(self) -> Graph:
@@ -75,8 +76,11 @@ class Graphs(ABC):
         """Return the graph of a variant, its time counted from the plain step's; None where it cannot be made, or has
         not all that the user pins.
         """
-        if self.plain.pins and not self._has_pins(variant):
-            return None
+        if self.plain.pins:
+            if variant not in self._with_pins:
+                self._with_pins[variant] = self._has_pins(variant)
+            if not self._with_pins[variant]:
+                return None
         return self.whatever_is_pinned(variant)
 
     def _has_pins(self, variant: Variant) -> bool:

@@ -17,9 +17,9 @@ Law: the equations give what the loop gives, up to the order in which sums are a
 floating-point numbers are. What may be another is no such loop.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.extend.core as jex
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ from ._inline import body_of, is_identity
 from ._operation_keys import UNCHANGED
 from ._primitives import runs_once
 from ._value_numbers import Affine
+
+T = TypeVar("T")
 
 Number = Callable[[Any, list[int]], Sequence[int]]
 """An equation, the numbers of its operands -> those of its results."""
@@ -141,13 +143,7 @@ class _Chunks:
     def program(self, operands: Sequence[Any], results: Sequence[Any]) -> jex.ClosedJaxpr:
         """Return the equations for these operands."""
         variables, consts = [v for v, _ in self.consts.values()], [c for _, c in self.consts.values()]
-        needed = set(_compat.variables(results))
-        kept = []
-        for eqn in reversed(self.eqns):
-            if not needed.isdisjoint(eqn.outvars):
-                needed.update(_compat.variables(eqn.invars))
-                kept.append(eqn)
-        return _compat.new_jaxpr(variables, consts, operands, results, kept[::-1])
+        return _compat.new_jaxpr(variables, consts, operands, results, _needed(self.eqns, results))
 
     def left(self, place: int, kind: _Kind) -> Any:
         """Return what the loop leaves of a carry."""
@@ -166,12 +162,7 @@ class _Chunks:
         for v, const in zip(jaxpr.constvars, consts, strict=True):
             env[v] = _Whole(self.consts.setdefault(id(const), (_compat.new_var(v.aval), const))[0])
 
-        def read(a: Atom) -> _Kind:
-            return _Whole(a) if _compat.is_literal(a) else env[a]
-
-        for eqn in needed(jaxpr):
-            env.update(zip(eqn.outvars, self._results(eqn, list(map(read, eqn.invars))), strict=True))
-        return [read(a) for a in jaxpr.outvars]
+        return followed(jaxpr, env, _Whole, self._results)
 
     def _results(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> Sequence[_Kind]:
         eqn = _compat.without_hijax(eqn, derivatives=False)
@@ -573,12 +564,31 @@ def _are(kind: Any, types: Sequence[Any]) -> bool:
     return all(jnp.issubdtype(each, kind) for each in types)
 
 
-def needed(jaxpr: jex.Jaxpr) -> Iterator[Any]:
-    """Yield the equations that results or effects need, in order."""
-    wanted = set(_compat.variables(jaxpr.outvars))
+def followed(
+    jaxpr: jex.Jaxpr,
+    known: dict[Any, T],
+    literal: Callable[[Any], T],
+    results: Callable[[jex.JaxprEqn, list[T]], Sequence[T]],
+) -> list[T]:
+    """Return what is said of a body's results, by what `results` says of each equation that these or effects need.
+
+    **Arguments:** `known` what is said of variables, which more is added to; `literal` says it of literals.
+    """
+
+    def read(atom: Atom) -> T:
+        return literal(atom) if _compat.is_literal(atom) else known[atom]
+
+    for eqn in _needed(jaxpr.eqns, jaxpr.outvars):
+        known.update(zip(eqn.outvars, results(eqn, list(map(read, eqn.invars))), strict=True))
+    return [read(a) for a in jaxpr.outvars]
+
+
+def _needed(eqns: Sequence[jex.JaxprEqn], results: Sequence[Atom]) -> list[Any]:
+    """Return the equations that results or effects need, in order."""
+    wanted = set(_compat.variables(results))
     found = []
-    for eqn in reversed(jaxpr.eqns):
+    for eqn in reversed(eqns):
         if eqn.effects or not wanted.isdisjoint(eqn.outvars):
             wanted.update(_compat.variables(eqn.invars))
             found.append(eqn)
-    yield from reversed(found)
+    return found[::-1]

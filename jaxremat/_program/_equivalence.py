@@ -21,7 +21,7 @@ from . import (
     _mask_rules,  # noqa: F401 (it adds its rules)
 )
 from ._carries import Carries
-from ._chunk_loops import Places, needed, of_all_rows
+from ._chunk_loops import Places, followed, of_all_rows
 from ._compat import Atom, shaped
 from ._index_rules import grid, scalar
 from ._inline import body_of, index_on_every_platform, is_identity
@@ -109,12 +109,7 @@ class _Numbers:
         known = [self._constant(c, v) for c, v in zip(consts, jaxpr.constvars, strict=False)]
         env: dict[Any, int] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*known, *operands], strict=True))
 
-        def read(atom: Atom) -> int:
-            return self._literal(atom) if _compat.is_literal(atom) else env[atom]
-
-        for eqn in needed(jaxpr):
-            env.update(zip(eqn.outvars, self._results(eqn, list(map(read, eqn.invars))), strict=True))
-        return [read(a) for a in jaxpr.outvars]
+        return followed(jaxpr, env, self._literal, self._results)
 
     def _results(self, eqn: jex.JaxprEqn, operands: list[int]) -> Sequence[int]:
         eqn = _compat.without_hijax(eqn, derivatives=False)
