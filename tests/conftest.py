@@ -9,6 +9,7 @@ programs (`recorded`). Plans are not: a test of the planner has to plan.
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,36 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     recorded.suspend(any(item.get_closest_marker(name) for name in ("uncached", "slow")))
     if (marker := item.get_closest_marker("jax_0_10")) and jax.__version_info__ >= (0, 11):
         pytest.skip(f"jax 0.10's: {marker.args[0]}")
+
+
+Constants = dict[tuple[str, str], object]
+before_any_test: Constants = {}
+
+
+def _constants() -> Constants:
+    """The numbers and words in capitals of the library's modules."""
+    return {
+        (name, constant): value
+        for name, module in sys.modules.items()
+        if name.startswith("jaxremat.")
+        for constant, value in vars(module).items()
+        if constant.isupper() and isinstance(value, (bool, int, float, str))
+    }
+
+
+def pytest_collection_finish() -> None:
+    before_any_test.update(_constants())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """A test that leaves a constant changed fails, and not one of the thousands after it."""
+    result = yield
+    now = _constants()
+    changed = {each: value for each, value in before_any_test.items() if now[each] != value}
+    before_any_test.update({each: value for each, value in now.items() if each not in before_any_test})
+    assert not changed, f"left changed, before: {changed}"
+    return result
 
 
 # The figures of one processor, wherever the tests run: which of two plans is cheaper depends on them.

@@ -383,7 +383,7 @@ class Grower:
     def _copy(self) -> None:
         """Add what repeats smaller values for the region."""
         eqns, maker = self.program.eqns, self.program.maker
-        read = {a for i in self.rules for a in _compat.variables(eqns[i].invars)}
+        read = dict.fromkeys(a for i in self.rules for a in _compat.variables(eqns[i].invars))
         for v in [a for a in read if self.dimension[a] is not None and self._is_copied(a)]:
             i = maker[v]
             if i in self.rules:

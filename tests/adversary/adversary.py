@@ -368,20 +368,34 @@ def check(
     made: Made, emitted: int = EMITTED, compiled: int = COMPILED, planned: bool = True
 ) -> dict[str, list[Found]]:
     """All that is done with one step, by how its programs are run."""
-    warnings.simplefilter("ignore", jaxremat.JaxrematWarning)
-    _row_regions.LEAST_NBYTES = 1  # these steps have no large values
-    _encodings.LARGE = 0.0
     found: dict[str, list[Found]] = {}
     try:
-        step = made.step()
-        referring = any(map(is_reference, jax.tree.leaves(step.args)))
-        found["emitted"] = [] if referring else list(check_emitted(step, made.seed, emitted))
-        judge, plain = judge_of(step)
-        found["compiled"] = [] if referring else list(check_compiled(step, made.seed, judge, compiled))
-        found["planned"] = list(check_planned(step, made.seed, judge, plain)) if planned else []
+        with warnings.catch_warnings(), small_values():
+            warnings.simplefilter("ignore", jaxremat.JaxrematWarning)
+            _check(made, emitted, compiled, planned, found)
     except Exception:
         found["failed"] = [("before any form", traceback.format_exc())]
     return found
+
+
+@contextmanager
+def small_values() -> Iterator[None]:
+    """Let values of any size take other forms: these steps have no large ones."""
+    before = _row_regions.LEAST_NBYTES, _encodings.LARGE
+    _row_regions.LEAST_NBYTES, _encodings.LARGE = 1, 0.0
+    try:
+        yield
+    finally:
+        _row_regions.LEAST_NBYTES, _encodings.LARGE = before
+
+
+def _check(made: Made, emitted: int, compiled: int, planned: bool, found: dict[str, list[Found]]) -> None:
+    step = made.step()
+    referring = any(map(is_reference, jax.tree.leaves(step.args)))
+    found["emitted"] = [] if referring else list(check_emitted(step, made.seed, emitted))
+    judge, plain = judge_of(step)
+    found["compiled"] = [] if referring else list(check_compiled(step, made.seed, judge, compiled))
+    found["planned"] = list(check_planned(step, made.seed, judge, plain)) if planned else []
 
 
 def wrong(found: dict[str, list[Found]]) -> list[Found]:
