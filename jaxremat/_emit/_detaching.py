@@ -64,7 +64,7 @@ def detach(
         placed.append(eqn.replace(invars=[renamed(a) for a in eqn.invars]) if names else eqn)
         placed_loops.append(loop)
         around = loops[loop].parent if eqn.primitive in (LAST, STACK) else loop
-        for var in chosen.intersection(eqn.outvars):
+        for var in [v for v in eqn.outvars if v in chosen]:
             names[var], _ = behind = [_compat.new_var(var.aval) for _ in range(2)]
             barrier = _compat.barrier([var, var], behind, eqn.source_info)
             placed.append(_compat.in_scope(barrier, "barrier_detached"))

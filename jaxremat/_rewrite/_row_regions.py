@@ -397,10 +397,11 @@ class Grower:
                     self.dimension.update(zip(_compat.variables(eqns[i].invars), rule.operands, strict=False))
                     break
 
-    def _sums_read(self) -> set[Any]:
+    def _sums_read(self) -> list[Any]:
         """Return the sums over rows that equations of the region read, but to add them to others."""
         readers = (self.program.eqns[i] for i, rule in self.rules.items() if not rule.linear)
-        return {a for eqn in readers for a in _compat.variables(eqn.invars) if a in self.sums}
+        read = (a for eqn in readers for a in _compat.variables(eqn.invars) if a in self.sums)
+        return list(dict.fromkeys(read))
 
     def _add(self, i: int) -> bool:
         """Add an equation, if its rows are where they are known to be."""
