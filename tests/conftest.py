@@ -113,6 +113,9 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write tests/plan/golden.json anew")
+    parser.addoption(
+        "--rewrite-outputs", action="store_true", help="write what examples print into their pages"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

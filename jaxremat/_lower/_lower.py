@@ -33,7 +33,7 @@ from .._program._primitives import (
     reads_memory,
 )
 from .._rewrite._backward_equations import backward_equations
-from .._rewrite._decisions import of_one_run
+from .._rewrite._decisions import decisions
 from .._rewrite._flat_program import FORWARD, Loop
 from .._rewrite._gathered_operands import is_gather
 from .._rewrite._sinking import sunk_values
@@ -103,7 +103,8 @@ def lower(
     begun = accumulate(
         in_backward, operator.or_
     )  # what is behind that reads recomputed values, of a second loss too
-    once = of_one_run(jaxpr.eqns, in_backward) | of_one_run(jaxpr.eqns, [*begun])
+    decided = decisions(jaxpr.eqns)
+    once = decided.once(in_backward) | decided.once([*begun])
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
         loop = traced.loops[traced.loop_of[i]] if traced.loop_of[i] >= 0 else None
@@ -159,6 +160,7 @@ def lower(
     )
     copies = {index[v] for each in traced.encoded for v in each.parts}
     in_memory -= {index[v] for each in traced.encoded if each.exact for v in (each.whole, each.decoded)}
+    in_memory -= {index[v] for v in decided.guarding}
     in_memory |= copies | {v.id for v in values if v.producer < 0 or v.is_output}
     axes = axes_in_memory(jaxpr.eqns, nodes, values, device.chip if fuses_reductions else None)
     values = [

@@ -11,13 +11,17 @@ change sides: the step itself is as uncertain there. Two kinds of decision do ha
 2. Whatever ends in integers: positions, indices, counts. One that changes moves all that is placed behind it. What was
    placed by one run must not be read by another, so these run once, and so do the masks that they count and the
    roundings that they are cast from.
+3. A mask that keeps a value where a function is defined, as in `sqrt(where(d > 0, d, 1))`. The mask of one run lets
+   the other's zero through, and the gradient is not a number. Such a mask is never saved: whoever reads it compares
+   what it reads beside it. Where the mask runs once, as one of the kinds above, the value that it guards does too. So
+   does a root of a difference of kind 1, which the maximum alone keeps from being one of a number below zero.
 
 Invariant: whatever a schedule recomputes, a decision of these kinds and what it is combined with are of one run.
 """
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
@@ -51,6 +55,12 @@ _MOVES = frozenset(
 
 _DIFFERENCES = frozenset({"sub", "div"})
 
+_ROOTS = frozenset({"acos", "acosh", "asin", "atanh", "log", "log1p", "pow", "rsqrt", "sqrt"})
+"""Defined for some numbers alone, of their first operand."""
+
+_SCALINGS = frozenset({"mul", "integer_pow", "square"})
+"""What is guarded stays so."""
+
 _WITHOUT_ROUNDING = _MOVES | {"add", "iota", "max", "min", "mul", "sub"}
 """What makes a uniform number of random bits: every run gives the same, to the last bit."""
 
@@ -68,7 +78,7 @@ class _Origin:
     **Fields:** `same` made entries that are this value's as they are; `through` made what this is by pointwise
     arithmetic of; `chosen` made what a choice on the way was taken from; `tied` made both sides of a difference of a
     value and what was chosen from it; `masks` are the comparisons that a mask comes from, `roundings` those of a
-    number.
+    number; `guards` the selections that keep a number in a domain.
     """
 
     base: int = 0
@@ -78,6 +88,7 @@ class _Origin:
     tied: int = 0
     masks: int = 0
     roundings: int = 0
+    guards: int = 0
 
     def rebased(self, base: int) -> "_Origin":
         """Return the same sets from a later equation on."""
@@ -86,7 +97,7 @@ class _Origin:
 
     @property
     def sets(self) -> tuple[int, ...]:
-        return self.same, self.through, self.chosen, self.tied, self.masks, self.roundings
+        return self.same, self.through, self.chosen, self.tied, self.masks, self.roundings, self.guards
 
 
 _NONE = _Origin()
@@ -109,11 +120,21 @@ def _union(origins: Sequence[_Origin]) -> _Origin:
 @dataclass(frozen=True)
 class Decisions:
     """**Fields:** `compared` for each comparison that holds by construction the equations that made both sides;
-    `counted` the equations of decisions that end in integers.
+    `counted` the equations of decisions that end in integers, and of what such decisions keep in a domain; `guarding`
+    the masks of other decisions that do.
     """
 
     compared: dict[int, frozenset[int]]
     counted: frozenset[int]
+    guarding: frozenset[Var]
+
+    def once(self, in_backward: Sequence[bool]) -> set[int]:
+        """Return the equations that may not run again.
+
+        **Arguments:** `in_backward` for each equation whether it is of the backward pass.
+        """
+        found = {j for i, shared in self.compared.items() for j in (shared if in_backward[i] else (i,))}
+        return found | {i for i in self.counted if not in_backward[i]}
 
 
 def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
@@ -122,6 +143,9 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     through: list[_Origin] = []  # of each equation's results
     compared: dict[int, frozenset[int]] = {}
     counted: set[int] = set()
+    sides: dict[int, _Origin] = {}  # of each comparison
+    guards: dict[int, frozenset[int]] = {}  # of each selection, the comparisons that guard it
+    guarded: set[int] = set()
     exact: set[Var] = set()  # numbers made of integers without rounding
     for i, eqn in enumerate(eqns):
         numbers = [v for v in _compat.variables(eqn.invars) if _is_real(v)]
@@ -133,23 +157,46 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
         if shared := _shared(eqn, read):
             compared[i] = frozenset(_latest(set(_bits(shared, together.base)), through))
         result = _result(i, eqn, read) if rounded or not numbers else _NONE
+        if result.masks and eqn.primitive.name in _COMPARISONS:
+            sides[i] = together
+        elif eqn.primitive.name == "select_n":
+            mask, *cases = (origins.get(a, _NONE) if isinstance(a, Var) else _NONE for a in eqn.invars)
+            if by := frozenset(_guards(mask, cases, sides)):
+                guards[i] = by
+                base = max(result.base, i - _WINDOW)
+                result = result.rebased(base)
+                result = replace(result, guards=result.guards | 1 << (i - base))
+        elif (a := _in_domain(eqn)) is not None and (origin := origins.get(a)) is not None:
+            guarded.update(_bits(origin.guards, origin.base))
         through.append(result)
         origins.update(dict.fromkeys(eqn.outvars, result))
         if any(_is_integer(v) for v in eqn.outvars) and eqn.primitive.name != "bitcast_convert_type":
             counted.update(_bits(together.masks, together.base))
             if rounded and _decides(eqn):
                 counted.update(_bits(together.roundings, together.base), (i,))
-    return Decisions(compared, frozenset(counted))
+    counted.update(i for i in guarded if not guards[i].isdisjoint(compared.keys() | counted))
+    masks = frozenset[int]().union(*(guards[i] for i in guarded - counted))
+    guarding = (v for v, origin in origins.items() if masks and _is_mask(v))
+    guarding = (v for v in guarding if not masks.isdisjoint(_bits(origins[v].masks, origins[v].base)))
+    return Decisions(compared, frozenset(counted), frozenset(guarding))
 
 
-def of_one_run(eqns: Sequence[JaxprEqn], in_backward: Sequence[bool]) -> set[int]:
-    """Return the equations that may not run again.
+def _in_domain(eqn: JaxprEqn) -> Var | None:
+    """Return the operand of which an equation is defined for some numbers alone."""
+    name = eqn.primitive.name
+    inverse = name == "integer_pow" and eqn.params["y"] < 0
+    at = 0 if inverse or name in _ROOTS else 1 if name in ("div", "rem") else None
+    operand = None if at is None else eqn.invars[at]
+    return operand if isinstance(operand, Var) and _is_real(operand) else None
 
-    **Arguments:** `in_backward` for each equation whether it is of the backward pass.
-    """
-    found = decisions(eqns)
-    once = {j for i, shared in found.compared.items() for j in (shared if in_backward[i] else (i,))}
-    return once | {i for i in found.counted if not in_backward[i]}
+
+def _guards(mask: _Origin, cases: Sequence[_Origin], sides: Mapping[int, _Origin]) -> Iterator[int]:
+    """Yield those comparisons of a mask that compared what one of the cases is made of entry by entry."""
+    for i in _bits(mask.masks, mask.base):
+        side, *others = _aligned([sides[i], *cases])
+        case = _union(others)
+        if (side.same | side.through) & (case.same | case.through):
+            yield i
 
 
 def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin]) -> _Origin:
@@ -169,7 +216,10 @@ def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin]) -> _Origin:
         return replace(together, chosen=chosen)
     if is_pointwise(eqn) and (_is_real(eqn.outvars[0]) or together.through):  # also of a float's bits
         tied = together.tied | (_of_choices(read, exact=False) if name in _DIFFERENCES else 0)
-        return _Origin(base, own, own | together.through, together.chosen, tied, 0, together.roundings)
+        guards = together.guards if name in _SCALINGS else 0
+        return _Origin(
+            base, own, own | together.through, together.chosen, tied, 0, together.roundings, guards
+        )
     if any(_is_real(v) for v in eqn.outvars):
         return _Origin(base, own, own)
     return _Origin(base, masks=0 if any(_is_integer(v) for v in eqn.outvars) else together.masks)
@@ -180,6 +230,8 @@ def _shared(eqn: JaxprEqn, read: Sequence[_Origin]) -> int:
     name = eqn.primitive.name
     if name in _ROUNDINGS or (name in _COMPARISONS and len(read) == 1 and not _is_infinite(eqn)):
         return _union(read).tied
+    if name in _ROOTS:
+        return read[0].tied if isinstance(eqn.invars[0], Var) else 0
     if name in _COMPARISONS and len(read) == 2 and eqn.invars[0] is not eqn.invars[1]:
         return _of_choices(read, exact=True) | _union(read).tied
     if inner_jaxprs(eqn) and any(e.primitive.name in _COMPARISONS for e in inner_eqns(eqn)):
@@ -235,6 +287,10 @@ def _body_decides(body: Jaxpr) -> bool:
 def _is_real(atom: Var | Literal) -> bool:
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _is_mask(var: Var) -> bool:
+    return getattr(var.aval, "dtype", None) == jnp.bool_
 
 
 def _is_integer(atom: Var | Literal) -> bool:

@@ -9,7 +9,7 @@ import jax.extend.core as jex
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from ._backward_equations import backward_equations
-from ._decisions import of_one_run
+from ._decisions import decisions
 from ._flat_program import Loop, alive
 
 
@@ -46,7 +46,7 @@ class Readers:
     @cached_property
     def of_one_run(self) -> set[int]:
         """The equations that may not run again, because decisions depend on their very results."""
-        return of_one_run(self.eqns, backward_equations(self.eqns, self.loop_of, self.loops))
+        return decisions(self.eqns).once(backward_equations(self.eqns, self.loop_of, self.loops))
 
     def inner(self, v: jex.Var) -> bool:
         """Return whether a value may stay within a region."""

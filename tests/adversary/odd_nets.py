@@ -159,6 +159,18 @@ def masked_root(p: Any, x: Array) -> Array:
     return jnp.where(y > 0, jnp.sqrt(safe), jnp.exp(y) - 1)
 
 
+def distances(p: Any, x: Array) -> Array:
+    """Of all pairs of rows, whose root is guarded where rounding decides whether there is one."""
+    y = jnp.tanh(_linear(p, x))
+    squares = jnp.sum(y * y, -1)
+    apart = squares[:, None] + squares - 2 * y @ y.T
+    roots = jnp.where(apart > 0, jnp.sqrt(jnp.where(apart > 0, apart, 1.0)), 0.0)
+    below = y.max(-1, keepdims=True) - y
+    return (
+        x + 0.1 * jnp.tanh(roots) @ y + jnp.where(below > 0, jnp.log(jnp.where(below > 0, below, 1.0)), 0.0)
+    )
+
+
 def infinite_mask(p: Any, x: Array) -> Array:
     y = _linear(p, x)
     kept = (jnp.arange(x.shape[0])[:, None] >= jnp.arange(x.shape[0])) & (x[:, 0] < 5)
@@ -631,6 +643,7 @@ DECISIONS: dict[str, Part] = {
 ODD: dict[str, Part] = DECISIONS | {
     "cancelling": cancelling,
     "masked root": masked_root,
+    "distances": distances,
     "infinite mask": infinite_mask,
     "log space": log_space,
     "gradient of nothing": gradient_of_nothing,

@@ -1,17 +1,19 @@
 """Every python example of the README and of the site's pages runs, and prints what the page says; every link leads
 somewhere.
 
+    python -m pytest tests/docs/test_pages.py --rewrite-outputs [-m "slow or not slow"]    # writes what they print now
+
 The examples of a page run in order, and go on from one another. What a page shows behind an example, as a block of
-`text`, is what it prints: the words of its first line, up to its first figure. `<!-- slow -->` above an example leaves
-it to the slow tests, where its page runs whole. An example that makes several devices of the CPU has its page to a
-process of its own, because that is done before any array is.
+`text`, is what it prints: the same words, and figures within a tenth, or one point of a percentage; `...` stands for
+any lines. `<!-- slow -->` above an example leaves it to the slow tests, where its page runs whole. An example that
+makes several devices of the CPU has its page to a process of its own, because that is done before any array is.
 """
 
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,78 +31,130 @@ PAGES = {str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sor
 DEVICES = "jax_num_cpu_devices"
 
 _EXAMPLE = re.compile(
-    r"(?P<slow><!-- slow -->\n)?```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<said>.*?)^```\n)?",
+    r"(?P<slow><!-- slow -->\n)?```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<shows>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
 )
+FIGURE = re.compile(r"(?P<number>-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?P<percent> ?%)?")
+MACHINE = re.compile(r"(?<= on )[^;]*, jax [\d.]+(?=;)")
+ELIDED = "..."
 
 
 @dataclass(frozen=True)
 class Example:
-    """A block of code of a page: `says` how what it prints begins, "" where the page shows nothing."""
+    """A block of code of a page, and what the page shows of what it prints, "" for nothing."""
 
     code: str
     line: int
     slow: bool
-    says: str
+    shows: str
 
 
 def examples(text: str) -> Iterator[Example]:
     for found in _EXAMPLE.finditer(text):
-        said = re.split(r"\d", (found["said"] or "").partition("\n")[0])[0]
-        yield Example(
-            found["code"], text.count("\n", 0, found.start("code")), found["slow"] is not None, said
-        )
+        line = text.count("\n", 0, found.start("code"))
+        yield Example(found["code"], line, found["slow"] is not None, found["shows"] or "")
 
 
 EXAMPLES = {name: tuple(examples(path.read_text())) for name, path in PAGES.items()}
 
 
-def run(page: str, whole: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run a page's examples, here."""
-    for example in EXAMPLES[page]:
-        if whole or not example.slow:
-            code = compile("\n" * example.line + example.code, page, "exec")
-            exec(code, vars(sys.modules["__main__"]))
-            printed = capsys.readouterr().out
-            assert example.says in printed, f"{page}:{example.line}: it printed {printed}"
+def words(line: str) -> str:
+    return re.sub(r"\s+", " ", FIGURE.sub("#", MACHINE.sub("here", line)))
 
 
-def run_apart(page: str, whole: bool, folder: Path) -> None:
-    """Run a page's examples in a process of their own."""
-    chosen = [example for example in EXAMPLES[page] if whole or not example.slow]
+def is_alike(shown: str, printed: str) -> bool:
+    """Whether two lines have the same words, and about the same figures."""
+    pairs = zip(
+        FIGURE.finditer(MACHINE.sub("", shown)), FIGURE.finditer(MACHINE.sub("", printed)), strict=False
+    )
+    return words(shown) == words(printed) and all(
+        abs(float(a["number"]) - float(b["number"])) <= max(abs(float(b["number"])) / 10, bool(a["percent"]))
+        for a, b in pairs
+    )
+
+
+def shown_of(printed: str, shows: str) -> str:
+    """What a page that shows this has to show of what is printed: the lines that begin with the same words."""
+    left, found = printed.splitlines(), list[str]()
+    for line in shows.splitlines():
+        if line.strip() == ELIDED:
+            found.append(line)
+            continue
+        begins = words(line).partition("#")[0]
+        while left and not words(left[0]).startswith(begins):
+            left.pop(0)
+        found += left[:1]
+        left = left[1:]
+    return "".join(f"{line}\n" for line in found)
+
+
+def compare(page: str, example: Example, printed: str, rewrite: bool) -> None:
+    """Compare what an example prints with what its page shows, or write it there."""
+    now = shown_of(printed, example.shows)
+    lines = example.shows.splitlines(), now.splitlines()
+    if len(lines[0]) == len(lines[1]) and all(map(is_alike, *lines)):
+        return
+    assert rewrite, f"{page}:{example.line} shows\n{example.shows}and it printed\n{printed}"
+    shown, put = (f"{example.code}```\n\n```text\n{each}```\n" for each in (example.shows, now))
+    text = PAGES[page].read_text()
+    assert text.count(shown) == 1 and now
+    PAGES[page].write_text(text.replace(shown, put))
+
+
+def run(chosen: Sequence[Example], page: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Run examples of a page here; return what each prints."""
+    printed = []
+    for example in chosen:
+        code = compile("\n" * example.line + example.code, page, "exec")
+        exec(code, vars(sys.modules["__main__"]))
+        printed.append(capsys.readouterr().out)
+    return printed
+
+
+def run_apart(chosen: Sequence[Example], folder: Path) -> list[str]:
+    """Run examples of a page in a process of their own; return what each prints."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    code = "\n".join(example.code for example in chosen)
+    code = 'print("\\0", end="")\n'.join(example.code for example in chosen)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert all(example.says in done.stdout for example in chosen), done.stdout
+    return done.stdout.split("\0")
 
 
+@pytest.fixture
 def check(
-    page: str, whole: bool, folder: Path, patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    patch.chdir(folder)
-    if any(DEVICES in example.code for example in EXAMPLES[page]):
-        run_apart(page, whole, folder)
-    else:
-        patch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # where Flax looks for types of fields
-        run(page, whole, capsys)
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> Callable[[str, bool], None]:
+    """Run a page, whole or without what is slow, and compare what it prints."""
+
+    def checked(page: str, whole: bool) -> None:
+        chosen = [example for example in EXAMPLES[page] if whole or not example.slow]
+        monkeypatch.chdir(tmp_path)
+        if any(DEVICES in example.code for example in EXAMPLES[page]):
+            printed = run_apart(chosen, tmp_path)
+        else:
+            # Flax looks for types of fields in the main module.
+            monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+            printed = run(chosen, page, capsys)
+        for example, each in zip(chosen, printed, strict=True):
+            compare(page, example, each, request.config.getoption("--rewrite-outputs"))
+
+    return checked
 
 
 @pytest.mark.parametrize("page", [name for name, found in EXAMPLES.items() if found])
-def test_the_examples_of_a_page_run(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check(page, False, tmp_path, monkeypatch, capsys)
+def test_the_examples_of_a_page_run(page: str, check: Callable[[str, bool], None]) -> None:
+    check(page, False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [name for name, found in EXAMPLES.items() if any(e.slow for e in found)])
-def test_the_slow_examples_of_a_page_run(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check(page, True, tmp_path, monkeypatch, capsys)
+def test_the_slow_examples_of_a_page_run(page: str, check: Callable[[str, bool], None]) -> None:
+    check(page, True)
 
 
 def test_no_example_is_overlooked() -> None:
@@ -109,12 +163,22 @@ def test_no_example_is_overlooked() -> None:
         assert len(re.findall(r"``` *python", path.read_text())) == len(EXAMPLES[name]), name
 
 
-def test_what_examples_say_is_read_off() -> None:
+def test_what_examples_show_is_read_off() -> None:
     text = "<!-- slow -->\n```python\nx = 1\n```\n\n```text\nPlan: peak 3 MiB\n  more\n```\n\n```python\ny = 2\n```\n"
     assert list(examples(text)) == [
-        Example("x = 1\n", 2, True, "Plan: peak "),
+        Example("x = 1\n", 2, True, "Plan: peak 3 MiB\n  more\n"),
         Example("y = 2\n", 11, False, ""),
     ]
+
+
+def test_what_is_printed_is_held_against_what_is_shown() -> None:
+    shows = "Plan: peak 3.0 MiB, 4.1% more\n  ...\n  loop of 6 iterations\n"
+    printed = "Plan: peak 3.1 MiB, 4.9% more\n  saved 2\n  loop of 6 iterations\n"
+    assert shown_of(printed, shows) == printed.replace("  saved 2", "  ...")
+    assert all(map(is_alike, shows.splitlines(), shown_of(printed, shows).splitlines()))
+    assert not is_alike("peak 3.0 MiB", "peak 3.4 MiB") and not is_alike("4.1% more", "5.2% more")
+    assert not is_alike("peak 3.0 MiB", "peak 3.0 GiB") and is_alike("  9.9%  x", " 10.1%   x")
+    assert shown_of("Plan: 3\n", "least: 3\n") == ""
 
 
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")

@@ -8,18 +8,23 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from evaluation import evaluate
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from test_loops import CPU
 
 import jaxremat
+from jaxremat import close_over_dependencies
 from jaxremat._compiler._program import compiler_options
+from jaxremat._compiler._tags import Written
+from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
 from jaxremat._model._variant import ROWS as IN_CHUNKS
 from jaxremat._program._compat import is_literal
+from jaxremat._program._flops import aval_nbytes
 from jaxremat._program._inline import Inliner
-from jaxremat._rewrite._decisions import of_one_run
+from jaxremat._rewrite._decisions import decisions
 from jaxremat._rewrite._flat_program import alive
 from jaxremat._rewrite._selections import compared_directly, is_marked, marked, settled
 from jaxremat._rewrite._trace import trace
@@ -92,7 +97,7 @@ def test_what_may_not_run_again(compare: Callable[[Any], Any], exposed: bool, in
 
     flat = flattened(run, jnp.ones((4, 8)))
     eqns = marked(flat, alive(flat)).jaxpr.eqns
-    once = of_one_run(eqns, [in_backward] * len(eqns))
+    once = decisions(eqns).once([in_backward] * len(eqns))
     (sine,) = (i for i, eqn in enumerate(eqns) if eqn.primitive.name == "sin")
     assert is_marked(eqns[sine]) == exposed
     assert (once == {sine}) == (exposed and in_backward)
@@ -101,7 +106,7 @@ def test_what_may_not_run_again(compare: Callable[[Any], Any], exposed: bool, in
 
 def test_of_arguments_nothing_is_made_again() -> None:
     eqns = flattened(_of_the_largest, jnp.ones((4, 8))).jaxpr.eqns
-    assert not of_one_run(eqns, [False] * len(eqns))
+    assert not decisions(eqns).once([False] * len(eqns))
 
 
 def largest(h: jax.Array, scale: jax.Array) -> jax.Array:
@@ -219,3 +224,49 @@ def test_what_is_decided_behind_the_first_backward_pass_is_of_one_run() -> None:
     compared = [node for node in graph.nodes if node.primitive == "ge"]
     assert compared and min(node.id for node in compared) > graph.forward_stop > made.id
     assert not made.repeatable
+
+
+def _root(d: jax.Array) -> jax.Array:
+    return jnp.where(d > 0, jnp.sqrt(jnp.where(d > 0, d, 1.0)), 0.0)
+
+
+def distances(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Of all pairs, by a product: of each with itself it is rounding that is above zero or below."""
+    y = jnp.tanh(x @ w)
+    squares = (y * y).sum(-1)
+    return jnp.tanh(_root(squares[:, None] + squares - 2 * y @ y.T)).mean()
+
+
+def gaps(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Below the largest of each row."""
+    y = jnp.tanh(x @ w)
+    return _root(y.max(-1, keepdims=True) - y).mean()
+
+
+@pytest.mark.parametrize("loss", [distances, gaps])
+def test_a_mask_guards_what_it_was_made_of(loss: Callable[[Any, Any], Any]) -> None:
+    """Masks saved and all else made again, with other rounding: what they let through is still above zero."""
+    w, x = jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (24, 8))
+    found = trace(jax.jit(jax.grad(loss)), (w, x), {})
+    sizes = {
+        i: tuple(aval_nbytes(v.aval) for v in eqn.outvars) for i, eqn in enumerate(found.jaxpr.jaxpr.eqns)
+    }
+    graph = lower(found, CPU, base_nbytes=0, written=Written(sizes, (), frozenset()))
+    masks = [v for v in graph.residuals if "bool" in graph.values[v].shape]
+    program = emit(found, graph, close_over_dependencies(graph, masks))
+    assert any(eqn.primitive.name == "sqrt" for eqn in program.jaxpr.eqns)
+    for seed in range(8):
+        (gradient,) = evaluate(program, [w, x], np.random.default_rng(seed))
+        assert np.isfinite(gradient).all()
+
+
+def test_what_guards_no_domain_may_be_saved() -> None:
+    def run(x: jax.Array) -> tuple[jax.Array, ...]:
+        y = jnp.sin(x)
+        return (
+            jnp.where(y > 0, y, 0.1 * y),
+            jnp.log(jnp.where(x > 0, x, 1.0)),
+            jnp.log(jnp.where(y > 0, 1.0, 2.0)),
+        )
+
+    assert not decisions(flattened(run, jnp.ones((4, 8))).jaxpr.eqns).guarding
