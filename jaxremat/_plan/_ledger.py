@@ -15,7 +15,7 @@ from .._model._schedule import Passing, Schedule, check
 from .._model._simulate import Profile, simulate
 from .._report._outcome import Round
 from .._runtime._bytes import format_nbytes
-from .._runtime._errors import SolverError
+from .._runtime._errors import InstallError, SolverError
 from .._runtime._progress import Stopwatch, phase
 from .._solver import MinCut, Solution, Solver
 
@@ -121,7 +121,8 @@ of a step."""
 class CompiledCandidate:
     """One emitted and compiled schedule, of a graph with some cutting into stages.
 
-    **Fields:** `detached` as of `_emit.emit`; `ended_seconds` since planning began when it was there.
+    **Fields:** `compiled_overhead` None where the plain step's time is not known; `detached` as of `_emit.emit`;
+    `ended_seconds` since planning began when it was there.
     """
 
     graph: Graph
@@ -131,8 +132,8 @@ class CompiledCandidate:
     jitted: Any
     compiled: CompiledStep
     peak_nbytes: int
-    compiled_overhead: float
-    compile_seconds: float
+    compiled_overhead: float | None = None
+    compile_seconds: float = 0.0
     detached: tuple[Passing, ...] = ()
     solve_seconds: float = 0.0
     ended_seconds: float = 0.0
@@ -142,6 +143,8 @@ class CompiledCandidate:
         """Extra seconds of a step: of the compiled kernels where they say it, else by the model, unless those are
         many: what the compiler makes of a form may be another program than the model has in mind.
         """
+        if self.compiled_overhead is None:
+            return self.profile.extra_seconds
         if self.graph.backend.fuses_reductions:
             return self.compiled_overhead * self.graph.step_seconds
         believed = (self.compiled_overhead - DOUBT) * self.graph.step_seconds
@@ -165,7 +168,7 @@ class CompiledCandidate:
             predicted_peak_nbytes=self.profile.peak_nbytes,
             compiled_peak_nbytes=self.peak_nbytes,
             overhead=overhead,
-            compiled_overhead=self.compiled_overhead,
+            compiled_overhead=self.compiled_overhead or 0.0,
             gap=max(overhead - self.solution.lower_bound, 0.0),
             solver=self.solution.solver,
             stages=len(self.graph.stages),
@@ -276,6 +279,14 @@ class Ledger:
             )
         check(graph, solution.schedule)
         return self._never_worse(graph, allowance, solution) if solver is self.solver else solution
+
+    def tried(self, graph: Graph, allowance: int) -> Solution | None:
+        """Return the same; None where it needs more, or no solver answers: whoever asks can do without."""
+        try:
+            solution = self.within(graph, allowance)
+        except (SolverError, InstallError):
+            return None
+        return solution if simulate(graph, solution.schedule).peak_nbytes <= allowance else None
 
     def _never_worse(self, graph: Graph, allowance: int | None, solution: Solution) -> Solution:
         """Return the solution, with the best schedule that the solver has found before in place of its own, if that is

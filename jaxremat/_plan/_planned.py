@@ -5,7 +5,6 @@ was made without the device, elsewhere, or of drafts, may need more where it run
 and copies otherwise. What it missed by is what the next schedule of the same variant and stages has to spare.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import Compiled
 from .._compiler._target import in_words
 from .._emit._detaching import Detached
+from .._emit._emit import FINISHED
 from .._lower._lower import as_stacked
 from .._model._graph import Graph
 from .._model._schedule import Schedule, check
@@ -24,29 +24,22 @@ from .._model._simulate import simulate, waits
 from .._report._account import account
 from .._report._actions import NONE_DECIDED, actions, decided
 from .._report._copies import Copied
+from .._report._loop_forms import loop_forms
 from .._report._outcome import Collectives
+from .._report._planning_time import PlanningTime
 from .._rewrite._encodings import BY_CODE
 from .._rewrite._trace import Traced
 from .._runtime._bytes import format_nbytes
-from .._runtime._errors import (
-    CompilationError,
-    InfeasibleBudgetError,
-    InstallError,
-    PlanMismatchError,
-    SolverError,
-    warn,
-)
+from .._runtime._errors import InfeasibleBudgetError, PlanMismatchError, warn
 from .._runtime._progress import phase
 from .._solver import Solution
 from ._baseline import Baseline
-from ._ledger import CompiledCandidate
+from ._ledger import CompiledCandidate, Effort, Ledger
 from ._made_for import made_for
 from ._plan import Plan
 from ._problem import Problem
 from ._request import Planning
-from ._step_compiler import CompiledSchedule, OverwrittenReadError, compile_schedule
-
-logger = logging.getLogger("jaxremat")
+from ._step_compiler import CompiledSchedule, OverwrittenReadError, StepCompiler, compile_schedule
 
 CORRECTIONS = 2
 """So many further schedules are compiled where a plan does not fit: a user waits for them who wants to run a step."""
@@ -67,7 +60,7 @@ class Planned:
     jitted: Any
     compiled: CompiledStep | None
     finish: Callable[[], CompiledStep] | None = None
-    correct: Callable[[CompiledStep, InfeasibleBudgetError], tuple[Plan, CompiledSchedule]] | None = None
+    correct: Callable[[CompiledStep, InfeasibleBudgetError], tuple[Plan, CompiledCandidate]] | None = None
     keep: Callable[[Plan], None] = lambda plan: None
 
     def executable(self) -> Compiled | None:
@@ -227,6 +220,69 @@ def facts(problem: Problem, plain: Graph, graph: Graph, solution: Solution) -> d
     }
 
 
+def plan_of(
+    problem: Problem,
+    plain: Graph,
+    graph: Graph,
+    solution: Solution,
+    budget_nbytes: int,
+    ledger: Ledger,
+    baseline: MemoryStats,
+    *,
+    margin_nbytes: int,
+    compile_count: int,
+) -> Plan:
+    """Return the plan of a solution of which nothing is compiled yet.
+
+    **Arguments:** `plain` as of `facts`; `budget_nbytes` what the compiled peak may be, and `margin_nbytes` what the
+    user's budget has besides; the `ledger` of the search that found it; `baseline` the plain step's memory.
+    """
+    traced, form, effort = problem.traced, problem.form(graph.form), ledger.effort
+    fitting = (each.ended_seconds for each in ledger.compiled if each.peak_nbytes <= budget_nbytes)
+    told = facts(problem, plain, graph, solution)
+    told["solver"] = solution.solver or type(ledger.solver).__name__
+    return Plan(
+        **told,
+        step=problem.name,
+        budget_nbytes=budget_nbytes + margin_nbytes,
+        baseline_peak_nbytes=baseline.peak_nbytes,
+        baseline_modelled=baseline.modelled,
+        compiled_peak_nbytes=None,
+        memory=None,
+        compiler="",
+        compiled_overhead=None,
+        solve_seconds=ledger.seconds,
+        compile_count=compile_count,
+        rounds=tuple(each.round for each in ledger.compiled),
+        alive=(),
+        fingerprint=problem.fingerprint,
+        structure=problem.structure,
+        made_for=made_for(problem.program, problem.args, problem.kwargs),
+        stages=tuple((s.start, s.stop) for s in graph.stages),
+        materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
+        unrepeated=tuple(n.id for n in graph.nodes if not n.repeatable),
+        small_nbytes=graph.small_nbytes,
+        fence=FINISHED,
+        form=graph.form,
+        loops=loop_forms(
+            traced.lengths,
+            graph.form,
+            traced.sources,
+            traced.rows,
+            form.inner,
+            form.attention,
+            form.chain,
+            devices=1 if solution.schedule.drops_nothing else traced.devices,
+        ),
+        margin_nbytes=margin_nbytes,
+        devices=problem.division.devices,
+        respect_checkpoint=problem.respect_checkpoint,
+        planning=PlanningTime.of(
+            effort.stopwatch, min(fitting, default=0.0), effort.compilations, effort.solves
+        ),
+    )
+
+
 def _copies(traced: Traced, graph: Graph, schedule: Schedule) -> tuple[Copied, ...]:
     """Return the saved values of which only a copy is kept, by kind. **Arguments:** `graph` of the variant."""
     both = zip(traced.jaxpr.jaxpr.eqns, graph.nodes, strict=True)
@@ -287,7 +343,7 @@ def confirm(plan: Plan, memory: MemoryStats) -> None:
 
 def corrected(
     problem: Problem, plan: Plan, planning: Planning, compiled: CompiledStep, refusal: InfeasibleBudgetError
-) -> tuple[Plan, CompiledSchedule]:
+) -> tuple[Plan, CompiledCandidate]:
     """Return a plan that fits where this one does not, and its step, compiled to run where that may be.
 
     **Arguments:** `compiled` the plan's step as the compiler made it; `refusal` is raised where no schedule fits.
@@ -300,48 +356,24 @@ def corrected(
     graph = plan.layout(problem.bare(plan.form, pinned=True))
     graph = replace(graph, base_nbytes=plan.account.base_nbytes)
     predicted = simulate(graph, plan.schedule(graph)).peak_nbytes
+    more = plan.compiled_overhead
+    plain_seconds = None if more is None or not compiled.seconds else compiled.seconds / (1 + more)
+    effort = Effort(limited=False)
+    compiler = StepCompiler(problem, effort.stopwatch, lambda: plain_seconds, to_run=problem.compiles_to_run)
+    ledger = Ledger(planning.solver, effort, planning.time_limit, compiler)
     for i in range(CORRECTIONS):
-        allowance = predicted - int(1.1 * 2**i * missing)
-        try:
-            solution = planning.solver.solve(graph, allowance, time_limit=planning.time_limit)
-        except (SolverError, InstallError):  # a plan that is given needs no solver
-            raise refusal from None
-        profile = simulate(graph, solution.schedule)
-        if profile.peak_nbytes > allowance:
+        solution = ledger.tried(graph, predicted - int(1.1 * 2**i * missing))
+        found = solution and ledger.compile(graph, solution, plan.fence)
+        if not solution or not found:
             break
-        try:
-            made = compile_schedule(
-                problem, graph, solution.schedule, plan.fence, to_run=problem.compiles_to_run
-            )
-        except (CompilationError, OverwrittenReadError):
-            break
-        peak = made.compiled.peak_nbytes
-        logger.info("corrected from %s to %s", format_nbytes(room + missing), format_nbytes(peak))
-        if peak <= room:
+        if found.peak_nbytes <= room:
             warn(
                 f"`{plan.step}` needs {format_nbytes(compiled.peak_nbytes)} here with a plan for {format_nbytes(room)} "
-                f"that was made otherwise. The plan was corrected: it needs {format_nbytes(peak)}, and takes "
-                f"{profile.extra_seconds / (graph.step_seconds or 1.0):.1%} longer than the plain step by the model."
+                f"that was made otherwise. The plan was corrected: it needs {format_nbytes(found.peak_nbytes)}, and "
+                f"takes {found.round.overhead:.1%} longer than the plain step by the model."
             )
-            more = plan.compiled_overhead
-            if more is not None and compiled.seconds:
-                more = (1 + more) * made.compiled.seconds / compiled.seconds - 1
-            found = CompiledCandidate(
-                graph,
-                solution,
-                plan.fence,
-                profile,
-                made.jitted,
-                made.compiled,
-                peak,
-                more or 0.0,
-                0.0,
-                made.detached,
-            )
-            plain = replace(problem.bare(problem.traced.form), base_nbytes=graph.base_nbytes)
-            told = facts(problem, plain, graph, solution) | compiled_facts(problem, found)
+            told = facts(problem, problem.bare_plain(graph), graph, solution) | compiled_facts(problem, found)
             del told["solver"]  # of the plan that is corrected
-            told |= {"compiled_overhead": more, "rounds": (*plan.rounds, found.round)}
-            return replace(plan, **told), made
-        predicted, missing = profile.peak_nbytes, peak - room
+            return replace(plan, **told, rounds=(*plan.rounds, found.round)), found
+        predicted, missing = found.profile.peak_nbytes, found.peak_nbytes - room
     raise refusal

@@ -76,6 +76,11 @@ class Problem:
     _unproved: dict[Any, tuple[str, ...]] = field(default_factory=dict, init=False)
 
     @property
+    def name(self) -> str:
+        """What the user's function is called."""
+        return getattr(self.program.fn, "__name__", "step")
+
+    @property
     def backend(self) -> Backend:
         """What the device's compiler does."""
         return backend(self.device.platform)
@@ -162,6 +167,10 @@ class Problem:
         patterns = self.pins if pinned else ()
         graph = lower(there, self.device, base_nbytes=0, flops=flops, patterns=patterns)
         return replace(graph, host=self.usable_host) if pinned else graph
+
+    def bare_plain(self, graph: Graph) -> Graph:
+        """Return the same of the step as it is written, with as many bytes of arguments and outputs as another."""
+        return replace(self.bare(self.traced.form), base_nbytes=graph.base_nbytes)
 
     @property
     def usable_host(self) -> HostMemory | None:

@@ -116,7 +116,7 @@ class Search:
         with self._interruptible(budget):
             self._approach(budget, rounds, 0)
         fitting = (each for each in self.ledger.compiled if each.peak_nbytes <= budget)
-        faster = (each for each in fitting if each.seconds < 0 and each.compiled_overhead <= 0)
+        faster = (each for each in fitting if each.seconds < 0 and (each.compiled_overhead or 0.0) <= 0)
         return min(faster, key=lambda each: (each.seconds, each.peak_nbytes), default=None)
 
     def lowest(self) -> CompiledCandidate:
@@ -163,7 +163,8 @@ class Search:
                 if (made := self.ledger.compile(graph, solution, COMBINED)) is None:
                     break
                 tried.append(made)
-                if made.peak_nbytes <= budget and made.compiled_overhead <= best.compiled_overhead:
+                slower = (made.compiled_overhead or 0.0) > (best.compiled_overhead or 0.0)
+                if made.peak_nbytes <= budget and not slower:
                     best = made
                 if made.fills(budget) or (made.peak_nbytes <= budget and made.profile.extra_seconds <= 0):
                     break

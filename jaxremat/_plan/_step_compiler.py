@@ -6,8 +6,9 @@ reads twice is put behind a barrier of its own, and the step is compiled once mo
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,10 @@ from .._emit._detaching import SCOPE, Detached
 from .._model._graph import Graph
 from .._model._schedule import Passing, Schedule
 from .._model._simulate import simulate
+from .._model._variant import Variant
 from .._runtime._bytes import format_nbytes
 from .._runtime._progress import Stopwatch, phase
 from .._solver import Solution
-from ._baseline import Baseline
 from ._ledger import CompiledCandidate
 from ._problem import Problem
 
@@ -85,28 +86,38 @@ def compile_schedule(
 
 @dataclass
 class StepCompiler:
-    """Compiles solutions of one step, to be read. **Fields:** `baseline` that overheads are counted from; `stopwatch`
-    since planning began; `count` of what was tried.
+    """Compiles solutions of one step.
+
+    **Fields:** `problem`; `stopwatch` since planning began; `plain_seconds` gives what overheads are counted from, None
+    where that is not known; `to_run`, `detached`, and `arrays` by form as of `compile_schedule`; `count` of what was
+    tried.
     """
 
-    baseline: Baseline
+    problem: Problem
     stopwatch: Stopwatch
+    plain_seconds: Callable[[], float | None] = lambda: None
+    to_run: bool = False
+    arrays: defaultdict[Variant, set[Var]] = field(default_factory=lambda: defaultdict(set))
+    detached: Sequence[Passing] = ()
     count: int = 0
 
     def compile(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate | None:
         """Return a solution compiled with a form of barriers, None where no program came of it."""
         make = partial(self._compiled, graph, solution, fence)
-        defects = self.baseline.problem.defects
-        return defects.attempted(f"barrier {fence!r}", make, graph.form, graph, solution)
+        return self.problem.defects.attempted(f"barrier {fence!r}", make, graph.form, graph, solution)
 
     def _compiled(self, graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
-        baseline, profile = self.baseline, simulate(graph, solution.schedule)
+        schedule, profile = solution.schedule, simulate(graph, solution.schedule)
         self.count += 1
         began = time.monotonic()
         with phase(f"compiling plan {self.count}", kind="compile"):
-            arrays = baseline.detached[graph.form]
-            made = compile_schedule(baseline.problem, graph, solution.schedule, fence, arrays=arrays)
-        plain_seconds = baseline.seconds
+            made = compile_schedule(
+                self.problem, graph, schedule, fence, self.detached,
+                arrays=self.arrays[graph.form], to_run=self.to_run,
+            )  # fmt: skip
+        plain, overhead = self.plain_seconds(), None
+        if plain is not None:
+            overhead = made.compiled.seconds / plain - 1 if plain else 0.0  # 0 of a step of nothing
         found = CompiledCandidate(
             graph=graph,
             solution=solution,
@@ -116,14 +127,14 @@ class StepCompiler:
             compiled=made.compiled,
             detached=made.detached,
             peak_nbytes=made.compiled.peak_nbytes,
-            # 0 of a step of nothing
-            compiled_overhead=made.compiled.seconds / plain_seconds - 1 if plain_seconds else 0.0,
+            compiled_overhead=overhead,
             compile_seconds=time.monotonic() - began,
             ended_seconds=self.stopwatch.seconds,
         )
         logger.info(
-            "predicted %s, compiled %s, overhead predicted %.2f %%, compiled %.2f %%",
+            "predicted %s, compiled %s, overhead predicted %.2f %%, compiled %s",
             format_nbytes(profile.peak_nbytes), format_nbytes(found.peak_nbytes),
-            100 * profile.extra_seconds / (graph.step_seconds or 1.0), 100 * found.compiled_overhead,
+            100 * profile.extra_seconds / (graph.step_seconds or 1.0),
+            "unknown" if overhead is None else f"{overhead:.2%}",
         )  # fmt: skip
         return found

@@ -10,15 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from .._emit._emit import FINISHED
 from .._lower._lower import as_stacked
 from .._model._graph import Graph
 from .._model._pins import offloading, staying
 from .._model._schedule import save_all
 from .._model._simulate import simulate
 from .._report._account import account_of_plain
-from .._report._loop_forms import loop_forms
-from .._report._planning_time import PlanningTime
 from .._runtime._budgets import parse_budget, parse_margin
 from .._runtime._errors import InfeasibleBudgetError, JaxrematWarning, warn
 from .._runtime._progress import Stopwatch, timed
@@ -27,9 +24,8 @@ from ._baseline import Baseline, EstimatedGraphs, measure_baseline
 from ._candidates import Space
 from ._defects import run_as_written
 from ._ledger import CompiledCandidate, Effort, Ledger, NoProgramError
-from ._made_for import made_for
 from ._plan import Plan
-from ._planned import Planned, compiled_facts, confirmed, facts, planned, sent, warn_of
+from ._planned import Planned, compiled_facts, confirmed, plan_of, planned, sent, warn_of
 from ._problem import Problem
 from ._refusal import Least, UnpinnedGraphs, blamed, compiled, infeasible, predicted, slow
 from ._request import Request
@@ -197,7 +193,7 @@ class _Planner:
         if self.request.planning.verify:
             self.baseline = self._measured().with_plain()
             if self.baseline.refused:
-                raise self.problem.defects.no_form(self._name) from None
+                raise self.problem.defects.no_form(self.problem.name) from None
         peak = self.baseline.peak_nbytes if self.baseline else self.problem.estimated_peak_nbytes
         room = peak if budget == "min" else budget
         run_as_written(self.request.budget, peak, room, self.margin_nbytes)
@@ -276,7 +272,10 @@ class _Planner:
         _ = graphs.plain  # made while the plain step is still being compiled
         if (compiled := baseline.measured or (baseline.tagged_form and baseline.tagged)) is not None:
             self.effort.compile_seconds = compiled.compile_seconds
-        return self._search(graphs, StepCompiler(baseline, self.stopwatch))
+        compiler = StepCompiler(
+            self.problem, self.stopwatch, lambda: baseline.seconds, arrays=baseline.detached
+        )
+        return self._search(graphs, compiler)
 
     def _search(self, graphs: Space, compiler: StepCompiler | None = None) -> Search:
         """**Arguments:** `compiler` None where nothing is compiled."""
@@ -285,58 +284,21 @@ class _Planner:
             graphs,
             Ledger(planning.solver, self.effort, planning.time_limit, compiler),
             self._temporaries(),
-            compiler.baseline.written_nbytes if compiler else None,
+            self.baseline.written_nbytes if compiler and self.baseline else None,
         )
 
-    @property
-    def _name(self) -> str:
-        return getattr(self.problem.program.fn, "__name__", "step")
-
     def _as_plan(self, graph: Graph, budget: int, solution: Solution, search: Search | None = None) -> Plan:
-        problem, traced = self.problem, self.problem.traced
-        made = search.ledger.compiled if search else []
-        told = facts(problem, search.graph if search else graph, graph, solution)
-        told["solver"] = solution.solver or type(self.request.planning.solver).__name__
-        form = problem.form(graph.form)
-        plain = self.baseline.memory if self.baseline else problem.modelled_memory("nothing was compiled")
-        first = min((each.ended_seconds for each in made if each.peak_nbytes <= budget), default=0.0)
-        return Plan(
-            **told,
-            step=self._name,
-            budget_nbytes=budget + self.margin_nbytes,
-            baseline_peak_nbytes=plain.peak_nbytes,
-            baseline_modelled=plain.modelled,
-            compiled_peak_nbytes=None,
-            memory=None,
-            compiler="",
-            compiled_overhead=None,
-            solve_seconds=search.ledger.seconds if search else 0.0,
-            compile_count=problem.compilations.count - self.compiled_before,
-            rounds=tuple(each.round for each in made),
-            alive=(),
-            fingerprint=problem.fingerprint,
-            structure=problem.structure,
-            made_for=made_for(problem.program, problem.args, problem.kwargs),
-            stages=tuple((s.start, s.stop) for s in graph.stages),
-            materialised=tuple(v.id for v in graph.values if v.materialised and v.producer >= 0),
-            unrepeated=tuple(n.id for n in graph.nodes if not n.repeatable),
-            small_nbytes=graph.small_nbytes,
-            fence=FINISHED,
-            form=graph.form,
-            loops=loop_forms(
-                traced.lengths,
-                graph.form,
-                traced.sources,
-                traced.rows,
-                form.inner,
-                form.attention,
-                form.chain,
-                devices=1 if solution.schedule.drops_nothing else traced.devices,
-            ),
+        problem, planning = self.problem, self.request.planning
+        return plan_of(
+            problem,
+            search.graph if search else graph,
+            graph,
+            solution,
+            budget,
+            search.ledger if search else Ledger(planning.solver, self.effort, planning.time_limit),
+            self.baseline.memory if self.baseline else problem.modelled_memory("nothing was compiled"),
             margin_nbytes=self.margin_nbytes,
-            devices=problem.division.devices,
-            respect_checkpoint=problem.respect_checkpoint,
-            planning=PlanningTime.of(self.stopwatch, first, self.effort.compilations, self.effort.solves),
+            compile_count=problem.compilations.count - self.compiled_before,
         )
 
     def _refusal(self, budget: int, least: Least) -> InfeasibleBudgetError:
