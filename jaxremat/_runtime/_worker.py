@@ -8,13 +8,11 @@ and with this process. Processes forked from this one start workers of their own
 import atexit
 import math
 import os
-import pickle
-import select
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -70,21 +68,20 @@ class Worker:
 
     def __init__(self, script: Path) -> None:
         self.printed = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
-        self.process = subprocess.Popen(
-            # Without -P modules beside the script would hide those of other packages.
-            [sys.executable, "-P", str(Path(__file__).with_name("_worker_process.py")), str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.printed,
-            bufsize=0,
-        )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._into, self._out_of = self.process.stdin.fileno(), self.process.stdout.fileno()
-        os.set_blocking(self._into, False)
+        self._pipe, theirs = Pipe()
+        with theirs:
+            own, number = str(Path(__file__).with_name("_worker_process.py")), theirs.fileno()
+            self.process = subprocess.Popen(
+                # Without -P modules beside the script would hide those of other packages.
+                [sys.executable, "-P", own, str(script), str(number)],
+                stdin=subprocess.DEVNULL,
+                stdout=self.printed,
+                stderr=self.printed,
+                pass_fds=(number,),
+            )
         _alive.add(self)
         try:
-            self._left = _START_SECONDS
-            self._receive()
+            self._receive(_START_SECONDS)
         except BaseException:
             self.stop()
             raise
@@ -94,18 +91,11 @@ class Worker:
 
         **Raises:** `WorkerLostError`; then nothing else may be asked.
         """
-        self._left = seconds
-        data = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
-        rest = memoryview(struct.pack("<Q", len(data)) + data)
-        while rest:
-            self._wait(self._into, select.POLLOUT)
-            try:
-                rest = rest[os.write(self._into, rest) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:
-                raise self._lost() from None
-        return self._receive()
+        try:
+            self._pipe.send(request)  # which it reads at once, whatever it does besides
+        except OSError:
+            raise self._lost() from None
+        return self._receive(seconds)
 
     def stop(self) -> None:
         """End the process, if it still runs, and forget it."""
@@ -115,41 +105,27 @@ class Worker:
         self._close()
 
     def forget(self) -> None:
-        """Let go of the pipes of a process that is another's child."""
+        """Let go of the pipe of a process that is another's child."""
         self.process.returncode = 0  # nothing to wait for
         self._close()
 
     def _close(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout, self.printed):
-            if pipe is not None:
-                pipe.close()
+        self._pipe.close()
+        self.printed.close()
 
-    def _receive(self) -> Any:
-        (size,) = struct.unpack("<Q", self._exactly(8))
-        return pickle.loads(self._exactly(size))
-
-    def _exactly(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            self._wait(self._out_of, select.POLLIN)
-            part = os.read(self._out_of, min(size - len(data), 2**20))
-            if not part:
-                raise self._lost()
-            data += part
-        return bytes(data)
-
-    def _wait(self, pipe: int, event: int) -> None:
-        """Wait until the pipe is ready. A signal handler that raises ends the waiting at once.
+    def _receive(self, seconds: float) -> Any:
+        """Return the next message. A signal handler that raises ends the waiting at once.
 
         Time spent waiting here counts: neither a clock that jumps nor a suspended machine makes a worker late.
         """
-        poll = select.poll()
-        poll.register(pipe, event)
-        while self._left > 0:
-            if poll.poll(1000 * min(self._left, _POLL_SECONDS)):
-                return
-            self._left -= _POLL_SECONDS
-        raise WorkerLateError("no answer in time")
+        try:
+            while not self._pipe.poll(min(seconds, _POLL_SECONDS)):
+                seconds -= _POLL_SECONDS
+                if seconds <= 0:
+                    raise WorkerLateError("no answer in time")
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            raise self._lost() from None
 
     def _lost(self) -> WorkerLostError:
         try:
