@@ -161,7 +161,7 @@ def test_importing_the_library_imports_no_mip() -> None:
 
 
 def test_only_the_terminal_and_what_talks_import_rich() -> None:
-    """So that everything else runs where it is not installed, and shows nothing by itself."""
+    """So that everything else shows nothing by itself."""
     found = {name for name in FILES if imports_package(name, "rich")}
     assert "_runtime/_progress_bars.py" in found
     assert all(

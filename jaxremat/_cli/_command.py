@@ -14,7 +14,6 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -26,7 +25,6 @@ from .._runtime._errors import (
     ArgumentError,
     BudgetError,
     InfeasibleBudgetError,
-    InstallError,
     JaxrematError,
     PlanMismatchError,
     TargetError,
@@ -125,22 +123,6 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., Answer]], Ca
         return fn
 
     return register
-
-
-def require(extra: str, *modules: str) -> None:
-    """**Raises:** `InstallError`, with the command that installs them, where modules are not there."""
-    if missing := [name for name in modules if not _installed(name)]:
-        raise InstallError(
-            f"this command needs {', '.join(missing)}, which is not installed. "
-            f'Run in a checkout of jaxremat: pip install ".[{extra}]"'
-        )
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # present in sys.modules without a spec
-        return False
 
 
 def _is_group(hint: Any) -> bool:

@@ -13,7 +13,8 @@ from .._compiler._devices import detect
 from .._compiler._target import targets
 from .._model._device_specs import DEVICES, DeviceSpec
 from .._runtime._bytes import format_nbytes
-from ._command import Answer, command, require
+from .._runtime._extras import require
+from ._command import Answer, command
 
 
 def register(app: typer.Typer) -> None:
@@ -45,7 +46,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
     ) -> Answer:
         """Train a Flax ResNet on handwritten digits, plainly and within a memory budget."""
-        require("demo", "sklearn")
+        require("the demo", "demo", "sklearn")
         from ._demo import demo as run
 
         found = run(console, steps, batch, budget)

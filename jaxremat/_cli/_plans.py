@@ -16,7 +16,8 @@ from .._plan._plan import Plan
 from .._plan._request import Planning
 from .._runtime._budgets import parse_budget
 from .._runtime._bytes import format_nbytes
-from ._command import Answer, command, require
+from .._runtime._extras import require
+from ._command import Answer, command
 from ._subject import BudgetText, PlanningOptions, Subject, step_of, writable
 
 
@@ -80,7 +81,7 @@ def register(app: typer.Typer) -> None:
         A sweep that was interrupted goes on where it was.
         """
         if plot is not None:
-            require("tools", "matplotlib")
+            require("--plot", "tools", "matplotlib")
         call = subject.load()
         row, options = call.by_position(), subject.jit_options(call.fn)
         if isinstance(call.fn, Step):

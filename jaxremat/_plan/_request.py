@@ -49,7 +49,7 @@ class Planning:
     - `respect_checkpoint`: leave your own `jax.checkpoint`s and `nn.remat`s as they are: what they compute again, they
       do, as one piece, and the planner plans around them. By default they are undone, and all is planned afresh. A
       plan carries its own.
-    - `progress`: show bars for tracing, compiling and solving. By default on a terminal where rich is installed, but
+    - `progress`: show bars for tracing, compiling and solving. By default on a terminal, but
       not in tests and continuous integration; True there too, and a line for each phase where there is no terminal, as
       in notebooks and batch jobs; False never. The environment variable `JAXREMAT_PROGRESS=0` is False everywhere.
 

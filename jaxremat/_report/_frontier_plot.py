@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from .._runtime._bytes import format_nbytes
-from .._runtime._errors import InstallError
+from .._runtime._extras import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,14 +18,10 @@ _ROOM = 1.15
 
 def plot(frontier: Any, ax: "Axes | None" = None) -> "Axes":
     """See `Frontier.plot`."""
-    try:
-        from matplotlib import pyplot
-        from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
-    except ImportError as error:
-        raise InstallError(
-            "Drawing a frontier needs matplotlib, which is not installed. Run in a checkout of jaxremat: "
-            'pip install ".[tools]"'
-        ) from error
+    require("Drawing a frontier", "tools", "matplotlib")
+    from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter, MultipleLocator, PercentFormatter
+
     if ax is None:
         ax = pyplot.subplots(figsize=(8.0, 5.0), layout="constrained")[1]
     points = sorted(frontier, key=lambda p: (p.peak_nbytes, p.budget_nbytes))

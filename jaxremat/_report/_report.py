@@ -6,14 +6,12 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .._runtime._errors import InstallError
+from .._runtime._extras import installed, require
 from ._html import page
 from ._outcome import Outcome
-from ._text import text
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class Report:
     """What a plan does, for people: where memory goes over the step, which values are saved or recomputed, what each
     module takes, how the plan was found and what the compiler confirmed.
 
-    In a terminal, `print` it (with colours and tables where rich is installed); in a notebook, leave it as the last
+    In a terminal, `print` it; in a notebook, leave it as the last
     line of a cell; `save("report.html")` writes one HTML file that needs nothing else.
 
     **Fields:** `outcome` the plan.
@@ -31,18 +29,16 @@ class Report:
 
     def text(self, width: int = 100) -> str:
         """Return the report as plain text of at most about so many columns."""
-        return text(self.outcome, width)
+        from ._rich import rendered
+
+        return rendered(self.outcome, width, colours=False)
 
     def html(self) -> str:
         """Return the report as one HTML page: no network, no scripts or styles from elsewhere.
 
         **Raises:** `InstallError` where jinja2 is not installed.
         """
-        if not _installed("jinja2"):
-            raise InstallError(
-                "HTML reports need jinja2, which is not installed. "
-                'Run in a checkout of jaxremat: pip install ".[tools]". `print(report)` needs nothing.'
-            )
+        require("An HTML report", "tools", "jinja2")
         return page(self.outcome)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -61,7 +57,7 @@ class Report:
         return self._fragment(summary=False)
 
     def _fragment(self, summary: bool) -> str:
-        if not _installed("jinja2"):
+        if not installed("jinja2"):
             return f"<pre>{html.escape(self.text())}</pre>"
         return page(self.outcome, whole=False, summary=summary)
 
@@ -71,19 +67,10 @@ class Report:
         yield from renderables(self.outcome, options.max_width)
 
     def __str__(self) -> str:
-        width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-        if not _installed("rich"):
-            return self.text(width)
         from ._rich import rendered
 
+        width = min(shutil.get_terminal_size((100, 24)).columns, 120)
         return rendered(self.outcome, width, colours=sys.stdout.isatty())
 
     def __repr__(self) -> str:
         return f"<jaxremat.Report of {self.outcome.step}>"
-
-
-def _installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:  # in sys.modules without a spec
-        return False

@@ -1,4 +1,4 @@
-"""Outcome -> the report for terminals with rich."""
+"""Outcome -> the report as text, with rich."""
 
 import io
 from collections.abc import Iterator
@@ -32,14 +32,14 @@ def renderables(outcome: Outcome, width: int) -> Iterator[Any]:
 
 
 def rendered(outcome: Outcome, width: int, colours: bool) -> str:
-    """Return the report as text for a terminal."""
+    """Return the report as text, for a terminal or a file."""
     console = Console(
         file=io.StringIO(), width=width, force_terminal=colours, color_system="auto" if colours else None
     )
     with console.capture() as capture:
         for part in renderables(outcome, width):
             console.print(part)
-    return capture.get()
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
 def _table(section: Section) -> Table:

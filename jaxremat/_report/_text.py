@@ -1,7 +1,6 @@
-"""Outcome -> the report in plain text, for terminals without rich, logs and files."""
+"""Outcome -> the parts of the report for terminals, logs and files: pictures in characters, tables, notes."""
 
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,10 +15,7 @@ from ._content import (
     memory_note,
     module_of,
     modules,
-    price,
-    remarks,
     rounds,
-    verdict,
     verified,
 )
 from ._notes import NOTES
@@ -66,26 +62,6 @@ def sections(outcome: Outcome, width: int) -> list[Section]:
     note = NOTES["verified"] if figures else NOTES["not compiled"]
     found.append(Section("What was verified", (), ("", ">") if figures else (), figures, note))
     return found
-
-
-def text(outcome: Outcome, width: int) -> str:
-    """Return the whole report."""
-    blocks = ["\n".join(textwrap.wrap(f"{verdict(outcome)} {price(outcome)} {remarks(outcome)}", width))]
-    for section in sections(outcome, width):
-        lines = [section.title, "-" * len(section.title), *section.picture]
-        if section.rows:
-            lines += _table(section.columns, section.rows, width)
-        blocks.append("\n".join([*lines, *textwrap.wrap(section.note, width)]))
-    return "\n\n".join(blocks) + "\n"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    right = [name.startswith(">") for name in columns]
-    names = [name.removeprefix(">") for name in columns]
-    widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
-    for row in (names, *rows) if any(names) else rows:
-        cells = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
-        yield ("  " + "  ".join(cells)).rstrip()[: max(width, 40)]
 
 
 def _memory(outcome: Outcome, width: int) -> Section:

@@ -8,10 +8,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import Any
 
-from ._errors import InstallError
 from ._progress import is_watched, watched
 
 _NO = ("0", "off", "no", "false")
@@ -21,8 +19,6 @@ _NO = ("0", "off", "no", "false")
 def shown(progress: bool | None) -> Iterator[None]:
     """Show the phases of what happens inside, if that is wanted (see `wanted`): with `progress=True` and no terminal as
     lines.
-
-    **Raises:** `InstallError` where it is asked for and rich is missing.
     """
     if is_watched() or not wanted(progress):
         lines = progress and not (is_watched() or _switched_off() or sys.stderr.isatty())
@@ -57,33 +53,18 @@ def shown(progress: bool | None) -> Iterator[None]:
 
 
 def wanted(progress: bool | None) -> bool:
-    """Return whether to show bars: on a terminal, with rich installed, and neither in tests nor in continuous
-    integration.
+    """Return whether to show bars: on a terminal, and neither in tests nor in continuous integration.
 
     **Arguments:** `progress`: False for never, True in tests and continuous integration too. The environment's
     `JAXREMAT_PROGRESS=0` turns bars off everywhere.
     """
-    if progress is False or _switched_off():
+    if progress is False or _switched_off() or not sys.stderr.isatty():
         return False
-    if progress and not _installed():
-        raise InstallError(
-            "`Planning(progress=True)` needs rich, which is not installed. Run in a checkout of jaxremat: "
-            'pip install ".[tools]", or leave it out.'
-        )
-    if not sys.stderr.isatty():
-        return False
-    return bool(progress) or (not ({"CI", "PYTEST_CURRENT_TEST"} & set(os.environ)) and _installed())
+    return bool(progress) or not {"CI", "PYTEST_CURRENT_TEST"} & set(os.environ)
 
 
 def _switched_off() -> bool:
     return os.environ.get("JAXREMAT_PROGRESS", "").strip().lower() in _NO
-
-
-def _installed() -> bool:
-    try:
-        return find_spec("rich") is not None
-    except ValueError:  # present in sys.modules without a spec
-        return False
 
 
 class _Lines:

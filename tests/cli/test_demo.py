@@ -57,7 +57,7 @@ def test_a_budget_that_cannot_be_met_is_one_clear_line(
     assert capsys.readouterr().err == "jaxremat: Use at least 2 bytes.\n"
 
 
-@pytest.mark.parametrize(("module", "extra"), [("typer", "tools"), ("rich", "tools"), ("sklearn", "demo")])
+@pytest.mark.parametrize(("module", "extra"), [("typer", "tools"), ("sklearn", "demo")])
 def test_a_missing_dependency_is_named_with_the_command_that_installs_it(
     module: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
