@@ -6,19 +6,16 @@ Law: more budget never costs more time, by the measure that chose the plans (`Fr
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .._runtime._budgets import Budget, parse_budget
 from .._runtime._bytes import format_nbytes
-from .._runtime._cache_folder import write_atomically
-from .._runtime._errors import ArgumentError, InfeasibleBudgetError, PlanMismatchError
+from .._runtime._errors import ArgumentError, InfeasibleBudgetError
+from .._runtime._files import Written
 from ._plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Frontier:
+class Frontier(Written):
     """What a step costs within each of several budgets. Made by `jaxremat.sweep`; iterates over its points.
 
     **Fields:**
@@ -98,6 +95,9 @@ class Frontier:
       else `"predicted"`.
     - `device` its name; `fingerprint` of the program.
     """
+
+    FORMAT: ClassVar = ("frontier_format", 2)
+    WHAT: ClassVar = ("frontier", "Sweep again")
 
     points: tuple[Point, ...]
     policies: tuple[Policy, ...]
@@ -195,54 +195,14 @@ class Frontier:
 
         return plot(self, ax)
 
-    def to_json(self) -> str:
-        """Return the frontier as JSON text, its plans included."""
-        data = {
-            "points": [{"kind": p.kind, "plan": json.loads(p.plan.to_json())} for p in self],
-            "policies": [asdict(p) for p in self.policies],
-            "bounds": self.bounds,
-            "judged": self.judged,
-            "device": self.device,
-            "fingerprint": self.fingerprint,
-        }
-        return json.dumps({"frontier_format": FORMAT, **data}, indent=1)
-
     @classmethod
-    def from_json(cls, text: str) -> "Frontier":
-        """Return a frontier from its JSON text.
-
-        **Raises:** `PlanMismatchError` where the text is no frontier of this format version.
-        """
-        try:
-            data: dict[str, Any] = json.loads(text)
-            if (version := data["frontier_format"]) != FORMAT:
-                raise PlanMismatchError(
-                    f"The frontier has format {version}, this jaxremat reads format {FORMAT}. Sweep again."
-                )
-            return cls(
-                points=tuple(Point(Plan.from_json(json.dumps(p["plan"])), p["kind"]) for p in data["points"]),
-                policies=tuple(Policy(**p) for p in data["policies"]),
-                bounds=tuple((float(price), float(share)) for price, share in data["bounds"]),
-                judged=data["judged"],
-                device=str(data["device"]),
-                fingerprint=str(data["fingerprint"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, PlanMismatchError):
-                raise
-            raise PlanMismatchError(
-                f"This text is no frontier ({type(error).__name__}: {error}). "
-                "Pass what `Frontier.to_json` or `Frontier.save` wrote."
-            ) from error
-
-    def save(self, path: "str | Path") -> None:
-        """Write the frontier to a file, whole or not at all."""
-        write_atomically(Path(path), self.to_json())
-
-    @classmethod
-    def load(cls, path: "str | Path") -> "Frontier":
-        """Read a frontier that `save` wrote. **Raises:** `PlanMismatchError` where the file is none."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8", errors="replace"))
+    def upgraded(cls, data: dict[str, Any], version: int) -> dict[str, Any] | None:
+        """Return the fields as format 2 has them: in format 1 each plan said its own format."""
+        if version != 1:
+            return None
+        plans = [asdict(Plan.from_json(json.dumps(point["plan"]))) for point in data["points"]]
+        points = [point | {"plan": plan} for point, plan in zip(data["points"], plans, strict=True)]
+        return json.loads(json.dumps(data | {"points": points}))
 
     def __repr__(self) -> str:
         return table(self)

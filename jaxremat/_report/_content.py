@@ -11,6 +11,7 @@ from ._account import Account
 from ._actions import Action
 from ._notes import NOTES
 from ._outcome import Outcome
+from ._outcome import remarks as clauses
 
 
 def format_seconds(seconds: float) -> str:
@@ -66,29 +67,13 @@ def memory_note(outcome: Outcome) -> str:
 
 
 def remarks(outcome: Outcome) -> str:
-    """Return what else to know of the figures; "" for nothing."""
-    kept = "The step's own checkpoints are kept; what they recompute is not counted here. "
-    free = f"{format_nbytes(outcome.margin_nbytes)} of the budget stay free. "
-    loops = "".join(f"The {str(form).removeprefix('the ')}. " for form in outcome.loops)
-    loops += "".join(f"Some values are {copied}. " for copied in outcome.copies)
-    spread = f"All bytes are per device (of {outcome.devices}). "
-    again = f"{outcome.sent_again[:1].upper()}{outcome.sent_again[1:]}. "
-    host = (
-        f"{format_nbytes(outcome.offloaded_nbytes)} of what is saved are in host memory meanwhile"
-        + (f", for which kernels wait {outcome.waiting:.1%} of the step's time" if outcome.waiting else "")
-        + ". "
-    )
-    there = (
-        (host if outcome.offloaded_nbytes else "")
-        + (spread if outcome.devices > 1 else "")
-        + (again if outcome.sent_again else "")
-        + (f"{outcome.decided}. " if outcome.decided.values else "")
-        + (f"{outcome.without_proof[:1].upper()}{outcome.without_proof[1:]}. " if outcome.unproved else "")
-    )
-    modelled = f"The plain step's figures are the model's: {outcome.baseline_modelled}. "
-    there += modelled if outcome.baseline_modelled and outcome.compiled_peak_nbytes else ""
-    said = there, (kept if outcome.respect_checkpoint else ""), (free if outcome.margin_nbytes else ""), loops
-    return "".join(said).strip()
+    """Return what else to know of the figures, in sentences; "" for nothing."""
+    found = clauses(outcome)
+    if outcome.devices > 1:
+        found.append(f"all bytes are per device (of {outcome.devices})")
+    if outcome.margin_nbytes:
+        found.append(f"{format_nbytes(outcome.margin_nbytes)} of the budget stay free")
+    return " ".join(f"{clause[:1].upper()}{clause[1:]}." for clause in found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,11 +107,6 @@ class Outcome(Actions):
         return found and f"devices {found} again instead of keeping them"
 
     @property
-    def without_proof(self) -> str:
-        """What was not proved, in words."""
-        return f"not proved to compute the step, but tested as a form: {', '.join(self.unproved)}"
-
-    @property
     def peak_nbytes(self) -> int:
         """The compiled peak; the predicted one where nothing was compiled."""
         return self.compiled_peak_nbytes or self.predicted_peak_nbytes
@@ -194,34 +189,9 @@ def describe(plan: Outcome, rows: int = 12) -> str:
         f"recomputed {format_nbytes(plan.dropped_nbytes)} in {sum(a.action == 'recompute' for a in plan.actions)}",
         f"  solver {plan.solver}, {plan.solve_seconds:.2f} s, {plan.compile_count} compilations",
     ]
-    if plan.baseline_modelled:
-        lines.append(f"  the plain step's figures are the model's: {plan.baseline_modelled}")
-    if plan.like:
-        lines.append(f"  made from the plan {plan.like[:12]}, of a step that differs in shapes alone")
     if plan.planning.seconds:
         lines.append(f"  {plan.planning}")
-    if plan.offloaded_nbytes:
-        lines.append(
-            f"  of what is saved {format_nbytes(plan.offloaded_nbytes)} in "
-            f"{sum(a.action == 'offload' for a in plan.actions)} values are in host memory meanwhile, for which "
-            f"kernels wait {plan.waiting:.2%} of the step"
-        )
-    if plan.on_host_nbytes:
-        lines.append(
-            f"  {format_nbytes(plan.on_host_nbytes)} of the arguments are in host memory from step to step: the "
-            "step returns them there"
-        )
-    lines += [f"  {form}" for form in (*plan.loops, *plan.copies)]
-    if plan.unproved:
-        lines.append(f"  {plan.without_proof}")
-    if plan.decided.values:
-        lines.append(f"  {plan.decided}")
-    if plan.sent_again:
-        lines.append(f"  {plan.sent_again}")
-    if any(each.planned > each.plain for each in plan.collectives):
-        lines.append(f"  devices do {', '.join(map(str, plan.collectives))}")
-    if plan.respect_checkpoint:
-        lines.append("  the step's own checkpoints are kept, and what they recompute is not counted above")
+    lines += [f"  {remark}" for remark in remarks(plan)]
     if not plan.drops_nothing:
         lines.append("  largest values:")
         lines += [
@@ -229,3 +199,35 @@ def describe(plan: Outcome, rows: int = 12) -> str:
             for a in plan.actions[:rows]
         ]
     return "\n".join(lines)
+
+
+def remarks(plan: Outcome) -> list[str]:
+    """Return what else to know of a plan's figures, a clause for each."""
+    found: list[str] = []
+    if plan.baseline_modelled:
+        found.append(f"the plain step's figures are the model's: {plan.baseline_modelled}")
+    if plan.like:
+        found.append(f"made from the plan {plan.like[:12]}, of a step that differs in shapes alone")
+    if plan.offloaded_nbytes:
+        found.append(
+            f"of what is saved {format_nbytes(plan.offloaded_nbytes)} in "
+            f"{sum(a.action == 'offload' for a in plan.actions)} values are in host memory meanwhile, for which "
+            f"kernels wait {plan.waiting:.2%} of the step"
+        )
+    if plan.on_host_nbytes:
+        found.append(
+            f"{format_nbytes(plan.on_host_nbytes)} of the arguments are in host memory from step to step: the "
+            "step returns them there"
+        )
+    found += map(str, (*plan.loops, *plan.copies))
+    if plan.unproved:
+        found.append(f"not proved to compute the step, but tested as a form: {', '.join(plan.unproved)}")
+    if plan.decided.values:
+        found.append(str(plan.decided))
+    if plan.sent_again:
+        found.append(plan.sent_again)
+    if any(each.planned > each.plain for each in plan.collectives):
+        found.append(f"devices do {', '.join(map(str, plan.collectives))}")
+    if plan.respect_checkpoint:
+        found.append("the step's own checkpoints are kept, and what they recompute is not counted")
+    return found

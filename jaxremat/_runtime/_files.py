@@ -17,9 +17,12 @@ from ._json import read
 
 
 class Written:
-    """**Fields:** `FORMAT` the key that the text says its format under, and the number of the one that is written."""
+    """**Fields:** `FORMAT` the key that the text says its format under, and the number of the one that is written;
+    `WHAT` this is, and what to do where a text has another format.
+    """
 
     FORMAT: ClassVar[tuple[str, int]]
+    WHAT: ClassVar[tuple[str, str]] = "plan", "Plan again"
 
     def to_json(self) -> str:
         """Return this as JSON text, a line for each field and for each item of the lists of objects."""
@@ -33,13 +36,13 @@ class Written:
 
         **Raises:** `PlanMismatchError` where the text is nothing of the kind, or of another format.
         """
-        key, number = cls.FORMAT
+        (key, number), (what, again) = cls.FORMAT, cls.WHAT
         try:
             data: Any = json.loads(text)
             version = data.pop(key)
             if version != number and (data := cls.upgraded(data, version)) is None:
                 raise PlanMismatchError(
-                    f"The plan has format {version}, this jaxremat reads format {number}. Plan again."
+                    f"The {what} has format {version}, this jaxremat reads format {number}. {again}."
                 )
             return read(cls, data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -47,7 +50,7 @@ class Written:
                 raise
             name = cls.__name__
             raise PlanMismatchError(
-                f"This text is no jaxremat plan ({type(error).__name__}: {error}). "
+                f"This text is no jaxremat {what} ({type(error).__name__}: {error}). "
                 f"Pass what `{name}.to_json` or `{name}.save` wrote."
             ) from error
 

@@ -236,13 +236,16 @@ def test_json_round_trip(frontier: Frontier, tmp_path: Path) -> None:
     assert Frontier.from_json(frontier.to_json()) == frontier
     frontier.save(tmp_path / "frontier.json")
     assert Frontier.load(tmp_path / "frontier.json") == frontier
+    points = [{"kind": p.kind, "plan": json.loads(p.plan.to_json())} for p in frontier]  # as in format 1
+    old = {**json.loads(frontier.to_json()), "frontier_format": 1, "points": points}
+    assert Frontier.from_json(json.dumps(old)) == frontier
     with pytest.raises(PlanMismatchError, match="no jaxremat plan"):
         Plan.from_json(frontier.to_json())
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"frontier_format": 1}', '{"format": 1}'])
 def test_what_is_no_frontier(text: str) -> None:
-    with pytest.raises(PlanMismatchError, match="no frontier"):
+    with pytest.raises(PlanMismatchError, match="no jaxremat frontier"):
         Frontier.from_json(text)
 
 
