@@ -23,6 +23,7 @@ from .._program._plugin_messages import has_gpu
 from .._runtime._bytes import format_nbytes
 from .._runtime._cache_folder import cache_dir, write_atomically
 from .._runtime._errors import CompilationError, TargetError
+from .._runtime._extras import version_of
 from .._runtime._worker import WorkerLostError
 from .._solver._integer_program import IntegerProgram
 
@@ -92,7 +93,7 @@ def requirements() -> list[Requirement]:
 
 def package(needed: Requirement) -> Finding:
     """Return whether it is installed, in a version that will do."""
-    here = _version(needed.name)
+    here = version_of(needed.name)
     install = f'pip install "{needed.name}{needed.range}"'
     if here is None:
         return Finding(needed.name, "broken", "not installed", install)
@@ -137,7 +138,7 @@ def solver(engine: str) -> Finding:
     if [round(value) for value in answer.values or ()] != [1, 1, 0]:
         said = f"it answers {answer.values} ({answer.status}) where [1, 1, 0] is right"
         return Finding(f"solver {engine}", "broken", said, _again(_SOLVERS[engine]))
-    return Finding(f"solver {engine}", "ok", f"solves, {_SOLVERS[engine]} {_version(_SOLVERS[engine])}")
+    return Finding(f"solver {engine}", "ok", f"solves, {_SOLVERS[engine]} {version_of(_SOLVERS[engine])}")
 
 
 def target_compiler() -> Finding:
@@ -204,10 +205,3 @@ def _again(what: str) -> str:
 def _compiler_again() -> str:
     """Return what `jaxremat[targets]` asks for, in JAX's own version."""
     return f'pip install --force-reinstall "jax[cuda12-local]=={jax.__version__}" nvidia-cuda-nvcc-cu12'
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -20,6 +20,7 @@ import jax
 from .._attention._operations import lowered_for
 from .._model._device_specs import DEVICES, DeviceSpec
 from .._runtime._errors import CompilationError, TargetError
+from .._runtime._extras import version_of
 from .._runtime._worker import WorkerLateError, WorkerLostError, WorkerRefusedError, ask
 
 logger = logging.getLogger("jaxremat")
@@ -243,7 +244,7 @@ class TargetCompiled:
 
 def compilers() -> list[tuple[str, str]]:
     """Return the packages that XLA's GPU compiler is installed in, each with its version."""
-    return [(name, version) for name in _PLUGINS if (version := _version(name)) is not None]
+    return [(name, version) for name in _PLUGINS if (version := version_of(name)) is not None]
 
 
 def _check_installed() -> None:
@@ -261,10 +262,3 @@ def _check_installed() -> None:
             f"{name} {version} is installed with jaxlib {wanted}: their versions must be equal. "
             f'Install: pip install "{name}=={wanted}"'
         )
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

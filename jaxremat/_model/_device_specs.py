@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .._runtime._json import read
+
 # NumPy's spellings of the types that the table spells as HLO does.
 _SPELLING = {"float": "f", "bfloat": "bf", "complex": "c", "uint": "u", "int": "s", "bool": "pred"}
 # Where a device has no rate of its own for a type: the next type to ask for, in the end always f32.
@@ -167,19 +169,9 @@ class DeviceSpec:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "DeviceSpec":
         """Return the spec that `to_json` wrote. **Raises:** KeyError, TypeError or ValueError on anything else."""
-        rates = tuple((str(dtype), float(rate)) for dtype, rate in data["peak_flops"].items())
-        chip = data.get("chip")
-        spec = DeviceSpec(
-            name=str(data["name"]),
-            platform=str(data["platform"]),
-            memory_nbytes=int(data["memory_nbytes"]),
-            bandwidth=float(data["bandwidth"]),
-            peak_flops=rates,
-            launch_seconds=float(data["launch_seconds"]),
-            host_link=float(data["host_link"]),
-            chip=Chip(**{**chip, "capability": tuple(chip["capability"])}) if chip else None,
-        )
-        if not min(spec.bandwidth, spec.host_link, spec.peak("f32"), *(rate for _, rate in rates)) > 0:
+        rates = [[*pair] for pair in data["peak_flops"].items()]
+        spec: DeviceSpec = read(DeviceSpec, {**data, "peak_flops": rates})
+        if not min(spec.bandwidth, spec.host_link, spec.peak("f32"), *dict(spec.peak_flops).values()) > 0:
             raise ValueError(f"a rate of {spec} is not positive")
         return spec
 

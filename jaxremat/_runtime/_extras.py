@@ -1,5 +1,6 @@
 """Names of optional packages -> whether they are installed, and an error that says how to install them."""
 
+import importlib.metadata
 from importlib.util import find_spec
 
 from ._errors import InstallError
@@ -11,6 +12,14 @@ def installed(module: str) -> bool:
         return find_spec(module) is not None
     except ValueError:  # in sys.modules without a spec
         return False
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of a package as pip names it, None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def require(what: str, extra: str, *modules: str) -> None:

@@ -104,7 +104,7 @@ def test_the_compiler_of_targets_is_missing_of_another_version_or_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     only(monkeypatch, "target_compiler")
-    monkeypatch.setattr(_target, "_version", lambda name: None)
+    monkeypatch.setattr(_target, "version_of", lambda name: None)
     code, found, text = doctor()
     assert code == 0 and "one can do without" in text
     assert found["target compiler"].state == "absent"
@@ -114,13 +114,13 @@ def test_the_compiler_of_targets_is_missing_of_another_version_or_lost(
         _health.target_compiler().remedy == "" and "none for this system" in _health.target_compiler().found
     )
 
-    monkeypatch.setattr(_target, "_version", lambda name: "0.9.0")
+    monkeypatch.setattr(_target, "version_of", lambda name: "0.9.0")
     code, found, _ = doctor()
     assert code == 1 and found["target compiler"].state == "broken"
     assert "0.9.0 is installed with jaxlib" in found["target compiler"].found
     assert "pip install" in found["target compiler"].found and not found["target compiler"].remedy
 
-    monkeypatch.setattr(_target, "_version", lambda name: importlib.metadata.version("jaxlib"))
+    monkeypatch.setattr(_target, "version_of", lambda name: importlib.metadata.version("jaxlib"))
     (tmp_path / "worker.py").write_text("import libnvptxcompiler\n")
     monkeypatch.setattr(_target, "WORKER", tmp_path / "worker.py")
     _target._compile.cache_clear()

@@ -399,10 +399,10 @@ def test_the_plain_step_is_compiled_once_for_several_budgets(monkeypatch: pytest
 
 
 def test_without_the_compiler_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_target, "_version", lambda name: None)
+    monkeypatch.setattr(_target, "version_of", lambda name: None)
     with pytest.raises(TargetError, match=r'pip install "\.\[targets\]"'):
         jaxremat.memory(square, MATRIX, target="h100")
-    monkeypatch.setattr(_target, "_version", lambda name: "0.1.0")
+    monkeypatch.setattr(_target, "version_of", lambda name: "0.1.0")
     with pytest.raises(TargetError, match=r'jax-cuda12-pjrt 0.1.0 .* pip install "jax-cuda12-pjrt=='):
         jaxremat.memory(square, MATRIX, target="h100")
 
