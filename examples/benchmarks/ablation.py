@@ -132,7 +132,7 @@ MECHANISMS = (
     *(
         Mechanism(name, on=(CPU,))
         for name in (
-            *("stacks begun late", "barriers: weights", "what is made early"),
+            *("stacks begun late", "what is made early"),
             *("rows read late", "rows written together"),
         )
     ),

@@ -15,7 +15,7 @@ from .._model._later_passes import LaterPass, later_passes
 from .._model._primitive_names import FETCH, PUT
 from .._model._schedule import Schedule
 from .._program import _compat
-from .._program._primitives import is_light, is_relabelling
+from .._program._primitives import is_relabelling
 from .._rewrite._sinking import sunk_values
 from .._rewrite._trace import Traced
 from ._hoisting import Hazards, is_zero
@@ -157,13 +157,17 @@ class Analysis:
     @cached_property
     def copies(self) -> frozenset[int]:
         """The saved parts of values in fewer bits: what is decoded of them is made again where it is read."""
-        parts = {self.value_of[v] for each in self.traced.encoded if not each.exact for v in each.parts}
+        parts = {
+            self.value_of[v] for each in self.traced.program.encoded if not each.exact for v in each.parts
+        }
         return self.schedule.saved & parts
 
     @cached_property
     def decoded(self) -> dict[int, Var]:
         """By equation the values that the last of those which decode them gives, but for exact copies."""
-        return {self.maker(each.decoded): each.whole for each in self.traced.encoded if not each.exact}
+        return {
+            self.maker(each.decoded): each.whole for each in self.traced.program.encoded if not each.exact
+        }
 
     @cached_property
     def cloned(self) -> list[list[int]]:
@@ -207,22 +211,6 @@ class Analysis:
                 break
             (var,) = operands
         return var
-
-    def views(self, var: Var) -> tuple[Var, Sequence[JaxprEqn]] | None:
-        """Return the argument that an operand is, and what only moves its data until it is read; None where it is
-        another.
-        """
-        moves: list[JaxprEqn] = []
-        while (v := self.value_of.get(var)) is not None:
-            eqn = self.source[self.maker(var)]
-            operands = _compat.variables(eqn.invars)
-            shared = self.graph.values[v].materialised and len(self.readers.get(var, ())) > 1
-            single = len(operands) == len(eqn.outvars) == 1
-            if shared or var in self.returned or not is_light(eqn) or not single:
-                return None
-            moves.append(eqn)
-            (var,) = operands
-        return var, moves[::-1]
 
     def entered(self, n: int) -> tuple[int, ...]:
         """Return the values that start a loop off, which thereby waits for a barrier, if the equation is its carry."""

@@ -40,11 +40,11 @@ ZERO = _compat.new_var(ShapedArray((), np.dtype(np.float32)))
 
 
 class Point(NamedTuple):
-    """Where a barrier stands: before or behind an equation, before it and each clone of it (*operand*), at the start of
-    a stage (that behind the last is the end of the step), or within the loop that a stage begins.
+    """Where a barrier stands: before or behind an equation, at the start of a stage (that behind the last is the end of
+    the step), or within the loop that a stage begins.
     """
 
-    where: Literal["before", "behind", "operand", "stage", "within"]
+    where: Literal["before", "behind", "stage", "within"]
     number: int
 
 
@@ -208,7 +208,7 @@ def masks(step: Analysis) -> Iterator[Constraint]:
     """
     graph, schedule = step.graph, step.schedule
     found: dict[int, list[int]] = {}
-    for n in sorted(n for n in step.traced.masked if n < graph.forward_stop):
+    for n in sorted(n for n in step.traced.program.masked if n < graph.forward_stop):
         (mask,), (result,) = graph.nodes[n].outputs, graph.nodes[n].inputs
         stays = result in schedule.saved and result not in schedule.away and not graph.is_small(result)
         if stays and not graph.values[mask].materialised and not graph.values[result].length:
@@ -218,31 +218,6 @@ def masks(step: Analysis) -> Iterator[Constraint]:
         yield Constraint(Point("before", nodes[0]), hold, readers=dict.fromkeys(nodes, hold), why="masks")
 
 
-def weights(step: Analysis) -> Iterator[Constraint]:
-    """Let the copy of a convolution's large argument wait for what it is convolved with.
-
-    A library that convolves wants kernels in a layout of its own. XLA:CPU copies arguments into it as soon as it can:
-    at the step's begin for the whole forward pass, behind a stage's barrier for the whole stage. Where weights are
-    large and activations small, these copies are the peak of any plan. Products of matrices read their operands in
-    either order, and copy nothing.
-    """
-    graph = step.graph
-    if not graph.backend.materialises_eagerly:
-        return
-    for n, eqn in enumerate(step.source):
-        if graph.nodes[n].primitive != "conv_general_dilated" or graph.nodes[n].loop >= 0:
-            continue
-        variables = dict.fromkeys(_compat.variables(eqn.invars))
-        found = {a: step.views(a) for a in variables}
-        made = [a for a, views in found.items() if views is None]
-        large = (a for a in variables if aval_nbytes(a.aval) > graph.small_nbytes)
-        roots = dict.fromkeys(views[0] for a in large if (views := found[a]) is not None)
-        if made and roots:
-            # What is convolved is held too, and read from behind: else XLA forgets that the barrier waits for it.
-            hold = (*roots, made[0])
-            yield Constraint(Point("operand", n), hold, readers={n: hold}, why="weights")
-
-
 def _rule(name: str, find: Callable[[Analysis], Iterator[Constraint]]) -> Rule:
     """Return the rule as a mechanism that can be switched off."""
     return mechanism(f"barriers: {name}", off=lambda _: [])(lambda step: list(find(step)))
@@ -250,7 +225,7 @@ def _rule(name: str, find: Callable[[Analysis], Iterator[Constraint]]) -> Rule:
 
 RULES: Mapping[str, Rule] = {
     (name := find.__name__.replace("_", " ")): _rule(name, find)
-    for find in (operands, fetches, triggers, updates, blocks, last_reads, masks, weights)
+    for find in (operands, fetches, triggers, updates, blocks, last_reads, masks)
 }
 """In the order in which a barrier's operands stand."""
 
@@ -441,7 +416,7 @@ def _last_products(step: Analysis) -> dict[Var, int]:
 
 def _added_up(step: Analysis, n: int) -> int:
     """Return the last sum in the same stage that a product goes into, and nothing else reads the product."""
-    while step.traced.devices > 1:
+    while step.traced.source.devices > 1:
         (made,) = step.source[n].outvars
         readers = step.readers.get(made, ())
         if len(readers) != 1 or readers[0] in step.updates or step.place[readers[0]] != step.place[n]:

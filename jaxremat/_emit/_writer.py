@@ -2,11 +2,7 @@
 
 The writer knows by which name each value is read at present. Nothing else changes what is written.
 
-XLA:GPU keeps what it convolves in an order of its own, on GPUs before Hopper with channels before pixels, and calls its
-axes by that order from then on; only what passes a barrier keeps the program's own names for them. A kernel that
-reduces would then read the same order by two names, which XLA does not look through: it leaves the masks of what has
-passed, and other results that it writes with a reduction's otherwise, to kernels of their own. So images pass with
-their axes in the order of memory (see `_layouts`) and are turned round behind the barrier: no kernel runs for either.
+Images pass barriers with their axes in the order of memory, see `_layouts`, and are turned round behind them.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from .._program import _compat
-from .._program._flops import aval_nbytes
 from .._rewrite._kernel_choice import inline, replaced
 from .._rewrite._loop_inlining import CARRY, LAST, SLICE, STACK
 from .._rewrite._stack_buffers import begun_late, stacked_nbytes
@@ -27,7 +22,6 @@ SCOPES = {
     "blocks": "barrier_block",
     "last reads": "last_read",
     "masks": "barrier_mask",
-    "weights": "barrier_operand",
 }
 """What barriers beside equations are called in name stacks, by the rules that they are for."""
 
@@ -92,8 +86,7 @@ class Writer:
         behind, step = self._behind.get(n, {}), self.step
         operands = _compat.variables(eqn.invars)
         names = {a: self.seen(eqn, loop, a, behind.get(a), self.clones.get(a)) for a in operands}
-        invars = [names[a] if isinstance(a, Var) else a for a in eqn.invars]
-        made = eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
+        made = _compat.renamed(eqn, names)
         if clone_of is not None:
             outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
             made = _compat.in_scope(made.replace(outvars=outvars), f"recompute_{clone_of}")
@@ -101,7 +94,7 @@ class Writer:
             made = made.replace(invars=[behind[ZERO]])
         elif eqn.primitive is STACK and len(eqn.invars) == 1 and eqn.params["loop"] in self._zeros:
             made = made.replace(invars=[*made.invars, self._zeros[eqn.params["loop"]]])
-        self.append([self._behind_weights(n, made, names)], loop)
+        self.append([made], loop)
         if clone_of is not None:
             cloned = zip(eqn.outvars, made.outvars, strict=True)
             self.clones.update((v, name) for v, name in cloned if step.value_of[v] not in step.schedule.saved)
@@ -213,35 +206,6 @@ class Writer:
         eqns = [*filter(None, turned), make(passing, passed, source_info), *filter(None, back)]
         self.append([_compat.in_scope(eqn, scope) for eqn in eqns], loop)
         return [eqn.outvars[0] if eqn else a for a, eqn in zip(passed, back, strict=True)]
-
-    def _behind_weights(self, n: int, eqn: JaxprEqn, names: Mapping[Var, Var]) -> JaxprEqn:
-        """Return the equation, which is `n` or a clone of it, behind the barrier for its large weights, if any."""
-        small = self.step.graph.small_nbytes
-        for each in self._constraints.get(Point("operand", n), ()):
-            *roots, made = each.hold
-            operands = [*(self.seen(eqn, -1, v, self.held.get(v)) for v in roots), names[made]]
-            passed = dict(
-                zip(
-                    each.hold,
-                    self.barrier(operands, operands, SCOPES[each.why], -1, eqn.source_info),
-                    strict=True,
-                )
-            )
-            again = {names[made]: passed[made]}
-            for a, name in names.items():
-                views = self.step.views(a)
-                if views is not None and views[0] in passed and aval_nbytes(a.aval) > small:
-                    again[name] = self._again(passed[views[0]], views[1])
-            eqn = eqn.replace(invars=[again.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
-        return eqn
-
-    def _again(self, name: Var, views: Sequence[JaxprEqn]) -> Var:
-        """Write the views of what is behind a barrier; returns the last."""
-        for eqn in views:
-            invars = [name if isinstance(a, Var) else a for a in eqn.invars]
-            name = _compat.new_var(eqn.outvars[0].aval)
-            self.append([eqn.replace(invars=invars, outvars=[name])], -1)
-        return name
 
 
 def _alike(chosen: Iterable[Var], variables: Collection[Var]) -> list[Var]:

@@ -5,7 +5,7 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
@@ -285,6 +285,12 @@ def is_literal(atom: Atom) -> "TypeIs[jex.Literal]":
 def variables(atoms: Iterable[Atom]) -> list[jex.Var]:
     """Return the atoms that are no literals."""
     return [a for a in atoms if not is_literal(a)]
+
+
+def renamed(eqn: jex.JaxprEqn, names: Mapping[Any, Any]) -> Any:
+    """Return the equation with other operands, where there are names for them."""
+    invars = [a if is_literal(a) else names.get(a, a) for a in eqn.invars]
+    return eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
 
 
 def shaped(atom: Atom) -> Aval:
