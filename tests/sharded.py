@@ -322,9 +322,9 @@ def microbatches(case: str) -> dict[str, Any]:
     plain = program.plain.lower(*args).compile()
     wanted = plain(*jax.tree.map(jnp.copy, args))
     forms = []
-    for region in found.regions:
+    for region in found.sites.regions:
         for count in region.choices[:2]:
-            form = found.in_form(of_chunks(*(count * (each is region) for each in found.regions)))
+            form = found.in_form(of_chunks(*(count * (each is region) for each in found.sites.regions)))
             run = program.evaluating(form.jaxpr if not form.loops else closed(form), form)
             made = run.lower(*args).compile()
             got = made(*jax.tree.map(jnp.copy, args))

@@ -244,13 +244,17 @@ class Program:
         """Return `jit` of a function with the program's signature that evaluates a flat jaxpr of it."""
         evaluate = jex.jaxpr_as_fun(traced.step(closed))
         name = getattr(self.fn, "__name__", "step")
-        types = traced.step(traced.closed).out_avals[: traced.out_tree.num_leaves]
+        types = traced.step(traced.closed).out_avals[: traced.source.out_tree.num_leaves]
 
         def step(*args: Any, **kwargs: Any) -> Any:
             leaves = jax.tree.leaves(self.dynamic(args, kwargs))
-            made = traced.references.run(evaluate, leaves) if traced.references else evaluate(*leaves)
+            made = (
+                traced.source.references.run(evaluate, leaves)
+                if traced.source.references
+                else evaluate(*leaves)
+            )
             results = [_as_weak(*each) for each in zip(made, types, strict=True)]
-            return jax.tree.unflatten(traced.out_tree, results)
+            return jax.tree.unflatten(traced.source.out_tree, results)
 
         step.__name__ = step.__qualname__ = name
         step.__wrapped__ = self.fn  # type: ignore[attr-defined]  # its signature, for donation and static arguments by name

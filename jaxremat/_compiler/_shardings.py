@@ -128,11 +128,11 @@ class Division:
         Rows of less than a step, and those whose places types tell, stay together.
         """
         places = self.shardings(traced)
-        if places is None or not traced.regions:
+        if places is None or not traced.sites.regions:
             return traced
         parts = [
             places.row_parts(traced, rows) if region.whole and places.inferred else 0
-            for region, rows in zip(traced.regions, traced.row_places, strict=True)
+            for region, rows in zip(traced.sites.regions, traced.row_places, strict=True)
         ]
         arguments = traced.jaxpr.jaxpr.invars
         nbytes = sum(aval_nbytes(v.aval) for v in arguments)
@@ -218,7 +218,7 @@ def local(traced: Traced, places: Shardings) -> tuple[Traced, tuple[float, ...]]
         program=traced.program.anew(
             closed=closed,
             over={result: of(argument) for result, argument in traced.program.over.items()},
-            encoded=tuple(e.renamed(of) for e in traced.encoded),
+            encoded=tuple(e.renamed(of) for e in traced.program.encoded),
         ),
         labels={of(v): name for v, name in traced.labels.items()},
         hints=tuple(replace(hint, variable=of(hint.variable)) for hint in traced.hints),

@@ -116,10 +116,9 @@ def copied(
     eqns: list[Any] = []
     for i in positions:
         eqn = body.jaxpr.eqns[i]
-        invars = [a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars]
         outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
         names = {j: name_of(body.numbers[i], j) for j in range(len(outvars))}
-        made = eqn.replace(invars=invars, outvars=outvars)
+        made = _compat.renamed(eqn, rename).replace(outvars=outvars)
         eqns.extend(naming(made, {j: name for j, name in names.items() if chosen(name)}))
         rename.update(zip(eqn.outvars, outvars, strict=True))
     return eqns

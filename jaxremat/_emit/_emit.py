@@ -185,11 +185,11 @@ def _in_place(step: Analysis, n: int) -> JaxprEqn:
     """
     eqn, graph = step.source[n], step.graph
     if (
-        n in step.traced.masked
+        n in step.traced.program.masked
         and n < graph.forward_stop
         and graph.values[graph.nodes[n].outputs[0]].materialised
     ):
-        operand = step.traced.masked[n]
+        operand = step.traced.program.masked[n]
         eqn = eqn.replace(invars=[operand if isinstance(a, Var) else a for a in eqn.invars])
     whole = step.decoded.get(n)
     return eqn if whole is None else _same(whole, eqn)

@@ -11,11 +11,10 @@ import jax.extend.core as jex
 from .._model._graph import Graph
 from .._model._schedule import Schedule
 from .._program import _compat
-from .._program._compat import Atom
 from .._program._primitives import runs_once
 from .._program._run_counts import check_runs
 from .._rewrite._canonical_convolutions import canonical_in_bodies
-from .._rewrite._flat_program import Loop
+from .._rewrite._flat_program import within
 from .._rewrite._loop_closing import close_loops, without_unread
 from .._rewrite._sinking import sink
 from ._analysis import Analysis
@@ -48,13 +47,13 @@ def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     results, gradients = written.outvars[: joint.results], written.outvars[joint.results :]
     eqns = close_loops(*sink(written.eqns, written.loop_of, traced.loops), traced.loops)
     forward_loops = written.loop_of[: written.forward_count]
-    outermost = {_outermost(loop, traced.loops) for loop in forward_loops}
+    outermost = {loop for each in forward_loops for loop in within(each, traced.loops)[-1:]}
     single = sum(loop < 0 for loop in forward_loops)
-    stop = single + len(outermost - {-1})
+    stop = single + len(outermost)
     early, late = eqns[:stop], without_unread(eqns[stop:], gradients)
     made = {v for eqn in early for v in eqn.outvars}
-    needed = dict.fromkeys(a for a in (*(a for eqn in late for a in eqn.invars), *gradients) if _is_var(a))
-    bare = [eqn for eqn in early if not any(map(_is_var, eqn.invars)) and not runs_once(eqn)]
+    needed = dict.fromkeys(_compat.variables([*(a for eqn in late for a in eqn.invars), *gradients]))
+    bare = [eqn for eqn in early if not _compat.variables(eqn.invars) and not runs_once(eqn)]
     late = [*(eqn for eqn in bare if any(v in needed for v in eqn.outvars)), *late]  # zeros and the like
     made.difference_update(v for eqn in bare for v in eqn.outvars)
     kept = [a for a in needed if a in made]
@@ -69,13 +68,3 @@ def emit_halves(joint: Joint, graph: Graph, schedule: Schedule) -> Halves:
     _compat.check_jaxpr(backward)
     check_runs(_compat.new_jaxpr((), (), (), [*results, *gradients], [*early, *late]), traced.flat)
     return Halves(forward, backward, read, joint.results)
-
-
-def _is_var(atom: Atom) -> bool:
-    return not _compat.is_literal(atom)
-
-
-def _outermost(loop: int, loops: tuple[Loop, ...]) -> int:
-    while loop >= 0 and loops[loop].parent >= 0:
-        loop = loops[loop].parent
-    return loop

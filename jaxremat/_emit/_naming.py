@@ -112,9 +112,7 @@ def _reading_names(rule: jex.ClosedJaxpr, names: dict[Any, str]) -> jex.ClosedJa
     rename: dict[Any, Any] = {}
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
-        eqns.append(
-            eqn.replace(invars=[a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars])
-        )
+        eqns.append(_compat.renamed(eqn, rename))
         for v in eqn.outvars:
             if v in names:
                 rename[v] = _compat.new_var(v.aval)

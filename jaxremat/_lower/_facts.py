@@ -93,7 +93,7 @@ class BaselineFacts:
     def written(self, traced: Traced) -> Written:
         """Return what the plain step's program says of a variant's equations."""
         found = self._written.renumbered(self.plain.places(traced))
-        return found.decoded(decoders(traced.jaxpr.jaxpr, traced.encoded))
+        return found.decoded(decoders(traced.jaxpr.jaxpr, traced.program.encoded))
 
     def written_in(self, iteration: Iteration) -> Written:
         """Return what an iteration that is compiled alone writes."""

@@ -8,7 +8,7 @@ import jax.extend.core as jex
 from .._attention._operations import attends
 from .._model._graph import Node, Value
 from .._program._primitives import is_in_chunks, is_loop_edge, is_view
-from .._rewrite._flat_program import Loop
+from .._rewrite._flat_program import Loop, within
 from .._runtime._mechanisms import mechanism
 from ._kernel_prices import behind_views
 
@@ -86,9 +86,7 @@ def with_waiting(
     read = {v.id for v in values if v.is_output}  # by what comes behind
     found = []
     for node, eqn in zip(reversed(nodes), reversed(eqns), strict=True):
-        more, loop = 0, node.loop
-        while loop >= 0:
-            more, loop = more + waiting.get(loop, 0), loops[loop].parent
+        more = sum(waiting.get(loop, 0) for loop in within(node.loop, loops))
         found.append(replace(node, workspace_nbytes=node.workspace_nbytes + more) if more else node)
         if eqn.primitive.name == "scan_stack":
             rows = [v for v in node.inputs[1:] if materialises_eagerly and values[v].length]

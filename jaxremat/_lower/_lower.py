@@ -158,8 +158,10 @@ def lower(
     nodes = with_waiting(
         jaxpr.eqns, nodes, values, traced.loops, backend(device.platform).materialises_eagerly
     )
-    copies = {index[v] for each in traced.encoded for v in each.parts}
-    in_memory -= {index[v] for each in traced.encoded if each.exact for v in (each.whole, each.decoded)}
+    copies = {index[v] for each in traced.program.encoded for v in each.parts}
+    in_memory -= {
+        index[v] for each in traced.program.encoded if each.exact for v in (each.whole, each.decoded)
+    }
     in_memory -= {index[v] for v in decided.guarding}
     in_memory |= copies | {v.id for v in values if v.producer < 0 or v.is_output}
     axes = axes_in_memory(jaxpr.eqns, nodes, values, device.chip if fuses_reductions else None)

@@ -265,14 +265,14 @@ def plan_of(
         fence=FINISHED,
         form=graph.form,
         loops=loop_forms(
-            traced.lengths,
+            traced.sites.lengths,
             graph.form,
-            traced.sources,
+            traced.sites.sources,
             traced.rows,
             form.inner,
             form.attention,
             form.chain,
-            devices=1 if solution.schedule.drops_nothing else traced.devices,
+            devices=1 if solution.schedule.drops_nothing else traced.source.devices,
         ),
         margin_nbytes=margin_nbytes,
         devices=problem.division.devices,
@@ -288,7 +288,7 @@ def _copies(traced: Traced, graph: Graph, schedule: Schedule) -> tuple[Copied, .
     both = zip(traced.jaxpr.jaxpr.eqns, graph.nodes, strict=True)
     value_of = {v: i for eqn, node in both for v, i in zip(eqn.outvars, node.outputs, strict=True)}
     found: dict[int, list[tuple[int, int]]] = {}
-    for each in traced.encoded:
+    for each in traced.program.encoded:
         parts = [value_of[v] for v in each.parts]
         if schedule.saved.issuperset(parts):
             whole = graph.values[value_of[each.whole]].saved_nbytes

@@ -203,7 +203,7 @@ class Problem:
     def replaces(self) -> bool:
         """Whether plans replace equations of the step by others of the same value."""
         better = replaced(self.backend)
-        packed = any(each.exact for each in self.traced.encoded)
+        packed = any(each.exact for each in self.traced.program.encoded)
         return packed or any(better(eqn) or is_by_place(eqn) for eqn in self.traced.flat.jaxpr.eqns)
 
     def as_checkpointed(self, graph: Graph) -> Schedule:

@@ -94,21 +94,23 @@ def variants(step: PlainStep) -> Variants:
     """
     found = ((rule, rule.estimate(step)) for rule in RULES if rule.exact or not step.graph.pins)
     sites = tuple(Sites(rule.name, each, rule.exact, rule.together) for rule, each in found if each)
-    alone = step.traced.attention_places is None  # of chunks it is not known where each device's part lies
+    alone = (
+        step.traced.source.attention_places is None
+    )  # of chunks it is not known where each device's part lies
     return Variants(_loops(step), sites, in_chunks=(ATTENTION,) if alone else ())
 
 
 def _loops(step: PlainStep) -> Loops:
     traced, bandwidth = step.traced, step.device.bandwidth
-    absorbing = [(g.fewer_nbytes, ROW_COPIES * g.written_nbytes / bandwidth) for g in traced.gains]
-    return Loops.of(step.graph, traced.lengths, traced.cuttable, absorbing)
+    absorbing = [(g.fewer_nbytes, ROW_COPIES * g.written_nbytes / bandwidth) for g in traced.program.gains]
+    return Loops.of(step.graph, traced.sites.lengths, traced.sites.cuttable, absorbing)
 
 
 def _rows(step: PlainStep) -> Estimates:
     """Return rows, and most of the step, in chunks."""
     return {
         (site, (chunks,)): _chunked(step, region, chunks)
-        for site, region in enumerate(step.traced.regions)
+        for site, region in enumerate(step.traced.sites.regions)
         if ("microbatches" if region.whole else "rows") in step.allow and step.without_pins(region)
         for chunks in region.choices
     }
@@ -146,7 +148,7 @@ def _attention(step: PlainStep) -> Estimates:
     traced, graph, device = step.traced, step.graph, step.device
     if "attention" not in step.allow:
         return {}
-    closed, places = traced.jaxpr, traced.attention_places
+    closed, places = traced.jaxpr, traced.source.attention_places
     found = attention(closed, traced.program.scopes, [True] * len(traced.loop_of))
     found = [site for site in found if places is None or site.pattern in places]
     trips_of = _trips_of(traced, graph)
@@ -207,7 +209,7 @@ def _attention_inside(
 
 def _copies(step: PlainStep) -> Estimates:
     """Return values in fewer bits. Encoding and decoding are operations like others, whose time the graph has."""
-    traced, codes = step.traced, allowed(step.allow, step.traced.devices)
+    traced, codes = step.traced, allowed(step.allow, step.traced.source.devices)
     if not codes or traced.around:
         return {}
     fewer = fewer_nbytes(step.there.jaxpr.jaxpr, traced.loop_of, traced.loops, codes)
@@ -217,7 +219,7 @@ def _copies(step: PlainStep) -> Estimates:
 def _reversed(step: PlainStep) -> Estimates:
     """Blocks whose values the backward pass computes from their results."""
     traced, graph = step.traced, step.graph
-    if REVERSIBLE not in step.allow or traced.around or traced.devices > 1:
+    if REVERSIBLE not in step.allow or traced.around or traced.source.devices > 1:
         return {}
     found: dict[tuple[int, tuple[int, ...]], Estimate] = {}
     for number, loop in enumerate(graph.pairs):

@@ -31,7 +31,7 @@ def movable(problem: Problem) -> dict[int, int]:
     """
     program = problem.program
     given = program.in_shardings is not None or program.out_shardings is not None  # as which they must stay
-    if problem.host is None or given or problem.traced.around or problem.traced.references:
+    if problem.host is None or given or problem.traced.around or problem.traced.source.references:
         return {}
     graph, first = problem.estimated, len(problem.traced.jaxpr.jaxpr.constvars)
     sizes = {v - first: graph.values[v].nbytes for v in updated_alone(graph)}

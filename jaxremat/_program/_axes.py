@@ -434,6 +434,6 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"), _batched(1)),
 }  # fmt: skip
-"""By the primitive's name. Calls are replaced by their bodies before, and scans' bodies have a module of their own; all
-other primitives are in `OPAQUE`, with the reason.
+"""By the primitive's name. Calls are replaced by their bodies before, and scans' bodies have a module of their own; of
+all other primitives nothing is known to be independent, and `tests/program/opaque_primitives.py` says why.
 """

@@ -31,6 +31,7 @@ from ._compat import Atom, shaped
 from ._inline import body_of, is_identity
 from ._operation_keys import UNCHANGED
 from ._primitives import runs_once
+from ._splice import needed
 from ._value_numbers import Affine
 
 T = TypeVar("T")
@@ -143,7 +144,8 @@ class _Chunks:
     def program(self, operands: Sequence[Any], results: Sequence[Any]) -> jex.ClosedJaxpr:
         """Return the equations for these operands."""
         variables, consts = [v for v, _ in self.consts.values()], [c for _, c in self.consts.values()]
-        return _compat.new_jaxpr(variables, consts, operands, results, _needed(self.eqns, results))
+        eqns = [self.eqns[i] for i in needed(self.eqns, results)]
+        return _compat.new_jaxpr(variables, consts, operands, results, eqns)
 
     def left(self, place: int, kind: _Kind) -> Any:
         """Return what the loop leaves of a carry."""
@@ -578,17 +580,6 @@ def followed(
     def read(atom: Atom) -> T:
         return literal(atom) if _compat.is_literal(atom) else known[atom]
 
-    for eqn in _needed(jaxpr.eqns, jaxpr.outvars):
+    for eqn in (jaxpr.eqns[i] for i in needed(jaxpr.eqns, jaxpr.outvars)):
         known.update(zip(eqn.outvars, results(eqn, list(map(read, eqn.invars))), strict=True))
     return [read(a) for a in jaxpr.outvars]
-
-
-def _needed(eqns: Sequence[jex.JaxprEqn], results: Sequence[Atom]) -> list[Any]:
-    """Return the equations that results or effects need, in order."""
-    wanted = set(_compat.variables(results))
-    found = []
-    for eqn in reversed(eqns):
-        if eqn.effects or not wanted.isdisjoint(eqn.outvars):
-            wanted.update(_compat.variables(eqn.invars))
-            found.append(eqn)
-    return found[::-1]

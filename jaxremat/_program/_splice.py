@@ -3,13 +3,14 @@
 Law: the equations make each named result, also one that the jaxpr merely hands on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 
 from . import _compat
-from ._compat import Atom, SourceInfo
+from ._compat import Atom, SourceInfo, shaped
 
 
 def inlined(
@@ -41,3 +42,29 @@ def inlined(
         for v, name in passed
     ]
     return eqns, [*results, *made[len(results) :]]
+
+
+def typed(atom: Atom) -> jax.ShapeDtypeStruct:
+    """Return the type of a variable, for a function to be traced with."""
+    weak = bool(getattr(atom.aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(shaped(atom).shape, shaped(atom).dtype, weak_type=weak)
+
+
+def in_place_of(
+    eqn: jex.JaxprEqn, fn: Callable[..., Any], operands: Sequence[Atom] | None = None
+) -> list[Any]:
+    """Return the equations of a function in the place of one, of its operands or of others."""
+    operands = eqn.invars if operands is None else operands
+    closed = jax.make_jaxpr(fn)(*map(typed, operands))
+    return inlined(closed, operands, eqn.source_info, eqn.outvars)[0]
+
+
+def needed(eqns: Sequence[jex.JaxprEqn], results: Iterable[Atom]) -> list[int]:
+    """Return the equations that results or effects need, by index, in order."""
+    wanted = set(_compat.variables(results))
+    found = []
+    for i in reversed(range(len(eqns))):
+        if eqns[i].effects or not wanted.isdisjoint(eqns[i].outvars):
+            wanted.update(_compat.variables(eqns[i].invars))
+            found.append(i)
+    return found[::-1]

@@ -7,6 +7,7 @@ first: a loop has one at a time.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,8 +32,8 @@ def is_depthwise_gradient(eqn: jex.JaxprEqn) -> bool:
     return alone and max(params["lhs_dilation"], default=1) == 1 and math.prod(places) <= MOST_PLACES
 
 
-def summed(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
-    """Return the equation as a loop of such sums."""
+def summed(eqn: jex.JaxprEqn) -> Callable[..., jax.Array]:
+    """Return the equation's function as a loop of such sums."""
     params, out = eqn.params, shaped(eqn.outvars[0])
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     groups_axis, groups = lhs_spec[0], params["batch_group_count"]
@@ -67,8 +68,4 @@ def summed(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
         found = jnp.moveaxis(sums, 0, -1).reshape(1, -1, *places).astype(out.dtype)
         return jnp.transpose(found, np.argsort(out_spec).tolist())
 
-    types = [
-        jax.ShapeDtypeStruct(shaped(v).shape, shaped(v).dtype, weak_type=shaped(v).weak_type)
-        for v in eqn.invars
-    ]
-    return jax.make_jaxpr(run)(*types)
+    return run

@@ -201,9 +201,8 @@ def with_copies(program: FlatProgram, codes: Sequence[int] = ()) -> FlatProgram:
     encoded: list[Encoded] = []
     rename: dict[Any, Any] = {}
     for i, (eqn, own) in enumerate(zip(program.eqns, program.loop_of, strict=True)):
-        invars = [a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars]
         sources.append(i)
-        eqns.append(eqn if invars == list(eqn.invars) else eqn.replace(invars=invars))
+        eqns.append(_compat.renamed(eqn, rename))
         for v in eqn.outvars:
             if v in able:
                 more, copy = _copied(eqn, v, able[v])

@@ -39,7 +39,7 @@ def fingerprint(traced: Traced) -> str:
     for i, (eqn, loop_of) in enumerate(zip(jaxpr.eqns, traced.loop_of, strict=True)):
         params = re.sub(r" at 0x[0-9a-f]+", "", str(sorted(eqn.params.items(), key=lambda item: item[0])))
         # Masks tell nothing apart by what they read here, so that plans made before they did are still found.
-        read = (a if _compat.is_literal(a) else traced.masked.get(i, a) for a in eqn.invars)
+        read = (a if _compat.is_literal(a) else traced.program.masked.get(i, a) for a in eqn.invars)
         name, ins = eqn.primitive.name, [*map(atom, read)]
         outs = define(eqn.outvars)
         if name in _ASKED.values():

@@ -38,6 +38,15 @@ FORWARD, BACKWARD, UNPAIRED = "forward", "backward", "alone"
 """A loop's role: one of a pair, or with a forward and a backward pass of its own."""
 
 
+def within(loop: int, loops: Sequence[Loop]) -> list[int]:
+    """Return a loop and those around it, the outermost last; none for -1, the program."""
+    found: list[int] = []
+    while loop >= 0:
+        found.append(loop)
+        loop = loops[loop].parent
+    return found
+
+
 class Gain(NamedTuple):
     """What absorbing saves, `fewer_nbytes` that are stacked, and writes, `written_nbytes` of rows; zeros for none."""
 

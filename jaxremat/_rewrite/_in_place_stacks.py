@@ -78,7 +78,7 @@ def written_in_place(
         section, loop, writes, place, same, before_barrier, materialises_eagerly=materialises_eagerly
     )
     behind = _written_together(section, own, writes, loop) if materialises_eagerly else {}
-    section.eqns.extend(renamed(write.eqn, behind) for write in writes if write.eqn is not None)
+    section.eqns.extend(_compat.renamed(write.eqn, behind) for write in writes if write.eqn is not None)
 
     def carry(begun: Any, carried: Any, part: Any, array: Any) -> None:
         index = max(section.carries, default=-1) + 1
@@ -100,12 +100,6 @@ def written_in_place(
     carried = {write.carried: write.start for write in writes}
     over = {section.lasts[i][1]: carried[v] for i, (_, v) in section.carries.items() if v in carried}
     return before, over
-
-
-def renamed(eqn: jex.JaxprEqn, rename: dict[Any, Any]) -> Any:
-    """Return the equation with other operands."""
-    invars = [a if _compat.is_literal(a) else rename.get(a, a) for a in eqn.invars]
-    return eqn if invars == list(eqn.invars) else eqn.replace(invars=invars)
 
 
 def _writes(section: Any, same: Callable[[Any], Any]) -> list[_Write]:

@@ -77,8 +77,7 @@ def open_inner(program: FlatProgram, inliner: Inliner) -> FlatProgram:
         again = dict(zip(forward.outvars, (_compat.new_var(v.aval) for v in forward.outvars), strict=True))
         copy = here(forward.replace(outvars=list(again.values())), own)
         number = opener.open(copy, FORWARD, None, own)
-        read = [a if _compat.is_literal(a) else again.get(a, a) for a in eqn.invars]
-        opener.open(here(eqn.replace(invars=read), own), BACKWARD, number, own)
+        opener.open(here(_compat.renamed(eqn, again), own), BACKWARD, number, own)
     # The outer forward scans stack no more what only their copies are read for.
     opener.eqns = without_unread(opener.eqns, jaxpr.outvars, {"scan"})
     return opener.program(program)

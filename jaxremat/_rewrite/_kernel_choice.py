@@ -17,10 +17,9 @@ import jax
 import jax.extend.core as jex
 
 from .._model._backend import Backend
-from .._program._compat import shaped
 from .._program._equivalence import Equivalence
 from .._program._primitives import is_backward
-from .._program._splice import inlined
+from .._program._splice import in_place_of, typed
 from .._runtime._mechanisms import mechanism
 from ._canonical_convolutions import canonical, is_transposed_convolution
 from ._cotangent_chains import in_memory, is_named
@@ -45,17 +44,15 @@ def inline(eqn: jex.JaxprEqn) -> list[Any]:
     """Return the equations in place of one that is to be replaced."""
     if is_named(eqn) or is_marked(eqn):
         return in_memory(eqn)
-    better = summed(eqn) if is_depthwise_gradient(eqn) else reversed_twice(eqn)
-    return inlined(better, eqn.invars, eqn.source_info, eqn.outvars)[0]
+    return in_place_of(eqn, summed(eqn) if is_depthwise_gradient(eqn) else reversed_twice(eqn))
 
 
 def equivalence(closed: jex.ClosedJaxpr) -> Equivalence:
     """Return the proof that programs compute what this one does, which knows these implementations of convolutions."""
 
     def meant(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
-        if is_depthwise_gradient(eqn):
-            return summed(eqn)
-        return canonical(eqn) if is_transposed_convolution(eqn) else None
+        own = summed if is_depthwise_gradient(eqn) else canonical if is_transposed_convolution(eqn) else None
+        return own and jax.make_jaxpr(own(eqn))(*map(typed, eqn.invars))
 
     return Equivalence(closed, meant)
 
@@ -70,9 +67,9 @@ def is_transposed(eqn: jex.JaxprEqn) -> bool:
     return max(params["lhs_dilation"], default=1) > 1 and groups == 1 and not strided
 
 
-def reversed_twice(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
-    """Return the convolution with a kernel that is reversed, and in a way that the compiler cannot undo was so
-    before.
+def reversed_twice(eqn: jex.JaxprEqn) -> Callable[..., jax.Array]:
+    """Return the convolution's function with a kernel that is reversed, and in a way that the compiler cannot undo was
+    so before.
     """
 
     def run(operand: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -80,8 +77,4 @@ def reversed_twice(eqn: jex.JaxprEqn) -> jex.ClosedJaxpr:
         kernel = jax.lax.optimization_barrier(jax.lax.rev(kernel, axes))
         return eqn.primitive.bind(operand, jax.lax.rev(kernel, axes), **eqn.params)
 
-    types = [
-        jax.ShapeDtypeStruct(shaped(v).shape, shaped(v).dtype, weak_type=shaped(v).weak_type)
-        for v in eqn.invars
-    ]
-    return jax.make_jaxpr(run)(*types)
+    return run

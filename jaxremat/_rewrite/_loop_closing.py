@@ -14,8 +14,8 @@ import jax.extend.core as jex
 from .._program import _compat
 from .._program._compat import Atom
 from .._program._primitives import is_barrier
-from ._flat_program import Loop
-from ._in_place_stacks import renamed, written_in_place
+from ._flat_program import Loop, within
+from ._in_place_stacks import written_in_place
 from ._loop_inlining import SLICE
 
 
@@ -49,8 +49,8 @@ def closed_within(
     behind_barrier = before_barriers(eqns)
     before = dict(behind_barrier)  # and before a loop wrote over rows of them
     items = [_Item(eqn, loop) for eqn, loop in zip(eqns, loop_of, strict=True)]
-    inside = {i for i in loop_of if i >= 0 and around in _around(i, loops)}
-    for loop in sorted(inside, key=lambda i: (-len(_around(i, loops)), i)):
+    inside = {i for i in loop_of if i >= 0 and around in (*within(i, loops)[1:], -1)}
+    for loop in sorted(inside, key=lambda i: (-len(within(i, loops)), i)):
         items = _closed(items, loops[loop], loops, before, behind_barrier, materialises_eagerly)
     return [(item.eqn, item.loop) for item in items]
 
@@ -123,14 +123,6 @@ class _Section:
     eqns: list[Any] = field(default_factory=list)
 
 
-def _around(loop: int, loops: Sequence[Loop]) -> list[int]:
-    """Return the loops around one, -1 for the program last."""
-    found = [loops[loop].parent]
-    while found[-1] >= 0:
-        found.append(loops[found[-1]].parent)
-    return found
-
-
 def _closed(
     items: list[_Item],
     loop: Loop,
@@ -200,7 +192,7 @@ def _handed_on(items: list[_Item], section: _Section, loop: Loop, other: int) ->
             params = {"loop": other, "length": loop.length}
             slices.append(_compat.new_eqn([array], [rename[a]], SLICE, params, loop.eqn.source_info))
     at = next(i for i, item in enumerate(items) if item.loop == other)
-    handed = [_Item(renamed(i.eqn, rename), i.loop) if i.loop == other else i for i in items[at:]]
+    handed = [_Item(_compat.renamed(i.eqn, rename), i.loop) if i.loop == other else i for i in items[at:]]
     return [*items[:at], *(_Item(eqn, other) for eqn in slices), *handed]
 
 

@@ -10,10 +10,9 @@ Law: as that of `_row_regions`. What is random stays as it is: all of it is draw
 
 from collections.abc import Sequence
 
-import jax.extend.core as jex
-
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_backward, is_contraction
+from ._flat_program import FlatProgram
 from ._program_readers import Readers
 from ._region_loops import loops_of
 from ._row_regions import Grower, Region, largest, region_of
@@ -34,9 +33,9 @@ COMPONENTS = 4
 """... and there are no more. Towers of a contrastive loss are tied together by what mixes examples alone."""
 
 
-def microbatches(closed: jex.ClosedJaxpr) -> tuple[Region, ...]:
+def microbatches(step: FlatProgram) -> tuple[Region, ...]:
     """Return the region that is most of a step, if there is one."""
-    program = Readers(closed)
+    program = Readers(step)
     if not any(is_backward(program.eqns[i]) for i in program.alive):
         return ()
     products = sum(is_contraction(program.eqns[i]) for i in program.alive)

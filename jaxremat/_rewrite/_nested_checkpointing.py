@@ -34,6 +34,7 @@ from .._program import _compat
 from .._program._compat import Atom, shaped
 from .._program._inline import Inliner
 from .._program._primitives import runs_once
+from .._program._splice import needed
 from ._flat_program import FlatProgram
 from ._loop_inlining import APART, PART, append, operands, pairs, row_at, row_written
 from ._selections import settled
@@ -319,7 +320,7 @@ class _Pair:
         own = zip([*jaxpr.constvars, *jaxpr.invars], [*known[:first], *carried, *slices], strict=True)
         rename: dict[Any, Any] = dict(own)
         outvars = [*jaxpr.outvars[: len(carried)], *(jaxpr.outvars[i] for i in results)]
-        for inner in _needed(jaxpr.eqns, outvars):
+        for inner in (jaxpr.eqns[i] for i in needed(jaxpr.eqns, outvars)):
             made = [rename.setdefault(v, _compat.new_var(v.aval)) for v in inner.outvars]
             eqns.append(inner.replace(invars=[_read(a, rename) for a in inner.invars], outvars=made))
         return eqns, [_read(a, rename) for a in outvars]
@@ -332,17 +333,6 @@ class _Pair:
 
 def _read(atom: Atom, rename: dict[Any, Any]) -> Any:
     return atom if _compat.is_literal(atom) else rename[atom]
-
-
-def _needed(eqns: Sequence[jex.JaxprEqn], outvars: Sequence[_compat.Atom]) -> list[Any]:
-    """Return the equations that these results need."""
-    needed = {a for a in outvars if not _compat.is_literal(a)}
-    kept = []
-    for eqn in reversed(eqns):
-        if eqn.effects or any(v in needed for v in eqn.outvars):
-            kept.append(eqn)
-            needed.update(a for a in eqn.invars if not _compat.is_literal(a))
-    return kept[::-1]
 
 
 def _row(into: list[jex.JaxprEqn], array: Any, index: Any, like: Any, opened: bool) -> Any:

@@ -99,14 +99,13 @@ def find_sites(program: FlatProgram, source: Source, inliner: Inliner) -> Sites:
     """Look for what may take another form in a program whose equals are merged, that `inliner` has made."""
     eqns = program.eqns
     scans = [eqns[i] for i in backward_of(eqns)]
-    closed = program.closed
-    many = () if source.respect_checkpoint else microbatches(closed)
+    many = () if source.respect_checkpoint else microbatches(program)
     known = ()
     if not source.apart:
         keep = source.keeps_scores
         outside = program.apart_from_rows(inliner.hints, keeps_scores=keep)
         known = (
-            *regions(Readers(closed), outside), *many, *regions_in_loops(program, inliner, keeps_scores=keep),
+            *regions(Readers(program), outside), *many, *regions_in_loops(program, inliner, keeps_scores=keep),
         )  # fmt: skip
     return Sites(
         tuple(scan.params["length"] for scan in scans),
@@ -148,8 +147,7 @@ def _in_chunks(program: FlatProgram, task: Task) -> FlatProgram:
             for i, own in backward_of(program.eqns).items()
         )
         pairs = tuple(compress(pairs, outside))
-    closed, sources = chunked(program.closed, chosen, task.labels(program))
-    return program.moved(closed, sources, pairs=pairs)
+    return chunked(program, chosen, task.labels(program)).anew(pairs=pairs)
 
 
 def _forward_again(program: FlatProgram, task: Task) -> FlatProgram:

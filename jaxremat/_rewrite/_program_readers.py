@@ -1,6 +1,5 @@
 """Flat program -> who makes and who reads each of its values."""
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,23 +9,17 @@ from .._program import _compat
 from .._program._flops import aval_nbytes
 from ._backward_equations import backward_equations
 from ._decisions import decisions
-from ._flat_program import Loop, alive
+from ._flat_program import FlatProgram
 
 
 class Readers:
-    """Who makes and reads what, of the equations that anything needs.
+    """Who makes and reads what, of the equations of a program that anything needs."""
 
-    **Arguments:** `loop_of` the loop of each equation, of these `loops`, if any are inlined.
-    """
-
-    def __init__(self, closed: jex.ClosedJaxpr, loop_of: Sequence[int] = (), loops: Sequence[Loop] = ()):
-        jaxpr = closed.jaxpr
-        self.eqns = jaxpr.eqns
-        self.returned = set(_compat.variables(jaxpr.outvars))
-        self.loops = loops
-        self.loop_of = loop_of or [-1] * len(self.eqns)
-        self.scopes = [loops[loop].group if loop >= 0 else -1 for loop in self.loop_of]
-        self.alive = [i for i, needed in enumerate(alive(closed)) if needed]
+    def __init__(self, program: FlatProgram):
+        self.program, self.eqns = program, program.eqns
+        self.returned = set(_compat.variables(program.closed.jaxpr.outvars))
+        self.loop_of, self.scopes = program.loop_of, program.scopes
+        self.alive = [i for i, needed in enumerate(program.alive) if needed]
         self.maker = {v: i for i in self.alive for v in self.eqns[i].outvars}
         self.readers: dict[Any, list[int]] = {}
         for i in self.alive:
@@ -46,7 +39,7 @@ class Readers:
     @cached_property
     def of_one_run(self) -> set[int]:
         """The equations that may not run again, because decisions depend on their very results."""
-        return decisions(self.eqns).once(backward_equations(self.eqns, self.loop_of, self.loops))
+        return decisions(self.eqns).once(backward_equations(self.eqns, self.loop_of, self.program.loops))
 
     def inner(self, v: jex.Var) -> bool:
         """Return whether a value may stay within a region."""

@@ -9,13 +9,14 @@ Invariant: the loops that come out have the carries and the order of those that 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 from .._program._inline import Inliner
-from ._flat_program import FlatProgram, with_eqns
+from ._flat_program import FlatProgram, with_eqns, within
 from ._inlined_loops import inline_loops
 from ._loop_closing import close_loops
 from ._program_readers import Readers
-from ._row_chunks import in_chunks
+from ._row_chunks import chunked
 from ._row_regions import Region, regions
 
 
@@ -29,14 +30,11 @@ def regions_in_loops(program: FlatProgram, inliner: Inliner, *, keeps_scores: bo
         return ()
     outside = {i for i, loop in enumerate(opened.loop_of) if loop < 0}
     found = regions(
-        _readers(opened), outside | opened.apart_from_rows(inliner.hints, keeps_scores=keeps_scores)
+        Readers(opened), outside | opened.apart_from_rows(inliner.hints, keeps_scores=keeps_scores)
     )
-    return tuple(replace(region, trips=_trips(opened, region.loop)) for region in found)
-
-
-def _trips(program: FlatProgram, loop: int) -> int:
-    """Return how often an iteration of a loop runs, those of loops around it included."""
-    return program.loops[loop].length * _trips(program, program.loops[loop].parent) if loop >= 0 else 1
+    around = (within(region.loop, opened.loops) for region in found)
+    trips = (prod(opened.loops[loop].length for loop in loops) for loops in around)
+    return tuple(replace(region, trips=count) for region, count in zip(found, trips, strict=True))
 
 
 def chunked_in_loops(
@@ -47,14 +45,10 @@ def chunked_in_loops(
     **Arguments:** `inliner` that made the program.
     """
     opened = inline_loops(program, inliner, inner=False)
-    closed, _, loop_of = in_chunks(_readers(opened), opened.closed, chosen)
+    cut = chunked(opened, chosen)
     made = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
-    eqns = close_loops(closed.jaxpr.eqns, loop_of, opened.loops)
+    eqns = close_loops(cut.eqns, cut.loop_of, opened.loops)
     places = [next((made[v] for v in eqn.outvars if v in made), -1) for eqn in eqns]
-    return opened.moved(with_eqns(closed, eqns), [-1] * len(eqns), [-1] * len(eqns), loops=()).anew(
+    return cut.moved(with_eqns(cut.closed, eqns), [-1] * len(eqns), [-1] * len(eqns), loops=()).anew(
         origin=tuple(program.origin[i] if i >= 0 else () for i in places)
     )
-
-
-def _readers(program: FlatProgram) -> Readers:
-    return Readers(program.closed, program.loop_of, program.loops)

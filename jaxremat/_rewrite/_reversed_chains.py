@@ -165,7 +165,6 @@ def chains_in_reverse(program: FlatProgram) -> FlatProgram:
             eqns += [_compat.as_backward(each, eqn, f"{_UNDONE}{count}") for each in block.eqns]
             count += 1
         sources += [-1] * (len(eqns) - len(sources))
-        invars = [a if _compat.is_literal(a) or not in_backward[i] else names.get(a, a) for a in eqn.invars]
-        eqns.append(eqn.replace(invars=invars))
+        eqns.append(_compat.renamed(eqn, names) if in_backward[i] else eqn)
         sources.append(i)
     return program.moved(with_eqns(program.closed, eqns), sources)

@@ -34,7 +34,8 @@ from .._program._primitives import (
     is_relabelling,
 )
 from .._program._splice import inlined
-from ._flat_program import alive, with_eqns
+from ._flat_program import FlatProgram, alive, with_eqns
+from ._loop_closing import without_unread
 from ._loop_inlining import append
 from ._program_readers import Readers
 from ._region_loops import Loop, handed_on, owners, schedule
@@ -45,24 +46,13 @@ NONE: Mapping[Any, str] = MappingProxyType({})
 
 
 def chunked(
-    closed: jex.ClosedJaxpr, chosen: Sequence[tuple[Region, int]], labels: Mapping[Any, str] = NONE
-) -> tuple[jex.ClosedJaxpr, list[int]]:
-    """Return the program with each of these regions in so many chunks; also for each equation its index before, -1 for
-    new ones.
+    before: FlatProgram, chosen: Sequence[tuple[Region, int]], labels: Mapping[Any, str] = NONE
+) -> FlatProgram:
+    """Return the program with each of these regions in so many chunks.
 
     **Arguments:** `labels` the user's `checkpoint_name`s by variable.
     """
-    made, sources, _ = in_chunks(Readers(closed), closed, chosen, labels)
-    return made, sources
-
-
-def in_chunks(
-    program: Readers,
-    closed: jex.ClosedJaxpr,
-    chosen: Sequence[tuple[Region, int]],
-    labels: Mapping[Any, str] = NONE,
-) -> tuple[jex.ClosedJaxpr, list[int], list[int]]:
-    """Return what `chunked` does, of a program of which it is known who reads what, and for each equation its loop."""
+    program = Readers(before)
     all_loops = [loop for region, _ in chosen for loop in region.loops]
     of_loops = [each for each in chosen for _ in each[0].loops]
     loops = [_Chunks(program, all_loops, number, *each, labels) for number, each in enumerate(of_loops)]
@@ -78,9 +68,9 @@ def in_chunks(
             eqns += made
             origin += [-1] * len(made) if i < 0 else [i]
             loop_of += [loops[~i].loop if i < 0 else program.loop_of[i]] * len(made)
-    needed = alive(with_eqns(closed, eqns))  # not what chunks alone read, and make again
+    needed = alive(with_eqns(before.closed, eqns))  # not what chunks alone read, and make again
     eqns, origin, loop_of = (list(compress(each, needed)) for each in (eqns, origin, loop_of))
-    return with_eqns(closed, eqns), origin, loop_of
+    return before.moved(with_eqns(before.closed, eqns), origin, loop_of)
 
 
 class _Chunks:
@@ -247,8 +237,7 @@ class _Chunks:
             env[a] = operand if d is None else self._part(eqns, operand, index, d, a)
         for eqn in (self.program.eqns[i] for i in self.turned):
             env[eqn.outvars[0]] = made = _compat.new_var(eqn.outvars[0].aval)
-            invars = [a if _compat.is_literal(a) else env.get(a, a) for a in eqn.invars]
-            eqns.append(eqn.replace(invars=invars, outvars=[made]))
+            eqns.append(_compat.renamed(eqn, env).replace(outvars=[made]))
         for i, rule in self.rules.items():
             eqn = self.program.eqns[i]
             invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
@@ -267,7 +256,10 @@ class _Chunks:
                 eqns.append(_compat.name_eqn(env[v], made, name, eqn.source_info))
         results = [self._added(eqns, v, so_far[v], env[v], index) for v in self.leaves]
         made = _compat.new_jaxpr((), (), [index, *state, *operands], results, eqns)
-        return made if self.opens else settled(_without_unread(made))
+        if self.opens:
+            return made
+        # A loop of one pass alone does not read all that scans make.
+        return settled(with_eqns(made, without_unread(eqns, results, {"scan"})))
 
     def _aval(self, v: jex.Var, dimension: int | None, params: Mapping[str, Any]) -> Any:
         if dimension is None:
@@ -312,18 +304,6 @@ class _Chunks:
 
     def _reader(self, v: jex.Var) -> Any:
         return next(self.program.eqns[i] for i in self.program.readers[v] if i in self.rules)
-
-
-def _without_unread(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Return the body without results of scans that a loop of one pass alone does not read."""
-    read = {a for e in closed.jaxpr.eqns for a in _compat.variables(e.invars)}
-    read.update(_compat.variables(closed.jaxpr.outvars))
-    eqns = [
-        _compat.with_results(eqn, wanted) if eqn.primitive.name == "scan" and not all(wanted) else eqn
-        for eqn in closed.jaxpr.eqns
-        for wanted in ([v in read for v in eqn.outvars],)
-    ]
-    return with_eqns(closed, eqns)
 
 
 def _moves(eqn: jex.JaxprEqn) -> bool:

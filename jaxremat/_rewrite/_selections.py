@@ -17,6 +17,7 @@ from jax import lax
 
 from .._program import _compat
 from .._program._primitives import is_pointwise
+from .._program._splice import needed
 from ._cotangent_chains import in_memory
 from ._decisions import decisions
 from ._flat_program import with_eqns
@@ -57,7 +58,7 @@ def marked(closed: jex.ClosedJaxpr, alive: Sequence[bool]) -> jex.ClosedJaxpr:
     **Arguments:** `alive` of each equation whether anything needs it.
     """
     direct = compared_directly(closed)
-    made = _made_twice(direct.jaxpr.eqns, alive)
+    made = _made_twice(direct.jaxpr.eqns, [i for i, is_so in enumerate(alive) if is_so])
     return with_eqns(
         direct, [_compat.in_scope(e, _SCOPE) if i in made else e for i, e in enumerate(direct.jaxpr.eqns)]
     )
@@ -71,22 +72,13 @@ def is_marked(eqn: jex.JaxprEqn) -> bool:
 def settled(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """Return the equations of a body that is compiled as it stands, where what both are of passes a barrier."""
     direct = compared_directly(closed)
-    made = _made_twice(direct.jaxpr.eqns, _alive(direct.jaxpr))
+    made = _made_twice(direct.jaxpr.eqns, needed(direct.jaxpr.eqns, direct.jaxpr.outvars))
     parts = (in_memory(e) if i in made else [e] for i, e in enumerate(direct.jaxpr.eqns))
     return with_eqns(direct, [eqn for part in parts for eqn in part])
 
 
-def _alive(jaxpr: jex.Jaxpr) -> list[bool]:
-    needed = set(_compat.variables(jaxpr.outvars))
-    found = []
-    for eqn in reversed(jaxpr.eqns):
-        found.append(bool(eqn.effects) or not needed.isdisjoint(eqn.outvars))
-        if found[-1]:
-            needed.update(_compat.variables(eqn.invars))
-    return found[::-1]
-
-
-def _made_twice(eqns: Sequence[jex.JaxprEqn], alive: Sequence[bool]) -> set[int]:
+def _made_twice(eqns: Sequence[jex.JaxprEqn], alive: Sequence[int]) -> set[int]:
     """Return the equations that compilers repeat in a kernel that selects and in one that compares."""
-    shared = {j for i, own in decisions(eqns).compared.items() if alive[i] for j in own}
+    live = set(alive)
+    shared = {j for i, own in decisions(eqns).compared.items() if i in live for j in own}
     return {i for i in shared if is_pointwise(eqns[i]) and len(eqns[i].outvars) == 1}

@@ -25,7 +25,7 @@ from .._program._primitives import (
     runs_once,
 )
 from .._runtime._mechanisms import mechanism
-from ._flat_program import Loop
+from ._flat_program import Loop, within
 
 GROWTH = 8
 """An array grows out of little if what it is made of has at most this part of its bytes."""
@@ -176,10 +176,7 @@ def _around(made: Mapping[Any, _Made], atom: Atom, loop: int, loops: Sequence[Lo
     """Return whether a variable of these is made in the body around a loop, or further out."""
     if _compat.is_literal(atom) or atom not in made:
         return False
-    outside, parent = made[atom].loop, loops[loop].parent
-    while parent not in (outside, -1):
-        parent = loops[parent].parent
-    return parent == outside
+    return made[atom].loop in (*within(loop, loops)[1:], -1)
 
 
 def _in_memory(eqn: jex.JaxprEqn) -> bool:

@@ -21,7 +21,7 @@ from .._program import _compat
 from .._program._compat import shaped
 from .._program._flops import array_nbytes, eqn_flops
 from .._program._primitives import is_backward, is_contraction, is_fetch, is_put
-from ._flat_program import Loop
+from ._flat_program import Loop, within
 
 INTENSITY = 8000.0
 """Floating-point operations that a device does while one byte goes over its link: half of an H100's bfloat16 peak at 64
@@ -107,7 +107,7 @@ def streamed(
     work = [0.0] * len(order)
     for p, i in enumerate(order):
         if p not in coming and p not in leaving:
-            trips = math.prod(loops[loop].length for loop in _loops_of(loop_of[i], loops))
+            trips = math.prod(loops[loop].length for loop in within(loop_of[i], loops))
             work[p] = trips * eqn_flops(eqns[p])
     clock = [0.0, *accumulate(work)]  # what is done before each place
 
@@ -161,14 +161,6 @@ def _in_turn(copies: Iterable[_Copy], outermost: Callable[..., int]) -> tuple[li
 
 def _outside_loops(loop_of: Sequence[int], loops: Sequence[Loop]) -> list[int]:
     """Return for each place the last of the outermost loop that it is in, or itself where it is in none."""
-    outermost = [(_loops_of(loop, loops) or [-1])[-1] for loop in loop_of]
+    outermost = [(within(loop, loops) or [-1])[-1] for loop in loop_of]
     last = {loop: p for p, loop in enumerate(outermost)}
     return [p if loop < 0 else last[loop] for p, loop in enumerate(outermost)]
-
-
-def _loops_of(loop: int, loops: Sequence[Loop]) -> list[int]:
-    found = []
-    while loop >= 0:
-        found.append(loop)
-        loop = loops[loop].parent
-    return found

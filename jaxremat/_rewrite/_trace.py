@@ -23,14 +23,13 @@ from .._program import _compat
 from .._program._hints import Hint, hidden
 from .._program._inline import Inliner
 from .._program._primitives import inner_eqns
-from .._program._references import References, of_values
+from .._program._references import of_values
 from .._runtime._errors import warn
 from .._runtime._garbage import uncollected
-from ._flat_program import BACKWARD, FORWARD, Encoded, FlatProgram, Gain, Loop
+from ._flat_program import BACKWARD, FORWARD, FlatProgram, Loop
 from ._gathered_operands import Gather
 from ._passes import FORM_PASSES, MERGING_PASSES, PLAIN_PASSES, Sites, Task, find_sites, pair_forms, run
 from ._reversed_chains import block_of
-from ._row_regions import Region
 from ._shard_map_body import Around
 from ._source import Source
 
@@ -102,44 +101,9 @@ class Traced:
         return self.program.loops
 
     @property
-    def encoded(self) -> tuple[Encoded, ...]:
-        """The values that have copies in fewer bits."""
-        return self.program.encoded
-
-    @property
-    def masked(self) -> Mapping[int, Any]:
-        """By equation the operand of masks that read a result in its place."""
-        return self.program.masked
-
-    @property
     def over(self) -> frozenset[Any]:
         """The arguments that loops write over."""
         return frozenset(self.program.over.values())
-
-    @property
-    def gains(self) -> tuple[Gain, ...]:
-        """What absorbing updates saves in each pair of scans."""
-        return self.program.gains
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The iterations of each pair of scans outside of other loops."""
-        return self.sites.lengths
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The user's line of each of these pairs."""
-        return self.sites.sources
-
-    @property
-    def cuttable(self) -> tuple[bool, ...]:
-        """Whether each of these pairs may be with nested checkpointing."""
-        return self.sites.cuttable
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """What may be done in chunks of rows."""
-        return self.sites.regions
 
     @property
     def row_places(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
@@ -155,39 +119,14 @@ class Traced:
         return self.source.closed
 
     @property
-    def in_tree(self) -> Any:
-        """The structure of `(args, kwargs)` without static arguments."""
-        return self.source.in_tree
-
-    @property
-    def out_tree(self) -> Any:
-        """The structure of the result."""
-        return self.source.out_tree
-
-    @property
     def donated(self) -> tuple[bool, ...]:
         """Whether each flat argument is donated."""
         return self.source.donated or (False,) * len(self.closed.jaxpr.invars)
 
     @property
-    def devices(self) -> int:
-        """How many devices the step is on."""
-        return self.source.devices
-
-    @property
     def around(self) -> Around | None:
         """What is around the program of one device, see `Source`."""
         return self.source.around
-
-    @property
-    def references(self) -> References | None:
-        """References that the step has from outside."""
-        return self.source.references
-
-    @property
-    def attention_places(self) -> Mapping[Pattern, Places] | None:
-        """On several devices, where attention may be done without its scores."""
-        return self.source.attention_places
 
     def step(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         """Return the whole program that a flat one of this step is, or is the body of."""
@@ -203,7 +142,7 @@ class Traced:
 
     def named(self, form: Variant) -> Variant:
         """Return the form, with names for its sites where it has none, see `Variant.unnamed`."""
-        return form.named(len(self.lengths), len(self.regions))
+        return form.named(len(self.sites.lengths), len(self.sites.regions))
 
     def gathered(self, gathers: tuple[Gather, ...], devices: int) -> "Traced":
         """Return the same step on several devices, with the gathering of operands in equations of its own, by index in
@@ -216,7 +155,7 @@ class Traced:
 
     def with_regions_on_devices(self, parts: Sequence[int], share: float) -> "Traced":
         """Return the same step, of whose regions the rows lie in so many parts, see `Region.on_devices`."""
-        laid = (region.on_devices(n, share) for region, n in zip(self.regions, parts, strict=True))
+        laid = (region.on_devices(n, share) for region, n in zip(self.sites.regions, parts, strict=True))
         sites = replace(self.sites, regions=tuple(laid))
         return replace(self, merged=replace(self.merged, sites=sites))
 
@@ -234,14 +173,14 @@ class Traced:
     def microbatches(self) -> int:
         """How many of these most of the step is done in, 0 where it is done at once."""
         chunks = self.form.settings(ROWS).items()
-        return next((count for site, (count,) in chunks if self.regions[site].whole), 0)
+        return next((count for site, (count,) in chunks if self.sites.regions[site].whole), 0)
 
     @property
     def rows(self) -> list[tuple[int, str, bool, bool]]:
         """Of each region how many rows there are, the user's line, whether it is most of the step, and whether some of
         it is done twice in chunks.
         """
-        return [(each.rows, each.source, each.whole, bool(each.repeated)) for each in self.regions]
+        return [(each.rows, each.source, each.whole, bool(each.repeated)) for each in self.sites.regions]
 
     @property
     def inner(self) -> list[tuple[int, str]]:

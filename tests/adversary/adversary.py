@@ -128,9 +128,9 @@ def draw_form(rng: random.Random, traced: Traced) -> Variant:
             able += [(a, b) for a in (2, 3) for b in (2, 3) if a * b <= length and length - a * b != 1]
         return rng.choice(able)
 
-    pairs = zip(traced.lengths, traced.cuttable, strict=True)
+    pairs = zip(traced.sites.lengths, traced.sites.cuttable, strict=True)
     own = [levels(n) if able and rng.random() < 0.7 else () for n, able in pairs]
-    chunks = [(rng.choice(r.choices),) if rng.random() < 0.5 else () for r in traced.regions]
+    chunks = [(rng.choice(r.choices),) if rng.random() < 0.5 else () for r in traced.sites.regions]
     sites = [(LOOP, i, levels) for i, levels in enumerate(own)] + [
         (ROW_FORMS, i, n) for i, n in enumerate(chunks)
     ]
@@ -228,7 +228,7 @@ def check_emitted(step: Step, seed: int, count: int = EMITTED) -> Iterator[Found
     shaken_judge = Judge(shaken, tuple(args))
 
     for i in range(count):
-        said = f"{traced.lengths} loops"
+        said = f"{traced.sites.lengths} loops"
         try:
             if i % 2 == 0:
                 drawn_form = draw_form(rng, traced)

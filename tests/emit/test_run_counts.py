@@ -134,10 +134,12 @@ def make_args() -> tuple[jax.Array, jax.Array]:
 
 def forms(traced: Traced) -> list[Variant]:
     """Each form that sites of the step may take, alone."""
-    pairs = [Variant.of(Choice(LOOP, pair, (2, 2))) for pair, able in enumerate(traced.cuttable) if able]
+    pairs = [
+        Variant.of(Choice(LOOP, pair, (2, 2))) for pair, able in enumerate(traced.sites.cuttable) if able
+    ]
     rows = [
-        of_chunks(*(region.choices[0] * (each == site) for each in range(len(traced.regions))))
-        for site, region in enumerate(traced.regions)
+        of_chunks(*(region.choices[0] * (each == site) for each in range(len(traced.sites.regions))))
+        for site, region in enumerate(traced.sites.regions)
     ]
     return [
         Variant(),

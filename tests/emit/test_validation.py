@@ -91,7 +91,7 @@ IN_CHUNKS = {
 @pytest.mark.parametrize("name", PARTS)
 def test_loops_in_parts_and_levels_are_proved(name: str) -> None:
     found = traced(CASES[name])
-    form = found.in_form(of_levels(*[PARTS[name]] * len(found.lengths)))
+    form = found.in_form(of_levels(*[PARTS[name]] * len(found.sites.lengths)))
     for graph, saved in schedules(form):
         assert validated(form, emit(form, graph, close_over_dependencies(graph, saved))) == ()
 
@@ -106,7 +106,7 @@ LAST_APART = (
 @pytest.mark.parametrize("name", LAST_APART)
 def test_loops_with_their_last_iteration_apart_are_proved(name: str) -> None:
     found = traced(CASES[name])
-    form = found.in_form(of_levels(*((length - 1,) for length in found.lengths)))
+    form = found.in_form(of_levels(*((length - 1,) for length in found.sites.lengths)))
     for graph, saved in schedules(form):
         assert validated(form, emit(form, graph, close_over_dependencies(graph, saved))) == ()
 
@@ -115,7 +115,7 @@ def test_loops_with_their_last_iteration_apart_are_proved(name: str) -> None:
 def test_work_in_chunks_is_proved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_row_regions, "LEAST_NBYTES", 1)
     found, site = traced(CASES[name.removesuffix(", whole")]), IN_CHUNKS[name]
-    for count in {found.regions[site].choices[0], found.regions[site].choices[-1]}:
+    for count in {found.sites.regions[site].choices[0], found.sites.regions[site].choices[-1]}:
         form = found.in_form(of_chunks(*[0] * site, count))
         graph = lower(form, DEVICE, base_nbytes=0)
         for saved in ((), tuple(graph.residuals)):
@@ -282,7 +282,7 @@ def test_one_wrong_equation_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
     if name.endswith(("apart", "chunks")):
         monkeypatch.setattr(_validation, "names", lambda form: ())  # what is not proved is an error
     if name.endswith("apart"):
-        found = found.in_form(of_levels(*((length - 1,) for length in found.lengths)))
+        found = found.in_form(of_levels(*((length - 1,) for length in found.sites.lengths)))
     if name.endswith("chunks"):
         found = found.in_form(of_chunks(4))
     refused = 0

@@ -66,7 +66,7 @@ def test_what_a_gpus_compiler_refuses_is_planned() -> None:
 
 
 def test_bytes_beyond_32_bits_divide_into_regions() -> None:
-    assert trace(jax.jit(train_step), LONG, {}, keeps_scores=True).regions
+    assert trace(jax.jit(train_step), LONG, {}, keeps_scores=True).sites.regions
 
 
 Refused = list[str]

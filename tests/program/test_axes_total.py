@@ -3,8 +3,9 @@
 import subprocess
 import sys
 
+from opaque_primitives import BODIES, OPAQUE
+
 from jaxremat._program._axes import RULES
-from jaxremat._program._axes_opaque import BODIES, OPAQUE
 
 MODULES = (
     "jax.nn", "jax.numpy.linalg", "jax.scipy.linalg", "jax.scipy.special", "jax.random", "jax.checkpoint_policies",

@@ -95,7 +95,7 @@ def test_what_references_hold_is_the_plain_steps(net: Net) -> None:
     step, ref, own = make_step(net), make_ref(), make_ref()
     plain = jax.jit(step, compiler_options=OPTIONS)
     traced = trace(plain, (WS, X, ref), {})
-    assert not traced.closed.effects and traced.references is not None
+    assert not traced.closed.effects and traced.source.references is not None
     graph = lower(traced, detect(jax.devices()[0]), base_nbytes=0)
     closed = emit(traced, graph, all_dropped(graph))
     program = Program(step, compiler_options=tuple(OPTIONS.items()))

@@ -54,7 +54,7 @@ def step_of(tx: optax.GradientTransformation) -> tuple[Step, Any]:
 def absorbing(step: Step, args: Any, donate: Any = 0) -> tuple[Traced, Traced]:
     """The step as it is, and with each of its loops in one level."""
     found = trace(jax.jit(step, donate_argnums=donate), args, {})
-    return found, found.in_form(of_levels(*((length,) for length in found.lengths)))
+    return found, found.in_form(of_levels(*((length,) for length in found.sites.lengths)))
 
 
 def between(closed: Any) -> list[tuple[int, ...]]:
@@ -70,7 +70,7 @@ def check(step: Step, args: Any, donate: Any = 0, saved: Sequence[str] = ()) -> 
     want = jax.jit(step)(*args)
     planned = emitted(inside, saved)
     got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
-    assert_same(want, jax.tree.unflatten(inside.out_tree, got))
+    assert_same(want, jax.tree.unflatten(inside.source.out_tree, got))
     return planned
 
 
@@ -91,7 +91,7 @@ OPTIMIZERS = {
 def test_no_stack_of_gradients_is_left(name: str) -> None:
     step, args = step_of(OPTIMIZERS[name])
     found, _ = absorbing(step, args)
-    (gain,) = found.gains
+    (gain,) = found.program.gains
     assert gain.fewer_nbytes == STACK_NBYTES
     assert gain.written_nbytes % STACK_NBYTES == 0
     assert len(between(emitted(found, []))) == 2
@@ -230,7 +230,7 @@ UNMOVED = {
 def test_what_needs_more_than_a_row_stays(name: str) -> None:
     step, args = UNMOVED[name]
     found, inside = absorbing(step, args)
-    assert found.gains == (Gain(0, 0),)
+    assert found.program.gains == (Gain(0, 0),)
     assert len(inside.jaxpr.eqns) == len(found.jaxpr.eqns)
 
 
@@ -257,7 +257,7 @@ def test_two_loops_with_the_same_weights() -> None:
 
     args = (_stacked(), _batch())
     found, _ = absorbing(step, args)
-    assert sorted(bool(gain.fewer_nbytes) for gain in found.gains) == [False, True]
+    assert sorted(bool(gain.fewer_nbytes) for gain in found.program.gains) == [False, True]
     check(step, args)
 
 
@@ -274,7 +274,7 @@ def test_levels_write_over_the_same_arrays(levels: tuple[int, ...]) -> None:
     cut = trace(jax.jit(step, donate_argnums=0), args, {}).in_form(of_levels(levels))
     planned = emitted(cut, [])
     got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
-    assert_same(jax.jit(step)(*args), jax.tree.unflatten(cut.out_tree, got))
+    assert_same(jax.jit(step)(*args), jax.tree.unflatten(cut.source.out_tree, got))
     assert not [eqn for eqn in planned.jaxpr.eqns if eqn.primitive.name != "scan" and len(_shape(eqn)) > 2]
     leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.tree.leaves(args)]
     donated = tuple(range(len(jax.tree.leaves(args[0]))))

@@ -57,7 +57,7 @@ def test_any_order_gives_the_same(drawn: tuple[Any, Any]) -> None:
     (eqn,) = closed.jaxpr.eqns
     if not is_transposed_convolution(eqn):
         return
-    other = canonical(eqn)
+    other = jax.make_jaxpr(canonical(eqn))(*args)
     (found,) = jex.jaxpr_as_fun(other)(*args)
     np.testing.assert_allclose(found, fn(*args), rtol=1e-5, atol=1e-5)
     (inner,) = (e for e in other.jaxpr.eqns if e.primitive.name == "conv_general_dilated")

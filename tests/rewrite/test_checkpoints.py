@@ -123,7 +123,7 @@ def test_undone_regions_compute_the_same(name: str) -> None:
     args = case.make_args()
     want = jax.jit(case.step)(*args)
     run = jax.jit(jex.jaxpr_as_fun(runnable(found)))
-    got = jax.tree.unflatten(found.out_tree, run(*jax.tree.leaves(args)))
+    got = jax.tree.unflatten(found.source.out_tree, run(*jax.tree.leaves(args)))
     assert_same(want, got)
 
 

@@ -16,6 +16,7 @@ from test_random_programs import Net, nets
 import jaxremat
 from jaxremat._compiler._program import Program, device_count
 from jaxremat._program._primitives import is_in_chunks
+from jaxremat._rewrite._flat_program import FlatProgram
 from jaxremat._rewrite._kernel_choice import equivalence
 from jaxremat._rewrite._program_readers import Readers
 from jaxremat._rewrite._row_chunks import chunked
@@ -103,23 +104,26 @@ def close(first: Any, second: Any, tolerance: float) -> None:
 def test_heads_fall_apart_into_rows(loss: str, tied: bool) -> None:
     step, args = step_of(LOSSES[loss], tied=tied), arguments()
     traced = trace(jax.jit(step), args, {})
-    region = traced.regions[0]
+    region = traced.sites.regions[0]
     assert region.choices == (2, 4, 8)
     assert region.inner_nbytes >= 4 * BATCH * LENGTH * WORDS * 2  # logits and their gradient at least
-    cut, origin = chunked(traced.flat, [(regions(Readers(traced.flat))[0], 4)])
+    flat = FlatProgram.of(traced.flat)
+    made = chunked(flat, [(regions(Readers(flat))[0], 4)])
+    cut, origin = made.closed, made.origin
     (call,) = (eqn for eqn in cut.jaxpr.eqns if is_in_chunks(eqn))
     jex.check_jaxpr(cut.jaxpr)
     assert len(origin) == len(cut.jaxpr.eqns)
     largest = max(v.aval.size for eqn in cut.jaxpr.eqns for v in eqn.outvars if v not in call.outvars)
     assert largest < BATCH * LENGTH * WORDS
-    flat = jax.tree.leaves(args)
-    close(jex.jaxpr_as_fun(traced.flat)(*flat), jax.jit(jex.jaxpr_as_fun(cut))(*flat), 1e-5)
+    leaves = jax.tree.leaves(args)
+    close(jex.jaxpr_as_fun(traced.flat)(*leaves), jax.jit(jex.jaxpr_as_fun(cut))(*leaves), 1e-5)
 
 
 def test_sums_over_chunks_lose_nothing_in_short_numbers() -> None:
     step, args = step_of(cross_entropy, jnp.bfloat16), arguments()
     traced = trace(jax.jit(step), args, {})
-    cut, _ = chunked(traced.flat, [(regions(Readers(traced.flat))[0], 8)])
+    flat = FlatProgram.of(traced.flat)
+    cut = chunked(flat, [(regions(Readers(flat))[0], 8)]).closed
     (call,) = (eqn for eqn in cut.jaxpr.eqns if is_in_chunks(eqn))
     outside = [v.aval.size for eqn in cut.jaxpr.eqns if eqn is not call for v in eqn.outvars]
     assert max(outside) < BATCH * LENGTH * WORDS  # also of the gradient that is made shorter
@@ -135,7 +139,7 @@ def normalised_by_all(logits: Any, labels: Any) -> Any:
 
 
 def test_what_waits_for_all_rows_is_done_in_two_loops() -> None:
-    found = trace(jax.jit(step_of(normalised_by_all)), arguments(), {}).regions
+    found = trace(jax.jit(step_of(normalised_by_all)), arguments(), {}).sites.regions
     assert [(region.whole, len(region.loops)) for region in found] == [(False, 2), (True, 2)]
 
 
@@ -151,7 +155,7 @@ def test_a_network_of_many_layers_alike_is_done_in_microbatches_or_not_at_all() 
 
     spec = jax.ShapeDtypeStruct
     args = [spec((256, 256), jnp.float32)] * 6, spec((4096, 256), jnp.float32)
-    assert [region.whole for region in trace(jax.jit(step), args, {}).regions] == [True]
+    assert [region.whole for region in trace(jax.jit(step), args, {}).sites.regions] == [True]
 
 
 def test_functions_that_are_differentiated_later_have_none() -> None:
@@ -230,7 +234,8 @@ def test_any_region_of_random_programs_computes_what_it_did(net: Net) -> None:
         return [p - g for p, g in zip(params, jax.grad(net.loss)(params, x), strict=True)]
 
     traced = trace(jax.jit(step), (params, x), {})
-    program = Readers(traced.flat)
+    flat = FlatProgram.of(traced.flat)
+    program = Readers(flat)
     found: dict[tuple[int, ...], Region] = {}
     for i in program.alive[::3]:
         for v in program.eqns[i].outvars:
@@ -240,6 +245,6 @@ def test_any_region_of_random_programs_computes_what_it_did(net: Net) -> None:
                     found.setdefault(tuple(region.rules), region)
     whole = equivalence(traced.flat)
     for region in sorted(found.values(), key=lambda region: -len(region.rules))[:2]:
-        cut, _ = chunked(traced.flat, [(region, region.choices[0])])
+        cut = chunked(flat, [(region, region.choices[0])]).closed
         jex.check_jaxpr(cut.jaxpr)
         assert whole.difference(cut) is None

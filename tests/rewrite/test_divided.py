@@ -78,7 +78,8 @@ def test_no_result_changes(name: str, part: int, count: int) -> None:
     case = LOOPS[name]
     found, args = traced(case), case.make_args()
     firsts = tuple(
-        parts_of(n, count) if able else () for n, able in zip(found.lengths, found.cuttable, strict=True)
+        parts_of(n, count) if able else ()
+        for n, able in zip(found.sites.lengths, found.sites.cuttable, strict=True)
     )
     cut = found.in_form(of_levels(*firsts))
     graph = lower(cut, CPU, base_nbytes=0)
@@ -87,7 +88,7 @@ def test_no_result_changes(name: str, part: int, count: int) -> None:
     ]
     planned = emit(cut, graph, close_over_dependencies(graph, chosen))
     got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
-    assert_same(jax.jit(case.step)(*args), jax.tree.unflatten(cut.out_tree, got))
+    assert_same(jax.jit(case.step)(*args), jax.tree.unflatten(cut.source.out_tree, got))
 
 
 WIDE, DEPTH, BATCH = 64, 5, 512  # too short for levels

@@ -104,7 +104,7 @@ def traced(layers: Callable[..., Any]) -> Traced:
 @pytest.mark.parametrize("levels", [(2, 4), (7,)], ids=str)
 def test_loops_draw_again_with_their_keys(layers: Callable[..., Any], levels: tuple[int, ...]) -> None:
     step = traced(layers)
-    assert step.cuttable == (True,)
+    assert step.sites.cuttable == (True,)
     form = step.in_form(of_levels(levels))
     graph: Graph = lower(form, DEVICE, base_nbytes=0)
     planned = emit(form, graph, close_over_dependencies(graph, ()))
@@ -114,7 +114,7 @@ def test_loops_draw_again_with_their_keys(layers: Callable[..., Any], levels: tu
 
 
 def test_what_the_device_draws_is_drawn_once() -> None:
-    assert traced(from_the_device).cuttable == (False,)
+    assert traced(from_the_device).sites.cuttable == (False,)
 
 
 def in_branches(draw: Callable[[Any, Any], Any]) -> Callable[..., Any]:

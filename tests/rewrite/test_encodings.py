@@ -93,7 +93,7 @@ def of_form(step: Any, args: Any, *codes: int) -> Any:
 def primitives(traced: Any, code: int) -> list[str]:
     """Of what makes the values that have copies of this kind."""
     maker = {v: eqn.primitive.name for eqn in traced.jaxpr.jaxpr.eqns for v in eqn.outvars}
-    return sorted(maker[each.whole] for each in traced.encoded if each.encoding == code)
+    return sorted(maker[each.whole] for each in traced.program.encoded if each.encoding == code)
 
 
 @pytest.mark.parametrize("scanned", [False, True])
@@ -111,23 +111,23 @@ def test_values_that_are_dear_to_make_again_have_copies(scanned: bool) -> None:
     assert made.count("scan_carry") == scanned
     assert "tanh" not in made
     assert "dot_general" in made
-    place = decoders(traced.jaxpr.jaxpr, traced.encoded)
+    place = decoders(traced.jaxpr.jaxpr, traced.program.encoded)
     eqns = traced.jaxpr.jaxpr.eqns
     assert [(eqns[i].outvars, eqns[j].outvars) for i, j in place.items()] == [
-        ([each.whole], [each.decoded]) for each in traced.encoded if not each.exact
+        ([each.whole], [each.decoded]) for each in traced.program.encoded if not each.exact
     ]
 
 
 @pytest.mark.parametrize("codes", [(1,), (2,), (3,), (1, 2)])
 def test_a_form_with_copies_is_a_program(codes: tuple[int, ...]) -> None:
     traced = of_form(jax.value_and_grad(loss), arguments(), *codes)
-    assert traced.encoded
+    assert traced.program.encoded
     _compat.check_jaxpr(traced.jaxpr)
 
 
 def test_small_values_have_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_encodings, "LARGE", 1.0)
-    assert not of_form(jax.value_and_grad(loss), arguments(), BF16.code).encoded
+    assert not of_form(jax.value_and_grad(loss), arguments(), BF16.code).program.encoded
 
 
 @settings(max_examples=10)
@@ -142,7 +142,7 @@ def test_bits_are_the_mask(shape: tuple[int, ...], seed: int) -> None:
 
 
 def masks(traced: Any) -> list[Any]:
-    return [each for each in traced.encoded if each.encoding == MASK.code]
+    return [each for each in traced.program.encoded if each.encoding == MASK.code]
 
 
 def readers(traced: Any, variable: Any) -> list[str]:
@@ -212,4 +212,4 @@ def test_scalars_that_contractions_make_have_no_scaled_copies(code: int) -> None
 
     form = Variant.of_rule(COPIES, {0: (code,)})
     found = trace(jax.jit(step), (jnp.ones(3), jnp.ones(3)), {}).in_form(form)
-    assert all(each.whole.aval.ndim for each in found.encoded)
+    assert all(each.whole.aval.ndim for each in found.program.encoded)

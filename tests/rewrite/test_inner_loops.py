@@ -125,7 +125,7 @@ def test_results_are_the_same_whatever_is_saved(name: str) -> None:
     want = jax.jit(case.step)(*args)
     for closed in (runnable(opened), emitted(opened, []), emitted(opened, ["dot_general", "tanh"])):
         got = jax.jit(jex.jaxpr_as_fun(closed))(*jax.tree.leaves(args))
-        assert_same(want, jax.tree.unflatten(opened.out_tree, got))
+        assert_same(want, jax.tree.unflatten(opened.source.out_tree, got))
 
 
 def test_what_the_inner_loop_reads_is_recomputed_in_the_loop_around() -> None:

@@ -127,4 +127,4 @@ def test_the_peak_is_that_of_one_stage(planned: Any) -> None:
     compiled = jitted.lower(*leaves).compile()
     predicted = simulate(graph, close_over_dependencies(graph, ())).peak_nbytes
     assert MemoryStats.of(compiled).temporaries_nbytes < 1.06 * predicted
-    assert_same(jax.jit(step)(*args), jax.tree.unflatten(found.out_tree, jitted(*leaves)))
+    assert_same(jax.jit(step)(*args), jax.tree.unflatten(found.source.out_tree, jitted(*leaves)))

@@ -92,7 +92,7 @@ def test_closing_gives_the_program_back(name: str) -> None:
     assert sorted(loop.role for loop in found.loops) == sorted(ROLES.get(name, PAIR))
     want = jax.jit(case.step)(*args)
     got = jax.jit(jex.jaxpr_as_fun(runnable(found)))(*jax.tree.leaves(args))
-    assert_same(want, jax.tree.unflatten(found.out_tree, got))
+    assert_same(want, jax.tree.unflatten(found.source.out_tree, got))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def in_levels(found: Traced, levels: tuple[int, ...]) -> tuple[Traced, jex.Close
 def test_two_levels() -> None:
     """A carry per segment and one per layer of a segment, instead of one per layer."""
     found = traced(LOOPS["layers"])
-    assert found.lengths == (LAYERS,)
+    assert found.sites.lengths == (LAYERS,)
     two, planned = in_levels(found, (2, 3))
     assert [loop.role for loop in two.loops] == [UNPAIRED, *PAIR]
     assert stacked(planned) == [(2, ROWS, WIDTH)]
@@ -273,11 +273,11 @@ LEVELS = {
 def test_levels_change_no_result(name: str) -> None:
     case = LOOPS[name]
     found, args = traced(case), case.make_args()
-    cut = found.in_form(of_levels(*(LEVELS[name],) * len(found.lengths)))
+    cut = found.in_form(of_levels(*(LEVELS[name],) * len(found.sites.lengths)))
     planned = emitted(cut, ["dot_general"])
     want = jax.jit(case.step)(*args)
     got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
-    assert_same(want, jax.tree.unflatten(cut.out_tree, got))
+    assert_same(want, jax.tree.unflatten(cut.source.out_tree, got))
 
 
 def test_large_gradients_begin_behind_the_fence() -> None:

@@ -130,7 +130,7 @@ def standardised(x: Any) -> Any:
 def test_which_masks_and_equal_gradients(function: Any, count: int, dtype: Any) -> None:
     step, given = net(function), args(dtype)
     found = traced(step, given)
-    assert len(found.masked) == count * (LAYERS - 1)  # what the last layer makes no product reads
+    assert len(found.program.masked) == count * (LAYERS - 1)  # what the last layer makes no product reads
     weights, x = given
     x = x.at[:13].set(jnp.asarray(SPECIAL, dtype)[:, None])
     flat = jax.tree.leaves((weights, x))
@@ -141,13 +141,15 @@ def test_which_masks_and_equal_gradients(function: Any, count: int, dtype: Any) 
 
 def test_not_where_all_is_kept_anyway() -> None:
     """Normalisation wants the product itself; a square wants the result, but as part of a kernel."""
-    assert not traced(net(jax.nn.relu, standardised)).masked
-    assert not traced(lambda ws, x: jax.grad(lambda ws: (jax.nn.relu(x @ ws[0][0]) ** 2).sum())(ws)).masked
+    assert not traced(net(jax.nn.relu, standardised)).program.masked
+    assert not traced(
+        lambda ws, x: jax.grad(lambda ws: (jax.nn.relu(x @ ws[0][0]) ** 2).sum())(ws)
+    ).program.masked
 
 
 def test_copies_in_fewer_bits_are_of_what_masks_read() -> None:
     found = traced(net(jax.nn.relu))
-    assert not found.in_form(Variant.of_rule(COPIES, {0: (1,)})).masked
+    assert not found.in_form(Variant.of_rule(COPIES, {0: (1,)})).program.masked
 
 
 def test_programs_are_told_apart_as_before() -> None:
@@ -155,7 +157,7 @@ def test_programs_are_told_apart_as_before() -> None:
     found = traced(step)
     with without("masks"):
         before = traced(step)
-    assert found.masked and not before.masked
+    assert found.program.masked and not before.program.masked
     assert fingerprint(found) == fingerprint(before)
     assert fingerprint(found) != fingerprint(traced(net(jax.nn.relu6)))
 
@@ -202,7 +204,7 @@ def accumulated(weights: Any, x: Any) -> Any:
 def test_loops(step: Any) -> None:
     weights, x = args()
     given = jnp.stack([w for w, _ in weights]), jnp.tile(x, (8, 1))
-    assert traced(step, given).masked
+    assert traced(step, given).program.masked
     memory = jaxremat.memory(step, *given, donate_argnums=0)
     budget = memory.base_nbytes + int(0.6 * memory.temporaries_nbytes)
     planned = jaxremat.optimize(budget, donate_argnums=0)(step)

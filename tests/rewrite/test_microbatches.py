@@ -175,7 +175,7 @@ def cases() -> dict[str, Case]:
 
 
 def in_microbatches(found: Traced, count: int) -> Traced:
-    return found.in_form(of_chunks(*(count * region.whole for region in found.regions)))
+    return found.in_form(of_chunks(*(count * region.whole for region in found.sites.regions)))
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -185,7 +185,7 @@ def test_microbatches_give_what_the_batch_gives(name: str, count: int) -> None:
     loss, params, batch = cases()[name]
     step = descent(loss)
     found = trace(jax.jit(step), (params, *batch), {})
-    (region,) = (region for region in found.regions if region.whole)
+    (region,) = (region for region in found.sites.regions if region.whole)
     assert region.rows == BATCH and count in region.choices
     divided = in_microbatches(found, count)
     assert divided.microbatches == count and divided.loops[0].length == count
@@ -275,7 +275,7 @@ def test_where_examples_see_one_another_a_part_is_done_twice(name: str, count: i
     loss, params, batch = coupled()[name]
     step = descent(loss)
     found = trace(jax.jit(step), (params, *batch), {})
-    (region,) = (region for region in found.regions if region.whole)
+    (region,) = (region for region in found.sites.regions if region.whole)
     assert count in region.choices and len(region.loops) > 1
     products = {"dot_general", "scan"}
     again = [eqn for eqn in region.repeated if eqn.primitive.name in products]
@@ -302,7 +302,7 @@ def test_what_one_loop_hands_to_another_is_made_in_the_first(way: str, parts: tu
     """Also where it is a mere view, which a loop may do itself if nothing else does."""
     step = step_of(way, parts)
     found = trace(jax.jit(step.fn), step.args, {})
-    (region,) = (region for region in found.regions if region.whole)
+    (region,) = (region for region in found.sites.regions if region.whole)
     assert len(region.loops) > 1
     flat, want = jax.tree.leaves(step.args), jax.tree.leaves(jax.jit(step.fn)(*step.args))
     got = jex.jaxpr_as_fun(runnable(in_microbatches(found, region.choices[0])))(*flat)
@@ -315,13 +315,13 @@ def test_not_where_most_would_be_done_many_times() -> None:
     """Each batch normalisation waits for the whole batch twice."""
     args = weights(*PAIR * 4), normal(BATCH, LENGTH, D, seed=5)
     found = trace(jax.jit(descent(of_the_batch)), args, {})
-    assert not any(region.whole for region in found.regions)
+    assert not any(region.whole for region in found.sites.regions)
 
 
 @pytest.mark.usefixtures("_small")
 def test_a_step_without_a_backward_pass_has_none() -> None:
     found = trace(jax.jit(layers), (weights(*PAIR, *PAIR), normal(BATCH, LENGTH, D)), {})
-    assert not any(region.whole for region in found.regions)
+    assert not any(region.whole for region in found.sites.regions)
 
 
 def wide(rows: int = 512) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -425,7 +425,7 @@ def test_what_a_loop_makes_of_a_sum_must_be_linear(last: str) -> None:
 
     args = normal(LAYERS, D, D), normal(BATCH, LENGTH, D, seed=5)
     found = trace(jax.jit(step), args, {})
-    for region in found.regions:
+    for region in found.sites.regions:
         if region.whole:  # without that loop
             flat, divided = jax.tree.leaves(args), in_microbatches(found, 2)
             want = jax.tree.leaves(jax.jit(step)(*args))
@@ -442,9 +442,9 @@ def test_a_loop_may_be_in_microbatches_without_its_pair(way: str, parts: tuple[s
     """Which is no pair of loops then; places that it hands on are the same for all, and no sum over microbatches."""
     step = step_of(way, parts)
     found = trace(jax.jit(step.fn), step.args, {})
-    assert found.lengths
+    assert found.sites.lengths
     flat, want = jax.tree.leaves(step.args), jax.tree.leaves(jax.jit(step.fn)(*step.args))
-    for i, region in enumerate(found.regions):
+    for i, region in enumerate(found.sites.regions):
         if not region.choices:
             continue
         form = found.in_form(of_chunks(*(0,) * i, region.choices[0]))

@@ -85,7 +85,7 @@ def largest(eqns: list[jex.JaxprEqn]) -> int:
 def test_layers_that_mix_all_nodes_are_in_regions_of_their_own() -> None:
     args = arguments()
     traced = trace(jax.jit(step_of(unrolled)), args, {})
-    rows = [region for region in traced.regions if not region.whole]
+    rows = [region for region in traced.sites.regions if not region.whole]
     assert len(rows) > 1
     assert sum(len(region.loops) for region in rows) == 2 * LAYERS
     assert all(region.rows == NODES and region.repeated for region in rows)
@@ -99,14 +99,14 @@ def test_one_of_several_regions_may_be_in_chunks() -> None:
     args = arguments()
     traced = trace(jax.jit(step_of(unrolled)), args, {})
     eqns = check_same(traced, traced.in_form(of_chunks(0, 4)), args)
-    assert sum(map(is_in_chunks, eqns)) == len(traced.regions[1].loops)
+    assert sum(map(is_in_chunks, eqns)) == len(traced.sites.regions[1].loops)
 
 
 @pytest.mark.parametrize("levels", [(), (2, 2)])
 def test_bodies_of_loops_have_regions(levels: tuple[int, ...]) -> None:
     args = arguments()
     traced = trace(jax.jit(step_of(scanned)), args, {})
-    (region,) = traced.regions
+    (region,) = traced.sites.regions
     assert region.loop >= 0 and region.trips == LAYERS and len(region.loops) == 2
     changed = traced.in_form(of_chunks(8).also(Choice(LOOP, 0, levels)))
     eqns = check_same(traced, changed, args)
@@ -135,8 +135,8 @@ def test_gradient_accumulation_has_the_regions_of_its_body() -> None:
     xs = jnp.asarray(rng.normal(size=(3, 512, 16)), jnp.float32)
     args = params, xs, jnp.asarray(rng.integers(0, WORDS, (3, 512)))
     traced = trace(jax.jit(step), args, {})
-    (site,) = (i for i, region in enumerate(traced.regions) if region.loop >= 0)
-    assert traced.regions[site].trips == 3
+    (site,) = (i for i, region in enumerate(traced.sites.regions) if region.loop >= 0)
+    assert traced.sites.regions[site].trips == 3
     changed = traced.in_form(of_chunks(*(8 * (i == site) for i in range(site + 1))))
     eqns = check_same(traced, changed, args)
     assert largest(eqns) < 512 * WORDS
@@ -157,5 +157,5 @@ def test_scores_of_long_sequences_hide_no_other_regions() -> None:
     shapes = {"layers": (LAYERS, 3, width, width), "head": (width, words)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
-    (logits,) = trace(jax.jit(step_of(loss)), (params, x), {}).regions
+    (logits,) = trace(jax.jit(step_of(loss)), (params, x), {}).sites.regions
     assert (logits.rows, logits.loop) == (tokens, -1)

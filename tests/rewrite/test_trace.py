@@ -384,8 +384,8 @@ def test_structures_donation_and_static_arguments() -> None:
     state, batch = [normal(2), normal(3)], normal(4)
     found = trace(jitted, (state, batch, 3), {"scale": 2.0})
     assert found.donated == (True, True, False, False)
-    assert found.in_tree == jax.tree.structure(((state, batch), {"scale": 2.0}))
-    assert found.out_tree == jax.tree.structure({"loss": 0, "state": [0, 0]})
+    assert found.source.in_tree == jax.tree.structure(((state, batch), {"scale": 2.0}))
+    assert found.source.out_tree == jax.tree.structure({"loss": 0, "state": [0, 0]})
     again = trace(jitted, (*jax.eval_shape(lambda: (state, batch)), 3), {"scale": 2.0})
     assert str(again.jaxpr) == str(found.jaxpr)
 
