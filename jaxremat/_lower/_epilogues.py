@@ -15,15 +15,20 @@ from .._program._primitives import SUMS, is_light
 from .._runtime._mechanisms import mechanism
 
 
+def _readers(nodes: Sequence[Node]) -> dict[int, list[Node]]:
+    found: dict[int, list[Node]] = {}
+    for node in nodes:
+        for v in node.inputs:
+            found.setdefault(v, []).append(node)
+    return found
+
+
 @mechanism("sums in place of products", off=lambda *_: set())
 def written_sums(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node], values: Sequence[Value]) -> set[int]:
     """Return the values that are a matrix product and something of its size, where the product is read for that
     alone.
     """
-    readers: dict[int, list[Node]] = {}
-    for node in nodes:
-        for v in node.inputs:
-            readers.setdefault(v, []).append(node)
+    readers = _readers(nodes)
     products = (v for node in nodes if node.primitive == "dot_general" for v in node.outputs)
     return {v for made in products if (v := _sum_of(made, eqns, nodes, values, readers)) >= 0}
 
@@ -61,16 +66,13 @@ def sums_of_scattered(eqns: Sequence[jex.JaxprEqn], nodes: Sequence[Node]) -> di
     the other operand, and writes no zeros.
     """
     maker = {v: node.id for node in nodes for v in node.outputs}
-    readers: dict[int, list[int]] = {}
-    for node in nodes:
-        for v in node.inputs:
-            readers.setdefault(v, []).append(node.id)
+    readers = _readers(nodes)
     found: dict[int, int] = {}
     for node, eqn in zip(nodes, eqns, strict=True):
         if not eqn.primitive.name.startswith("scatter"):
             continue
         (made,), filled = node.outputs, maker.get(node.inputs[0], -1)
-        added = [n for n in readers.get(made, ()) if eqns[n].primitive.name in SUMS]
+        added = [n for n in readers.get(made, ()) if n.primitive in SUMS]
         if readers.get(made, ()) == added != [] and filled >= 0 and not nodes[filled].inputs:
-            found.update((made, v) for n in added[:1] for v in nodes[n].outputs)
+            found.update((made, v) for n in added[:1] for v in n.outputs)
     return found

@@ -164,17 +164,12 @@ class _Chunks:
         for v, const in zip(jaxpr.constvars, consts, strict=True):
             env[v] = _Whole(self.consts.setdefault(id(const), (_compat.new_var(v.aval), const))[0])
 
-        return followed(jaxpr, env, _Whole, self._results)
+        return followed(jaxpr, env, _Whole, self.body, self._results)
 
     def _results(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> Sequence[_Kind]:
-        eqn = _compat.without_hijax(eqn, derivatives=False)
-        name = eqn.primitive.name
-        if name in UNCHANGED or is_identity(eqn, eqn.invars):
-            return kinds
-        if (body := body_of(eqn)) is not None:
-            return self.body(body, kinds)
         if runs_once(eqn):
             raise OtherLoopError
+        name = eqn.primitive.name
         has = {type(kind) for kind in kinds}
         if name == "dynamic_slice" and _Index in has and not self._is_index(kinds[0]):
             return [self._read(eqn, kinds)]
@@ -570,16 +565,25 @@ def followed(
     jaxpr: jex.Jaxpr,
     known: dict[Any, T],
     literal: Callable[[Any], T],
+    body: Callable[[_compat.AnyJaxpr, list[T]], Sequence[T]],
     results: Callable[[jex.JaxprEqn, list[T]], Sequence[T]],
 ) -> list[T]:
     """Return what is said of a body's results, by what `results` says of each equation that these or effects need.
 
-    **Arguments:** `known` what is said of variables, which more is added to; `literal` says it of literals.
+    **Arguments:** `known` what is said of variables, which more is added to; `literal` says it of literals, `body` of
+    the results of a call's body.
     """
 
     def read(atom: Atom) -> T:
         return literal(atom) if _compat.is_literal(atom) else known[atom]
 
     for eqn in (jaxpr.eqns[i] for i in needed(jaxpr.eqns, jaxpr.outvars)):
-        known.update(zip(eqn.outvars, results(eqn, list(map(read, eqn.invars))), strict=True))
+        eqn, operands = _compat.without_hijax(eqn, derivatives=False), list(map(read, eqn.invars))
+        if eqn.primitive.name in UNCHANGED or is_identity(eqn, eqn.invars):
+            made = operands
+        elif (inner := body_of(eqn)) is not None:
+            made = body(inner, operands)
+        else:
+            made = results(eqn, operands)
+        known.update(zip(eqn.outvars, made, strict=True))
     return [read(a) for a in jaxpr.outvars]

@@ -24,8 +24,8 @@ from ._carries import Carries
 from ._chunk_loops import Places, followed, of_all_rows
 from ._compat import Atom, shaped
 from ._index_rules import grid, scalar
-from ._inline import body_of, index_on_every_platform, is_identity
-from ._operation_keys import KEYS, UNCHANGED
+from ._inline import index_on_every_platform
+from ._operation_keys import KEYS
 from ._primitives import PLACES, runs_once
 from ._recurrences import again, once_more
 from ._value_numbers import Type, Values, alone, constant, symbol_bit
@@ -109,15 +109,10 @@ class _Numbers:
         known = [self._constant(c, v) for c, v in zip(consts, jaxpr.constvars, strict=False)]
         env: dict[Any, int] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*known, *operands], strict=True))
 
-        return followed(jaxpr, env, self._literal, self._results)
+        return followed(jaxpr, env, self._literal, self._body, self._results)
 
     def _results(self, eqn: jex.JaxprEqn, operands: list[int]) -> Sequence[int]:
-        eqn = _compat.without_hijax(eqn, derivatives=False)
         name = eqn.primitive.name
-        if name in UNCHANGED or is_identity(eqn, eqn.invars):
-            return operands
-        if (body := body_of(eqn)) is not None:
-            return self._body(body, operands)
         if (own := _STRUCTURED.get(name)) is not None and (found := own(self, eqn, operands)) is not None:
             return found
         if (meant := self.expansion(eqn)) is not None:

@@ -33,7 +33,7 @@ from .._program._primitives import (
     is_placing,
     is_relabelling,
 )
-from .._program._splice import inlined
+from .._program._splice import inlined, typed
 from ._flat_program import FlatProgram, alive, with_eqns
 from ._loop_closing import without_unread
 from ._loop_inlining import append
@@ -171,11 +171,10 @@ class _Chunks:
             return self._run(*operands)
 
         run.__name__ = IN_CHUNKS
-        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=_weak(a)) for a in self.reads]
         call, place = (run, _compat.root_source(self.like)) if self.opens else (
             jax.jit(run), self.like.source_info
         )  # fmt: skip
-        made, _ = inlined(jax.make_jaxpr(call)(*types), self.reads, place, self.leaves)
+        made, _ = inlined(jax.make_jaxpr(call)(*map(typed, self.reads)), self.reads, place, self.leaves)
         return made
 
     def _run(self, *operands: Any) -> list[Any]:
@@ -312,7 +311,3 @@ def _moves(eqn: jex.JaxprEqn) -> bool:
 
 def _in_shape(a: jax.Array, shape: Sequence[int]) -> Any:
     return a if a.shape == tuple(shape) else lax.reshape(a, shape)
-
-
-def _weak(a: Atom) -> bool:
-    return bool(getattr(a.aval, "weak_type", False))
