@@ -29,7 +29,7 @@ def ask(cases: str, count: int = 2, ended: tuple[int, ...] = ()) -> list[list[di
             environment = {
                 **os.environ,
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+                "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}",
                 "PYTHONPATH": str(Path(__file__).parents[1]),
                 "JAXREMAT_CACHE": f"{folder}/{i}",
                 "JAXREMAT_PLAN_CACHE": "1",

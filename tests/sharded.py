@@ -74,7 +74,7 @@ def _started() -> tuple[subprocess.Popen[str], IO[str]]:
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
             "PYTHONPATH": str(Path(__file__).parents[1]),
         },
         stdin=subprocess.PIPE,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attentions import BATCH, FOUND, HEADS, LENGTH, SHORT, Attend, assert_close, attending, masked
+from evaluation import evaluated
 from test_trace import runnable
 
 from jaxremat._attention._operations import ATTENTION as ATTEND
@@ -36,8 +37,8 @@ def test_the_same_numbers(attend: Attend) -> None:
     assert axis != pattern.key
     assert count > 1
     assert pattern.sizes[axis] % count == 0
-    wanted = jax.jit(case.step)(*case.args)
-    found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(case.args))
+    wanted = evaluated(case.step)(*case.args)
+    found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(case.args))
     assert_close(found, jax.tree.leaves(wanted), 5e-2 if attend in SHORT else 2e-5)
 
 
@@ -64,8 +65,8 @@ def test_in_microbatches(rows: int) -> None:
     changed = plain.in_form(IN_PARTS.also(Choice(ROWS, site, (8 // rows,))))
     done = [eqn for eqn in changed.jaxpr.jaxpr.eqns if is_attention(eqn)]
     assert len(done) == 4
-    found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves((weights, x)))
-    assert_close(found, jax.tree.leaves(jax.jit(step)(weights, x)), 2e-5)
+    found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves((weights, x)))
+    assert_close(found, jax.tree.leaves(evaluated(step)(weights, x)), 2e-5)
 
 
 @pytest.mark.parametrize("attend", FOUND.values(), ids=FOUND)
@@ -98,8 +99,8 @@ def test_a_row_that_sees_nothing() -> None:
 
     case = attending(attend)
     changed = in_parts(case.step, *case.args)
-    wanted = jax.jit(case.step)(*case.args)
-    found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(case.args))
+    wanted = evaluated(case.step)(*case.args)
+    found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(case.args))
     for got, expected in zip(found, jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
     assert np.isnan(found[0]).all()
@@ -113,8 +114,8 @@ def test_under_checkpoints_of_the_users() -> None:
         case = attending(attend, layers=2, scanned=scanned)
         changed = in_parts(case.step, *case.args)
         assert sum(map(is_attention, changed.jaxpr.jaxpr.eqns)) == (2 if scanned else 4)
-        found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(case.args))
-        assert_close(found, jax.tree.leaves(jax.jit(case.step)(*case.args)), 2e-5)
+        found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(case.args))
+        assert_close(found, jax.tree.leaves(evaluated(case.step)(*case.args)), 2e-5)
 
 
 def test_several_examples_at_once() -> None:
@@ -125,7 +126,7 @@ def test_several_examples_at_once() -> None:
     leaves = [jnp.stack([a, 2 * a]) for a in jax.tree.leaves(case.args)]
     found = jax.jit(jax.vmap(run))(*leaves)
     for i in range(2):
-        assert_close([a[i] for a in found], jax.jit(run)(*(a[i] for a in leaves)), 1e-5)
+        assert_close([a[i] for a in found], evaluated(run)(*(a[i] for a in leaves)), 1e-5)
 
 
 def distilled(attend: Attend, *, scanned: bool) -> Any:
@@ -164,8 +165,8 @@ def test_where_nothing_differentiates_it(name: str, scanned: bool) -> None:
     assert [eqn.primitive for eqn in done] == [ATTEND] * (1 if scanned else 2)
     assert len(changed.attention) == len(done)
     assert any(attends(eqn) and not is_attention(eqn) for eqn in eqns) is scanned
-    found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(args))
-    assert_close(found, jax.tree.leaves(jax.jit(step)(*args)), 5e-2 if name == "bfloat16" else 2e-5)
+    found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(args))
+    assert_close(found, jax.tree.leaves(evaluated(step)(*args)), 5e-2 if name == "bfloat16" else 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +190,10 @@ def test_forward_passes_that_forms_run_by_themselves(choice: Choice) -> None:
     assert closed and all(map(attends, closed))
     inside = (v.aval for eqn in closed for inner in inner_eqns(eqn) for v in inner.outvars)
     assert all(a.shape.count(LENGTH) < 2 for a in inside if jnp.issubdtype(a.dtype, jnp.floating))
-    found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves((weights, x)))
+    found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves((weights, x)))
     # Inputs that are computed from outputs differ in the last bits, and each layer adds some.
     tolerance = 1e-4 if choice.rule == REVERSED else 2e-5
-    assert_close(found, jax.tree.leaves(jax.jit(step)(weights, x)), tolerance)
+    assert_close(found, jax.tree.leaves(evaluated(step)(weights, x)), tolerance)
 
 
 def of_buckets(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array) -> jax.Array:
@@ -256,6 +257,6 @@ def test_biases_that_are_learned(attend: Any, scanned: bool) -> None:
     assert all(
         a.size < BATCH * HEADS * LENGTH * LENGTH for a in made if jnp.issubdtype(a.dtype, jnp.floating)
     )
-    found = jax.jit(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(args))
-    wanted = jax.tree.leaves(jax.jit(step)(*args))
+    found = evaluated(jex.jaxpr_as_fun(runnable(changed)))(*jax.tree.leaves(args))
+    wanted = jax.tree.leaves(evaluated(step)(*args))
     assert_close(found, wanted, 2e-2 if attend is of_places else 2e-5)

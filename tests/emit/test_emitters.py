@@ -34,7 +34,7 @@ QUICK = {
 }
 
 
-OPTIONS = {**jaxremat.compiler_options("cpu"), "xla_backend_optimization_level": 0}  # it is run but once
+OPTIONS = jaxremat.compiler_options("cpu")
 
 
 def jitted(step: Callable[..., Any]) -> Any:

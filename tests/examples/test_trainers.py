@@ -54,8 +54,7 @@ def train(
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        # Machine code as it comes: most of the time goes into compiling.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, str(ROOT / "examples" / f"{script}.py"), *line.split(), "--log-every", "1"]

@@ -9,6 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 import pytest
+from evaluation import evaluated
 from forms import of_levels
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,9 +68,9 @@ def check(step: Step, args: Any, donate: Any = 0, saved: Sequence[str] = ()) -> 
     """Absorbing changes no result, where only what these primitives make is saved; the program."""
     _, inside = absorbing(step, args, donate)
     assert_well_formed(inside)
-    want = jax.jit(step)(*args)
+    want = evaluated(step)(*args)
     planned = emitted(inside, saved)
-    got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
+    got = evaluated(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
     assert_same(want, jax.tree.unflatten(inside.source.out_tree, got))
     return planned
 
@@ -273,8 +274,8 @@ def test_levels_write_over_the_same_arrays(levels: tuple[int, ...]) -> None:
     )
     cut = trace(jax.jit(step, donate_argnums=0), args, {}).in_form(of_levels(levels))
     planned = emitted(cut, [])
-    got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
-    assert_same(jax.jit(step)(*args), jax.tree.unflatten(cut.source.out_tree, got))
+    got = evaluated(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
+    assert_same(evaluated(step)(*args), jax.tree.unflatten(cut.source.out_tree, got))
     assert not [eqn for eqn in planned.jaxpr.eqns if eqn.primitive.name != "scan" and len(_shape(eqn)) > 2]
     leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.tree.leaves(args)]
     donated = tuple(range(len(jax.tree.leaves(args[0]))))

@@ -9,6 +9,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import pytest
+from evaluation import evaluated
 from forms import of_levels
 from graphs import chain, in_loops
 from jax import lax
@@ -87,8 +88,8 @@ def test_no_result_changes(name: str, part: int, count: int) -> None:
         v for v in graph.residuals if graph.nodes[graph.values[v].producer].loop in graph.pairs[part::count]
     ]
     planned = emit(cut, graph, close_over_dependencies(graph, chosen))
-    got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
-    assert_same(jax.jit(case.step)(*args), jax.tree.unflatten(cut.source.out_tree, got))
+    got = evaluated(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
+    assert_same(evaluated(case.step)(*args), jax.tree.unflatten(cut.source.out_tree, got))
 
 
 WIDE, DEPTH, BATCH = 64, 5, 512  # too short for levels

@@ -9,6 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from evaluation import evaluated
 from forms import of_levels
 from jax import lax
 from test_optimize import assert_same, compile_plain
@@ -90,8 +91,8 @@ def test_closing_gives_the_program_back(name: str) -> None:
         name, PAIR
     ).count(UNPAIRED)
     assert sorted(loop.role for loop in found.loops) == sorted(ROLES.get(name, PAIR))
-    want = jax.jit(case.step)(*args)
-    got = jax.jit(jex.jaxpr_as_fun(runnable(found)))(*jax.tree.leaves(args))
+    want = evaluated(case.step)(*args)
+    got = evaluated(jex.jaxpr_as_fun(runnable(found)))(*jax.tree.leaves(args))
     assert_same(want, jax.tree.unflatten(found.source.out_tree, got))
 
 
@@ -275,8 +276,8 @@ def test_levels_change_no_result(name: str) -> None:
     found, args = traced(case), case.make_args()
     cut = found.in_form(of_levels(*(LEVELS[name],) * len(found.sites.lengths)))
     planned = emitted(cut, ["dot_general"])
-    want = jax.jit(case.step)(*args)
-    got = jax.jit(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
+    want = evaluated(case.step)(*args)
+    got = evaluated(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
     assert_same(want, jax.tree.unflatten(cut.source.out_tree, got))
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from evaluation import evaluated
 from forms import of_chunks
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -190,8 +191,8 @@ def test_microbatches_give_what_the_batch_gives(name: str, count: int) -> None:
     divided = in_microbatches(found, count)
     assert divided.microbatches == count and divided.loops[0].length == count
     flat = jax.tree.leaves((params, *batch))
-    want = jax.tree.leaves(jax.jit(step)(params, *batch))
-    got = jex.jaxpr_as_fun(runnable(divided))(*flat)
+    want = jax.tree.leaves(evaluated(step)(params, *batch))
+    got = evaluated(jex.jaxpr_as_fun(runnable(divided)))(*flat)
     close(want, got, 1e-2 if name == "short" else 1e-5)
 
 
@@ -285,8 +286,8 @@ def test_where_examples_see_one_another_a_part_is_done_twice(name: str, count: i
     widest, given = max(sizes(found.closed.jaxpr.eqns)), max(a.size for a in (*params, *batch))
     assert max(sizes(program.jaxpr.eqns)) <= max(widest // count, given)
     flat = jax.tree.leaves((params, *batch))
-    want = jax.tree.leaves(jax.jit(step)(params, *batch))
-    close(want, jex.jaxpr_as_fun(program)(*flat), 2e-5)
+    want = jax.tree.leaves(evaluated(step)(params, *batch))
+    close(want, evaluated(jex.jaxpr_as_fun(program))(*flat), 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +305,8 @@ def test_what_one_loop_hands_to_another_is_made_in_the_first(way: str, parts: tu
     found = trace(jax.jit(step.fn), step.args, {})
     (region,) = (region for region in found.sites.regions if region.whole)
     assert len(region.loops) > 1
-    flat, want = jax.tree.leaves(step.args), jax.tree.leaves(jax.jit(step.fn)(*step.args))
-    got = jex.jaxpr_as_fun(runnable(in_microbatches(found, region.choices[0])))(*flat)
+    flat, want = jax.tree.leaves(step.args), jax.tree.leaves(evaluated(step.fn)(*step.args))
+    got = evaluated(jex.jaxpr_as_fun(runnable(in_microbatches(found, region.choices[0]))))(*flat)
     for a, b in zip(want, got, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -428,8 +429,8 @@ def test_what_a_loop_makes_of_a_sum_must_be_linear(last: str) -> None:
     for region in found.sites.regions:
         if region.whole:  # without that loop
             flat, divided = jax.tree.leaves(args), in_microbatches(found, 2)
-            want = jax.tree.leaves(jax.jit(step)(*args))
-            for a, b in zip(want, jex.jaxpr_as_fun(runnable(divided))(*flat), strict=True):
+            want = jax.tree.leaves(evaluated(step)(*args))
+            for a, b in zip(want, evaluated(jex.jaxpr_as_fun(runnable(divided)))(*flat), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -443,11 +444,11 @@ def test_a_loop_may_be_in_microbatches_without_its_pair(way: str, parts: tuple[s
     step = step_of(way, parts)
     found = trace(jax.jit(step.fn), step.args, {})
     assert found.sites.lengths
-    flat, want = jax.tree.leaves(step.args), jax.tree.leaves(jax.jit(step.fn)(*step.args))
+    flat, want = jax.tree.leaves(step.args), jax.tree.leaves(evaluated(step.fn)(*step.args))
     for i, region in enumerate(found.sites.regions):
         if not region.choices:
             continue
         form = found.in_form(of_chunks(*(0,) * i, region.choices[0]))
-        got = jex.jaxpr_as_fun(runnable(form))(*flat)
+        got = evaluated(jex.jaxpr_as_fun(runnable(form)))(*flat)
         for a, b in zip(want, got, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

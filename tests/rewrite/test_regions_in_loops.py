@@ -10,6 +10,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from evaluation import evaluated
 from forms import of_chunks
 
 from jaxremat._model._variant import LOOP, Choice
@@ -60,7 +61,7 @@ def arguments() -> Any:
 
 
 def results(closed: jex.ClosedJaxpr, args: Any) -> list[Any]:
-    return jax.jit(jex.jaxpr_as_fun(closed))(*jax.tree.leaves(args))
+    return evaluated(jex.jaxpr_as_fun(closed))(*jax.tree.leaves(args))
 
 
 def check_same(traced: Traced, changed: Traced, args: Any) -> list[jex.JaxprEqn]:

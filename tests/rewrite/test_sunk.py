@@ -6,6 +6,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from evaluation import evaluated
 from forms import of_levels
 from jax import lax
 from test_loops import CPU, scans, traced
@@ -57,8 +58,8 @@ def test_masks_are_made_by_the_iterations_that_read_them() -> None:
         assert scans(planned)
         assert not any({SCORES, SCORES[1:]} & set(constants(scan)) for scan in scans(planned))
         args = CASE.make_args()
-        got = jex.jaxpr_as_fun(planned)(*jax.tree.leaves(args))
-        for a, b in zip(got, jax.tree.leaves(jax.jit(CASE.step)(*args)), strict=True):
+        got = evaluated(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
+        for a, b in zip(got, jax.tree.leaves(evaluated(CASE.step)(*args)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -73,8 +74,8 @@ def test_masks_are_made_by_iterations_of_loops_in_levels() -> None:
     planned = emit(found, graph, close_over_dependencies(graph, ()))
     assert not any({SCORES, SCORES[1:]} & set(constants(scan)) for scan in scans(planned))
     args = CASE.make_args()
-    got = jex.jaxpr_as_fun(planned)(*jax.tree.leaves(args))
-    for a, b in zip(got, jax.tree.leaves(jax.jit(CASE.step)(*args)), strict=True):
+    got = evaluated(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
+    for a, b in zip(got, jax.tree.leaves(evaluated(CASE.step)(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from evaluation import evaluated
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
@@ -78,9 +79,9 @@ def assert_same(fn: Callable[..., Any], *args: Any) -> Traced:
     """Both jaxprs give bitwise what the jitted function gives."""
     found = traced(fn, *args)
     assert_well_formed(found)
-    want = jax.tree.leaves(jax.jit(fn)(*args))
+    want = jax.tree.leaves(evaluated(fn)(*args))
     for closed in (runnable(found), found.flat):
-        got = jax.jit(jex.jaxpr_as_fun(closed))(*jax.tree.leaves(args))
+        got = evaluated(jex.jaxpr_as_fun(closed))(*jax.tree.leaves(args))
         for a, b in zip(got, want, strict=True):
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
@@ -267,8 +268,8 @@ def test_the_users_recomputation_is_merged_back(name: str) -> None:
     plain = traced(jax.grad(loss_of(mlp)), *args)
     found = traced(jax.grad(loss_of(CHECKPOINTS[name])), *args)
     assert_well_formed(found)
-    want = jax.tree.leaves(jax.jit(jax.grad(loss_of(mlp)))(*args))
-    got = jax.jit(jex.jaxpr_as_fun(found.jaxpr))(*jax.tree.leaves(args))
+    want = jax.tree.leaves(evaluated(jax.grad(loss_of(mlp)))(*args))
+    got = evaluated(jex.jaxpr_as_fun(found.jaxpr))(*jax.tree.leaves(args))
     assert [np.asarray(a).tobytes() for a in got] == [np.asarray(b).tobytes() for b in want]
     # Three layers: one product forward, two backward each, but for the cotangent of x.
     assert count(plain.jaxpr)["dot_general"] == count(found.jaxpr)["dot_general"] == 8
@@ -550,7 +551,7 @@ def test_clipping_by_the_global_norm_waits_for_all_gradients(
     assert max(weight_gradients(found)) < min(new_parameters(found))
     assert plain_peak(found) <= plain_peak(user) + 1024  # a few scalars
     if name == "global norm":
-        new = jax.jit(jex.jaxpr_as_fun(found.jaxpr))(*jax.tree.leaves(args))[:DEPTH]
+        new = evaluated(jex.jaxpr_as_fun(found.jaxpr))(*jax.tree.leaves(args))[:DEPTH]
         squares = [np.sum((np.asarray(a) - np.asarray(b)) ** 2) for a, b in zip(new, args[0], strict=True)]
         np.testing.assert_allclose(np.sqrt(sum(squares)), 0.1 * NORM, rtol=1e-2)  # of rounded differences
 
