@@ -17,6 +17,8 @@ from jaxremat._model._variant import ATTENTION, LOOP, REVERSED, ROWS, Choice, Va
 from jaxremat._program._primitives import inner_eqns
 from jaxremat._rewrite._trace import Traced, trace
 
+pytestmark = pytest.mark.usefixtures("few_compilations")
+
 IN_PARTS = Variant.of(Choice(ATTENTION, 0, (1,)))
 
 

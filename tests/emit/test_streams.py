@@ -21,6 +21,8 @@ from jaxremat._program._primitives import is_backward, is_contraction, is_fetch,
 from jaxremat._rewrite._streamed_copies import updates
 from jaxremat._rewrite._trace import trace
 
+pytestmark = pytest.mark.usefixtures("few_compilations")
+
 Weights = list[tuple[Any, Any]]
 
 

@@ -1,5 +1,6 @@
 """What is emitted is proved to compute the step: every program of the zoo, and none in which one equation is wrong."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -54,11 +55,13 @@ def schedules(found: Traced, seed: int = 0) -> Iterator[tuple[Graph, tuple[int, 
 
 @pytest.mark.parametrize("name", CASES)
 def test_all_that_is_emitted_is_proved(name: str) -> None:
-    found = traced(CASES[name])
-    for graph, saved in schedules(found):
-        for fence in FENCES:
-            planned = emit(found, graph, close_over_dependencies(graph, saved), fence)
-            assert validated(found, planned) == ()
+    """Each schedule with one kind of barrier, of each case with another."""
+    found, fences = traced(CASES[name]), itertools.cycle(FENCES)
+    for _ in range([*CASES].index(name) % len(FENCES)):
+        next(fences)
+    for (graph, saved), fence in zip(schedules(found), fences, strict=False):
+        planned = emit(found, graph, close_over_dependencies(graph, saved), fence)
+        assert validated(found, planned) == ()
 
 
 PARTS = {

@@ -8,6 +8,8 @@ import pytest
 
 from examples.benchmarks.networks import KINDS, program
 
+pytestmark = pytest.mark.usefixtures("few_compilations")
+
 
 @pytest.mark.parametrize("name", (*KINDS, "loops in loops"))
 def test_each_learns(name: str) -> None:

@@ -14,6 +14,8 @@ from jax import lax
 import jaxremat
 from jaxremat import ArgumentError
 
+pytestmark = pytest.mark.usefixtures("few_compilations")
+
 ROWS, WIDTH, LAYERS = 2048, 128, 4
 KINDS = {"bf16_residuals": "bfloat16", "fp8_residuals": "float8", "int8_residuals": "int8"}
 OPTIMIZER = optax.adam(1e-3)

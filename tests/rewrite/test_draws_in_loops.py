@@ -23,6 +23,8 @@ from jaxremat._emit._validation import unproved
 from jaxremat._lower._lower import lower
 from jaxremat._rewrite._trace import Traced, trace
 
+pytestmark = pytest.mark.usefixtures("few_compilations")
+
 DEVICE = DeviceSpec("here", "cpu", 2**30, 2.5e10, (("f32", 1.5e11),), 2e-6, 2.5e10)
 LAYERS, ROWS, WIDTH = 8, 64, 16
 WEIGHTS = np.random.default_rng(0).normal(0, 0.2, (LAYERS, WIDTH, WIDTH)).astype("float32")

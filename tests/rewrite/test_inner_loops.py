@@ -22,6 +22,8 @@ from jaxremat._rewrite._flat_program import BACKWARD, FORWARD, UNPAIRED
 from jaxremat._rewrite._inner_loops import fewer_nbytes, inner_pairs
 from jaxremat._rewrite._trace import Traced, trace
 
+pytestmark = pytest.mark.usefixtures("few_compilations")
+
 ROWS, WIDTH, STEPS, LAYERS = 128, 32, 6, 3
 OPEN = Variant.of(Choice(INNER, 0, (1,)))
 
