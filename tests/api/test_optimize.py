@@ -12,6 +12,8 @@ from zoo import BY_NAME, ZOO, Case
 import jaxremat
 from jaxremat import InfeasibleBudgetError, MemoryStats
 
+pytestmark = pytest.mark.usefixtures("few_compilations")
+
 SHARE = 0.6
 ROUNDING = 2e-5
 """Largest difference allowed, relative to the largest entry of the array that it is in."""

@@ -13,6 +13,8 @@ from test_optimize import assert_same
 
 import jaxremat
 
+pytestmark = pytest.mark.usefixtures("few_compilations")
+
 P, X = jnp.eye(16) + 0.1, jnp.ones((32, 16)) / 16
 PLANNING = jaxremat.Planning(verify=False)
 

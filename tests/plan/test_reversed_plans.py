@@ -14,6 +14,8 @@ import jaxremat
 from jaxremat import ArgumentError, MinCut
 from jaxremat._model._variant import REVERSED
 
+pytestmark = pytest.mark.usefixtures("few_compilations")
+
 ROWS, WIDTH, DEPTH = 512, 64, 16
 
 

@@ -20,6 +20,8 @@ from jaxremat._model._graph import Pin
 from jaxremat._model._stages import uncut
 from jaxremat._rewrite._trace import trace
 
+pytestmark = pytest.mark.usefixtures("few_compilations")
+
 HOLDING = {"cond": "cond", "switch": "cond", "cond in cond": "cond", "shard_map": "shard_map"}
 
 
