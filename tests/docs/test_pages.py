@@ -141,7 +141,7 @@ def check(
             monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
             printed = run(chosen, page, capsys)
         for example, each in zip(chosen, printed, strict=True):
-            compare(page, example, each, request.config.getoption("--rewrite-outputs"))
+            compare(page, example, each, bool(request.config.getoption("--rewrite-outputs")))
 
     return checked
 
