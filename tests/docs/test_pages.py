@@ -4,7 +4,7 @@ somewhere.
     python -m pytest tests/docs/test_pages.py --rewrite-outputs [-m "slow or not slow"]    # writes what they print now
 
 The examples of a page run in order, and go on from one another. What a page shows behind an example, as a block of
-`text`, is what it prints: the same words, and figures within a tenth, or one point of a percentage; `...` stands for
+`text`, is what it prints: the same words, and figures within 3 %, or one point of a percentage; `...` stands for
 any lines. `<!-- slow -->` above an example leaves it to the slow tests, where its page runs whole. An example that
 makes several devices of the CPU has its page to a process of its own, because that is done before any array is.
 """
@@ -68,9 +68,13 @@ def is_alike(shown: str, printed: str) -> bool:
         FIGURE.finditer(MACHINE.sub("", shown)), FIGURE.finditer(MACHINE.sub("", printed)), strict=False
     )
     return words(shown) == words(printed) and all(
-        abs(float(a["number"]) - float(b["number"])) <= max(abs(float(b["number"])) / 10, bool(a["percent"]))
-        for a, b in pairs
+        abs(float(a["number"]) - float(b["number"])) <= max(_within(b), bool(a["percent"])) for a, b in pairs
     )
+
+
+def _within(figure: re.Match[str]) -> float:
+    number = figure["number"]
+    return abs(float(number)) * (0.5 if "e" in number else 0.03)  # one with an exponent is a rounding error
 
 
 def shown_of(printed: str, shows: str) -> str:
@@ -173,10 +177,10 @@ def test_what_examples_show_is_read_off() -> None:
 
 def test_what_is_printed_is_held_against_what_is_shown() -> None:
     shows = "Plan: peak 3.0 MiB, 4.1% more\n  ...\n  loop of 6 iterations\n"
-    printed = "Plan: peak 3.1 MiB, 4.9% more\n  saved 2\n  loop of 6 iterations\n"
+    printed = "Plan: peak 3.05 MiB, 4.9% more\n  saved 2\n  loop of 6 iterations\n"
     assert shown_of(printed, shows) == printed.replace("  saved 2", "  ...")
     assert all(map(is_alike, shows.splitlines(), shown_of(printed, shows).splitlines()))
-    assert not is_alike("peak 3.0 MiB", "peak 3.4 MiB") and not is_alike("4.1% more", "5.2% more")
+    assert not is_alike("peak 3.0 MiB", "peak 3.2 MiB") and not is_alike("4.1% more", "5.2% more")
     assert not is_alike("peak 3.0 MiB", "peak 3.0 GiB") and is_alike("  9.9%  x", " 10.1%   x")
     assert shown_of("Plan: 3\n", "least: 3\n") == ""
 
