@@ -10,7 +10,8 @@ change sides: the step itself is as uncertain there. Two kinds of decision do ha
    for the very entry that was selected. Such a comparison runs once; one in the backward pass compares what runs once.
 2. Whatever ends in integers: positions, indices, counts. One that changes moves all that is placed behind it. What was
    placed by one run must not be read by another, so these run once, and so do the masks that they count and the
-   roundings that they are cast from.
+   roundings that they are cast from. A factorisation decides too: about pivots, signs and a basis of equal
+   eigenvalues. Parts of two runs of one are factors of nothing. So does a draw by rejection.
 3. A mask that keeps a value where a function is defined, as in `sqrt(where(d > 0, d, 1))`. The mask of one run lets
    the other's zero through, and the gradient is not a number. Such a mask is never saved: whoever reads it compares
    what it reads beside it. Where the mask runs once, as one of the kinds above, the value that it guards does too. So
@@ -57,6 +58,13 @@ _DIFFERENCES = frozenset({"sub", "div"})
 
 _ROOTS = frozenset({"acos", "acosh", "asin", "atanh", "log", "log1p", "pow", "rsqrt", "sqrt"})
 """Defined for some numbers alone, of their first operand."""
+
+_FACTORISATIONS = frozenset(
+    {"eig", "eigh", "geqp3", "geqrf", "hessenberg", "lu", "qr", "schur", "svd", "tridiagonal"}
+)
+"""Not of one value, unlike Cholesky's."""
+
+_REJECTIONS = frozenset({"random_gamma"})
 
 _SCALINGS = frozenset({"mul", "integer_pow", "square"})
 """What is guarded stays so."""
@@ -168,6 +176,8 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
                 result = replace(result, guards=result.guards | 1 << (i - base))
         elif (a := _in_domain(eqn)) is not None and (origin := origins.get(a)) is not None:
             guarded.update(_bits(origin.guards, origin.base))
+        if rounded and _is_ambiguous(eqn):
+            counted.add(i)
         through.append(result)
         origins.update(dict.fromkeys(eqn.outvars, result))
         if any(_is_integer(v) for v in eqn.outvars) and eqn.primitive.name != "bitcast_convert_type":
@@ -179,6 +189,12 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     guarding = (v for v, origin in origins.items() if masks and _is_mask(v))
     guarding = (v for v in guarding if not masks.isdisjoint(_bits(origins[v].masks, origins[v].base)))
     return Decisions(compared, frozenset(counted), frozenset(guarding))
+
+
+def _is_ambiguous(eqn: JaxprEqn) -> bool:
+    """Return whether an equation has several right results, of which a bit of its operands chooses one."""
+    names = {eqn.primitive.name, *(each.primitive.name for each in inner_eqns(eqn))}
+    return not names.isdisjoint(_FACTORISATIONS | _REJECTIONS)
 
 
 def _in_domain(eqn: JaxprEqn) -> Var | None:

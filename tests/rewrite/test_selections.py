@@ -15,7 +15,7 @@ from jax import lax
 from test_loops import CPU
 
 import jaxremat
-from jaxremat import close_over_dependencies
+from jaxremat import Graph, close_over_dependencies
 from jaxremat._compiler._program import compiler_options
 from jaxremat._compiler._tags import Written
 from jaxremat._emit._emit import emit
@@ -27,7 +27,7 @@ from jaxremat._program._inline import Inliner
 from jaxremat._rewrite._decisions import decisions
 from jaxremat._rewrite._flat_program import alive
 from jaxremat._rewrite._selections import compared_directly, is_marked, marked, settled
-from jaxremat._rewrite._trace import trace
+from jaxremat._rewrite._trace import Traced, trace
 
 ROWS, WIDTH, LAYERS = 4096, 128, 6
 
@@ -246,18 +246,44 @@ def gaps(w: jax.Array, x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("loss", [distances, gaps])
 def test_a_mask_guards_what_it_was_made_of(loss: Callable[[Any, Any], Any]) -> None:
     """Masks saved and all else made again, with other rounding: what they let through is still above zero."""
-    w, x = jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (24, 8))
-    found = trace(jax.jit(jax.grad(loss)), (w, x), {})
-    sizes = {
-        i: tuple(aval_nbytes(v.aval) for v in eqn.outvars) for i, eqn in enumerate(found.jaxpr.jaxpr.eqns)
-    }
-    graph = lower(found, CPU, base_nbytes=0, written=Written(sizes, (), frozenset()))
+    found, graph = all_in_memory(loss)
     masks = [v for v in graph.residuals if "bool" in graph.values[v].shape]
     program = emit(found, graph, close_over_dependencies(graph, masks))
     assert any(eqn.primitive.name == "sqrt" for eqn in program.jaxpr.eqns)
     for seed in range(8):
-        (gradient,) = evaluate(program, [w, x], np.random.default_rng(seed))
+        (gradient,) = evaluate(program, ARGS, np.random.default_rng(seed))
         assert np.isfinite(gradient).all()
+
+
+def solved(w: jax.Array, x: jax.Array) -> jax.Array:
+    """With a matrix of which any of two rows may be the pivot."""
+    y = jnp.tanh(x @ w)
+    matrix = jnp.concatenate([y[:4], -jnp.tanh(x[:4] @ w) + jnp.eye(4, 8, 4)])
+    return jnp.sum(jnp.linalg.solve(matrix, y.T[:, :3]) ** 2)
+
+
+def test_parts_of_a_factorisation_are_of_one_run() -> None:
+    found, graph = all_in_memory(solved)
+    (node,) = (node for node in graph.nodes if node.primitive == "lu")
+    parts = [v for v in node.outputs if v in graph.residuals]
+    wanted = evaluate(found.source.closed, ARGS)[0]
+    for saved in ([], *([v] for v in parts)):
+        program = emit(found, graph, close_over_dependencies(graph, saved))
+        for seed in range(4):
+            (gradient,) = evaluate(program, ARGS, np.random.default_rng(seed))
+            np.testing.assert_allclose(gradient, wanted, atol=1e-3 * np.abs(wanted).max())
+
+
+ARGS = [jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (24, 8))]
+
+
+def all_in_memory(loss: Callable[[Any, Any], Any]) -> tuple[Traced, Graph]:
+    """The gradient of a loss, and its graph with all values in memory."""
+    found = trace(jax.jit(jax.grad(loss)), tuple(ARGS), {})
+    sizes = {
+        i: tuple(aval_nbytes(v.aval) for v in eqn.outvars) for i, eqn in enumerate(found.jaxpr.jaxpr.eqns)
+    }
+    return found, lower(found, CPU, base_nbytes=0, written=Written(sizes, (), frozenset()))
 
 
 def test_what_guards_no_domain_may_be_saved() -> None:
