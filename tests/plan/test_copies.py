@@ -69,7 +69,7 @@ def test_copies_make_a_plan_cheaper_and_are_in_its_report(kind: str) -> None:
     assert copied.kind == KINDS[kind]
     assert copied.nbytes <= copied.whole_nbytes * (0.5 if kind == "bf16_residuals" else 0.3)
     assert str(copied) in str(plan)
-    assert str(copied) in " ".join(str(plan.report()).split())
+    assert str(copied)[1:] in " ".join(str(plan.report()).split())  # begins a sentence there
     assert jaxremat.Plan.from_json(plan.to_json()) == plan
     assert not exact.copies
 
