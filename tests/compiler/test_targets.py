@@ -372,7 +372,7 @@ def test_a_worker_that_is_asked_no_further_answers_nothing_to_the_next_question(
     assert worker() is first
     _target._compile.cache_clear()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(first, "_receive", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(first, "_receive", lambda seconds: (_ for _ in ()).throw(KeyboardInterrupt))
         jaxremat.memory(lambda x: jnp.sin(x), MATRIX, target="h100")
     assert jaxremat.memory(square, MATRIX, target="h100") == want
     assert worker() is not first
