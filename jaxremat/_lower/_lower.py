@@ -162,7 +162,6 @@ def lower(
     in_memory -= {
         index[v] for each in traced.program.encoded if each.exact for v in (each.whole, each.decoded)
     }
-    in_memory -= {index[v] for v in decided.guarding}
     in_memory |= copies | {v.id for v in values if v.producer < 0 or v.is_output}
     axes = axes_in_memory(jaxpr.eqns, nodes, values, device.chip if fuses_reductions else None)
     values = [

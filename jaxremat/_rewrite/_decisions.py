@@ -12,10 +12,10 @@ change sides: the step itself is as uncertain there. Two kinds of decision do ha
    placed by one run must not be read by another, so these run once, and so do the masks that they count and the
    roundings that they are cast from. A factorisation decides too: about pivots, signs and a basis of equal
    eigenvalues. Parts of two runs of one are factors of nothing. So does a draw by rejection.
-3. A mask that keeps a value where a function is defined, as in `sqrt(where(d > 0, d, 1))`. The mask of one run lets
-   the other's zero through, and the gradient is not a number. Such a mask is never saved: whoever reads it compares
-   what it reads beside it. Where the mask runs once, as one of the kinds above, the value that it guards does too. So
-   does a root of a difference of kind 1, which the maximum alone keeps from being one of a number below zero.
+3. A value that a mask of its own keeps where a function is defined, as in `sqrt(where(d > 0, d, 1))`. The mask of one
+   run lets the other's zero through, and the gradient is not a number. Even where it is one, it is large and hangs on
+   the last bit: two runs of it do not cancel as one does. So the guarded value runs once. So does a root of a
+   difference of kind 1, which the maximum alone keeps from being one of a number below zero.
 
 Invariant: whatever a schedule recomputes, a decision of these kinds and what it is combined with are of one run.
 """
@@ -128,13 +128,11 @@ def _union(origins: Sequence[_Origin]) -> _Origin:
 @dataclass(frozen=True)
 class Decisions:
     """**Fields:** `compared` for each comparison that holds by construction the equations that made both sides;
-    `counted` the equations of decisions that end in integers, and of what such decisions keep in a domain; `guarding`
-    the masks of other decisions that do.
+    `counted` the equations of decisions that end in integers, and of what decisions keep in a domain.
     """
 
     compared: dict[int, frozenset[int]]
     counted: frozenset[int]
-    guarding: frozenset[Var]
 
     def once(self, in_backward: Sequence[bool]) -> set[int]:
         """Return the equations that may not run again.
@@ -152,8 +150,6 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     compared: dict[int, frozenset[int]] = {}
     counted: set[int] = set()
     sides: dict[int, _Origin] = {}  # of each comparison
-    guards: dict[int, frozenset[int]] = {}  # of each selection, the comparisons that guard it
-    guarded: set[int] = set()
     exact: set[Var] = set()  # numbers made of integers without rounding
     for i, eqn in enumerate(eqns):
         numbers = [v for v in _compat.variables(eqn.invars) if _is_real(v)]
@@ -169,13 +165,12 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             sides[i] = together
         elif eqn.primitive.name == "select_n":
             mask, *cases = (origins.get(a, _NONE) if isinstance(a, Var) else _NONE for a in eqn.invars)
-            if by := frozenset(_guards(mask, cases, sides)):
-                guards[i] = by
+            if _guards(mask, cases, sides):
                 base = max(result.base, i - _WINDOW)
                 result = result.rebased(base)
                 result = replace(result, guards=result.guards | 1 << (i - base))
         elif (a := _in_domain(eqn)) is not None and (origin := origins.get(a)) is not None:
-            guarded.update(_bits(origin.guards, origin.base))
+            counted.update(_bits(origin.guards, origin.base))
         if rounded and _is_ambiguous(eqn):
             counted.add(i)
         through.append(result)
@@ -184,11 +179,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             counted.update(_bits(together.masks, together.base))
             if rounded and _decides(eqn):
                 counted.update(_bits(together.roundings, together.base), (i,))
-    counted.update(i for i in guarded if not guards[i].isdisjoint(compared.keys() | counted))
-    masks = frozenset[int]().union(*(guards[i] for i in guarded - counted))
-    guarding = (v for v, origin in origins.items() if masks and _is_mask(v))
-    guarding = (v for v in guarding if not masks.isdisjoint(_bits(origins[v].masks, origins[v].base)))
-    return Decisions(compared, frozenset(counted), frozenset(guarding))
+    return Decisions(compared, frozenset(counted))
 
 
 def _is_ambiguous(eqn: JaxprEqn) -> bool:
@@ -206,13 +197,14 @@ def _in_domain(eqn: JaxprEqn) -> Var | None:
     return operand if isinstance(operand, Var) and _is_real(operand) else None
 
 
-def _guards(mask: _Origin, cases: Sequence[_Origin], sides: Mapping[int, _Origin]) -> Iterator[int]:
-    """Yield those comparisons of a mask that compared what one of the cases is made of entry by entry."""
+def _guards(mask: _Origin, cases: Sequence[_Origin], sides: Mapping[int, _Origin]) -> bool:
+    """Return whether a comparison of a mask compared what one of the cases is made of entry by entry."""
     for i in _bits(mask.masks, mask.base):
         side, *others = _aligned([sides[i], *cases])
         case = _union(others)
         if (side.same | side.through) & (case.same | case.through):
-            yield i
+            return True
+    return False
 
 
 def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin]) -> _Origin:
@@ -303,10 +295,6 @@ def _body_decides(body: Jaxpr) -> bool:
 def _is_real(atom: Var | Literal) -> bool:
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _is_mask(var: Var) -> bool:
-    return getattr(var.aval, "dtype", None) == jnp.bool_
 
 
 def _is_integer(atom: Var | Literal) -> bool:
