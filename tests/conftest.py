@@ -40,7 +40,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 Constants = dict[tuple[str, str], object]
-before_any_test: Constants = {}
+before_the_test: Constants = {}
 
 
 def _constants() -> Constants:
@@ -55,16 +55,16 @@ def _constants() -> Constants:
 
 
 def pytest_collection_finish() -> None:
-    before_any_test.update(_constants())
+    before_the_test.update(_constants())
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """A test that leaves a constant changed fails, and not one of the thousands after it."""
+    """A test that leaves a constant changed fails, and none of the thousands after it."""
     result = yield
     now = _constants()
-    changed = {each: value for each, value in before_any_test.items() if now[each] != value}
-    before_any_test.update({each: value for each, value in now.items() if each not in before_any_test})
+    changed = {each: value for each, value in before_the_test.items() if now[each] != value}
+    before_the_test.update(now)
     assert not changed, f"left changed, before: {changed}"
     return result
 

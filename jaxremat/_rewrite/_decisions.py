@@ -3,7 +3,7 @@
 A decision makes something discrete of floats: a comparison, the indices of a sort, an argmax, a cast to integers. Two
 runs of the same equations differ in the last bit where a compiler makes other kernels of them, and so may what they
 decide. A mask of one run and the numbers of another do no harm where only entries within rounding of the threshold
-change sides: the step itself is as uncertain there. Two kinds of decision do harm:
+change sides: the step itself is as uncertain there. Three kinds of decision do harm:
 
 1. A comparison that holds *by construction*: of a value with what was selected from it (the largest, the k-th of a
    sort, a running maximum, a median), as they are or after arithmetic: `y - y.max() >= 0`. Made of two runs it fails
@@ -59,12 +59,12 @@ _DIFFERENCES = frozenset({"sub", "div"})
 _ROOTS = frozenset({"acos", "acosh", "asin", "atanh", "log", "log1p", "pow", "rsqrt", "sqrt"})
 """Defined for some numbers alone, of their first operand."""
 
-_FACTORISATIONS = frozenset(
-    {"eig", "eigh", "geqp3", "geqrf", "hessenberg", "lu", "qr", "schur", "svd", "tridiagonal"}
+_AMBIGUOUS = frozenset(
+    {"eig", "eigh", "geqp3", "geqrf", "hessenberg", "lu", "qr", "random_gamma", "schur", "svd", "tridiagonal"}
 )
-"""Not of one value, unlike Cholesky's."""
-
-_REJECTIONS = frozenset({"random_gamma"})
+"""Of several right results a bit of the operands chooses one: factorisations, unlike Cholesky's, and draws by
+rejection.
+"""
 
 _SCALINGS = frozenset({"mul", "integer_pow", "square"})
 """What is guarded stays so."""
@@ -183,9 +183,8 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
 
 
 def _is_ambiguous(eqn: JaxprEqn) -> bool:
-    """Return whether an equation has several right results, of which a bit of its operands chooses one."""
-    names = {eqn.primitive.name, *(each.primitive.name for each in inner_eqns(eqn))}
-    return not names.isdisjoint(_FACTORISATIONS | _REJECTIONS)
+    """Return whether an equation, or one of its bodies', has several right results."""
+    return any(each.primitive.name in _AMBIGUOUS for each in (eqn, *inner_eqns(eqn)))
 
 
 def _in_domain(eqn: JaxprEqn) -> Var | None:

@@ -369,12 +369,17 @@ def check(
 ) -> dict[str, list[Found]]:
     """All that is done with one step, by how its programs are run."""
     found: dict[str, list[Found]] = {}
-    try:
-        with warnings.catch_warnings(), small_values():
-            warnings.simplefilter("ignore", jaxremat.JaxrematWarning)
-            _check(made, emitted, compiled, planned, found)
-    except Exception:
-        found["failed"] = [("before any form", traceback.format_exc())]
+    with warnings.catch_warnings(), small_values():
+        warnings.simplefilter("ignore", jaxremat.JaxrematWarning)
+        try:
+            step = made.step()
+            referring = any(map(is_reference, jax.tree.leaves(step.args)))
+            found["emitted"] = [] if referring else list(check_emitted(step, made.seed, emitted))
+            judge, plain = judge_of(step)
+            found["compiled"] = [] if referring else list(check_compiled(step, made.seed, judge, compiled))
+            found["planned"] = list(check_planned(step, made.seed, judge, plain)) if planned else []
+        except Exception:
+            found["failed"] = [("before any form", traceback.format_exc())]
     return found
 
 
@@ -387,15 +392,6 @@ def small_values() -> Iterator[None]:
         yield
     finally:
         _row_regions.LEAST_NBYTES, _encodings.LARGE = before
-
-
-def _check(made: Made, emitted: int, compiled: int, planned: bool, found: dict[str, list[Found]]) -> None:
-    step = made.step()
-    referring = any(map(is_reference, jax.tree.leaves(step.args)))
-    found["emitted"] = [] if referring else list(check_emitted(step, made.seed, emitted))
-    judge, plain = judge_of(step)
-    found["compiled"] = [] if referring else list(check_compiled(step, made.seed, judge, compiled))
-    found["planned"] = list(check_planned(step, made.seed, judge, plain)) if planned else []
 
 
 def wrong(found: dict[str, list[Found]]) -> list[Found]:

@@ -231,6 +231,18 @@ def test_what_is_decided_behind_the_first_backward_pass_is_of_one_run() -> None:
     assert not made.repeatable
 
 
+ARGS = [jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (24, 8))]
+
+
+def all_in_memory(loss: Callable[[Any, Any], Any]) -> tuple[Traced, Graph]:
+    """The gradient of a loss, and its graph with all values in memory."""
+    found = trace(jax.jit(jax.grad(loss)), tuple(ARGS), {})
+    sizes = {
+        i: tuple(aval_nbytes(v.aval) for v in eqn.outvars) for i, eqn in enumerate(found.jaxpr.jaxpr.eqns)
+    }
+    return found, lower(found, CPU, base_nbytes=0, written=Written(sizes, (), frozenset()))
+
+
 def _root(d: jax.Array) -> jax.Array:
     return jnp.where(d > 0, jnp.sqrt(jnp.where(d > 0, d, 1.0)), 0.0)
 
@@ -277,18 +289,6 @@ def test_parts_of_a_factorisation_are_of_one_run() -> None:
         for seed in range(4):
             (gradient,) = evaluate(program, ARGS, np.random.default_rng(seed))
             np.testing.assert_allclose(gradient, wanted, atol=1e-3 * np.abs(wanted).max())
-
-
-ARGS = [jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (24, 8))]
-
-
-def all_in_memory(loss: Callable[[Any, Any], Any]) -> tuple[Traced, Graph]:
-    """The gradient of a loss, and its graph with all values in memory."""
-    found = trace(jax.jit(jax.grad(loss)), tuple(ARGS), {})
-    sizes = {
-        i: tuple(aval_nbytes(v.aval) for v in eqn.outvars) for i, eqn in enumerate(found.jaxpr.jaxpr.eqns)
-    }
-    return found, lower(found, CPU, base_nbytes=0, written=Written(sizes, (), frozenset()))
 
 
 def test_what_guards_no_domain_may_run_again() -> None:
