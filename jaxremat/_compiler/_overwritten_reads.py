@@ -73,8 +73,8 @@ def _within(module: Module, computation: Computation) -> Iterator[OverwrittenRea
             for operand in instruction.operands:
                 last_read.update((origin.maker, at) for origin in origins[operand])
     for at, instruction in enumerate(instructions):
-        if instruction.opcode in NAMES or len(set(instruction.operands)) < 2:
-            continue
+        if instruction.opcode in (*NAMES, "conditional") or len(set(instruction.operands)) < 2:
+            continue  # a conditional's branches each have an operand of their own, and one of them runs
         sizes = {shape.nbytes for shape in instruction.shapes}
         direct = {
             operand

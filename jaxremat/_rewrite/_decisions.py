@@ -150,6 +150,9 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     compared: dict[int, frozenset[int]] = {}
     counted: set[int] = set()
     sides: dict[int, _Origin] = {}  # of each comparison
+    guarding: dict[
+        int, list[int]
+    ] = {}  # comparisons, by the selection that keeps a number in a domain by them
     exact: set[Var] = set()  # numbers made of integers without rounding
     for i, eqn in enumerate(eqns):
         numbers = [v for v in _compat.variables(eqn.invars) if _is_real(v)]
@@ -165,7 +168,8 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             sides[i] = together
         elif eqn.primitive.name == "select_n":
             mask, *cases = (origins.get(a, _NONE) if isinstance(a, Var) else _NONE for a in eqn.invars)
-            if _guards(mask, cases, sides):
+            if by := _guards(mask, cases, sides):
+                guarding[i] = by
                 base = max(result.base, i - _WINDOW)
                 result = result.rebased(base)
                 result = replace(result, guards=result.guards | 1 << (i - base))
@@ -179,6 +183,8 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             counted.update(_bits(together.masks, together.base))
             if rounded and _decides(eqn):
                 counted.update(_bits(together.roundings, together.base), (i,))
+    guards = [sides[by] for i in sorted(guarding) if i in counted for by in guarding[i]]
+    counted.update(i for i, side in sides.items() if any(_meet(side, [guard]) for guard in guards))
     return Decisions(compared, frozenset(counted))
 
 
@@ -196,14 +202,16 @@ def _in_domain(eqn: JaxprEqn) -> Var | None:
     return operand if isinstance(operand, Var) and _is_real(operand) else None
 
 
-def _guards(mask: _Origin, cases: Sequence[_Origin], sides: Mapping[int, _Origin]) -> bool:
-    """Return whether a comparison of a mask compared what one of the cases is made of entry by entry."""
-    for i in _bits(mask.masks, mask.base):
-        side, *others = _aligned([sides[i], *cases])
-        case = _union(others)
-        if (side.same | side.through) & (case.same | case.through):
-            return True
-    return False
+def _guards(mask: _Origin, cases: Sequence[_Origin], sides: Mapping[int, _Origin]) -> list[int]:
+    """Return the comparisons of a mask that compared what one of the cases is made of entry by entry."""
+    return [i for i in _bits(mask.masks, mask.base) if _meet(sides[i], cases)]
+
+
+def _meet(side: _Origin, others: Sequence[_Origin]) -> bool:
+    """Return whether one value and any of others are made of the same entries."""
+    side, *others = _aligned([side, *others])
+    other = _union(others)
+    return bool((side.same | side.through) & (other.same | other.through))
 
 
 def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin]) -> _Origin:

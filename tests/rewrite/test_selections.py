@@ -1,5 +1,6 @@
 """What a value is compared with that was selected from it is of the same run, and gradients of maxima are not lost."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import recorded
+from adversary import draw
 from evaluation import evaluate
 from hypothesis import given
 from hypothesis import strategies as st
@@ -270,6 +272,28 @@ def test_a_mask_guards_what_it_was_made_of(loss: Callable[[Any, Any], Any]) -> N
     for seed in range(8):
         (gradient,) = evaluate(program, ARGS, np.random.default_rng(seed))
         assert np.isfinite(gradient).all()
+
+
+def test_masks_of_one_guard_are_of_one_run() -> None:
+    """A large cotangent goes to both factors of a product, where it cancels: two masks of it let it through or none."""
+
+    def loss(ws: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            y = jnp.tanh(x @ w)
+            squares = (y * y).sum(-1)
+            roots = _root(squares[:, None] + squares - 2 * y @ y.T)
+            return x + 0.1 * jnp.tanh(roots) @ y, None
+
+        return (lax.scan(layer, ARGS[1], ws)[0] ** 2).sum()
+
+    args = [0.5 * jax.random.normal(jax.random.key(2), (3, 8, 8))]
+    found = trace(jax.jit(jax.grad(loss)), tuple(args), {})
+    wanted = evaluate(found.source.closed, args)[0]
+    rng = random.Random(0)
+    for seed in range(6):
+        program = draw(rng, found).emit()
+        (gradient,) = evaluate(program, args, np.random.default_rng(seed))
+        np.testing.assert_allclose(gradient, wanted, atol=1e-3 * np.abs(wanted).max())
 
 
 def solved(w: jax.Array, x: jax.Array) -> jax.Array:
