@@ -22,7 +22,7 @@ Invariant: whatever a schedule recomputes, a decision of these kinds and what it
 
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import permutations
 
@@ -66,8 +66,8 @@ _AMBIGUOUS = frozenset(
 rejection.
 """
 
-_SCALINGS = frozenset({"mul", "integer_pow", "square"})
-"""What is guarded stays so."""
+_SCALINGS = frozenset({"abs", "integer_pow", "mul", "neg", "square"})
+"""What is guarded stays so, and what was lost in rounding stays lost."""
 
 _WITHOUT_ROUNDING = _MOVES | {"add", "iota", "max", "min", "mul", "sub"}
 """What makes a uniform number of random bits: every run gives the same, to the last bit."""
@@ -86,7 +86,8 @@ class _Origin:
     **Fields:** `same` made entries that are this value's as they are; `through` made what this is by pointwise
     arithmetic of; `chosen` made what a choice on the way was taken from; `tied` made both sides of a difference of a
     value and what was chosen from it; `masks` are the comparisons that a mask comes from, `roundings` those of a
-    number; `guards` the selections that keep a number in a domain.
+    number; `guards` the selections that keep a number in a domain; `apart` the differences that a number is, but for
+    its scale.
     """
 
     base: int = 0
@@ -97,6 +98,7 @@ class _Origin:
     masks: int = 0
     roundings: int = 0
     guards: int = 0
+    apart: int = 0
 
     def rebased(self, base: int) -> "_Origin":
         """Return the same sets from a later equation on."""
@@ -105,7 +107,9 @@ class _Origin:
 
     @property
     def sets(self) -> tuple[int, ...]:
-        return self.same, self.through, self.chosen, self.tied, self.masks, self.roundings, self.guards
+        return (
+            self.same, self.through, self.chosen, self.tied, self.masks, self.roundings, self.guards, self.apart
+        )  # fmt: skip
 
 
 _NONE = _Origin()
@@ -154,6 +158,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
         int, list[int]
     ] = {}  # comparisons, by the selection that keeps a number in a domain by them
     exact: set[Var] = set()  # numbers made of integers without rounding
+    negative: set[Var] = set()  # numbers, but for the sign of what was made before
     for i, eqn in enumerate(eqns):
         numbers = [v for v in _compat.variables(eqn.invars) if _is_real(v)]
         rounded = any(v not in exact for v in numbers)
@@ -163,7 +168,9 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             exact.update(v for v in eqn.outvars if _is_real(v))
         if shared := _shared(eqn, read):
             compared[i] = frozenset(_latest(set(_bits(shared, together.base)), through))
-        result = _result(i, eqn, read) if rounded or not numbers else _NONE
+        if _is_negative(eqn, negative):
+            negative.update(eqn.outvars)
+        result = _result(i, eqn, read, negative) if rounded or not numbers else _NONE
         if result.masks and eqn.primitive.name in _COMPARISONS:
             sides[i] = together
         elif eqn.primitive.name == "select_n":
@@ -174,7 +181,12 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
                 result = result.rebased(base)
                 result = replace(result, guards=result.guards | 1 << (i - base))
         elif (a := _in_domain(eqn)) is not None and (origin := origins.get(a)) is not None:
-            counted.update(_bits(origin.guards, origin.base))
+            apart = {*_bits(origin.apart, origin.base)}
+            counted.update(apart)
+            for guard in _bits(origin.guards, origin.base):
+                compare = (sides[by] for by in guarding[guard])
+                if not all(apart.intersection(_bits(side.same, side.base)) for side in compare):
+                    counted.add(guard)
         if rounded and _is_ambiguous(eqn):
             counted.add(i)
         through.append(result)
@@ -214,7 +226,7 @@ def _meet(side: _Origin, others: Sequence[_Origin]) -> bool:
     return bool((side.same | side.through) & (other.same | other.through))
 
 
-def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin]) -> _Origin:
+def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) -> _Origin:
     """Return where the results of an equation come from."""
     name = eqn.primitive.name
     if name not in _CHOICES and name not in _MOVES:
@@ -232,12 +244,40 @@ def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin]) -> _Origin:
     if is_pointwise(eqn) and (_is_real(eqn.outvars[0]) or together.through):  # also of a float's bits
         tied = together.tied | (_of_choices(read, exact=False) if name in _DIFFERENCES else 0)
         guards = together.guards if name in _SCALINGS else 0
+        apart = own if _cancels(eqn, read, negative) else together.apart if _scales(eqn) else 0
         return _Origin(
-            base, own, own | together.through, together.chosen, tied, 0, together.roundings, guards
+            base, own, own | together.through, together.chosen, tied, 0, together.roundings, guards, apart
         )
     if any(_is_real(v) for v in eqn.outvars):
         return _Origin(base, own, own)
     return _Origin(base, masks=0 if any(_is_integer(v) for v in eqn.outvars) else together.masks)
+
+
+def _is_negative(eqn: JaxprEqn, negative: Set[Var]) -> bool:
+    """Return whether an equation turns a sign, or its result has that of an operand whose sign was turned."""
+    name, operands = eqn.primitive.name, eqn.invars
+    if name == "neg" or (
+        name == "mul" and any(isinstance(a, Literal) and np.all(a.val < 0) for a in operands)
+    ):
+        return True
+    return (name in _MOVES or name == "dot_general") and any(
+        a in negative for a in _compat.variables(operands)
+    )
+
+
+def _cancels(eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) -> bool:
+    """Return whether an equation's result may be what rounding leaves of larger numbers."""
+    numbers = _compat.variables(eqn.invars)
+    if eqn.primitive.name == "sub":
+        return len(numbers) == 2 or isinstance(eqn.invars[0], Literal)
+    turned = any(origin.apart for origin in read) or any(a in negative for a in numbers)
+    return eqn.primitive.name in ("add", "add_any") and len(numbers) == 2 and turned
+
+
+def _scales(eqn: JaxprEqn) -> bool:
+    """Return whether an equation's result is its operand, scaled or moved by a constant."""
+    of_one = len(_compat.variables(eqn.invars)) == 1
+    return eqn.primitive.name in _SCALINGS or (of_one and eqn.primitive.name in ("add", "div", "sub"))
 
 
 def _shared(eqn: JaxprEqn, read: Sequence[_Origin]) -> int:

@@ -23,6 +23,7 @@ from jaxremat._compiler._program import compiler_options
 from jaxremat._compiler._tags import Written
 from jaxremat._emit._emit import emit
 from jaxremat._lower._lower import lower
+from jaxremat._model._variant import LOOP, Choice, Variant
 from jaxremat._model._variant import ROWS as IN_CHUNKS
 from jaxremat._program._compat import is_literal
 from jaxremat._program._flops import aval_nbytes
@@ -269,31 +270,40 @@ def test_a_mask_guards_what_it_was_made_of(loss: Callable[[Any, Any], Any]) -> N
     masks = [v for v in graph.residuals if "bool" in graph.values[v].shape]
     program = emit(found, graph, close_over_dependencies(graph, masks))
     assert any(eqn.primitive.name == "sqrt" for eqn in program.jaxpr.eqns)
-    for seed in range(8):
+    for seed in range(100):
         (gradient,) = evaluate(program, ARGS, np.random.default_rng(seed))
         assert np.isfinite(gradient).all()
 
 
-def test_masks_of_one_guard_are_of_one_run() -> None:
-    """A large cotangent goes to both factors of a product, where it cancels: two masks of it let it through or none."""
+def _softened(d: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.maximum(d, 0) + 1e-12)
+
+
+@pytest.mark.parametrize("root", [_root, _softened])
+def test_what_is_lost_in_rounding_is_of_one_run(root: Callable[[jax.Array], jax.Array]) -> None:
+    """Below a root of it a large cotangent goes to all that the difference is of, and cancels if it is one."""
 
     def loss(ws: jax.Array) -> jax.Array:
         def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
             y = jnp.tanh(x @ w)
             squares = (y * y).sum(-1)
-            roots = _root(squares[:, None] + squares - 2 * y @ y.T)
+            roots = root(squares[:, None] + squares - 2 * y @ y.T)
             return x + 0.1 * jnp.tanh(roots) @ y, None
 
         return (lax.scan(layer, ARGS[1], ws)[0] ** 2).sum()
 
-    args = [0.5 * jax.random.normal(jax.random.key(2), (3, 8, 8))]
+    args = [0.5 * jax.random.normal(jax.random.key(2), (4, 8, 8))]
     found = trace(jax.jit(jax.grad(loss)), tuple(args), {})
     wanted = evaluate(found.source.closed, args)[0]
+
+    def off(closed: Any, seed: int) -> float:
+        return np.abs(evaluate(closed, args, np.random.default_rng(seed))[0] - wanted).max()
+
+    allowed = 10 * max(off(found.source.closed, seed) for seed in range(8))
     rng = random.Random(0)
-    for seed in range(6):
-        program = draw(rng, found).emit()
-        (gradient,) = evaluate(program, args, np.random.default_rng(seed))
-        np.testing.assert_allclose(gradient, wanted, atol=1e-3 * np.abs(wanted).max())
+    nested = found.in_form(Variant().also(Choice(LOOP, 0, (2, 2))))
+    for seed in range(100):
+        assert off(draw(rng, nested if seed % 2 else found).emit(), seed) < allowed < np.abs(wanted).max()
 
 
 def solved(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -310,7 +320,7 @@ def test_parts_of_a_factorisation_are_of_one_run() -> None:
     wanted = evaluate(found.source.closed, ARGS)[0]
     for saved in ([], *([v] for v in parts)):
         program = emit(found, graph, close_over_dependencies(graph, saved))
-        for seed in range(4):
+        for seed in range(100):
             (gradient,) = evaluate(program, ARGS, np.random.default_rng(seed))
             np.testing.assert_allclose(gradient, wanted, atol=1e-3 * np.abs(wanted).max())
 
