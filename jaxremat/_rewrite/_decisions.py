@@ -12,10 +12,13 @@ change sides: the step itself is as uncertain there. Three kinds of decision do 
    placed by one run must not be read by another, so these run once, and so do the masks that they count and the
    roundings that they are cast from. A factorisation decides too: about pivots, signs and a basis of equal
    eigenvalues. Parts of two runs of one are factors of nothing. So does a draw by rejection.
-3. A value that a mask of its own keeps where a function is defined, as in `sqrt(where(d > 0, d, 1))`. The mask of one
-   run lets the other's zero through, and the gradient is not a number. Even where it is one, it is large and hangs on
-   the last bit: two runs of it do not cancel as one does. So the guarded value runs once. So does a root of a
-   difference of kind 1, which the maximum alone keeps from being one of a number below zero.
+3. A value at the edge of a function's domain. In `sqrt(where(d > 0, d, 1))` the mask of one run lets the other's zero
+   through, and the gradient is not a number. Even where it is one, it is large and hangs on the last bit: in
+   `sqrt(max(a + b - c, 0) + eps)` the derivative is of order 1 / sqrt(eps) where the difference is lost in rounding,
+   and it goes to `a`, `b` and `c`, where it cancels only if it is of one run. So the difference runs once, and so does
+   `x` in `sqrt(1 - x * x)`, which the derivative of an arc cosine reads. Where there is none, the guarded value runs
+   once, and so do all comparisons of what its mask compares: they let the large cotangents through. So does a root of
+   a difference of kind 1, which the maximum alone keeps from being one of a number below zero.
 
 Invariant: whatever a schedule recomputes, a decision of these kinds and what it is combined with are of one run.
 """
@@ -86,8 +89,8 @@ class _Origin:
     **Fields:** `same` made entries that are this value's as they are; `through` made what this is by pointwise
     arithmetic of; `chosen` made what a choice on the way was taken from; `tied` made both sides of a difference of a
     value and what was chosen from it; `masks` are the comparisons that a mask comes from, `roundings` those of a
-    number; `guards` the selections that keep a number in a domain; `apart` the differences that a number is, but for
-    its scale.
+    number; `guards` the selections that keep a number in a domain; `root` made what a number is but for its scale;
+    `apart` made what it is the difference of, or the difference, but for its scale.
     """
 
     base: int = 0
@@ -98,6 +101,7 @@ class _Origin:
     masks: int = 0
     roundings: int = 0
     guards: int = 0
+    root: int = 0
     apart: int = 0
 
     def rebased(self, base: int) -> "_Origin":
@@ -108,7 +112,8 @@ class _Origin:
     @property
     def sets(self) -> tuple[int, ...]:
         return (
-            self.same, self.through, self.chosen, self.tied, self.masks, self.roundings, self.guards, self.apart
+            self.same, self.through, self.chosen, self.tied, self.masks, self.roundings, self.guards, self.root,
+            self.apart,
         )  # fmt: skip
 
 
@@ -237,19 +242,32 @@ def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) 
     if name in _COMPARISONS and any(_is_real(a) for a in eqn.invars):
         return _Origin(base, masks=own)
     if name in _ROUNDINGS:
-        return _Origin(base, own, own, roundings=own)
+        return _Origin(base, own, own, roundings=own, root=own)
     if name in _CHOICES or name in _MOVES:
         chosen = together.chosen | (together.through if name in _CHOICES else 0)
         return replace(together, chosen=chosen)
     if is_pointwise(eqn) and (_is_real(eqn.outvars[0]) or together.through):  # also of a float's bits
         tied = together.tied | (_of_choices(read, exact=False) if name in _DIFFERENCES else 0)
         guards = together.guards if name in _SCALINGS else 0
-        apart = own if _cancels(eqn, read, negative) else together.apart if _scales(eqn) else 0
+        of_one = len({*_compat.variables(eqn.invars)}) == 1
+        root = together.root if of_one and _scales(eqn) else own
+        apart = together.apart if _scales(eqn) else 0
+        if _cancels(eqn, read, negative):
+            apart = root if of_one else own
         return _Origin(
-            base, own, own | together.through, together.chosen, tied, 0, together.roundings, guards, apart
+            base,
+            own,
+            own | together.through,
+            together.chosen,
+            tied,
+            0,
+            together.roundings,
+            guards,
+            root,
+            apart,
         )
     if any(_is_real(v) for v in eqn.outvars):
-        return _Origin(base, own, own)
+        return _Origin(base, own, own, root=own)
     return _Origin(base, masks=0 if any(_is_integer(v) for v in eqn.outvars) else together.masks)
 
 
@@ -269,7 +287,7 @@ def _cancels(eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) -> bool
     """Return whether an equation's result may be what rounding leaves of larger numbers."""
     numbers = _compat.variables(eqn.invars)
     if eqn.primitive.name == "sub":
-        return len(numbers) == 2 or isinstance(eqn.invars[0], Literal)
+        return True
     turned = any(origin.apart for origin in read) or any(a in negative for a in numbers)
     return eqn.primitive.name in ("add", "add_any") and len(numbers) == 2 and turned
 
