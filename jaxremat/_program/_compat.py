@@ -284,7 +284,7 @@ def is_literal(atom: Atom) -> "TypeIs[jex.Literal]":
 
 def variables(atoms: Iterable[Atom]) -> list[jex.Var]:
     """Return the atoms that are no literals."""
-    return [a for a in atoms if not is_literal(a)]
+    return [a for a in atoms if not isinstance(a, jex.Literal)]
 
 
 def renamed(eqn: jex.JaxprEqn, names: Mapping[Any, Any]) -> Any:

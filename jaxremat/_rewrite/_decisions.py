@@ -28,6 +28,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import permutations
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -128,8 +129,8 @@ def _aligned(origins: Sequence[_Origin], base: int = 0) -> list[_Origin]:
 
 def _union(origins: Sequence[_Origin]) -> _Origin:
     """Return all of some origins that are aligned."""
-    if not origins:
-        return _NONE
+    if len(origins) < 2:
+        return origins[0] if origins else _NONE
     sets = zip(*(origin.sets for origin in origins), strict=True)
     return _Origin(origins[0].base, *(functools.reduce(operator.or_, each) for each in sets))
 
@@ -159,15 +160,14 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     compared: dict[int, frozenset[int]] = {}
     counted: set[int] = set()
     sides: dict[int, _Origin] = {}  # of each comparison
-    guarding: dict[
-        int, list[int]
-    ] = {}  # comparisons, by the selection that keeps a number in a domain by them
+    guarding: dict[int, list[int]] = {}  # comparisons, by the selection that they guard
     exact: set[Var] = set()  # numbers made of integers without rounding
     negative: set[Var] = set()  # numbers, but for the sign of what was made before
     for i, eqn in enumerate(eqns):
-        numbers = [v for v in _compat.variables(eqn.invars) if _is_real(v)]
+        operands = _compat.variables(eqn.invars)
+        numbers = [v for v in operands if _is_real(v)]
         rounded = any(v not in exact for v in numbers)
-        read = _aligned([origins.get(v, _NONE) for v in _compat.variables(eqn.invars)])
+        read = _aligned([origins.get(v, _NONE) for v in operands])
         together = _union(read)
         if eqn.primitive.name in _WITHOUT_ROUNDING and not rounded and not together.through:
             exact.update(v for v in eqn.outvars if _is_real(v))
@@ -357,9 +357,13 @@ def _body_decides(body: Jaxpr) -> bool:
     return any(isinstance(v, Var) and v in of_floats and _is_integer(v) for v in body.outvars)
 
 
-def _is_real(atom: Var | Literal) -> bool:
-    dtype = getattr(atom.aval, "dtype", None)
+@functools.cache
+def _inexact(dtype: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _is_real(atom: Var | Literal) -> bool:
+    return _inexact(getattr(atom.aval, "dtype", None))
 
 
 def _is_integer(atom: Var | Literal) -> bool:
