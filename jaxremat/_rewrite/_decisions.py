@@ -15,10 +15,10 @@ change sides: the step itself is as uncertain there. Three kinds of decision do 
 3. A value at the edge of a function's domain. In `sqrt(where(d > 0, d, 1))` the mask of one run lets the other's zero
    through, and the gradient is not a number. Even where it is one, it is large and hangs on the last bit: in
    `sqrt(max(a + b - c, 0) + eps)` the derivative is of order 1 / sqrt(eps) where the difference is lost in rounding,
-   and it goes to `a`, `b` and `c`, where it cancels only if it is of one run. So the difference runs once, and so does
-   `x` in `sqrt(1 - x * x)`, which the derivative of an arc cosine reads. Where there is none, the guarded value runs
-   once, and so do all comparisons of what its mask compares: they let the large cotangents through. So does a root of
-   a difference of kind 1, which the maximum alone keeps from being one of a number below zero.
+   and it goes to `a`, `b` and `c`, where it cancels only if it is of one run. So the difference runs once, and so do
+   `1 - x * x` and `x` in the derivative of an arc cosine. Where there is none, the guarded value runs once, and so do
+   all comparisons of what its mask compares: they let the large cotangents through. So does a root of a difference of
+   kind 1, which the maximum alone keeps from being one of a number below zero.
 
 Invariant: whatever a schedule recomputes, a decision of these kinds and what it is combined with are of one run.
 """
@@ -91,7 +91,7 @@ class _Origin:
     arithmetic of; `chosen` made what a choice on the way was taken from; `tied` made both sides of a difference of a
     value and what was chosen from it; `masks` are the comparisons that a mask comes from, `roundings` those of a
     number; `guards` the selections that keep a number in a domain; `root` made what a number is but for its scale;
-    `apart` made what it is the difference of, or the difference, but for its scale.
+    `apart` made the difference that it is, but for its scale, and what that was taken of.
     """
 
     base: int = 0
@@ -253,7 +253,7 @@ def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) 
         root = together.root if of_one and _scales(eqn) else own
         apart = together.apart if _scales(eqn) else 0
         if _cancels(eqn, read, negative):
-            apart = root if of_one else own
+            apart = own | (root if of_one else 0)
         return _Origin(
             base,
             own,
