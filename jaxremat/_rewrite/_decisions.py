@@ -25,6 +25,7 @@ Invariant: whatever a schedule recomputes, a decision of these kinds and what it
 
 import functools
 import operator
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -200,8 +201,11 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             counted.update(_bits(together.masks, together.base))
             if rounded and _decides(eqn):
                 counted.update(_bits(together.roundings, together.base), (i,))
-    guards = [sides[by] for i in sorted(guarding) if i in counted for by in guarding[i]]
-    counted.update(i for i, side in sides.items() if any(_meet(side, [guard]) for guard in guards))
+    guards = sorted({by for i, compare in guarding.items() if i in counted for by in compare})
+    for i, side in sides.items():
+        near = guards[bisect_left(guards, i - _WINDOW) : bisect_right(guards, i + _WINDOW)]
+        if any(_meet(side, [sides[by]]) for by in near):
+            counted.add(i)
     return Decisions(compared, frozenset(counted))
 
 
