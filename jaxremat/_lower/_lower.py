@@ -100,11 +100,13 @@ def lower(
     summed, gathered = (written.summed, written.gathered) if written is not None else ({}, {})
     fuses_reductions = backend(device.platform).fuses_reductions
     in_backward = backward_equations(jaxpr.eqns, traced.loop_of, traced.loops)
-    begun = accumulate(
-        in_backward, operator.or_
-    )  # what is behind that reads recomputed values, of a second loss too
     decided = decisions(jaxpr.eqns)
-    once = decided.once(in_backward) | decided.once([*begun])
+    begun = [
+        *accumulate(in_backward, operator.or_)
+    ]  # what is behind reads recomputed values, of a second loss too
+    once = decided.once(in_backward) | decided.once(begun)
+    cotangents = decided.shared_cotangents(begun)
+    once |= {i for i in cotangents if not in_backward[i]}
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))
         loop = traced.loops[traced.loop_of[i]] if traced.loop_of[i] >= 0 else None
@@ -154,6 +156,7 @@ def lower(
     in_memory |= crossing | carried_values(jaxpr.eqns, nodes)
     in_memory |= {v for n in nodes for v in {FETCH: n.outputs, PUT: n.inputs}.get(n.primitive, ())}
     in_memory |= written_whole(nodes, in_memory)
+    in_memory |= {v for i in cotangents for v in nodes[i].outputs}
     nodes = [replace(n, repeatable=False) if not crossing.isdisjoint(n.outputs) else n for n in nodes]
     nodes = with_waiting(
         jaxpr.eqns, nodes, values, traced.loops, backend(device.platform).materialises_eagerly

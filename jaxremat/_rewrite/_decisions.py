@@ -12,22 +12,24 @@ change sides: the step itself is as uncertain there. Three kinds of decision do 
    placed by one run must not be read by another, so these run once, and so do the masks that they count and the
    roundings that they are cast from. A factorisation decides too: about pivots, signs and a basis of equal
    eigenvalues. Parts of two runs of one are factors of nothing. So does a draw by rejection.
-3. A value at the edge of a function's domain. In `sqrt(where(d > 0, d, 1))` the mask of one run lets the other's zero
-   through, and the gradient is not a number. Even where it is one, it is large and hangs on the last bit: in
-   `sqrt(max(a + b - c, 0) + eps)` the derivative is of order 1 / sqrt(eps) where the difference is lost in rounding,
-   and it goes to `a`, `b` and `c`, where it cancels only if it is of one run. So the difference runs once, and so do
-   `1 - x * x` and `x` in the derivative of an arc cosine. Where there is none, the guarded value runs once, and so do
-   all comparisons of what its mask compares: they let the large cotangents through. So does a root of a difference of
-   kind 1, which the maximum alone keeps from being one of a number below zero.
+3. A value that a mask of its own keeps where a function is defined, as in `sqrt(where(d > 0, d, 1))`. The mask of one
+   run lets the other's zero through, and the gradient is not a number; or its one, where the root is read by another
+   mask. So the value runs once that is guarded. So does a root of a difference of kind 1, which the maximum alone
+   keeps from being one of a number below zero.
+
+Where a function ends, its derivative is large and hangs on the last bit: in `sqrt(max(a + b - c, 0) + eps)` it is of
+order 1 / sqrt(eps) where almost nothing is left of the difference. The cotangent goes to `a`, `b` and `c`, where it
+cancels if it is of one run. So a large cotangent with several readers runs once, and a large value of the forward pass
+that the backward pass reads several times. Where it reads several such values, as of `x / d`, the difference does.
 
 Invariant: whatever a schedule recomputes, a decision of these kinds and what it is combined with are of one run.
 """
 
 import functools
 import operator
-from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
 
@@ -72,7 +74,10 @@ rejection.
 """
 
 _SCALINGS = frozenset({"abs", "integer_pow", "mul", "neg", "square"})
-"""What is guarded stays so, and what was lost in rounding stays lost."""
+"""What is guarded stays so, and what is lost in rounding stays lost."""
+
+_INVERSES = frozenset({"div", "integer_pow", "pow", "rem", "rsqrt"})
+"""Large where an operand is small."""
 
 _WITHOUT_ROUNDING = _MOVES | {"add", "iota", "max", "min", "mul", "sub"}
 """What makes a uniform number of random bits: every run gives the same, to the last bit."""
@@ -91,8 +96,8 @@ class _Origin:
     **Fields:** `same` made entries that are this value's as they are; `through` made what this is by pointwise
     arithmetic of; `chosen` made what a choice on the way was taken from; `tied` made both sides of a difference of a
     value and what was chosen from it; `masks` are the comparisons that a mask comes from, `roundings` those of a
-    number; `guards` the selections that keep a number in a domain; `root` made what a number is but for its scale;
-    `apart` made the difference that it is, but for its scale, and what that was taken of.
+    number; `guards` what selections keep in a domain by comparing it; `apart` the differences that a number is, but for
+    its scale.
     """
 
     base: int = 0
@@ -103,7 +108,6 @@ class _Origin:
     masks: int = 0
     roundings: int = 0
     guards: int = 0
-    root: int = 0
     apart: int = 0
 
     def rebased(self, base: int) -> "_Origin":
@@ -114,8 +118,7 @@ class _Origin:
     @property
     def sets(self) -> tuple[int, ...]:
         return (
-            self.same, self.through, self.chosen, self.tied, self.masks, self.roundings, self.guards, self.root,
-            self.apart,
+            self.same, self.through, self.chosen, self.tied, self.masks, self.roundings, self.guards, self.apart
         )  # fmt: skip
 
 
@@ -137,13 +140,44 @@ def _union(origins: Sequence[_Origin]) -> _Origin:
 
 
 @dataclass(frozen=True)
+class _Large:
+    """Numbers that are large where rounding leaves little of others, each known by the equation that made it.
+
+    **Fields:** `of` by number the differences, and guarded values, that it is large by; `readers` of each, but for
+    those that scale or move it, whose results are read in its name; `inverses` are those that read what is small.
+    """
+
+    of: dict[int, frozenset[int]] = field(default_factory=dict)
+    readers: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    inverses: set[int] = field(default_factory=set)
+
+    def shared(self, in_backward: Sequence[bool]) -> set[int]:
+        """Return those of the backward pass with several readers."""
+        return {i for i, by in self.readers.items() if in_backward[i] and len(by) > 1}
+
+    def mixed(self, in_backward: Sequence[bool]) -> set[int]:
+        """Return the numbers of the forward pass that the backward pass reads more than once, and the differences by
+        which several that it reads are large.
+        """
+        read = {i: sum(in_backward[k] for k in by) for i, by in self.readers.items() if not in_backward[i]}
+        several: dict[int, int] = defaultdict(int)
+        for i in (*(i for i, count in read.items() if count), *(i for i in self.inverses if in_backward[i])):
+            for j in self.of[i]:
+                several[j] += 1
+        return {i for i, count in read.items() if count > 1} | {
+            j for j, count in several.items() if count > 1
+        }
+
+
+@dataclass(frozen=True)
 class Decisions:
     """**Fields:** `compared` for each comparison that holds by construction the equations that made both sides;
-    `counted` the equations of decisions that end in integers, and of what decisions keep in a domain.
+    `counted` the equations of decisions that end in integers, and of what decisions keep in a domain; `large` numbers.
     """
 
     compared: dict[int, frozenset[int]]
     counted: frozenset[int]
+    large: _Large
 
     def once(self, in_backward: Sequence[bool]) -> set[int]:
         """Return the equations that may not run again.
@@ -151,7 +185,12 @@ class Decisions:
         **Arguments:** `in_backward` for each equation whether it is of the backward pass.
         """
         found = {j for i, shared in self.compared.items() for j in (shared if in_backward[i] else (i,))}
-        return found | {i for i in self.counted if not in_backward[i]}
+        forward = self.counted | self.large.mixed(in_backward)
+        return found | {i for i in forward if not in_backward[i]}
+
+    def shared_cotangents(self, in_backward: Sequence[bool]) -> set[int]:
+        """Return the equations of the backward pass whose results all readers must have of one run."""
+        return self.large.shared(in_backward)
 
 
 def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
@@ -161,9 +200,9 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     compared: dict[int, frozenset[int]] = {}
     counted: set[int] = set()
     sides: dict[int, _Origin] = {}  # of each comparison
-    guarding: dict[int, list[int]] = {}  # comparisons, by the selection that they guard
     exact: set[Var] = set()  # numbers made of integers without rounding
     negative: set[Var] = set()  # numbers, but for the sign of what was made before
+    edges = _Edges()
     for i, eqn in enumerate(eqns):
         operands = _compat.variables(eqn.invars)
         numbers = [v for v in operands if _is_real(v)]
@@ -177,22 +216,20 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
         if _is_negative(eqn, negative):
             negative.update(eqn.outvars)
         result = _result(i, eqn, read, negative) if rounded or not numbers else _NONE
+        small: frozenset[int] = frozenset()  # that an operand at the edge of a domain is, but for rounding
         if result.masks and eqn.primitive.name in _COMPARISONS:
             sides[i] = together
         elif eqn.primitive.name == "select_n":
             mask, *cases = (origins.get(a, _NONE) if isinstance(a, Var) else _NONE for a in eqn.invars)
-            if by := _guards(mask, cases, sides):
-                guarding[i] = by
+            if guarded := _guarded(i, mask, cases, sides):
                 base = max(result.base, i - _WINDOW)
                 result = result.rebased(base)
-                result = replace(result, guards=result.guards | 1 << (i - base))
+                guards = sum(1 << (j - base) for j in guarded if j >= base)
+                result = replace(result, guards=result.guards | guards)
         elif (a := _in_domain(eqn)) is not None and (origin := origins.get(a)) is not None:
-            apart = {*_bits(origin.apart, origin.base)}
-            counted.update(apart)
-            for guard in _bits(origin.guards, origin.base):
-                compare = (sides[by] for by in guarding[guard])
-                if not all(apart.intersection(_bits(side.same, side.base)) for side in compare):
-                    counted.add(guard)
+            counted.update(_bits(origin.guards, origin.base))
+            small = frozenset(_bits(origin.guards | origin.apart, origin.base))
+        edges.follow(i, eqn, small)
         if rounded and _is_ambiguous(eqn):
             counted.add(i)
         through.append(result)
@@ -201,12 +238,54 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             counted.update(_bits(together.masks, together.base))
             if rounded and _decides(eqn):
                 counted.update(_bits(together.roundings, together.base), (i,))
-    guards = sorted({by for i, compare in guarding.items() if i in counted for by in compare})
-    for i, side in sides.items():
-        near = guards[bisect_left(guards, i - _WINDOW) : bisect_right(guards, i + _WINDOW)]
-        if any(_meet(side, [sides[by]]) for by in near):
-            counted.add(i)
-    return Decisions(compared, frozenset(counted))
+    return Decisions(compared, frozenset(counted), edges.large)
+
+
+@dataclass
+class _Edges:
+    """What follows from numbers at the edge of a function's domain, equation by equation.
+
+    **Fields:** `near` the differences by which a number is such a function's; `numbers` the large numbers of a
+    variable, in whose name it is read; `large` all of these.
+    """
+
+    near: dict[Var, frozenset[int]] = field(default_factory=dict)
+    numbers: dict[Var, frozenset[int]] = field(default_factory=dict)
+    large: _Large = field(default_factory=_Large)
+
+    def follow(self, i: int, eqn: JaxprEqn, small: frozenset[int]) -> None:
+        """Follow an equation. **Arguments:** `small` the differences that an operand is where it has a domain."""
+        operands, name = _compat.variables(eqn.invars), eqn.primitive.name
+        near = _all(self.near, operands)
+        numbers = _all(self.numbers, operands)
+        if not (small or near or numbers):
+            return
+        passes = (
+            name in _CHOICES or name in _MOVES
+        ) and name != "select_n"  # by a mask that may be of another run
+        of = frozenset[int]()
+        if name in _INVERSES and (a := _in_domain(eqn)) is not None:
+            of = small | self.near.get(a, of)
+            self.large.inverses.update([i] if of else [])
+        if passes or (_scales(eqn) and len(operands) == 1 and not of):
+            made = numbers
+        else:
+            for number in numbers:
+                self.large.readers[number].add(i)
+            of = of.union(*(self.large.of[number] for number in numbers))
+            made = frozenset({i}) if of and is_pointwise(eqn) else frozenset[int]()
+            if made:
+                self.large.of[i] = of
+        if passes or is_pointwise(eqn):
+            if made:
+                self.numbers.update(dict.fromkeys(eqn.outvars, made))
+            if near := near | small:
+                self.near.update(dict.fromkeys(eqn.outvars, near))
+
+
+def _all(by: Mapping[Var, frozenset[int]], variables: Sequence[Var]) -> frozenset[int]:
+    """Return what there is of some variables, together."""
+    return frozenset().union(*(by[v] for v in variables if v in by))
 
 
 def _is_ambiguous(eqn: JaxprEqn) -> bool:
@@ -223,16 +302,19 @@ def _in_domain(eqn: JaxprEqn) -> Var | None:
     return operand if isinstance(operand, Var) and _is_real(operand) else None
 
 
-def _guards(mask: _Origin, cases: Sequence[_Origin], sides: Mapping[int, _Origin]) -> list[int]:
-    """Return the comparisons of a mask that compared what one of the cases is made of entry by entry."""
-    return [i for i in _bits(mask.masks, mask.base) if _meet(sides[i], cases)]
-
-
-def _meet(side: _Origin, others: Sequence[_Origin]) -> bool:
-    """Return whether one value and any of others are made of the same entries."""
-    side, *others = _aligned([side, *others])
-    other = _union(others)
-    return bool((side.same | side.through) & (other.same | other.through))
+def _guarded(i: int, mask: _Origin, cases: Sequence[_Origin], sides: Mapping[int, _Origin]) -> set[int]:
+    """Return what must run once for a selection to keep a number in a domain: the number, if a comparison of the mask
+    compares that itself; if it compares what that is made of entry by entry, the comparison and the selection.
+    """
+    found: set[int] = set()
+    for by in _bits(mask.masks, mask.base):
+        side, *others = _aligned([sides[by], *cases])
+        case = _union(others)
+        if same := side.same & case.same:
+            found.update(_bits(same, side.base))
+        elif (side.same | side.through) & (case.same | case.through):
+            found |= {by, i}
+    return found
 
 
 def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) -> _Origin:
@@ -246,52 +328,37 @@ def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) 
     if name in _COMPARISONS and any(_is_real(a) for a in eqn.invars):
         return _Origin(base, masks=own)
     if name in _ROUNDINGS:
-        return _Origin(base, own, own, roundings=own, root=own)
+        return _Origin(base, own, own, roundings=own)
     if name in _CHOICES or name in _MOVES:
         chosen = together.chosen | (together.through if name in _CHOICES else 0)
         return replace(together, chosen=chosen)
     if is_pointwise(eqn) and (_is_real(eqn.outvars[0]) or together.through):  # also of a float's bits
         tied = together.tied | (_of_choices(read, exact=False) if name in _DIFFERENCES else 0)
         guards = together.guards if name in _SCALINGS else 0
-        of_one = len({*_compat.variables(eqn.invars)}) == 1
-        root = together.root if of_one and _scales(eqn) else own
-        apart = together.apart if _scales(eqn) else 0
-        if _cancels(eqn, read, negative):
-            apart = own | (root if of_one else 0)
+        apart = own if _cancels(eqn, read, negative) else together.apart if _scales(eqn) else 0
         return _Origin(
-            base,
-            own,
-            own | together.through,
-            together.chosen,
-            tied,
-            0,
-            together.roundings,
-            guards,
-            root,
-            apart,
+            base, own, own | together.through, together.chosen, tied, 0, together.roundings, guards, apart
         )
     if any(_is_real(v) for v in eqn.outvars):
-        return _Origin(base, own, own, root=own)
+        return _Origin(base, own, own)
     return _Origin(base, masks=0 if any(_is_integer(v) for v in eqn.outvars) else together.masks)
 
 
 def _is_negative(eqn: JaxprEqn, negative: Set[Var]) -> bool:
     """Return whether an equation turns a sign, or its result has that of an operand whose sign was turned."""
     name, operands = eqn.primitive.name, eqn.invars
-    if name == "neg" or (
-        name == "mul" and any(isinstance(a, Literal) and np.all(a.val < 0) for a in operands)
-    ):
+    below = (isinstance(a, Literal) and bool(np.all(a.val < 0)) for a in operands)
+    if name == "neg" or (name == "mul" and any(below)):
         return True
-    return (name in _MOVES or name == "dot_general") and any(
-        a in negative for a in _compat.variables(operands)
-    )
+    kept = name in _MOVES or name == "dot_general"
+    return kept and any(a in negative for a in _compat.variables(operands))
 
 
 def _cancels(eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) -> bool:
     """Return whether an equation's result may be what rounding leaves of larger numbers."""
     numbers = _compat.variables(eqn.invars)
     if eqn.primitive.name == "sub":
-        return True
+        return len(numbers) == 2 or isinstance(eqn.invars[0], Literal)
     turned = any(origin.apart for origin in read) or any(a in negative for a in numbers)
     return eqn.primitive.name in ("add", "add_any") and len(numbers) == 2 and turned
 

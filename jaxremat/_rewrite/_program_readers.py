@@ -39,7 +39,11 @@ class Readers:
     @cached_property
     def of_one_run(self) -> set[int]:
         """The equations that may not run again, because decisions depend on their very results."""
-        return decisions(self.eqns).once(backward_equations(self.eqns, self.loop_of, self.program.loops))
+        found, in_backward = (
+            decisions(self.eqns),
+            backward_equations(self.eqns, self.loop_of, self.program.loops),
+        )
+        return found.once(in_backward) | found.shared_cotangents(in_backward)
 
     def inner(self, v: jex.Var) -> bool:
         """Return whether a value may stay within a region."""

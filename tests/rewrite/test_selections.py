@@ -270,7 +270,7 @@ def test_a_mask_guards_what_it_was_made_of(loss: Callable[[Any, Any], Any]) -> N
     masks = [v for v in graph.residuals if "bool" in graph.values[v].shape]
     program = emit(found, graph, close_over_dependencies(graph, masks))
     assert any(eqn.primitive.name == "sqrt" for eqn in program.jaxpr.eqns)
-    for seed in range(100):
+    for seed in range(8):
         (gradient,) = evaluate(program, ARGS, np.random.default_rng(seed))
         assert np.isfinite(gradient).all()
 
