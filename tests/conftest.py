@@ -7,6 +7,7 @@ Figures of single operations are kept from run to run in a folder of the tests' 
 programs (`recorded`). Plans are not: a test of the planner has to plan.
 """
 
+import gc
 import os
 import shutil
 import sys
@@ -56,6 +57,8 @@ def _constants() -> Constants:
 
 def pytest_collection_finish() -> None:
     before_the_test.update(_constants())
+    gc.freeze()  # modules and collected tests, through which the collector would walk again and again
+    gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.hookimpl(wrapper=True)

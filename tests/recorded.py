@@ -38,14 +38,16 @@ SETTINGS: dict[str, str | float] = {
     "jax_hlo_source_file_canonicalization_regex": f"^{ROOT}",
 }
 
-LEVEL = "xla_backend_optimization_level"
+LEVEL, EMITTERS = "xla_backend_optimization_level", "xla_cpu_use_fusion_emitters"
 
 
 def begin() -> None:
     """Keep compiled programs, of machine code as it comes, where the environment does not say otherwise."""
     flags = os.environ.get("XLA_FLAGS", "")
-    if LEVEL not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --{LEVEL}=0".strip()
+    for name, value in ((LEVEL, "0"), (EMITTERS, "false")):
+        if name not in flags:
+            flags = f"{flags} --{name}={value}".strip()
+    os.environ["XLA_FLAGS"] = flags
     for name, value in SETTINGS.items():
         if name.upper() not in os.environ:
             os.environ[name.upper()] = str(value)
