@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import recorded
 from attentions import FOUND
 from flax import linen as nn
 from flax import nnx
@@ -742,6 +743,7 @@ def within(share: float, step: Any, *args: Any, **options: Any) -> dict[str, Any
 
 def serve() -> None:
     """Answer each case on a line of the input with a line of the output."""
+    recorded.begin()
     more = _ledger.MORE_COMPILATIONS
     answers, sys.stdout = sys.stdout, sys.stderr  # what else is printed is no answer
     for line in sys.stdin:

@@ -47,14 +47,14 @@ def facts(case: Case) -> dict[str, Any]:
     args = case.make_args()
     traced = trace(jax.jit(case.step, donate_argnums=case.donate_argnums), args, {})
     names = [eqn.primitive.name for eqn in traced.jaxpr.jaxpr.eqns]
-    as_users: Any = {"donate_argnums": case.donate_argnums, "compiler_options": {recorded.EMITTERS: True}}
-    stats = jaxremat.memory(case.step, *args, **as_users)
+    jitted: Any = {"donate_argnums": case.donate_argnums, "compiler_options": {recorded.EMITTERS: True}}
+    stats = jaxremat.memory(case.step, *args, **jitted)
     budget = stats.base_nbytes + int(0.7 * stats.temporaries_nbytes)
     settings: Any = {
         "budget": budget,
         "planning": jaxremat.Planning(solver=jaxremat.Greedy(), planning_seconds=600),
     }
-    plan = jaxremat.plan(case.step, *args, **as_users, **settings)
+    plan = jaxremat.plan(case.step, *args, **jitted, **settings)
     written = json.loads(plan.to_json())
     return {
         "fingerprint": fingerprint(traced)[:16],
