@@ -220,10 +220,10 @@ def of_objects(case: str) -> dict[str, Any]:
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs):
             self.up = nnx.List(
-                [nnx.Linear(width, 4 * width, kernel_init=init("data"), rngs=rngs) for _ in range(3)]
+                [nnx.Linear(width, 4 * width, kernel_init=init("data"), rngs=rngs) for _ in range(2)]
             )
             self.down = nnx.List(
-                [nnx.Linear(4 * width, width, kernel_init=init("data"), rngs=rngs) for _ in range(3)]
+                [nnx.Linear(4 * width, width, kernel_init=init("data"), rngs=rngs) for _ in range(2)]
             )
 
         def __call__(self, x: Any) -> Any:
