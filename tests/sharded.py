@@ -45,6 +45,7 @@ from jaxremat._program import _compat
 from jaxremat._rewrite._loop_closing import close_loops
 from jaxremat._rewrite._sinking import sink
 from jaxremat._rewrite._trace import trace
+from jaxremat._solver import _milp
 
 KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
@@ -744,6 +745,7 @@ def within(share: float, step: Any, *args: Any, **options: Any) -> dict[str, Any
 def serve() -> None:
     """Answer each case on a line of the input with a line of the output."""
     recorded.begin()
+    _milp.RATE //= 4  # as in `conftest`
     more = _ledger.MORE_COMPILATIONS
     answers, sys.stdout = sys.stdout, sys.stderr  # what else is printed is no answer
     for line in sys.stdin:
