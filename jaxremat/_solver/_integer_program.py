@@ -66,8 +66,10 @@ class Answer:
 
 
 _answers: dict[bytes, Answer] = {}
-MOST_ANSWERS = 256
-"""Answers that are kept by a hash of the program: a search for a plan comes back to the same graph and budget."""
+"""By a hash of the program: a search for a plan comes back to the same graph and budget."""
+
+MOST_VALUES = 1_000_000
+"""Variables whose values are kept in `_answers`, about 30 MB."""
 
 
 @dataclass
@@ -147,7 +149,7 @@ class IntegerProgram:
         answer = Answer(*ask(WORKER, {**request, "seconds": seconds}, seconds + GRACE_SECONDS))
         if not answer.late and answer.status != "ERROR":
             _answers[key] = answer
-            if len(_answers) > MOST_ANSWERS:
+            while sum(len(each.values or ()) for each in tuple(_answers.values())) > MOST_VALUES:
                 _answers.pop(next(iter(_answers)), None)
         return answer
 

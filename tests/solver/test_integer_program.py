@@ -132,7 +132,7 @@ def test_equal_programs_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None
     other.objective[0] = 0, 2.5
     assert other.optimize(TIME_LIMIT).bound == pytest.approx(4.5)
     assert asked == [3.0, 3.0, 2.5]
-    monkeypatch.setattr(_integer_program, "MOST_ANSWERS", 2)
+    monkeypatch.setattr(_integer_program, "MOST_VALUES", 6)  # of two programs
     knapsack().optimize(seconds=TIME_LIMIT, nodes=7)
     assert len(_integer_program._answers) == 2
 
