@@ -37,13 +37,7 @@ recorded.begin()  # before test modules are imported
 
 WHOLE = _milp.RATE
 """Of the work of integer programs: all of it for the solver's own tests, pages and slow tests; a quarter for those of
-what is planned rather than of how good the plan is, which `whole_search` excepts."""
-
-
-@pytest.fixture
-def whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning solves integer programs as far as users have it."""
-    monkeypatch.setattr(_milp, "RATE", WHOLE)
+what is planned rather than of how good the plan is."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
