@@ -21,7 +21,7 @@ DEVICE = DeviceSpec("d", "gpu", 1, 1e9, (("f32", 1e10), ("bf16", 4e10)), 1e-6, 1
 
 
 def _kernels(fn: Any, *args: Any, **jit: Any) -> list[Kernel]:
-    made = jax.jit(fn, **jit).lower(*args).compile({recorded.EMITTERS: True})
+    made = jax.jit(fn, **jit).lower(*args).compile(recorded.EMITTED or None)
     return list(kernels(parse(str(made.as_text()))))
 
 

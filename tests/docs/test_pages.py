@@ -134,7 +134,7 @@ def as_users(monkeypatch: pytest.MonkeyPatch) -> None:
     own = _program.compiler_options
 
     def options(platform: str, given: dict[str, Any]) -> dict[str, Any]:
-        return own(platform, {recorded.EMITTERS: True, **given} if platform == "cpu" else given)
+        return own(platform, {**recorded.EMITTED, **given} if platform == "cpu" else given)
 
     monkeypatch.setattr(_program, "compiler_options", options)
 

@@ -47,7 +47,7 @@ def facts(case: Case) -> dict[str, Any]:
     args = case.make_args()
     traced = trace(jax.jit(case.step, donate_argnums=case.donate_argnums), args, {})
     names = [eqn.primitive.name for eqn in traced.jaxpr.jaxpr.eqns]
-    jitted: Any = {"donate_argnums": case.donate_argnums, "compiler_options": {recorded.EMITTERS: True}}
+    jitted: Any = {"donate_argnums": case.donate_argnums, "compiler_options": recorded.EMITTED}
     stats = jaxremat.memory(case.step, *args, **jitted)
     budget = stats.base_nbytes + int(0.7 * stats.temporaries_nbytes)
     settings: Any = {
