@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 # ARGS reaches pytest: make test ARGS="-k simulate -x"
 # Each worker begins with its half of the files, so that what a module has planned or compiled is there for its tests.
-PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal
+# Bytecode is written, whatever the environment says: a hundred processes that tests start read it.
+PYTEST = PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # `make setup PYTHON=/path/to/python3.12` chooses the interpreter; otherwise the first of these that is new enough.
 PYTHON ?=

@@ -7,6 +7,7 @@ Figures of single operations are kept from run to run in a folder of the tests' 
 programs (`recorded`). Plans are not: a test of the planner has to plan.
 """
 
+import gc
 import os
 import shutil
 import sys
@@ -22,6 +23,7 @@ from jaxremat._compiler import _devices
 from jaxremat._compiler._devices import DeviceSpec, cpu_file, cpu_text
 from jaxremat._plan import _ledger
 from jaxremat._runtime._cache_folder import cache_dir, store
+from jaxremat._solver import _milp
 
 settings.register_profile(
     "same", deadline=None, derandomize=True, max_examples=40, phases=[Phase.explicit, Phase.generate]
@@ -33,7 +35,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 recorded.begin()  # before test modules are imported
 
 
+WHOLE = _milp.RATE
+"""Of the work of integer programs: all of it for the solver's own tests, pages and slow tests; a quarter for those of
+what is planned rather than of how good the plan is."""
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    whole = item.path.parent.name in ("solver", "docs") or item.get_closest_marker("slow")
+    _milp.RATE = WHOLE if whole else WHOLE // 4
     recorded.suspend(any(item.get_closest_marker(name) for name in ("uncached", "slow")))
     if (marker := item.get_closest_marker("jax_0_10")) and jax.__version_info__ >= (0, 11):
         pytest.skip(f"jax 0.10's: {marker.args[0]}")
@@ -56,12 +65,15 @@ def _constants() -> Constants:
 
 def pytest_collection_finish() -> None:
     before_the_test.update(_constants())
+    gc.freeze()  # modules and collected tests, through which the collector would walk again and again
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
     """A test that leaves a constant changed fails, and none of the thousands after it."""
     result = yield
+    _milp.RATE = WHOLE
     now = _constants()
     changed = {each: value for each, value in before_the_test.items() if now[each] != value}
     before_the_test.update(now)

@@ -55,12 +55,17 @@ def main(cases: str, index: int, count: int, port: int) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
+    import recorded
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
     import jaxremat
     from jaxremat._plan._problem import Problem
     from jaxremat._runtime import _meeting
+    from jaxremat._solver import _milp
+
+    recorded.begin()
+    _milp.RATE //= 4  # as in `conftest`
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", count, index)

@@ -1,18 +1,23 @@
-"""What compilers made of a program, kept from run to run in folders of the tests' own, git-ignored.
+"""What compilers made of a program and solvers found, kept from run to run in folders of the tests' own, git-ignored.
 
 XLA for the host: JAX's persistent compilation cache, by environment variables, so that processes which tests start have
-it too. XLA for GPUs: answers of the worker by a hash of all that it is asked. Law: what is read is what the compiler of
-the same version made of the same program. `@pytest.mark.uncached` and slow tests compile anew.
+it too. XLA for GPUs, and integer programs: answers of the worker by a hash of all that it is asked. Law: an answer is
+what the compiler or solver of the same version made of the same program. `@pytest.mark.uncached` and slow tests compile
+and solve anew.
 
-XLA for the host makes machine code as it comes, which nearly halves its time: fusions, schedule and buffers, and so
-every peak, are those of optimised code. A test of kernels that round differently sets the level of its compilations.
+XLA for the host makes machine code as it comes, and without its MLIR emitters of fusions, which takes a third of the
+time: fusions, schedule and buffers, and so every peak, are those of optimised code, but that a scatter is a loop. Tests
+of kernels that round differently, of scatters, or of the very bytes compile `AS_USERS` do.
 """
 
 import gzip
 import hashlib
 import json
+import marshal
 import math
 import os
+import threading
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +26,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxremat._compiler import _target
 from jaxremat._runtime import _worker
+from jaxremat._solver import _integer_program
 
 ROOT = Path(__file__).parents[1]
-HOST, TARGETS = ROOT / ".cache" / "xla", ROOT / ".cache" / "targets"
+HOST, TARGETS, SOLVED = (ROOT / ".cache" / name for name in ("xla", "targets", "solved"))
+MIP = _integer_program.WORKER
 MOST_NBYTES = 3 << 30
 """What a folder may hold before a run."""
 
@@ -38,19 +45,25 @@ SETTINGS: dict[str, str | float] = {
     "jax_hlo_source_file_canonicalization_regex": f"^{ROOT}",
 }
 
-LEVEL = "xla_backend_optimization_level"
+LEVEL, EMITTERS = "xla_backend_optimization_level", "xla_cpu_use_fusion_emitters"
+EMITTED: dict[str, Any] = {EMITTERS: True} if jax.__version_info__ < (0, 11) else {}
+"""As users' kernels are written. Newer versions, which `make test-newest` has, know no other writers."""
+
+AS_USERS: dict[str, Any] = {LEVEL: 3, **EMITTED}
 
 
 def begin() -> None:
     """Keep compiled programs, of machine code as it comes, where the environment does not say otherwise."""
     flags = os.environ.get("XLA_FLAGS", "")
-    if LEVEL not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --{LEVEL}=0".strip()
+    for name, value in {LEVEL: "0", **dict.fromkeys(EMITTED, "false")}.items():
+        if name not in flags:
+            flags = f"{flags} --{name}={value}".strip()
+    os.environ["XLA_FLAGS"] = flags
     for name, value in SETTINGS.items():
         if name.upper() not in os.environ:
             os.environ[name.upper()] = str(value)
             jax.config.update(name, value)
-    _target.ask = ask
+    _target.ask = _integer_program.ask = ask
 
 
 def suspend(suspended: bool) -> None:
@@ -70,30 +83,35 @@ _suspended = not _WANTED
 
 def ask(script: Path, request: Any, seconds: float = math.inf) -> Any:
     """What `_worker.ask` answers, or has answered to the same request."""
-    if script != _target.WORKER:
+    if script == _target.WORKER:
+        config, topology, module, options = request
+        options = {LEVEL: 3, **options}  # what a kernel needs of a GPU is said of optimised code
+        request = config, topology, module, options
+        asked = repr((_target.compilers(), config, topology, sorted(options.items()))).encode() + module
+        folder = TARGETS
+    elif script == MIP:  # whose answer is the same whatever the time, where that did not end it
+        asked = marshal.dumps((version("mip"), {**request, "seconds": 0}), 2)
+        folder = SOLVED
+    else:
         return _worker.ask(script, request, seconds)
-    config, topology, module, options = request
-    options = {LEVEL: 3, **options}  # what a kernel needs of a GPU is said of optimised code
-    request = config, topology, module, options
     if _suspended:
         return _worker.ask(script, request, seconds)
-    named = repr((_target.compilers(), config, topology, sorted(options.items())))
-    key = hashlib.sha256(named.encode() + module).hexdigest()
-    path = TARGETS / f"{key}.json.gz"
+    path = folder / f"{hashlib.sha256(asked).hexdigest()}.json.gz"
     if path.exists():
-        figures, text = json.loads(gzip.decompress(path.read_bytes()))
-        if figures is None:
-            raise _worker.WorkerRefusedError(text)
-        return figures, text
+        answer = json.loads(gzip.decompress(path.read_bytes()))
+        if answer[0] is None:
+            raise _worker.WorkerRefusedError(answer[1])
+        return answer
     refused = None
     try:
         answer = _worker.ask(script, request, seconds)
     except _worker.WorkerRefusedError as error:
         answer, refused = (None, str(error)), error
-    TARGETS.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_bytes(gzip.compress(json.dumps(answer).encode(), 6))
-    draft.replace(path)
+    if folder != SOLVED or not answer[-1]:
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        draft.write_bytes(gzip.compress(json.dumps(answer).encode(), 6))
+        draft.replace(path)
     if refused is not None:
         raise refused
     return answer
@@ -101,7 +119,7 @@ def ask(script: Path, request: Any, seconds: float = math.inf) -> Any:
 
 def prune() -> None:
     """Remove what is oldest, down to half of what a folder may hold, from one that holds more."""
-    for folder in (HOST, TARGETS):
+    for folder in (HOST, TARGETS, SOLVED):
         files = sorted((file.stat().st_mtime, file.stat().st_size, file) for file in folder.glob("*"))
         held = sum(nbytes for _, nbytes, _ in files)
         if held > MOST_NBYTES:

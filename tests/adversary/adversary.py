@@ -69,6 +69,8 @@ ROUNDING = 1e-3
 """Of the largest number of an array: chunks add up in another order, and some steps amplify that."""
 
 EXACT = {"xla_allow_excess_precision": False, "xla_backend_optimization_level": 3}
+if jax.__version_info__ < (0, 11):  # later there are no others
+    EXACT["xla_cpu_use_fusion_emitters"] = True
 """Numbers are rounded to narrow types where the step says so, and not where a fusion has to: else two programs of the
 same step differ by units of the narrow type. Machine code is optimised, as users have it: kernels round differently.
 """

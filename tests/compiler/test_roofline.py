@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import recorded
 from jax import lax
 
 from jaxremat import compiler_options
@@ -20,7 +21,8 @@ DEVICE = DeviceSpec("d", "gpu", 1, 1e9, (("f32", 1e10), ("bf16", 4e10)), 1e-6, 1
 
 
 def _kernels(fn: Any, *args: Any, **jit: Any) -> list[Kernel]:
-    return list(kernels(parse(str(jax.jit(fn, **jit).lower(*args).compile().as_text()))))
+    made = jax.jit(fn, **jit).lower(*args).compile(recorded.EMITTED or None)
+    return list(kernels(parse(str(made.as_text()))))
 
 
 def _flops(found: list[Kernel], opcodes: tuple[str, ...] = ("dot", "convolution")) -> int:

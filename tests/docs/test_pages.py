@@ -20,10 +20,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import recorded
 import typer
 
 from examples.benchmarks import table
 from jaxremat._cli._app import application
+from jaxremat._compiler import _program
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "docs" / "pages"
@@ -127,7 +129,19 @@ def run_apart(chosen: Sequence[Example], folder: Path) -> list[str]:
 
 
 @pytest.fixture
+def as_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are compiled as users' are: how a compiled program's time is put together is on pages."""
+    own = _program.compiler_options
+
+    def options(platform: str, given: dict[str, Any]) -> dict[str, Any]:
+        return own(platform, {**recorded.EMITTED, **given} if platform == "cpu" else given)
+
+    monkeypatch.setattr(_program, "compiler_options", options)
+
+
+@pytest.fixture
 def check(
+    as_users: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

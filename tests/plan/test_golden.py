@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import pytest
+import recorded
 import zoo_calls
 import zoo_checkpoints
 import zoo_loops
@@ -46,13 +47,14 @@ def facts(case: Case) -> dict[str, Any]:
     args = case.make_args()
     traced = trace(jax.jit(case.step, donate_argnums=case.donate_argnums), args, {})
     names = [eqn.primitive.name for eqn in traced.jaxpr.jaxpr.eqns]
-    stats = jaxremat.memory(case.step, *args, donate_argnums=case.donate_argnums)
+    jitted: Any = {"donate_argnums": case.donate_argnums, "compiler_options": recorded.EMITTED}
+    stats = jaxremat.memory(case.step, *args, **jitted)
     budget = stats.base_nbytes + int(0.7 * stats.temporaries_nbytes)
     settings: Any = {
         "budget": budget,
         "planning": jaxremat.Planning(solver=jaxremat.Greedy(), planning_seconds=600),
     }
-    plan = jaxremat.plan(case.step, *args, donate_argnums=case.donate_argnums, **settings)
+    plan = jaxremat.plan(case.step, *args, **jitted, **settings)
     written = json.loads(plan.to_json())
     return {
         "fingerprint": fingerprint(traced)[:16],

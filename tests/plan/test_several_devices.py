@@ -91,7 +91,7 @@ def test_objects_are_where_the_step_or_their_model_says(case: str) -> None:
     plain, planned = found["losses"]
     assert planned == pytest.approx(plain, rel=1e-4)
     assert found["same"] and found["placed_alike"]
-    assert found["divided"] == 3 * 6  # of each kernel itself, and two moments
+    assert found["divided"] == 3 * 4  # of each kernel itself, and two moments
     assert found["peak"] <= found["budget"]
     assert not found["drops_nothing"]
     assert "per device (of 8)" in found["text"]

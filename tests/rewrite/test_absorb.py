@@ -9,6 +9,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 import pytest
+import recorded
 from evaluation import evaluated
 from forms import of_levels
 from hypothesis import given, settings
@@ -120,10 +121,10 @@ def test_rows_of_a_state_in_the_hosts_memory_are_fetched_and_put_back_in_the_loo
 
 def test_a_planned_step_returns_such_a_state_to_the_hosts_memory() -> None:
     step, ((params, state), batch) = step_of(OPTIMIZERS["adam"])
-    want = jax.jit(step)((params, state), batch)
+    want = jax.jit(step, compiler_options=recorded.EMITTED)((params, state), batch)
     there = jaxremat.to_host(state, least_nbytes=1000)
     args = (params, there), batch
-    planned = jaxremat.optimize("min", donate_argnums=0)(step)
+    planned = jaxremat.optimize("min", donate_argnums=0, compiler_options=recorded.EMITTED)(step)
     assert any(choice.rule == "loop" for choice in planned.plan(*args).form.choices)
     (_, got_state), _ = got = planned(*args)
     assert_same(want, got)

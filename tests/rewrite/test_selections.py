@@ -34,7 +34,6 @@ from jaxremat._rewrite._selections import compared_directly, is_marked, marked, 
 from jaxremat._rewrite._trace import Traced, trace
 
 ROWS, WIDTH, LAYERS = 4096, 128, 6
-OPTIMISED: dict[str, Any] = {recorded.LEVEL: 3}
 """Kernels as users have them, of which two round differently what both make."""
 
 
@@ -193,7 +192,7 @@ def test_what_a_compiler_would_make_twice_passes_a_fence() -> None:
 
     def worst(closed: Any) -> float:
         lowered = jax.jit(jex.jaxpr_as_fun(closed)).lower(*leaves)
-        found = lowered.compile(compiler_options={**compiler_options(), **OPTIMISED})(*leaves)
+        found = lowered.compile(compiler_options={**compiler_options(), **recorded.AS_USERS})(*leaves)
         moved = zip(found, wanted, leaves, strict=False)  # the loss has no such argument
         return max(float(jnp.abs(a - b).max() / jnp.abs(b - c).max()) for a, b, c in moved)
 
@@ -203,9 +202,9 @@ def test_what_a_compiler_would_make_twice_passes_a_fence() -> None:
 
 def test_chunks_do_not_lose_gradients() -> None:
     step, args = stepping(largest_of_four, layers=2)
-    planned = jaxremat.optimize("min", allow=("microbatches",), donate_argnums=0, compiler_options=OPTIMISED)(
-        step
-    )
+    planned = jaxremat.optimize(
+        "min", allow=("microbatches",), donate_argnums=0, compiler_options=recorded.AS_USERS
+    )(step)
     assert planned.plan(*jax.tree.map(jnp.copy, args)).form.settings(IN_CHUNKS)
     with jax.disable_jit():
         wanted = step(*args)
