@@ -30,7 +30,8 @@ from ._program_readers import Readers
 from ._region_cut import narrower, outside_nbytes
 
 LIGHT = 1 / 16
-"""A stage that makes less than this share of what the largest makes is done between the loops, all parts at once."""
+"""A stage that reads and makes less than this share of what the largest does is done between the loops, all parts at
+once."""
 
 SMALL = 1 / 32
 """Loops may hand on, rather than compute again, values of at most this share of the largest, ..."""
@@ -183,17 +184,21 @@ def _without_light(program: Readers, component: Component, rules: Collection[int
     left = set(rules)
     while True:
         stages = _stages(program, component, left)
-        made = [_made_nbytes(program, component, own) for own in stages]
-        least = min(range(len(stages)), key=made.__getitem__, default=0)
-        if not stages or made[least] >= LIGHT * max(made):
+        needed = [_touched_nbytes(program, component, own) for own in stages]
+        least = min(range(len(stages)), key=needed.__getitem__, default=0)
+        if not stages or needed[least] >= LIGHT * max(needed):
             return stages
         left.difference_update(stages[least])
 
 
-def _made_nbytes(program: Readers, component: Component, indices: Collection[int]) -> int:
-    """Return what some of its equations make along the axis."""
-    made = (v for i in indices for v in program.eqns[i].outvars)
-    return sum(aval_nbytes(v.aval) for v in made if component.dimension.get(v) is not None)
+def _touched_nbytes(program: Readers, component: Component, indices: Collection[int]) -> int:
+    """Return the bytes along the axis that some of its equations make, or read of others of it: weighted sums of
+    gradients of each example make little, and without a loop of theirs all of these are handed on.
+    """
+    eqns = program.eqns
+    made = {v for i in indices for v in eqns[i].outvars}
+    read = {a for i in indices for a in _compat.variables(eqns[i].invars) if program.maker.get(a) in component.rules}
+    return sum(aval_nbytes(v.aval) for v in made | read if component.dimension.get(v) is not None)
 
 
 def _stages(program: Readers, component: Component, rules: Collection[int]) -> list[list[int]]:
