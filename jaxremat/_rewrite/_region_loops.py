@@ -197,7 +197,12 @@ def _touched_nbytes(program: Readers, component: Component, indices: Collection[
     """
     eqns = program.eqns
     made = {v for i in indices for v in eqns[i].outvars}
-    read = {a for i in indices for a in _compat.variables(eqns[i].invars) if program.maker.get(a) in component.rules}
+    read = {
+        a
+        for i in indices
+        for a in _compat.variables(eqns[i].invars)
+        if program.maker.get(a) in component.rules
+    }
     return sum(aval_nbytes(v.aval) for v in made | read if component.dimension.get(v) is not None)
 
 

@@ -22,8 +22,9 @@ from jax import lax
 from jax.core import ShapedArray
 
 from .._program import _compat
-from .._program._axes import is_scattered, sum_type
+from .._program._axes import BatchingRule, Parts, is_scattered, sum_type
 from .._program._compat import Atom, shaped
+from .._program._flops import aval_nbytes
 from .._program._primitives import (
     IN_CHUNKS,
     is_backward,
@@ -85,7 +86,8 @@ class _Chunks:
         chunks: int,
         labels: Mapping[Any, str],
     ):
-        self.program, self.region, self.chunks, self.labels = program, region, chunks, labels
+        self.program, self.region, self.labels = program, region, labels
+        self.parts = Parts(region.rows, chunks)
         self.rules = loops[number]
         self.others = {i for other, loop in enumerate(loops) if other != number for i in loop}
         self.own = {i for i, rule in self.rules.items() if not rule.copied}
@@ -199,7 +201,7 @@ class _Chunks:
         def step(state: list[Any], i: Any) -> tuple[list[Any], None]:
             return jex.jaxpr_as_fun(body)(i, *state, *parted), None
 
-        state, _ = lax.scan(step, start, jnp.arange(self.chunks, dtype=jnp.int32))
+        state, _ = lax.scan(step, start, jnp.arange(self.parts.count, dtype=jnp.int32))
         return [
             _in_shape(a.astype(v.aval.dtype), v.aval.shape) for a, v in zip(state, self.leaves, strict=True)
         ]
@@ -242,7 +244,9 @@ class _Chunks:
             invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
             if rule.summed and is_scattered(eqn):
                 invars[0] = so_far[eqn.outvars[0]]
-            params = rule.in_chunk(eqn, self.chunks)
+            if rule.summed and self.parts.again(self.parts.rows):
+                self._mask(eqns, eqn, rule, invars, index)
+            params = rule.in_chunk(eqn, self.parts)
             outvars = [
                 _compat.new_var(self._aval(v, d, params))
                 for v, d in zip(eqn.outvars, rule.results, strict=True)
@@ -264,20 +268,40 @@ class _Chunks:
         if dimension is None:
             return v.aval.update(dtype=params.get("preferred_element_type") or shaped(v).dtype)
         shape = list(shaped(v).shape)
-        shape[dimension] //= self.chunks
+        shape[dimension] = self.parts.of(shape[dimension])
         return v.aval.update(shape=tuple(shape))
 
     def _part(self, eqns: list[jex.JaxprEqn], operand: Atom, index: Any, dimension: int, like: Any) -> Any:
         """Return the rows of this chunk."""
         along = self._along(dimension)
-        size = shaped(operand).shape[along] // self.chunks
+        size = self.parts.of(shaped(operand).shape[along])
         shape = list(like.aval.shape)
-        shape[dimension] //= self.chunks
+        shape[dimension] = self.parts.of(shape[dimension])
 
         def part(whole: Any, i: Any) -> Any:
             return _in_shape(lax.dynamic_slice_in_dim(whole, i * size, size, along), shape)
 
         return append(eqns, part, (operand, index), self._reader(like))
+
+    def _mask(
+        self, eqns: list[Any], eqn: jex.JaxprEqn, rule: BatchingRule, invars: list[Any], index: Any
+    ) -> None:
+        """Let a sum over rows have zeros for those that the part before has added, in the smallest of its operands."""
+        able = [k for k, d in enumerate(rule.operands) if d is not None and (k == 2 or not is_scattered(eqn))]
+        k = min(able, key=lambda k: aval_nbytes(invars[k].aval))
+        dimension = rule.operands[k]
+        assert dimension is not None
+        size, again = (
+            invars[k].aval.shape[dimension],
+            self.parts.again(shaped(eqn.invars[k]).shape[dimension]),
+        )
+        rest = (self.parts.count - 1) * size - again  # where the last part begins
+
+        def masked(part: Any, i: Any) -> Any:
+            at = lax.broadcasted_iota(jnp.int32, part.shape, dimension)
+            return lax.select(at >= i * size - rest, part, jnp.zeros_like(part))
+
+        invars[k] = append(eqns, masked, (invars[k], index), eqn)
 
     def _added(self, eqns: list[jex.JaxprEqn], v: jex.Var, so_far: Any, made: Any, index: Any) -> Any:
         """Return a result with what this chunk makes of it."""
@@ -291,7 +315,7 @@ class _Chunks:
             if d is None:
                 return whole + part.astype(whole.dtype)
             along = self._along(d)
-            size = whole.shape[along] // self.chunks
+            size = self.parts.of(whole.shape[along])
             rows = _in_shape(part, (*whole.shape[:along], size, *whole.shape[along + 1 :]))
             return lax.dynamic_update_slice_in_dim(whole, rows, i * size, along)
 
