@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from evaluation import evaluated
+from evaluation import evaluate, evaluated
 from test_chunks import close
 from test_microbatches import descent, normal
 
@@ -15,6 +16,7 @@ from jaxremat._rewrite import _row_regions
 from jaxremat._rewrite._flat_program import FlatProgram
 from jaxremat._rewrite._kernel_choice import equivalence
 from jaxremat._rewrite._program_readers import Readers
+from jaxremat._rewrite._region_loops import handed_on
 from jaxremat._rewrite._row_chunks import chunked
 from jaxremat._rewrite._row_regions import Region, regions
 from jaxremat._rewrite._trace import trace
@@ -134,3 +136,39 @@ def test_gradients_of_examples_that_wait_for_all_norms_are_made_again(batch: int
     assert all(v.aval.size < largest for eqn in cut.jaxpr.eqns for v in eqn.outvars)
     assert any(v.aval.size >= largest for eqn in program.eqns for v in eqn.outvars)
     assert regions(Readers(program))
+
+
+def neighbours_far_away(params: Any, x: Any, y: Any, _: Any) -> Any:
+    """The largest of what is made of a row's neighbours, a threshold, and a loss that waits for all rows."""
+    made = jnp.tanh((x[:, :, None] * params["bias"]) @ params["layers"][0]).max(1)
+    made = jnp.minimum(made, jax.nn.sigmoid(made @ params["layers"][1]))
+    far = made - made.mean(0)
+    return ((far - y) ** 2 * jnp.exp(far.T @ far / 40).mean()).mean()
+
+
+def the_largest_of_all_rows(params: Any, x: Any, y: Any, _: Any) -> Any:
+    """What is selected among all rows is known once all are made: what it is compared with is of the same run."""
+    made = jnp.tanh((x[:, :, None] * params["bias"]) @ params["layers"][0]).reshape(len(x), -1)
+    return ((made - made.max(0)) ** 2).mean() + (made.max(0) * made.shape[1]).sum() + y.mean()
+
+
+@pytest.mark.parametrize("loss", [neighbours_far_away, the_largest_of_all_rows])
+def test_a_loop_compares_what_it_computes_again_with_what_it_selects(loss: Any) -> None:
+    args = arguments(24)
+    traced = trace(jax.jit(descent(loss)), args, {})
+    program = traced.merged.program
+    found = [region for region in traced.sites.regions if len(region.loops) > 1]
+    assert found
+    flat = jax.tree.leaves(args)
+    for region in found:
+        cut = chunked(program, [(region, 4)]).closed
+        rounded = evaluate(cut, flat, np.random.default_rng(0))
+        close(evaluate(program.closed, flat), rounded, 1e-4)
+
+
+def test_masks_of_what_is_computed_again_are_not_handed_on() -> None:
+    traced = trace(jax.jit(descent(neighbours_far_away)), arguments(24), {})
+    program = Readers(traced.merged.program)
+    for region in traced.sites.regions:
+        handed = [v for n in range(len(region.loops)) for v in handed_on(program, region.loops, n)]
+        assert not any(v.aval.dtype == bool and v.aval.ndim > 2 for v in handed)
