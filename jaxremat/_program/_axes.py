@@ -91,6 +91,21 @@ class BatchingRule:
         return params
 
 
+BILINEAR = frozenset({"mul", "div", "dot_general"})
+
+LINEAR = {
+    **dict.fromkeys(("add", "add_any", "sub", "concatenate"), slice(None)),
+    **dict.fromkeys(
+        ("neg", "convert_element_type", "reduce_sum", "broadcast_in_dim", "cumsum", "rev"), slice(1)
+    ),
+    **dict.fromkeys(("reshape", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice"), slice(1)),
+    **dict.fromkeys(("dynamic_update_slice", "pad"), slice(2)),
+    "select_n": slice(1, None),
+}
+"""Equations that are linear in some of their operands, all of which have to be sums: which these are. The others are
+linear in each of two.
+"""
+
 OF_SUM = BatchingRule((None,), (None,), linear=True)
 OF_SUMS = BatchingRule((None, None), (None,), linear=True)
 """Equations that are linear in one sum over an axis, or in two."""

@@ -23,22 +23,19 @@ floating-point numbers are. What may be another is no such loop.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
 from . import _compat
-from ._axes import BatchingRule, is_scattered, rules, sum_type
-from ._compat import Atom, shaped
-from ._inline import body_of, is_identity
-from ._operation_keys import UNCHANGED
+from ._axes import BILINEAR, LINEAR, BatchingRule, is_scattered, rules, sum_type
+from ._compat import shaped
+from ._inline import followed
 from ._primitives import runs_once
 from ._splice import needed
 from ._value_numbers import Affine
-
-T = TypeVar("T")
 
 Number = Callable[[Any, list[int]], Sequence[int]]
 """An equation, the numbers of its operands -> those of its results."""
@@ -467,16 +464,16 @@ class _Chunks:
         """Return the operands of an equation that makes of sums the sum of what it makes of their parts."""
         name = eqn.primitive.name
         types = [shaped(a).dtype for a in (*eqn.invars, *eqn.outvars)]
-        if name in _BILINEAR:
+        if name in BILINEAR:
             able = sum(isinstance(kind, _Sum) for kind in kinds) == 1
             able = able and (name != "div" or (isinstance(kinds[0], _Sum) and _are(jnp.inexact, types)))
         elif name == "convert_element_type":
             able = _are(jnp.number, types) and jnp.promote_types(*types) == types[1]
         else:
-            able = name in _LINEAR
-        linear = range(len(kinds))[_LINEAR.get(name, slice(0, 0))]
+            able = name in LINEAR
+        linear = range(len(kinds))[LINEAR.get(name, slice(0, 0))]
         others = (kind for i, kind in enumerate(kinds) if i not in linear)
-        if not able or (name in _LINEAR and any(isinstance(kind, _Sum) for kind in others)):
+        if not able or (name in LINEAR and any(isinstance(kind, _Sum) for kind in others)):
             raise OtherLoopError  # a place, or what selects, is no sum
         return [self._sum(kind) if i in linear else kind for i, kind in enumerate(kinds)]
 
@@ -594,47 +591,5 @@ _SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes")
 """Parameters with the size of each dimension."""
 
 
-_BILINEAR = frozenset({"mul", "div", "dot_general"})
-
-_LINEAR = {
-    **dict.fromkeys(("add", "add_any", "sub", "concatenate"), slice(None)),
-    **dict.fromkeys(
-        ("neg", "convert_element_type", "reduce_sum", "broadcast_in_dim", "cumsum", "rev"), slice(1)
-    ),
-    **dict.fromkeys(("reshape", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice"), slice(1)),
-    **dict.fromkeys(("dynamic_update_slice", "pad"), slice(2)),
-    "select_n": slice(1, None),
-}
-"""Equations that are linear in some of their operands, all of which have to be sums: which these are."""
-
-
 def _are(kind: Any, types: Sequence[Any]) -> bool:
     return all(jnp.issubdtype(each, kind) for each in types)
-
-
-def followed(
-    jaxpr: jex.Jaxpr,
-    known: dict[Any, T],
-    literal: Callable[[Any], T],
-    body: Callable[[_compat.AnyJaxpr, list[T]], Sequence[T]],
-    results: Callable[[jex.JaxprEqn, list[T]], Sequence[T]],
-) -> list[T]:
-    """Return what is said of a body's results, by what `results` says of each equation that these or effects need.
-
-    **Arguments:** `known` what is said of variables, which more is added to; `literal` says it of literals, `body` of
-    the results of a call's body.
-    """
-
-    def read(atom: Atom) -> T:
-        return literal(atom) if _compat.is_literal(atom) else known[atom]
-
-    for eqn in (jaxpr.eqns[i] for i in needed(jaxpr.eqns, jaxpr.outvars)):
-        eqn, operands = _compat.without_hijax(eqn, derivatives=False), list(map(read, eqn.invars))
-        if eqn.primitive.name in UNCHANGED or is_identity(eqn, eqn.invars):
-            made = operands
-        elif (inner := body_of(eqn)) is not None:
-            made = body(inner, operands)
-        else:
-            made = results(eqn, operands)
-        known.update(zip(eqn.outvars, made, strict=True))
-    return [read(a) for a in jaxpr.outvars]

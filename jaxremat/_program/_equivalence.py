@@ -21,10 +21,10 @@ from . import (
     _mask_rules,  # noqa: F401 (it adds its rules)
 )
 from ._carries import Carries
-from ._chunk_loops import Places, followed, of_all_rows
+from ._chunk_loops import Places, of_all_rows
 from ._compat import Atom, shaped
 from ._index_rules import grid, scalar
-from ._inline import index_on_every_platform
+from ._inline import followed, index_on_every_platform
 from ._operation_keys import KEYS
 from ._primitives import PLACES, runs_once
 from ._recurrences import again, once_more

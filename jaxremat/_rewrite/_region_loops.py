@@ -272,7 +272,7 @@ def _with_repeated(
                     wanted.add(a)
         return members, room
 
-    def torn(number: int, members: Collection[int]) -> Iterator[int]:
+    def torn(number: int, members: set[int]) -> Iterator[int]:
         """Yield what a loop may not compute again: decisions of which one side is not, or that side's operands."""
         for i in program.of_a_run.keys() & members:
             shared, between = program.of_a_run[i]
