@@ -37,7 +37,7 @@ from .._program._primitives import (
 from .._program._splice import inlined, typed
 from ._flat_program import FlatProgram, alive, with_eqns
 from ._loop_closing import without_unread
-from ._loop_inlining import append
+from ._loop_inlining import CARRY, append
 from ._program_readers import Readers
 from ._region_loops import Loop, handed_on, owners, schedule
 from ._row_regions import Region
@@ -57,7 +57,7 @@ def chunked(
     all_loops = [loop for region, _ in chosen for loop in region.loops]
     of_loops = [each for each in chosen for _ in each[0].loops]
     loops = [_Chunks(program, all_loops, number, *each, labels) for number, each in enumerate(of_loops)]
-    moved = {i for loop in loops for i in loop.moved}
+    moved = {i for loop in loops for i in (*loop.moved, *(at for at, _ in loop.begun.values()))}
     order = schedule(program, all_loops)
     assert order is not None  # or they were no regions
     eqns: list[Any] = []
@@ -114,11 +114,34 @@ class _Chunks:
         self.over = {
             v: program.eqns[i].invars[0] for v, i in self.adder.items() if is_scattered(program.eqns[i])
         }
+        # So does one that is added to a carry of the loop around, as gradients are accumulated.
+        self.begun = {v: made for v in self.leaves if (made := self._added_to(v)) is not None}
         self.moved = self._moved()
         self.turned = self._turned()
         # What chunks read, parts of it or all, and what the call reads.
         self.parted = self._read_by([*self.turned, *self.rules])
-        self.reads = self._read_by([*self.moved, *self.rules])
+        carries = (begin for _, begin in self.begun.values())
+        self.reads = list(dict.fromkeys([*self._read_by([*self.moved, *self.rules]), *carries]))
+
+    def _added_to(self, v: Any) -> tuple[int, Any] | None:
+        """Return the equation that adds a sum to a carry, and the carry; None where it is read otherwise."""
+        program = self.program
+        readers = program.readers.get(v, ())
+        if v not in self.adder or v in self.over or v in program.returned or len(readers) != 1:
+            return None
+        if readers[0] in self.others:
+            return None
+        eqn = program.eqns[readers[0]]
+        others = [a for a in _compat.variables(eqn.invars) if a is not v]
+        if (
+            eqn.primitive.name not in ("add", "add_any")
+            or len(others) != 1
+            or self._type(v) != shaped(v).dtype
+        ):
+            return None
+        maker = program.maker.get(others[0], -1)
+        is_carry = maker >= 0 and program.eqns[maker].primitive is CARRY
+        return (readers[0], others[0]) if is_carry and shaped(others[0]).shape == shaped(v).shape else None
 
     def _read_by(self, indices: Sequence[int]) -> list[Any]:
         """Return what equations read of others."""
@@ -176,7 +199,10 @@ class _Chunks:
         call, place = (run, _compat.root_source(self.like)) if self.opens else (
             jax.jit(run), self.like.source_info
         )  # fmt: skip
-        made, _ = inlined(jax.make_jaxpr(call)(*map(typed, self.reads)), self.reads, place, self.leaves)
+        names = [
+            self.program.eqns[self.begun[v][0]].outvars[0] if v in self.begun else v for v in self.leaves
+        ]
+        made, _ = inlined(jax.make_jaxpr(call)(*map(typed, self.reads)), self.reads, place, names)
         return made
 
     def _run(self, *operands: Any) -> list[Any]:
@@ -192,7 +218,11 @@ class _Chunks:
             last = max(self.parted, key=lambda a: self.program.maker.get(a, -1))
             zero, env[last] = lax.optimization_barrier((zero, env[last]))
         start = [
-            env[self.over[v]] if v in self.over else lax.broadcast(zero.astype(self._type(v)), self._laid(v))
+            env[self.over[v]]
+            if v in self.over
+            else env[self.begun[v][1]]
+            if v in self.begun
+            else lax.broadcast(zero.astype(self._type(v)), self._laid(v))
             for v in self.leaves
         ]
         body = self._body()
