@@ -78,8 +78,8 @@ class CandidateSource:
     **Fields:** the `space`; `solver` and its `time_limit`; `temporaries_nbytes` of the plain step; the graphs `made` so
     far; the variants `left`, by whether they change numbers, and those that were `passed` over; those that were looked
     at for what splitting a loop would gain (`looked_at`, with host memory that they had); `plain_nbytes` the
-    least that the plain step needs, once it does not fit; variants in fewer microbatches than that of least memory, the
-    `shallower` ones.
+    least that the plain step needs, once it does not fit; variants in fewer microbatches, or rows in fewer chunks, than
+    those of least memory, the `shallower` ones.
     """
 
     space: Space
@@ -181,9 +181,10 @@ class CandidateSource:
         able = [each for each in known if of(each).more_seconds <= most_seconds]
         parts = [each for each in able if not of(each).whole]
         exact = [each for each in parts if not self.variants.is_inexact(each)]
+        shallow = [each for each in exact if not deep(each)]
         made: list[Variant] = []
         for among in (
-            [each for each in exact if not deep(each)],
+            [*shallow],
             exact,
             [each for each in parts if each not in exact],
             [each for each in able if of(each).whole],
@@ -195,13 +196,13 @@ class CandidateSource:
                     made.append(lowest)
                     break
                 among.remove(lowest)
-        cheaper = (each for each in able if of(each).whole and each not in made)
+        cheaper = (each for each in able if (of(each).whole or each in shallow) and each not in made)
         self.shallower = sorted(cheaper, key=lambda each: of(each).fewer_nbytes)
         self.passed, self.left = [], {False: [], True: []}
 
     def make_shallower(self) -> list[Graph]:
-        """Add the graphs of the deepest variant in microbatches that is left, and return them: where the one that was
-        made of these turns out to be slower than it promised.
+        """Add the graphs of the deepest variant in microbatches, or without levels, that is left, and return them:
+        where the one that was made of these turns out to be slower than it promised.
         """
         return self.make(self.shallower.pop()) if self.shallower else []
 

@@ -24,6 +24,29 @@ Rule = Callable[[Any], Iterator["BatchingRule"]]
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """An axis in equal parts. **Fields:** `rows` that sizes are multiples of; the `count` of parts. Where that does not
+    divide the rows, the last part begins earlier, and does some rows that the one before did.
+    """
+
+    rows: int
+    count: int
+
+    @property
+    def size(self) -> int:
+        """Rows of a part."""
+        return -(-self.rows // self.count)
+
+    def of(self, size: int) -> int:
+        """Return the size that a dimension has in a part."""
+        return size * self.size // self.rows
+
+    def again(self, size: int) -> int:
+        """Return how many entries of a dimension the last part does again."""
+        return self.count * self.of(size) - size
+
+
+@dataclass(frozen=True, slots=True)
 class BatchingRule:
     """One independent axis of an equation.
 
@@ -47,8 +70,8 @@ class BatchingRule:
         """Return for each result whether it is a sum over the axis."""
         return tuple(d is None for d in self.results)
 
-    def in_chunk(self, eqn: jex.JaxprEqn, chunks: int, *, widens: bool = True) -> dict[str, Any]:
-        """Return the equation's parameters for one of `chunks` equal parts of the axis.
+    def in_chunk(self, eqn: jex.JaxprEqn, parts: Parts, *, widens: bool = True) -> dict[str, Any]:
+        """Return the equation's parameters for one of these parts of the axis.
 
         **Arguments:** `widens`: whether a sum gets the type in which parts are added up.
         """
@@ -58,15 +81,30 @@ class BatchingRule:
         }
         for name, index in self.sizes:
             if index is None:
-                params[name] //= chunks
+                params[name] = parts.of(params[name])
             else:
                 sizes = list(params[name])
-                sizes[index] //= chunks
+                sizes[index] = parts.of(sizes[index])
                 params[name] = tuple(sizes)
         if self.summed and widens and "preferred_element_type" in params:
             params["preferred_element_type"] = sum_type(shaped(eqn.outvars[0]).dtype)
         return params
 
+
+BILINEAR = frozenset({"mul", "div", "dot_general"})
+
+LINEAR = {
+    **dict.fromkeys(("add", "add_any", "sub", "concatenate"), slice(None)),
+    **dict.fromkeys(
+        ("neg", "convert_element_type", "reduce_sum", "broadcast_in_dim", "cumsum", "rev"), slice(1)
+    ),
+    **dict.fromkeys(("reshape", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice"), slice(1)),
+    **dict.fromkeys(("dynamic_update_slice", "pad"), slice(2)),
+    "select_n": slice(1, None),
+}
+"""Equations that are linear in some of their operands, all of which have to be sums: which these are. The others are
+linear in each of two.
+"""
 
 OF_SUM = BatchingRule((None,), (None,), linear=True)
 OF_SUMS = BatchingRule((None, None), (None,), linear=True)

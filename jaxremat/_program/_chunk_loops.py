@@ -1,10 +1,13 @@
 """Loop over chunks of rows -> the equations that do all rows at once: what a loop over chunks computes.
 
 The body of such a loop reads chunk `i` of an array, rows `i * size` to `(i + 1) * size` along one of its axes, and a
-carry is written chunk by chunk, or added to. Each value of the body is of one of these kinds, told from its operands:
+carry is written chunk by chunk, or added to. A last chunk that would reach beyond the axis begins so much earlier, and
+has some rows of the one before again: written, they are the same; a sum has to have zeros for them. Each value of the
+body is of one of these kinds, told from its operands:
 
 - *whole*: the same in all chunks;
-- *rows*: chunk `i` of a value of all rows, or of each of so many equal parts of it, one behind the other;
+- *rows*: chunk `i` of a value of all rows, or of each of so many equal parts of it, one behind the other; *once* where
+  those that the chunk before has too are zeros;
 - *sum*: what the chunks make of it adds up to a value of all rows;
 - *index*: a number made of `i` alone;
 - *carry*: one as it is so far, *written* with a chunk, or *added* to.
@@ -19,22 +22,20 @@ floating-point numbers are. What may be another is no such loop.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
 from . import _compat
-from ._axes import BatchingRule, is_scattered, rules, sum_type
-from ._compat import Atom, shaped
-from ._inline import body_of, is_identity
-from ._operation_keys import UNCHANGED
+from ._axes import BILINEAR, LINEAR, BatchingRule, is_scattered, rules, sum_type
+from ._compat import shaped
+from ._inline import followed
 from ._primitives import runs_once
 from ._splice import needed
 from ._value_numbers import Affine
-
-T = TypeVar("T")
 
 Number = Callable[[Any, list[int]], Sequence[int]]
 """An equation, the numbers of its operands -> those of its results."""
@@ -52,6 +53,7 @@ class _Rows(NamedTuple):
     atom: Any
     dimension: int
     parts: int = 1
+    once: bool = False
 
 
 class _Sum(NamedTuple):
@@ -83,7 +85,8 @@ _Kind = _Whole | _Rows | _Sum | _Index | _Carry | _Written | _Added
 class Places:
     """What is known of numbers in the loop. **Fields:** `number` of an equation's results; `literal` of a literal's;
     `place` that a number is, None of others; `is_index` whether a number is made of indices alone; `is_zero` whether it
-    is zeros; `symbol` of the loop.
+    is zeros; `reaches` where an index along a dimension, which counts from zero, is as large as a place; `symbol` of
+    the loop.
     """
 
     number: Number
@@ -91,6 +94,7 @@ class Places:
     place: Callable[[int], Affine | None]
     is_index: Callable[[int], bool]
     is_zero: Callable[[int], bool]
+    reaches: Callable[[int], tuple[int, Affine] | None]
     symbol: int
 
 
@@ -130,8 +134,8 @@ class _Wanted(Exception):  # noqa: N818 (it asks)
 class _Chunks:
     """What all rows of a body are, equation by equation."""
 
-    def __init__(self, count: int, places: Places):
-        self.count, self.places = count, places
+    def __init__(self, count: int, places: Places, ratio: Fraction | None = None):
+        self.count, self.places, self.ratio = count, places, ratio
         self.eqns: list[Any] = []
         self.begin: list[Any] = []  # the carries
         self.known: dict[Any, int] = {}  # the numbers of what the loop is given
@@ -175,6 +179,8 @@ class _Chunks:
             return [self._read(eqn, kinds)]
         if name == "dynamic_update_slice" and _Carry in has:
             return [self._written(eqn, kinds)]
+        if name == "select_n" and (once := self._once(eqn, *kinds)) is not None:
+            return [once]
         if has & {_Carry, _Added}:
             return [self._added(eqn, kinds)]
         if _Index in has:
@@ -230,13 +236,39 @@ class _Chunks:
     def _along(self, shape: Sequence[int], size: Sequence[int], indices: Sequence[_Kind]) -> int:
         """Return the axis along which a slice of this size is the loop's chunk of an array."""
         along = [d for d, (a, b) in enumerate(zip(shape, size, strict=True)) if a != b]
-        if len(along) != 1 or size[along[0]] * self.count != shape[along[0]]:
+        if len(along) != 1 or not self._is_chunk(size[along[0]], shape[along[0]]):
             raise OtherLoopError
         for d, kind in enumerate(indices):
             wanted = (((self.places.symbol, size[d]),), 0) if d == along[0] else ((), 0)
             if self.places.place(self._number(kind)) != wanted:
                 raise OtherLoopError
         return along[0]
+
+    def _is_chunk(self, size: int, rows: int) -> bool:
+        """Return whether this is the size of a chunk of so many rows, alike for all values."""
+        ratio = Fraction(rows, max(size, 1))
+        self.ratio = ratio if self.ratio is None else self.ratio
+        return self.ratio == ratio and self.count - 1 < ratio <= self.count
+
+    @property
+    def _all(self) -> Fraction:
+        """How many rows there are for each of a chunk."""
+        return Fraction(self.count) if self.ratio is None else self.ratio
+
+    def _once(self, eqn: jex.JaxprEqn, mask: _Kind, *cases: _Kind) -> _Kind | None:
+        """Return rows of which those that the chunk before has too are zeros; None where it selects anything else."""
+        reach = self.places.reaches(mask.number) if isinstance(mask, _Index) and len(cases) == 2 else None
+        if reach is None or not isinstance(cases[0], _Whole) or not self._is_zero(cases[0]):
+            return None
+        dimension, place = reach
+        found, size = self._rows(cases[1], dimension), shaped(eqn.outvars[0]).shape[dimension]
+        if (
+            found is None
+            or found.parts > 1
+            or place != (((self.places.symbol, size),), size - size * self._all)
+        ):
+            return None
+        return found._replace(once=True)
 
     def _read(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> _Kind:
         array, *indices = kinds
@@ -253,7 +285,7 @@ class _Chunks:
             raise OtherLoopError
         shape, size = shaped(eqn.invars[0]).shape, shaped(eqn.invars[1]).shape
         rows = self._rows(update, self._along(shape, size, indices))
-        if rows is None or rows.parts > 1:
+        if rows is None or rows.parts > 1 or rows.once:
             raise OtherLoopError
         return _Written(array.place, rows.atom)
 
@@ -350,6 +382,8 @@ class _Chunks:
         round.
         """
         assert isinstance(kind, _Rows)
+        if self._all != self.count:
+            return None
         shape, result, d = shaped(eqn.invars[0]).shape, tuple(shaped(eqn.outvars[0]).shape), kind.dimension
         if kind.parts == 1 and d and result == (*shape[: d - 1], shape[d - 1] * shape[d], *shape[d + 1 :]):
             found, parts = d - 1, shape[d - 1]
@@ -385,26 +419,29 @@ class _Chunks:
     ) -> list[_Kind] | None:
         """Return what the equation of all rows makes, if this one is a chunk of it."""
         like = []
+        if not self._counts_once(eqn, kinds, results):
+            return None
         for v, d in zip(eqn.outvars, results, strict=True):
             shape = list(shaped(v).shape)
             if d is not None:
-                if d >= len(shape):
+                if d >= len(shape) or shape[d] % self._all.denominator:
                     return None
-                shape[d] *= self.count
+                shape[d] = int(shape[d] * self._all)
             like.append(_compat.new_var(v.aval.update(shape=tuple(shape))))
         params = dict(eqn.params)
         for name, index in sizes:
-            if index is None:
-                params[name] *= self.count
-            else:
-                params[name] = tuple(n * self.count if d == index else n for d, n in enumerate(params[name]))
+            part = params[name] if index is None else params[name][index]
+            if part % self._all.denominator:
+                return None
+            size, known = int(part * self._all), params[name]
+            params[name] = size if index is None else (*known[:index], size, *known[index + 1 :])
         atoms = [kind.atom for kind in kinds]  # pyright: ignore[reportAttributeAccessIssue]
         whole = eqn.replace(invars=atoms, outvars=like, params=params)
         dimensions = tuple(kind.dimension if isinstance(kind, _Rows) else None for kind in kinds)
         parts = {
             kind.parts for kind in kinds if isinstance(kind, _Rows) and kind.atom not in self.alike_rows
         } or {1}
-        among = self.count * max(parts)
+        among = self._all.numerator * max(parts)
         able = (rule for rule in rules(whole) if rule.groups % among == 0 and not rule.copied)
         if len(parts) > 1 or not any(_is(rule, dimensions, results, sizes) for rule in able):
             return None
@@ -414,20 +451,29 @@ class _Chunks:
         both = zip(made, results, strict=True)
         return [_Sum(v) if d is None else _Rows(v, d, max(parts)) for v, d in both]
 
+    def _counts_once(self, eqn: jex.JaxprEqn, kinds: Sequence[_Kind], results: Sequence[int | None]) -> bool:
+        """Return whether a sum adds no row twice, and nothing else reads rows as zeros."""
+        once = [isinstance(kind, _Rows) and kind.once for kind in kinds]
+        if None not in results:
+            return not any(once)
+        if any(once[:2]) and is_scattered(eqn):
+            return False
+        return self._all == self.count or (None in results and any(once) and all(d is None for d in results))
+
     def _linear(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> list[_Kind]:
         """Return the operands of an equation that makes of sums the sum of what it makes of their parts."""
         name = eqn.primitive.name
         types = [shaped(a).dtype for a in (*eqn.invars, *eqn.outvars)]
-        if name in _BILINEAR:
+        if name in BILINEAR:
             able = sum(isinstance(kind, _Sum) for kind in kinds) == 1
             able = able and (name != "div" or (isinstance(kinds[0], _Sum) and _are(jnp.inexact, types)))
         elif name == "convert_element_type":
             able = _are(jnp.number, types) and jnp.promote_types(*types) == types[1]
         else:
-            able = name in _LINEAR
-        linear = range(len(kinds))[_LINEAR.get(name, slice(0, 0))]
+            able = name in LINEAR
+        linear = range(len(kinds))[LINEAR.get(name, slice(0, 0))]
         others = (kind for i, kind in enumerate(kinds) if i not in linear)
-        if not able or (name in _LINEAR and any(isinstance(kind, _Sum) for kind in others)):
+        if not able or (name in LINEAR and any(isinstance(kind, _Sum) for kind in others)):
             raise OtherLoopError  # a place, or what selects, is no sum
         return [self._sum(kind) if i in linear else kind for i, kind in enumerate(kinds)]
 
@@ -448,7 +494,7 @@ class _Chunks:
         consts, carries = _compat.scan_counts(eqn)
         first, kinds = consts + carries, list(kinds)
         for _ in range(4 * len(kinds) + 4):
-            inner = _Chunks(self.count, self.places)
+            inner = _Chunks(self.count, self.places, self.ratio)
             given = [self._inside(kind, i >= first) for i, kind in enumerate(kinds)]
             inner.given = {kind.atom: i for i, kind in enumerate(given) if isinstance(kind, _Whole)}  # pyright: ignore
             try:
@@ -477,6 +523,8 @@ class _Chunks:
 
     def _inside(self, kind: _Kind, scanned: bool) -> _Kind:
         if isinstance(kind, (_Whole, _Sum, _Rows)):
+            if isinstance(kind, _Rows) and kind.once:
+                raise OtherLoopError
             aval = kind.atom.aval
             if isinstance(kind, _Rows) and scanned and kind.dimension == 0:
                 raise OtherLoopError
@@ -543,47 +591,5 @@ _SIZES = ("shape", "new_sizes", "limit_indices", "slice_sizes")
 """Parameters with the size of each dimension."""
 
 
-_BILINEAR = frozenset({"mul", "div", "dot_general"})
-
-_LINEAR = {
-    **dict.fromkeys(("add", "add_any", "sub", "concatenate"), slice(None)),
-    **dict.fromkeys(
-        ("neg", "convert_element_type", "reduce_sum", "broadcast_in_dim", "cumsum", "rev"), slice(1)
-    ),
-    **dict.fromkeys(("reshape", "transpose", "squeeze", "expand_dims", "slice", "dynamic_slice"), slice(1)),
-    **dict.fromkeys(("dynamic_update_slice", "pad"), slice(2)),
-    "select_n": slice(1, None),
-}
-"""Equations that are linear in some of their operands, all of which have to be sums: which these are."""
-
-
 def _are(kind: Any, types: Sequence[Any]) -> bool:
     return all(jnp.issubdtype(each, kind) for each in types)
-
-
-def followed(
-    jaxpr: jex.Jaxpr,
-    known: dict[Any, T],
-    literal: Callable[[Any], T],
-    body: Callable[[_compat.AnyJaxpr, list[T]], Sequence[T]],
-    results: Callable[[jex.JaxprEqn, list[T]], Sequence[T]],
-) -> list[T]:
-    """Return what is said of a body's results, by what `results` says of each equation that these or effects need.
-
-    **Arguments:** `known` what is said of variables, which more is added to; `literal` says it of literals, `body` of
-    the results of a call's body.
-    """
-
-    def read(atom: Atom) -> T:
-        return literal(atom) if _compat.is_literal(atom) else known[atom]
-
-    for eqn in (jaxpr.eqns[i] for i in needed(jaxpr.eqns, jaxpr.outvars)):
-        eqn, operands = _compat.without_hijax(eqn, derivatives=False), list(map(read, eqn.invars))
-        if eqn.primitive.name in UNCHANGED or is_identity(eqn, eqn.invars):
-            made = operands
-        elif (inner := body_of(eqn)) is not None:
-            made = body(inner, operands)
-        else:
-            made = results(eqn, operands)
-        known.update(zip(eqn.outvars, made, strict=True))
-    return [read(a) for a in jaxpr.outvars]

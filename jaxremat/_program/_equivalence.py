@@ -21,14 +21,14 @@ from . import (
     _mask_rules,  # noqa: F401 (it adds its rules)
 )
 from ._carries import Carries
-from ._chunk_loops import Places, followed, of_all_rows
+from ._chunk_loops import Places, of_all_rows
 from ._compat import Atom, shaped
 from ._index_rules import grid, scalar
-from ._inline import index_on_every_platform
+from ._inline import followed, index_on_every_platform
 from ._operation_keys import KEYS
 from ._primitives import PLACES, runs_once
 from ._recurrences import again, once_more
-from ._value_numbers import Type, Values, alone, constant, symbol_bit
+from ._value_numbers import Affine, Type, Values, alone, constant, symbol_bit
 
 Expansion = Callable[[Any], jex.ClosedJaxpr | None]
 """Equation -> a program that is taken for it, None where it stands for itself."""
@@ -267,11 +267,23 @@ class _Numbers:
             partial(scalar, values),
             lambda a: values.nodes[a].op == "Grid",
             self._is_zero,
+            self._reaches,
             symbol,
         )
         found = of_all_rows(eqn, [*operands[:count], *rows], places)
         values.lengths.pop()
         return found
+
+    def _reaches(self, value: int) -> tuple[int, Affine] | None:
+        """Return of a mask the dimension along which an index is at least a place, and that place; None of others."""
+        node = self.values.nodes[value]
+        if node.op != "ge":
+            return None
+        index, least = (self.values.nodes[a] for a in node.operands)
+        if index.op != "Grid" or least.op != "Grid" or any(least.key[0]) or index.key[1] != constant(0):
+            return None
+        along = [d for d, step in enumerate(index.key[0]) if step]
+        return (along[0], least.key[1]) if len(along) == 1 and index.key[0][along[0]] == 1 else None
 
     def _is_zero(self, value: int) -> bool:
         node = self.values.nodes[value]

@@ -6,7 +6,7 @@ the calls around it with its own below.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.core as jex
@@ -15,8 +15,11 @@ import numpy as np
 from . import _compat
 from ._compat import Atom, shaped
 from ._hints import Hint, is_hint, read_hint
+from ._operation_keys import UNCHANGED
 from ._primitives import is_backward, is_barrier, is_in_chunks
-from ._splice import inlined
+from ._splice import inlined, needed
+
+T = TypeVar("T")
 
 _CHECKPOINTS = frozenset({"checkpoint", "remat2"})
 _CALLS = {
@@ -263,3 +266,31 @@ def _each_placed(eqn: jex.JaxprEqn) -> list[Any]:
         own = {name: eqn.params[name][i : i + 1] for name in several}
         found.append(eqn.replace(invars=[a], outvars=[v], params={**eqn.params, **own}))
     return found
+
+
+def followed(
+    jaxpr: jex.Jaxpr,
+    known: dict[Any, T],
+    literal: Callable[[Any], T],
+    body: Callable[[_compat.AnyJaxpr, list[T]], Sequence[T]],
+    results: Callable[[jex.JaxprEqn, list[T]], Sequence[T]],
+) -> list[T]:
+    """Return what is said of a body's results, by what `results` says of each equation that these or effects need.
+
+    **Arguments:** `known` what is said of variables, which more is added to; `literal` says it of literals, `body` of
+    the results of a call's body.
+    """
+
+    def read(atom: Atom) -> T:
+        return literal(atom) if _compat.is_literal(atom) else known[atom]
+
+    for eqn in (jaxpr.eqns[i] for i in needed(jaxpr.eqns, jaxpr.outvars)):
+        eqn, operands = _compat.without_hijax(eqn, derivatives=False), list(map(read, eqn.invars))
+        if eqn.primitive.name in UNCHANGED or is_identity(eqn, eqn.invars):
+            made = operands
+        elif (inner := body_of(eqn)) is not None:
+            made = body(inner, operands)
+        else:
+            made = results(eqn, operands)
+        known.update(zip(eqn.outvars, made, strict=True))
+    return [read(a) for a in jaxpr.outvars]

@@ -16,7 +16,8 @@ class LoopForm:
     as in `Plan.form`, none of rows that stay together; `source` the user's line; `rows` whether it is no loop of
     the user's; `whole` whether these are most of the step, in microbatches, and `repeats` whether some of it is done
     twice for that; `inner` whether it is a loop within another
-    that the way back runs again and is planned inside, of no levels; `attention` whether it is attention, at that line
+    that the way back runs again and is planned inside, of no levels, or whether microbatches are of each iteration of a
+    loop of the user's; `attention` whether it is attention, at that line
     so many times, of no levels, `kernels` whether in kernels and `gradient` whether its gradient is; `undone` whether
     it is a loop, or blocks if it has no length, whose values the way back computes from what comes out, of no levels.
     """
@@ -37,7 +38,7 @@ class LoopForm:
         if self.whole:
             twice = "; what is compared across the batch is made first, and once more" if self.repeats else ""
             parts_of = f"in {self.levels[0]} microbatches, one after the other, whose gradients are added up"
-            return f"the step: {parts_of}{twice}"
+            return f"{'an iteration' if self.inner else 'the step'}: {parts_of}{twice}"
         where = f" at {self.source}" if self.source else ""
         if self.attention:
             how = "in kernels" if self.kernels else "part after part"
@@ -76,7 +77,7 @@ def loop_forms(
     lengths: Sequence[int],
     form: Variant,
     sources: Sequence[str],
-    rows: Sequence[tuple[int, str, bool, bool]] = (),
+    rows: Sequence[tuple[int, str, bool, bool, bool]] = (),
     inner: Sequence[tuple[int, str]] = (),
     attention: Sequence[tuple[str, bool, bool]] = (),
     chain: str = "",
@@ -85,8 +86,8 @@ def loop_forms(
     """Return of the loops that are not left as they are, and of the rows that are in chunks, or would be on one
     device.
 
-    **Arguments:** `rows` of each region that may be, with the user's line, whether it is most of the step, and whether
-    some of it is done twice then; `inner`
+    **Arguments:** `rows` of each region that may be, with the user's line, whether it is most of the step, whether some
+    of it is done twice then, and whether it is within a loop; `inner`
     the lengths of inner loops that are inlined, and the user's lines; `attention` the user's line of each that is
     done without its matrix of scores, whether in kernels, and whether its gradient is; `chain` the user's line of the
     first undone block; `devices` how many the compiler divides the step among.
@@ -99,8 +100,16 @@ def loop_forms(
         if i in levels
     ]
     regions = [
-        LoopForm(length, chunks.get(i, none), source, rows=True, whole=whole, repeats=repeats)
-        for i, (length, source, whole, repeats) in enumerate(rows)
+        LoopForm(
+            length,
+            chunks.get(i, none),
+            source,
+            rows=True,
+            whole=whole,
+            repeats=repeats,
+            inner=whole and inside,
+        )
+        for i, (length, source, whole, repeats, inside) in enumerate(rows)
         if i in chunks or (not whole and devices > 1)
     ]
     attending = [

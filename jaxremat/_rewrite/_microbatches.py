@@ -8,11 +8,10 @@ loop is a forward and a backward pass, which are planned as those of any step.
 Law: as that of `_row_regions`. What is random stays as it is: all of it is drawn before the loop.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from .._program._flops import aval_nbytes
 from .._program._primitives import is_backward, is_contraction
-from ._flat_program import FlatProgram
 from ._program_readers import Readers
 from ._region_loops import loops_of
 from ._row_regions import Grower, Region, largest, region_of
@@ -33,15 +32,20 @@ COMPONENTS = 4
 """... and there are no more. Towers of a contrastive loss are tied together by what mixes examples alone."""
 
 
-def microbatches(step: FlatProgram) -> tuple[Region, ...]:
-    """Return the region that is most of a step, if there is one."""
-    program = Readers(step)
-    if not any(is_backward(program.eqns[i]) for i in program.alive):
+def microbatches(program: Readers, scope: int = -1) -> tuple[Region, ...]:
+    """Return the region that is most of a step, if there is one; or of an iteration of a loop, as of gradient
+    accumulation that the user wrote.
+
+    **Arguments:** `scope` the loop, -1 for the step itself.
+    """
+    own = [i for i in program.alive if scope < 0 or program.scopes[i] == scope]
+    if not any(is_backward(program.eqns[i]) for i in own):
         return ()
-    products = sum(is_contraction(program.eqns[i]) for i in program.alive)
+    products = sum(is_contraction(program.eqns[i]) for i in own)
     enough = LEAST_SHARE * products
+    others = {*program.alive}.difference(own)
     grown: list[Grower] = []
-    while len(grown) < COMPONENTS and (best := _most_grown(program, enough, grown)) is not None:
+    while len(grown) < COMPONENTS and (best := _most_grown(program, enough, grown, others)) is not None:
         grown.append(best)
     if sum(each.products for each in grown) < enough:
         return ()
@@ -50,13 +54,15 @@ def microbatches(step: FlatProgram) -> tuple[Region, ...]:
     return (region,) if region is not None and region.choices else ()
 
 
-def _most_grown(program: Readers, enough: float, others: Sequence[Grower]) -> Grower | None:
+def _most_grown(
+    program: Readers, enough: float, others: Sequence[Grower], outside: Collection[int]
+) -> Grower | None:
     """Return the component with the most products about one of the largest values of no other; None if that has none,
     or where none is large.
 
-    **Arguments:** `enough` products: no better one is looked for then.
+    **Arguments:** `enough` products: no better one is looked for then; `outside` equations that are in none.
     """
-    taken = {i for each in others for i in each.rules}
+    taken = {i for each in others for i in each.rules}.union(outside)
     least = max((each.largest_nbytes for each in others), default=0) * LARGE
     best = None
     for v in largest(program, SEEDS, taken):

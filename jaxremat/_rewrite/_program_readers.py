@@ -1,5 +1,6 @@
 """Flat program -> who makes and who reads each of its values."""
 
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.extend.core as jex
 from .._program import _compat
 from .._program._flops import aval_nbytes
 from ._backward_equations import backward_equations
-from ._decisions import decisions
+from ._decisions import Decisions, decisions
 from ._flat_program import FlatProgram
 
 
@@ -38,12 +39,43 @@ class Readers:
 
     @cached_property
     def of_one_run(self) -> set[int]:
-        """The equations that may not run again, because decisions depend on their very results."""
-        found, in_backward = (
-            decisions(self.eqns),
-            backward_equations(self.eqns, self.loop_of, self.program.loops),
-        )
-        return found.once(in_backward) | found.shared_cotangents(in_backward)
+        """The equations that may not run again, because decisions or large cotangents depend on their very results."""
+        once = self._decisions.once(self._in_backward)
+        return once | self._decisions.shared_cotangents(self._in_backward)
+
+    @cached_property
+    def of_a_run(self) -> dict[int, tuple[frozenset[int], frozenset[int]]]:
+        """Those of them that may run again with their operands: comparisons of a value with what was selected from it.
+        By each the equations that made both sides, and those between these and the comparison.
+        """
+        compared = self._decisions.compared
+        shared = {j for i, own in compared.items() if self._in_backward[i] for j in own}
+        alone = self.of_one_run - shared - self._decisions.counted
+        return {i: (compared[i], frozenset(self._between(compared[i], i))) for i in alone if i in compared}
+
+    @cached_property
+    def _decisions(self) -> Decisions:
+        return decisions(self.eqns)
+
+    @cached_property
+    def _in_backward(self) -> Sequence[bool]:
+        return backward_equations(self.eqns, self.loop_of, self.program.loops)
+
+    def _between(self, begin: Collection[int], end: int) -> list[int]:
+        """Return the equations through which one reads others."""
+        before, waiting = set[int](), [end]
+        while waiting:
+            makers = (self.maker.get(a, -1) for a in _compat.variables(self.eqns[waiting.pop()].invars))
+            new = {j for j in makers if j > min(begin, default=end)} - before
+            before |= new
+            waiting.extend(new)
+        found = list[int]()
+        behind = set(begin)
+        for i in sorted(before - behind):
+            if not behind.isdisjoint(self.maker.get(a, -1) for a in _compat.variables(self.eqns[i].invars)):
+                behind.add(i)
+                found.append(i)
+        return found
 
     def inner(self, v: jex.Var) -> bool:
         """Return whether a value may stay within a region."""

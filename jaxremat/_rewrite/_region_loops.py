@@ -12,12 +12,13 @@ for a sum over them, or for what mixes them. Each stage is a loop, which compute
 ones unless that is small, or is handed on anyway.
 
 Invariants: the loops, and what stands between them, have an order in which nothing is read before it is made. What must
-be of one run is computed by one loop, and handed on to the others.
+be of one run is computed by one loop, and handed on to the others; a comparison of a value with what was selected from
+it may be computed again by a loop that computes both again.
 """
 
 import heapq
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax.extend.core as jex
@@ -30,7 +31,8 @@ from ._program_readers import Readers
 from ._region_cut import narrower, outside_nbytes
 
 LIGHT = 1 / 16
-"""A stage that makes less than this share of what the largest makes is done between the loops, all parts at once."""
+"""A stage that reads and makes less than this share of what the largest does is done between the loops, all parts at
+once."""
 
 SMALL = 1 / 32
 """Loops may hand on, rather than compute again, values of at most this share of the largest, ..."""
@@ -183,17 +185,26 @@ def _without_light(program: Readers, component: Component, rules: Collection[int
     left = set(rules)
     while True:
         stages = _stages(program, component, left)
-        made = [_made_nbytes(program, component, own) for own in stages]
-        least = min(range(len(stages)), key=made.__getitem__, default=0)
-        if not stages or made[least] >= LIGHT * max(made):
+        needed = [_touched_nbytes(program, component, own) for own in stages]
+        least = min(range(len(stages)), key=needed.__getitem__, default=0)
+        if not stages or needed[least] >= LIGHT * max(needed):
             return stages
         left.difference_update(stages[least])
 
 
-def _made_nbytes(program: Readers, component: Component, indices: Collection[int]) -> int:
-    """Return what some of its equations make along the axis."""
-    made = (v for i in indices for v in program.eqns[i].outvars)
-    return sum(aval_nbytes(v.aval) for v in made if component.dimension.get(v) is not None)
+def _touched_nbytes(program: Readers, component: Component, indices: Collection[int]) -> int:
+    """Return the bytes along the axis that some of its equations make, or read of others of it: weighted sums of
+    gradients of each example make little, and without a loop of theirs all of these are handed on.
+    """
+    eqns = program.eqns
+    made = {v for i in indices for v in eqns[i].outvars}
+    read = {
+        a
+        for i in indices
+        for a in _compat.variables(eqns[i].invars)
+        if program.maker.get(a) in component.rules
+    }
+    return sum(aval_nbytes(v.aval) for v in made | read if component.dimension.get(v) is not None)
 
 
 def _stages(program: Readers, component: Component, rules: Collection[int]) -> list[list[int]]:
@@ -226,14 +237,16 @@ def _with_repeated(
     eqns, stage = program.eqns, {i: n for n, own in enumerate(stages) for i in own}
     room = max(aval_nbytes(v.aval) for i in stage for v in eqns[i].outvars)
     small *= room
+    once = program.of_one_run - program.of_a_run.keys()
     wanted = {
         v
         for i in stage
         for v in eqns[i].outvars
         if v in program.returned or any(j not in stage for j in program.readers.get(v, ()))
     }
-    found: list[Loop] = []
-    for number in reversed(range(len(stages))):
+
+    def members_of(number: int, handed: Collection[int], wanted: set[Any], room: int) -> tuple[set[int], int]:
+        """Return the equations of a stage's loop, and what may be handed on besides. Adds to what is `wanted`."""
         members: set[int] = set()
         waiting = [i for i in stages[number] if not wanted.isdisjoint(eqns[i].outvars)]
         while waiting:
@@ -248,7 +261,7 @@ def _with_repeated(
                 elif stage.get(j, number) == number:
                     waiting += [j] if j in stage else []
                 elif a not in wanted and component.dimension[a] is not None:
-                    if j in program.of_one_run:
+                    if j in handed or j in once:
                         wanted.add(a)
                     elif (nbytes := aval_nbytes(a.aval)) <= min(small, room):
                         room -= nbytes
@@ -257,6 +270,25 @@ def _with_repeated(
                         waiting.append(j)
                 else:
                     wanted.add(a)
+        return members, room
+
+    def torn(number: int, members: set[int]) -> Iterator[int]:
+        """Yield what a loop may not compute again: decisions of which one side is not, or that side's operands."""
+        for i in program.of_a_run.keys() & members:
+            shared, between = program.of_a_run[i]
+            if not between <= members:
+                yield from (
+                    j for j in (shared if stage[i] == number else (i,)) if stage.get(j, number) < number
+                )
+
+    found: list[Loop] = []
+    for number in reversed(range(len(stages))):
+        handed: set[int] = set()
+        members, left = members_of(number, handed, known := set(wanted), room)
+        while more := set(torn(number, members)) - handed:
+            handed |= more
+            members, left = members_of(number, handed, known := set(wanted), room)
+        wanted, room = known, left
         found.append({i: component.rules[i] for i in sorted(members)})
     again = sum(_flops(program, loop.keys() - own) for loop, own in zip(found, stages[::-1], strict=True))
     return found[::-1], again

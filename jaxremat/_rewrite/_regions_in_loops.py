@@ -12,26 +12,31 @@ from dataclasses import replace
 from math import prod
 
 from .._program._inline import Inliner
-from ._flat_program import FlatProgram, with_eqns, within
+from ._flat_program import UNPAIRED, FlatProgram, with_eqns, within
 from ._inlined_loops import inline_loops
 from ._loop_closing import close_loops
+from ._microbatches import microbatches
 from ._program_readers import Readers
 from ._row_chunks import chunked
 from ._row_regions import Region, regions
 
 
-def regions_in_loops(program: FlatProgram, inliner: Inliner, *, keeps_scores: bool) -> tuple[Region, ...]:
-    """Return the regions in iterations of loops of a program that `inliner` has made.
+def regions_in_loops(
+    program: FlatProgram, inliner: Inliner, *, keeps_scores: bool, keeps_batches: bool
+) -> tuple[Region, ...]:
+    """Return the regions in iterations of loops of a program that `inliner` has made, and those that are most of an
+    iteration of a loop with both passes.
 
-    **Arguments:** `keeps_scores` as of `Source`.
+    **Arguments:** `keeps_scores` as of `Source`; `keeps_batches` whether there are none of the latter.
     """
     opened = inline_loops(program, inliner, inner=False)
     if not opened.loops:
         return ()
     outside = {i for i, loop in enumerate(opened.loop_of) if loop < 0}
-    found = regions(
-        Readers(opened), outside | opened.apart_from_rows(inliner.hints, keeps_scores=keeps_scores)
-    )
+    readers = Readers(opened)
+    found = regions(readers, outside | opened.apart_from_rows(inliner.hints, keeps_scores=keeps_scores))
+    both = [loop.id for loop in opened.loops if loop.role == UNPAIRED and not keeps_batches]
+    found += tuple(region for loop in both for region in microbatches(readers, loop))
     around = (within(region.loop, opened.loops) for region in found)
     trips = (prod(opened.loops[loop].length for loop in loops) for loops in around)
     return tuple(replace(region, trips=count) for region, count in zip(found, trips, strict=True))

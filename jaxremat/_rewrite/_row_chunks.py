@@ -22,8 +22,9 @@ from jax import lax
 from jax.core import ShapedArray
 
 from .._program import _compat
-from .._program._axes import is_scattered, sum_type
+from .._program._axes import BatchingRule, Parts, is_scattered, sum_type
 from .._program._compat import Atom, shaped
+from .._program._flops import aval_nbytes
 from .._program._primitives import (
     IN_CHUNKS,
     is_backward,
@@ -36,7 +37,7 @@ from .._program._primitives import (
 from .._program._splice import inlined, typed
 from ._flat_program import FlatProgram, alive, with_eqns
 from ._loop_closing import without_unread
-from ._loop_inlining import append
+from ._loop_inlining import CARRY, append
 from ._program_readers import Readers
 from ._region_loops import Loop, handed_on, owners, schedule
 from ._row_regions import Region
@@ -56,7 +57,7 @@ def chunked(
     all_loops = [loop for region, _ in chosen for loop in region.loops]
     of_loops = [each for each in chosen for _ in each[0].loops]
     loops = [_Chunks(program, all_loops, number, *each, labels) for number, each in enumerate(of_loops)]
-    moved = {i for loop in loops for i in loop.moved}
+    moved = {i for loop in loops for i in (*loop.moved, *(at for at, _ in loop.begun.values()))}
     order = schedule(program, all_loops)
     assert order is not None  # or they were no regions
     eqns: list[Any] = []
@@ -85,7 +86,8 @@ class _Chunks:
         chunks: int,
         labels: Mapping[Any, str],
     ):
-        self.program, self.region, self.chunks, self.labels = program, region, chunks, labels
+        self.program, self.region, self.labels = program, region, labels
+        self.parts = Parts(region.rows, chunks)
         self.rules = loops[number]
         self.others = {i for other, loop in enumerate(loops) if other != number for i in loop}
         self.own = {i for i, rule in self.rules.items() if not rule.copied}
@@ -112,11 +114,34 @@ class _Chunks:
         self.over = {
             v: program.eqns[i].invars[0] for v, i in self.adder.items() if is_scattered(program.eqns[i])
         }
+        # So does one that is added to a carry of the loop around, as gradients are accumulated.
+        self.begun = {v: made for v in self.leaves if (made := self._added_to(v)) is not None}
         self.moved = self._moved()
         self.turned = self._turned()
         # What chunks read, parts of it or all, and what the call reads.
         self.parted = self._read_by([*self.turned, *self.rules])
-        self.reads = self._read_by([*self.moved, *self.rules])
+        carries = (begin for _, begin in self.begun.values())
+        self.reads = list(dict.fromkeys([*self._read_by([*self.moved, *self.rules]), *carries]))
+
+    def _added_to(self, v: Any) -> tuple[int, Any] | None:
+        """Return the equation that adds a sum to a carry, and the carry; None where it is read otherwise."""
+        program = self.program
+        readers = program.readers.get(v, ())
+        if v not in self.adder or v in self.over or v in program.returned or len(readers) != 1:
+            return None
+        if readers[0] in self.others:
+            return None
+        eqn = program.eqns[readers[0]]
+        others = [a for a in _compat.variables(eqn.invars) if a is not v]
+        if (
+            eqn.primitive.name not in ("add", "add_any")
+            or len(others) != 1
+            or self._type(v) != shaped(v).dtype
+        ):
+            return None
+        maker = program.maker.get(others[0], -1)
+        is_carry = maker >= 0 and program.eqns[maker].primitive is CARRY
+        return (readers[0], others[0]) if is_carry and shaped(others[0]).shape == shaped(v).shape else None
 
     def _read_by(self, indices: Sequence[int]) -> list[Any]:
         """Return what equations read of others."""
@@ -174,7 +199,10 @@ class _Chunks:
         call, place = (run, _compat.root_source(self.like)) if self.opens else (
             jax.jit(run), self.like.source_info
         )  # fmt: skip
-        made, _ = inlined(jax.make_jaxpr(call)(*map(typed, self.reads)), self.reads, place, self.leaves)
+        names = [
+            self.program.eqns[self.begun[v][0]].outvars[0] if v in self.begun else v for v in self.leaves
+        ]
+        made, _ = inlined(jax.make_jaxpr(call)(*map(typed, self.reads)), self.reads, place, names)
         return made
 
     def _run(self, *operands: Any) -> list[Any]:
@@ -190,7 +218,11 @@ class _Chunks:
             last = max(self.parted, key=lambda a: self.program.maker.get(a, -1))
             zero, env[last] = lax.optimization_barrier((zero, env[last]))
         start = [
-            env[self.over[v]] if v in self.over else lax.broadcast(zero.astype(self._type(v)), self._laid(v))
+            env[self.over[v]]
+            if v in self.over
+            else env[self.begun[v][1]]
+            if v in self.begun
+            else lax.broadcast(zero.astype(self._type(v)), self._laid(v))
             for v in self.leaves
         ]
         body = self._body()
@@ -199,7 +231,7 @@ class _Chunks:
         def step(state: list[Any], i: Any) -> tuple[list[Any], None]:
             return jex.jaxpr_as_fun(body)(i, *state, *parted), None
 
-        state, _ = lax.scan(step, start, jnp.arange(self.chunks, dtype=jnp.int32))
+        state, _ = lax.scan(step, start, jnp.arange(self.parts.count, dtype=jnp.int32))
         return [
             _in_shape(a.astype(v.aval.dtype), v.aval.shape) for a, v in zip(state, self.leaves, strict=True)
         ]
@@ -242,7 +274,9 @@ class _Chunks:
             invars = [a if _compat.is_literal(a) else env[a] for a in eqn.invars]
             if rule.summed and is_scattered(eqn):
                 invars[0] = so_far[eqn.outvars[0]]
-            params = rule.in_chunk(eqn, self.chunks)
+            if rule.summed and self.parts.again(self.parts.rows):
+                self._mask(eqns, eqn, rule, invars, index)
+            params = rule.in_chunk(eqn, self.parts)
             outvars = [
                 _compat.new_var(self._aval(v, d, params))
                 for v, d in zip(eqn.outvars, rule.results, strict=True)
@@ -264,20 +298,40 @@ class _Chunks:
         if dimension is None:
             return v.aval.update(dtype=params.get("preferred_element_type") or shaped(v).dtype)
         shape = list(shaped(v).shape)
-        shape[dimension] //= self.chunks
+        shape[dimension] = self.parts.of(shape[dimension])
         return v.aval.update(shape=tuple(shape))
 
     def _part(self, eqns: list[jex.JaxprEqn], operand: Atom, index: Any, dimension: int, like: Any) -> Any:
         """Return the rows of this chunk."""
         along = self._along(dimension)
-        size = shaped(operand).shape[along] // self.chunks
+        size = self.parts.of(shaped(operand).shape[along])
         shape = list(like.aval.shape)
-        shape[dimension] //= self.chunks
+        shape[dimension] = self.parts.of(shape[dimension])
 
         def part(whole: Any, i: Any) -> Any:
             return _in_shape(lax.dynamic_slice_in_dim(whole, i * size, size, along), shape)
 
         return append(eqns, part, (operand, index), self._reader(like))
+
+    def _mask(
+        self, eqns: list[Any], eqn: jex.JaxprEqn, rule: BatchingRule, invars: list[Any], index: Any
+    ) -> None:
+        """Let a sum over rows have zeros for those that the part before has added, in the smallest of its operands."""
+        able = [k for k, d in enumerate(rule.operands) if d is not None and (k == 2 or not is_scattered(eqn))]
+        k = min(able, key=lambda k: aval_nbytes(invars[k].aval))
+        dimension = rule.operands[k]
+        assert dimension is not None
+        size, again = (
+            invars[k].aval.shape[dimension],
+            self.parts.again(shaped(eqn.invars[k]).shape[dimension]),
+        )
+        rest = (self.parts.count - 1) * size - again  # where the last part begins
+
+        def masked(part: Any, i: Any) -> Any:
+            at = lax.broadcasted_iota(jnp.int32, part.shape, dimension)
+            return lax.select(at >= i * size - rest, part, jnp.zeros_like(part))
+
+        invars[k] = append(eqns, masked, (invars[k], index), eqn)
 
     def _added(self, eqns: list[jex.JaxprEqn], v: jex.Var, so_far: Any, made: Any, index: Any) -> Any:
         """Return a result with what this chunk makes of it."""
@@ -291,7 +345,7 @@ class _Chunks:
             if d is None:
                 return whole + part.astype(whole.dtype)
             along = self._along(d)
-            size = whole.shape[along] // self.chunks
+            size = self.parts.of(whole.shape[along])
             rows = _in_shape(part, (*whole.shape[:along], size, *whole.shape[along + 1 :]))
             return lax.dynamic_update_slice_in_dim(whole, rows, i * size, along)
 

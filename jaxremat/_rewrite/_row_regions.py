@@ -24,13 +24,13 @@ import jax.extend.core as jex
 
 from .._model._device_specs import DeviceSpec
 from .._program import _compat
-from .._program._axes import OF_SUM, OF_SUMS, BatchingRule, agree, is_scattered, rules, sum_type
+from .._program._axes import OF_SUM, OF_SUMS, BatchingRule, Parts, agree, is_scattered, rules, sum_type
 from .._program._compat import shaped
 from .._program._flops import alone_seconds, aval_nbytes
 from .._program._primitives import is_contraction, is_draw, is_fusion_root, is_relabelling, runs_once
 from ._program_readers import Readers
 from ._region_loops import Loop, handed_on, loops_of, owners, schedule
-from ._row_scans import Around, scan_batching_rule
+from ._row_scans import Around, ScanBatchingRule, scan_batching_rule
 
 LARGE = 1 / 16
 """What a region must not hand on is at least this share of the value that it grows from."""
@@ -64,8 +64,17 @@ SEED = 1 / 8
 CHUNKS = (2, 4, 8, 16)
 """Of the numbers of chunks that divide the rows the nearest to these are considered, ..."""
 
-MORE_CHUNKS = (32, 64)
-"""... and to these where a chunk keeps `LEAST_NBYTES` to itself then."""
+MORE_CHUNKS = (32, 64, 128)
+"""... and to these where a chunk keeps `LEAST_CHUNK_NBYTES` to itself then: by hand examples are often done one by one.
+"""
+
+LEAST_CHUNK_NBYTES = 1 << 20
+
+FAR = 1.5
+"""Where the nearest is farther off than by this factor, one that does not divide the rows is considered besides, ..."""
+
+MOST_TWICE = 1 / 8
+"""... if its chunks do no more than this share of the rows twice."""
 
 ENOUGH = 8
 """Of the dimensions that rows may be of, the outermost is taken that allows so many chunks."""
@@ -81,7 +90,8 @@ class Region:
     `whole` whether it is most of a step, see `_microbatches`; `parts` in how many pieces its rows lie, each on devices
     of its own, 0 where they may not be done in chunks there: a chunk has rows of every part; `sent_nbytes` of what
     these devices send each other for each chunk; `repeated` the equations that loops do once more; `loop` of the
-    program that it is in an iteration of, with the backward loop of a pair, -1 for none, and how many `trips` that has.
+    program that it is in an iteration of, with the backward loop of a pair, -1 for none, and how many `trips` that has;
+    `uneven` whether chunks may do some rows twice.
     """
 
     loops: tuple[Loop, ...]
@@ -98,6 +108,7 @@ class Region:
     repeated: tuple[Any, ...] = ()
     loop: int = -1
     trips: int = 1
+    uneven: bool = False
 
     @cached_property
     def rules(self) -> Loop:
@@ -122,10 +133,20 @@ class Region:
     def choices(self) -> tuple[int, ...]:
         """Numbers of chunks, in ascending order."""
         rows = self.rows // self.parts if self.parts and self.rows % self.parts == 0 else 0
-        able = [n for n in range(2, min(rows, 4 * CHUNKS[-1]) + 1) if rows % n == 0]
-        more = (n for n in MORE_CHUNKS if self.inner_nbytes >= n * LEAST_NBYTES and not self.whole)
-        wanted = (*CHUNKS, *more)
-        return tuple(sorted({min(able, key=lambda n: abs(n - about)) for about in wanted if able}))
+        counts = range(2, min(rows, 2 * MORE_CHUNKS[-1]) + 1)
+        even = [n for n in counts if rows % n == 0]
+        twice = {n: Parts(rows, n).again(rows) for n in counts if self.uneven and self.parts == 1}
+        uneven = [n for n, t in twice.items() if 0 < t < min(Parts(rows, n).size, MOST_TWICE * rows)]
+        more = (n for n in MORE_CHUNKS if self.inner_nbytes >= n * LEAST_CHUNK_NBYTES)
+        found = set[int]()
+        for about in (*CHUNKS, *more):
+            nearest = min(even, key=lambda n: abs(n - about), default=None)
+            found.update([] if nearest is None else [nearest])
+            if nearest is None or not about / FAR <= nearest <= about * FAR:
+                found.update(
+                    sorted((n for n in uneven if about / FAR <= n <= about * FAR), key=twice.__getitem__)[:1]
+                )
+        return tuple(sorted(found))
 
     def fewer_nbytes(self, chunks: int) -> int:
         """Return what so many chunks may save at most."""
@@ -271,10 +292,19 @@ def region_of(program: Readers, loops: Sequence[Loop], *, whole: bool = False) -
         source=_compat.user_line(eqns[most]),
         whole=whole,
         loop=program.scopes[most],
+        uneven=_may_repeat(program, loops),
         repeated=tuple(
             eqns[i] for number, loop in enumerate(loops) for i in loop if first.get(i, number) != number
         ),
     )
+
+
+def _may_repeat(program: Readers, loops: Sequence[Loop]) -> bool:
+    """Return whether loops may do some rows twice, in two of their chunks: neither decides one of what the other reads,
+    and no sum is added up within a scan, where those rows would count twice.
+    """
+    scans = (rule for loop in loops for rule in loop.values() if isinstance(rule, ScanBatchingRule))
+    return not any(any(rule.sums) for rule in scans) and program.of_one_run.isdisjoint(owners(loops))
 
 
 class Grower:

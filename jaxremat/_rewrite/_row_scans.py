@@ -14,7 +14,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from .._program import _compat
-from .._program._axes import OF_SUMS, BatchingRule, agree, rules
+from .._program._axes import OF_SUMS, BatchingRule, Parts, agree, rules
 from .._program._compat import Atom, shaped
 from .._program._inline import Inliner
 from .._program._primitives import is_relabelling, runs_once
@@ -59,7 +59,7 @@ class ScanBatchingRule(BatchingRule):
     def sums(self) -> tuple[bool, ...]:
         return self.adding
 
-    def in_chunk(self, eqn: jex.JaxprEqn, chunks: int, *, widens: bool = True) -> dict[str, Any]:
+    def in_chunk(self, eqn: jex.JaxprEqn, parts: Parts, *, widens: bool = True) -> dict[str, Any]:
         del widens  # what is summed within keeps its type
         rename: dict[Any, Any] = {}
 
@@ -69,14 +69,14 @@ class ScanBatchingRule(BatchingRule):
             if v not in rename:
                 shape = list(shaped(v).shape)
                 if v in self.dimension:
-                    shape[self.dimension[v]] //= chunks
+                    shape[self.dimension[v]] = parts.of(shape[self.dimension[v]])
                 rename[v] = _compat.new_var(v.aval.update(shape=tuple(shape)))
             return rename[v]
 
         jaxpr, eqns = self.body.jaxpr, []
         for i, inner in enumerate(jaxpr.eqns):
             rule = self.inner.get(i)
-            params = inner.params if rule is None else rule.in_chunk(inner, chunks, widens=False)
+            params = inner.params if rule is None else rule.in_chunk(inner, parts, widens=False)
             invars, outvars = list(map(renamed, inner.invars)), list(map(renamed, inner.outvars))
             eqns.append(inner.replace(invars=invars, outvars=outvars, params=params))
         constvars, invars, outvars = (

@@ -172,15 +172,16 @@ class Traced:
     @property
     def microbatches(self) -> int:
         """How many of these most of the step is done in, 0 where it is done at once."""
-        chunks = self.form.settings(ROWS).items()
-        return next((count for site, (count,) in chunks if self.sites.regions[site].whole), 0)
+        found = ((self.sites.regions[site], count) for site, (count,) in self.form.settings(ROWS).items())
+        return next((count for region, count in found if region.whole and region.loop < 0), 0)
 
     @property
-    def rows(self) -> list[tuple[int, str, bool, bool]]:
-        """Of each region how many rows there are, the user's line, whether it is most of the step, and whether some of
-        it is done twice in chunks.
+    def rows(self) -> list[tuple[int, str, bool, bool, bool]]:
+        """Of each region how many rows there are, the user's line, whether it is most of the step, whether some of it
+        is done twice in chunks, and whether it is within a loop.
         """
-        return [(each.rows, each.source, each.whole, bool(each.repeated)) for each in self.sites.regions]
+        regions = self.sites.regions
+        return [(r.rows, r.source, r.whole, bool(r.repeated), r.loop >= 0) for r in regions]
 
     @property
     def inner(self) -> list[tuple[int, str]]:

@@ -16,6 +16,7 @@ from forms import of_chunks
 from jaxremat._model._variant import LOOP, Choice
 from jaxremat._program._compat import shaped
 from jaxremat._program._primitives import inner_eqns, is_in_chunks
+from jaxremat._rewrite._kernel_choice import equivalence
 from jaxremat._rewrite._passes import runnable
 from jaxremat._rewrite._trace import Traced, trace
 
@@ -136,11 +137,18 @@ def test_gradient_accumulation_has_the_regions_of_its_body() -> None:
     xs = jnp.asarray(rng.normal(size=(3, 512, 16)), jnp.float32)
     args = params, xs, jnp.asarray(rng.integers(0, WORDS, (3, 512)))
     traced = trace(jax.jit(step), args, {})
-    (site,) = (i for i, region in enumerate(traced.sites.regions) if region.loop >= 0)
-    assert traced.sites.regions[site].trips == 3
-    changed = traced.in_form(of_chunks(*(8 * (i == site) for i in range(site + 1))))
-    eqns = check_same(traced, changed, args)
-    assert largest(eqns) < 512 * WORDS
+    rows, batches = (i for i, region in enumerate(traced.sites.regions) if region.loop >= 0)
+    for site in rows, batches:
+        assert traced.sites.regions[site].trips == 3
+        changed = traced.in_form(of_chunks(*(8 * (i == site) for i in range(site + 1))))
+        eqns = check_same(traced, changed, args)
+        assert largest(eqns) < 512 * WORDS
+    (loop,) = (eqn for eqn in runnable(changed.program).jaxpr.eqns if eqn.primitive.name == "scan")
+    assert [eqn.params["length"] for eqn in inner_eqns(loop) if eqn.primitive.name == "scan"] == [8]
+    # Microbatches add to what the loop around has accumulated: there is no second sum of gradients.
+    filled = (eqn for eqn in inner_eqns(loop) if eqn.primitive.name == "broadcast_in_dim")
+    assert all(shaped(v).shape != params["out"].shape for eqn in filled for v in eqn.outvars)
+    assert equivalence(traced.flat).difference(runnable(changed.program)) is None
 
 
 def test_scores_of_long_sequences_hide_no_other_regions() -> None:
