@@ -86,9 +86,12 @@ def _joined(values: Values, own: Recurrence) -> dict[int, Found] | None:
         if any(values.type(h) != values.type(other.root) for h, (other, *_) in found.items()):
             continue
         taken = {h: valued(values, each, index) for h, each in found.items()}
-        with values.unbounded(own.symbol):
-            after = values.rebuilt(own.next, taken, {})
-            followed = [_followed(values, each) for each in found.values()]
+        try:
+            with values.unbounded(own.symbol):
+                after = values.rebuilt(own.next, taken, {})
+                followed = [_followed(values, each) for each in found.values()]
+        except CaptureError:
+            continue
         if after == followed:
             return found
     return None
@@ -142,7 +145,7 @@ def _begun_as(values: Values, begin: int, step: int) -> list[tuple[Any, tuple[in
     found = []
     for start in values.after_one.get(begin, ()):
         same = (each for (_, *own), keys in values.alike.items() if own == [step, start] for each in keys)
-        for key, operands in islice(same, MOST_JOINED):
+        for key, operands in [*islice(same, MOST_JOINED)]:  # what follows may find more
             own = values.recurrences[key, operands], key[1], operands, constant(0)
             if _at(values, own, constant(0)) == begin:
                 found.append((key, operands, constant(step)))

@@ -34,8 +34,8 @@ _SCOPE = "in_memory"
 
 
 def is_named(eqn: jex.JaxprEqn) -> bool:
-    """Return whether it makes a cotangent that should be in memory."""
-    return _compat.has_scope(eqn, _SCOPE)
+    """Return whether it makes a cotangent that should be in memory. Loops and calls may have their names from one."""
+    return len(eqn.outvars) == 1 and _compat.has_scope(eqn, _SCOPE)
 
 
 def in_memory(eqn: jex.JaxprEqn) -> list[Any]:

@@ -82,12 +82,18 @@ def test_compiled_decisions(part: str) -> None:
         ("by example", ["counted"], 574, 2),
         ("meta", ["called"], 44, 7),
         ("meta", ["counted"], 20134, 7),
+        ("meta", ["near"], 800021, 6),
+        ("returned", ["grown 800175 of 2", "loops in loops"], 800175, 10),
+        ("plain", ["mapped", "mapped", "carryless"], 800217, 10),
     ],
     ids=[
         "rows of nothing but constants",
         "loops of examples' own lengths",
         "rows with nested checkpointing alone",
         "carries handed on",
+        "large cotangents of large cotangents",
+        "recurrences found while others are tried",
+        "loops that are named as a cotangent",
     ],
 )
 def test_random_steps_that_failed(way: str, parts: list[str], seed: int, count: int) -> None:
