@@ -62,7 +62,7 @@ def test_in_microbatches(rows: int) -> None:
         return jax.tree.map(lambda w, g: w - g, weights, gradients), value
 
     plain = trace(jax.jit(step), (weights, x), {})
-    ((site, (length, _, whole, _)),) = ((i, row) for i, row in enumerate(plain.rows) if row[2])
+    ((site, (length, _, whole, *_)),) = ((i, row) for i, row in enumerate(plain.rows) if row[2])
     assert whole and length == 8
     changed = plain.in_form(IN_PARTS.also(Choice(ROWS, site, (8 // rows,))))
     done = [eqn for eqn in changed.jaxpr.jaxpr.eqns if is_attention(eqn)]

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxremat
 from jaxremat._program import _compat
-from jaxremat._program._axes import RULES, BatchingRule, agree, rules
+from jaxremat._program._axes import RULES, BatchingRule, Parts, agree, rules
 from jaxremat._program._inline import Inliner
 from jaxremat._program._primitives import inner_jaxprs, pointwise_names
 from jaxremat._rewrite import _pooling_places  # noqa: F401  (registers primitives)
@@ -353,7 +353,7 @@ def check(eqn: Any, rule: BatchingRule, operands: list[Any], wholes: list[Any]) 
         parts = [part(a, d, chunk) for a, d in zip(operands, rule.operands, strict=True)]
         if rule.summed and eqn.primitive.name == "scatter-add" and made:
             parts[0] = made[-1][0]
-        found = eqn.primitive.bind(*parts, **rule.in_chunk(eqn, 2))
+        found = eqn.primitive.bind(*parts, **rule.in_chunk(eqn, Parts(2, 2)))
         made.append(list(found) if eqn.primitive.multiple_results else [found])
     for whole, d, first, second in zip(wholes, rule.results, *made, strict=True):
         if d is not None:
@@ -421,7 +421,7 @@ def test_halves_of_pointwise_work(dimension: int) -> None:
 
     def together(operands: list[list[Any]]) -> list[Any]:
         pairs = zip(found, operands, strict=True)
-        return [eqn.primitive.bind(*args, **rule.in_chunk(eqn, 2)) for (eqn, _, rule), args in pairs]
+        return [eqn.primitive.bind(*args, **rule.in_chunk(eqn, Parts(2, 2))) for (eqn, _, rule), args in pairs]
 
     compiled = jax.jit(together)
     halves = (
@@ -445,7 +445,7 @@ def test_sums_of_short_products_are_added_up_in_long_numbers() -> None:
     x = floats(8, 6).astype(jnp.bfloat16)
     (eqn,) = (e for e in jax.make_jaxpr(lambda x: lax.dot_general(x, x, (((0,), (0,)), ((), ()))))(x).eqns)
     (summed,) = (rule for rule in rules(eqn) if rule.summed)
-    assert summed.in_chunk(eqn, 2)["preferred_element_type"] == jnp.float32
+    assert summed.in_chunk(eqn, Parts(2, 2))["preferred_element_type"] == jnp.float32
 
 
 @pytest.mark.parametrize(
