@@ -421,7 +421,9 @@ def test_halves_of_pointwise_work(dimension: int) -> None:
 
     def together(operands: list[list[Any]]) -> list[Any]:
         pairs = zip(found, operands, strict=True)
-        return [eqn.primitive.bind(*args, **rule.in_chunk(eqn, Parts(2, 2))) for (eqn, _, rule), args in pairs]
+        return [
+            eqn.primitive.bind(*args, **rule.in_chunk(eqn, Parts(2, 2))) for (eqn, _, rule), args in pairs
+        ]
 
     compiled = jax.jit(together)
     halves = (
