@@ -20,14 +20,15 @@ change sides: the step itself is as uncertain there. Three kinds of decision do 
 Where a function ends, its derivative is large and hangs on the last bit: in `sqrt(max(a + b - c, 0) + eps)` it is of
 order 1 / sqrt(eps) where almost nothing is left of the difference. The cotangent goes to `a`, `b` and `c`, where it
 cancels if it is of one run. So a large cotangent with several readers runs once, and a large value of the forward pass
-that the backward pass reads several times. Where it reads several such values, as of `x / d`, the difference does.
+that the backward pass reads several times. Where it reads several such values, as of `x / d`, or the difference is
+light, that runs once.
 
 Invariant: whatever a schedule recomputes, a decision of these kinds and what it is combined with are of one run.
 """
 
 import functools
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import permutations
@@ -82,6 +83,11 @@ _INVERSES = frozenset({"div", "integer_pow", "pow", "rem", "rsqrt"})
 _WITHOUT_ROUNDING = _MOVES | {"add", "iota", "max", "min", "mul", "sub"}
 """What makes a uniform number of random bits: every run gives the same, to the last bit."""
 
+
+LIGHT = 1 / 16
+"""A difference of at most this share of the largest value, as a variance, is kept rather than a cotangent, which would
+be a kernel of its own.
+"""
 
 _WINDOW = 2048
 """A value's origins are followed over so many equations. All of them would take memory quadratic in a program's length,
@@ -144,29 +150,28 @@ class _Large:
     """Numbers that are large where rounding leaves little of others, each known by the equation that made it.
 
     **Fields:** `of` by number the differences, and guarded values, that it is large by; `readers` of each, but for
-    those that scale or move it, whose results are read in its name; `inverses` are those that read what is small.
+    those that scale or move it, whose results are read in its name; `inverses` are those that read a difference;
+    `light` the differences that take little memory.
     """
 
     of: dict[int, frozenset[int]] = field(default_factory=dict)
     readers: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     inverses: set[int] = field(default_factory=set)
+    light: set[int] = field(default_factory=set)
 
     def shared(self, in_backward: Sequence[bool]) -> set[int]:
-        """Return those of the backward pass with several readers."""
+        """Return the cotangents with several readers."""
         return {i for i, by in self.readers.items() if in_backward[i] and len(by) > 1}
 
-    def mixed(self, in_backward: Sequence[bool]) -> set[int]:
+    def once(self, in_backward: Sequence[bool]) -> set[int]:
         """Return the numbers of the forward pass that the backward pass reads more than once, and the differences by
-        which several that it reads are large.
+        which several that it reads are large, or which are light and shared cotangents large by.
         """
         read = {i: sum(in_backward[k] for k in by) for i, by in self.readers.items() if not in_backward[i]}
-        several: dict[int, int] = defaultdict(int)
-        for i in (*(i for i, count in read.items() if count), *(i for i in self.inverses if in_backward[i])):
-            for j in self.of[i]:
-                several[j] += 1
-        return {i for i, count in read.items() if count > 1} | {
-            j for j, count in several.items() if count > 1
-        }
+        inverses = (i for i in self.inverses if in_backward[i])
+        reads = Counter(j for i in (*filter(read.get, read), *inverses) for j in self.of[i])
+        several = {key for counts in (read, reads) for key, count in counts.items() if count > 1}
+        return several.union(*(self.of[i] & self.light for i in self.shared(in_backward)))
 
 
 @dataclass(frozen=True)
@@ -185,12 +190,12 @@ class Decisions:
         **Arguments:** `in_backward` for each equation whether it is of the backward pass.
         """
         found = {j for i, shared in self.compared.items() for j in (shared if in_backward[i] else (i,))}
-        forward = self.counted | self.large.mixed(in_backward)
+        forward = self.counted | self.large.once(in_backward)
         return found | {i for i in forward if not in_backward[i]}
 
     def shared_cotangents(self, in_backward: Sequence[bool]) -> set[int]:
         """Return the equations of the backward pass whose results all readers must have of one run."""
-        return self.large.shared(in_backward)
+        return {i for i in self.large.shared(in_backward) if not self.large.of[i] <= self.large.light}
 
 
 def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
@@ -238,6 +243,10 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             counted.update(_bits(together.masks, together.base))
             if rounded and _decides(eqn):
                 counted.update(_bits(together.roundings, together.base), (i,))
+    differences = frozenset[int]().union(*edges.large.of.values())
+    if differences:
+        sizes = [sum(aval_nbytes(v.aval) for v in eqn.outvars) for eqn in eqns]
+        edges.large.light.update(j for j in differences if sizes[j] <= LIGHT * max(sizes))
     return Decisions(compared, frozenset(counted), edges.large)
 
 

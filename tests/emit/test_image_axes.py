@@ -137,4 +137,5 @@ def test_masks_are_written_by_kernels_that_reduce(target: str) -> None:
     assert all(shape.endswith("{3,2,1,0}") for shape in passed)
     assert masks_apart(parse(text)) <= 1 + masks_apart(plain.tagged.module)  # that of the pooled images
     seconds = roofline(parse(text), problem.device).seconds
-    assert seconds == pytest.approx(plain.seconds + extra_seconds(graph, schedule), rel=0.01)
+    # Variances are kept, by kernels of their own.
+    assert seconds == pytest.approx(plain.seconds + extra_seconds(graph, schedule), rel=0.015)
