@@ -260,15 +260,12 @@ class _Chunks:
         reach = self.places.reaches(mask.number) if isinstance(mask, _Index) and len(cases) == 2 else None
         if reach is None or not isinstance(cases[0], _Whole) or not self._is_zero(cases[0]):
             return None
-        dimension, place = reach
-        found, size = self._rows(cases[1], dimension), shaped(eqn.outvars[0]).shape[dimension]
-        if (
-            found is None
-            or found.parts > 1
-            or place != (((self.places.symbol, size),), size - size * self._all)
-        ):
+        (dimension, place), shape = reach, shaped(eqn.outvars[0]).shape
+        if shaped(eqn.invars[0]).shape != shape or dimension >= len(shape):
             return None
-        return found._replace(once=True)
+        found, size = self._rows(cases[1], dimension), shape[dimension]
+        begin = ((self.places.symbol, size),), size - size * self._all
+        return found._replace(once=True) if found and found.parts == 1 and place == begin else None
 
     def _read(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> _Kind:
         array, *indices = kinds
@@ -430,11 +427,12 @@ class _Chunks:
             like.append(_compat.new_var(v.aval.update(shape=tuple(shape))))
         params = dict(eqn.params)
         for name, index in sizes:
-            part = params[name] if index is None else params[name][index]
-            if part % self._all.denominator:
+            known = params[name]
+            parts = [known] if index is None else list(known[index : index + 1])
+            if any(part % self._all.denominator for part in parts):
                 return None
-            size, known = int(part * self._all), params[name]
-            params[name] = size if index is None else (*known[:index], size, *known[index + 1 :])
+            size = [int(part * self._all) for part in parts]
+            params[name] = size[0] if index is None else (*known[:index], *size, *known[index + 1 :])
         atoms = [kind.atom for kind in kinds]  # pyright: ignore[reportAttributeAccessIssue]
         whole = eqn.replace(invars=atoms, outvars=like, params=params)
         dimensions = tuple(kind.dimension if isinstance(kind, _Rows) else None for kind in kinds)

@@ -77,6 +77,9 @@ rejection.
 _SCALINGS = frozenset({"abs", "integer_pow", "mul", "neg", "square"})
 """What is guarded stays so, and what is lost in rounding stays lost."""
 
+_MULTIPLES = _SCALINGS | {"add_any", "div", "select_n"}
+"""Large where an operand is."""
+
 _INVERSES = frozenset({"div", "integer_pow", "pow", "rem", "rsqrt"})
 """Large where an operand is small."""
 
@@ -269,9 +272,8 @@ class _Edges:
         numbers = _all(self.numbers, operands)
         if not (small or near or numbers):
             return
-        passes = (
-            name in _CHOICES or name in _MOVES
-        ) and name != "select_n"  # by a mask that may be of another run
+        # A mask may be of another run.
+        passes = (name in _CHOICES or name in _MOVES) and name != "select_n"
         of = frozenset[int]()
         if name in _INVERSES and (a := _in_domain(eqn)) is not None:
             of = small | self.near.get(a, of)
@@ -281,15 +283,15 @@ class _Edges:
         else:
             for number in numbers:
                 self.large.readers[number].add(i)
-            of = of.union(*(self.large.of[number] for number in numbers))
-            made = frozenset({i}) if of and is_pointwise(eqn) else frozenset[int]()
+            if name in _MULTIPLES:
+                of = of.union(*(self.large.of[number] for number in numbers))
+            made = frozenset({i}) if of else frozenset[int]()
             if made:
                 self.large.of[i] = of
-        if passes or is_pointwise(eqn):
-            if made:
-                self.numbers.update(dict.fromkeys(eqn.outvars, made))
-            if near := near | small:
-                self.near.update(dict.fromkeys(eqn.outvars, near))
+        if made:
+            self.numbers.update(dict.fromkeys(eqn.outvars, made))
+        if near := small | (near if passes or _scales(eqn) else frozenset()):
+            self.near.update(dict.fromkeys(eqn.outvars, near))
 
 
 def _all(by: Mapping[Var, frozenset[int]], variables: Sequence[Var]) -> frozenset[int]:
