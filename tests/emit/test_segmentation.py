@@ -39,7 +39,8 @@ def test_a_small_value_with_a_late_derivative_moves_nobody() -> None:
         return x, kept
 
     def checkpoints(counted: bool) -> int:
-        planned = jaxremat.checkpoint(net, "min", static_argnums=3)
+        planning = jaxremat.Planning(solver=jaxremat.MinCut())
+        planned = jaxremat.checkpoint(net, "min", static_argnums=3, planning=planning)
         text = str(jax.make_jaxpr(planned, static_argnums=3)(x, ws, [jnp.zeros(64)] * 6, counted))
         return text.count("policy=")
 
