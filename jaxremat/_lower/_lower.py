@@ -101,9 +101,8 @@ def lower(
     fuses_reductions = backend(device.platform).fuses_reductions
     in_backward = backward_equations(jaxpr.eqns, traced.loop_of, traced.loops)
     decided = decisions(jaxpr.eqns)
-    begun = [
-        *accumulate(in_backward, operator.or_)
-    ]  # what is behind reads recomputed values, of a second loss too
+    # What is behind the first backward pass reads recomputed values, of a second loss too.
+    begun = list(accumulate(in_backward, operator.or_))
     once = decided.once(in_backward) | decided.once(begun)
     cotangents = decided.shared_cotangents(begun)
     once |= {i for i in cotangents if not in_backward[i]}

@@ -99,13 +99,14 @@ def find_sites(program: FlatProgram, source: Source, inliner: Inliner) -> Sites:
     """Look for what may take another form in a program whose equals are merged, that `inliner` has made."""
     eqns = program.eqns
     scans = [eqns[i] for i in backward_of(eqns)]
-    many = () if source.respect_checkpoint else microbatches(Readers(program))
+    readers = Readers(program)
+    many = () if source.respect_checkpoint else microbatches(readers)
     known = ()
     if not source.apart:
         keep = source.keeps_scores
         outside = program.apart_from_rows(inliner.hints, keeps_scores=keep)
         known = (
-            *regions(Readers(program), outside), *many,
+            *regions(readers, outside), *many,
             *regions_in_loops(
                 program, inliner, keeps_scores=keep, keeps_batches=source.respect_checkpoint or bool(many)
             ),
@@ -144,9 +145,8 @@ def _in_chunks(program: FlatProgram, task: Task) -> FlatProgram:
         index = {before[v]: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars if v in before}
         chosen = [(region.named(index), count) for region, count in chosen if region.loop < 0]
     pairs = program.pairs
-    for region in (
-        each for each, _ in chosen if each.whole and each.loop < 0
-    ):  # the pairs within are done otherwise by nobody
+    # The pairs within are done otherwise by nobody.
+    for region in (each for each, _ in chosen if each.whole and each.loop < 0):
         outside = (
             i not in region.rules and not region.rules.keys() >= set(own)
             for i, own in backward_of(program.eqns).items()

@@ -321,11 +321,8 @@ class _Chunks:
         k = min(able, key=lambda k: aval_nbytes(invars[k].aval))
         dimension = rule.operands[k]
         assert dimension is not None
-        size, again = (
-            invars[k].aval.shape[dimension],
-            self.parts.again(shaped(eqn.invars[k]).shape[dimension]),
-        )
-        rest = (self.parts.count - 1) * size - again  # where the last part begins
+        size, rows = invars[k].aval.shape[dimension], shaped(eqn.invars[k]).shape[dimension]
+        rest = (self.parts.count - 1) * size - self.parts.again(rows)  # where the last part begins
 
         def masked(part: Any, i: Any) -> Any:
             at = lax.broadcasted_iota(jnp.int32, part.shape, dimension)

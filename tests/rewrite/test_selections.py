@@ -34,7 +34,6 @@ from jaxremat._rewrite._selections import compared_directly, is_marked, marked, 
 from jaxremat._rewrite._trace import Traced, trace
 
 ROWS, WIDTH, LAYERS = 4096, 128, 6
-"""Kernels as users have them, of which two round differently what both make."""
 
 
 def flattened(run: Callable[..., Any], *args: Any) -> Any:
