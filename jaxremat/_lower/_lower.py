@@ -104,7 +104,7 @@ def lower(
     # What is behind the first backward pass reads recomputed values, of a second loss too.
     begun = list(accumulate(in_backward, operator.or_))
     once = decided.once(in_backward) | decided.once(begun)
-    cotangents = decided.shared_cotangents(begun)
+    cotangents = decided.edges.shared_cotangents(begun)
     once |= {i for i in cotangents if not in_backward[i]}
     for i, eqn in enumerate(jaxpr.eqns):
         inputs = tuple(dict.fromkeys(index[a] for a in eqn.invars if not _compat.is_literal(a)))

@@ -13,6 +13,6 @@ merges equals; `_nested_checkpointing` (levels, parts),
 `_pooling_places`, `_depthwise_gradient`, `_cotangent_chains`, `_canonical_convolutions`, `_kernel_choice` (equations
 of which the compiler makes better kernels); `_encodings` (values kept in fewer bits);
 `_inverses`, `_reversed_loops`, `_reversed_chains` (blocks undone on the way back); `_undone_checkpoints`,
-`_gathered_operands`, `_shard_map_body`, `_memory_order`, `_streamed_copies`; `_decisions` and `_selections` (what is
-decided once); `_masks` (which read results in place of operands); `_fingerprint`.
+`_gathered_operands`, `_shard_map_body`, `_memory_order`, `_streamed_copies`; `_decisions`, `_domain_edges` and
+`_selections` (what is decided once); `_masks` (which read results in place of operands); `_fingerprint`.
 """

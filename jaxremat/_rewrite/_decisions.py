@@ -17,22 +17,16 @@ change sides: the step itself is as uncertain there. Three kinds of decision do 
    mask. So the value runs once that is guarded. So does a root of a difference of kind 1, which the maximum alone
    keeps from being one of a number below zero.
 
-Where a function ends, its derivative is large and hangs on the last bit: in `sqrt(max(a + b - c, 0) + eps)` it is of
-order 1 / sqrt(eps) where almost nothing is left of the difference. The cotangent goes to `a`, `b` and `c`, where it
-cancels if it is of one run. So a large cotangent with several readers runs once, and a large value of the forward pass
-that the backward pass reads several times. Where it reads several such values, as of `x / d`, or the difference is
-light, that runs once.
+What must be of one run where a function's derivative is large is found by `_domain_edges`.
 
 Invariant: whatever a schedule recomputes, a decision of these kinds and what it is combined with are of one run.
 """
 
 import functools
 import operator
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,32 +34,22 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from .._program import _compat
 from .._program._flops import aval_nbytes
-from .._program._primitives import LOOP_EDGES, LOOP_SLICES, inner_eqns, inner_jaxprs, is_pointwise
+from .._program._primitives import inner_eqns, inner_jaxprs, is_pointwise
+from ._domain_edges import (
+    CHOICES,
+    MOVES,
+    ROOTS,
+    SCALINGS,
+    DomainEdges,
+    in_domain,
+    is_float,
+    scales,
+    takes_difference,
+)
 
 _COMPARISONS = frozenset({"eq", "ne", "ge", "gt", "le", "lt", "eq_to", "le_to", "lt_to"})
 _ROUNDINGS = frozenset({"ceil", "floor", "round", "sign"})
-_CHOICES = frozenset(
-    {
-        "clamp", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "reduce_window_max",
-        "reduce_window_min", "scatter-max", "scatter-min", "scatter_max", "scatter_min", "sort", "top_k",
-    }
-)  # fmt: skip
-"""Their results' entries are operands' entries, chosen by comparison."""
-
-_MOVES = frozenset(
-    {
-        "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice",
-        "dynamic_update_slice", "expand_dims", "gather", "jaxremat_hint", "optimization_barrier", "pad", "reshape",
-        "rev", "scatter", "select_n", "slice", "split", "squeeze", "stop_gradient", "transpose",
-        *LOOP_EDGES, *LOOP_SLICES,
-    }
-)  # fmt: skip
-"""Their results' entries are operands' entries."""
-
 _DIFFERENCES = frozenset({"sub", "div"})
-
-_ROOTS = frozenset({"acos", "acosh", "asin", "atanh", "log", "log1p", "pow", "rsqrt", "sqrt"})
-"""Defined for some numbers alone, of their first operand."""
 
 _AMBIGUOUS = frozenset(
     {"eig", "eigh", "geqp3", "geqrf", "hessenberg", "lu", "qr", "random_gamma", "schur", "svd", "tridiagonal"}
@@ -74,23 +58,9 @@ _AMBIGUOUS = frozenset(
 rejection.
 """
 
-_SCALINGS = frozenset({"abs", "integer_pow", "mul", "neg", "square"})
-"""What is guarded stays so, and what is lost in rounding stays lost."""
-
-_MULTIPLES = _SCALINGS | {"add_any", "div", "select_n"}
-"""Large where an operand is."""
-
-_INVERSES = frozenset({"div", "integer_pow", "pow", "rem", "rsqrt"})
-"""Large where an operand is small."""
-
-_WITHOUT_ROUNDING = _MOVES | {"add", "iota", "max", "min", "mul", "sub"}
+_WITHOUT_ROUNDING = MOVES | {"add", "iota", "max", "min", "mul", "sub"}
 """What makes a uniform number of random bits: every run gives the same, to the last bit."""
 
-
-LIGHT = 1 / 16
-"""A difference of at most this share of the largest value, as a variance, is kept rather than a cotangent, which would
-be a kernel of its own.
-"""
 
 _WINDOW = 2048
 """A value's origins are followed over so many equations. All of them would take memory quadratic in a program's length,
@@ -127,7 +97,7 @@ class _Origin:
     @property
     def sets(self) -> tuple[int, ...]:
         return (
-            self.same, self.through, self.chosen, self.tied, self.masks, self.roundings, self.guards, self.apart
+            self.same, self.through, self.chosen, self.tied, self.masks, self.roundings, self.guards, self.apart,
         )  # fmt: skip
 
 
@@ -149,43 +119,15 @@ def _union(origins: Sequence[_Origin]) -> _Origin:
 
 
 @dataclass(frozen=True)
-class _Large:
-    """Numbers that are large where rounding leaves little of others, each known by the equation that made it.
-
-    **Fields:** `of` by number the differences, and guarded values, that it is large by; `readers` of each, but for
-    those that scale or move it, whose results are read in its name; `inverses` are those that read a difference;
-    `light` the differences that take little memory.
-    """
-
-    of: dict[int, frozenset[int]] = field(default_factory=dict)
-    readers: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    inverses: set[int] = field(default_factory=set)
-    light: set[int] = field(default_factory=set)
-
-    def shared(self, in_backward: Sequence[bool]) -> set[int]:
-        """Return the cotangents with several readers."""
-        return {i for i, by in self.readers.items() if in_backward[i] and len(by) > 1}
-
-    def once(self, in_backward: Sequence[bool]) -> set[int]:
-        """Return the numbers of the forward pass that the backward pass reads more than once, and the differences by
-        which several that it reads are large, or which are light and shared cotangents large by.
-        """
-        read = {i: sum(in_backward[k] for k in by) for i, by in self.readers.items() if not in_backward[i]}
-        inverses = (i for i in self.inverses if in_backward[i])
-        reads = Counter(j for i in (*filter(read.get, read), *inverses) for j in self.of[i])
-        several = {key for counts in (read, reads) for key, count in counts.items() if count > 1}
-        return several.union(*(self.of[i] & self.light for i in self.shared(in_backward)))
-
-
-@dataclass(frozen=True)
 class Decisions:
     """**Fields:** `compared` for each comparison that holds by construction the equations that made both sides;
-    `counted` the equations of decisions that end in integers, and of what decisions keep in a domain; `large` numbers.
+    `counted` the equations of decisions that end in integers, and of what decisions keep in a domain; `edges` what
+    follows from numbers where a function's domain ends.
     """
 
     compared: dict[int, frozenset[int]]
     counted: frozenset[int]
-    large: _Large
+    edges: DomainEdges
 
     def once(self, in_backward: Sequence[bool]) -> set[int]:
         """Return the equations that may not run again.
@@ -193,12 +135,8 @@ class Decisions:
         **Arguments:** `in_backward` for each equation whether it is of the backward pass.
         """
         found = {j for i, shared in self.compared.items() for j in (shared if in_backward[i] else (i,))}
-        forward = self.counted | self.large.once(in_backward)
+        forward = self.counted | self.edges.once(in_backward)
         return found | {i for i in forward if not in_backward[i]}
-
-    def shared_cotangents(self, in_backward: Sequence[bool]) -> set[int]:
-        """Return the equations of the backward pass whose results all readers must have of one run."""
-        return {i for i in self.large.shared(in_backward) if not self.large.of[i] <= self.large.light}
 
 
 def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
@@ -210,15 +148,16 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     sides: dict[int, _Origin] = {}  # of each comparison
     exact: set[Var] = set()  # numbers made of integers without rounding
     negative: set[Var] = set()  # numbers, but for the sign of what was made before
-    edges = _Edges()
+    sizes = [sum(aval_nbytes(v.aval) for v in eqn.outvars) for eqn in eqns]
+    edges = DomainEdges(sizes)
     for i, eqn in enumerate(eqns):
         operands = _compat.variables(eqn.invars)
-        numbers = [v for v in operands if _is_real(v)]
+        numbers = [v for v in operands if is_float(v)]
         rounded = any(v not in exact for v in numbers)
         read = _aligned([origins.get(v, _NONE) for v in operands])
         together = _union(read)
         if eqn.primitive.name in _WITHOUT_ROUNDING and not rounded and not together.through:
-            exact.update(v for v in eqn.outvars if _is_real(v))
+            exact.update(v for v in eqn.outvars if is_float(v))
         if shared := _shared(eqn, read):
             compared[i] = frozenset(_latest(set(_bits(shared, together.base)), through))
         if _is_negative(eqn, negative):
@@ -234,10 +173,14 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
                 result = result.rebased(base)
                 guards = sum(1 << (j - base) for j in guarded if j >= base)
                 result = replace(result, guards=result.guards | guards)
-        elif (a := _in_domain(eqn)) is not None and (origin := origins.get(a)) is not None:
+        elif (a := in_domain(eqn)) is not None and (origin := origins.get(a)) is not None:
             counted.update(_bits(origin.guards, origin.base))
-            small = frozenset(_bits(origin.guards | origin.apart, origin.base))
-        edges.follow(i, eqn, small)
+            unseen = origin.same if takes_difference(eqn) else 0
+            small = frozenset(_bits(origin.guards | origin.apart | unseen, origin.base))
+        if small or edges.reads(eqn):
+            known = {v: origins.get(v, _NONE) for v in operands}
+            made = {v: frozenset(_bits(origin.same, origin.base)) for v, origin in known.items()}
+            edges.follow(i, eqn, small, made)
         if rounded and _is_ambiguous(eqn):
             counted.add(i)
         through.append(result)
@@ -246,71 +189,12 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             counted.update(_bits(together.masks, together.base))
             if rounded and _decides(eqn):
                 counted.update(_bits(together.roundings, together.base), (i,))
-    differences = frozenset[int]().union(*edges.large.of.values())
-    if differences:
-        sizes = [sum(aval_nbytes(v.aval) for v in eqn.outvars) for eqn in eqns]
-        edges.large.light.update(j for j in differences if sizes[j] <= LIGHT * max(sizes))
-    return Decisions(compared, frozenset(counted), edges.large)
-
-
-@dataclass
-class _Edges:
-    """What follows from numbers at the edge of a function's domain, equation by equation.
-
-    **Fields:** `near` the differences by which a number is such a function's; `numbers` the large numbers of a
-    variable, in whose name it is read; `large` all of these.
-    """
-
-    near: dict[Var, frozenset[int]] = field(default_factory=dict)
-    numbers: dict[Var, frozenset[int]] = field(default_factory=dict)
-    large: _Large = field(default_factory=_Large)
-
-    def follow(self, i: int, eqn: JaxprEqn, small: frozenset[int]) -> None:
-        """Follow an equation. **Arguments:** `small` the differences that an operand is where it has a domain."""
-        operands, name = _compat.variables(eqn.invars), eqn.primitive.name
-        near = _all(self.near, operands)
-        numbers = _all(self.numbers, operands)
-        if not (small or near or numbers):
-            return
-        # A mask may be of another run.
-        passes = (name in _CHOICES or name in _MOVES) and name != "select_n"
-        of = frozenset[int]()
-        if name in _INVERSES and (a := _in_domain(eqn)) is not None:
-            of = small | self.near.get(a, of)
-            self.large.inverses.update([i] if of else [])
-        if passes or (_scales(eqn) and len(operands) == 1 and not of):
-            made = numbers
-        else:
-            for number in numbers:
-                self.large.readers[number].add(i)
-            if name in _MULTIPLES:
-                of = of.union(*(self.large.of[number] for number in numbers))
-            made = frozenset({i}) if of else frozenset[int]()
-            if made:
-                self.large.of[i] = of
-        if made:
-            self.numbers.update(dict.fromkeys(eqn.outvars, made))
-        if near := small | (near if passes or _scales(eqn) else frozenset()):
-            self.near.update(dict.fromkeys(eqn.outvars, near))
-
-
-def _all(by: Mapping[Var, frozenset[int]], variables: Sequence[Var]) -> frozenset[int]:
-    """Return what there is of some variables, together."""
-    return frozenset().union(*(by[v] for v in variables if v in by))
+    return Decisions(compared, frozenset(counted), edges)
 
 
 def _is_ambiguous(eqn: JaxprEqn) -> bool:
     """Return whether an equation, or one of its bodies', has several right results."""
     return any(each.primitive.name in _AMBIGUOUS for each in (eqn, *inner_eqns(eqn)))
-
-
-def _in_domain(eqn: JaxprEqn) -> Var | None:
-    """Return the operand of which an equation is defined for some numbers alone."""
-    name = eqn.primitive.name
-    inverse = name == "integer_pow" and eqn.params["y"] < 0
-    at = 0 if inverse or name in _ROOTS else 1 if name in ("div", "rem") else None
-    operand = None if at is None else eqn.invars[at]
-    return operand if isinstance(operand, Var) and _is_real(operand) else None
 
 
 def _guarded(i: int, mask: _Origin, cases: Sequence[_Origin], sides: Mapping[int, _Origin]) -> set[int]:
@@ -331,26 +215,26 @@ def _guarded(i: int, mask: _Origin, cases: Sequence[_Origin], sides: Mapping[int
 def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) -> _Origin:
     """Return where the results of an equation come from."""
     name = eqn.primitive.name
-    if name not in _CHOICES and name not in _MOVES:
+    if name not in CHOICES and name not in MOVES:
         read = _aligned(read, i - _WINDOW)
     together = _union(read)
     base = together.base if read else max(i - _WINDOW, 0)
     own = 1 << (i - base)
-    if name in _COMPARISONS and any(_is_real(a) for a in eqn.invars):
+    if name in _COMPARISONS and any(is_float(a) for a in eqn.invars):
         return _Origin(base, masks=own)
     if name in _ROUNDINGS:
         return _Origin(base, own, own, roundings=own)
-    if name in _CHOICES or name in _MOVES:
-        chosen = together.chosen | (together.through if name in _CHOICES else 0)
+    if name in CHOICES or name in MOVES:
+        chosen = together.chosen | (together.through if name in CHOICES else 0)
         return replace(together, chosen=chosen)
-    if is_pointwise(eqn) and (_is_real(eqn.outvars[0]) or together.through):  # also of a float's bits
+    if is_pointwise(eqn) and (is_float(eqn.outvars[0]) or together.through):  # also of a float's bits
         tied = together.tied | (_of_choices(read, exact=False) if name in _DIFFERENCES else 0)
-        guards = together.guards if name in _SCALINGS else 0
-        apart = own if _cancels(eqn, read, negative) else together.apart if _scales(eqn) else 0
+        guards = together.guards if name in SCALINGS else 0
+        apart = own if _cancels(eqn, read, negative) else together.apart if scales(eqn) else 0
         return _Origin(
             base, own, own | together.through, together.chosen, tied, 0, together.roundings, guards, apart
         )
-    if any(_is_real(v) for v in eqn.outvars):
+    if any(is_float(v) for v in eqn.outvars):
         return _Origin(base, own, own)
     return _Origin(base, masks=0 if any(_is_integer(v) for v in eqn.outvars) else together.masks)
 
@@ -361,7 +245,7 @@ def _is_negative(eqn: JaxprEqn, negative: Set[Var]) -> bool:
     below = (isinstance(a, Literal) and bool(np.all(a.val < 0)) for a in operands)
     if name == "neg" or (name == "mul" and any(below)):
         return True
-    kept = name in _MOVES or name == "dot_general"
+    kept = name in MOVES or name == "dot_general"
     return kept and any(a in negative for a in _compat.variables(operands))
 
 
@@ -374,18 +258,12 @@ def _cancels(eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) -> bool
     return eqn.primitive.name in ("add", "add_any") and len(numbers) == 2 and turned
 
 
-def _scales(eqn: JaxprEqn) -> bool:
-    """Return whether an equation's result is its operand, scaled or moved by a constant."""
-    of_one = len(_compat.variables(eqn.invars)) == 1
-    return eqn.primitive.name in _SCALINGS or (of_one and eqn.primitive.name in ("add", "div", "sub"))
-
-
 def _shared(eqn: JaxprEqn, read: Sequence[_Origin]) -> int:
     """Return the equations that made both sides of what an equation compares, as bits."""
     name = eqn.primitive.name
     if name in _ROUNDINGS or (name in _COMPARISONS and len(read) == 1 and not _is_infinite(eqn)):
         return _union(read).tied
-    if name in _ROOTS:
+    if name in ROOTS:
         return read[0].tied if isinstance(eqn.invars[0], Var) else 0
     if name in _COMPARISONS and len(read) == 2 and eqn.invars[0] is not eqn.invars[1]:
         return _of_choices(read, exact=True) | _union(read).tied
@@ -421,9 +299,9 @@ def _bits(equations: int, base: int) -> Iterator[int]:
 
 def _decides(eqn: JaxprEqn) -> bool:
     """Return whether an equation that reads floats makes integers of them, in no more bytes of anything else."""
-    if eqn.primitive.name in _MOVES and eqn.primitive.name != "convert_element_type":
+    if eqn.primitive.name in MOVES and eqn.primitive.name != "convert_element_type":
         return False
-    integers = sum(aval_nbytes(v.aval) for v in eqn.outvars if not _is_real(v))
+    integers = sum(aval_nbytes(v.aval) for v in eqn.outvars if not is_float(v))
     if 2 * integers < sum(aval_nbytes(v.aval) for v in eqn.outvars):
         return False
     bodies = inner_jaxprs(eqn)
@@ -434,18 +312,9 @@ def _body_decides(body: Jaxpr) -> bool:
     """Return whether an integer that a body hands on is made of floats."""
     of_floats: set[Var] = set()
     for eqn in body.eqns:
-        if any(_is_real(a) or (isinstance(a, Var) and a in of_floats) for a in eqn.invars):
+        if any(is_float(a) or (isinstance(a, Var) and a in of_floats) for a in eqn.invars):
             of_floats.update(eqn.outvars)
     return any(isinstance(v, Var) and v in of_floats and _is_integer(v) for v in body.outvars)
-
-
-@functools.cache
-def _inexact(dtype: Any) -> bool:
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _is_real(atom: Var | Literal) -> bool:
-    return _inexact(getattr(atom.aval, "dtype", None))
 
 
 def _is_integer(atom: Var | Literal) -> bool:

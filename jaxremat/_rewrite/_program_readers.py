@@ -41,7 +41,7 @@ class Readers:
     def of_one_run(self) -> set[int]:
         """The equations that may not run again, because decisions or large cotangents depend on their very results."""
         once = self._decisions.once(self._in_backward)
-        return once | self._decisions.shared_cotangents(self._in_backward)
+        return once | self._decisions.edges.shared_cotangents(self._in_backward)
 
     @cached_property
     def of_a_run(self) -> dict[int, tuple[frozenset[int], frozenset[int]]]:

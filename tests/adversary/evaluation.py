@@ -155,6 +155,9 @@ ON_ONE_DEVICE: dict[str, Callable[..., Any]] = {
 }
 """Collectives of a `shard_map` over one device."""
 
+AS_WRITTEN = {"xla_allow_excess_precision": False}
+"""What is compiled rounds to narrow types where the step does."""
+
 ROUNDED = frozenset(
     {
         "exp", "log", "log1p", "expm1", "tanh", "sin", "cos", "sqrt", "rsqrt", "logistic", "square", "add", "add_any",
@@ -255,7 +258,8 @@ def _applied(eqn: Any, operands: list[Any], rounding: np.random.Generator | None
         return ON_ONE_DEVICE[name](params, *operands)
     if name == "shard_map":
         invars = [_compat.new_var(a.aval) for a in eqn.invars]
-        return [_here(x) for x in jax.jit(jex.jaxpr_as_fun(_compat.single(eqn, invars)))(*operands)]
+        run = jax.jit(jex.jaxpr_as_fun(_compat.single(eqn, invars)), compiler_options=AS_WRITTEN)
+        return [_here(x) for x in run(*operands)]
     arrays = all(isinstance(x, np.ndarray) for x in operands)
     if arrays and (given := _by_numpy(eqn, operands, rounding)) is not None:
         return given

@@ -85,6 +85,7 @@ def test_compiled_decisions(part: str) -> None:
         ("meta", ["near"], 800021, 6),
         ("returned", ["grown 800175 of 2", "loops in loops"], 800175, 10),
         ("plain", ["mapped", "mapped", "carryless"], 800217, 10),
+        ("curved", ["near", "layers", "gathered"], 810016, 4),
     ],
     ids=[
         "rows of nothing but constants",
@@ -94,6 +95,7 @@ def test_compiled_decisions(part: str) -> None:
         "large cotangents of large cotangents",
         "recurrences found while others are tried",
         "loops that are named as a cotangent",
+        "what stands beside large numbers in a Hessian",
     ],
 )
 def test_random_steps_that_failed(way: str, parts: list[str], seed: int, count: int) -> None:

@@ -1,0 +1,220 @@
+"""Equations -> the numbers that are large where a function's domain ends, and what must be of one run beside them.
+
+In `sqrt(max(a + b - c, 0) + eps)` the derivative is of order 1 / sqrt(eps) where almost nothing is left of the
+difference, and hangs on the last bit of it. In the plain step what is made of one such number agrees with what is made
+of another, to rounding; where each is of a run of its own, it does not. So these are of one run:
+
+- a large cotangent with several readers: it goes to `a`, `b` and `c`, where it cancels;
+- a large number of the forward pass that the backward pass reads several times;
+- the difference, where the backward pass reads several numbers that are large by it (as of `x / d`), or a large one and
+  another function of the same root: in `cos(sqrt(d))` a small sine meets the root's large derivative. Of an arc cosine
+  the operand takes the difference's place, which is taken unseen;
+- what the forward pass itself multiplies large numbers by, or adds to them, as where second derivatives are taken:
+  only what cancels in there keeps those finite. Statistics of many numbers are not followed so: a variance is hardly
+  ever near nothing;
+- a light difference, as a variance, in place of the large cotangent, which would be a kernel of its own.
+"""
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from .._program import _compat
+from .._program._flops import aval_nbytes
+from .._program._primitives import LOOP_EDGES, LOOP_SLICES, is_pointwise
+
+CHOICES = frozenset(
+    {
+        "clamp", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "reduce_window_max",
+        "reduce_window_min", "scatter-max", "scatter-min", "scatter_max", "scatter_min", "sort", "top_k",
+    }
+)  # fmt: skip
+"""Their results' entries are operands' entries, chosen by comparison."""
+
+MOVES = frozenset(
+    {
+        "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice",
+        "dynamic_update_slice", "expand_dims", "gather", "jaxremat_hint", "optimization_barrier", "pad", "reshape",
+        "rev", "scatter", "select_n", "slice", "split", "squeeze", "stop_gradient", "transpose",
+        *LOOP_EDGES, *LOOP_SLICES,
+    }
+)  # fmt: skip
+"""Their results' entries are operands' entries."""
+
+_ROOTS_AWAY_FROM_ZERO = frozenset({"acos", "acosh", "asin", "atanh", "log1p"})
+"""Those of which the domain ends at another number, from which the operand's difference is taken unseen."""
+
+ROOTS = _ROOTS_AWAY_FROM_ZERO | {"log", "pow", "rsqrt", "sqrt"}
+"""Defined for some numbers alone, of their first operand."""
+
+SCALINGS = frozenset({"abs", "integer_pow", "mul", "neg", "square"})
+"""What is guarded stays so, and what is lost in rounding stays lost."""
+
+_MULTIPLES = SCALINGS | {"add_any", "div", "select_n"}
+"""Large where an operand is."""
+
+_INVERSES = frozenset({"div", "integer_pow", "pow", "rem", "rsqrt"})
+"""Large where an operand is small."""
+
+LIGHT = 1 / 16
+"""A difference of at most this share of the largest value, as a variance, is kept rather than a cotangent, which would
+be a kernel of its own.
+"""
+
+
+def is_float(atom: Var | Literal) -> bool:
+    """Return whether a variable or literal holds floats, real or complex."""
+    return _inexact(getattr(atom.aval, "dtype", None))
+
+
+@functools.cache
+def _inexact(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def in_domain(eqn: JaxprEqn) -> Var | None:
+    """Return the operand of which an equation is defined for some numbers alone."""
+    name = eqn.primitive.name
+    inverse = name == "integer_pow" and eqn.params["y"] < 0
+    at = 0 if inverse or name in ROOTS else 1 if name in ("div", "rem") else None
+    operand = None if at is None else eqn.invars[at]
+    return operand if isinstance(operand, Var) and is_float(operand) else None
+
+
+def takes_difference(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a root of its operand's difference from a number other than zero."""
+    return eqn.primitive.name in _ROOTS_AWAY_FROM_ZERO
+
+
+def scales(eqn: JaxprEqn) -> bool:
+    """Return whether an equation's result is its operand, scaled or moved by a constant."""
+    of_one = len(_compat.variables(eqn.invars)) == 1
+    return eqn.primitive.name in SCALINGS or (of_one and eqn.primitive.name in ("add", "div", "sub"))
+
+
+@dataclass
+class DomainEdges:
+    """What follows from numbers at the edge of a function's domain. A number goes by the equation that made it.
+
+    **Fields:** `sizes` for each equation the bytes of its results. `near` the differences by which a
+    variable is at an edge; `numbers` the large numbers of a variable, in whose name it is read when it scales or moves
+    them; `of` by large number the differences that it is large by, and `readers` of it; `inverses` are those that read
+    a difference; `beside` by equation that reads a large number what made its other operands;
+    `roots` by variable the number, a function of roots entry by entry, that it is, `root_of` by such a number the
+    differences, and `root_readers` of it.
+    """
+
+    sizes: Sequence[int]
+    near: dict[Var, frozenset[int]] = field(default_factory=dict)
+    numbers: dict[Var, frozenset[int]] = field(default_factory=dict)
+    of: dict[int, frozenset[int]] = field(default_factory=dict)
+    readers: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    inverses: set[int] = field(default_factory=set)
+    beside: dict[int, frozenset[int]] = field(default_factory=dict)
+    roots: dict[Var, int] = field(default_factory=dict)
+    root_of: dict[int, frozenset[int]] = field(default_factory=dict)
+    root_readers: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+    def reads(self, eqn: JaxprEqn) -> bool:
+        """Return whether an equation reads a number at an edge, or what is made of one."""
+        return any(
+            isinstance(a, Var) and (a in self.near or a in self.numbers or a in self.roots)
+            for a in eqn.invars
+        )
+
+    def follow(
+        self, i: int, eqn: JaxprEqn, small: frozenset[int], makers: Mapping[Var, frozenset[int]]
+    ) -> None:
+        """Follow an equation.
+
+        **Arguments:** `small` the differences that an operand is where it has a domain; `makers` the equations
+        that made each operand's entries.
+        """
+        operands, edge = _compat.variables(eqn.invars), in_domain(eqn)
+        near = _all(self.near, operands)
+        # A mask may be of another run.
+        passes = eqn.primitive.name in CHOICES | MOVES and eqn.primitive.name != "select_n"
+        self._follow_large(i, eqn, small, makers, passes)
+        self._follow_root(i, eqn, small | (near if edge else frozenset()))
+        if edge and small:
+            self.near[edge] = small
+        if made := small | (near if passes or scales(eqn) else frozenset()):
+            self.near.update(dict.fromkeys(eqn.outvars, made))
+
+    def _follow_large(
+        self,
+        i: int,
+        eqn: JaxprEqn,
+        small: frozenset[int],
+        makers: Mapping[Var, frozenset[int]],
+        passes: bool,
+    ) -> None:
+        operands, name = _compat.variables(eqn.invars), eqn.primitive.name
+        numbers = _all(self.numbers, operands)
+        of = frozenset[int]()
+        if name in _INVERSES and (edge := in_domain(eqn)) is not None:
+            of = small | self.near.get(edge, of)
+            self.inverses.update([i] if of else [])
+        if passes or (scales(eqn) and len(operands) == 1 and not of):
+            made = numbers
+        else:
+            for number in numbers:
+                self.readers[number].add(i)
+            largest = max(self.sizes[i], *(aval_nbytes(v.aval) for v in operands)) if numbers else 0
+            if any(self.sizes[j] > LIGHT * largest for number in numbers for j in self.of[number]):
+                others = (makers[v] for v in operands if v not in self.numbers and v not in self.near)
+                self.beside[i] = frozenset[int]().union(*others)
+            if name in _MULTIPLES:
+                of = of.union(*(self.of[number] for number in numbers))
+            made = frozenset({i}) if of else of
+            if of:
+                self.of[i] = of
+        if made:
+            self.numbers.update(dict.fromkeys(eqn.outvars, made))
+
+    def _follow_root(self, i: int, eqn: JaxprEqn, differences: frozenset[int]) -> None:
+        roots = {self.roots[v] for v in _compat.variables(eqn.invars) if v in self.roots}
+        for root in roots:
+            self.root_readers[root].add(i)
+        if is_pointwise(eqn) or eqn.primitive.name in CHOICES | MOVES:
+            differences = differences.union(*(self.root_of[root] for root in roots))
+        if differences and is_float(eqn.outvars[0]):
+            self.root_of[i] = differences
+            self.roots.update(dict.fromkeys(eqn.outvars, i))
+
+    def _is_light(self, i: int) -> bool:
+        return self.sizes[i] <= LIGHT * max(self.sizes)
+
+    def _shared(self, in_backward: Sequence[bool]) -> set[int]:
+        """Return the cotangents with several readers."""
+        return {i for i, by in self.readers.items() if in_backward[i] and len(by) > 1}
+
+    def shared_cotangents(self, in_backward: Sequence[bool]) -> set[int]:
+        """Return the equations of the backward pass whose results all readers must have of one run."""
+        return {i for i in self._shared(in_backward) if not all(map(self._is_light, self.of[i]))}
+
+    def once(self, in_backward: Sequence[bool]) -> set[int]:
+        """Return the equations that must not run again: numbers of the forward pass that the backward pass reads more
+        than once, and what several numbers that it reads are large by, or one is and another a function of the root,
+        or what is light and shared cotangents are large by; and what the forward pass reads beside large numbers.
+        """
+        read = {i: sum(in_backward[k] for k in by) for i, by in self.readers.items() if not in_backward[i]}
+        inverses = (i for i in self.inverses if in_backward[i])
+        reads = Counter(j for i in (*filter(read.get, read), *inverses) for j in self.of[i])
+        for i, by in self.root_readers.items():
+            if i not in self.of and not in_backward[i] and any(in_backward[k] for k in by):
+                reads.update(self.root_of[i] & reads.keys())
+        several = {key for counts in (read, reads) for key, count in counts.items() if count > 1}
+        light = (j for i in self._shared(in_backward) for j in self.of[i] if self._is_light(j))
+        beside = (by for i, by in self.beside.items() if not in_backward[i])
+        return several.union(light, *beside)
+
+
+def _all(by: Mapping[Var, frozenset[int]], variables: Sequence[Var]) -> frozenset[int]:
+    """Return what there is of some variables, together."""
+    return frozenset[int]().union(*(by[v] for v in variables if v in by))
