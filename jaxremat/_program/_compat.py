@@ -112,7 +112,10 @@ def process_store() -> Any:
 
 def check_jaxpr(closed: jex.ClosedJaxpr) -> None:
     """Run JAX's own type checker over the jaxpr."""
-    jex.check_jaxpr(closed.jaxpr)
+    try:
+        jex.check_jaxpr(closed.jaxpr)
+    except AssertionError as error:  # of a primitive's own rule for types
+        raise TypeError(*error.args) from error
 
 
 def name_stack_text(eqn: jex.JaxprEqn) -> str:

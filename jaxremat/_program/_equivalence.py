@@ -214,16 +214,16 @@ class _Numbers:
             made = self.values.node("Turn", (*key, kinds), (*operands, *inside), ((), None))
             self.turns.setdefault("body", []).append(made)
 
-    def _scan(self, eqn: jex.JaxprEqn, operands: list[int]) -> list[int] | None:
+    def _scan(self, eqn: jex.JaxprEqn, operands: list[int]) -> list[int]:
         length, backward, values = eqn.params["length"], eqn.params["reverse"], self.values
-        if length == 0:
-            return None
         counts = _compat.scan_counts(eqn)
         consts, begin, arrays = (
             operands[: counts[0]],
             operands[counts[0] : sum(counts)],
             operands[sum(counts) :],
         )
+        if length == 0:
+            return [*begin, *(values.node("Empty", None, (), _type(v)) for v in eqn.outvars[len(begin) :])]
         body, symbol = eqn.params["jaxpr"], len(values.lengths)
         if (meant := self._of_chunks(eqn, operands, symbol)) is not None:
             return self._body(meant, operands[: sum(counts)])

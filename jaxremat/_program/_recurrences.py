@@ -19,6 +19,7 @@ from ._value_numbers import (
     Values,
     alone,
     constant,
+    deeper_bits,
     plus,
     symbol_bit,
 )
@@ -178,7 +179,7 @@ def once_more(values: Values, begin: int, after: int, step: int) -> int:
 def canonical(values: Values, own: Recurrence) -> tuple[Any, tuple[int, ...]]:
     """Return what is the same of two recurrences exactly if they are: a shape, and the operands in it."""
     free, nodes = values.free, values.nodes
-    mask = 0
+    mask = deeper_bits(own.symbol)  # what stacks within bind is no operand
     for h in own.holes:
         mask |= free[h]
     begin, after = (dict(zip(own.holes, each, strict=True)) for each in (own.begin, own.next))

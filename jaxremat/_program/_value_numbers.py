@@ -272,6 +272,15 @@ def symbol_bit(symbol: int) -> int:
     return 1 << 2 * (symbol + 1)
 
 
+_SYMBOLS = sum(1 << 2 * depth for depth in range(64))
+"""The bits of all symbols: so many loops are never within one another."""
+
+
+def deeper_bits(symbol: int) -> int:
+    """Return the bits of the symbols of loops within that of a symbol."""
+    return _SYMBOLS & -symbol_bit(symbol + 1)
+
+
 def _own_bits(node: Node) -> int:
     if node.op == "Hole":
         return 1 << 2 * node.key + 1

@@ -30,21 +30,21 @@ from .._program._primitives import LOOP_EDGES, LOOP_SLICES, is_pointwise
 
 CHOICES = frozenset(
     {
-        "clamp", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "reduce_window_max",
+        "abs", "clamp", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "reduce_window_max",
         "reduce_window_min", "scatter-max", "scatter-min", "scatter_max", "scatter_min", "sort", "top_k",
     }
 )  # fmt: skip
-"""Their results' entries are operands' entries, chosen by comparison."""
+"""Their results' entries are operands' entries, chosen by comparison: a number or its negative, for one."""
 
 MOVES = frozenset(
     {
         "bitcast_convert_type", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "dynamic_slice",
-        "dynamic_update_slice", "expand_dims", "gather", "jaxremat_hint", "optimization_barrier", "pad", "reshape",
-        "rev", "scatter", "select_n", "slice", "split", "squeeze", "stop_gradient", "transpose",
+        "dynamic_update_slice", "expand_dims", "gather", "jaxremat_hint", "neg", "optimization_barrier", "pad",
+        "reshape", "rev", "scatter", "select_n", "slice", "split", "squeeze", "stop_gradient", "transpose",
         *LOOP_EDGES, *LOOP_SLICES,
     }
 )  # fmt: skip
-"""Their results' entries are operands' entries."""
+"""Their results' entries are operands' entries, or their negatives."""
 
 _ROOTS_AWAY_FROM_ZERO = frozenset({"acos", "acosh", "asin", "atanh", "log1p"})
 """Those of which the domain ends at another number, from which the operand's difference is taken unseen."""

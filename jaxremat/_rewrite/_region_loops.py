@@ -27,6 +27,7 @@ from .._program import _compat
 from .._program._axes import BatchingRule
 from .._program._flops import aval_nbytes, eqn_flops
 from .._program._primitives import is_contraction
+from ._flat_program import within
 from ._program_readers import Readers
 from ._region_cut import narrower, outside_nbytes
 
@@ -91,20 +92,44 @@ def loops_of(program: Readers, components: Sequence[Component]) -> tuple[Loop, .
 
 def schedule(program: Readers, loops: Sequence[Loop]) -> list[int] | None:
     """Return the order of equations in no loop, by index, and of loops, by the complement of their index; None where
-    loops would wait for one another.
+    loops would wait for one another. Equations of one of the program's own loops stay together.
     """
-    eqns, first = program.eqns, owners(loops)
-    node = [~first[i] if i in first else i for i in range(len(eqns))]
+    first = owners(loops)
+    own = program.program.loops
+    around = {i: within(program.loop_of[i], own)[::-1] for i in program.alive}
+    last = {first[i]: i for i in program.alive if i in first}
+    around.update((i, around[last[number]]) for i, number in first.items() if number in last)
+
+    def ordered(alive: Sequence[int], depth: int) -> list[int] | None:
+        node = {i: ~first[i] if i in first else i for i in alive}
+        node.update((i, len(program.eqns) + around[i][depth]) for i in alive if len(around[i]) > depth)
+        order = _ordered(program, loops, first, node)
+        parts = {
+            each: [i for i in alive if node[i] == each] for each in order or () if each >= len(program.eqns)
+        }
+        inside = {each: ordered(members, depth + 1) for each, members in parts.items()}
+        if order is None or None in inside.values():
+            return None
+        return [i for each in order for i in inside.get(each) or (each,)]
+
+    return ordered(program.alive, 0)
+
+
+def _ordered(
+    program: Readers, loops: Sequence[Loop], first: Mapping[int, int], node: Mapping[int, int]
+) -> list[int] | None:
+    """Return the order of the nodes that some equations are parts of; None where they would wait for one another."""
+    eqns = program.eqns
     members: dict[int, list[int]] = {}
-    for i in program.alive:
-        members.setdefault(node[i], []).append(i)
+    for i, each in node.items():
+        members.setdefault(each, []).append(i)
     waits: dict[int, set[int]] = {}
     followers: dict[int, list[int]] = {}
     for each, own in members.items():
-        inside = loops[~each] if each < 0 else {each: None}
-        reads = {a for i in (*own, *inside) for a in _compat.variables(eqns[i].invars)}
+        done = {*own, *(i for number in {first[i] for i in own if i in first} for i in loops[number])}
+        reads = {a for i in done for a in _compat.variables(eqns[i].invars)}
         makers = {program.maker[a] for a in reads if a in program.maker}
-        waits[each] = {node[j] for j in makers if j not in inside} - {each}
+        waits[each] = {node[j] for j in makers if j in node and j not in done} - {each}
         for other in waits[each]:
             followers.setdefault(other, []).append(each)
     left = {each: len(others) for each, others in waits.items()}

@@ -68,8 +68,9 @@ def test_odd_parts_in_odd_ways(way: str, parts: list[str]) -> None:
     assert wrong(step_of(way, parts), 5, 2) == []
 
 
-@pytest.mark.parametrize("part", ["resampled", "running maximum"])
-def test_compiled_decisions(part: str) -> None:
+@pytest.mark.parametrize("part", ["resampled", "running maximum", "short loops"])
+def test_compiled(part: str) -> None:
+    """Decisions, and loops of no iteration."""
     found = adversary.check(adversary.Made("plain", (part,), 3), emitted=0, compiled=1, planned=False)
     assert len(found["compiled"]) == 1
     assert adversary.wrong(found) == []
@@ -85,7 +86,9 @@ def test_compiled_decisions(part: str) -> None:
         ("meta", ["near"], 800021, 6),
         ("returned", ["grown 800175 of 2", "loops in loops"], 800175, 10),
         ("plain", ["mapped", "mapped", "carryless"], 800217, 10),
-        ("curved", ["near", "layers", "gathered"], 810016, 4),
+        ("curved", ["near", "layers", "gathered"], 810016, 8),
+        ("counted batches", ["written", "grown 900057 of 2"], 900057, 2),
+        ("meta", ["rounded", "called back"], 900105, 4),
     ],
     ids=[
         "rows of nothing but constants",
@@ -96,6 +99,8 @@ def test_compiled_decisions(part: str) -> None:
         "recurrences found while others are tried",
         "loops that are named as a cotangent",
         "what stands beside large numbers in a Hessian",
+        "loops within regions of a loop around them",
+        "stacks of inner loops that outer ones carry",
     ],
 )
 def test_random_steps_that_failed(way: str, parts: list[str], seed: int, count: int) -> None:

@@ -176,6 +176,17 @@ def test_what_is_the_same_in_all_iterations_may_be_made_before_them() -> None:
     assert not same(within, growing)
 
 
+def test_a_loop_of_no_iterations_hands_on_what_it_was_given() -> None:
+    def none(x: Any, c: Any) -> Any:
+        return loop(x[:0], c)
+
+    def others(x: Any, c: Any) -> Any:
+        (left, _), stacks = lax.scan(lambda cs, row: ((cs[0] * 2, cs[1] + row), row), (c, x[0]), x[:0])
+        return left, stacks
+
+    assert same(none, others)
+
+
 def test_branches_and_conditions() -> None:
     def chosen(x: Any, c: Any) -> Any:
         return lax.cond(c[0] > 0, lambda: (jnp.sin(x), jnp.cos(c)), lambda: (x, c))

@@ -71,6 +71,14 @@ def _of_the_best(x: jax.Array) -> jax.Array:
     return lax.top_k(x, 2)[0][:, 1:] <= x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
+def _below_its_size(x: jax.Array) -> jax.Array:
+    return x < jnp.abs(x)
+
+
+def _no_more_than_its_size(x: jax.Array) -> jax.Array:
+    return -jnp.abs(x) >= x
+
+
 def _larger_than_a_constant(x: jax.Array) -> jax.Array:
     return x > 0
 
@@ -90,6 +98,8 @@ def _than_the_mean(x: jax.Array) -> jax.Array:
         (_of_the_largest, True),
         (_not_below_the_third, True),
         (_of_the_best, True),
+        (_below_its_size, True),
+        (_no_more_than_its_size, True),
         (_larger_than_a_constant, False),
         (_than_the_mean, False),
         (_no_number, False),
