@@ -223,7 +223,7 @@ class _Numbers:
             operands[sum(counts) :],
         )
         if length == 0:
-            return [*begin, *(values.node("Empty", None, (), _type(v)) for v in eqn.outvars[len(begin) :])]
+            return [*begin, *(values.make("Empty", None, (), _type(v)) for v in eqn.outvars[len(begin) :])]
         body, symbol = eqn.params["jaxpr"], len(values.lengths)
         if (meant := self._of_chunks(eqn, operands, symbol)) is not None:
             return self._body(meant, operands[: sum(counts)])

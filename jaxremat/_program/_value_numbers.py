@@ -103,6 +103,8 @@ class Values:
         self.left -= 1
         if self.left < 0:
             raise UndecidedError
+        if 0 in kind[0]:
+            return self.node("Empty", None, (), kind)
         for each in RULES.get(op, ()):
             if (found := each(self, key, operands, kind)) is not None:
                 return found
