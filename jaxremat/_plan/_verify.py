@@ -283,7 +283,7 @@ class _Planner:
         return Search(
             graphs,
             Ledger(planning.solver, self.effort, planning.time_limit, compiler),
-            self._temporaries(),
+            self._searched_nbytes(),
             self.baseline.written_nbytes if compiler and self.baseline else None,
         )
 
@@ -310,6 +310,11 @@ class _Planner:
             temporaries_nbytes=self._temporaries(),
             effort=self.effort,
         )
+
+    def _searched_nbytes(self) -> int:
+        """Return what is not there all the time of the step with its checkpoints undone, however they were written."""
+        tagged = self.baseline and self.baseline.tagged_form
+        return self._temporaries() if not tagged else self.baseline.tagged.memory.temporaries_nbytes
 
     def _temporaries(self) -> int:
         """Return what of the step as it is written is not there all the time."""
