@@ -313,8 +313,9 @@ class _Planner:
 
     def _searched_nbytes(self) -> int:
         """Return what is not there all the time of the step with its checkpoints undone, however they were written."""
-        tagged = self.baseline and self.baseline.tagged_form
-        return self._temporaries() if not tagged else self.baseline.tagged.memory.temporaries_nbytes
+        if self.baseline is not None and self.baseline.tagged_form:
+            return self.baseline.tagged.memory.temporaries_nbytes
+        return self._temporaries()
 
     def _temporaries(self) -> int:
         """Return what of the step as it is written is not there all the time."""
