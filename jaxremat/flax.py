@@ -27,17 +27,17 @@ def remat(
 
     **Arguments:**
 
-    - `target`: a `flax.linen.Module` class, or a function or method that takes such a module first; or a function or
-      method of `flax.nnx` objects, or an `nnx.Module` class, whose `__call__` is meant.
+    - `target`: a `flax.linen.Module` class; a function or method whose first argument is such a module; a function or
+      method of `flax.nnx` objects; or an `nnx.Module` class, for its `__call__`.
     - `budget`: as in `jaxremat.checkpoint`, for one call of the module.
     - `variables`, `rngs`, `methods`: as in `flax.linen.remat`; for linen alone.
-    - `static_argnums`: which arguments are static; the module itself is number 0.
+    - `static_argnums`: the static arguments; the module itself is number 0.
     - `options`: as in `jaxremat.checkpoint`.
 
-    **Returns:** the same kind of thing. Parameters keep the names that they have without it, and what is on disk stays
-    readable. (`nn.remat` renames those of unnamed modules: `CheckpointBlock_0` is `Block_0` here.)
+    **Returns:** the same kind of object. Parameters keep their names, so checkpoints on disk stay readable. (`nn.remat`
+    renames those of unnamed modules: `CheckpointBlock_0` is `Block_0` here.)
 
-    **Raises:** `ArgumentError` where the target is neither; else as `jaxremat.checkpoint`.
+    **Raises:** `ArgumentError` for other targets; else as `jaxremat.checkpoint`.
 
     ```python
     Block = jaxremat.flax.remat(TransformerBlock, budget="30% of residuals")
@@ -53,10 +53,10 @@ def remat(
         return type(target.__name__, (target,), {"__call__": call, "__module__": target.__module__})
     module = isinstance(target, (linen.Module, nnx.Module))
     if module or isinstance(target, type) or not callable(target):
-        given = f"a {type(target).__name__}, which is a module already" if module else f"{target!r:.80}"
+        given = f"a {type(target).__name__}, which is already a module" if module else f"{target!r:.80}"
         raise ArgumentError(
-            f"`jaxremat.flax.remat` takes a Flax module class, or a function of one; it was given {given}. "
-            "For other functions there is `jaxremat.checkpoint`."
+            f"`jaxremat.flax.remat` takes a Flax module class, or a function of one; it was given {given}. For "
+            "other functions, use `jaxremat.checkpoint`."
         )
     return _of_either(target, budget, variables, rngs, static, options)
 

@@ -96,9 +96,9 @@ class SolverReport:
         excess = [row.overhead - (row.best_overhead or 0.0) for row in judged]
         lines = [
             f"{self.solver}: no rule broken on {len({row.graph for row in self.rows})} graphs with "
-            f"{len(self.rows)} budgets; {len(self.missed)} missed of those that can be met; of the others it takes "
-            f"{100 * sum(excess) / (len(excess) or 1):.1f} % of the step more than the best in the mean, "
-            f"{100 * max(excess, default=0.0):.1f} % at most",
+            f"{len(self.rows)} budgets; {len(self.missed)} feasible budgets missed; in the others the step "
+            f"takes {100 * sum(excess) / (len(excess) or 1):.1f} % longer than with the best schedule on "
+            f"average, {100 * max(excess, default=0.0):.1f} % at most",
             f"  {'graph':<28} {'budget':>9} {'peak':>9} {'overhead':>9} {'bound':>8} {'best':>8}",
         ]
         for row in self.rows:
@@ -207,7 +207,7 @@ class _Case:
             raise self.broken(
                 "deterministic",
                 budget,
-                "it answered twice, and not the same: " + _difference(solution, again),
+                "two runs gave different answers: " + _difference(solution, again),
             )
         self.answer(budget, HURRY_SECONDS)
         overhead = profile.extra_seconds / self.step_seconds
@@ -255,8 +255,8 @@ class _Case:
             raise self.broken(
                 "answers",
                 budget,
-                f"`solve` raised {type(error).__name__}: {error}. Where nothing fits, or time is short, return the "
-                "schedule of least peak that you came across",
+                f"`solve` raised {type(error).__name__}: {error}. If nothing fits, or time is short, return the "
+                "schedule with the lowest peak that you found",
             ) from error
         if not isinstance(solution, Solution):
             raise self.broken(

@@ -102,7 +102,7 @@ def said(words: str) -> Callable[[Record], int]:
 
 MECHANISMS = (
     Mechanism("attention without its scores", denied="attention", in_plan=choices(ATTENTION)),
-    Mechanism("rows in chunks", denied="rows", in_plan=said("chunks, one after the other")),
+    Mechanism("rows in chunks", denied="rows", in_plan=said("operations that make and read them")),
     Mechanism("microbatches", denied="microbatches", in_plan=said("microbatches")),
     Mechanism("values in fewer bits", denied="bf16_residuals", in_plan=choices(COPIES)),
     Mechanism("reversible blocks", denied="reversible", in_plan=choices(REVERSED)),
@@ -247,9 +247,9 @@ def _of_platform(record: Record) -> str:
 
 HEADER = ("without", "plans", "most", "where", "mean", "prediction, most", "where", "mean")
 LEGEND = """\
-Plans at shares of the plain step's temporaries, with one mechanism switched off at a time, where it acted: in how many
-plans; how many points of the step's time (by roofline) it takes more without it, and how many points of the temporaries
-the first prediction of the peak is further off; where that is most, and in the mean.\
+Plans at shares of the plain step's temporaries, with one mechanism switched off at a time, where it acted. The columns
+are the number of such plans; the extra time without the mechanism, in points of the step's time (by roofline); and the
+extra error of the first prediction of the peak, in points of the temporaries; each at most and on average.\
 """
 
 

@@ -29,9 +29,8 @@ def key_of(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             aval = type_of(leaf)
         except TypeError:
             raise ArgumentError(
-                f"The argument {jax.tree_util.keystr(path)} is a {type(leaf).__name__} ({leaf!r:.60}), "
-                "which is no array. "
-                "Make it static with `static_argnums` or `static_argnames`, or close over it."
+                f"The argument {jax.tree_util.keystr(path)} is a {type(leaf).__name__} ({leaf!r:.60}), which is "
+                "not an array. Make it static with `static_argnums` or `static_argnames`, or close over it."
             ) from None
         types.append((aval, _place(leaf, device)))
     try:
@@ -79,7 +78,7 @@ def naming_static(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any
                 said = " and ".join(f"`{name}` is {given[name]!r}" for name in names)
                 written = names[0] if len(names) == 1 else tuple(names)
                 error.add_note(
-                    f"{said}: what decides in Python what a step does has to be static. Write "
+                    f"{said}: an argument that decides what Python executes must be static. Write "
                     f"`optimize(..., static_argnames={written!r})`."
                 )
         raise

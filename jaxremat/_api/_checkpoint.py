@@ -42,42 +42,40 @@ def checkpoint(
     prevent_cse: Any = True,
     planning: Planning = DEFAULT,
 ) -> Any:
-    """Return a drop-in for `jax.checkpoint` on a loss, a block or a layer, which chooses what is saved and what
-    recomputed.
+    """Return a drop-in for `jax.checkpoint` on a loss, a block or a layer that plans what to save and what to
+    recompute.
 
     The plan is made for the types of the arguments, when the function is called or traced. A plan for a whole train
-    step (`jaxremat.optimize`) sees more and does better; this one is for functions that something else differentiates.
+    step (`jaxremat.optimize`) sees more and does better; this one is for functions that other code differentiates.
 
     **Arguments:**
 
-    - `fn`: any function that JAX can differentiate in reverse mode. Left out, a decorator is returned.
-    - `budget`: the most bytes of the forward pass's values that the backward pass may have at any time: those that
-      were saved and still have a reader to come, and those that it has recomputed and not let go of. Before it begins,
-      that is all that is saved. Arguments, what the function closes over, cotangents and gradients do not count,
-      because the program around has them in any case; nor does what the forward pass makes and lets go of itself.
-      Values of a `lax.scan` count once for each iteration where they are saved, once where they are recomputed. An int
-      of bytes; text such as "2GiB"; "40% of residuals" as a share of what plain JAX would keep from one pass to the
-      other; "dots" for the fewest bytes without computing a contraction (or a loop, a sort, an opaque call) twice,
-      "free" for the fewest without repeating reductions and scatters either; "min" for the least that can be reached
-      while another such function, as blocks follow one another, keeps what it saves; or up to 2 % of what plain JAX
-      would keep more, where that is faster.
+    - `fn`: any function that JAX can differentiate in reverse mode. Without it, a decorator is returned.
+    - `budget`: the most bytes of the forward pass's values that the backward pass may hold at any time: values that
+      were saved and still have a reader, and recomputed values in use. Before the backward pass begins, that is all
+      that is saved. Arguments, closed-over values, cotangents and gradients do not count, because the surrounding
+      program has them in any case. Temporary values of the forward pass do not count either. A value of a `lax.scan`
+      counts once for each iteration where it is saved, and once where it is recomputed. The budget is an int of bytes;
+      text such as "2GiB"; "40% of residuals", a share of what plain JAX would keep between the passes; "dots" for the
+      fewest bytes with which no contraction (or loop, sort, opaque call) runs twice; "free" for the fewest with which
+      no reduction or scatter does either; or "min" for the fastest plan within 2 % (of what plain JAX would keep) of
+      the least memory, counted while another such block keeps what it saves.
     - `emit`: `"policy"` makes the function a sequence of `jax.checkpoint`s with policies. It works under every
-      transformation, forward mode and second derivatives included, but what one part hands on to the next is kept, and
-      so is not what only derivative rules make. `"custom_vjp"` gives the function a backward pass of its own, with any
-      plan whatever and with barriers around what is recomputed; reverse mode only.
+      transformation, forward mode and second derivatives included. Values that one part hands on to the next are always
+      saved, and values that only derivative rules make never are. `"custom_vjp"` gives the function its own backward
+      pass with barriers. It can follow any plan, but supports only reverse mode.
     - `static_argnums`, `static_argnames`: as in `jax.jit`.
     - `prevent_cse`: as in `jax.checkpoint`, for `"policy"`: False where nothing would merge recomputation with the
-      original, or a tuple, with a bool for each argument or for each part of one.
-    - `planning`: a `jaxremat.Planning`, of which `solver` and `time_limit` count: nothing is compiled here.
+      original, or a tuple with a bool for each argument or for each of its parts.
+    - `planning`: a `jaxremat.Planning`. Only `solver` and `time_limit` apply, because nothing is compiled here.
 
-    **Returns:** a `Checkpointed`: called as `fn`; `.plan(*args)` is its plan.
+    **Returns:** a `Checkpointed`: call it as `fn`; `.plan(*args)` returns its plan.
 
     **Raises:** `ArgumentError`, and, when it is called, `BudgetError`, `InfeasibleBudgetError` (`InfeasibleHintError`
-    where it could be met without hints), `HintError`, `SolverError`.
+    if only hints prevent a plan), `HintError`, `SolverError`.
 
-    On the CPU, XLA merges recomputation back with the original unless it is told not to: jit what contains this
-    function with `compiler_options=jaxremat.compiler_options()`. A warning says so where these can be seen to be
-    missing.
+    On the CPU, XLA merges the recomputation with the original unless it is told not to: jit the function around this
+    one with `compiler_options=jaxremat.compiler_options()`. A warning says if these options can be seen to be missing.
 
     ```python
     block = jaxremat.checkpoint(transformer_block, budget="30% of residuals")
@@ -96,8 +94,8 @@ def checkpoint(
         )
     if not callable(fn):
         raise ArgumentError(
-            f"`checkpoint` takes a function first; it was given a {type(fn).__name__} ({fn!r:.60}). "
-            "Write `checkpoint(fn, budget=...)`, or `@checkpoint(budget=...)` above it."
+            f"`checkpoint` takes a function as its first argument; it was given a {type(fn).__name__} "
+            f"({fn!r:.60}). Write `checkpoint(fn, budget=...)`, or `@checkpoint(budget=...)` above it."
         )
     if emit not in ("policy", "custom_vjp"):
         raise ArgumentError(f'`emit={emit!r}` is unknown. Write "policy" or "custom_vjp".')
@@ -106,7 +104,8 @@ def checkpoint(
     said = [prevent_cse] if not isinstance(prevent_cse, tuple) else jax.tree.leaves(prevent_cse)
     if not all(isinstance(each, bool) for each in said):
         raise ArgumentError(
-            f"`prevent_cse={prevent_cse!r}` is neither True nor False, nor a tuple of such, one for each argument."
+            f"`prevent_cse={prevent_cse!r}` is not valid. Write True, False, or a tuple with a bool for each "
+            "argument."
         )
     parse_held(budget, 1 << 40)  # a budget that can never be read is refused where it is written
     program = Program(fn, as_tuple(static_argnums), as_tuple(static_argnames))
@@ -268,9 +267,10 @@ def _warn_of_options() -> None:
     if not all(any(str(value) in text for text in told) for value in needed.values()):
         _warned = True
         warn(
-            "A function planned by `jaxremat.checkpoint` is compiled by a `jax.jit` without the options that it "
-            "needs on this backend, which will merge recomputation back with the original. Write "
-            "`jax.jit(..., compiler_options=jaxremat.compiler_options())` on the outermost `jit`."
+            "A function planned by `jaxremat.checkpoint` is compiled by a `jax.jit` without the compiler "
+            "options that it needs: on this backend, XLA will merge the recomputation with the original, and "
+            "save no memory. Write `jax.jit(..., compiler_options=jaxremat.compiler_options())` on the "
+            "outermost `jit`."
         )
 
 

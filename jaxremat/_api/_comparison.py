@@ -72,9 +72,9 @@ class Comparison:
         width = max((len(leaf.path) for leaf in ordered), default=0)
         apart = sum(not leaf.agrees for leaf in ordered)
         first = (
-            f"{apart} of {len(ordered)} results are further apart than rounding explains:"
+            f"{apart} of {len(ordered)} results differ by more than rounding explains:"
             if apart
-            else f"{len(ordered)} results, no further apart than rounding explains:"
+            else f"{len(ordered)} results differ by no more than rounding explains:"
         )
         lines = [
             f"{leaf.relative:8.1e}  {leaf.path:<{width}}  {leaf.shape}{'' if leaf.agrees else '  differs'}"
@@ -84,14 +84,14 @@ class Comparison:
 
 
 def compare(step: Step, *args: Any, rtol: float = 1e-3, **kwargs: Any) -> Comparison:
-    """Run a planned step and the plain step that it was made of once each, and compare every array of their results.
+    """Run a planned step and its plain step once each, and compare every array of their results.
 
-    A result that stands where an argument does (new parameters, new optimizer state) is compared by how it changed. Of
-    an optimizer's state, first moments say how far gradients are apart, where plans keep values in fewer bits: see
-    `allow` of `optimize`. Arguments are copied first, so that none is donated.
+    A result at the place of an argument (new parameters, new optimizer state) is compared by how it changed. Where a
+    plan saves values in fewer bits, an optimizer's first moments show how far the gradients are apart (see `allow` of
+    `optimize`). The arguments are copied first, so none is donated.
 
-    **Arguments:** `step` of `jaxremat.optimize`; its arguments, as arrays; `rtol` allowed of the largest entry, or
-    change, of each result.
+    **Arguments:** a `step` of `jaxremat.optimize`; its arguments, as arrays; `rtol`, the tolerance relative to the
+    largest entry, or change, of each result.
 
     **Raises:** `ArgumentError` for NNX objects.
 
@@ -101,8 +101,8 @@ def compare(step: Step, *args: Any, rtol: float = 1e-3, **kwargs: Any) -> Compar
     """
     if has_objects(args, kwargs):
         raise ArgumentError(
-            "`compare` runs a step twice on the same arguments, and NNX objects are changed by each run. Write the "
-            "step for `nnx.split` of them, and compare that."
+            "`compare` runs a step twice on the same arguments, but each run changes NNX objects. Write the "
+            "step as a function of what `nnx.split` returns, and compare that."
         )
     plain = placed(step._program, args, kwargs).plain  # with the same compiler options
     return Comparison(tuple(differences(plain, step, args, kwargs, rtol)))

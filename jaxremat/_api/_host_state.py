@@ -34,8 +34,8 @@ def usable(offload: Offload, spec: DeviceSpec, here: Any) -> HostMemory | None:
     host = host_memory(spec, here, allowed)
     if host is None and offload != "auto":
         warn(
-            f"`offload={offload!r}`: {spec.name} has no memory besides the host's, so that nothing is moved there. "
-            "The step is planned without."
+            f"`offload={offload!r}`: {spec.name} has no memory apart from the host's, so nothing can be "
+            "offloaded. The step is planned without offloading."
         )
     return host
 
@@ -157,8 +157,8 @@ def _said(planned: Planned) -> Planned:
     """Return the plan, with a warning where it returns some of the arguments elsewhere than they came from."""
     if nbytes := planned.plan.on_host_nbytes:
         warn(
-            f"The plan keeps {format_nbytes(nbytes)} of the donated arguments, which are read to be "
-            "updated alone, in host memory. The step returns them there; what else computes with them copies "
-            "them to the device first, with `jax.device_put(x, jax.memory.Space.Device)`."
+            f"The plan keeps {format_nbytes(nbytes)} of the donated arguments in host memory: the step reads "
+            "them only to update them, and returns them there. Other code that computes with them must first "
+            "copy them to the device, with `jax.device_put(x, jax.memory.Space.Device)`."
         )
     return planned

@@ -34,16 +34,17 @@ def handed_over(
     for name in ("device", "backend", "layouts"):
         if own.pop(name):
             raise ArgumentError(
-                f"The jitted function that `optimize` was given has `{name}`, which it cannot keep. Give `optimize` "
-                "the function without `jax.jit`, and put its arguments in place with `jax.device_put`."
+                f"`optimize` cannot keep the option `{name}` of the jitted function that it was given. Pass the "
+                "function without `jax.jit`, and place its arguments with `jax.device_put`."
             )
     merged = dict(options)
     for name, value in own.items():
         given = as_tuple(options[name]) if name in _NUMBERED else options[name]
         if value and given and given != value:
             raise ArgumentError(
-                f"`optimize` was given `{name}={options[name]!r}`, and its function is jitted with `{name}={value!r}`. "
-                f"Say it once: in `optimize(..., {name}=...)` of the function without `jax.jit`."
+                f"`optimize` was given `{name}={options[name]!r}`, and its function is jitted with "
+                f"`{name}={value!r}`. Write it once, as `optimize(..., {name}=...)`, and pass the function "
+                "without `jax.jit`."
             )
         merged[name] = given or value
     return fn.__wrapped__, merged  # type: ignore[attr-defined]
@@ -56,6 +57,7 @@ def _check_inner(fn: Callable[..., Any]) -> None:
     lost = [name for name in _LOST if (_compat.jit_options(inner) or {}).get(name)] if inner is not fn else []
     if lost:
         raise ArgumentError(
-            f"`optimize` was given a {type(fn).__name__} of a function that is jitted with `{lost[0]}`, which has no "
-            f"effect within another program. Write `optimize(..., {lost[0]}=...)`, and leave `jax.jit` out."
+            f"`optimize` was given a {type(fn).__name__} of a function that is jitted with `{lost[0]}`, which "
+            f"has no effect within another program. Write `optimize(..., {lost[0]}=...)`, and leave out "
+            "`jax.jit`."
         )

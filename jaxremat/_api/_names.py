@@ -22,11 +22,10 @@ def name_values(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Return the function with a `checkpoint_name` on every value that it computes, also within the bodies of its
-    scans.
+    """Return the function with a `checkpoint_name` on every value that it computes, also in the bodies of its scans.
 
-    The names follow from the program alone: the same function, called with the same types, names its values alike. So
-    `jaxremat.policy` of a plan for a step that uses `name_values(fn)` means the same values in
+    The names follow from the program alone: the same function, called with the same types, gets the same names. So
+    `jaxremat.policy` of a plan for a step that uses `name_values(fn)` applies to the same values in
     `jax.checkpoint(name_values(fn), policy=...)`.
 
     **Arguments:** `static_argnums`, `static_argnames` as in `jax.jit`.
@@ -45,9 +44,10 @@ def name_values(
 
 
 def policy(plan: Plan | HeldPlan) -> Callable[..., bool]:
-    """`plan.policy()`: a policy for `jax.checkpoint`, `flax.linen.remat`, `nnx.remat` or `nn.remat_scan`, by names.
+    """Return `plan.policy()`: a policy by name for `jax.checkpoint`, `flax.linen.remat`, `nnx.remat` or
+    `nn.remat_scan`.
 
-    **Raises:** `ArgumentError` where this is no plan, or one that knows no names.
+    **Raises:** `ArgumentError` if this is not a plan, or a plan without names.
     """
     if not isinstance(plan, (Plan, HeldPlan)):
         raise ArgumentError(f"`policy` takes a plan; it was given a {type(plan).__name__}.")

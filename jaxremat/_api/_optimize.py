@@ -42,45 +42,46 @@ def optimize(
 
     **Arguments:**
 
-    - `budget`: the peak allowed on one device, arguments + outputs + temporaries - aliased bytes: an int of bytes,
-      `"24GiB"`, `"24GB"`, `"500MiB"`; a float in (0, 1] as a share of the device's memory, None for all of it;
-      `"50% of peak"` (or `"50%"`) of the plain step, `"50% of temporaries"` of it beside its arguments and outputs; or
-      `"min"` for about the least reachable at no more than twice the step's time: the fastest found of what needs up to
-      5 % more temporaries.
-    - `plan`: a plan made before, or the file that it was saved to, in place of a budget; needs no solver.
+    - `budget`: the peak allowed on one device (arguments + outputs + temporaries - aliased bytes): an int of bytes,
+      `"24GiB"`, `"24GB"`, `"500MiB"`; a float in (0, 1] as a share of the device's memory, None for all of it; `"50% of
+      peak"` (or `"50%"`) of the plain step; `"50% of temporaries"` beside its arguments and outputs; or `"min"` for
+      about the least memory at no more than twice the step's time: the fastest plan found within 5 % of the least
+      temporaries.
+    - `plan`: an existing plan, or the file that it was saved to, instead of a budget. It needs no solver.
     - `donate_argnums`, `donate_argnames`, `static_argnums`, `static_argnames`, `in_shardings`, `out_shardings`,
-      `compiler_options`: as in `jax.jit`. What the backend needs for barriers to count is added to the options. A
-      jitted function brings its own along.
-    - `target`: plan for this device, one of `jaxremat.targets()`, or several, `"h100x8"`, `"h100:16x8"` on 16 hosts,
-      on a machine that need not have them: the peak is that of XLA's compiler for it, on one device
-      (`pip install ".[targets]"` in a checkout). Such a step can be planned, lowered and compiled anywhere, and called
-      where the device is.
-    - `pins`: what `jaxremat.hint` says in the model, from outside: `{"Block_*/Dense_0": "recompute"}`. A pattern is a
-      path of globs within a name stack (`jaxremat.Node.scope`, ended by the primitive or a `checkpoint_name`), or
-      within a source line, or a compiled regular expression; what it matches is `"save"`d, `"recompute"`d or
-      `"offload"`ed, or a `"stage"` of the backward pass begins where the backward pass of what it matches does.
-    - `offload`: let the planner keep saved values in host memory between their readers, where that costs less than
-      computing them again. Plans without are looked for first, so that planning may take twice as long. Where nothing
-      fits, or only what is expensive, it keeps donated arguments there that are read to be updated alone, as an
-      optimizer's state: the step returns them there, and a warning says so (see `Plan.on_host`). A CPU has none: with
-      True a warning says so. `"auto"` is True where there is one. Bytes or text such as `"64GiB"` are True, and limit
-      what all devices of the process use there together: by default half of the machine's memory, without limit for a
-      `target`.
-    - `allow`: what the planner may do besides, where that is cheaper. `"attention"`: without its matrix of scores.
-      `"rows"`: work on large values (logits), some rows after the others. `"microbatches"`: a part of the batch after
-      the others, gradients added up, where no statistics cross it. All draw the same random numbers, and compute the
-      same but for the order of sums; these are `jaxremat.EXACT`, the default. `"bf16_residuals"`, `"fp8_residuals"`,
-      `"int8_residuals"`: keep values for the backward pass in bfloat16, or in 8 bits with a scale for each 128;
-      `"reversible"`: undo blocks whose input follows from their output, as couplings' does. With any of these the
-      forward pass stays as it is, gradients are rounded: `jaxremat.compare` says how much.
-    - `planning`: how the plan is looked for and checked, a `jaxremat.Planning`.
-    - `like`: a plan of the same step for other shapes (another batch size, another length of sequences), or its file.
-      The plan for these shapes is made from it, with at most one solve and two compilations, and verified as any other.
-      Where it does not fit, or would take 2 % of the step longer than that plan itself does, the step is planned as
-      usual. By default the step's own plans for other shapes, and those in the plan cache within the same budget, are
-      tried so, unless `Planning(effort="thorough")`; False plans afresh.
+      `compiler_options`: as in `jax.jit`. Options that keep XLA from removing barriers are added. A jitted function
+      passes its own options on.
+    - `target`: plan for this device, one of `jaxremat.targets()`, or for several, `"h100x8"`, or `"h100:16x8"` on 16
+      hosts. This machine need not have them: the peak is that of XLA's compiler for one of the devices (`pip install
+      ".[targets]"` in a checkout). Such a step can be planned, lowered and compiled anywhere, and called only on the
+      device.
+    - `pins`: decisions about values, as `jaxremat.hint` makes them, from outside of the model: `{"Block_*/Dense_0":
+      "recompute"}`. A pattern is a path of globs within a name stack (`jaxremat.Node.scope`, ended by the primitive or
+      a `checkpoint_name`) or within a source line, or a compiled regular expression. Matching values are saved
+      (`"save"`), recomputed (`"recompute"`) or offloaded (`"offload"`); with `"stage"`, a stage of the backward pass
+      begins where the backward pass of the matching operations does.
+    - `offload`: allow the planner to keep saved values in host memory between their readers, where that costs less than
+      recomputing them. The planner first searches for plans without host memory, so planning may take twice as long. If
+      no plan fits, or only expensive ones, it also keeps donated arguments in host memory that are only read to be
+      updated, such as an optimizer's state; the step returns them there, and a warning says so (see `Plan.on_host`). On
+      a CPU, True only causes a warning; `"auto"` is True where the device has host memory. Bytes or text such as
+      `"64GiB"` mean True, and limit the host memory that all devices of the process use together. The default limit is
+      half of the machine's memory, and none for a `target`.
+    - `allow`: transformations that the planner may use besides recomputation, where they are cheaper. `"attention"`:
+      attention without its matrix of scores. `"rows"`: work on large values (logits) in chunks of rows.
+      `"microbatches"`: most of the step for one part of the batch after another, with accumulated gradients. These are
+      `jaxremat.EXACT`, the default: they draw the same random numbers, and change only the order of sums.
+      `"bf16_residuals"`, `"fp8_residuals"`, `"int8_residuals"`: save values in bfloat16, or in 8 bits with a scale for
+      each 128 numbers. `"reversible"`: undo blocks whose input follows from their output, such as couplings. These
+      round gradients, and leave the forward pass as it is; `jaxremat.compare` reports by how much.
+    - `planning`: how to search for a plan and check it, a `jaxremat.Planning`.
+    - `like`: a plan of the same step for other shapes (another batch size or sequence length), or its file. The new
+      plan is made from it, with at most one solve and two compilations, and verified as any other. If it does not fit,
+      or takes 2 % of the step longer than that plan, the step is planned as usual. By default the step's own plans for
+      other shapes, and those in the plan cache within the same budget, are tried in this way, unless
+      `Planning(effort="thorough")`. False plans each shape afresh.
 
-    **Returns:** a decorator that gives a `Step`.
+    **Returns:** a decorator that returns a `Step`.
 
     **Raises:** on the first call with new shapes: `BudgetError`, `InfeasibleBudgetError`, `PlanMismatchError`,
     `SolverError`, `ArgumentError`, `TargetError`, `CompilationError`, `HintError`.
@@ -97,13 +98,13 @@ def optimize(
         )
     if (budget is _UNSET) == (plan is None):
         raise ArgumentError(
-            '`optimize` takes either a budget, as in `optimize("24GiB")`, or `plan=...`, and not both.'
+            '`optimize` takes a budget, as in `optimize("24GiB")`, or `plan=...`, but not both.'
         )
     device = None if target is None else Target(target)
     if device is not None and planning.profile == "measure":
         raise ArgumentError(
-            f'`Planning(profile="measure")` runs operations on the device at hand, and `target={target!r}` plans '
-            "for one that need not be there. Leave `profile` out, or plan on that device without `target`."
+            f'`Planning(profile="measure")` times operations on this machine\'s device, but `target={target!r}` '
+            "plans for another device. Leave out `profile`, or plan on that device without `target`."
         )
     check_offload(offload)
     forms = parse_forms(allow)
@@ -113,13 +114,13 @@ def optimize(
     }  # fmt: skip
     if plan is not None and any(carried.values()):
         raise ArgumentError(
-            f"`{next(name for name, given in carried.items() if given)}` belongs to planning; a plan that is given "
-            "carries what it was made with. Leave it out, or plan again."
+            f"`{next(name for name, given in carried.items() if given)}` is an option of planning, but "
+            "`plan=...` is already planned. Leave it out, or plan again."
         )
     if planning.workspace_margin and isinstance(budget, str) and budget.strip().lower() == "min":
         raise ArgumentError(
-            '`workspace_margin` is kept free below a budget, and "min" asks for the least peak, whatever that is. '
-            "Leave it out, or write the budget in bytes."
+            '`workspace_margin` is kept free below a budget, but "min" asks for the least peak and has no '
+            "budget. Leave out the margin, or write the budget in bytes."
         )
     if plan is None and isinstance(budget, (str, int, float)):
         parse_budget(budget, 1 << 40, lambda: (0, 1))  # what can never be read is refused where it is written

@@ -38,12 +38,12 @@ def memory(
     compiler_options: dict[str, Any] | None = None,
     target: str | None = None,
 ) -> MemoryStats:
-    """Return what any function needs on one device, by compiling it: the trustworthy number. Where the compiler does
-    not compile it, the model says it, and `modelled` why.
+    """Compile any function, and return the memory that it needs on one device. If the compiler does not compile it, the
+    figures are the model's, and `modelled` says why.
 
     **Arguments:** the function (jitted or not, or a `Step`) and its arguments (arrays or `jax.ShapeDtypeStruct`s);
-    `target` as in `optimize`; the rest as in `jax.jit`. On the CPU the compiler is told to keep `jax.checkpoint`'s
-    barriers, as `optimize` does.
+    `target` as in `optimize`; the rest as in `jax.jit`. On the CPU, XLA is told to keep the barriers of
+    `jax.checkpoint`, as `optimize` does.
     """
     if isinstance(fn, Step):
         return MemoryStats.of(fn.compile(*args))
@@ -74,14 +74,14 @@ def _memory(program: Program, args: tuple[Any, ...]) -> MemoryStats:
 
 @takes_planning
 def search_plan(fn: Callable[..., Any], *args: Any, planning: Planning = DEFAULT, **options: Any) -> Plan:
-    """Return the plan of least memory that costs at most one more forward pass, without a budget to choose.
+    """Return the plan of least memory that costs at most one more forward pass. No budget is needed.
 
-    For the least memory at up to twice the step's time ask for `jaxremat.plan(fn, *args, budget="min")`.
+    For the least memory at up to twice the step's time, use `jaxremat.plan(fn, *args, budget="min")`.
 
-    **Arguments:** the step's own (arrays or `jax.ShapeDtypeStruct`s), and the options of `jaxremat.optimize`; the
-    solver of `planning` knows what each budget costs.
+    **Arguments:** the step's own (arrays or `jax.ShapeDtypeStruct`s), and the options of `jaxremat.optimize`. The
+    solver of `planning` must know what each budget costs.
 
-    **Returns:** a `Plan`, whose `overhead` is at most the forward pass's share of the step; follow it with
+    **Returns:** a `Plan`, whose `overhead` is at most the forward pass's share of the step. Follow it with
     `jaxremat.optimize(plan=...)`.
 
     ```python

@@ -106,9 +106,9 @@ class Step:
         leaves, tree = jax.tree.flatten(dynamic)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             warn(
-                f"`{getattr(self, '__name__', 'step')}` is called inside another JAX transformation, which compiles "
-                "it as part of a larger program: no budget can be kept there, so the plain step is used. "
-                "Put `optimize` on the outermost function instead."
+                f"`{getattr(self, '__name__', 'step')}` is called inside another JAX transformation. Part of a "
+                "larger program has no budget of its own, so the plain step runs. Put `optimize` on the "
+                "outermost function instead."
             )
             return self._program.plain(*args, **kwargs)
         key = self._key(args, kwargs)

@@ -48,13 +48,14 @@ NARROW = 0.01
 def sweep(
     fn: Callable[..., Any], *args: Any, points: int = 12, target: str | None = None, **options: Any
 ) -> Frontier:
-    """Return what a step costs within each of several budgets, from the plain step's memory down to the least.
+    """Plan a step for several budgets, from the plain step's memory down to the least, and return what each of them
+    costs.
 
-    What is done is kept in the cache folder (`$JAXREMAT_CACHE`): an interrupted sweep goes on where it was when it is
-    called again.
+    Every plan is kept in the cache folder (`$JAXREMAT_CACHE`) at once: an interrupted sweep continues from there when
+    it is called again.
 
-    **Arguments:** the step and its arguments (arrays or `jax.ShapeDtypeStruct`s); `points`: how many budgets, at least
-    2; `target` and the other options as of `jaxremat.optimize`, without `budget` and `plan`. A step that `optimize`
+    **Arguments:** the step and its arguments (arrays or `jax.ShapeDtypeStruct`s); `points`, the number of budgets, at
+    least 2; `target` and the other options of `jaxremat.optimize`, without `budget` and `plan`. A step that `optimize`
     made is swept with its own options.
 
     **Returns:** a `Frontier`: `print` it, `plot()` it, or ask it for the `best(max_overhead=0.05)`.
@@ -68,7 +69,7 @@ def sweep(
     ```
     """
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
-        raise ArgumentError(f"`points={points!r}` is no number of budgets. Write an int of at least 2.")
+        raise ArgumentError(f"`points={points!r}` is not a number of budgets. Write an int of at least 2.")
     if wrong := sorted({"budget", "plan"} & set(options)):
         raise ArgumentError(
             f"`sweep` chooses its budgets itself; leave out `{wrong[0]}`. For one budget use `jaxremat.plan`."
@@ -76,8 +77,8 @@ def sweep(
     if isinstance(fn, Step):
         if options or target is not None:
             raise ArgumentError(
-                "A step that `optimize` made is swept with its own options. Leave the options out, or pass the "
-                "function that it wraps."
+                "`sweep` uses the options of a step that `optimize` made. Leave out the options here, or pass "
+                "the function that the step wraps."
             )
         step = fn
     else:

@@ -23,7 +23,7 @@ def application() -> typer.Typer:
         rich_utils.MAX_WIDTH = FILE_WIDTH  # else pages of help are cut at 80 columns
     app = typer.Typer(
         cls=Commands,
-        help="Rematerialisation for JAX, planned and proven: train inside a byte budget.",
+        help="Rematerialisation for JAX: fit a train step into a memory budget.",
         epilog="Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning, _ in EXIT_CODES) + ".",
         pretty_exceptions_enable=False,
     )
@@ -31,7 +31,7 @@ def application() -> typer.Typer:
     @app.callback(invoke_without_command=True)
     def everything(
         context: typer.Context,
-        version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+        version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     ) -> None:
         if version:
             typer.echo(f"jaxremat {__version__}, jax {jax.__version__}")

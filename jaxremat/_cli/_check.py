@@ -35,13 +35,13 @@ def register(app: typer.Typer) -> None:
         budget: BudgetText = None,
         planning: PlanningOptions,
         rtol: Annotated[
-            float, typer.Option(min=0.0, help="Allowed of a result's largest entry or change.")
+            float, typer.Option(min=0.0, help="Tolerance, relative to a result's largest entry or change.")
         ] = 1e-3,
     ) -> Answer:
         """Run the plain step and the planned one once, and compare every array of their results.
 
-        A result that stands where an argument does (new parameters, new optimiser state) is compared by how it changed.
-        Results may also differ by 8 times what the last bit of the arguments changes in the plain step's.
+        A result at the place of an argument (new parameters, new optimizer state) is compared by how it changed.
+        Results may also differ by up to 8 times as much as the plain step's change when the arguments' last bits do.
         """
         plan, plain, planned, args, kwargs, made_up = _both(subject, planning, budget)
         leaves = differences(plain, planned, args, kwargs, rtol)
@@ -62,9 +62,9 @@ def register(app: typer.Typer) -> None:
         subject: Subject,
         budget: BudgetText = None,
         planning: PlanningOptions,
-        runs: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 10,
+        runs: Annotated[int, typer.Option(min=1, help="Timed runs of each step.")] = 10,
     ) -> Answer:
-        """Time the plain step and the planned one in turn."""
+        """Time the plain step and the planned one, in turn."""
         plan, plain, planned, args, kwargs, made_up = _both(subject, planning, budget)
         seconds = time_in_turn({"plain": plain, "planned": planned}, args, kwargs, runs)
         found = medians(seconds)
@@ -100,8 +100,8 @@ def _here(target: str | None) -> None:
         find(str(d.device_kind)) for d in jax.local_devices()
     }:
         raise TargetError(
-            f"`--target {target}` is not in this machine, and both steps are to be run. Leave it out to run them here, "
-            f"or use `jaxremat plan --target {target}`, which only compiles."
+            f"`--target {target}` is not in this machine, but this command runs both steps. Leave it out to run "
+            f"them here, or use `jaxremat plan --target {target}`, which only compiles."
         )
 
 
@@ -124,8 +124,8 @@ def _compared(plan: Plan, leaves: list[Leaf], made_up: bool) -> Group:
         table.add_row(
             leaf.path, leaf.shape, f"{leaf.apart:.1e}", f"{leaf.relative:.1e}", f"{leaf.rounding:.1e}", mark
         )
-    rest = [f"... and {len(leaves) - _ROWS} that differ less"] if len(leaves) > _ROWS else []
-    notes = ["The arguments are shapes, filled with random floats and zeros."] * made_up
+    rest = [f"... and {len(leaves) - _ROWS} more that differ less"] if len(leaves) > _ROWS else []
+    notes = ["The arguments are shapes; they were filled with random floats and zeros."] * made_up
     if plan.drops_nothing:
         forms = [str(form) for form in (*plan.loops, *plan.copies)]
         notes.append(f"Nothing is recomputed: {'; '.join(forms) or 'the plain step fits'}.")
@@ -138,9 +138,11 @@ def _timed(plan: Plan, found: dict[str, dict[str, float]], ratio: float) -> Grou
         table.add_column(name, justify="right" if name else "left")
     for name, figures in found.items():
         table.add_row(name, *(f"{1e3 * figures[key]:.2f} ms" for key in ("median", "fastest", "slowest")))
-    priced = "" if plan.compiled_overhead is None else f", by a roofline {1 + plan.compiled_overhead:.3f}"
+    priced = "" if plan.compiled_overhead is None else f", a roofline {1 + plan.compiled_overhead:.3f}"
     return Group(
-        _peak(plan), table, f"{ratio:.3f} of the plain step's time; predicted {1 + plan.overhead:.3f}{priced}"
+        _peak(plan),
+        table,
+        f"{ratio:.3f} times the plain step's time; the planner's model says {1 + plan.overhead:.3f}{priced}",
     )
 
 

@@ -34,11 +34,11 @@ EXIT_CODES: tuple[tuple[int, str, tuple[type[BaseException], ...]], ...] = (
     (0, "done: the step fits, the results agree", ()),
     (
         1,
-        "no: the step does not fit the budget, the results differ, something is broken",
+        "no: the step does not fit the budget, the results differ, or a check failed",
         (InfeasibleBudgetError,),
     ),
     (2, "the command line is wrong: an option, a budget, a function", (ArgumentError, BudgetError)),
-    (3, "the plan was made for another program, or is none", (PlanMismatchError,)),
+    (3, "the plan was made for another program, or the file is not a plan", (PlanMismatchError,)),
     (
         4,
         "something is missing: a package, a compiler, a device, a file",
@@ -83,8 +83,8 @@ class Commands(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-_JSON = Annotated[bool, typer.Option("--json", help="Print JSON rather than text.")]
-_DEBUG = Annotated[bool, typer.Option("--debug", help="Show the whole traceback of an error.")]
+_JSON = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+_DEBUG = Annotated[bool, typer.Option("--debug", help="Show the full traceback of an error.")]
 
 
 def command(app: typer.Typer, name: str) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:

@@ -179,14 +179,14 @@ def _report(console: Console, plain: Run, planned: Run, control: Run, digits: Di
         console.print(f"  {run.name:<8}[{style}]{'█' * filled}[/] {size}", highlight=False)
     apart, scale = _furthest(plain, planned), _furthest(plain, control)
     console.print(
-        f"\nThe loss curves differ by {apart:.1e} at most. For scale: the plain step's\n"
-        f"own curve moves by {scale:.1e} when its first weights change in their last bit.",
+        f"\nThe loss curves differ by {apart:.1e} at most. For scale: the plain step's\nown curve moves by "
+        f"{scale:.1e} when the last bit of its initial weights changes.",
         highlight=False,
     )
     if platform == "cpu":
         console.print(
-            "On a CPU fewer temporaries also mean fewer page faults, which can pay for the\n"
-            "recomputation; do not expect that of an accelerator.",
+            "On a CPU, fewer temporaries also mean fewer page faults, which can pay for the\nrecomputation. Do "
+            "not expect that on an accelerator.",
             style="dim",
             highlight=False,
         )

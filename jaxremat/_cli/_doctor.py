@@ -20,8 +20,8 @@ def register(app: typer.Typer) -> None:
 
     @command(app, "doctor")
     def doctor(console: Console) -> Answer:
-        """Try what jaxremat needs: packages, devices, solvers, the compiler of targets, the cache."""
-        with console.status("trying devices, solvers and compilers"):
+        """Check everything that jaxremat needs: packages, devices, solvers, the compiler of targets, the cache."""
+        with console.status("checking devices, solvers and compilers"):
             found = list(findings())
         broken = sum(each.state == "broken" for each in found)
         data = {"ok": not broken, "findings": [asdict(each) for each in found]}
@@ -39,6 +39,6 @@ def _table(found: Sequence[Finding], broken: int) -> Group:
         # As `Text`, for extras are written in brackets, which are rich's markup.
         table.add_row(each.subject, Text(word, style), Text(each.found), Text(each.remedy))
     if broken:
-        return Group(table, f"{broken} of {len(found)} do not work as they should.")
-    rest = " What is marked - one can do without." if any(each.state == "absent" for each in found) else ""
-    return Group(table, f"All that is needed works.{rest}")
+        return Group(table, f"{broken} of {len(found)} checks failed.")
+    rest = " Parts marked - are optional." if any(each.state == "absent" for each in found) else ""
+    return Group(table, f"Everything required works.{rest}")

@@ -73,7 +73,7 @@ def findings() -> Iterator[Finding]:
     for engine, name in _SOLVERS.items():
         yield from _checked(f"solver {engine}", lambda e=engine: solver(e), _again(name))
     yield from _checked("target compiler", target_compiler, _compiler_again())
-    yield from _checked("cache", cache, "set JAXREMAT_CACHE to a folder that can be written")
+    yield from _checked("cache", cache, "set JAXREMAT_CACHE to a writable folder")
     for extra in dict.fromkeys(each.extra for each in needed):
         if extra not in ("", "targets"):  # the target compiler has been tried
             yield packages_of(extra, [each for each in needed if each.extra == extra])
@@ -98,7 +98,7 @@ def package(needed: Requirement) -> Finding:
     if here is None:
         return Finding(needed.name, "broken", "not installed", install)
     if not within(here, needed.range):
-        return Finding(needed.name, "broken", f"{here}, and it has to be {needed.range}", install)
+        return Finding(needed.name, "broken", f"{here}, but must be {needed.range}", install)
     return Finding(needed.name, "ok", here)
 
 
@@ -120,11 +120,11 @@ def devices() -> Finding:
     found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     if all(each.platform == "cpu" for each in there):
         if has_gpu() and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
-            remedy = 'pip install "jax[cuda12]", or jax[cuda13], of jax\'s own version'
-            return Finding("devices", "absent", f"{found}; the NVIDIA GPU here is not used", remedy)
+            remedy = 'pip install "jax[cuda12]", or jax[cuda13], of the same version as jax'
+            return Finding("devices", "absent", f"{found}; this machine's NVIDIA GPU is not used", remedy)
         return Finding("devices", "ok", found)
     unknown = [each.device_kind for each in there if find(each.device_kind) is None]
-    priced = f"; {unknown[0]} is not in the table, and is priced as an H100" if unknown else ""
+    priced = f"; {unknown[0]} is unknown, so the planner assumes an H100's rates" if unknown else ""
     return Finding("devices", "ok", found + priced)
 
 
@@ -136,7 +136,7 @@ def solver(engine: str) -> Finding:
     program.objective = [(a, -5.0), (b, -4.0), (c, -3.0)]
     answer = program.attempt(engine, True, _SOLVER_SECONDS)
     if [round(value) for value in answer.values or ()] != [1, 1, 0]:
-        said = f"it answers {answer.values} ({answer.status}) where [1, 1, 0] is right"
+        said = f"returned {answer.values} ({answer.status}) instead of [1, 1, 0]"
         return Finding(f"solver {engine}", "broken", said, _again(_SOLVERS[engine]))
     return Finding(f"solver {engine}", "ok", f"solves, {_SOLVERS[engine]} {version_of(_SOLVERS[engine])}")
 
@@ -146,13 +146,13 @@ def target_compiler() -> Finding:
     subject = "target compiler"
     if not compilers():
         install = 'pip install ".[targets]"' if sys.platform == "linux" else ""
-        where = "" if install else ", and there is none for this system"
+        where = "" if install else ", and not available for this system"
         return Finding(subject, "absent", f"not installed{where}: no `target=`", install)
     matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     compiled = Target("h100").lower(jax.jit(lambda x: jnp.tanh(x @ x) @ x), (matrix,), {}, {}).compile()
     nbytes = compiled.memory_analysis().argument_size_in_bytes
     if nbytes != 256 * 256 * 4:
-        said = f"it says that an argument of {256 * 256 * 4} bytes has {nbytes}"
+        said = f"reports {nbytes} bytes for an argument of {256 * 256 * 4}"
         return Finding(subject, "broken", said, _compiler_again())
     return Finding(subject, "ok", "compiles for h100, " + ", ".join(" ".join(each) for each in compilers()))
 

@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
     @command(app, "devices")
     def devices() -> Answer:
-        """List the devices at hand, and those that programs can be compiled for without having them."""
+        """List this machine's devices, and the GPUs that it can plan for without having them."""
         here = {f"{d.platform}:{d.id}": detect(d) for d in jax.local_devices()}
         there = {name: DEVICES[name] for name in targets()}
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
@@ -42,7 +42,7 @@ def register(app: typer.Typer) -> None:
         batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 48,
         budget: Annotated[
             str | None,
-            typer.Option(help='Memory: "60MiB", "min"; by default half of what the plain step needs.'),
+            typer.Option(help='Budget, such as "60MiB" or "min"; by default half of the plain step\'s peak.'),
         ] = None,
     ) -> Answer:
         """Train a Flax ResNet on handwritten digits, plainly and within a memory budget."""

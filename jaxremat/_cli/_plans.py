@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
         budget: BudgetText = None,
         planning: PlanningOptions,
         save: Annotated[
-            Path | None, typer.Option(metavar="FILE", callback=writable, help="Write the plan here.")
+            Path | None, typer.Option(metavar="FILE", callback=writable, help="Write the plan to this file.")
         ] = None,
     ) -> Answer:
         """Plan a train step within a budget, and print what is saved and what is recomputed."""
@@ -43,9 +43,9 @@ def register(app: typer.Typer) -> None:
 
     @command(app, "memory")
     def memory(subject: Subject, budget: BudgetText = None) -> Answer:
-        """Compile a function and print what it needs on one device; with a budget, whether it fits.
+        """Compile a function and print the memory that it needs on one device; with a budget, whether it fits.
 
-        Where the compiler does not compile it, the figures are the model's, and marked so.
+        If the compiler refuses the function, the figures are the model's, and marked as such.
         """
         call = subject.load()
         row, options = call.by_position(), subject.jit_options(call.fn)
@@ -57,7 +57,9 @@ def register(app: typer.Typer) -> None:
         parts = stats.base_nbytes, stats.temporaries_nbytes
         limit = None if budget is None else parse_budget(budget, device_nbytes, lambda: parts)
         if limit == "min":
-            raise typer.BadParameter("'min' is for `jaxremat plan`: this compiles the function as it is")
+            raise typer.BadParameter(
+                "'min' is a budget for `jaxremat plan`: this command compiles the step as it is written"
+            )
         fits = None if limit is None else stats.peak_nbytes <= limit
         data = {**_figures(stats), "budget_nbytes": limit, "fits": fits, "modelled": stats.modelled}
         return Answer(data, _table(stats, limit), code=1 if fits is False else 0)
@@ -66,19 +68,24 @@ def register(app: typer.Typer) -> None:
     def sweep(
         *,
         subject: Subject,
-        points: Annotated[int, typer.Option(min=2, help="How many budgets.")] = 12,
+        points: Annotated[int, typer.Option(min=2, help="Number of budgets.")] = 12,
         plot: Annotated[
             Path | None,
-            typer.Option(metavar="FILE", callback=writable, help="Draw them: a .png, .svg or .pdf."),
+            typer.Option(
+                metavar="FILE", callback=writable, help="Plot the frontier to a .png, .svg or .pdf file."
+            ),
         ] = None,
         save: Annotated[
-            Path | None, typer.Option(metavar="FILE", callback=writable, help="Write them, with their plans.")
+            Path | None,
+            typer.Option(
+                metavar="FILE", callback=writable, help="Write the frontier and its plans to a JSON file."
+            ),
         ] = None,
         planning: PlanningOptions,
     ) -> Answer:
-        """Plan within budgets from the plain step's memory down to the least: what does memory cost?
+        """Plan for several budgets, from the plain step's memory down to the least, and print what each costs.
 
-        A sweep that was interrupted goes on where it was.
+        An interrupted sweep continues where it stopped.
         """
         if plot is not None:
             require("--plot", "tools", "matplotlib")
@@ -103,10 +110,11 @@ def register(app: typer.Typer) -> None:
     @command(app, "report")
     def report(
         file: Annotated[
-            Path, typer.Argument(metavar="PLAN", help="What `plan --save` or `Plan.save` wrote.")
+            Path, typer.Argument(metavar="PLAN", help="A file that `plan --save` or `Plan.save` wrote.")
         ],
         html: Annotated[
-            Path | None, typer.Option(metavar="FILE", callback=writable, help="Write a page for a browser.")
+            Path | None,
+            typer.Option(metavar="FILE", callback=writable, help="Write the report as an HTML page."),
         ] = None,
     ) -> Answer:
         """Show a plan: memory over the step, the largest values, modules, what was verified."""
@@ -136,7 +144,9 @@ def _table(stats: MemoryStats, limit: int | None) -> Table:
     if limit is not None:
         spare = limit - stats.peak_nbytes
         verdict = (
-            f"fits, {format_nbytes(spare)} to spare" if spare >= 0 else f"{format_nbytes(-spare)} too much"
+            f"fits, {format_nbytes(spare)} to spare"
+            if spare >= 0
+            else f"{format_nbytes(-spare)} over the budget"
         )
         table.add_row("budget", format_nbytes(limit), verdict)
     if stats.modelled:

@@ -49,7 +49,8 @@ TargetName = Annotated[
         "--target",
         callback=known_target,
         autocompletion=lambda: list(targets()),
-        help="Compile for this device, here or not (`jaxremat devices`), or several: h100x8, h100:16x8.",
+        help="Compile for this device, which this machine need not have (see `jaxremat devices`), or for "
+        "several: h100x8, h100:16x8.",
     ),
 ]
 
@@ -71,7 +72,7 @@ class Call(NamedTuple):
             return Call(self.fn, bound.args, {})
         if isinstance(self.fn, Step):
             raise ArgumentError(
-                f"This command gives a decorated step no arguments by name ({', '.join(names)})."
+                f"This command cannot pass arguments by name to a decorated step ({', '.join(names)})."
             )
 
         def fn(*args: Any) -> Any:
@@ -92,16 +93,13 @@ class Subject:
         typer.Option(
             "--args",
             metavar="FUNCTION",
-            help="What makes its arguments: returns a tuple of them, or a tuple and a dict of those by name, as arrays "
-            "or `jax.ShapeDtypeStruct`s. Without a module, of the same one.",
+            help="Function that makes the step's arguments. It returns a tuple, or a tuple and a dict of "
+            "keyword arguments, of arrays or `jax.ShapeDtypeStruct`s. A name without a module is looked "
+            "up in the step's module.",
         ),
     ]
-    donate: Annotated[
-        str, typer.Option(metavar="0,1", help="Arguments that are donated, by number or name.")
-    ] = ""
-    static: Annotated[
-        str, typer.Option(metavar="2", help="Arguments that are static, by number or name.")
-    ] = ""
+    donate: Annotated[str, typer.Option(metavar="0,1", help="Donated arguments, by number or name.")] = ""
+    static: Annotated[str, typer.Option(metavar="2", help="Static arguments, by number or name.")] = ""
     target: TargetName = None
 
     def load(self) -> Call:
@@ -146,32 +144,35 @@ class PlanningOptions:
     solver: Annotated[
         Literal["milp", "mincut", "greedy", "chen", "recompute-all"] | None, typer.Option(help="The planner.")
     ] = None
-    time_limit: Annotated[float | None, typer.Option(metavar="S", help="Work of each solve, in seconds.")] = (
-        None
-    )
+    time_limit: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="Work limit of each solve, in seconds of a usual machine."),
+    ] = None
     planning_seconds: Annotated[
-        float | None, typer.Option(metavar="S", help="When a clock ends the search.")
+        float | None, typer.Option(metavar="S", help="Seconds after which the search ends.")
     ] = None
     effort: Annotated[
-        Literal["normal", "thorough"] | None, typer.Option(help="How many plans to compile.")
+        Literal["normal", "thorough"] | None, typer.Option(help="Limits of the search; thorough lifts them.")
     ] = None
-    profile: Annotated[Literal["roofline", "measure"] | None, typer.Option(help="Where times come from.")] = (
-        None
-    )
+    profile: Annotated[
+        Literal["roofline", "measure"] | None, typer.Option(help="Source of operations' times.")
+    ] = None
     margin: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What stays free below the budget: 500MiB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory to leave free below the budget, such as 500MiB."),
     ] = None
-    offload: Annotated[bool | None, typer.Option(help="Let values be in host memory meanwhile.")] = None
+    offload: Annotated[bool | None, typer.Option(help="Allow offloading to host memory.")] = None
     host_budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="--offload, and what they may take there: 64GiB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Allow offloading to this much host memory, such as 64GiB."),
     ] = None
-    microbatches: Annotated[bool | None, typer.Option(help="Let the step be done in microbatches.")] = None
+    microbatches: Annotated[bool | None, typer.Option(help="Allow microbatches.")] = None
     residuals: Annotated[
         Literal["bf16", "fp8", "int8"] | None,
-        typer.Option(help="Let values be kept so, which rounds gradients."),
+        typer.Option(help="Allow saving values in this format; rounds gradients."),
     ] = None
     reversible: Annotated[
-        bool | None, typer.Option(help="Undo reversible blocks, which rounds gradients.")
+        bool | None, typer.Option(help="Allow undoing reversible blocks; rounds gradients.")
     ] = None
     verify: Annotated[bool | None, typer.Option(help="Compile the plan and read its peak.")] = None
     cache: Annotated[bool | None, typer.Option(help="Look for the plan in the cache first.")] = None
@@ -194,7 +195,7 @@ class PlanningOptions:
         """Return keyword arguments of `optimize` besides, without those that were not given."""
         if self.host_budget is not None and self.offload is False:
             raise typer.BadParameter(
-                "--host-budget is for values in host memory, and --no-offload forbids it"
+                "--host-budget allows offloading, and --no-offload forbids it. Leave one of them out."
             )
         offload = self.offload if self.host_budget is None else self.host_budget
         return _given({"offload": offload, "allow": self._allowed()})
@@ -216,9 +217,9 @@ BudgetText = Annotated[
     typer.Option(
         "--budget",
         metavar="SIZE",
-        help="24GiB, 500MB, a number of bytes, a share of the device's memory such as 0.9, '50% of peak' or '50% of "
-        "temporaries' of the plain step, or min; by default all of the device's memory, or what an already decorated "
-        "function asks for.",
+        help="24GiB, 500MB, a number of bytes, a share of the device's memory such as 0.9, '50% of peak' or "
+        "'50% of temporaries' of the plain step, or min; by default the device's memory, or the budget of "
+        "a decorated step.",
     ),
 ]
 
@@ -279,9 +280,7 @@ def _imported(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # it is there, and what it imports is not
-        raise ArgumentError(
-            f"There is no module {module!r}, neither in {here} nor among the installed ones."
-        ) from None
+        raise ArgumentError(f"There is no module {module!r}, neither in {here} nor installed.") from None
 
 
 def split(fn: Callable[..., Any], made: Any, source: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -294,8 +293,8 @@ def split(fn: Callable[..., Any], made: Any, source: str) -> tuple[tuple[Any, ..
         return (), made
     if not isinstance(made, (tuple, list)):
         raise ArgumentError(
-            f"{source!r} made a {type(made).__name__}. It has to return a tuple of the function's arguments, such as "
-            "(params, batch), or (args, kwargs)."
+            f"{source!r} returned a {type(made).__name__}. It has to return a tuple of the function's "
+            "arguments, such as (params, batch), or (args, kwargs)."
         )
     try:
         signature = inspect.signature(fn)
@@ -309,6 +308,6 @@ def split(fn: Callable[..., Any], made: Any, source: str) -> tuple[tuple[Any, ..
         signature.bind(*made)
     except TypeError as error:
         raise ArgumentError(
-            f"{source!r} made {len(made)} arguments, and the function takes {signature}: {error}."
+            f"{source!r} returned {len(made)} arguments, but the function takes {signature}: {error}."
         ) from None
     return tuple(made), {}

@@ -13,9 +13,9 @@ from .._runtime._bytes import format_nbytes
 from ._command import Answer, Commands, command
 from ._subject import writable
 
-_Network = Annotated[str, typer.Argument(help="As `zoo list` has it.")]
-_Budget = Annotated[str, typer.Argument(help="50%, or min.")]
-_Target = Annotated[str, typer.Option(help="The device that it is for.")]
+_Network = Annotated[str, typer.Argument(help="A network of `zoo list`.")]
+_Budget = Annotated[str, typer.Argument(help="A budget of `zoo list`.")]
+_Target = Annotated[str, typer.Option(help="The device that the plan is for.")]
 _Scale = Annotated[str, typer.Option(help="full or small.")]
 
 
@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
     @command(group, "list")
     def list_() -> Answer:
-        """List the plans, for every version of jax."""
+        """List the plans for all versions of jax."""
         found = zoo.entries()
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, highlight=False)
         for name in ("network", "scale", "budget", "target", "jax"):
@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
 
     @command(group, "show")
     def show(network: _Network, budget: _Budget, target: _Target = "h100", scale: _Scale = "full") -> Answer:
-        """Print a plan, the settings of its program and what it was made with."""
+        """Print a plan, the settings of its program, and the versions that it was made with."""
         e = zoo.find(network, budget, target=target, scale=scale)
         facts = [f"  {key}: {value}" for key, value in (*e.settings.items(), *e.versions.items())]
         return Answer(_data(e), "\n".join([f"{e.name}, for jax {e.jax}", *facts, str(e.plan)]))
@@ -55,7 +55,7 @@ def register(app: typer.Typer) -> None:
     def export(
         network: _Network,
         budget: _Budget,
-        file: Annotated[Path, typer.Argument(callback=writable, help="What to write.")],
+        file: Annotated[Path, typer.Argument(callback=writable, help="The file to write.")],
         target: _Target = "h100",
         scale: _Scale = "full",
     ) -> Answer:

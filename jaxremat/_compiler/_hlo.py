@@ -158,8 +158,8 @@ def parse(text: str) -> Module:
             entry = name if header[1] else entry
     if entry is None:
         raise ValueError(
-            f"The text is no HLO module with an ENTRY computation; it begins {text[:60]!r}. "
-            "Pass what `jax.jit(f).lower(...).compile().as_text()` returns."
+            f"The text is not an HLO module with an ENTRY computation; it begins {text[:60]!r}. Pass what "
+            "`jax.jit(f).lower(...).compile().as_text()` returns."
         )
     return Module(computations, entry)
 

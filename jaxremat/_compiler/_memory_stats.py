@@ -1,17 +1,17 @@
 """Compiled program -> its memory on one device, as XLA's buffer assignment says; or as the model does, marked so."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """What a program holds on one device, in bytes, as XLA's buffer assignment says of the compiled one.
+    """The memory that a compiled program needs on one device, in bytes, by XLA's buffer assignment.
 
     **Fields:** `arguments_nbytes`, `outputs_nbytes`, `aliased_nbytes` (outputs that reuse donated arguments),
     `temporaries_nbytes`. `peak_nbytes` is arguments + outputs - aliased + temporaries. `host_nbytes` are temporaries in
-    host memory, which count in none of these. Where the compiler does not compile the program the model says it, and
-    `modelled` why; that is "" where the figures are the compiler's.
+    host memory, which count in none of these. If the compiler did not compile the program, the figures are the model's,
+    and `modelled` says why; else it is "".
     """
 
     arguments_nbytes: int
@@ -23,7 +23,7 @@ class MemoryStats:
 
     @property
     def base_nbytes(self) -> int:
-        """What is there all the time: arguments + outputs - aliased."""
+        """The bytes in use all the time: arguments + outputs - aliased."""
         return self.arguments_nbytes + self.outputs_nbytes - self.aliased_nbytes
 
     @property
@@ -31,9 +31,15 @@ class MemoryStats:
         """The whole step's memory."""
         return self.base_nbytes + self.temporaries_nbytes
 
+    def __repr__(self) -> str:
+        """Return the peak and the fields that are not empty."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = {"peak_nbytes": self.peak_nbytes} | {name: value for name, value in found.items() if value}
+        return f"MemoryStats({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
     @classmethod
     def of(cls, compiled: Any) -> "MemoryStats":
-        """Read them off a compiled program (anything with `memory_analysis`)."""
+        """Return those of a compiled program (anything with `memory_analysis`)."""
         stats = compiled.memory_analysis()
         return cls(
             arguments_nbytes=int(stats.argument_size_in_bytes),

@@ -39,9 +39,9 @@ writer of such kernels ends the process with `Check failed: buffer != nullptr` w
 
 
 def compiler_options(platform: str | None = None, own: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the compiler options under which barriers count on this platform, merged with the caller's own.
+    """Return the compiler options with which XLA keeps barriers on this platform, merged with the caller's own.
 
-    **Arguments:** `platform`: by JAX's name ("cpu", "gpu"), None for the default backend's.
+    **Arguments:** `platform`: JAX's name for it ("cpu", "gpu"), None for the default backend's.
     """
     platform = jax.default_backend() if platform is None else platform
     merged = dict(own or {})
@@ -281,8 +281,8 @@ def placed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
         raise mismatch(program.target, count)
     if program.target is None and any(map(_is_abstract, _shardings(program, args, kwargs))):
         raise TargetError(
-            "The arguments are on an `AbstractMesh`, which has no devices to compile for. Name them: "
-            f'`target="h100x{count}"`; or pass arguments on a mesh of the devices at hand, `jax.make_mesh`.'
+            "The arguments are on an `AbstractMesh`, which has no devices to compile for. Name the devices: "
+            f'`target="h100x{count}"`; or pass arguments on a mesh of this machine\'s devices (`jax.make_mesh`).'
         )
     platform = "gpu" if program.target is not None else device_of(args, kwargs).platform
     options = compiler_options(platform, dict(program.compiler_options))

@@ -50,8 +50,9 @@ class Target:
         object.__setattr__(self, "name", str(self.name).lower())
         if self.device not in targets():
             raise TargetError(
-                f"`target={self.name!r}` is unknown. Write one of {', '.join(targets())}; of several devices their "
-                'number behind it, "h100x8", or hosts and devices of each, "h100:16x8".'
+                f"`target={self.name!r}` is unknown. Write one of {', '.join(targets())}. For several devices "
+                'append their number, as in "h100x8", or the numbers of hosts and of devices per host, as in '
+                '"h100:16x8".'
             )
 
     @property
@@ -124,15 +125,15 @@ def mismatch(target: Target, devices: int) -> TargetError:
     """Return what to say of a step that is on another number of devices than the target has."""
     if devices == 1:
         return TargetError(
-            f"`target={target.name!r}` has {target.devices} devices, and no argument of the step is on several. Pass "
-            "arguments with shardings, such as `jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, "
-            f'P("data")))` with `mesh = jax.sharding.AbstractMesh(({target.devices},), ("data",))`, or write '
-            f"`target={target.device!r}`."
+            f"`target={target.name!r}` has {target.devices} devices, but no argument of the step is on several "
+            "devices. Pass arguments with shardings, such as `jax.ShapeDtypeStruct(shape, dtype, "
+            'sharding=NamedSharding(mesh, P("data")))` with `mesh = '
+            f'jax.sharding.AbstractMesh(({target.devices},), ("data",))`, or write `target={target.device!r}`.'
         )
     return TargetError(
-        f"`target={target.name!r}` has {in_words(target.devices)}, and the step's mesh has {devices}. Write "
-        f'`target="{target.device}x{devices}"` (of several hosts `"{target.device}:HOSTSxDEVICES"`), or pass arguments '
-        f"on a mesh of {target.devices}."
+        f"`target={target.name!r}` has {in_words(target.devices)}, but the step's mesh has {devices}. Write "
+        f'`target="{target.device}x{devices}"` (for several hosts `"{target.device}:HOSTSxDEVICES"`), or pass '
+        f"arguments on a mesh of {target.devices}."
     )
 
 
@@ -203,7 +204,7 @@ def _failure(error: WorkerLostError, compiler: str, seconds: float) -> Compilati
         )
     if isinstance(error, WorkerRefusedError) or "Check failed" in said:
         return CompilationError(f"{compiler} refuses the step: {said}", reason="refused")
-    return CompilationError(f"The process of {compiler} is lost: {said}", reason="lost")
+    return CompilationError(f"The process that runs {compiler} ended: {said}", reason="lost")
 
 
 _NO_MEMORY = ("MemoryError", "bad_alloc", "RESOURCE_EXHAUSTED")
@@ -237,8 +238,9 @@ class TargetCompiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TargetError(
-            f'The step was planned for `target="{self.target.name}"` and cannot run on this machine. Save its plan '
-            'with `step.plan(...).save("plan.json")`, and there write `optimize(plan=Plan.load("plan.json"))`.'
+            f'The step was planned for `target="{self.target.name}"` and cannot run on this machine. Save its '
+            'plan with `step.plan(...).save("plan.json")`, and on that device write '
+            '`optimize(plan=Plan.load("plan.json"))`.'
         )
 
 
@@ -253,7 +255,7 @@ def _check_installed() -> None:
     found = compilers()
     if not found:
         raise TargetError(
-            "Compiling for a GPU that is not there needs XLA's GPU compiler, which is not installed. "
+            "Compiling for a GPU that this machine lacks needs XLA's GPU compiler, which is not installed. "
             'Install it, in a checkout of jaxremat, with: pip install ".[targets]"'
         )
     if not any(version == wanted for _, version in found):

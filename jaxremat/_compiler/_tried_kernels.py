@@ -50,8 +50,8 @@ def kernels_work(sites: Sequence[Site], device: Any) -> bool:
             )
             if failure:
                 warn(
-                    f"Attention's kernels do not work on this {device.device_kind} with jax {jax.__version__} "
-                    f"({failure}), so that steps are planned without them. Please report it."
+                    f"The attention kernels do not work on this {device.device_kind} with jax {jax.__version__} "
+                    f"({failure}), so steps are planned without them. Please report it."
                 )
                 return False
     return True

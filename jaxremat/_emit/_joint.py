@@ -90,9 +90,9 @@ def flattened(fn: Callable[..., Any], leaves: Sequence[Any]) -> Function:
     closed, references = of_values(closed)
     if references is not None and (references.held or references.places):
         raise ArgumentError(
-            "The function reads or writes a reference (`jax.new_ref`) that it is given or closes over, and what is "
-            "planned here is differentiated as a function of values. Make the reference within the function; or read "
-            "it before, pass the value, return the new one and write it behind."
+            "The function reads or writes a reference (`jax.new_ref`) that it takes or closes over, but only "
+            "functions of values can be planned here. Create the reference inside the function; or read it "
+            "before the call, pass the value, return the new value, and write it after the call."
         )
     inliner = Inliner(derivatives=True)
     flat = inliner.program(closed)
@@ -122,16 +122,17 @@ def called(
         hash(static)
     except TypeError as error:
         raise ArgumentError(
-            f"A static argument of {getattr(program.fn, '__qualname__', program.fn)!s} cannot be hashed ({error}). "
-            "Pass a tuple for a list, or leave the argument out of `static_argnums` and `static_argnames`."
+            f"A static argument of {getattr(program.fn, '__qualname__', program.fn)!s} cannot be hashed "
+            f"({error}). Pass a tuple instead of a list, or leave the argument out of `static_argnums` and "
+            "`static_argnames`."
         ) from error
     key = (tree, tuple(map(jax.typeof, leaves)), static, _compat.trace_context())
     try:
         function = known.get(key) or flattened(flat, leaves)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
         error.add_note(
-            "An argument that decides what Python does (a flag, a number of layers) has to be static: "
-            "name it in `static_argnums` or `static_argnames` of what plans this function."
+            "An argument that decides what Python executes (a flag, a number of layers) must be static: name "
+            "it in the `static_argnums` or `static_argnames` of the function that plans this one."
         )
         raise
     if not any(isinstance(const, Tracer) for const in function.consts):  # they are of this call alone
@@ -169,7 +170,8 @@ def differentiated(function: Function, wanted: Sequence[bool]) -> Joint:
         closed = jax.make_jaxpr(both)(primals, cotangents)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise NotReversibleError(
-            f"The function cannot be differentiated in reverse mode, so that there is no backward pass to plan: {error}"
+            "The function cannot be differentiated in reverse mode, so there is no backward pass to plan: "
+            f"{error}"
         ) from error
     traced = normalise(Source(closed, apart=True))
     return Joint(function.body, traced, len(primals), len(known), _kept_nbytes(traced.flat))

@@ -26,12 +26,16 @@ from ._variant import PLAIN, Variant
 class Value:
     """One array of the step.
 
-    **Fields:** `id` its dense index; `producer` the id of the node that makes it, -1 for arguments and constants;
-    `nbytes` per device; `materialised` whether it is written to memory; `is_output` whether the step returns it;
-    `shape` as text (`f32[32,56,56,64]`); `name` the user's `checkpoint_name`, or ""; `length` how many iterations of a
-    forward loop make one each, all of which are stacked where it is saved for a loop of the backward pass, 0 where none
-    do; `saved_seconds` what the copies into such a stack and out of it take; `axes` of an image from the outermost to
-    the innermost in memory, () where they are in the program's order.
+    **Fields:**
+
+    - `id`: its dense index. `producer`: the id of the node that makes it, -1 for arguments and constants.
+    - `nbytes`: its size on one device. `materialised`: whether it is written to memory. `is_output`: whether the step
+      returns it.
+    - `shape` as text (`f32[32,56,56,64]`); `name`: the user's `checkpoint_name`, or "".
+    - `length`: how many iterations of a forward loop make one each; all of them are stacked where the value is saved
+      for a loop of the backward pass. 0 outside of loops.
+    - `saved_seconds`: the time of the copies into such a stack and out of it.
+    - `axes`: of an image, from the outermost to the innermost in memory; () where they are in the program's order.
     """
 
     id: int
@@ -55,18 +59,21 @@ class Value:
 class Node:
     """One equation.
 
-    **Fields:** `id` its place in the schedule; `primitive` its name in JAX; `inputs` and `outputs` value ids;
-    `seconds` what running it once more costs on the device, all iterations of its loop together; `flops` of one
-    iteration; `workspace_nbytes` scratch memory while it runs;
-    `fusable_into` nodes of the backward pass into whose kernel the compiler takes it where they run in its stage, and
-    `fused_seconds` what running it once more costs there, if nothing else that runs again reads its result;
-    `summed_nbytes` and `gathered_nbytes` what a device sends to others in one iteration to add up their parts of its
-    result, and otherwise;
-    `fusion_root` whether it is a kernel of its own (a contraction, reduction, loop, ...) that no consumer
-    can absorb; `contraction` whether its operands must be in memory, because it absorbs none of them; `forward`
-    whether its outputs may be residuals; `repeatable` whether it may run twice; `decides` whether it may not because it
-    is a decision, or what one compares; `scope` its JAX name stack; `source` the user's line, `file.py:12 (function)`;
-    `loop` the loop in whose body it stands, -1 for none: the nodes of a loop stand together.
+    **Fields:**
+
+    - `id`: its place in the schedule. `primitive`: its name in JAX. `inputs` and `outputs`: ids of values.
+    - `seconds`: the time of running it once more on the device, for all iterations of its loop. `flops`: of one
+      iteration. `workspace_nbytes`: scratch memory while it runs.
+    - `fusable_into`: nodes of the backward pass into whose kernel the compiler fuses it if they run in the same stage.
+      `fused_seconds`: its time there, if no other recomputed node reads its result.
+    - `summed_nbytes` and `gathered_nbytes`: what one device sends in one iteration to add up parts of the result, and
+      otherwise.
+    - `fusion_root`: whether it is a kernel of its own (a contraction, reduction, loop, ...) that no reader can absorb.
+      `contraction`: whether its operands must be in memory, because it absorbs none of them.
+    - `forward`: whether its outputs may be residuals. `repeatable`: whether it may run twice. `decides`: whether it may
+      not because it is a decision, or something that a decision compares.
+    - `scope`: its JAX name stack. `source`: the user's line, `file.py:12 (function)`.
+    - `loop`: the loop in whose body it is, -1 for none. The nodes of a loop are consecutive.
     """
 
     id: int
@@ -92,10 +99,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """What the user decides, whatever a solver thinks.
+    """A decision of the user's, which every solver follows.
 
-    **Fields:** `action` `"save"`, `"recompute"` or `"offload"` a value, or `"stage"`, a cut of the backward pass; `at`
-    its id, or that of the node before which a stage begins; `origin` who says so, `hint(..., "save") at model.py:12`.
+    **Fields:** `action`: `"save"`, `"recompute"` or `"offload"` for a value, or `"stage"` for a cut of the backward
+    pass. `at`: the value's id, or the node before which a stage begins. `origin`: where it comes from, `hint(...,
+    "save") at model.py:12`.
     """
 
     action: str
@@ -107,8 +115,8 @@ class Pin:
 class Stage:
     """A stretch `start <= node id < stop` of the schedule, before which dropped values are recomputed.
 
-    **Fields:** `finished` the values (weight gradients, statistics) that say that it is done; `deferred` those of its
-    nodes (optimizer updates) that wait for a later barrier, each with the stage of that barrier.
+    **Fields:** `finished`: the values (weight gradients, statistics) that mark its end. `deferred`: those of its nodes
+    (optimizer updates) that wait for a later barrier, each with the stage of that barrier.
     """
 
     start: int
@@ -119,18 +127,22 @@ class Stage:
 
 @dataclass(frozen=True)
 class Graph:
-    """A step as the solvers see it.
+    """A step as solvers see it.
 
-    **Fields:** `nodes` in execution order; `values`; `stages` that tile the schedule from the end of the forward
-    pass to its end; `base_nbytes` what is there all the time (arguments + outputs - aliased bytes);
-    `step_seconds` the plain step's time, against which overheads are measured; `small_nbytes` the size up to which
-    residuals are always saved; `donated` the arguments whose memory the step's outputs take over; `platform` whose
-    compiler runs the step, by JAX's name (`"cpu"`, `"gpu"`); `parents` for each loop the loop around it, -1 for none,
-    `groups` a number that it shares with its pair alone, and `loop_lengths` its own iterations;
-    `extra_seconds` what this `form` of the step takes longer than the plain one (less, where it is negative) before
-    anything is saved in loops or recomputed; `pins` what the user has decided; `counts_forward` whether memory counts
-    in the forward pass too, or only from its end on (see `_residuals`); `host` the memory in which values may be kept
-    meanwhile, None where they may not.
+    **Fields:**
+
+    - `nodes` in execution order; `values`; `stages`, which tile the schedule from the end of the forward pass to its
+      end.
+    - `base_nbytes`: the bytes in use all the time (arguments + outputs - aliased). `step_seconds`: the plain step's
+      time, to which overheads are relative. `small_nbytes`: residuals up to this size are always saved.
+    - `donated`: the arguments whose memory the step's outputs reuse.
+    - `platform`: the compiler's, by JAX's name (`"cpu"`, `"gpu"`).
+    - `parents`: for each loop the loop around it, -1 for none. `groups`: a number for each loop that only its pair
+      shares. `loop_lengths`: the iterations of each.
+    - `extra_seconds`: the extra time of this `form` of the step before anything is saved in loops or recomputed;
+      negative where it is faster.
+    - `pins`: the user's decisions. `counts_forward`: whether memory counts in the forward pass too, or only from its
+      end on (see `_residuals`). `host`: the host memory to which values may be offloaded, None for none.
     """
 
     nodes: tuple[Node, ...]

@@ -61,7 +61,7 @@ def matching(graph: Graph, patterns: Patterns, settled: bool) -> list[Pin]:
             near = _near(graph, text, forward)
             raise HintError(
                 f"`pins={{{text!r}: {action!r}}}` matches nothing in the {'forward' if forward else 'backward'} pass. "
-                + (f"Near it are: {', '.join(near)}." if near else "The step has no such names at all.")
+                + (f"Similar names are: {', '.join(near)}." if near else "The step has no such names at all.")
             )
         if not forward:
             begins: dict[str, int] = {}
@@ -72,9 +72,9 @@ def matching(graph: Graph, patterns: Patterns, settled: bool) -> list[Pin]:
         made = [v for node, _ in matched for v in node.outputs if graph.values[v].materialised]
         if settled and not set(made).intersection(replace(graph, stages=cut_stages(graph)).residuals):
             raise HintError(
-                f"`pins={{{text!r}: {action!r}}}` matches {len(matched)} operations, of which the backward pass finds "
-                "no result in memory: they live inside of kernels, or nothing needs them. "
-                f'Mark the value itself, with `jaxremat.hint(x, "{action}")`.'
+                f"`pins={{{text!r}: {action!r}}}` matches {len(matched)} operations, but the backward pass "
+                "reads none of their results from memory: they exist only inside kernels, or no operation "
+                f'needs them. Mark the value itself, with `jaxremat.hint(x, "{action}")`.'
             )
         found.extend(Pin(action, v, origin) for v in made)
     return found
@@ -98,8 +98,8 @@ def with_pins(graph: Graph, pins: Sequence[Pin]) -> Graph:
         other = wanted.setdefault((stage, pin.at), pin)
         if other.action != pin.action:
             raise HintError(
-                f"{other.origin} and {pin.origin} contradict each other: both are about {_what(graph, pin.at)}. "
-                "Leave one of them out."
+                f"{other.origin} and {pin.origin} contradict each other: both apply to {_what(graph, pin.at)}. "
+                "Remove one of them."
             )
     chosen = [pin for (stage, _), pin in wanted.items() if not stage]
     cuts = [pin for (stage, _), pin in wanted.items() if stage]
@@ -117,8 +117,8 @@ def with_pins(graph: Graph, pins: Sequence[Pin]) -> Graph:
         if pin.action == "recompute" and not node.repeatable:
             raise HintError(
                 f"{pin.origin} cannot be honoured: `{node.primitive}` may run only once (it has an effect, is a "
-                "collective, decides what must not be decided twice, or ties a loop to the rest), so that its result "
-                "can only be saved. Leave it out."
+                "collective, makes a decision, or connects a loop to the rest of the step), so its result can "
+                "only be saved. Remove it."
             )
     return found
 
@@ -137,7 +137,7 @@ def staying(graph: Graph, schedule: Schedule) -> str:
         if graph.host is not None and pin.at not in schedule.away:
             here.setdefault((pin.origin, _why_here(graph, pin.at)), []).append(pin.at)
     return " ".join(
-        f"{origin}: {len(values)} of its values not in host memory, first {_what(graph, values[0])}: {why}."
+        f"{origin}: {len(values)} of its values are not offloaded, first {_what(graph, values[0])}: {why}."
         for (origin, why), values in here.items()
     )
 
@@ -150,10 +150,10 @@ def _why_here(graph: Graph, v: int) -> str:
     if value.nbytes < LEAST_NBYTES:
         return f"it has less than {format_nbytes(LEAST_NBYTES)}"
     if value.length:
-        return f"a loop has at most {AT_ONCE} arrays there, and one of {SLICES} iterations none"
+        return f"a loop offloads at most {AT_ONCE} arrays, and a loop of {SLICES} iterations none"
     if graph.away.copy_seconds(v) > ahead:
-        return f"a copy takes more than the {1e3 * ahead:g} ms that the compiler begins it ahead"
-    return "between those who read it there is no time for its copies, or no room there"
+        return f"a copy takes longer than the {1e3 * ahead:g} ms by which the compiler starts it early"
+    return "there is no time for its copies between its readers, or no room in host memory"
 
 
 def _leaves_a_loop(graph: Graph, node: int) -> bool:

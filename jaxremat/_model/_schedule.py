@@ -20,9 +20,10 @@ Passing = tuple[str, int]
 class Schedule:
     """What happens to the residuals.
 
-    **Fields:** `saved` values that live from the forward pass to their last reader; `recomputed` for each stage the
-    ids of the *nodes* run again before it, ascending; `kept` pairs (value, stage) of recomputed values that survive
-    from the stage before into `stage`; `offloaded` the saved values that are in host memory meanwhile, and when.
+    **Fields:** `saved`: values that live from the forward pass to their last reader. `recomputed`: for each stage, the
+    ids of the *nodes* that run again before it, ascending. `kept`: pairs (value, stage) of recomputed values that are
+    handed on from the stage before into `stage`. `offloaded`: the saved values that are in host memory for a while, and
+    when.
     """
 
     saved: frozenset[int]

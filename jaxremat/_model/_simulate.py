@@ -43,9 +43,9 @@ class Event(NamedTuple):
 class Profile:
     """What a schedule costs.
 
-    **Fields:** `peak_nbytes` including the base; `peak_event` the index of the first event at the peak; `runs` the
-    fields of all events, one tuple each; `alive` pairs (value, stage that made it or -1) at the peak, largest first;
-    `extra_seconds` more than the plain step takes.
+    **Fields:** `peak_nbytes`: including the base. `peak_event`: the index of the first event at the peak. `runs`: the
+    fields of all events, one tuple each. `alive`: pairs (value, stage that made it, or -1) at the peak, largest first.
+    `extra_seconds`: beyond the plain step's time.
     """
 
     peak_nbytes: int
@@ -100,8 +100,8 @@ def joined(graph: Graph, stage: int, nodes: Sequence[int]) -> dict[int, int]:
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Profile:
-    """Play the schedule; see the module's docstring for the law. The last few answers are remembered: solvers compare
-    the same few schedules again and again.
+    """Play the schedule, and return its peak and time; see the module's docstring for the law. The last few answers are
+    kept, because solvers compare the same few schedules repeatedly.
     """
     known: dict[Any, Profile] = graph.played
     profile = known.pop(schedule, None) or _simulated(graph, schedule)

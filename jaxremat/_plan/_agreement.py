@@ -52,8 +52,8 @@ def agreed(problem: Problem, request: Request, given: Plan | None) -> Planned:
     if store is None or jax.process_index() not in members:
         raise ProcessError(
             f"The step runs on devices of the processes {members}, and this one (process {jax.process_index()}) "
-            "cannot take part in planning it. Call `jax.distributed.initialize` in all of them, and the step in those "
-            "that have some of its devices.",
+            "cannot take part in planning it. Call `jax.distributed.initialize` in all of them, and call the "
+            "step in each process that has some of its devices.",
             process=jax.process_index(),
         )
     number = _meetings[members]
@@ -149,12 +149,16 @@ def _asked(problem: Problem, request: Request, given: Plan | None) -> dict[str, 
 
 _DIFFERENCES: dict[str, Callable[[Any, Any], str]] = {
     "versions": lambda theirs, own: (
-        f"runs other code: jax {theirs[0]} and jaxlib {theirs[1]}, here {own[0]} and {own[1]}"
+        f"runs other versions: jax {theirs[0]} and jaxlib {theirs[1]}, here {own[0]} and {own[1]}"
         if theirs[:2] != own[:2]
         else "runs another version of jaxremat"
     ),
     "program": lambda theirs, own: f"has another version of the step ({theirs[:12]}, here {own[:12]})",
-    "plan": lambda theirs, own: "follows another plan" if theirs and own else "is given a plan, or is not",
+    "plan": lambda theirs, own: (
+        "follows another plan"
+        if theirs and own
+        else "has `plan=...` where the others have a budget, or the reverse"
+    ),
     "budget": lambda theirs, own: f"asks for the budget {theirs}, here {own}",
     "options": lambda theirs, own: f"plans with other options ({theirs}, here {own})",
 }

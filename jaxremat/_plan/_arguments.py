@@ -35,6 +35,6 @@ def check_offload(offload: Offload) -> None:
         parse_nbytes(offload)
     except BudgetError:
         raise ArgumentError(
-            f'`offload={offload!r}` is no choice. Write True, False, "auto", or how much host memory may be used, '
-            'as an int of bytes or as text such as "64GiB".'
+            f'`offload={offload!r}` is not valid. Write True, False, "auto", or the most host memory to use, as '
+            'an int of bytes or text such as "64GiB".'
         ) from None

@@ -102,7 +102,7 @@ class Defects:
         tried = "; ".join(f"{form}: {error.why}" for form, error in self.uncompiled.items())
         reasons: dict[Reason, None] = dict.fromkeys(each.reason for each in self.uncompiled.values())
         return CompilationError(
-            f"No form of `{step}` could be compiled. Tried were {tried}. "
+            f"No form of `{step}` could be compiled. Tried: {tried}. "
             f"{', or '.join(_ADVICE[reason] for reason in reasons).capitalize()}.",
             reason=next(iter(reasons)),
         )
@@ -129,8 +129,8 @@ class Defects:
         trim(path.parent, MOST_NBYTES)
         said = (str(error).strip().splitlines() or [""])[0]
         logger.error(
-            "a defect of jaxremat: %s failed (%s: %s); another form of the step is tried. "
-            "Please report it with the file %s, which holds the step's equations and none of its numbers.",
+            "a defect in jaxremat: %s failed (%s: %s); another form of the step is tried. Please report it "
+            "with the file %s, which holds the step's equations and none of its numbers.",
             what, type(error).__name__, said[:200], path,
         )  # fmt: skip
 
@@ -140,7 +140,10 @@ def run_as_written(asked: Budget, peak_nbytes: int, budget_nbytes: int, margin_n
 
     **Raises:** `InfeasibleBudgetError` where that exceeds what the budget leaves besides its margin.
     """
-    said = f"`optimize({asked!r})`: no form of the step could be made, by a defect of jaxremat (see {reproducers()});"
+    said = (
+        f"`optimize({asked!r})`: no form of the step could be built, because of a defect in jaxremat (see "
+        f"{reproducers()});"
+    )
     if peak_nbytes > budget_nbytes:
         least = peak_nbytes + margin_nbytes
         raise InfeasibleBudgetError(

@@ -145,7 +145,8 @@ class Frontier(Written):
     def within(self, budget: Budget) -> Point:
         """Return the fastest point within a budget, in bytes or as a share such as `"50%"` of the plain step's peak.
 
-        **Raises:** `InfeasibleBudgetError` where none fits; `BudgetError` for a share of what is not known here.
+        **Raises:** `InfeasibleBudgetError` where none fits; `BudgetError` for a share of something that a frontier does
+        not know.
         """
         memory = self.plain.plan.memory
         parts = None if memory is None else (memory.base_nbytes, memory.temporaries_nbytes)
@@ -164,8 +165,8 @@ class Frontier(Written):
 
     @property
     def knee(self) -> Point:
-        """Where saving more memory begins to cost more time than before: the point farthest below the straight line
-        from the plain step to the least memory.
+        """The point where saving more memory starts to cost more time per byte: the one farthest below the straight
+        line from the plain step to the least memory.
         """
         memory = self.plain.peak_nbytes - self.least.peak_nbytes
         time = self.cost(self.least)
@@ -177,7 +178,7 @@ class Frontier(Written):
         return max(self, key=lambda p: (below(p), -p.budget_nbytes))
 
     def lower_bound(self, peak_nbytes: int) -> float:
-        """Return the overhead that no plan of this predicted peak is below, as far as proven; see `bounds`."""
+        """Return the proven lower bound on the overhead of plans with this predicted peak; see `bounds`."""
         return max((share - price * peak_nbytes for price, share in self.bounds), default=0.0)
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":

@@ -14,6 +14,7 @@ from .._model._graph import Graph
 from .._model._schedule import Passing, Schedule, check
 from .._model._simulate import Profile, simulate
 from .._report._outcome import Round
+from .._report._planning_time import PlanningTime
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InstallError, SolverError
 from .._runtime._progress import Stopwatch, phase
@@ -103,7 +104,7 @@ class Effort:
         return min(time_limit, left)
 
     def __str__(self) -> str:
-        return f"{self.compilations} plans compiled and {self.solves} solves"
+        return PlanningTime(plans_compiled=self.compilations, solves=self.solves).work
 
 
 SLACK = 0.02

@@ -54,8 +54,8 @@ def plan_nearby(problem: Problem, request: Request) -> Planned | None:
     near = [plan for plan in request.neighbours if _is_near(problem, plan)]
     if request.like and request.like[0] not in near:
         warnings.warn(
-            f"`like`: the plan of `{request.like[0].step}` is of other equations, or in a form that "
-            "these shapes or `allow` rule out. This step is planned without it.",
+            f"`like`: the plan of `{request.like[0].step}` has other equations, or uses a form that these "
+            "shapes or `allow` rule out. This step is planned without it.",
             JaxrematWarning,
             stacklevel=2,
         )

@@ -70,45 +70,43 @@ class Plan(Outcome, Written):
 
     **Fields:**
 
-    - `step` the name of the function.
-    - `budget_nbytes` the peak allowed; for `"min"` the peak reached and the margin; `margin_nbytes` what of it the
-      compiled peak leaves free (`workspace_margin`).
-    - `baseline_peak_nbytes` the plain step's compiled peak, or the model's where `baseline_modelled` says why it is
-      not the compiler's; `predicted_peak_nbytes` what the simulator expected before compiling; `compiled_peak_nbytes`
-      what the compiler reports, `memory` in its parts, None where `verify=False`; `compiler` which one.
-    - `overhead` predicted extra seconds / the plain step's seconds; `compiled_overhead` the same ratio by a roofline of
-      the two compiled programs, None where not compiled. Of a plain step that the compiler does not compile both are
-      counted from the seconds by the model.
-    - `lower_bound` no plan with these stages that recomputes for every stage afresh costs less than this share of the
-      step, in the solver's model; `gap` the difference to it, 0 where values held from stage to stage beat it.
-    - `solver`, `solve_seconds`, `compile_count` how it was found; `rounds` every schedule that was compiled, in order;
-      `planning` how long it took, in parts.
-    - `actions` per residual, largest first; `alive` what the compiled step has in memory at its peak besides arguments
-      and outputs, the largest first, empty where not compiled; `account` where memory and time go, as modelled.
-    - `form` which sites of the step are done otherwise than written, and how: pairs of scans with nested checkpointing,
-      the outermost first (see `_nested_checkpointing`), in a single one where they merely absorb the updates of what
-      they stack (see `_optimizer_in_backward`), or in parts, each with a plan of its own; rows in so many chunks (see
-      `_row_regions`); values in fewer bits (see `_encodings`).
-    - `loops` the same of loops and rows in words.
-    - `copies` the values that are kept in fewer bits.
-    - `devices` how many the step is on: all bytes are of one of them; `waiting` the share of the step's time for which
-      kernels wait for what comes back from host memory.
-    - `respect_checkpoint` whether what the user's own checkpoints compute again was left to them.
-    - `warnings` of what planning found, which are given again whenever the plan is followed.
-    - `fingerprint` of the program; `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `fence`,
-      `offloaded` what the emitter needs. Of these `unrepeated` are the operations that may not run twice, some of
-      which only the compiled plain step tells: those with which devices send each other something.
-    - `detached` the operands of barriers that stand behind barriers of their own, so that XLA does not overwrite them
-      while they are read.
-    - `on_host` the places, among the leaves of the traced arguments, of those that the plan keeps in host memory
-      from step to step, and `on_host_nbytes` what they would take of the device's.
-    - `collectives` how often devices send each other something, empty where not compiled or on one device.
-    - `unproved` what of the form was not proved to compute the step before it was compiled, in words; numbers are
-      compared by the library's own tests. Empty where nothing was compiled.
-    - `decided` how many values, and bytes, are kept because discrete decisions are made once.
-    - `structure` of the step, equal for steps that differ in shapes alone; `like` the fingerprint of the plan of such a
-      step that this one was made from, "" for none.
-    - `made_for` the arguments, mesh and version of jax, None in plans of earlier versions.
+    - `step`: the name of the function.
+    - `budget_nbytes`: the peak allowed; for `"min"`, the peak reached plus the margin. `margin_nbytes`: what the
+      compiled peak leaves free of it (`workspace_margin`).
+    - `baseline_peak_nbytes`: the plain step's compiled peak, or the model's if `baseline_modelled` says why the plain
+      step was not compiled. `predicted_peak_nbytes`: the simulator's figure before compiling. `compiled_peak_nbytes`:
+      the compiler's, and `memory` its parts; None with `verify=False`. `compiler`: which one.
+    - `overhead`: predicted extra seconds as a share of the plain step's. `compiled_overhead`: the same by a roofline of
+      the two compiled programs, None where not compiled. If the plain step was not compiled, its seconds are the
+      model's.
+    - `lower_bound`: in the solver's model, no plan with these stages that recomputes for every stage afresh costs less
+      than this share of the step. `gap`: the difference to it; 0 if values held from stage to stage beat it.
+    - `solver`, `solve_seconds`, `compile_count`: how the plan was found. `rounds`: every schedule that was compiled, in
+      order. `planning`: how long it took, in parts.
+    - `actions`: one per residual, largest first. `alive`: what the compiled step has in memory at its peak besides
+      arguments and outputs, largest first; empty where not compiled. `account`: memory and time by module, as modelled.
+    - `form`: which sites of the step run otherwise than written, and how: pairs of scans with nested checkpointing,
+      outermost first (see `_nested_checkpointing`), with absorbed updates (see `_optimizer_in_backward`), or in parts
+      with their own plans; rows in chunks (see `_row_regions`); values in fewer bits (see `_encodings`).
+    - `loops`: the same for loops and rows, in words. `copies`: the values that are saved in fewer bits.
+    - `devices`: how many the step is on; all bytes are per device. `waiting`: the share of the step's time for which
+      kernels wait for copies from host memory.
+    - `respect_checkpoint`: whether the user's own checkpoints were kept.
+    - `warnings`: those of planning, repeated whenever the plan is followed.
+    - `fingerprint`: of the program. `saved`, `kept`, `stages`, `materialised`, `unrepeated`, `small_nbytes`, `fence`,
+      `offloaded`: for the emitter. `unrepeated` are the operations that may not run twice; some of them, such as
+      collectives, only the compiled plain step shows.
+    - `detached`: operands of barriers that stand behind their own barriers, so that XLA does not overwrite them while
+      they are read.
+    - `on_host`: positions, among the leaves of the traced arguments, of those that stay in host memory between steps,
+      and `on_host_nbytes` their size.
+    - `collectives`: the numbers of collectives, empty where not compiled or on one device.
+    - `unproved`: parts of the form that were not proved to compute the step before it was compiled, in words; the
+      library's tests compare their numbers. Empty where nothing was compiled.
+    - `decided`: how many values and bytes are saved because decisions run once.
+    - `structure`: of the step, equal for steps that differ only in shapes. `like`: the fingerprint of the plan of such
+      a step from which this one was made, or "".
+    - `made_for`: the arguments, mesh and version of jax; None in plans of earlier versions.
     """
 
     FORMAT: ClassVar = ("format", 3)
@@ -174,16 +172,16 @@ class Plan(Outcome, Written):
 
 @dataclass(frozen=True)
 class HeldPlan(Actions, Written):
-    """A plan for a function that something else differentiates, in held bytes (see `jaxremat.checkpoint`).
+    """A plan for a function that other code differentiates, in held bytes (see `jaxremat.checkpoint`).
 
     **Fields:**
 
-    - `budget_nbytes` the bytes allowed, None for "dots", "free" and "min"; `held_nbytes` the most that the plan holds
-      at once; `plain_nbytes` what plain JAX keeps from the forward pass to the backward pass.
-    - `overhead` extra seconds of the backward pass as a share of the seconds of both passes, by a roofline of the
-      device; below zero where less is written to memory and read again.
-    - `solver` that found it; `stage_count` in how many steps the backward pass recomputes.
-    - `actions` per value that the backward pass needs, largest first.
+    - `budget_nbytes`: the bytes allowed, None for "dots", "free" and "min". `held_nbytes`: the most that the plan holds
+      at once. `plain_nbytes`: what plain JAX keeps between the passes.
+    - `overhead`: extra seconds of the backward pass as a share of the seconds of both passes, by a roofline of the
+      device. Negative means estimated to be faster.
+    - `solver`: the solver's name. `stage_count`: in how many stages the backward pass recomputes.
+    - `actions`: one for each value that the backward pass reads, largest first.
     """
 
     FORMAT: ClassVar = ("held_format", 1)

@@ -194,7 +194,7 @@ class _KeptPlans:
         least = min((each.peak_nbytes for each in self._all()), default=error.min_peak_nbytes)
         if least < error.min_peak_nbytes:
             error.min_peak_nbytes = least
-            error.args = (f"{error} A plan that was made before needs {least} bytes.",)
+            error.args = (f"{error} An earlier plan needs {least} bytes.",)
         if self.refusal and not interrupted:
             told = {name: getattr(error, name) for name in _TOLD}
             keep(self.refusal, json.dumps({"message": str(error), **told}))

@@ -111,8 +111,8 @@ def apply_plan(problem: Problem, plan: Plan, planning: Planning, *, to_run: bool
         )
     if plan.offloaded and problem.device.platform == "cpu":
         raise PlanMismatchError(
-            f"The plan keeps {len(plan.offloaded)} values in host memory meanwhile, and a CPU has no memory "
-            "besides that. Plan for this device without `offload=True`."
+            f"The plan keeps {len(plan.offloaded)} values in host memory for a while, but a CPU has no other "
+            "memory. Plan for this device without `offload=True`."
         )
     compiled, to_run = None, to_run or (verify and problem.compiles_to_run)
     warn_of(plan)
@@ -164,7 +164,9 @@ def _how_they_differ(plan: Plan, problem: Problem) -> str:
             "or the version of jax differ"
         )
     now = made_for(problem.program, problem.args, problem.kwargs)
-    same = "its code differs, for its arguments, the donated and the static ones, the mesh and jax's version are equal"
+    same = (
+        "its code differs; its arguments, the donated and static ones, the mesh and jax's version are equal"
+    )
     return "; ".join(plan.made_for.differences(now)) or same
 
 
@@ -368,9 +370,10 @@ def corrected(
             break
         if found.peak_nbytes <= room:
             warn(
-                f"`{plan.step}` needs {format_nbytes(compiled.peak_nbytes)} here with a plan for {format_nbytes(room)} "
-                f"that was made otherwise. The plan was corrected: it needs {format_nbytes(found.peak_nbytes)}, and "
-                f"takes {found.round.overhead:.1%} longer than the plain step by the model."
+                f"`{plan.step}` needs {format_nbytes(compiled.peak_nbytes)} here with a plan for "
+                f"{format_nbytes(room)} that was made elsewhere. The plan was corrected: it needs "
+                f"{format_nbytes(found.peak_nbytes)}, and takes {found.round.overhead:.1%} longer than the "
+                "plain step by the model."
             )
             told = facts(problem, problem.bare_plain(graph), graph, solution) | compiled_facts(problem, found)
             del told["solver"]  # of the plan that is corrected

@@ -35,8 +35,8 @@ MOST_TRIED = 24
 _TRY_SECONDS = 1.0
 
 _AS_WRITTEN = (
-    "Attention, rows and microbatches that would not leave a value of hints or `pins` in memory are done as they are "
-    "written: without these, less may be enough."
+    "Attention, rows and microbatches run as written where another form would not keep a value that hints or "
+    "`pins` name: without hints and pins, less memory may be enough."
 )
 
 WORTH = 0.1
@@ -105,8 +105,8 @@ def infeasible(
         + _ended(effort)
         + _movable(graph)
         + (
-            f" With {format_nbytes(temporaries_nbytes)} of temporaries the step is too small to plan well: at this "
-            "size it matters most what the compiler adds for itself."
+            f" With {format_nbytes(temporaries_nbytes)} of temporaries, the step is too small to plan well: at "
+            "this size the compiler's own buffers matter most."
             if temporaries_nbytes < SMALL_NBYTES
             else ""
         ),
@@ -119,9 +119,9 @@ def infeasible(
 def _ended(effort: Effort) -> str:
     """Return what to say of a search that ended before it had tried all that it would have."""
     if effort.stopwatch.interrupted:
-        return " The clock cut planning short: a larger `Planning.planning_seconds` may find less."
+        return " The clock cut planning short: a larger `Planning.planning_seconds` may find a smaller peak."
     if effort.exhausted:
-        return f' The search ended after {effort}: `Planning(effort="thorough")` may find less.'
+        return f' The search ended after {effort}: `Planning(effort="thorough")` may find a smaller peak.'
     return ""
 
 
@@ -131,9 +131,9 @@ def _movable(graph: Graph) -> str:
     if graph.platform != "gpu" or updated < WORTH * graph.base_nbytes:
         return ""
     return (
-        f" {format_nbytes(updated)} of the arguments are read to be updated alone, as an optimizer's state is. In the "
-        "host's memory they take none of the device's: `optimize(..., offload=True)` puts them there, or "
-        "`opt_state = jaxremat.to_host(opt_state)`."
+        f" {format_nbytes(updated)} of the arguments are only read to be updated, as an optimizer's state is. "
+        "They can stay in host memory: write `optimize(..., offload=True)`, or `opt_state = "
+        "jaxremat.to_host(opt_state)`."
     )
 
 
@@ -204,9 +204,9 @@ def blamed(
     least = error.min_peak_nbytes + error.budget_nbytes - room_nbytes
     return InfeasibleHintError(
         f"A budget of {format_nbytes(error.budget_nbytes)} cannot be met with these hints: "
-        f"{', '.join(named)}{rest}. With them {needs} {format_nbytes(error.min_peak_nbytes)} at the least "
-        f"that was found, without them {format_nbytes(free)}. In brackets is what each adds to that by itself, "
-        f"by the model. Leave one out, or use a budget of at least {least} bytes ({format_nbytes(least)}).",
+        f"{', '.join(named)}{rest}. With them {needs} {format_nbytes(error.min_peak_nbytes)} at least, without "
+        f"them {format_nbytes(free)}. The figure in brackets is what each hint adds by itself, by the model. "
+        f"Remove one, or use a budget of at least {least} bytes ({format_nbytes(least)}).",
         budget_nbytes=error.budget_nbytes,
         min_peak_nbytes=error.min_peak_nbytes,
         free_min_peak_nbytes=free,

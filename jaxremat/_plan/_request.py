@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from .._model._pins import Patterns
 from .._model._sites import EXACT
+from .._program import _compat
 from .._runtime._budgets import Budget, parse_margin
 from .._runtime._errors import ArgumentError
 from .._solver import Milp, Solver
@@ -22,36 +23,37 @@ Offload = bool | int | str
 
 @dataclass(frozen=True, kw_only=True)
 class Planning:
-    """How a plan is looked for and checked: `planning=` of every function that plans.
+    """How to search for a plan and check it: the argument `planning=` of every function that plans.
 
     **Fields:**
 
     - `solver`: a `jaxremat.Solver`, such as `jaxremat.Greedy()`.
-    - `time_limit`: the work of each solve, in seconds of a usual machine (nodes are counted, so that plans are the same
-      on all); the incumbent and its honest gap are used when it ends.
-    - `planning_seconds`: when a clock stops the search, counted from the first call; what is begun is finished, what it
-      cut short is improved when asked for again. By default work is counted: once a plan fits, 2 compilations and one
-      for each time that the step goes into 6,000 equations, 8 at most; twice as many while none does, as many again
-      for inexact forms or host memory; no limit where `effort="thorough"`. Where compiling the step as it is written
-      takes half of it, for a `target`, that is ended, and plans start from another form. See `Plan.planning`.
-    - `on_interrupt`: what Ctrl-C does: `"stop"` ends planning at once, `"best"` returns the best plan certified so far,
-      if there is one; it is marked as cut short, and improved when asked for again.
-    - `effort`: `"thorough"` allows more rounds.
-    - `verify`: compile, compare with the budget, correct and plan again at most twice. False trusts the model.
-    - `profile`: where the planner's times come from: `"roofline"` from the device's figures, `"measure"` from running
-      each distinct operation alone on the device at hand, once (kept in the cache folder).
-    - `workspace_margin`: what the compiled peak leaves free below the budget, for memory that the compiler does not
-      count (workspaces that libraries allocate while they run): bytes, text, or a share of the budget such as 0.05
-      or `"5%"`. A plan carries its own.
-    - `cache`: keep the plan on disk (`$JAXREMAT_CACHE`, else `~/.cache/jaxremat`) and follow it the next time that the
-      same step is planned within the same budget for the same device; it is compiled and verified then as any other.
-      Plans of solvers of your own are not kept. The environment variable `JAXREMAT_PLAN_CACHE=0` is False everywhere.
-    - `respect_checkpoint`: leave your own `jax.checkpoint`s and `nn.remat`s as they are: what they compute again, they
-      do, as one piece, and the planner plans around them. By default they are undone, and all is planned afresh. A
-      plan carries its own.
-    - `progress`: show bars for tracing, compiling and solving. By default on a terminal, but
-      not in tests and continuous integration; True there too, and a line for each phase where there is no terminal, as
-      in notebooks and batch jobs; False never. The environment variable `JAXREMAT_PROGRESS=0` is False everywhere.
+    - `time_limit`: the work of each solve, in seconds of a usual machine. Nodes of the search are counted, so plans are
+      the same on all machines. When the work is done, the best schedule so far counts, with its proven gap.
+    - `planning_seconds`: seconds after which the search stops, counted from the first call. What has begun is finished.
+      A plan that was cut short is improved the next time that it is asked for. By default work is counted: once a plan
+      fits, 2 compilations plus one for each 6,000 equations of the step, 8 at most; twice as many while no plan fits,
+      and as many again for inexact forms and for host memory. For a `target`, compiling the step as it is written may
+      take half of the seconds; then plans start from another form. See `Plan.planning`.
+    - `on_interrupt`: what Ctrl-C does: `"stop"` ends planning at once; `"best"` returns the best plan certified so far,
+      if there is one, marked as cut short.
+    - `effort`: `"thorough"` lifts the limits of the search.
+    - `verify`: compile the plan, compare its peak with the budget, and correct it at most twice. False trusts the
+      model.
+    - `profile`: the source of operations' times: `"roofline"` uses the device's datasheet, `"measure"` runs each
+      distinct operation once on this machine's device (kept in the cache folder).
+    - `workspace_margin`: memory to leave free below the budget, for what the compiler does not count (workspaces that
+      libraries allocate while they run): bytes, text, or a share of the budget such as 0.05 or `"5%"`. An existing plan
+      has its own.
+    - `cache`: keep the plan on disk (`$JAXREMAT_CACHE`, else `~/.cache/jaxremat`), and follow it the next time that the
+      same step is planned within the same budget for the same device. It is compiled and verified then as any other.
+      Plans of your own solvers are not kept. The environment variable `JAXREMAT_PLAN_CACHE=0` turns the cache off.
+    - `respect_checkpoint`: keep your own `jax.checkpoint`s and `nn.remat`s: what they recompute is still recomputed, as
+      one piece, and the planner plans around them. By default they are undone and planned again. An existing plan has
+      its own setting.
+    - `progress`: show progress bars for tracing, compiling and solving. By default they appear on a terminal, but not
+      in tests and continuous integration. True shows them there too, and writes a line for each phase where there is no
+      terminal, as in notebooks and batch jobs. The environment variable `JAXREMAT_PROGRESS=0` turns them off.
 
     **Raises:** `ArgumentError`; `BudgetError` for `workspace_margin`.
 
@@ -84,7 +86,7 @@ class Planning:
             seconds["planning_seconds"] = self.planning_seconds
         for name, given in seconds.items():
             if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
-                raise ArgumentError(f"`{name}={given!r}` is no positive number of seconds.")
+                raise ArgumentError(f"`{name}={given!r}` is not a positive number of seconds.")
         for name, choices in _CHOICES.items():
             if (given := getattr(self, name)) not in choices:
                 *others, last = (f'"{each}"' if isinstance(each, str) else repr(each) for each in choices)
@@ -133,7 +135,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def takes_planning(fn: F) -> F:
-    """Return the function, which refuses the fields of `planning` as arguments of its own, as it once took them."""
+    """Return the function with errors that show the user's frames alone. It refuses the fields of `planning` as
+    arguments, which it once took.
+    """
     names = {f.name for f in fields(Planning)}
 
     @functools.wraps(fn)
@@ -147,7 +151,7 @@ def takes_planning(fn: F) -> F:
             )
         if (given := kwargs.get("host_budget")) is not None:
             raise ArgumentError(
-                f"`{fn.__name__}` takes `host_budget` as `offload`. Write `{fn.__name__}(..., offload={given!r})`."
+                f"`{fn.__name__}` no longer takes `host_budget`. Write `{fn.__name__}(..., offload={given!r})`."
             )
         if not isinstance(given := kwargs.get("planning", DEFAULT), Planning):
             raise ArgumentError(
@@ -155,4 +159,4 @@ def takes_planning(fn: F) -> F:
             )
         return fn(*args, **kwargs)
 
-    return checked  # type: ignore[return-value]
+    return _compat.api_boundary(checked)  # type: ignore[return-value]

@@ -43,8 +43,8 @@ def parse_held(budget: Held, plain_nbytes: int) -> int | Literal["min", "dots", 
     if found.whole != "residuals":
         meant = replace(found, whole="residuals")
         raise BudgetError(
-            f"`checkpoint(budget={budget!r})` is {found}, which a function that something else differentiates does not "
-            f'know. Write "{meant}" for a share of what plain JAX would keep for the backward pass, or {OF_PARTS}.'
+            f"`checkpoint(budget={budget!r})` is {found}, but this function is only a part of a step. Write "
+            f'"{meant}" for a share of what plain JAX would keep for the backward pass, or {OF_PARTS}.'
         )
     return int(found.share * plain_nbytes)
 
@@ -101,8 +101,8 @@ def plan_held(
             cuts.append((cut, counted(cut)))
     if not cuts:
         raise HintError(
-            f"{kept[0]} cannot be followed: a loop of the function reads the value, and what a loop reads is kept. "
-            'Leave the hint out, or use `emit="custom_vjp"`.'
+            f"{kept[0]} cannot be followed: a loop of the function reads the value, and values that a loop "
+            'reads are always saved. Remove the hint, or use `emit="custom_vjp"`.'
         )
 
     def solved(held: Graph, within: int | None) -> Solution:
@@ -133,9 +133,10 @@ def plan_held(
     if allowance is not None and profile.peak_nbytes > allowance:
         advice = ', or `emit="custom_vjp"`, which may hold less' if restrict else ""
         error = InfeasibleBudgetError(
-            f"`checkpoint(budget={budget!r})` cannot be met: with the least memory found, the backward pass still has "
-            f"{format_nbytes(profile.peak_nbytes)} of the forward pass's values at once; plain JAX keeps "
-            f"{format_nbytes(joint.plain_nbytes)}. Use a budget of at least {profile.peak_nbytes} bytes{advice}.",
+            f"`checkpoint(budget={budget!r})` cannot be met: with the least memory found, the backward pass "
+            f"still holds {format_nbytes(profile.peak_nbytes)} of the forward pass's values at once; plain JAX "
+            f"keeps {format_nbytes(joint.plain_nbytes)}. Use a budget of at least {profile.peak_nbytes} "
+            f"bytes{advice}.",
             budget_nbytes=allowance,
             min_peak_nbytes=profile.peak_nbytes,
         )

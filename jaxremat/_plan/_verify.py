@@ -99,7 +99,7 @@ class _Planner:
         planning, problem = self.request.planning, self.problem
         pins = offloading(problem.estimated)
         if pins and not self.request.offload:
-            said = "saved on the device, for plans use host memory with `offload=True` alone."
+            said = "saved on the device, because plans use host memory only with `offload=True`."
             warn(f"{pins[0].origin}: {said}")
         elif (
             pins
@@ -136,7 +136,7 @@ class _Planner:
             return self._planned(search, found, found.peak_nbytes)
         if fits:  # as written it does; without its checkpoints it may be faster in no more memory
             with warnings.catch_warnings():  # nobody waits for it
-                warnings.filterwarnings("ignore", "The integer program was left", JaxrematWarning)
+                warnings.filterwarnings("ignore", "The integer program found no solution", JaxrematWarning)
                 found = search.faster(min(budget, baseline.peak_nbytes), self.rounds)
             return self._plain(budget) if found is None else self._planned(search, found, budget)
         found = search.within(budget, self.rounds)

@@ -46,22 +46,22 @@ ad.primitive_jvps[HINT] = _jvp
 
 
 def hint(x: T, action: Literal["save", "recompute", "offload", "stage"], *, name: str = "") -> T:
-    """Decide in model code what the planner does with a value; an identity wherever nothing is planned.
+    """Decide in model code what the planner does with a value. Return the value, unchanged.
 
     **Arguments:**
 
     - `x`: an array, or a tree of arrays, each of which is meant.
-    - `action`: `"save"`: it is saved from the forward to the backward pass if anything there needs it; `"recompute"`:
-      it is not, but made again; `"offload"`: it is saved, and in host memory meanwhile, where `optimize` may use
-      that and a copy is possible (else a warning says why not); `"stage"`: a stage of the backward pass begins where
-      the gradient with respect to `x` is complete, so that nothing is recomputed together on both sides.
-    - `name`: what plans and errors call it; also its `jax.ad_checkpoint.checkpoint_name`.
+    - `action`: `"save"` saves the value if the backward pass reads it. `"recompute"` does not save it, and recomputes
+      it. `"offload"` saves it and keeps it in host memory until it is read, where `optimize` may use host memory and a
+      copy is possible (else a warning says why not). `"stage"` begins a stage of the backward pass where the gradient
+      with respect to `x` is complete, so no recomputation serves both sides.
+    - `name`: the name in plans and errors; also its `jax.ad_checkpoint.checkpoint_name`.
 
-    **Returns:** `x`. A hint is honoured whatever the solver, the budget, or the size of the value, in the body of a
-    scan for each iteration. Arguments of the step are there anyway: on them only `"stage"` has a meaning.
+    **Returns:** `x`. A hint is followed whatever the solver, the budget or the size of the value, and in the body of a
+    scan in each iteration. Arguments of the step are in memory anyway: for them only `"stage"` has a meaning.
 
-    **Raises:** `HintError` for another action here; when planning, for hints that contradict each other or the program;
-    `InfeasibleHintError` for hints that do not fit into the budget.
+    **Raises:** `HintError` for another action; when planning, for hints that contradict each other or the program;
+    `InfeasibleHintError` for hints that do not fit the budget.
 
     ```python
     attended = jaxremat.hint(attention(x), "save", name="attended")

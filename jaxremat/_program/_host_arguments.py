@@ -22,14 +22,14 @@ _HOST = "pinned_host"
 
 
 def to_host(tree: T, *, least_nbytes: int = LEAST_NBYTES) -> T:
-    """Return the same arrays in host memory, where a planned step takes them from and puts them back.
+    """Return the same arrays in host memory. A planned step takes them from there and returns them there.
 
-    Meant for an optimizer's state, each part of which a step reads once: it is on the device only while its parameter
-    is updated, and the next one's is on its way. The step itself needs no change. Other functions that compute with
-    such arrays copy them to the device first, with `jax.device_put(x, jax.memory.Space.Device)`.
+    This is for an optimizer's state, which a step reads once: each part of it is on the device only around the update
+    of its parameter. The step needs no change. Other functions that compute with such arrays must first copy them to
+    the device, with `jax.device_put(x, jax.memory.Space.Device)`.
 
-    **Arguments:** a tree of arrays or `jax.ShapeDtypeStruct`s; what is neither stays as it is, and so do arrays of
-    less than `least_nbytes`, counters among them.
+    **Arguments:** a tree of arrays or `jax.ShapeDtypeStruct`s. Other leaves stay as they are, and so do arrays of less
+    than `least_nbytes`, such as counters.
 
     ```python
     opt_state = jaxremat.to_host(optimizer.init(params))

@@ -16,12 +16,11 @@ from .._runtime._errors import ArgumentError
 class Action:
     """What happens to one residual.
 
-    **Fields:** `value` its id; `name` the user's `checkpoint_name`, else the primitive that makes it; `shape` as text;
-    `nbytes`; `action`; `stages` in which it is recomputed, none where what reads it is recomputed nowhere either, or
-    before which it comes back from host memory;
-    `scope` the name stack; `source` the user's line; `pin` the hint that decided it, else "";
-    `named` whether the name is the user's; `sent` what devices do to make it: add up, gather; `decision` whether it is
-    saved because a discrete decision is made once (see `_rewrite._decisions`).
+    **Fields:** `value`, its id; `name`, the user's `checkpoint_name`, else the primitive that makes it; `shape` as
+    text; `nbytes`; `action`; `stages`, in which it is recomputed (none if nothing reads it), or before which it comes
+    back from host memory; `scope`, the name stack; `source`, the user's line; `pin`, the hint that decided it, else "";
+    `named`, whether the name is the user's; `sent`, what devices do to make it: add up, gather; `decision`, whether it
+    is saved because a decision runs once (see `_rewrite._decisions`).
     """
 
     value: int
@@ -39,7 +38,8 @@ class Action:
 
     def __str__(self) -> str:
         stages = ", ".join(map(str, self.stages))
-        where = f"recompute in stage {stages}" if self.stages else "drop"
+        many = "s" if len(self.stages) > 1 else ""
+        where = f"recompute in stage{many} {stages}" if self.stages else "drop"
         kept = f"offload until stage {stages}" if self.action == "offload" else "save"
         why = " (pinned)" if self.pin else " (decision)" if self.decision else ""
         return (where if self.action == "recompute" else kept) + why
@@ -52,19 +52,19 @@ class Actions:
 
     @property
     def drops_nothing(self) -> bool:
-        """Whether nothing is recomputed, and nothing in host memory meanwhile. A step may have barriers for updates
+        """Whether nothing is recomputed, and nothing is offloaded. A step may have barriers for updates
         all the same, where `stages` has any.
         """
         return all(a.action == "save" for a in self.actions)
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes of the residuals that are saved, on the device or in host memory meanwhile."""
+        """Bytes of the residuals that are saved, on the device or in host memory."""
         return sum(a.nbytes for a in self.actions if a.action != "recompute")
 
     @property
     def offloaded_nbytes(self) -> int:
-        """Bytes of those that are in host memory meanwhile."""
+        """Bytes of those that are offloaded to host memory."""
         return sum(a.nbytes for a in self.actions if a.action == "offload")
 
     @property
@@ -82,8 +82,8 @@ class Actions:
         saved = self._most(lambda action: action.action != "recompute")
         if not any(action.named for action in self.actions):
             raise ArgumentError(
-                "The plan is of a program without names, and a policy knows values by nothing else. Name what may be "
-                'saved with `jax.ad_checkpoint.checkpoint_name(x, "...")`, or all of it with '
+                "The planned program has no names, and a policy knows values only by name. Name values with "
+                '`jax.ad_checkpoint.checkpoint_name(x, "...")`, or all values of a function with '
                 "`jaxremat.name_values(fn)`, and plan again."
             )
         return saved
@@ -132,7 +132,9 @@ class Decided(NamedTuple):
     def __str__(self) -> str:
         values = f"{self.values} values are" if self.values > 1 else "1 value is"
         nbytes = format_nbytes(self.nbytes)
-        return f"{values} kept as decisions ({nbytes}), which no plan makes twice: see “Decisions” in the docs' Limits"
+        return (
+            f"{values} kept as decisions ({nbytes}), which run only once: see “Decisions” in the docs' Limits"
+        )
 
 
 NONE_DECIDED = Decided()

@@ -69,7 +69,7 @@ def chart(outcome: Outcome) -> Chart:
     account = outcome.account
     compiled = outcome.compiled_peak_nbytes
     plain = None if outcome.baseline_modelled else outcome.baseline_peak_nbytes
-    names = ("The step as it is", "With the plan")
+    names = ("Plain step", "Planned step")
     runs = list(zip(names, account.runs, (plain, compiled), strict=False))
     highest = max(max(_peak(account, run), measured or 0) for _, run, measured in runs)
     shown = outcome.budget_nbytes <= 1.5 * highest  # a budget far above would flatten the picture

@@ -37,20 +37,25 @@ def verdict(outcome: Outcome) -> str:
     peak, budget = format_nbytes(outcome.peak_nbytes), format_nbytes(outcome.budget_nbytes)
     needs = "needs" if outcome.compiled_peak_nbytes else "is expected to need"
     if is_plain(outcome):
-        return f"{outcome.step} {needs} {peak} as it is, within the {budget} allowed, so that nothing is recomputed."
+        return (
+            f"{outcome.step} {needs} {peak} as written, within its budget of {budget}. Nothing is recomputed."
+        )
     plain = outcome.plain_needs
-    return f"{outcome.step} {needs} {peak} of the {budget} allowed; without the plan it needs {plain}."
+    return f"{outcome.step} {needs} {peak} of its budget of {budget}; the plain step needs {plain}."
 
 
 def price(outcome: Outcome) -> str:
     """Return what it costs, in one sentence."""
     if is_plain(outcome):
-        return "It costs nothing: the program is the one that jax.jit gives."
-    modelled = f"By the planner's model it takes {_more(outcome.overhead)} time than without the plan"
+        return "The plan costs nothing: the program is the one that jax.jit compiles."
+    modelled = (
+        f"The planned step is estimated to take {_more(outcome.overhead)} time than the plain step by "
+        "the planner's model"
+    )
     if outcome.compiled_overhead is None:
         return f"{modelled}; nothing was compiled."
-    programs = "the compiled program beside it" if outcome.baseline_modelled else "the two compiled programs"
-    return f"{modelled}, by a roofline of {programs} {_more(outcome.compiled_overhead)}. Both are estimates."
+    programs = "the compiled program" if outcome.baseline_modelled else "the two compiled programs"
+    return f"{modelled}, and {_more(outcome.compiled_overhead)} by a roofline of {programs}."
 
 
 def _more(share: float) -> str:
@@ -72,7 +77,7 @@ def remarks(outcome: Outcome) -> str:
     if outcome.devices > 1:
         found.append(f"all bytes are per device (of {outcome.devices})")
     if outcome.margin_nbytes:
-        found.append(f"{format_nbytes(outcome.margin_nbytes)} of the budget stay free")
+        found.append(f"{format_nbytes(outcome.margin_nbytes)} of the budget are kept free")
     return " ".join(f"{clause[:1].upper()}{clause[1:]}." for clause in found)
 
 
@@ -201,11 +206,13 @@ def verified(outcome: Outcome) -> list[tuple[str, str]]:
         ("budget", format_nbytes(outcome.budget_nbytes)),
     ]
     if outcome.margin_nbytes:
-        rows.append(("of which stay free", format_nbytes(outcome.margin_nbytes)))
+        rows.append(("of which kept free", format_nbytes(outcome.margin_nbytes)))
     if outcome.on_host_nbytes:
-        rows.append(("arguments in host memory from step to step", format_nbytes(outcome.on_host_nbytes)))
+        rows.append(
+            ("arguments that stay in host memory between steps", format_nbytes(outcome.on_host_nbytes))
+        )
     if memory.host_nbytes:
-        rows.append(("besides, in host memory", format_nbytes(memory.host_nbytes)))
+        rows.append(("in addition, in host memory", format_nbytes(memory.host_nbytes)))
     return [*rows, ("left below the budget", format_nbytes(room - memory.peak_nbytes))]
 
 

@@ -7,10 +7,10 @@ from .._runtime._bytes import format_nbytes
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The saved values of which only a copy in fewer bits is kept, of one kind.
+    """The saved values of one kind of which only a copy in fewer bits is kept.
 
-    **Fields:** `kind` of the copies, `"bfloat16"`, ..., `"bits"` of masks; `count` of values; `whole_nbytes` that they
-    would take, `nbytes` that their copies do; `exact` whether those are the values, and gradients not rounded.
+    **Fields:** `kind` of the copies, `"bfloat16"`, ..., or `"bits"` for masks; `count` of values; `whole_nbytes`, their
+    own size; `nbytes`, the size of their copies; `exact`, whether the copies restore the values without rounding.
     """
 
     kind: str
@@ -22,5 +22,5 @@ class Copied:
     def __str__(self) -> str:
         values = f"{self.count} values" if self.count > 1 else "1 value"
         nbytes = f"{format_nbytes(self.whole_nbytes)} -> {format_nbytes(self.nbytes)}"
-        rounded = "" if self.exact else ", so that gradients are rounded"
+        rounded = "" if self.exact else "; gradients are rounded"
         return f"kept as {self.kind}: {values}, {nbytes}{rounded}"

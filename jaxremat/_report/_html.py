@@ -31,7 +31,7 @@ VALUES = 24
 _WORDS = {
     "base": "arguments and outputs",
     "forward": "made by the forward pass",
-    "recomputed": "computed again",
+    "recomputed": "recomputed",
     "backward": "made by the backward pass",
     "scratch": "scratch of the running kernel",
 }

@@ -10,16 +10,21 @@ from .._model._variant import LOOP, REVERSED, ROWS, Variant
 
 @dataclass(frozen=True, slots=True)
 class LoopForm:
-    """What a plan makes of a scan and of the backward scan that reads what it stacks, or of what it does in chunks.
+    """How a plan runs a scan and its backward scan, a region of rows, or attention, where that differs from what is
+    written.
 
-    **Fields:** `length` iterations, or rows (a divisor of their number that any number of chunks must divide); `levels`
-    as in `Plan.form`, none of rows that stay together; `source` the user's line; `rows` whether it is no loop of
-    the user's; `whole` whether these are most of the step, in microbatches, and `repeats` whether some of it is done
-    twice for that; `inner` whether it is a loop within another
-    that the way back runs again and is planned inside, of no levels, or whether microbatches are of each iteration of a
-    loop of the user's; `attention` whether it is attention, at that line
-    so many times, of no levels, `kernels` whether in kernels and `gradient` whether its gradient is; `undone` whether
-    it is a loop, or blocks if it has no length, whose values the way back computes from what comes out, of no levels.
+    **Fields:**
+
+    - `length`: iterations, or rows (a divisor of their number that any number of chunks must divide); 0 for blocks.
+    - `levels`: as in `Plan.form`; empty for rows that stay together.
+    - `source`: the user's line.
+    - `rows`: whether this is a region of rows instead of a loop of the user's. `whole`: whether the region is most of
+      the step, in microbatches; `repeats`: whether some of it runs twice for that.
+    - `inner`: whether it is a loop inside another loop that the backward pass runs again and that is planned from the
+      inside; or, for microbatches, whether they are inside the iterations of a loop of the user's.
+    - `attention`: whether this is attention, `length` times at that line; `kernels`: whether it runs in kernels;
+      `gradient`: whether its gradient does (True in plans of earlier versions, which do not say).
+    - `undone`: whether the backward pass computes the values of this loop, or of these blocks, from its results.
     """
 
     length: int
@@ -30,43 +35,39 @@ class LoopForm:
     inner: bool = False
     attention: bool = False
     kernels: bool = False
-    gradient: bool = False
+    gradient: bool = True
     undone: bool = False
     repeats: bool = False
 
     def __str__(self) -> str:
         if self.whole:
-            twice = "; what is compared across the batch is made first, and once more" if self.repeats else ""
-            parts_of = f"in {self.levels[0]} microbatches, one after the other, whose gradients are added up"
+            twice = "; values that are compared across the batch are computed twice" if self.repeats else ""
+            parts_of = f"in {self.levels[0]} microbatches, with accumulated gradients"
             return f"{'an iteration' if self.inner else 'the step'}: {parts_of}{twice}"
         where = f" at {self.source}" if self.source else ""
         if self.attention:
-            how = "in kernels" if self.kernels else "part after part"
-            back = ", and part after part on the way back" if self.kernels and not self.gradient else ""
+            how = "in kernels" if self.kernels else "in parts"
+            back = ", and in parts in the backward pass" if self.kernels and not self.gradient else ""
             return f"attention{where}{_times(self.length)}: without its matrix of scores, {how}{back}"
         if self.rows:
             if not self.levels:
                 return f"rows{where}: not in chunks, because they are on several devices"
-            return (
-                f"rows{where}, and what makes and reads them: in {self.levels[0]} chunks, one after the other"
-            )
+            return f"rows{where}, with the operations that make and read them: in {self.levels[0]} chunks"
         if self.undone and not self.length:
-            return (
-                f"blocks{where}: undone on the way back, one after the other, from what comes out of the last"
-            )
+            return f"blocks{where}: undone in the backward pass, from the last block's output"
         loop = f"loop of {self.length} iterations{where}"
         if self.inner:
-            return f"inner {loop}: runs again on the way back, planned inside"
+            return f"inner {loop}: runs again in the backward pass, planned from the inside"
         if self.undone:
-            return f"{loop}: undone on the way back, from what it ends with"
+            return f"{loop}: undone in the backward pass, from its last carry"
         levels, behind = parts(self.length, self.levels)
         if len(levels) > 1:
-            rest = f", and {sum(behind)} behind them" if behind else ""
+            rest = f", and {sum(behind)} after them" if behind else ""
             return f"{loop}: {len(levels)} levels, {' x '.join(map(str, levels))}{rest}"
         if behind:
             *first, last = map(str, (*levels, *behind))
-            return f"{loop}: divided into {', '.join(first)} and {last}, each with a plan of its own"
-        return f"{loop}: makes the updates of what it stacks"
+            return f"{loop}: split into {', '.join(first)} and {last}, each with its own plan"
+        return f"{loop}: updates its stacked parameters in the backward pass"
 
 
 def _times(count: int) -> str:

@@ -17,11 +17,11 @@ from ._planning_time import UNTIMED, PlanningTime
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One schedule that was compiled in search of the best.
+    """One schedule that was compiled during the search.
 
     **Fields:** `predicted_peak_nbytes` by the simulator, `compiled_peak_nbytes` by the compiler; `overhead` and
-    `compiled_overhead` as in `Plan`, and `gap` to the solver's own bound; `solver`; `stages` how many the backward pass
-    is cut into, `form` as in `Plan`; `fence` the form of the barriers; `solve_seconds` since the round before,
+    `compiled_overhead` as in `Plan`; `gap` to the solver's own bound; `solver`; `stages`, the number of stages of the
+    backward pass; `form` as in `Plan`; `fence`, the kind of barriers; `solve_seconds` since the round before;
     `compile_seconds` to emit, compile and read it.
     """
 
@@ -104,7 +104,7 @@ class Outcome(Actions):
         gathers = f"gather {self.gathered_again} arrays" if self.gathered_again else ""
         sums = f"add up {self.summed_again} sums" if self.summed_again else ""
         found = " and ".join(words for words in (gathers, sums) if words)
-        return found and f"devices {found} again instead of keeping them"
+        return found and f"devices {found} again instead of saving them"
 
     @property
     def peak_nbytes(self) -> int:
@@ -115,7 +115,7 @@ class Outcome(Actions):
     def plain_needs(self) -> str:
         """The plain step's peak, and whose figure it is where that is not the compiler's."""
         peak = format_nbytes(self.baseline_peak_nbytes)
-        return f"about {peak} by the model" if self.baseline_modelled else peak
+        return f"about {peak} (modelled)" if self.baseline_modelled else peak
 
     def explain_peak(self, rows: int = 12) -> str:
         """Return what fills the compiled step's memory at its peak, by kind and user's source line, the largest
@@ -125,7 +125,10 @@ class Outcome(Actions):
         the compiler's own figure a little, because XLA also uses the memory of outputs.
         """
         if not self.alive:
-            return "The plan was not compiled, so that nothing is known of its peak. Plan with `Planning(verify=True)`."
+            return (
+                "The plan was not compiled, so its compiled peak is unknown. Plan with "
+                "`Planning(verify=True)`."
+            )
         largest = alike(self.alive)
         shares = ", ".join(f"{kind} {format_nbytes(n)}" for kind, n in by_kind(self.alive))
         lines = [f"At the compiled peak of {format_nbytes(self.compiled_peak_nbytes or 0)}: {shares}"]
@@ -179,7 +182,7 @@ def describe(plan: Outcome, rows: int = 12) -> str:
     lines = [
         f"Plan: peak {format_nbytes(plan.peak_nbytes)} "
         f"({'compiled' if compiled else 'predicted, not compiled'}) within {format_nbytes(plan.budget_nbytes)}"
-        + (f", of which {format_nbytes(plan.margin_nbytes)} stay free" if plan.margin_nbytes else "")
+        + (f", of which {format_nbytes(plan.margin_nbytes)} are kept free" if plan.margin_nbytes else "")
         + f"; the plain step needs {plan.plain_needs}"
         + (f", per device (of {plan.devices})" if plan.devices > 1 else ""),
         f"  predicted peak {format_nbytes(plan.predicted_peak_nbytes)}, overhead {plan.overhead:.2%}"
@@ -187,7 +190,8 @@ def describe(plan: Outcome, rows: int = 12) -> str:
         + f", at most {plan.gap:.2%} from the best",
         f"  saved {format_nbytes(plan.saved_nbytes)} in {sum(a.action != 'recompute' for a in plan.actions)} values, "
         f"recomputed {format_nbytes(plan.dropped_nbytes)} in {sum(a.action == 'recompute' for a in plan.actions)}",
-        f"  solver {plan.solver}, {plan.solve_seconds:.2f} s, {plan.compile_count} compilations",
+        f"  solver {plan.solver}, {plan.solve_seconds:.2f} s, {plan.compile_count} "
+        f"compilation{'' if plan.compile_count == 1 else 's'}",
     ]
     if plan.planning.seconds:
         lines.append(f"  {plan.planning}")
@@ -207,21 +211,20 @@ def remarks(plan: Outcome) -> list[str]:
     if plan.baseline_modelled:
         found.append(f"the plain step's figures are the model's: {plan.baseline_modelled}")
     if plan.like:
-        found.append(f"made from the plan {plan.like[:12]}, of a step that differs in shapes alone")
+        found.append(f"made from the plan {plan.like[:12]} of the same step with other shapes")
     if plan.offloaded_nbytes:
         found.append(
-            f"of what is saved {format_nbytes(plan.offloaded_nbytes)} in "
-            f"{sum(a.action == 'offload' for a in plan.actions)} values are in host memory meanwhile, for which "
-            f"kernels wait {plan.waiting:.2%} of the step"
+            f"offloaded {format_nbytes(plan.offloaded_nbytes)} in "
+            f"{sum(a.action == 'offload' for a in plan.actions)} values to host memory; kernels wait "
+            f"{plan.waiting:.2%} of the step for them"
         )
     if plan.on_host_nbytes:
         found.append(
-            f"{format_nbytes(plan.on_host_nbytes)} of the arguments are in host memory from step to step: the "
-            "step returns them there"
+            f"{format_nbytes(plan.on_host_nbytes)} of the arguments stay in host memory between steps"
         )
     found += map(str, (*plan.loops, *plan.copies))
     if plan.unproved:
-        found.append(f"not proved to compute the step, but tested as a form: {', '.join(plan.unproved)}")
+        found.append(f"not proved for this step, only tested in general: {', '.join(plan.unproved)}")
     if plan.decided.values:
         found.append(str(plan.decided))
     if plan.sent_again:
@@ -229,5 +232,5 @@ def remarks(plan: Outcome) -> list[str]:
     if any(each.planned > each.plain for each in plan.collectives):
         found.append(f"devices do {', '.join(map(str, plan.collectives))}")
     if plan.respect_checkpoint:
-        found.append("the step's own checkpoints are kept, and what they recompute is not counted")
+        found.append("your own checkpoints are kept; their recomputation is not part of the overhead")
     return found

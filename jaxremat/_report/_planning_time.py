@@ -35,11 +35,12 @@ class PlanningTime:
     @property
     def work(self) -> str:
         """Return what the search did, which no clock changes, in words."""
-        return f"{self.plans_compiled} plans compiled and {self.solves} solves"
+        plans, solves = ("" if count == 1 else "s" for count in (self.plans_compiled, self.solves))
+        return f"{self.plans_compiled} plan{plans} compiled and {self.solves} solve{solves}"
 
     def __str__(self) -> str:
         rest = self.seconds - self.trace_seconds - self.compile_seconds - self.solve_seconds
-        first = f" (the first that fits after {self.first_seconds:.1f})" if self.first_seconds else ""
+        first = f" (first plan that fits after {self.first_seconds:.1f})" if self.first_seconds else ""
         text = (
             f"planned in {self.seconds:.1f} s{first}: tracing {self.trace_seconds:.1f}, compiling "
             f"{self.compile_seconds:.1f}, solving {self.solve_seconds:.1f}, the rest {max(rest, 0.0):.1f}"

@@ -16,13 +16,13 @@ from ._outcome import Outcome
 
 @dataclass(frozen=True)
 class Report:
-    """What a plan does, for people: where memory goes over the step, which values are saved or recomputed, what each
-    module takes, how the plan was found and what the compiler confirmed.
+    """A report of a plan: memory over the step, the values that are saved or recomputed, the time of each module, how
+    the plan was found, and what the compiler confirmed.
 
-    In a terminal, `print` it; in a notebook, leave it as the last
-    line of a cell; `save("report.html")` writes one HTML file that needs nothing else.
+    In a terminal, `print` it. In a notebook, make it the last line of a cell. `save("report.html")` writes one HTML
+    file that needs no network.
 
-    **Fields:** `outcome` the plan.
+    **Fields:** `outcome`, the plan.
     """
 
     outcome: Outcome

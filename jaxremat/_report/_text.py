@@ -57,7 +57,7 @@ def sections(outcome: Outcome, width: int) -> list[Section]:
         shown = [i for i, name in enumerate(ROUND) if width >= WIDE or name not in SPARED]
         columns = tuple(ROUND[i] if ROUND[i] in ("fits", "solver") else f">{ROUND[i]}" for i in shown)
         rows = tuple(tuple(row[i] for i in shown) for row in rounds(outcome))
-        found.append(Section("How it was found", (), columns, rows, NOTES["rounds"]))
+        found.append(Section("How the plan was found", (), columns, rows, NOTES["rounds"]))
     figures = tuple(verified(outcome))
     note = NOTES["verified"] if figures else NOTES["not compiled"]
     found.append(Section("What was verified", (), ("", ">") if figures else (), figures, note))
@@ -66,7 +66,7 @@ def sections(outcome: Outcome, width: int) -> list[Section]:
 
 def _memory(outcome: Outcome, width: int) -> Section:
     account = outcome.account
-    names = ("as it is",) if is_plain(outcome) else ("plain", "planned")
+    names = ("plain",) if is_plain(outcome) else ("plain", "planned")
     runs = list(zip(names, account.runs, strict=True))
     highest = max([account.base_nbytes + m.nbytes for _, run in runs for m in run.moments], default=1)
     top = min(max(highest, outcome.budget_nbytes), int(1.3 * highest))

@@ -211,7 +211,7 @@ MERGING_PASSES = (
     Pass(
         "checkpoints",
         _forward_again,
-        "What checkpoints made again of the forward pass stands in the forward pass.",
+        "Values of the forward pass that checkpoints recompute are computed in the forward pass.",
         lambda task: task.inliner.rematted,
     ),
 )

@@ -248,8 +248,8 @@ def trace(
         if origin in found:
             continue
         warn(
-            f"{origin} has no effect: it stands in a `{primitive}`, which is saved or recomputed whole. "
-            "Mark what goes in or comes out instead."
+            f"{origin} has no effect: it is inside a `{primitive}`, which is saved or recomputed as a whole. "
+            "Mark its operands or results instead."
         )
     return traced
 

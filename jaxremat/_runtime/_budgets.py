@@ -62,9 +62,7 @@ def read_budget(budget: Budget, grammar: str = OF_STEPS) -> int | Share | Litera
         if match := _PERCENT.fullmatch(budget):
             percent, whole = float(match[1]), (match[2] or "peak").lower()
             if not 0 < percent <= 100 or whole not in _WHOLES:
-                raise BudgetError(
-                    f"The budget {budget!r} is a share of nothing that is known. Write {grammar}."
-                )
+                raise BudgetError(f"The budget {budget!r} is a share of something unknown. Write {grammar}.")
             return Share(percent / 100, whole)
     return parse_nbytes(budget, grammar)
 
@@ -84,8 +82,8 @@ def parse_budget(
         return found
     if found.whole == "residuals":
         raise BudgetError(
-            f"The budget {budget!r} is for functions that are differentiated later (`jaxremat.checkpoint`), and this "
-            f"is a whole step. Write {OF_STEPS}."
+            f"The budget {budget!r} is for functions that are differentiated later (`jaxremat.checkpoint`), but "
+            f"this is a whole step. Write {OF_STEPS}."
         )
     if found.whole == "device":
         if device_nbytes is None:
@@ -96,7 +94,7 @@ def parse_budget(
         return int(found.share * device_nbytes)
     if plain is None:
         raise BudgetError(
-            f"The budget {budget!r} is a share of a step, and there is none here. Write {BYTES}."
+            f"The budget {budget!r} is a share of a step, but there is no step here. Write {BYTES}."
         )
     base, temporaries = plain()
     if found.whole == "temporaries":
@@ -119,12 +117,12 @@ def parse_margin(margin: int | float | str, budget_nbytes: int | None) -> int:
         nbytes = int(share * (budget_nbytes or 0)) if share else parse_nbytes(margin)
     except BudgetError:
         raise BudgetError(
-            f"`workspace_margin={margin!r}` is no number of bytes. Write an int of bytes, text such as "
+            f"`workspace_margin={margin!r}` is not a number of bytes. Write an int of bytes, text such as "
             '"500MiB", or a share of the budget such as 0.05 or "5%".'
         ) from None
     if budget_nbytes is not None and nbytes >= budget_nbytes:
         raise BudgetError(
-            f"`workspace_margin={margin!r}` keeps {format_nbytes(nbytes)} free, and the budget is "
+            f"`workspace_margin={margin!r}` keeps {format_nbytes(nbytes)} free, but the budget is "
             f"{format_nbytes(budget_nbytes)}. Write a smaller margin."
         )
     return nbytes

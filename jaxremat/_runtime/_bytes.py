@@ -28,7 +28,7 @@ def parse_nbytes(text: object, spellings: str = BYTES) -> int:
     if isinstance(text, str):
         match = _TEXT.fullmatch(text)
         if match is None or match[2].upper() not in _UNITS:
-            raise BudgetError(f"The budget {text!r} is no number of bytes. Write {spellings}.")
+            raise BudgetError(f"The budget {text!r} is not a number of bytes. Write {spellings}.")
         nbytes = float(match[1]) * _UNITS[match[2].upper()]
     else:
         nbytes = text

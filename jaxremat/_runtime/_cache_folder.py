@@ -47,8 +47,8 @@ def read(path: Path, parse: Callable[[str], T]) -> T | None:
     except _UNREADABLE as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         warn(
-            f"The cache file {path} cannot be read ({why[:120]}); it is ignored and will be written anew. "
-            "If that happens again, remove the file."
+            f"The cache file {path} cannot be read ({why[:120]}); it is ignored and will be overwritten. If "
+            "that happens again, remove the file."
         )
         return None
 
@@ -63,8 +63,8 @@ def store(path: Path, text: str) -> None:
         if folder not in _said:
             _said.add(folder)
             warn(
-                f"The cache folder {folder} cannot be written ({error}): what is found is not kept for the next time. "
-                "Set JAXREMAT_CACHE to a folder that can be."
+                f"The cache folder {folder} cannot be written ({error}): plans are not kept for the next "
+                "process. Set JAXREMAT_CACHE to a writable folder."
             )
 
 

@@ -25,7 +25,7 @@ class PlanMismatchError(JaxrematError, ValueError):
 
 
 class SolverError(JaxrematError, RuntimeError):
-    """A solver that ended without an answer, or whose answer is no plan of the graph it was given."""
+    """A solver that ended without an answer, or whose answer is not a schedule of the given graph."""
 
 
 class SolverRuleError(SolverError):
@@ -43,7 +43,7 @@ class SolverRuleError(SolverError):
 
 
 class TargetError(JaxrematError, RuntimeError):
-    """A device that is unknown, cannot be compiled for here, or is not the one at hand."""
+    """A device that is unknown, that this machine cannot compile for, or that is not in this machine."""
 
 
 Reason = Literal["refused", "memory", "time", "lost"]
@@ -52,9 +52,9 @@ Reason = Literal["refused", "memory", "time", "lost"]
 class CompilationError(JaxrematError, RuntimeError):
     """A program that the compiler does not compile.
 
-    **Attributes:** `reason`: `"refused"` where the compiler says so, or fails a check of its own; `"memory"` where it
-    needs more memory than this machine has; `"time"` where it takes longer than it may; `"lost"` where its process
-    ended otherwise.
+    **Attributes:** `reason`: `"refused"` if the compiler refuses the program, or fails one of its own checks;
+    `"memory"` if it needs more memory than this machine has; `"time"` if it takes longer than allowed; `"lost"` if its
+    process ended otherwise.
     """
 
     def __init__(self, message: str, *, reason: Reason):
@@ -68,9 +68,9 @@ class CompilationError(JaxrematError, RuntimeError):
 
 
 class ProcessError(JaxrematError, RuntimeError):
-    """Another process of a job with which this one has to agree on a plan has failed, stopped, or runs other code.
+    """Another process of the job, with which this one has to agree on a plan, failed, stopped, or runs other code.
 
-    **Attributes:** `process` its index, as `jax.process_index()` gives it there.
+    **Attributes:** `process`, its index, as `jax.process_index()` returns it there.
     """
 
     def __init__(self, message: str, *, process: int):
@@ -79,7 +79,7 @@ class ProcessError(JaxrematError, RuntimeError):
 
 
 class InstallError(JaxrematError, ImportError):
-    """An optional package that is needed here and not installed."""
+    """A missing optional package."""
 
 
 class InfeasibleBudgetError(JaxrematError, MemoryError):
@@ -89,9 +89,9 @@ class InfeasibleBudgetError(JaxrematError, MemoryError):
 
     - `budget_nbytes`: the budget asked for, in bytes.
     - `min_peak_nbytes`: the smallest peak that was reached, in bytes; compiled unless `verify=False`.
-    - `least_plan`: the `jaxremat.Plan` that reached it, for `optimize(plan=...)`; None where that is the step as it is
-      written, or a plan that was made before, where nothing was compiled, or another process has planned.
-    - `step_seconds`: what the step takes as it is written, as modelled; 0 where that is not known.
+    - `least_plan`: the `jaxremat.Plan` that reached it, for `optimize(plan=...)`. None if that is the plain step or an
+      earlier plan, if nothing was compiled, or if another process planned.
+    - `step_seconds`: the plain step's time by the model; 0 if unknown.
     """
 
     _least_plan: Any = None  # private: it stays in its process
@@ -122,7 +122,7 @@ class InfeasibleHintError(InfeasibleBudgetError):
     **Attributes:** as of `InfeasibleBudgetError`, where `min_peak_nbytes` is the least peak with the hints; and
 
     - `free_min_peak_nbytes`: the least peak found without them, in bytes.
-    - `hints`: who they are, as in `hint(..., "save") at model.py:12 (f)`, the costliest first.
+    - `hints`: their places, as in `hint(..., "save") at model.py:12 (f)`, the most expensive first.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class InfeasibleHintError(InfeasibleBudgetError):
 
 
 class JaxrematWarning(UserWarning):
-    """Something that works, but not as the user probably wants it."""
+    """Something that works, but probably not as the user wants it."""
 
 
 def warn(message: str) -> None:

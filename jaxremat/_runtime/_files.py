@@ -50,8 +50,8 @@ class Written:
                 raise
             name = cls.__name__
             raise PlanMismatchError(
-                f"This text is no jaxremat {what} ({type(error).__name__}: {error}). "
-                f"Pass what `{name}.to_json` or `{name}.save` wrote."
+                f"This text is not a jaxremat {what} ({type(error).__name__}: {error}). Pass what "
+                f"`{name}.to_json` or `{name}.save` wrote."
             ) from error
 
     @classmethod

@@ -137,9 +137,9 @@ class Meeting:
             self._beats[process] = beat, now
         elif beat is None and now - since > ARRIVING_SECONDS:
             raise ProcessError(
-                f"Process {process} did not come to plan this step within {ARRIVING_SECONDS:.0f} s. Every process on "
-                "whose devices the step runs has to call it, or to ask for its plan, as with any computation "
-                "that they share.",
+                f"Process {process} did not join the planning of this step within {ARRIVING_SECONDS:.0f} s. "
+                "Every process that has devices of the step must call it, or ask for its plan, as with any "
+                "shared computation.",
                 process=process,
             )
         elif beat is not None and now - since > SILENT_SECONDS:
@@ -162,8 +162,8 @@ class Meeting:
             return call(*args)
         except Exception as error:
             raise ProcessError(
-                f"Process 0, which keeps what the processes of this job tell each other, cannot be reached: {error}. "
-                "Its own output says why; start the job again.",
+                "Process 0, which passes messages between the processes of this job, cannot be reached: "
+                f"{error}. Its own output says why; start the job again.",
                 process=0,
             ) from error
 

@@ -22,12 +22,12 @@ from .._model._schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A schedule and how good it is known to be.
+    """A schedule, and how good it is known to be.
 
-    **Fields:** `schedule`; `lower_bound` no schedule within the budget that recomputes for every stage afresh costs
-    less than this share of the step's time (0 where nothing is known); `proven` whether the search came to its end
-    rather than ran out of time: where the schedule exceeds the budget, no schedule that recomputes for every stage
-    afresh is within it; `solver` its name.
+    **Fields:** `schedule`; `lower_bound`: no schedule within the budget that recomputes for every stage afresh costs
+    less than this share of the step's time (0 where nothing is known); `proven`: whether the search finished instead of
+    running out of time; then, if the schedule exceeds the budget, no schedule that recomputes for every stage afresh
+    fits; `solver`: its name.
     """
 
     schedule: Schedule
@@ -45,13 +45,13 @@ class Solver(Protocol):
 
         **Arguments:**
 
-        - `graph`: `graph.residuals` are the values to choose from; `graph.values[v].nbytes` and
-          `graph.nodes[graph.values[v].producer].seconds` what they take.
-        - `budget_nbytes`: the peak allowed, everything included; None where the least reachable peak is asked for.
-        - `time_limit`: seconds of a usual machine, after which the best so far is the answer; work that is counted
+        - `graph`: `graph.residuals` are the values to choose from; `graph.values[v].nbytes` is the size of one, and
+          `graph.nodes[graph.values[v].producer].seconds` the time to recompute it.
+        - `budget_nbytes`: the peak allowed, everything included; None asks for the least peak.
+        - `time_limit`: seconds of a usual machine, after which the best schedule so far is the answer. Counted work
           gives the same answer everywhere (see `Milp`), a clock does not.
 
-        A solver that finds nothing within the budget returns one of little peak that it came across: whether a
-        schedule fits is the simulator's verdict, not the solver's, and the least peak is asked for apart.
+        A solver that finds nothing within the budget returns a schedule with a low peak: the simulator decides whether
+        a schedule fits, not the solver, and the least peak is asked for separately.
         """
         ...

@@ -369,9 +369,9 @@ class _Model:
                 break
         if lost:
             warn(
-                f"The integer program was left without an answer ({'; '.join(program.failures)}). The plan is the best "
-                "that was known before, by solvers without one: it may take longer than it must. "
-                "Try again, or with a larger `time_limit` or `planning_seconds` in `jaxremat.Planning`."
+                f"The integer program found no solution ({'; '.join(program.failures)}). The plan is the best "
+                "of the heuristic solvers, and may be slower than necessary. Try again, or raise `time_limit` "
+                "or `planning_seconds` in `jaxremat.Planning`."
             )
         return _Found(
             best, best_rank[0] == 0, min(bound, best_rank[1]) if best_rank[0] == 0 else bound, proven

@@ -32,12 +32,12 @@ class Entry:
 
     **Fields:**
 
-    - `network`, `scale` as `examples.benchmarks.networks.program` takes them; `target` as `jaxremat.optimize` does, or
-      `"cpu"`; `budget` the share of the plain step's temporaries that is left, beside its arguments and outputs
-      (`"50% of temporaries"`), or `"min"`.
-    - `jax` the minor version that the plan is for; `versions` of what it was made with.
-    - `settings` the program's: inputs, parameters, what is donated.
-    - `plan` with all of its figures, but for what is alive at the peak.
+    - `network`, `scale`: as `examples.benchmarks.networks.program` takes them. `target`: as for `jaxremat.optimize`, or
+      `"cpu"`. `budget`: the share of the plain step's temporaries, beside its arguments and outputs (`"50% of
+      temporaries"`), or `"min"`.
+    - `jax`: the minor version that the plan is for. `versions`: of what made the plan.
+    - `settings`: the program's inputs, parameters and donations.
+    - `plan`: with all figures except for what is alive at the peak.
     """
 
     network: str
@@ -77,7 +77,7 @@ def load(network: str, budget: str, *, target: str = "h100", scale: str = "full"
 
 
 def find(network: str, budget: str, *, target: str = "h100", scale: str = "full") -> Entry:
-    """`load`, with the program's settings and the versions that the plan was made with."""
+    """Return what `load` does, with the program's settings and the versions that the plan was made with."""
     named = [e for name in _names() if name.split("-")[0] == network for e in _read(name)]
     alike = [e for e in named if (e.budget, e.target, e.scale) == (budget, target, scale)]
     if not alike:
@@ -139,4 +139,6 @@ def parse(text: str, name: str) -> Iterator[Entry]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, PlanMismatchError):
             raise
-        raise PlanMismatchError(f"{name} is no file of the zoo ({type(error).__name__}: {error}).") from error
+        raise PlanMismatchError(
+            f"{name} is not a file of the zoo ({type(error).__name__}: {error})."
+        ) from error

@@ -24,7 +24,7 @@ def compared(*more: float) -> Comparison:
 def test_rounding_agrees() -> None:
     found = compared(1e-4, 1e-8, 1e-14, 0)
     assert found.agrees
-    assert str(found).splitlines()[0] == "4 results, no further apart than rounding explains:"
+    assert str(found).splitlines()[0] == "4 results differ by no more than rounding explains:"
     assert "differs" not in str(found)
 
 
@@ -32,10 +32,10 @@ def test_what_differs_is_said_first() -> None:
     found = compared(1.0, 0.0, 0.0, 1)
     assert [leaf.agrees for leaf in found.leaves] == [False, True, True, False]
     first, *lines = str(found).splitlines()
-    assert first == "2 of 4 results are further apart than rounding explains:"
+    assert first == "2 of 4 results differ by more than rounding explains:"
     assert [line.endswith("differs") for line in lines] == [True, True, False, False]
 
 
 def test_no_results() -> None:
     assert Comparison(()).agrees
-    assert str(Comparison(())) == "0 results, no further apart than rounding explains:"
+    assert str(Comparison(())) == "0 results differ by no more than rounding explains:"

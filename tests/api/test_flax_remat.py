@@ -137,5 +137,5 @@ def test_other_things_are_refused() -> None:
         jaxremat.flax.remat(dict)
     with pytest.raises(jaxremat.ArgumentError, match="Flax module class"):
         jaxremat.flax.remat("Block")
-    with pytest.raises(jaxremat.ArgumentError, match="given a Dense, which is a module already"):
+    with pytest.raises(jaxremat.ArgumentError, match="given a Dense, which is already a module"):
         jaxremat.flax.remat(nn.Dense(3))

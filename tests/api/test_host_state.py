@@ -84,7 +84,7 @@ class TestForAGpu:
         with pytest.raises(InfeasibleBudgetError, match=r"optimize\(\.\.\., offload=True\)") as refused:
             self.plan(budget)
         assert refused.value.step_seconds > 0
-        with pytest.warns(JaxrematWarning, match="in host memory. The step returns them there"):
+        with pytest.warns(JaxrematWarning, match="in host memory: the step reads them only to update them"):
             plan = self.plan(budget, offload=True)
         assert plan.peak_nbytes <= budget
         missing = refused.value.min_peak_nbytes - budget
@@ -93,7 +93,7 @@ class TestForAGpu:
         assert sum(leaves[place].size * 4 for place in plan.on_host) == plan.on_host_nbytes
         weights = len(jax.tree.leaves(self.args[0]))
         assert all(weights <= place < len(leaves) - 1 for place in plan.on_host)
-        assert "of the arguments are in host memory from step to step" in str(plan)
+        assert "of the arguments stay in host memory between steps" in str(plan)
         assert Plan.from_json(plan.to_json()) == plan
         # its time is counted from the step as it is, which copies nothing
         moved = jaxremat.plan(

@@ -21,13 +21,13 @@ def step(w: jax.Array, x: jax.Array) -> jax.Array:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "solver": (Milp, "Pass an instance, such as `jaxremat.Milp()`"),
-    "time_limit": ("10", "`time_limit='10'` is no positive number of seconds"),
-    "planning_seconds": (0, "`planning_seconds=0` is no positive number of seconds"),
+    "time_limit": ("10", "`time_limit='10'` is not a positive number of seconds"),
+    "planning_seconds": (0, "`planning_seconds=0` is not a positive number of seconds"),
     "on_interrupt": ("ask", '`on_interrupt=\'ask\'` is unknown. Write "stop" or "best"'),
     "effort": ("heroic", '`effort=\'heroic\'` is unknown. Write "normal" or "thorough"'),
     "verify": ("no", "`verify='no'` is unknown. Write True or False"),
     "profile": ("fast", '`profile=\'fast\'` is unknown. Write "roofline" or "measure"'),
-    "workspace_margin": ("much", "`workspace_margin='much'` is no number of bytes"),
+    "workspace_margin": ("much", "`workspace_margin='much'` is not a number of bytes"),
     "cache": (None, "`cache=None` is unknown. Write True or False"),
     "respect_checkpoint": ("all", "`respect_checkpoint='all'` is unknown. Write True or False"),
     "progress": ("bars", "`progress='bars'` is unknown. Write True, False or None"),

@@ -324,7 +324,7 @@ def test_refused_where_written() -> None:
         def step(x: jax.Array) -> jax.Array:
             return x
 
-    with pytest.raises(ArgumentError, match="either a budget"):
+    with pytest.raises(ArgumentError, match="but not both"):
         jaxremat.optimize()
     with pytest.raises(ArgumentError, match="effort='heroic'"):
         jaxremat.optimize(AMPLE, planning=jaxremat.Planning(effort="heroic"))  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ class LossScale:
     def __post_init__(self) -> None:
         for each in (self.scale, self.count):
             if not isinstance(each, jax.Array | np.ndarray):
-                raise TypeError(f"a {type(each).__name__} is no array")
+                raise TypeError(f"a {type(each).__name__} is not an array")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["scale", "count"], meta_fields=[])
@@ -53,7 +53,7 @@ def _half() -> int:
 
 
 def test_jit_cannot_lower_it() -> None:
-    with pytest.raises(TypeError, match="is no array"):
+    with pytest.raises(TypeError, match="is not an array"):
         jax.jit(_step).lower(*_args())
 
 

@@ -239,13 +239,13 @@ def test_json_round_trip(frontier: Frontier, tmp_path: Path) -> None:
     points = [{"kind": p.kind, "plan": json.loads(p.plan.to_json())} for p in frontier]  # as in format 1
     old = {**json.loads(frontier.to_json()), "frontier_format": 1, "points": points}
     assert Frontier.from_json(json.dumps(old)) == frontier
-    with pytest.raises(PlanMismatchError, match="no jaxremat plan"):
+    with pytest.raises(PlanMismatchError, match="not a jaxremat plan"):
         Plan.from_json(frontier.to_json())
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"frontier_format": 1}', '{"format": 1}'])
 def test_what_is_no_frontier(text: str) -> None:
-    with pytest.raises(PlanMismatchError, match="no jaxremat frontier"):
+    with pytest.raises(PlanMismatchError, match="not a jaxremat frontier"):
         Frontier.from_json(text)
 
 
@@ -311,9 +311,9 @@ def test_a_picture_without_matplotlib(frontier: Frontier, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"points": 1}, "no number of budgets"),
-        ({"points": True}, "no number of budgets"),
-        ({"points": 2.5}, "no number of budgets"),
+        ({"points": 1}, "not a number of budgets"),
+        ({"points": True}, "not a number of budgets"),
+        ({"points": 2.5}, "not a number of budgets"),
         ({"budget": "1GiB"}, "leave out `budget`"),
         ({"plan": None}, "leave out `plan`"),
         (
@@ -330,7 +330,7 @@ def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> 
 def test_a_step_is_swept_with_its_own_options(frontier: Frontier) -> None:
     step = jaxremat.optimize("1TiB", donate_argnums=0)(CASE.step)
     assert jaxremat.sweep(step, *ARGS, points=POINTS) == frontier
-    with pytest.raises(ArgumentError, match="its own options"):
+    with pytest.raises(ArgumentError, match="uses the options of a step"):
         jaxremat.sweep(step, *ARGS, donate_argnums=0)
 
 

@@ -110,7 +110,7 @@ def test_what_there_are_no_kernels_for() -> None:
     ("attend", "fit", "how"),
     [
         (masked, (True, True), "in kernels"),
-        (_turned_by_bits, (False, False), "part after part"),
+        (_turned_by_bits, (False, False), "in parts"),
     ],
 )
 def test_what_is_in_kernels_is_said(attend: Attend, fit: tuple[bool, bool], how: str) -> None:
@@ -174,7 +174,7 @@ def test_of_learned_slopes_the_gradient_is_in_no_kernel() -> None:
     ((line, *fit),) = trace(jax.jit(step), args, {}).in_form(IN_KERNELS).attention
     assert fit == [True, False]
     (said,) = loop_forms((), IN_KERNELS, (), attention=[(line, True, False)])
-    assert str(said).endswith("in kernels, and part after part on the way back")
+    assert str(said).endswith("in kernels, and in parts in the backward pass")
 
 
 def compiled(attend: Attend, form: Variant, length: int, target: str = "h100", width: int = WIDTH) -> Any:

@@ -138,7 +138,7 @@ def test_memory(run: Any) -> None:
     )
     assert said["peak_nbytes"] == want.peak_nbytes and said["aliased_nbytes"] == want.aliased_nbytes > 0
     assert said["fits"] is None
-    for budget, code, word in (("1KiB", 1, "too much"), ("1GiB", 0, "to spare")):
+    for budget, code, word in (("1KiB", 1, "over the budget"), ("1GiB", 0, "to spare")):
         found = run("memory", *STEP, "--budget", budget)
         assert found.exit_code == code
         assert word in found.stdout and f"{want.peak_nbytes:,} bytes" in found.stdout
@@ -201,7 +201,7 @@ def test_time(run: Any) -> None:
     assert said["ratio"] == pytest.approx(said["planned"]["median"] / said["plain"]["median"])
     assert said["predicted_overhead"] > 0
     text = run("time", "cli_steps:step", "--args", "make_args", "--budget", "1GiB", "--runs", "1")
-    assert "of the plain step's time" in text.stdout
+    assert "times the plain step's time" in text.stdout
 
 
 def test_sweep(run: Any, tmp_path: Path) -> None:
@@ -255,17 +255,17 @@ MISTAKES: dict[str, tuple[int, str]] = {
     "plan cli_steps:nope --args make_args": (2, "cli_steps has no 'nope'; it has jax,"),
     "plan nothing.at.all:step --args a": (2, "There is no module 'nothing.at.all', neither in"),
     "plan nothing.py:step --args a": (2, "There is no file 'nothing.py' in"),
-    "plan cli_steps:step --args lone": (2, "'cli_steps:lone' made a ArrayImpl. It has to return a tuple"),
-    "plan cli_steps:step --args three": (2, "made 4 arguments, and the function takes (weights, x, scale=0.1)"),
+    "plan cli_steps:step --args lone": (2, "'cli_steps:lone' returned a ArrayImpl. It has to return a tuple"),
+    "plan cli_steps:step --args three": (2, "returned 4 arguments, but the function takes (weights, x, scale=0.1)"),
     "plan cli_steps:not_callable --args shapes": (2, "`optimize` decorates functions; it was given a tuple"),
     "plan cli_steps:step --args shapes --donate 9 --budget 1GiB": (2, "--donate 9: the function takes weights, x"),
     "memory cli_steps:step --args shapes --static w": (2, "--static w: the function takes weights, x, scale"),
-    "plan cli_steps:step --args shapes --budget much": (2, "The budget 'much' is no number of bytes"),
+    "plan cli_steps:step --args shapes --budget much": (2, "The budget 'much' is not a number of bytes"),
     "plan cli_steps:step --args shapes --target h1000": (2, "`target='h1000'` is unknown. Write one of h100, "),
     "plan cli_steps:step --args shapes --solver best": (2, "'best' is not one of 'milp', 'mincut'"),
     "plan cli_steps:step --args shapes --save nowhere/plan.json": (2, "there is no folder 'nowhere'"),
     "plan cli_steps:step --args shapes --budget min --margin 1MiB": (2, '`workspace_margin` is kept free'),
-    "memory cli_steps:step --args shapes --budget min": (2, "'min' is for `jaxremat plan`"),
+    "memory cli_steps:step --args shapes --budget min": (2, "'min' is a budget for `jaxremat plan`"),
     "plan cli_bad:step --args a": (4, "No module named 'not_installed_anywhere' (cli_bad.py:1)"),
     "check cli_steps:step --args shapes --target h100": (4, "`--target h100` is not in this machine"),
     "plan cli_steps:broken --args shapes --budget 1GiB": (5, "TypeError: dot_general requires contracting"),
@@ -303,7 +303,7 @@ def test_a_plan_of_another_program_ends_with_3(run: Any, folder: Path) -> None:
     (folder / "plan.json").write_text("{}")
     (folder / "cli_third.py").write_text(text.format(""))
     found = run("plan", "cli_third:following", "--args", "shapes")
-    assert found.exit_code == 3 and "is no jaxremat plan" in found.stderr
+    assert found.exit_code == 3 and "is not a jaxremat plan" in found.stderr
 
 
 def test_an_interrupt_ends_with_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

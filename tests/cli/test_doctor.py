@@ -47,7 +47,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *kept: str) -> None:
 def test_what_is_installed_here_works() -> None:
     code, found, text = doctor()
     assert code == 0, text
-    assert text.rstrip().splitlines()[-1].startswith("All that is needed works.")
+    assert text.rstrip().splitlines()[-1].startswith("Everything required works.")
     assert found["jaxremat"].found.startswith(jaxremat.__version__)
     for subject in ("devices", "solver CBC", "solver HIGHS", "cache"):
         assert found[subject].state == "ok" and subject in text
@@ -63,7 +63,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     code, found, text = doctor()
     assert code == 1 and "1 of " in text and "BROKEN" in text
     assert found["cache"].state == "broken" and found["cache"].found.startswith("Not a directory: ")
-    assert found["cache"].remedy == "set JAXREMAT_CACHE to a folder that can be written"
+    assert found["cache"].remedy == "set JAXREMAT_CACHE to a writable folder"
 
 
 def test_the_size_of_the_cache_and_nothing_left_in_it(
@@ -80,7 +80,7 @@ WORKERS = {
     "import mip_is_not_here\n": "ModuleNotFoundError: No module named 'mip_is_not_here'",
     "import os\nos.abort()\n": "SIGABRT",
     "def answer(request):\n    raise ValueError('no licence')\n": "ValueError: no licence",
-    "def answer(request):\n    return 'OPTIMAL', 0.0, [0.0, 0.0, 0.0]\n": "it answers [0.0, 0.0, 0.0] (OPTIMAL)",
+    "def answer(request):\n    return 'OPTIMAL', 0.0, [0.0, 0.0, 0.0]\n": "returned [0.0, 0.0, 0.0] (OPTIMAL)",
 }
 
 
@@ -106,12 +106,13 @@ def test_the_compiler_of_targets_is_missing_of_another_version_or_lost(
     only(monkeypatch, "target_compiler")
     monkeypatch.setattr(_target, "version_of", lambda name: None)
     code, found, text = doctor()
-    assert code == 0 and "one can do without" in text
+    assert code == 0 and "are optional" in text
     assert found["target compiler"].state == "absent"
     assert ".[targets]" in text  # which is not taken for markup
     monkeypatch.setattr(_health.sys, "platform", "darwin")
     assert (
-        _health.target_compiler().remedy == "" and "none for this system" in _health.target_compiler().found
+        _health.target_compiler().remedy == ""
+        and "not available for this system" in _health.target_compiler().found
     )
 
     monkeypatch.setattr(_target, "version_of", lambda name: "0.9.0")
@@ -158,7 +159,7 @@ def test_packages_that_are_missing_or_of_another_version(monkeypatch: pytest.Mon
     missing = package(Requirement("no-such-package", ">=1.0", ""))
     assert (missing.state, missing.remedy) == ("broken", 'pip install "no-such-package>=1.0"')
     old = package(Requirement("jax", ">=9.0", ""))
-    assert old.state == "broken" and old.found == f"{jax.__version__}, and it has to be >=9.0"
+    assert old.state == "broken" and old.found == f"{jax.__version__}, but must be >=9.0"
     extra = packages_of("demo", [Requirement("no-such-package", "", "demo"), needed[1]])
     assert (extra.state, extra.remedy) == ("absent", 'pip install ".[demo]"')
     assert packages_of("demo", [Requirement("jax", ">=9.0", "demo")]).state == "broken"

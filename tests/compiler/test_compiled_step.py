@@ -43,6 +43,9 @@ def test_all_facts_are_those_of_the_text_and_take_one_parse(parsed: Counter[str]
     executable = compiled()
     step = CompiledStep(executable, CPU, keep_module=True)
     assert step.memory == jaxremat.MemoryStats.of(executable)
+    assert repr(step.memory).startswith(
+        f"MemoryStats(peak_nbytes={step.memory.peak_nbytes}, arguments_nbytes="
+    )
     assert not parsed, "the memory needs no text"
     text = executable.as_text()
     module = parse(text)

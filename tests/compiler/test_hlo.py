@@ -93,7 +93,7 @@ def test_syntax() -> None:
 
 
 def test_text_that_is_no_module() -> None:
-    with pytest.raises(ValueError, match=r"no HLO module with an ENTRY.*'module @jit_f'.*as_text"):
+    with pytest.raises(ValueError, match=r"not an HLO module with an ENTRY.*'module @jit_f'.*as_text"):
         parse("module @jit_f")
 
 

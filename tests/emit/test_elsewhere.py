@@ -317,7 +317,7 @@ def test_the_planner_chooses_what_is_cheapest() -> None:
     assert with_it.peak_nbytes <= budget
     assert with_it.offloaded
     for shown in (str(with_it), str(with_it.report()), with_it.report().html()):
-        assert "memory meanwhile" in shown
+        assert " values to host memory; kernels wait " in " ".join(shown.split())
     assert with_it.overhead <= without.overhead + 1e-3
     again = Plan.from_json(with_it.to_json())
     assert again == with_it
@@ -351,7 +351,7 @@ def test_a_hint_puts_a_value_there_though_all_would_fit() -> None:
 def test_a_pin_from_outside_does_and_names_what_stays() -> None:
     """The first products leave; the last is wanted again before it is gone."""
     with pytest.warns(
-        JaxrematWarning, match=r'pins.*"offload": \d of its values not in host memory, .*no time'
+        JaxrematWarning, match=r'pins.*"offload": \d of its values are not offloaded, .*no time'
     ):
         plan = with_hints(mlp, LARGE["matrices"], offload=True, pins={"dot_general": "offload"})
     assert plan.offloaded
@@ -359,9 +359,9 @@ def test_a_pin_from_outside_does_and_names_what_stays() -> None:
 
 
 def test_a_hint_that_cannot_be_followed_says_so() -> None:
-    with pytest.warns(JaxrematWarning, match=r'hint.*"offload".*`offload=True` alone'):
+    with pytest.warns(JaxrematWarning, match=r'hint.*"offload".*only with `offload=True`'):
         assert not with_hints(hinted, LARGE["matrices"]).offloaded
-    with pytest.warns(JaxrematWarning, match=r"a copy takes more than the 5 ms"):
+    with pytest.warns(JaxrematWarning, match=r"a copy takes longer than the 5 ms"):
         assert not with_hints(hinted, matrices(8192, 4096, 2), offload=True).offloaded
 
 
@@ -374,7 +374,7 @@ def test_a_plan_that_was_kept_is_followed() -> None:
 
 def test_a_device_without_that_memory_refuses_the_plan() -> None:
     plan, _ = planned("matrices")
-    with pytest.raises(PlanMismatchError, match="no memory besides"):
+    with pytest.raises(PlanMismatchError, match="no other memory"):
         jaxremat.optimize(plan=plan, donate_argnums=0)(mlp).plan(*LARGE["matrices"])
 
 
@@ -382,7 +382,7 @@ def test_a_cpu_plans_without() -> None:
     assert detect(jax.devices()[0]).platform == "cpu"
     plain = jaxremat.memory(mlp, *LARGE["matrices"], donate_argnums=0)
     budget = plain.peak_nbytes - plain.temporaries_nbytes // 3
-    with pytest.warns(JaxrematWarning, match="no memory besides"):
+    with pytest.warns(JaxrematWarning, match="no memory apart"):
         plan = jaxremat.plan(
             mlp,
             *LARGE["matrices"],

@@ -32,7 +32,7 @@ def test_a_form_acted_where_it_is_in_the_plan_and_all_else_where_it_was_recorded
     row = {
         "acted": {"memory order": 3, "masks": 1},
         "form": [["loop", 0, [4, 6]], ["loop", 1, [8]], ["copies", 0, [1]]],
-        "loops": ["the step: in 2 microbatches, one after the other, whose gradients are added up"],
+        "loops": ["the step: in 2 microbatches, with accumulated gradients"],
         "offloaded_nbytes": 12,
     }
     acted = {m.name: m.acted(row) for m in MECHANISMS}

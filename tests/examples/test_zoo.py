@@ -102,7 +102,7 @@ def test_a_file_is_read_as_it_was_written() -> None:
         text.replace('"zoo_format": 1', '"zoo_format": 2'),
         text.replace('"scale"', '"size"'),
     ):
-        with pytest.raises(PlanMismatchError, match=r"x\.json is no file of the zoo"):
+        with pytest.raises(PlanMismatchError, match=r"x\.json is not a file of the zoo"):
             list(zoo.parse(wrong, "x.json"))
     with pytest.raises(PlanMismatchError, match="reads format"):
         list(zoo.parse(text.replace('"format":', '"format":9'), "x.json"))

@@ -207,11 +207,11 @@ def test_settings_in_a_row_are_those_of_loops_then_rows_then_copies() -> None:
     ("levels", "said"),
     [
         ((6, 4), "2 levels, 6 x 4"),
-        ((4, 5), "2 levels, 4 x 5, and 4 behind them"),
+        ((4, 5), "2 levels, 4 x 5, and 4 after them"),
         ((2, 3, 4), "3 levels, 2 x 3 x 4"),
-        ((17,), "divided into 17 and 7, each with a plan of its own"),
-        ((17, -6), "divided into 17, 6 and 1, each with a plan of its own"),
-        ((24,), "makes the updates of what it stacks"),
+        ((17,), "split into 17 and 7, each with its own plan"),
+        ((17, -6), "split into 17, 6 and 1, each with its own plan"),
+        ((24,), "updates its stacked parameters in the backward pass"),
     ],
 )
 def test_what_becomes_of_a_loop_in_words(levels: tuple[int, ...], said: str) -> None:

@@ -177,5 +177,5 @@ def test_globs_stand_anywhere_in_a_path_and_end_within_a_component() -> None:
     assert hit(re.compile("Block_1$|Block_0")) == [1]
     assert hit(re.compile("Block_1/")) == [2]
     assert hit("Block_1", "stage") == [3]
-    with pytest.raises(HintError, match="Near it are"):
+    with pytest.raises(HintError, match="Similar names are"):
         hit("Net/Dense_0")

@@ -45,7 +45,7 @@ def test_a_budget_without_room_for_scores(scanned: bool, tmp_path: Path) -> None
     assert plan.peak_nbytes <= budget
     assert plan.form.settings(ATTENTION) == {0: (1,)}
     (said,) = (str(loop) for loop in plan.loops if loop.attention)
-    assert "without its matrix of scores, part after part" in said
+    assert "without its matrix of scores, in parts" in said
     assert (f"{LAYERS} times" in said) != scanned
     assert said in str(plan)
     wanted = jax.jit(step)(*args)

@@ -150,14 +150,14 @@ def test_the_least_memory_is_looked_for(plan: Plan) -> None:
 
 def test_a_plan_of_another_step_is_no_neighbour(plan: Plan) -> None:
     planned = jaxremat.optimize(plan.budget_nbytes, like=plan)(make_step(jnp.sin))
-    with pytest.warns(JaxrematWarning, match="`like`: the plan of `train` is of other equations"):
+    with pytest.warns(JaxrematWarning, match="`like`: the plan of `train` has other equations"):
         assert not planned.plan(WEIGHTS, batch(1024)).like
 
 
 def test_a_form_that_is_not_allowed_is_not_taken_over(plan: Plan) -> None:
     """A neighbour's plan may have been made with another `allow`."""
     rounded = replace(plan, form=Variant.of_rule(COPIES, {0: (1,)}))
-    with pytest.warns(JaxrematWarning, match="or in a form that these shapes or `allow` rule out"):
+    with pytest.warns(JaxrematWarning, match="or uses a form that these shapes or `allow` rule out"):
         found = step(budget_of(1000), like=rounded).plan(WEIGHTS, batch(1000))
     assert not found.like and not found.copies
 
@@ -165,5 +165,5 @@ def test_a_form_that_is_not_allowed_is_not_taken_over(plan: Plan) -> None:
 def test_who_gives_a_plan_for_other_shapes_is_told_of_like(plan: Plan) -> None:
     with pytest.raises(PlanMismatchError, match=r"or from this plan, with `optimize\(budget, like=plan\)`"):
         jaxremat.optimize(plan=plan)(make_step()).plan(WEIGHTS, batch(512))
-    with pytest.raises(jaxremat.ArgumentError, match="`like` belongs to planning"):
+    with pytest.raises(jaxremat.ArgumentError, match="`like` is an option of planning"):
         jaxremat.optimize(plan=plan, like=plan)

@@ -92,7 +92,7 @@ def test_other_format_versions(version: Any) -> None:
         Plan.from_json(text)
 
 
-NO_PLAN = r"This text is no jaxremat plan \(.*\)\. Pass what `Plan\.to_json` or `Plan\.save` wrote\."
+NO_PLAN = r"This text is not a jaxremat plan \(.*\)\. Pass what `Plan\.to_json` or `Plan\.save` wrote\."
 
 
 def test_plans_from_before_sums_were_planned_are_read() -> None:

@@ -82,8 +82,8 @@ def undone(net: Any) -> tuple[Any, Any]:
 
 
 SAID = {
-    unrolled: "blocks at test_reversed_plans.py:{} (coupled): undone on the way back, one after the other",
-    scanned: "loop of 16 iterations at test_reversed_plans.py:{} (scanned): undone on the way back",
+    unrolled: "blocks at test_reversed_plans.py:{} (coupled): undone in the backward pass, from the last",
+    scanned: "loop of 16 iterations at test_reversed_plans.py:{} (scanned): undone in the backward pass",
 }
 
 

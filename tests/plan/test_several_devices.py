@@ -173,7 +173,7 @@ def test_microbatches_have_rows_of_every_device(words: str) -> None:
     assert found["peak"] <= found["budget"]
     assert found["same"] and found["placed_alike"]
     if "scan" not in words:
-        assert "microbatches, one after the other" in found["text"]
+        assert "microbatches, with accumulated gradients" in found["text"]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_each_device_does_its_part_of_attention(words: str) -> None:
         assert made <= plain
     assert found["peak"] <= found["budget"] < found["plain"] / 2
     assert "attention" in found["form"]
-    assert "without its matrix of scores, part after part" in found["text"]
+    assert "without its matrix of scores, in parts" in found["text"]
     assert found["same"] and found["followed"]
     again = found["again"]["all-reduce"]
     assert (f"add up {again} sums" in found["text"]) == bool(again)

@@ -90,7 +90,7 @@ def test_the_failure_of_one_is_that_of_all(
 def test_nobody_waits_for_one_that_does_not_come(said: list[dict[str, dict[str, Any]]]) -> None:
     absent = said[0]["absent"]
     assert (absent["type"], absent["process"]) == ("ProcessError", 1)
-    assert "did not come" in absent["message"]
+    assert "did not join" in absent["message"]
 
 
 def test_nobody_waits_for_one_that_was_killed() -> None:

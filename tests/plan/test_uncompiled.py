@@ -59,8 +59,8 @@ def test_what_a_gpus_compiler_refuses_is_planned() -> None:
     assert "needs more blocks" in plan.baseline_modelled
     assert Plan.from_json(plan.to_json()) == plan
     for said in (" ".join(str(each).split()) for each in (plan, plan.report())):
-        assert "by the model" in said and plan.baseline_modelled in said
-    assert ">the step as it is, modelled<" in plan.report().html()
+        assert "(modelled)" in said and plan.baseline_modelled in said
+    assert ">plain step, modelled<" in plan.report().html()
     stats = jaxremat.memory(train_step, *LONG, donate_argnums=0, target="h100")
     assert (stats.peak_nbytes, stats.modelled) == (plan.baseline_peak_nbytes, plan.baseline_modelled)
 
@@ -139,7 +139,7 @@ def test_where_nothing_is_compiled_all_that_was_tried_is_said(refuse: Callable[[
     assert caught.value.reason == "refused"
     said = str(caught.value)
     assert said.startswith(
-        "No form of `train_step` could be compiled. Tried were as written: XLA refuses the step: "
+        "No form of `train_step` could be compiled. Tried: as written: XLA refuses the step: "
     )
     assert "attention 0: 1: XLA" in said and said.endswith("Use a smaller batch, or shorter sequences.")
 

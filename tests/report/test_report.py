@@ -109,24 +109,28 @@ def test_the_page_says_what_the_plan_does() -> None:
     assert PLAN.compiler in text
     assert "net.py:7 (Net.__call__)" in text  # what is alive at the compiled peak
     assert "12.50%" in text  # the round's overhead by roofline
-    assert "Look at" in text
+    assert "Time runs from left to right" in text
 
 
 def test_a_step_that_fits_is_told_apart() -> None:
     text = Page(PLAIN.report().html()).text
-    assert "as it is" in text and "It costs nothing" in text
-    assert "How it was found" not in text and "With the plan" not in text
-    assert "as it is" in PLAIN.report().text()
+    assert "as written" in text and "The plan costs nothing" in text
+    assert "How the plan was found" not in text and "Planned step" not in text
+    assert "as written" in PLAIN.report().text()
 
 
 def test_more_or_less_time() -> None:
     text = replace(PLAN, overhead=0.0312, compiled_overhead=-0.25).report().text(1000)
-    assert "model it takes 3.1% more time" in text and "compiled programs 25.0% less." in text
+    assert "3.1% more time than the plain step by the planner's model, and 25.0% less by a roofline" in text
 
 
-def test_what_was_not_compiled_is_not_called_measured() -> None:
+def test_what_was_not_compiled_is_not_called_compiled() -> None:
     text = Page(UNCOMPILED.report().html()).text
-    assert "Nothing was compiled" in text and "measured peak " not in text and "as modelled" in text
+    assert (
+        "Nothing was compiled" in text
+        and "compiled: the compiler's own" not in text
+        and "by the planner's model" in text
+    )
     assert "What fills memory" not in text
     assert "Nothing was compiled" in UNCOMPILED.report().text()
 
@@ -134,9 +138,9 @@ def test_what_was_not_compiled_is_not_called_measured() -> None:
 def test_what_else_to_know_of_the_figures() -> None:
     plan = replace(PLAN, margin_nbytes=1 << 20, respect_checkpoint=True)
     for text in (Page(plan.report().html()).text, plan.report().text(1000), str(plan.report())):
-        assert "1.00 MiB of the budget stay free" in re.sub(r"\s+", " ", text)
+        assert "1.00 MiB of the budget are kept free" in re.sub(r"\s+", " ", text)
         assert "own checkpoints are kept" in re.sub(r"\s+", " ", text)
-    assert "stay free" not in PLAN.report().html()
+    assert "kept free" not in PLAN.report().html()
 
 
 def test_pins_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +157,7 @@ def test_decisions_that_are_kept_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     bare = plan_of(GRAPH, close_over_dependencies(GRAPH, sorted(GRAPH.residuals)[:2]))
     marked = tuple(replace(a, decision=a.action == "save") for a in bare.actions)
     plan = replace(bare, actions=marked, decided=Decided(3, 5 << 10))
-    said = "3 values are kept as decisions (5.00 KiB), which no plan makes twice"
+    said = "3 values are kept as decisions (5.00 KiB), which run only once"
     for text in (Page(plan.report().html()).text, plan.report().text(1000), str(plan.report()), str(plan)):
         assert said in re.sub(r"\s+", " ", text)
     assert str(plan).count("save (decision)") == 2
@@ -165,7 +169,7 @@ def test_what_was_not_proved_is_told() -> None:
     plan = replace(PLAN, unproved=("loops with nested checkpointing or parts",))
     for text in (Page(plan.report().html()).text, plan.report().text(1000), str(plan)):
         assert (
-            "ot proved to compute the step, but tested as a form: loops with nested checkpointing or parts"
+            "ot proved for this step, only tested in general: loops with nested checkpointing or parts"
             in text
         )
     assert "proved" not in PLAN.report().html() + str(PLAN)
@@ -238,7 +242,7 @@ def test_a_plan_stays_small_however_long_the_step_is() -> None:
 def test_the_picture_is_drawn_to_scale() -> None:
     drawn = chart(PLAN)
     assert drawn.budget is not None
-    assert [panel.name for panel in drawn.panels] == ["The step as it is", "With the plan"]
+    assert [panel.name for panel in drawn.panels] == ["Plain step", "Planned step"]
     plain, planned = drawn.panels
     assert planned.end == 100 >= plain.end
     assert planned.modelled_nbytes == PLAN.predicted_peak_nbytes
@@ -275,7 +279,7 @@ def test_copies_have_a_lane_of_their_own() -> None:
     page = Page(plan.report().html())
     lanes = [tag for tag, attrs in page.tags if tag == "rect" and attrs["class"] in ("offload", "fetch")]
     assert len(lanes) == 3
-    assert "on its way there for " + format_seconds(0.3 * seconds) in page.text
+    assert "a copy to the host is under way for " + format_seconds(0.3 * seconds) in page.text
     assert "and back" in str(plan.report()) and "and back" not in str(PLAN.report())
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -393,7 +397,7 @@ def test_of_a_step() -> None:
 def test_of_a_step_that_fits_or_is_not_compiled() -> None:
     fits = jaxremat.plan(step, *ARGS, budget="1GiB")
     assert fits.account.planned is None
-    assert "It costs nothing" in str(fits.report())
+    assert "The plan costs nothing" in str(fits.report())
     guess = jaxremat.plan(step, *ARGS, budget="min", planning=jaxremat.Planning(verify=False))
     assert guess.memory is None and guess.account.planned is not None
     assert "Nothing was compiled" in str(guess.report())

@@ -130,7 +130,7 @@ def test_budgets_between_two_plans_divide_the_loop(verify: bool) -> None:
     assert between.overhead < 0.75 * least.overhead
     (form,) = between.loops
     assert (form.length, form.levels[0]) == (DEPTH, first) and "test_divided.py" in form.source
-    said = f": divided into {first}"
+    said = f": split into {first}"
     assert said in str(between) and said in " ".join(between.report().html().split())
     loaded = jaxremat.Plan.from_json(between.to_json())
     args = [jax.random.normal(jax.random.key(i), a.shape) / 8 for i, a in enumerate(HEAVY)]

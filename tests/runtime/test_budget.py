@@ -91,7 +91,7 @@ def test_shares_of_what_is_not_known() -> None:
             parse_budget(text, 1000, lambda: (200, 600))
     with pytest.raises(BudgetError, match="is for functions that are differentiated later"):
         parse_budget("40% of residuals", 1000, lambda: (200, 600))
-    with pytest.raises(BudgetError, match="is a share of a step, and there is none here"):
+    with pytest.raises(BudgetError, match="is a share of a step, but there is no step here"):
         parse_budget("40%", 1000)
 
 
@@ -114,7 +114,7 @@ SPELLED = re.escape(f"Write {OF_STEPS}")
 )  # fmt: skip
 def test_text_that_is_no_number_of_bytes(text: str) -> None:
     shown = re.escape(repr(text))
-    with pytest.raises(BudgetError, match=rf"The budget {shown} is no number of bytes\. {SPELLED}"):
+    with pytest.raises(BudgetError, match=rf"The budget {shown} is not a number of bytes\. {SPELLED}"):
         parse_budget(text, 1000)
 
 

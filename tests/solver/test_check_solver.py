@@ -163,7 +163,7 @@ def coin(graph: Graph, budget_nbytes: int | None, solution: Solution) -> Solutio
 
 BROKEN: dict[str, tuple[Callable[..., Any], str, str]] = {
     "none": (lambda *_: None, "answers", "returned a NoneType"),
-    "raises": (gives_up, "answers", r"raised ValueError: no solution. Where nothing fits.*least peak"),
+    "raises": (gives_up, "answers", r"raised ValueError: no solution. If nothing fits.*lowest peak"),
     "schedule": (lambda g, b, s: s.schedule, "answers", r"returned a Schedule.*Solution\(close_over_dependencies"),
     "stage": (forgets_a_stage, "emittable", "neither saved nor recomputed"),
     "callback": (repeats_a_callback, "emittable", r"node 1 \(pure_callback\), which may run only once"),
