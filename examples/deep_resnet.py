@@ -1,7 +1,7 @@
-"""A residual network of ten thousand layers, planned to train within 12 GB; nothing of it has to fit in here.
+"""Plan a residual network of ten thousand layers to train within 12 GB. Nothing is allocated on this machine.
 
 python examples/deep_resnet.py                  # compiled for this machine
-python examples/deep_resnet.py --target h100    # for a GPU that is not here
+python examples/deep_resnet.py --target h100    # compiled for another GPU
 python examples/deep_resnet.py --blocks 2 5 7 2 --width 8 --size 32 --batch 2 --classes 10 --budget min --steps 2
 
 Four stages of bottleneck blocks in the proportions of "SuperNeurons: Dynamic GPU Memory Management for Training Deep
@@ -82,7 +82,7 @@ def step_of(net: nn.Module) -> Callable[..., Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=0, help="train so many steps on random images")
+    parser.add_argument("--steps", type=int, default=0, help="number of training steps on random images")
     parser.add_argument("--blocks", type=int, nargs=4, default=(6, 32, 956, 6), help="2 or more a stage")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--batch", type=int, default=16)

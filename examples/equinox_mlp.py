@@ -1,9 +1,9 @@
-"""An Equinox model inside a budget: its arrays are arguments of the step, all else is closed over.
+"""Train an Equinox model within a budget: its arrays are arguments of the step, the rest is closed over.
 
     python examples/equinox_mlp.py --steps 10
 
-Equinox modules are trees whose leaves need not be arrays (activation functions, for one). `eqx.partition` takes them
-apart, and `optimize` gets the arrays alone.
+Equinox modules are trees whose leaves need not be arrays (activation functions, for one). `eqx.partition` separates
+them, and `optimize` gets only the arrays.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A small GPT whose batch is doubled inside the memory that the plain step needs for half of it.
+"""Train a small GPT with twice the batch, in the memory that the plain step needs for the single batch.
 
 python examples/gpt.py --steps 20
 """
@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument(
-        "--batch", type=int, default=4, help="sequences of the plain step; the planned one has twice"
+        "--batch", type=int, default=4, help="sequences of the plain step; the planned step has twice as many"
     )
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)

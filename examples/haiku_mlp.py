@@ -1,4 +1,4 @@
-"""A Haiku model inside a budget: `hk.transform` gives plain functions of trees, so nothing is special about it.
+"""Train a Haiku model within a budget: `hk.transform` returns plain functions of trees, so nothing is special.
 
 python examples/haiku_mlp.py --steps 10
 """

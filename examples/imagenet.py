@@ -1,4 +1,4 @@
-"""ResNet or ViT on a folder of images, within a budget, on one device or on many, and resumed where it was stopped.
+"""Train a ResNet or ViT on a folder of images, within a budget, on one device or many, and resume where it stopped.
 
     python examples/imagenet.py --data imagenet/train --val imagenet/val --run runs/r50 --budget 24GiB
 
@@ -7,8 +7,8 @@ The data is a folder per class. Needs `pip install grain orbax-checkpoint pillow
 
     python examples/imagenet.py ... --coordinator host0:1234 --processes 2 --process 0     # on the other --process 1
 
-Without `--budget` the step is a plain `jax.jit`. In `--run` are the training state, the place in the data and the plan:
-the same line goes on from there, and plans nothing again.
+Without `--budget` the step is a plain `jax.jit`. The folder `--run` holds the training state, the position in the data
+and the plan: the same line continues from there, without planning again.
 """
 
 import argparse
@@ -147,16 +147,16 @@ def planned(train_step: Any, args: argparse.Namespace, like: tuple[Any, ...], op
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="training images, a folder per class")
-    parser.add_argument("--val", type=Path, help="others, to evaluate on after every epoch")
+    parser.add_argument("--val", type=Path, help="images to evaluate on after every epoch")
     parser.add_argument("--run", type=Path, required=True, help="folder for checkpoints and the plan")
     parser.add_argument("--budget", help='bytes per device, such as "24GiB", or "min"')
     parser.add_argument("--model", choices=NETS, default="resnet50")
-    parser.add_argument("--width", type=int, help="in place of the model's own")
+    parser.add_argument("--width", type=int, help="instead of the model's own")
     parser.add_argument("--size", type=int, default=224, help="of the images, in pixels")
     parser.add_argument("--batch", type=int, default=256, help="images per step, on all devices together")
     parser.add_argument("--epochs", type=int, default=90)
     parser.add_argument("--rate", type=float, help="learning rate; 0.1 for 256 images, ViTs 0.001 for 1,024")
-    parser.add_argument("--fsdp", action="store_true", help="the state divided over devices, not copied")
+    parser.add_argument("--fsdp", action="store_true", help="shard the state over devices")
     parser.add_argument("--log-every", type=int, default=50, help="steps")
     parser.add_argument("--save-every", type=int, default=1000, help="steps")
     parser.add_argument("--workers", type=int, default=0, help="processes that read images; else threads")

@@ -1,4 +1,4 @@
-"""What of a 70B language model fits on 64 H100s, at which batch and at what price: asked on a laptop, of shapes alone.
+"""Find the batch with which a step of a 70B language model fits 64 H100s, and its price, on a laptop and from shapes.
 
 python examples/llama_70b.py                                # the table in the docs; some minutes for each batch
 python examples/llama_70b.py --batches 16 --budget 70GiB
@@ -178,8 +178,8 @@ def markdown(record: dict[str, Any]) -> str:
     )
     lines = [
         f"### {weights} on {record['target']}, {each}",
-        "What one device needs of a step on so many sequences: as it is written, with `jax.checkpoint` around each\n"
-        "layer, and planned; and the planned step's time by the roofline, against the step as it is written\n"
+        "The peak of one device for a number of sequences: of the step as it is written, with `jax.checkpoint` around\n"
+        "each layer, and planned. The planned step's time is a roofline's, relative to the step as it is written\n"
         "(`examples/llama_70b.py`).",
         "| sequences | as written | by hand | planned | time | planned in |\n|---:|---:|---:|---:|---:|---:|",
     ]

@@ -1,16 +1,21 @@
-"""How much memory does fine-tuning an 8B language model with LoRA take, and within which budget does it run?
+"""How much memory does an 8B language model need for LoRA, or to train all its weights, and which budget does it fit?
 
-python examples/llama_lora.py                                  # 8,192 tokens for an H100, asked on a laptop
+python examples/llama_lora.py                                  # LoRA on 8,192 tokens, for an H100, on a laptop
 python examples/llama_lora.py --tokens 32768 --budget 74GiB
+python examples/llama_lora.py --full                           # train all weights
 python examples/llama_lora.py --layers 2 --tokens 256 --width 128 --hidden 384 --words 1024 --target cpu --budget 50%
 
-Plain JAX: a decoder with Llama 3's sizes, a `lax.scan` over its layers, frozen weights in bf16 and adapters of rank 16
-in f32 with Adam. No `jax.checkpoint`, no kernels, no microbatches are written here. Of the arguments only types and
-shapes exist, so that nothing is allocated: XLA's compiler says what the step needs.
+This is plain JAX: a decoder with Llama 3's sizes, and a `lax.scan` over its layers. LoRA has frozen weights in bf16 and
+adapters of rank 16 in f32 with Adam; `--full` trains the bf16 weights with Adam. The code has no `jax.checkpoint`, no
+kernels and no microbatches. The arguments are only types and shapes, so nothing is allocated: XLA's compiler reports
+what the step needs.
 """
 
 import argparse
+import json
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,7 +34,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=8192, help="of the sequence in a step")
+    parser.add_argument("--tokens", type=int, default=8192, help="length of the sequence")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=14336)
     parser.add_argument("--words", type=int, default=128256)
@@ -39,12 +44,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--target", default="h100", help='the device to compile for; "cpu" for this machine\'s'
     )
-    parser.add_argument("--recompute-only", action="store_true", help="no transformation but recomputation")
+    parser.add_argument("--full", action="store_true", help="train all weights instead of adapters")
+    parser.add_argument("--recompute-only", action="store_true", help="allow only recomputation")
+    parser.add_argument("--save", type=Path, help="add a row to this JSON file")
     return parser.parse_args()
 
 
 def shapes(options: argparse.Namespace) -> tuple[Any, Any]:
-    """The frozen weights and the adapters: types alone. Those of all layers are stacked."""
+    """Return types and shapes of the weights and of the adapters. Those of all layers are stacked."""
     width, hidden, narrow = options.width, options.hidden, options.width // SHARED
 
     def stacked(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -110,40 +117,106 @@ def layer(x: jax.Array, weights: tuple[Any, Any]) -> tuple[jax.Array, None]:
     return x + product("down", jax.nn.silu(product("gate", h)) * product("up", h)), None
 
 
-def train_step(state: Any, frozen: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+def loss_of(adapters: Any, weights: Any, tokens: jax.Array, by_hand: bool = False) -> jax.Array:
+    """The mean cross entropy of the next token; `by_hand` with `jax.checkpoint` around each layer."""
+    body = jax.checkpoint(layer) if by_hand else layer
+    x, _ = jax.lax.scan(body, weights["words"][tokens[:-1]], (weights["layers"], adapters))
+    logits = (norm(x, weights["before head"]) @ weights["head"]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[1:]).mean()
+
+
+def updated(state: Any, gradients: Any) -> Any:
+    """Trained arrays and Adam's moments after one update."""
+    trained, moments = state
+    updates, moments = ADAM.update(gradients, moments, trained)
+    return optax.apply_updates(trained, updates), moments
+
+
+def lora_step(state: Any, weights: Any, tokens: jax.Array, by_hand: bool = False) -> tuple[Any, jax.Array]:
     """One step of Adam for the adapters."""
-    adapters, moments = state
+    loss, gradients = jax.value_and_grad(loss_of)(state[0], weights, tokens, by_hand)
+    return updated(state, gradients), loss
 
-    def loss_of(adapters: Any) -> jax.Array:
-        x, _ = jax.lax.scan(layer, frozen["words"][tokens[:-1]], (frozen["layers"], adapters))
-        logits = (norm(x, frozen["before head"]) @ frozen["head"]).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[1:]).mean()
 
-    loss, gradients = jax.value_and_grad(loss_of)(adapters)
-    updates, moments = ADAM.update(gradients, moments, adapters)
-    return (optax.apply_updates(adapters, updates), moments), loss
+def full_step(state: Any, tokens: jax.Array, by_hand: bool = False) -> tuple[Any, jax.Array]:
+    """One step of Adam for all weights."""
+    loss, gradients = jax.value_and_grad(loss_of, argnums=1)({}, state[0], tokens, by_hand)
+    return updated(state, gradients), loss
 
 
 def main() -> jaxremat.Plan:
-    """Plan the step, and print what the plan says."""
+    """Plan the step, and print the plan."""
     options = parse()
-    frozen, adapters = shapes(options)
+    weights, adapters = shapes(options)
     tokens = jax.ShapeDtypeStruct((options.tokens + 1,), jnp.int32)
-    state = adapters, jax.eval_shape(ADAM.init, adapters)
-    count = sum(leaf.size for leaf in jax.tree.leaves(frozen))
+    trained = weights if options.full else adapters
+    state = trained, jax.eval_shape(ADAM.init, trained)
+    step, args = (full_step, (state, tokens)) if options.full else (lora_step, (state, weights, tokens))
+    count = sum(leaf.size for leaf in jax.tree.leaves(weights))
+    what = "all trained" if options.full else "frozen, with adapters"
     print(
-        f"{count / 1e9:.2f} billion frozen weights, {options.tokens:,} tokens, within {options.budget}",
+        f"{count / 1e9:.2f} billion weights, {what}; {options.tokens:,} tokens, within {options.budget}",
         flush=True,
     )
     forms: dict[str, Any] = {"allow": ()} if options.recompute_only else {}
     target = None if options.target == "cpu" else options.target
     began = time.monotonic()
-    plan = jaxremat.plan(
-        train_step, state, frozen, tokens, budget=options.budget, donate_argnums=0, target=target, **forms
-    )
+    plan = jaxremat.plan(step, *args, budget=options.budget, donate_argnums=0, target=target, **forms)
+    seconds = round(time.monotonic() - began)
     print(plan)
-    print(f"planned in {time.monotonic() - began:.0f} s")
+    print(f"planned in {seconds} s")
+    if options.save:
+        checkpointed = partial(step, by_hand=True)
+        needs = jaxremat.memory(checkpointed, *args, donate_argnums=0, target=target)
+        print(f"with jax.checkpoint around each layer it needs {jaxremat.format_nbytes(needs.peak_nbytes)}")
+        save(options, plan, needs, count, seconds)
     return plan
+
+
+def save(
+    options: argparse.Namespace, plan: jaxremat.Plan, by_hand: jaxremat.MemoryStats, count: int, seconds: int
+) -> None:
+    """Add a row to a file of results, or replace the row of the same step."""
+    asked = {"trained": "all weights" if options.full else "LoRA", "tokens": options.tokens}
+    row = {
+        **asked,
+        "budget": options.budget,
+        "plain": plan.baseline_peak_nbytes,
+        "modelled": plan.baseline_modelled,
+        "by hand": by_hand.peak_nbytes,
+        "by hand modelled": by_hand.modelled,
+        "planned": plan.peak_nbytes,
+        "overhead": plan.overhead,
+        "compiler": plan.compiler,
+        "seconds": seconds,
+    }
+    head = {"kind": "lora", "target": options.target, "weights": count, "rows": []}
+    record = json.loads(options.save.read_text()) if options.save.exists() else head
+    rows = [each for each in record["rows"] if any(each[name] != asked[name] for name in asked)]
+    rows = sorted([*rows, row], key=lambda each: (each["trained"], each["tokens"]))
+    options.save.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """Return the saved rows as a table."""
+    lines = [
+        f"| trained, of {record['weights'] / 1e9:.0f} billion weights | tokens | as written | "
+        "`jax.checkpoint` on each layer | planned | within |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in record["rows"]:
+        sizes = _size(row["plain"], row["modelled"]), _size(row["by hand"], row["by hand modelled"])
+        cells = row["trained"], f"{row['tokens']:,}", *sizes, _size(row["planned"]), row["budget"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _size(nbytes: int, refused: str = "") -> str:
+    return (
+        f"refused ({jaxremat.format_nbytes(nbytes)} by the model)"
+        if refused
+        else jaxremat.format_nbytes(nbytes)
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A language model over the bytes of a text, within a budget, on one device or a mesh, resumed where it was stopped.
+"""Train a language model on the bytes of a text, within a budget, on one device or a mesh, and resume where it stopped.
 
     python examples/llm.py --data corpus.txt --run runs/small --budget 24GiB
     python examples/llm.py --data corpus.txt --run runs/large --budget 60GiB --layers 48 --width 4096 --heads 32 --tp 8
@@ -9,8 +9,8 @@ such groups (all, by default) the parameters, and all groups the batch. On sever
 
     python examples/llm.py ... --coordinator host0:1234 --processes 2 --process 0     # on the other --process 1
 
-Without `--budget` the step is a plain `jax.jit`. In `--run` are the training state, the place in the data and the plan:
-the same line goes on from there, and plans nothing again.
+Without `--budget` the step is a plain `jax.jit`. The folder `--run` holds the training state, the position in the data
+and the plan: the same line continues from there, without planning again.
 """
 
 import argparse
@@ -132,7 +132,7 @@ def planned(train_step: Any, args: argparse.Namespace, like: tuple[Any, ...], op
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="a text, of whatever bytes")
+    parser.add_argument("--data", type=Path, required=True, help="a text, of any bytes")
     parser.add_argument("--run", type=Path, required=True, help="folder for checkpoints and the plan")
     parser.add_argument("--budget", help='bytes per device, such as "24GiB", or "min"')
     parser.add_argument("--layers", type=int, default=12)

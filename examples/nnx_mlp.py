@@ -1,8 +1,8 @@
-"""A Flax NNX model inside a budget: a train step as it is written for `nnx.jit`.
+"""Train a Flax NNX model within a budget, with a train step as it is written for `nnx.jit`.
 
     python examples/nnx_mlp.py --steps 20
 
-Modules, optimizers, metrics and random streams are updated in place, as `nnx.jit` updates them.
+Modules, optimizers, metrics and random streams are updated in place, as by `nnx.jit`.
 """
 
 import argparse

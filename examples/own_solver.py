@@ -2,9 +2,9 @@
 
     python examples/own_solver.py --share 0.5
 
-The graph is plain ints and strings, so a planner needs no JAX. Whatever it returns is checked, simulated, compiled and
-measured like the built-in MILP's answer: a bad planner costs time, never correctness. `check_solver` tries it on a zoo
-of small graphs first, and names the rule that it breaks, if any.
+The graph is plain ints and strings, so a planner needs no JAX. The library checks, simulates, compiles and
+measures its answers like those of the built-in MILP: a bad planner costs time, never correctness. `check_solver` first
+tries it on a zoo of small graphs, and names the rule that it breaks, if any.
 """
 
 import argparse

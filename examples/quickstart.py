@@ -1,4 +1,4 @@
-"""A Flax network trained inside a byte budget: put `optimize` where `jax.jit` stood.
+"""Train a Flax network within a budget of bytes: write `optimize` in place of `jax.jit`.
 
 python examples/quickstart.py --steps 20
 """

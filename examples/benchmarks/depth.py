@@ -214,7 +214,7 @@ STEPS = {
 }
 PEAKS = """\
 **Peak against depth**: a scan over residual layers of 2 MiB carries (`examples/benchmarks/depth.py`), \
-nothing saved but the carries of its levels. One level runs each layer's forward pass twice, two levels \
+only the carries of its levels saved. One level runs each layer's forward pass twice, two levels \
 three times. Parameters and gradients, 8 KiB a layer, count too. Peaks by XLA's buffer assignment.\
 """
 

@@ -109,7 +109,7 @@ def _of_platform(record: Record) -> str:
 
 
 LEGEND = """\
-Compiled overhead within shares of the plain step's temporaries; where no plan fits, how much more is needed.\
+Compiled overhead within shares of the plain step's temporaries. If no plan fits, the memory that is missing.\
 """
 
 

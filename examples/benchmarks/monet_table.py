@@ -25,14 +25,15 @@ from jaxremat._model._device_specs import DEVICES
 
 AT_BLOCK, KNAPSACK = "at block", "knapsack "
 MONET_LEGEND = """\
-Budgets are shares of the plain step's compiled peak: MONeT's budgets over what it says the plain step needs (VGG-16's
-are those that it says it used), then less. *At per-block's peak* has as its budget what rematerialisation by
-hand needs; *least* is `"min"`. *Knapsack* saves by the rule of torch.compile's `activation_memory_budget` on the same
+Budgets are shares of the plain step's compiled peak: MONeT's budgets over its published plain peak (for
+VGG-16, its published use), then smaller ones. The budget of *at per-block's peak* is the peak of rematerialisation by
+hand; *least* is `"min"`. *Knapsack* saves by the rule of torch.compile's `activation_memory_budget` on the same
 graph (`examples/benchmarks/knapsack.py`), at the largest ratio that fits. **Nothing here was timed**:
 
-- Measured: *peak* (by XLA's buffer assignment for that GPU); *solve* (seconds of all rounds).
+- Compiled: *peak* (by XLA's buffer assignment for that GPU).
+- Measured: *solve* (seconds of all rounds).
 - Counted in the compiled program: *extra FLOPs*, *extra traffic* (bytes that its kernels read and write).
-- Modelled: *predicted* (what the plan expected of its target); *at P100's*, *at H100's rates* (rooflines of the kernels
+- Modelled: *predicted* (by the plan, for its target); *at P100's*, *at H100's rates* (rooflines of the kernels
   of the two compiled programs); *gap* (to the solver's own bound, as a share of the step).
 - Published: *MONeT* (measured by its authors with PyTorch 1.5.1 on a P100).\
 """

@@ -49,8 +49,8 @@ def markdown(found: Sequence[Record]) -> str:
 TITLE = """\
 ### Values in fewer bits
 
-By the compiler for the H100, in single precision. Budgets are shares of the plain step's temporaries;
-overheads are rooflines of the compiled programs, of plans that round nothing and with `"bf16_residuals"`.\
+Compiled for the H100, in single precision. Budgets are shares of the plain step's temporaries. Overheads are rooflines
+of the compiled programs: of plans that round nothing, and of plans with `"bf16_residuals"`.\
 """
 
 BENCHMARK = Benchmark(

@@ -249,9 +249,9 @@ HEADER = (
     *("sent", "bytes sent"),
 )
 LEGEND = """\
-Bytes of one device. *First prediction* is of the peak, before anything but the plain step was compiled;
-overheads are rooflines of the compiled programs, collectives among their kernels; *sent* counts the arrays
-that collectives are of, in the plain step and in the planned one, and *bytes sent* what a device sends.\
+Bytes are per device. *First prediction* is the predicted peak when only the plain step was compiled. Overheads are
+rooflines of the compiled programs, with their collectives. *Sent* counts the arrays of collectives in the plain and in
+the planned step, and *bytes sent* what one device sends.\
 """
 
 

@@ -24,11 +24,12 @@ ROW_LABELS = {
 LEGEND = """\
 Budgets are the plain step's arguments and outputs plus a share of its temporaries; *least* is `"min"`.
 *By hand* is `nn.remat` on every block, with no policy or with one that keeps the results of matrix products
-and convolutions, or `nn.remat_scan` in place of `nn.scan` (two levels of loops, as equal as can be).
+and convolutions, or `nn.remat_scan` in place of `nn.scan` (two levels of loops of about equal length).
 
-- Measured: *peak, compiled* (by buffer assignment); *step time* (medians of runs in turn, relative
-  to the plain step's); *solve* (seconds of all rounds); *difference* (of all results after one step from the
-  plain step's, the largest relative to the largest entry of its array).
+- Compiled: *peak, compiled* (by buffer assignment).
+- Measured: *step time* (medians of runs in turn, relative to the plain step's); *solve* (seconds of all rounds);
+  *difference* (the largest difference of a result after one step from the plain step's, relative to the largest
+  entry of its array).
 - Counted in the compiled program: *extra FLOPs*.
 - Modelled: *peak, predicted* (in parentheses how far the first prediction was off, before any correction);
   *overhead, predicted*; *overhead, roofline* (of the kernels of the two compiled programs); *gap* (to the

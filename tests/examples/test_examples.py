@@ -12,6 +12,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+import jaxremat
+
 ROOT = Path(__file__).parents[2]
 TINY = {
     "quickstart.py": "--layers 2 --width 16 --batch 256 --budget min --steps 2",
@@ -25,7 +27,7 @@ TINY = {
 TRAINERS = {"imagenet.py": 250, "llm.py": 250}
 """The lines that scripts for real data may have; what they do is tested in `test_trainers`."""
 
-OF_SHAPES = {"llama_70b.py": 210, "llama_lora.py": 150}
+OF_SHAPES = {"llama_70b.py": 210, "llama_lora.py": 230}
 """The lines that scripts may have in which no step runs."""
 
 
@@ -75,15 +77,25 @@ def test_the_step_of_many_gpus_is_planned_and_saved(
 
 
 @pytest.mark.slow
-def test_the_step_with_adapters_is_planned(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("trained", ["LoRA", "all weights"])
+def test_the_step_of_an_8b_model_is_planned_and_saved(
+    trained: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    saved = tmp_path / "rows.json"
     line = "--layers 2 --tokens 256 --width 128 --hidden 384 --words 1024 --target cpu --budget 50%"
+    line += f" --save {saved}" + (" --full" if trained == "all weights" else "")
     monkeypatch.setattr(sys, "argv", ["llama_lora.py", *line.split()])
-    plan = runpy.run_path(str(ROOT / "examples" / "llama_lora.py"), run_name="__main__")["plan"]
+    script = runpy.run_path(str(ROOT / "examples" / "llama_lora.py"), run_name="__main__")
+    plan = script["plan"]
     assert plan.budget_nbytes == plan.baseline_peak_nbytes // 2
     assert 0 < plan.compiled_peak_nbytes <= plan.budget_nbytes
     assert "256 tokens, within 50%" in capsys.readouterr().out
+    record = json.loads(saved.read_text())
+    (row,) = record["rows"]
+    assert row["planned"] == plan.compiled_peak_nbytes < row["by hand"] <= row["plain"]
+    by_hand, planned = (jaxremat.format_nbytes(row[name]) for name in ("by hand", "planned"))
+    assert f"| {trained} | 256 | " in script["markdown"](record)
+    assert f" | {by_hand} | {planned} | 50% |" in script["markdown"](record)
 
 
 @pytest.mark.parametrize("script", TRAINERS)
@@ -118,6 +130,9 @@ SAY = {
         "At the compiled peak of",
     ),
     "5_write_your_own_planner": ("PeakShaver: no rule broken", 'Careless breaks the rule "budget"', "milp: "),
+    "6_digits": ("Plan: peak", "planned  last loss"),
+    "7_nnx": ("Plan: peak", "optimize  first loss"),
+    "8_scan_with_remat": ("nn.remat", "planned: same memory"),
 }
 """What notebooks print, where more than running is asked of them."""
 
@@ -141,6 +156,9 @@ SMALLER = {
     ],
     "4_fit_an_h100_from_a_laptop": [("for batch in (16, 32):", "for batch in (32,):")],
     "5_write_your_own_planner": [],
+    "6_digits": [("STEPS = 256, 32, 4, 60", "STEPS = 64, 8, 2, 3")],
+    "7_nnx": [("STEPS = 2048, 128, 4, 150", "STEPS = 256, 16, 2, 5"), ('"60% of peak"', '"min"')],
+    "8_scan_with_remat": [("BATCH = 8, 128, 4, 128, 16", "BATCH = 3, 16, 2, 16, 4")],
 }
 """Sizes at which notebooks take little time. The fourth has no arrays: it runs the compiler, once instead of twice."""
 
@@ -193,6 +211,11 @@ def test_a_notebook_is_fit_to_be_opened_anywhere(path: Path) -> None:
     book = nbformat.read(path, as_version=4)
     cells = [cell for cell in book.cells if cell.cell_type == "code"]
     assert '"pip", "install"' in cells[0].source
+    (source,) = (line for line in cells[0].source.splitlines() if line.startswith("JAXREMAT = "))
+    first = nbformat.read(NOTEBOOKS[0], as_version=4)
+    assert source in next(cell.source for cell in first.cells if cell.cell_type == "code"), "one constant"
+    last = [out for cell in cells[-3:] for out in cell.outputs]
+    assert any({"image/png", "text/html"} & set(out.get("data", {})) for out in last), "it ends in a picture"
     assert all(cell.execution_count for cell in cells), "run it, and save it with its outputs"
     assert not any(
         out.output_type == "error" or out.get("name") == "stderr" for cell in cells for out in cell.outputs
