@@ -17,7 +17,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-quick test-slow test-newest browser lint package format demo bench docs lock clean distclean
+.PHONY: help setup test test-quick test-slow test-newest browser lint package release format demo bench docs lock clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -121,6 +121,9 @@ lint: setup ## ruff, the direction of imports, and pyright
 
 package: setup ## dist/: a wheel and an sdist, tried in an empty environment (installs about 2 GB in a temporary folder)
 	$(BIN)/python tests/package/fresh_environment.py
+
+release: package ## build and try the packages, check version, changelog and metadata, and tag the version; nothing is uploaded
+	$(BIN)/python tests/package/release.py
 
 format: setup ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .

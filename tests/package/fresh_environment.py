@@ -40,9 +40,19 @@ def main() -> None:
         _say(f"{wheel.name} alone: the library works, the command line says what it needs")
         install(python, str(wheel))
         alone(python, work)
-        _say(f"with [{EXTRAS}]: the doctor, and the quick tests")
-        install(python, f"{wheel}[{EXTRAS}]", "pytest", "pytest-xdist", "hypothesis")
+        _say(f"with [{EXTRAS}]: the doctor, the packages' metadata, the quick tests, and the notebooks")
+        install(
+            python,
+            f"{wheel}[{EXTRAS}]",
+            "pytest",
+            "pytest-xdist",
+            "hypothesis",
+            "nbclient",
+            "ipykernel",
+            "twine",
+        )
         with_extras(python, work)
+        notebooks(python, work)
     _say("the packages in dist/ work")
 
 
@@ -112,9 +122,25 @@ def alone(python: Path, work: Path) -> None:
 def with_extras(python: Path, work: Path) -> None:
     """Try the command line, and run the quick tests."""
     _run([str(python.with_name("jaxremat")), "doctor"], cwd=work)
+    _run([str(python), "-m", "twine", "check", "--strict", *map(str, (ROOT / "dist").iterdir())], cwd=work)
     shutil.copytree(ROOT / "tests", work / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", work)  # pytest's settings
     _run([str(python), "-P", "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *QUICK], cwd=work)
+
+
+RUN = """
+import sys, nbformat, nbclient
+for path in sys.argv[1:]:
+    print(path, flush=True)
+    nbclient.NotebookClient(nbformat.read(path, as_version=4), timeout=900, kernel_name="python3").execute()
+"""
+
+
+def notebooks(python: Path, work: Path) -> None:
+    """Run every notebook from top to bottom, outside of this folder: each raises where a cell does."""
+    shutil.copytree(ROOT / "notebooks", work / "notebooks")
+    names = sorted(path.name for path in (work / "notebooks").glob("*.ipynb"))
+    _run([str(python), "-c", RUN, *names], cwd=work / "notebooks")
 
 
 def _env(work: Path) -> dict[str, str]:
