@@ -1,9 +1,10 @@
-"""A small graph and a small step -> the pictures of `docs/pages/pictures`, as the library plans them now.
+"""A plan of the zoo, a graph and a small step -> the pictures of `docs/pages/pictures`, as the library draws them now.
 
 python docs/pictures.py    # half a minute
 """
 
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,44 @@ from jaxremat import Graph, Schedule, testing
 HERE = Path(__file__).parent / "pages" / "pictures"
 
 
+def memory() -> Figure:
+    """Memory over one step of GPT-2 small on an H100, plain and planned, as the plan of the zoo models it."""
+    asked = ("gpt", "full", "50% of temporaries", "h100")
+    plan = next(e.plan for e in jaxremat.zoo.entries() if (e.network, e.scale, e.budget, e.target) == asked)
+    account, gib = plan.account, 2**30
+    figure, axes = pyplot.subplots(1, 2, figsize=(8.0, 3.0), sharex=True, sharey=True, layout="constrained")
+    peaks = plan.baseline_peak_nbytes, plan.peak_nbytes
+    for ax, run, name, peak in zip(axes, account.runs, ("plain step", "planned"), peaks, strict=True):
+        at = [1e3 * moment.seconds for moment in (*run.moments, run.moments[-1])]
+        at[-1] = 1e3 * run.seconds
+        floor = [account.base_nbytes / gib] * len(at)
+        ax.fill_between(at, floor, step="post", color="0.8", lw=0, label="parameters and other arguments")
+        layers = (
+            ("C0", "forward pass", "forward_nbytes"),
+            ("C1", "recomputed", "recomputed_nbytes"),
+            ("C2", "backward pass", "backward_nbytes"),
+        )
+        for colour, label, field in layers:
+            heights = [getattr(moment, field) / gib for moment in run.moments]
+            tops = [low + more for low, more in zip(floor, [*heights, heights[-1]], strict=True)]
+            ax.fill_between(at, floor, tops, step="post", color=colour, lw=0, label=label)
+            floor = tops
+        ax.axhline(plan.budget_nbytes / gib, color="C3", lw=1, ls="--", label="budget")
+        ax.set_title(f"{name}: {jaxremat.format_nbytes(peak)} (compiled)", loc="left", fontsize="medium")
+        ax.set_xlabel("ms")
+        for side in ("top", "right"):
+            ax.spines[side].set_visible(False)
+    axes[0].set_ylabel("memory in use, GiB")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
+        fontsize="small",
+    )
+    return figure
+
+
 def schedules() -> Figure:
     """Memory over one graph's step in three ways: all saved, nothing saved, planned for a budget between."""
     graph = testing.graphs()["more blocks"]
@@ -34,8 +73,8 @@ def schedules() -> Figure:
     figure, axes = pyplot.subplots(3, 1, figsize=(8.0, 5.4), sharex=True, sharey=True, layout="constrained")
     rows: list[tuple[str, Schedule]] = [
         ("everything saved", everything),
-        ("planned for a budget half-way", planned),
-        ("nothing saved that can be made again", least),
+        ("planned for a budget in between", planned),
+        ("nothing saved", least),
     ]
     for ax, (name, schedule) in zip(axes, rows, strict=True):
         play(ax, graph, name, schedule)
@@ -58,7 +97,7 @@ def play(ax: Axes, graph: Graph, name: str, schedule: Schedule) -> None:
         f"{name}: {profile.peak_nbytes >> 20} MiB, {profile.extra_seconds / graph.step_seconds:.0%} longer",
         loc="left",
     )
-    for colour, what in (("C0", "forward"), ("C1", "computed again"), ("C2", "backward")):
+    for colour, what in (("C0", "forward"), ("C1", "recomputed"), ("C2", "backward")):
         if colour in colours:
             ax.bar([0], [0], color=colour, label=what)
     ax.legend(loc="upper right", frameon=False, ncols=3)
@@ -88,7 +127,8 @@ def draw(picture: Callable[[], Figure]) -> None:
         figure = picture()
         path = HERE / f"{picture.__name__}.svg"
         figure.savefig(path, metadata={"Date": None})
-        path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+        text = re.sub(r"(?<=\d\.\d\d)\d+", "", path.read_text())  # a hundredth of a point is enough
+        path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
 
 
 def main() -> None:
@@ -97,7 +137,7 @@ def main() -> None:
     matplotlib.use("svg")
     with tempfile.TemporaryDirectory() as cache:  # a sweep would go on from what one before it has kept
         os.environ["JAXREMAT_CACHE"] = cache
-        for picture in (schedules, frontier):
+        for picture in (memory, schedules, frontier):
             draw(picture)
 
 

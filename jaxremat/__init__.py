@@ -73,7 +73,7 @@ from ._solver import SaveDots as SaveDots
 from ._solver import Solution as Solution
 from ._solver import Solver as Solver
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _RENAMED = {"complete": "close_over_dependencies"}
 
