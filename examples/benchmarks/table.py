@@ -52,7 +52,8 @@ LORA = """\
 [`llama_lora`](examples/llama_lora.py) is plain JAX: Llama 3's sizes, 32 scanned layers, no kernels. These are the peaks
 that XLA's compiler reports for one H100, which has 79 GiB; nothing in this table was timed. Attention is as it is
 written in all but the planned steps, which compute it in kernels. With cuDNN's attention, `jax.checkpoint` needs
-less, but JAX does not compile that without cuDNN.\
+less, but JAX does not compile that without cuDNN. Where both fit, as in the first row, the plan uses more of the
+budget and recomputes less.\
 """
 
 TIMED_ON_GPU = """\
@@ -126,7 +127,7 @@ def proof(
         f"{TIMED_ON_GPU}\n\n{grid(head, timed, 2)}" if timed else "",
         f"{CERTIFIED}\n\n{grid((*where, 'plain', *rules), map(_peaks, few), 2)}" if few else "",
         f"{MODELLED}\n\n{grid((*where, *rules), map(_overheads, few), 2)}" if few else "",
-        f"MONeT's networks, {published}." if published else "",
+        f"Plans of MONeT's networks, modelled too: {published}." if published else "",
     ]
     return "\n\n".join(part for part in parts if part)
 

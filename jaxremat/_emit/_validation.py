@@ -25,7 +25,7 @@ UNPROVED = {
     COPIES: "values in fewer bits",
     INNER: "loops within loops inlined",
     LOOP: "loops with nested checkpointing or parts",
-    REVERSED: "values computed back from results",
+    REVERSED: "reversible blocks",
     ROWS: "work in chunks of rows or in microbatches",
 }
 """Kinds of forms that are compared with the traced step, and may be more than the rules know of. Most are proved:

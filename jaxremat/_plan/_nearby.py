@@ -136,7 +136,7 @@ class _Neighbour:
             return None
         more = simulate(self.graph, solution.schedule).extra_seconds / (self.graph.step_seconds or 1.0)
         if more > max(self.plan.overhead, 0.0) + MORE:
-            logger.info("a neighbour's plan would take %.2f %% longer", 100 * more)
+            logger.info("the plan for other shapes would take %.2f %% longer", 100 * more)
             return None
         self.compiler.detached = detached
         return self.ledger.compile(self.graph, solution, self.plan.fence)
@@ -150,7 +150,9 @@ class _Neighbour:
             found.solution,
             self.room,
             self.ledger,
-            problem.modelled_memory("this plan was made from that of another step"),
+            problem.modelled_memory(
+                "it was not compiled, because this plan was made from one for other shapes"
+            ),
             margin_nbytes=self.margin,
             compile_count=problem.compilations.count,
         )

@@ -133,7 +133,7 @@ class _KeptPlans:
         if plan is not None and not plan.planning.cut_short:  # else it is looked for once more
             follow = functools.partial(self._followed, self.path, plan)
             defects = self.problem.defects
-            planned = defects.attempted("emitting a plan that was kept", follow, plan.form)
+            planned = defects.attempted("emitting the cached plan", follow, plan.form)
             if planned is not None:
                 logger.info("followed the plan in %s", self.path)
                 return self._kept(planned, plan)

@@ -263,7 +263,7 @@ class Problem:
     def finished(self, jitted: Any) -> CompiledStep:
         """Compile the variant as it will run."""
         self.compilations.count += 1
-        with phase("compiling what will run", kind="compile"):
+        with phase("compiling the planned step", kind="compile"):
             return CompiledStep(self.program.compile(jitted, self.args, self.kwargs), self.device)
 
     def begin_plain(self, *, to_run: bool = False) -> Future[tuple[Compiled, float]]:

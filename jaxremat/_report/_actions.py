@@ -120,10 +120,10 @@ class Actions:
 
 
 class Decided(NamedTuple):
-    """Values of the forward pass that the backward pass reads as they were made, because decisions are made once.
+    """Values of the forward pass that are saved for the backward pass because decisions run once.
 
-    **Fields:** `values` how many, and all their `nbytes`. Masks and indices are among them that no solver weighs, as
-    kernels write them beside what they make.
+    **Fields:** `values`: how many, and all their `nbytes`. They include masks and indices that no solver weighs,
+    because kernels write them beside their results.
     """
 
     values: int = 0
@@ -131,9 +131,9 @@ class Decided(NamedTuple):
 
     def __str__(self) -> str:
         values = f"{self.values} values are" if self.values > 1 else "1 value is"
-        nbytes = format_nbytes(self.nbytes)
         return (
-            f"{values} kept as decisions ({nbytes}), which run only once: see “Decisions” in the docs' Limits"
+            f"{values} saved because of decisions ({format_nbytes(self.nbytes)}), which run only once: see "
+            "“Decisions” in the docs' Limits"
         )
 
 

@@ -35,6 +35,16 @@ def test_the_picture_of_schedules_is_that_of_the_planner(
     assert drawn == words(DOCS / "pages" / "pictures" / "schedules.svg")
 
 
+def test_the_picture_of_memory_is_that_of_the_zoos_plan(
+    pictures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "HERE", tmp_path)
+    pictures.draw(pictures.memory)
+    drawn = words(tmp_path / "memory.svg")
+    assert "plain step: 4.58 GiB (compiled)" in drawn and "planned: 2.98 GiB (compiled)" in drawn
+    assert drawn == words(DOCS / "pages" / "pictures" / "memory.svg")
+
+
 @pytest.mark.slow
 def test_the_picture_of_a_frontier_has_what_its_page_speaks_of(
     pictures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

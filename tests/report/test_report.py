@@ -157,7 +157,7 @@ def test_decisions_that_are_kept_are_told(monkeypatch: pytest.MonkeyPatch) -> No
     bare = plan_of(GRAPH, close_over_dependencies(GRAPH, sorted(GRAPH.residuals)[:2]))
     marked = tuple(replace(a, decision=a.action == "save") for a in bare.actions)
     plan = replace(bare, actions=marked, decided=Decided(3, 5 << 10))
-    said = "3 values are kept as decisions (5.00 KiB), which run only once"
+    said = "3 values are saved because of decisions (5.00 KiB), which run only once"
     for text in (Page(plan.report().html()).text, plan.report().text(1000), str(plan.report()), str(plan)):
         assert said in re.sub(r"\s+", " ", text)
     assert str(plan).count("save (decision)") == 2
