@@ -241,6 +241,44 @@ def test_the_overview_says_what_was_timed() -> None:
     assert "Timed" not in overview([step], [], device=[device])
 
 
+def test_the_readmes_figures_stand_apart() -> None:
+    """What was timed, compiled and modelled in tables of their own, and rows of the CPU nowhere."""
+    rows = {
+        "plain": {"peak_nbytes": 3 << 30},
+        "block": {"peak_nbytes": 1 << 30, "roofline_overhead": 0.01},
+        "0.5": {"peak_nbytes": 2 << 30, "roofline_overhead": -0.02},
+    }
+    steps = [
+        {"network": "gpt", "scale": "full", "environment": {"platform": where}, "rows": rows}
+        for where in ("cpu", "h100")
+    ]
+    timed = {name: {"time_ratio": 1.08, "roofline_overhead": 0.075} for name in table.STOPPED}
+    device = {
+        "network": "resnet50",
+        "inputs": "float32[184,224,224,3]",
+        "environment": {"device": "NVIDIA H200"},
+        "rows": timed,
+    }
+    row = {
+        "trained": "LoRA",
+        "tokens": 8192,
+        "budget": "74GiB",
+        "plain": 3 << 40,
+        "modelled": "XLA refuses",
+        "by hand": 2 << 40,
+        "by hand modelled": "",
+        "planned": 1 << 30,
+    }
+    found = table.proof(steps, [], [device], [{"weights": 8e9, "rows": [row]}])
+    ours, measured, compiled, modelled = found.split("\n### ")
+    assert "| LoRA | 8,192 | refused (3.00 TiB by the model) | 2.00 TiB | 1.00 GiB | 74GiB |" in ours
+    assert "| ResNet-50, batch 184 | H200 | +8.0% (+7.5%) |" in measured and "GiB" not in measured
+    assert "| GPT-2 small | H100 SXM | 3.00 GiB | 1.00 GiB | 2.00 GiB |  |  |" in compiled
+    assert "| GPT-2 small | H100 SXM | +1.0% | -2.0% |  |  |" in modelled and "GiB" not in modelled
+    assert "CPU" not in found and "%" not in compiled
+    assert table.proof([], [], [], []) == ""
+
+
 def test_the_summary_names_what_falls_short() -> None:
     def row(peak: int, flops: int, **more: Any) -> dict[str, Any]:
         return {"peak_nbytes": peak, "flops": flops, **more}
