@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 import jax.extend.core as jex
@@ -139,20 +138,18 @@ def _in_chunks(program: FlatProgram, task: Task) -> FlatProgram:
     chosen = [(task.sites.regions[site], count) for site, (count,) in task.form.settings(ROWS).items()]
     if any(region.whole for region, _ in chosen):  # whose equations others may have too
         chosen = [each for each in chosen if each[0].whole]
+    forward = (program.eqns[i] for i in backward_of(program.eqns))
+    form_of = {v: form for eqn, form in zip(forward, program.pairs, strict=True) for v in eqn.outvars}
     if within := [each for each in chosen if each[0].loop >= 0]:
         before = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
         program = chunked_in_loops(program, within, task.inliner)
         index = {before[v]: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars if v in before}
         chosen = [(region.named(index), count) for region, count in chosen if region.loop < 0]
-    pairs = program.pairs
-    # The pairs within are done otherwise by nobody.
-    for region in (each for each, _ in chosen if each.whole and each.loop < 0):
-        outside = (
-            i not in region.rules and not region.rules.keys() >= set(own)
-            for i, own in backward_of(program.eqns).items()
-        )
-        pairs = tuple(compress(pairs, outside))
-    return chunked(program, chosen, task.labels(program)).anew(pairs=pairs)
+    program = chunked(program, chosen, task.labels(program))
+    # In another order, and without those within regions, which are done otherwise by nobody.
+    forward = [program.eqns[i] for i in backward_of(program.eqns)]
+    pairs = (next((form_of[v] for v in eqn.outvars if v in form_of), PairForm()) for eqn in forward)
+    return program.anew(pairs=tuple(pairs))
 
 
 def _forward_again(program: FlatProgram, task: Task) -> FlatProgram:

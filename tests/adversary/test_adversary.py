@@ -89,6 +89,7 @@ def test_compiled(part: str) -> None:
         ("curved", ["near", "layers", "gathered"], 810016, 8),
         ("counted batches", ["written", "grown 900057 of 2"], 900057, 2),
         ("meta", ["rounded", "called back"], 900105, 4),
+        ("penalised", ["carryless", "resampled"], 900230, 6),
     ],
     ids=[
         "rows of nothing but constants",
@@ -101,6 +102,7 @@ def test_compiled(part: str) -> None:
         "what stands beside large numbers in a Hessian",
         "loops within regions of a loop around them",
         "stacks of inner loops that outer ones carry",
+        "loops that regions put in another order",
     ],
 )
 def test_random_steps_that_failed(way: str, parts: list[str], seed: int, count: int) -> None:
