@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,20 +15,25 @@ from jax.custom_derivatives import SymbolicZero
 from .._compiler._devices import detect
 from .._compiler._program import Program, compiler_options
 from .._emit._halves import Halves, emit_halves
-from .._emit._joint import Function, Joint, NotReversibleError, called, differentiated
+from .._emit._joint import Function, Joint, NotReversibleError, called, differentiated, in_parts
 from .._emit._policy import checkpointed
 from .._emit._segmentation import names_to_save, restricted, segmentation
 from .._lower._lower import lower
 from .._model._graph import Graph
 from .._plan._agreement import found_first
-from .._plan._arguments import as_tuple
+from .._plan._arguments import as_tuple, parse_forms
+from .._plan._divided_functions import Choice, Way, best_way, chosen
 from .._plan._request import DEFAULT, Planning, takes_planning
-from .._plan._residuals import Found, Held, HeldPlan, as_plan, parse_held, plan_held
+from .._plan._residuals import Found, Held, HeldPlan, parse_held, plan_held
 from .._program import _compat
 from .._rewrite._fingerprint import fingerprint
+from .._rewrite._function_parts import Division
 from .._runtime._errors import ArgumentError, warn
 
 _UNSET: Any = object()
+
+ROWS_ALONE = ("rows",)
+"""The form that a function which is differentiated later may take."""
 
 
 @takes_planning
@@ -37,6 +42,7 @@ def checkpoint(
     budget: Held = "dots",
     *,
     emit: str = "policy",
+    allow: Collection[str] = ROWS_ALONE,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     prevent_cse: Any = True,
@@ -64,6 +70,10 @@ def checkpoint(
       transformation, forward mode and second derivatives included. Values that one part hands on to the next are always
       saved, and values that only derivative rules make never are. `"custom_vjp"` gives the function its own backward
       pass with barriers. It can follow any plan, but supports only reverse mode.
+    - `allow`: other forms that the plan may use for `"min"` and for budgets in bytes. `"rows"`: work that is
+      independent along an axis (tokens, rays, rows of logits, queries of attention) runs in chunks of rows, in both
+      passes, by a `lax.scan` within the function. Sums over the rows are added up, and random numbers do not change.
+      `()` allows saving and recomputation only.
     - `static_argnums`, `static_argnames`: as in `jax.jit`.
     - `prevent_cse`: as in `jax.checkpoint`, for `"policy"`: False where nothing would merge recomputation with the
       original, or a tuple with a bool for each argument or for each of its parts.
@@ -87,6 +97,7 @@ def checkpoint(
             checkpoint,
             budget=budget,
             emit=emit,
+            allow=allow,
             static_argnums=static_argnums,
             static_argnames=static_argnames,
             prevent_cse=prevent_cse,
@@ -107,9 +118,10 @@ def checkpoint(
             f"`prevent_cse={prevent_cse!r}` is not valid. Write True, False, or a tuple with a bool for each "
             "argument."
         )
+    forms = parse_forms(allow, ROWS_ALONE)
     parse_held(budget, 1 << 40)  # a budget that can never be read is refused where it is written
     program = Program(fn, as_tuple(static_argnums), as_tuple(static_argnames))
-    return Checkpointed(program, _Options(budget, emit, prevent_cse, planning))
+    return Checkpointed(program, _Options(budget, emit, forms, prevent_cse, planning))
 
 
 @dataclass(frozen=True)
@@ -118,6 +130,7 @@ class _Options:
 
     budget: Held
     emit: str
+    allow: tuple[str, ...]
     prevent_cse: bool | tuple[Any, ...]
     planning: Planning
 
@@ -196,10 +209,11 @@ class Checkpointed:
         except NotReversibleError as error:  # it may be called all the same, and differentiated forward
             whole = plain_checkpoint(jex.jaxpr_as_fun(function.closed), prevent_cse=prevent_cse)
             return _Planned(None, whole, str(error))
-        found = self._found(joint, lambda graph: restricted(graph, segmentation(joint, graph)))
+        way = self._way(function, joint, function.inexact)
+        body, joint, found = way.function.body, way.joint, way.found
         cut = segmentation(joint, found.graph)
-        names = names_to_save(function.body, cut, found.graph, found.solution.schedule)
-        return _Planned(as_plan(joint, found), checkpointed(function.body, cut, names, prevent_cse))
+        names = names_to_save(body, cut, found.graph, found.solution.schedule)
+        return _Planned(way.plan, checkpointed(body, cut, names, prevent_cse))
 
     def _halved(self, function: Function, key: Any) -> Callable[..., Any]:
         """Return the function of flat primals, with the planned backward pass as its own derivative."""
@@ -228,32 +242,62 @@ class Checkpointed:
     def _halves(self, function: Function, key: Any, wanted: tuple[bool, ...]) -> _Planned:
         """Return the `Halves` for the cotangents of the wanted primals."""
         if (key, wanted) not in self._planned:
-            joint = differentiated(function, wanted)
-            found = self._found(joint)
-            halves = emit_halves(joint, found.graph, found.solution.schedule)
-            self._planned[key, wanted] = _Planned(as_plan(joint, found), halves)
+            way = self._way(function, differentiated(function, wanted), wanted)
+            halves = emit_halves(way.joint, way.found.graph, way.found.solution.schedule)
+            self._planned[key, wanted] = _Planned(way.plan, halves)
         return self._planned[key, wanted]
+
+    def _way(self, function: Function, joint: Joint, wanted: tuple[bool, ...]) -> Way:
+        """Return the function, or the function in parts, with what was found for it: for an equal one, such as another
+        layer's, if there was one.
+        """
+
+        def planned(division: Division | None) -> Way:
+            own = function if division is None else in_parts(function, division)
+            both = joint if division is None else differentiated(own, wanted)
+            policy = self._options.emit == "policy"
+            restrict = (lambda graph: restricted(graph, segmentation(both, graph))) if policy else None
+            return Way(own, both, self._found(both, restrict), division, joint.plain_nbytes)
+
+        budget = parse_held(self._options.budget, joint.plain_nbytes)
+        # Part after part would be device after device of what is divided among several.
+        if budget in ("dots", "free") or not self._options.allow or len(jax.devices()) > 1:
+            return planned(None)
+        key = self._key(joint)
+        if key not in _CHOSEN:
+            _CHOSEN[key], way = best_way(function, planned, least=budget == "min")
+            _forget_first(_CHOSEN)
+            return way
+        return planned(chosen(function, _CHOSEN[key]))
+
+    def _key(self, joint: Joint) -> tuple[Any, ...]:
+        options, device = self._options, detect(jax.devices()[0])
+        solver = repr(options.planning.solver)
+        return fingerprint(joint.traced), options.budget, options.emit, solver, options.allow, device
 
     def _found(self, joint: Joint, restrict: Callable[[Graph], Graph] | None = None) -> Found:
         """Return the schedule for a joint program: that of an equal one, such as another layer's, if there
         was one.
         """
-        options, device = self._options, detect(jax.devices()[0])
-        wanted = (fingerprint(joint.traced), options.budget, options.emit, repr(options.planning.solver))
-        key = (*wanted, device)
+        options, key = self._options, self._key(joint)
         if key not in _FOUND:
+            *wanted, device = key
             graph = lower(joint.traced, device, base_nbytes=0)
             solver, time_limit = options.planning.solver, options.planning.time_limit
             found = plan_held(joint, graph, options.budget, solver, time_limit, restrict)
-            found = found_first(repr(wanted), graph, found, restrict)
-            while len(_FOUND) >= _MOST_FOUND:
-                _FOUND.pop(next(iter(_FOUND)))
-            _FOUND[key] = found
+            _FOUND[key] = found_first(repr(wanted), graph, found, restrict)
+            _forget_first(_FOUND)
         return _FOUND[key]
 
 
 _FOUND: dict[Any, Found] = {}
+_CHOSEN: dict[Any, Choice] = {}
 _MOST_FOUND = 64
+
+
+def _forget_first(found: dict[Any, Any]) -> None:
+    while len(found) > _MOST_FOUND:
+        found.pop(next(iter(found)))
 
 
 def _warn_of_options() -> None:

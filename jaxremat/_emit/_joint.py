@@ -7,7 +7,7 @@ of the differentiated primals), as `jax.vjp` does.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from .._program._flops import aval_nbytes
 from .._program._inline import Inliner
 from .._program._primitives import is_backward
 from .._program._references import of_values
+from .._rewrite._function_parts import Division, divided
 from .._rewrite._source import Source
 from .._rewrite._trace import Traced, normalise
 from .._runtime._errors import ArgumentError
@@ -99,6 +100,12 @@ def flattened(fn: Callable[..., Any], leaves: Sequence[Any]) -> Function:
     jaxpr = flat.jaxpr
     opened = _compat.new_jaxpr((), (), [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars, jaxpr.eqns)
     return Function(bodies(opened, inliner.labels), tuple(flat.consts), jax.tree.structure(shape))
+
+
+def in_parts(function: Function, division: Division) -> Function:
+    """Return the function in these parts."""
+    labels = function.body.labels
+    return replace(function, body=bodies(divided(function.closed, division, labels), labels))
 
 
 def called(

@@ -152,6 +152,8 @@ def lower(
     in_memory = in_memory - sums.keys() | set(sums.values())
     nodes = [replace(n, fusion_root=False) if not sums.keys().isdisjoint(n.outputs) else n for n in nodes]
     crossing = crossing_values(jaxpr.eqns, nodes, values, sunk)
+    exact = [each for each in traced.program.encoded if each.exact]
+    crossing.update(index[v] for each in exact if index[each.decoded] in crossing for v in each.parts)
     in_memory |= crossing | carried_values(jaxpr.eqns, nodes)
     in_memory |= {v for n in nodes for v in {FETCH: n.outputs, PUT: n.inputs}.get(n.primitive, ())}
     in_memory |= written_whole(nodes, in_memory)
@@ -161,9 +163,7 @@ def lower(
         jaxpr.eqns, nodes, values, traced.loops, backend(device.platform).materialises_eagerly
     )
     copies = {index[v] for each in traced.program.encoded for v in each.parts}
-    in_memory -= {
-        index[v] for each in traced.program.encoded if each.exact for v in (each.whole, each.decoded)
-    }
+    in_memory -= {index[v] for each in exact for v in (each.whole, each.decoded)}
     in_memory |= copies | {v.id for v in values if v.producer < 0 or v.is_output}
     axes = axes_in_memory(jaxpr.eqns, nodes, values, device.chip if fuses_reductions else None)
     values = [

@@ -17,13 +17,12 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, (int, str, np.integer)) else tuple(value)
 
 
-def parse_forms(allow: object) -> tuple[str, ...]:
-    """Return the forms that a plan may use. **Raises:** `ArgumentError`."""
+def parse_forms(allow: object, known: tuple[str, ...] = (*EXACT, REVERSIBLE, *INEXACT)) -> tuple[str, ...]:
+    """Return the forms that a plan may use, of those that are `known`. **Raises:** `ArgumentError`."""
     given = (allow,) if isinstance(allow, str) else allow
-    known = (*EXACT, REVERSIBLE, *INEXACT)
     if not isinstance(given, Iterable) or not set(given) <= set(known):
-        known = ", ".join(f'"{name}"' for name in known)
-        raise ArgumentError(f"`allow={allow!r}` is unknown. Write some of {known}, or `()` for none of them.")
+        names = ", ".join(f'"{name}"' for name in known)
+        raise ArgumentError(f"`allow={allow!r}` is unknown. Write some of {names}, or `()` for none of them.")
     return tuple(sorted(set(given)))
 
 

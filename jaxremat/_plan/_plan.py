@@ -12,6 +12,7 @@ from .._model._schedule import Passing, Schedule, close_over_dependencies
 from .._model._variant import Variant
 from .._report import Report
 from .._report._actions import Action, Actions
+from .._report._loop_forms import LoopForm
 from .._report._outcome import Outcome, brief
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import ArgumentError, PlanMismatchError
@@ -182,6 +183,7 @@ class HeldPlan(Actions, Written):
       device. Negative means estimated to be faster.
     - `solver`: the solver's name. `stage_count`: in how many stages the backward pass recomputes.
     - `actions`: one for each value that the backward pass reads, largest first.
+    - `parts`: which rows run in chunks, in words.
     """
 
     FORMAT: ClassVar = ("held_format", 1)
@@ -193,6 +195,7 @@ class HeldPlan(Actions, Written):
     solver: str
     stage_count: int
     actions: tuple[Action, ...]
+    parts: tuple[LoopForm, ...] = ()
 
     def __repr__(self) -> str:
         return (
@@ -208,6 +211,7 @@ class HeldPlan(Actions, Written):
             f"  saved {format_nbytes(self.saved_nbytes)} in {sum(a.action == 'save' for a in self.actions)} values, "
             f"overhead {self.overhead:.2%}, {self.stage_count} stages, solver {self.solver}",
         ]
+        lines.extend(f"  {each}" for each in self.parts)
         lines.extend(
             f"    {format_nbytes(a.nbytes):>9}  {a}  {a.name} {a.shape}  {a.source or a.scope}"
             for a in self.actions[:12]

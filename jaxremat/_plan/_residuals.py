@@ -21,6 +21,7 @@ from .._model._schedule import check, close_over_dependencies
 from .._model._simulate import Profile, rank, simulate
 from .._model._stages import coarser, cut_stages, uncut
 from .._report._actions import actions
+from .._report._loop_forms import LoopForm
 from .._runtime._budgets import OF_PARTS, Share, read_budget
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import BudgetError, HintError, InfeasibleBudgetError
@@ -122,9 +123,9 @@ def plan_held(
         found.extend((cut, held, solved(held, within)) for cut, held in low)
         cut, held = cuts[-1]  # uncut: what every checkpoint that saves nothing does
         found.append((cut, held, Solution(close_over_dependencies(held, ()), solver="none")))
-        of_two = [_of_two(held, solution) for _, held, solution in found]
-        enough = min(of_two) + int(LEAST_SLACK * joint.plain_nbytes)
-        found = [each for each, nbytes in zip(found, of_two, strict=True) if nbytes <= enough]
+        twice = [_of_two(held, solution) for _, held, solution in found]
+        enough = min(twice) + int(LEAST_SLACK * joint.plain_nbytes)
+        found = [each for each, nbytes in zip(found, twice, strict=True) if nbytes <= enough]
         within = max(simulate(held, solution.schedule).peak_nbytes for _, held, solution in found)
     graph, held, solution = min(
         found, key=lambda each: (rank(each[1], each[2].schedule, within), len(each[1].stages))
@@ -157,23 +158,42 @@ def _of_two(held: Graph, solution: Solution) -> int:
     """Return what is held at once where the function is called twice, as blocks are one after the other: all that
     the first saves, while the second goes back.
     """
-    saved = sum(held.values[v].nbytes for v in solution.schedule.saved if held.is_residual(v))
-    return saved + simulate(held, solution.schedule).peak_nbytes
+    return _saved_nbytes(held, solution) + simulate(held, solution.schedule).peak_nbytes
 
 
-def as_plan(joint: Joint, found: Found) -> HeldPlan:
-    """Return what is told of it."""
+def _saved_nbytes(held: Graph, solution: Solution) -> int:
+    return sum(held.values[v].nbytes for v in solution.schedule.saved if held.is_residual(v))
+
+
+def saved_nbytes(found: Found) -> int:
+    """Return the bytes of what is saved."""
+    return _saved_nbytes(counted(found.graph), found.solution)
+
+
+def of_two(found: Found) -> int:
+    """Return what is held at once where the function is called twice."""
+    return _of_two(counted(found.graph), found.solution)
+
+
+def as_plan(
+    joint: Joint, found: Found, parts: tuple[LoopForm, ...] = (), plain_nbytes: int | None = None
+) -> HeldPlan:
+    """Return what is told of it.
+
+    **Arguments:** `parts` in which the function is done; `plain_nbytes` what plain JAX keeps of it as it is written.
+    """
     graph, called = found.graph, joint.called
     nodes = tuple(replace(n, scope=without_numbers(n.scope)) for n in graph.nodes)
     values = tuple(replace(v, name=called.get(v.name, "")) for v in graph.values)
     return HeldPlan(
         budget_nbytes=found.budget_nbytes,
         held_nbytes=found.profile.peak_nbytes,
-        plain_nbytes=joint.plain_nbytes,
+        plain_nbytes=joint.plain_nbytes if plain_nbytes is None else plain_nbytes,
         overhead=found.profile.extra_seconds / (graph.step_seconds or 1.0),
         solver=found.solution.solver,
         stage_count=len(graph.stages),
         actions=actions(replace(graph, nodes=nodes, values=values), found.solution.schedule),
+        parts=parts,
     )
 
 

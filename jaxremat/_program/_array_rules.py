@@ -6,6 +6,7 @@ Law: both sides of a rule have the same entries, bit by bit; of what loops fill 
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import add
 from typing import Any
 
 import jax.numpy as jnp
@@ -238,7 +239,24 @@ def _row_of_slice(values: Values, node: Any, place: Affine, kind: Type) -> int:
 
 @rule("slice")
 def _slice(values: Values, key: Any, operands: Operands, kind: Type) -> int | None:
-    return operands[0] if values.type(operands[0]) == kind else None
+    if values.type(operands[0]) == kind:
+        return operands[0]
+    node = values.nodes[operands[0]]
+    if set(key[2]) - {1}:
+        return None
+    if node.op == "slice" and set(node.key[2]) == {1}:
+        start, stop = (tuple(map(add, node.key[0], own)) for own in key[:2])
+        return values.make("slice", (start, stop, key[2]), node.operands, kind)
+    if node.op != "concatenate":
+        return None
+    axis, first = node.key, 0
+    for a in node.operands:
+        size = values.type(a)[0][axis]
+        if first <= key[0][axis] and key[1][axis] <= first + size:
+            start, stop = (tuple(n - first * (d == axis) for d, n in enumerate(own)) for own in key[:2])
+            return values.make("slice", (start, stop, key[2]), [a], kind)
+        first += size
+    return None
 
 
 @rule("dynamic_slice")
@@ -334,9 +352,23 @@ def _is_at(values: Values, row: int, value: int, symbol: int, place: Affine) -> 
 
 @rule("concatenate")
 def _concatenated(values: Values, axis: Any, operands: Operands, kind: Type) -> int | None:
-    """Stacks of one value, of some rows each, are a stack of all."""
+    """Stacks of one value, of some rows each, are a stack of all; slices of one, one behind the other, are a slice."""
     if len(operands) == 1:
         return operands[0]
+    slices = [values.nodes[a] for a in operands]
+    if all(node.op == "slice" and set(node.key[2]) == {1} for node in slices):
+        start, stop, ones = slices[0].key[0], slices[-1].key[1], slices[0].key[2]
+        behind = [start, *(node.key[1] for node in slices)]
+        alike = (
+            node.operands == slices[0].operands
+            and all(
+                (a, b) == ((before[d], b) if d == axis else (start[d], stop[d]))
+                for d, (a, b) in enumerate(zip(node.key[0], node.key[1], strict=True))
+            )
+            for node, before in zip(slices, behind, strict=False)
+        )
+        if all(alike):
+            return values.make("slice", (start, stop, ones), slices[0].operands, kind)
     if axis:
         return None
     starts = list(accumulate((values.type(a)[0][0] for a in operands), initial=0))

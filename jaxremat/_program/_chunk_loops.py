@@ -2,8 +2,9 @@
 
 The body of such a loop reads chunk `i` of an array, rows `i * size` to `(i + 1) * size` along one of its axes, and a
 carry is written chunk by chunk, or added to. A last chunk that would reach beyond the axis begins so much earlier, and
-has some rows of the one before again: written, they are the same; a sum has to have zeros for them. Each value of the
-body is of one of these kinds, told from its operands:
+has some rows of the one before again: written, they are the same; a sum has to have zeros for them. Or
+it is scanned over a stack of the chunks, and stacks what it makes of them. Each value of the body is of one of these
+kinds, told from its operands:
 
 - *whole*: the same in all chunks;
 - *rows*: chunk `i` of a value of all rows, or of each of so many equal parts of it, one behind the other; *once* where
@@ -25,16 +26,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from . import _compat
 from ._axes import BILINEAR, LINEAR, BatchingRule, is_scattered, rules, sum_type
 from ._compat import shaped
 from ._inline import followed
 from ._primitives import runs_once
-from ._splice import needed
+from ._splice import inlined, needed, typed
 from ._value_numbers import Affine
 
 Number = Callable[[Any, list[int]], Sequence[int]]
@@ -98,24 +101,40 @@ class Places:
     symbol: int
 
 
-def of_all_rows(eqn: jex.JaxprEqn, operands: Sequence[int], places: Places) -> Any | None:
-    """Return what computes of a loop's constants and carries what the loop leaves; None where that is not known.
+@dataclass(frozen=True)
+class AllRows:
+    """What a stack of chunks is of. **Fields:** the `number` of a value of so many `rows` in a `dimension`."""
 
-    **Arguments:** `operands` the numbers of its constants and carries, and of the rows of what it is scanned over.
+    number: int
+    dimension: int
+    rows: int
+
+
+def of_all_rows(
+    eqn: jex.JaxprEqn, operands: Sequence[int], scanned: Sequence[int | AllRows], places: Places
+) -> Any | None:
+    """Return what computes of a loop's constants and carries, and of what its stacks are of, what the loop leaves; None
+    where that is not known.
+
+    **Arguments:** `operands` the numbers of its constants and carries; `scanned` of what it is scanned over, those of
+    an index, or what a stack is of.
     """
     consts, carries = _compat.scan_counts(eqn)
     closed = eqn.params["jaxpr"]
-    variables = [_compat.new_var(a.aval) for a in _compat.opened(closed)[0].invars[: consts + carries]]
+    inner = _compat.opened(closed)[0].invars
+    variables = [_compat.new_var(a.aval) for a in inner[: consts + carries]]
     loop = _Chunks(eqn.params["length"], places)
     loop.begin = variables[consts:]
-    loop.known = dict(zip(variables, operands, strict=False))
-    given = [
-        *map(_Whole, variables[:consts]),
-        *map(_Carry, range(carries)),
-        *map(_Index, operands[len(variables) :]),
-    ]
+    loop.known = dict(zip(variables, operands, strict=True))
+    given: list[_Kind] = [*map(_Whole, variables[:consts]), *map(_Carry, range(carries))]
     try:
-        results = [loop.left(i, kind) for i, kind in enumerate(loop.body(closed, given))]
+        for each, v in zip(scanned, inner[consts + carries :], strict=True):
+            given.append(_Index(each) if isinstance(each, int) else loop.stacked_rows(each, v))
+        variables += [kind.atom for kind in given[consts + carries :] if isinstance(kind, _Rows)]
+        kinds = loop.body(closed, given)
+        results = [loop.left(i, kind) for i, kind in enumerate(kinds[:carries])]
+        stacks = zip(kinds[carries:], eqn.outvars[carries:], strict=True)
+        results += [loop.stack(kind, shaped(v).shape, eqn.source_info) for kind, v in stacks]
         made = loop.program(variables, results)
         _compat.check_jaxpr(made)
     except (OtherLoopError, _Wanted, TypeError, ValueError):
@@ -160,6 +179,38 @@ class _Chunks:
         if isinstance(kind, _Whole):
             return kind.atom
         raise OtherLoopError
+
+    def stacked_rows(self, scanned: AllRows, chunk: Any) -> _Rows:
+        """Return the rows that a loop is scanned over. **Arguments:** `chunk` the body's variable for those of one."""
+        shape, d = list(shaped(chunk).shape), scanned.dimension
+        if not self._is_chunk(shape[d], scanned.rows):
+            raise OtherLoopError
+        shape[d] = scanned.rows
+        v = _compat.new_var(chunk.aval.update(shape=tuple(shape)))
+        self.known[v] = scanned.number
+        return _Rows(v, d)
+
+    def stack(self, kind: _Kind, shape: Sequence[int], source_info: Any) -> Any:
+        """Return the chunks of all rows in a stack of this shape."""
+        if not isinstance(kind, (_Whole, _Rows)) or (
+            isinstance(kind, _Rows) and (kind.parts > 1 or kind.once)
+        ):
+            raise OtherLoopError
+
+        def stacked(x: Any) -> Any:
+            if isinstance(kind, _Whole):
+                return lax.broadcast(x, shape[:1])
+            d, size = kind.dimension, shape[1 + kind.dimension]
+            if self._all != self.count:
+                ends = ((0, (self.count - 1) * size), (x.shape[d] - size, x.shape[d]))
+                x = lax.concatenate([lax.slice_in_dim(x, *each, axis=d) for each in ends], d)
+            parts = lax.reshape(x, (*x.shape[:d], self.count, size, *x.shape[d + 1 :]))
+            return lax.transpose(parts, (d, *(i for i in range(parts.ndim) if i != d)))
+
+        closed = jax.make_jaxpr(stacked)(typed(kind.atom))
+        eqns, (made,) = inlined(closed, [kind.atom], source_info)
+        self.eqns += eqns
+        return made
 
     def body(self, closed: Any, given: Sequence[_Kind]) -> list[_Kind]:
         """Return what the results of a body are."""

@@ -21,7 +21,7 @@ from . import (
     _mask_rules,  # noqa: F401 (it adds its rules)
 )
 from ._carries import Carries
-from ._chunk_loops import Places, of_all_rows
+from ._chunk_loops import AllRows, Places, of_all_rows
 from ._compat import Atom, shaped
 from ._index_rules import grid, scalar
 from ._inline import followed, index_on_every_platform
@@ -226,7 +226,7 @@ class _Numbers:
             return [*begin, *(values.make("Empty", None, (), _type(v)) for v in eqn.outvars[len(begin) :])]
         body, symbol = eqn.params["jaxpr"], len(values.lengths)
         if (meant := self._of_chunks(eqn, operands, symbol)) is not None:
-            return self._body(meant, operands[: sum(counts)])
+            return self._body(*meant)
         if length == 1 and not runs_once(eqn):
             rows = [values.row(a, constant(0)) for a in arrays]
             made = self._body(body, [*consts, *begin, *rows])
@@ -252,15 +252,22 @@ class _Numbers:
             self._turn_of(("scan", symbol, length, backward), [filled], ())
         return [*lasts, *stacked]
 
-    def _of_chunks(self, eqn: jex.JaxprEqn, operands: list[int], symbol: int) -> jex.ClosedJaxpr | None:
-        """Return what does all rows at once in place of a loop over chunks of them, where it is one."""
+    def _of_chunks(
+        self, eqn: jex.JaxprEqn, operands: list[int], symbol: int
+    ) -> tuple[jex.ClosedJaxpr, list[int]] | None:
+        """Return what does all rows at once in place of a loop over chunks of them, and its operands, where it is such
+        a loop.
+        """
         length, count, values = eqn.params["length"], sum(_compat.scan_counts(eqn)), self.values
-        arrays = operands[count:]
-        indices = bool(arrays) and all(values.nodes[a].op == "Grid" for a in arrays)
-        if length < 2 or len(eqn.outvars) > _compat.scan_counts(eqn)[1] or not indices:
+        given, arrays = operands[:count], operands[count:]
+        if length < 2 or not any(values.nodes[a].op == "Grid" for a in arrays):
             return None
         values.lengths.append(length)
-        rows = [values.row(a, alone(symbol)) for a in arrays]
+        scanned = [
+            values.row(a, alone(symbol)) if values.nodes[a].op == "Grid" else self._all_rows(a, length)
+            for a in arrays
+        ]
+        known = [each for each in scanned if each is not None]
         places = Places(
             self._results,
             self._literal,
@@ -270,9 +277,45 @@ class _Numbers:
             self._reaches,
             symbol,
         )
-        found = of_all_rows(eqn, [*operands[:count], *rows], places)
+        found = of_all_rows(eqn, given, known, places) if len(known) == len(scanned) else None
         values.lengths.pop()
-        return found
+        rows = [each.number for each in known if isinstance(each, AllRows)]
+        return None if found is None else (found, [*given, *rows])
+
+    def _all_rows(self, stack: int, count: int) -> AllRows | None:
+        """Return what a stack of so many chunks has the rows of, those of the last with some of the one before where
+        their size does not divide the rows.
+        """
+        values, node, d = self.values, self.values.nodes[stack], 0
+        if node.op == "transpose" and node.key[0]:
+            order, d = node.key, node.key[0]
+            if list(order[1:]) != [i for i in range(len(order)) if i != d]:
+                return None
+            (stack,) = node.operands
+        shape, dtype = values.type(stack)
+        if len(shape) < d + 2:
+            return None
+        size, rows = shape[d + 1], count * shape[d + 1]
+        whole = values.make("reshape", None, [stack], ((*shape[:d], rows, *shape[d + 2 :]), dtype))
+        node = values.nodes[whole]
+        if (
+            node.op != "concatenate"
+            or len(node.operands) != 2
+            or values.nodes[node.operands[0]].op != "slice"
+        ):
+            return AllRows(whole, d, rows)
+        (array,) = values.nodes[node.operands[0]].operands
+        own = values.type(array)[0]
+        ends = [self._between(array, d, *each) for each in ((0, rows - size), (own[d] - size, own[d]))]
+        return AllRows(array, d, own[d]) if ends == list(node.operands) else AllRows(whole, d, rows)
+
+    def _between(self, array: int, axis: int, start: int, stop: int) -> int:
+        """Return a slice of an array along one axis."""
+        shape, dtype = self.values.type(array)
+        begin, end, size = ([*own] for own in ((0,) * len(shape), shape, shape))
+        begin[axis], end[axis], size[axis] = start, stop, stop - start
+        key = tuple(begin), tuple(end), (1,) * len(shape)
+        return self.values.make("slice", key, [array], (tuple(size), dtype))
 
     def _reaches(self, value: int) -> tuple[int, Affine] | None:
         """Return of a mask the dimension along which an index is at least a place, and that place; None of others."""

@@ -41,6 +41,15 @@ def microbatches(program: Readers, scope: int = -1) -> tuple[Region, ...]:
     own = [i for i in program.alive if scope < 0 or program.scopes[i] == scope]
     if not any(is_backward(program.eqns[i]) for i in own):
         return ()
+    region = most_of(program, own, whole=True)
+    return () if region is None else (region,)
+
+
+def most_of(program: Readers, own: Collection[int], *, whole: bool = False) -> Region | None:
+    """Return the region that is most of some equations; None where there is none.
+
+    **Arguments:** `whole` as of `Region`.
+    """
     products = sum(is_contraction(program.eqns[i]) for i in own)
     enough = LEAST_SHARE * products
     others = {*program.alive}.difference(own)
@@ -48,10 +57,10 @@ def microbatches(program: Readers, scope: int = -1) -> tuple[Region, ...]:
     while len(grown) < COMPONENTS and (best := _most_grown(program, enough, grown, others)) is not None:
         grown.append(best)
     if sum(each.products for each in grown) < enough:
-        return ()
+        return None
     found = loops_of(program, grown)
-    region = region_of(program, found, whole=True) if found else None
-    return (region,) if region is not None and region.choices else ()
+    region = region_of(program, found, whole=whole) if found else None
+    return region if region is not None and region.choices else None
 
 
 def _most_grown(

@@ -8,15 +8,23 @@ import jax.extend.core as jex
 
 from .._program import _compat
 from .._program._flops import aval_nbytes
+from .._program._primitives import is_draw
 from ._backward_equations import backward_equations
 from ._decisions import Decisions, decisions
 from ._flat_program import FlatProgram
 
+SMALL = 1 / 64
+"""What is at most this share of a result is small beside it."""
+
 
 class Readers:
-    """Who makes and reads what, of the equations of a program that anything needs."""
+    """Who makes and reads what, of the equations of a program that anything needs.
 
-    def __init__(self, program: FlatProgram):
+    **Arguments:** `differentiable` whether it is a function that is differentiated later.
+    """
+
+    def __init__(self, program: FlatProgram, *, differentiable: bool = False):
+        self.differentiable = differentiable
         self.program, self.eqns = program, program.eqns
         self.returned = set(_compat.variables(program.closed.jaxpr.outvars))
         self.loop_of, self.scopes = program.loop_of, program.scopes
@@ -36,6 +44,20 @@ class Readers:
         return frozenset(
             i for i, v in made.items() if self.inner(v) and scans.issuperset(self.readers.get(v, (-1,)))
         )
+
+    @cached_property
+    def drawn(self) -> frozenset[int]:
+        """The equations that draw random numbers, or make something of these, and of small numbers, alone."""
+        found = set[int]()
+        for i in self.alive:
+            eqn = self.eqns[i]
+            small = max((aval_nbytes(v.aval) for v in eqn.outvars), default=0) * SMALL
+            operands = _compat.variables(eqn.invars)
+            made = [self.maker.get(a) in found for a in operands]
+            alone = all(m or aval_nbytes(a.aval) <= small for a, m in zip(operands, made, strict=True))
+            if is_draw(eqn) or (any(made) and alone):
+                found.add(i)
+        return frozenset(found)
 
     @cached_property
     def of_one_run(self) -> set[int]:

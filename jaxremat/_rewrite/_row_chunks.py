@@ -7,6 +7,10 @@
 
 needs a fraction of the memory and no operation twice. It is one call, within which nothing is planned.
 
+In a function that is *differentiated later* a loop is scanned over its chunks, and stacks theirs: so its gradient is a
+loop over chunks of cotangents, in which sums over chunks are added up in their place. What happens in an iteration is
+planned as in any scan of such a function.
+
 Law: rows are made by the same operations as before, sums over rows chunk by chunk.
 """
 
@@ -47,16 +51,22 @@ NONE: Mapping[Any, str] = MappingProxyType({})
 
 
 def chunked(
-    before: FlatProgram, chosen: Sequence[tuple[Region, int]], labels: Mapping[Any, str] = NONE
+    before: FlatProgram,
+    chosen: Sequence[tuple[Region, int]],
+    labels: Mapping[Any, str] = NONE,
+    *,
+    differentiable: bool = False,
 ) -> FlatProgram:
     """Return the program with each of these regions in so many chunks.
 
-    **Arguments:** `labels` the user's `checkpoint_name`s by variable.
+    **Arguments:** `labels` the user's `checkpoint_name`s by variable; `differentiable` whether it is a function that is
+    differentiated later.
     """
-    program = Readers(before)
+    program = Readers(before, differentiable=differentiable)
     all_loops = [loop for region, _ in chosen for loop in region.loops]
     of_loops = [each for each in chosen for _ in each[0].loops]
-    loops = [_Chunks(program, all_loops, number, *each, labels) for number, each in enumerate(of_loops)]
+    kind = _ScannedChunks if differentiable else _Chunks
+    loops = [kind(program, all_loops, number, *each, labels) for number, each in enumerate(of_loops)]
     moved = {i for loop in loops for i in (*loop.moved, *(at for at, _ in loop.begun.values()))}
     order = schedule(program, all_loops)
     assert order is not None  # or they were no regions
@@ -205,12 +215,17 @@ class _Chunks:
         made, _ = inlined(jax.make_jaxpr(call)(*map(typed, self.reads)), self.reads, place, names)
         return made
 
-    def _run(self, *operands: Any) -> list[Any]:
-        """Return the results of the region for what it reads."""
+    def _read(self, operands: Sequence[Any]) -> dict[Any, Any]:
+        """Return what chunks read, by variable, of what the region reads."""
         env = dict(zip(self.reads, operands, strict=True))
         for eqn in (self.program.eqns[i] for i in self.moved if i not in self.turned):
             invars = [a.val if _compat.is_literal(a) else env[a] for a in eqn.invars]
             env[eqn.outvars[0]] = eqn.primitive.bind(*invars, **eqn.params)
+        return env
+
+    def _run(self, *operands: Any) -> list[Any]:
+        """Return the results of the region for what it reads."""
+        env = self._read(operands)
         zero = jnp.zeros((), jnp.float32)
         if self.parted and not self.opens:
             # Zeros that depend on nothing could be filled at any time, and would be one array for several loops: those
@@ -266,6 +281,16 @@ class _Chunks:
         for a, operand in zip(self.parted, operands, strict=True):
             d = self.dimension.get(a)
             env[a] = operand if d is None else self._part(eqns, operand, index, d, a)
+        self._each(eqns, env, so_far, index)
+        results = [self._added(eqns, v, so_far[v], env[v], index) for v in self.leaves]
+        made = _compat.new_jaxpr((), (), [index, *state, *operands], results, eqns)
+        if self.opens:
+            return made
+        # A loop of one pass alone does not read all that scans make.
+        return settled(with_eqns(made, without_unread(eqns, results, {"scan"})))
+
+    def _each(self, eqns: list[Any], env: dict[Any, Any], so_far: Mapping[Any, Any], index: Any) -> None:
+        """Append the equations of a chunk. **Arguments:** `env` what it reads; what it makes is added."""
         for eqn in (self.program.eqns[i] for i in self.turned):
             env[eqn.outvars[0]] = made = _compat.new_var(eqn.outvars[0].aval)
             eqns.append(_compat.renamed(eqn, env).replace(outvars=[made]))
@@ -287,12 +312,6 @@ class _Chunks:
             for v, name in named:  # for the planner, to whom the loop is inlined
                 made = _compat.new_var(env[v].aval)
                 eqns.append(_compat.name_eqn(env[v], made, name, eqn.source_info))
-        results = [self._added(eqns, v, so_far[v], env[v], index) for v in self.leaves]
-        made = _compat.new_jaxpr((), (), [index, *state, *operands], results, eqns)
-        if self.opens:
-            return made
-        # A loop of one pass alone does not read all that scans make.
-        return settled(with_eqns(made, without_unread(eqns, results, {"scan"})))
 
     def _aval(self, v: jex.Var, dimension: int | None, params: Mapping[str, Any]) -> Any:
         if dimension is None:
@@ -354,6 +373,104 @@ class _Chunks:
 
     def _reader(self, v: jex.Var) -> Any:
         return next(self.program.eqns[i] for i in self.program.readers[v] if i in self.rules)
+
+
+class _ScannedChunks(_Chunks):
+    """A loop over chunks that is differentiated later."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.opens = True
+        self.carried = [v for v in self.leaves if self.dimension[v] is None]
+        self.stacked = [v for v in self.leaves if self.dimension[v] is not None]
+        self.rows = [a for a in self.parted if self.dimension.get(a) is not None]
+        self.whole = [a for a in self.parted if self.dimension.get(a) is None]
+
+    def _run(self, *operands: Any) -> list[Any]:
+        env = self._read(operands)
+        start = [
+            env[self.over[v]] if v in self.over else jnp.zeros(shaped(v).shape, self._type(v))
+            for v in self.carried
+        ]
+        # The gradient of what chunks read whole is added up, chunk after chunk, in the type that they read.
+        whole = [env[a].astype(_sum_type(env[a].dtype)) for a in self.whole]
+        body = self._body()
+        indices = jnp.arange(self.parts.count, dtype=jnp.int32)
+
+        def step(state: list[Any], each: Any) -> tuple[list[Any], list[Any]]:
+            made = jex.jaxpr_as_fun(body)(each[0], *state, *whole, *each[1])
+            return made[: len(state)], made[len(state) :]
+
+        rows = [self._in_chunks(env[a], self._dimension(a)) for a in self.rows]
+        state, stacks = lax.scan(step, start, (indices, rows))
+        sums = (a.astype(v.aval.dtype) for a, v in zip(state, self.carried, strict=True))
+        joined = (self._joined(a, self._dimension(v)) for a, v in zip(stacks, self.stacked, strict=True))
+        found = dict(zip((*self.carried, *self.stacked), (*sums, *joined), strict=True))
+        return [found[v] for v in self.leaves]
+
+    def _body(self) -> jex.ClosedJaxpr:
+        """Return one chunk: its index, the sums so far, what is read whole and its rows -> the sums and its rows."""
+        eqns: list[Any] = []
+        index = _compat.new_var(ShapedArray((), jnp.int32))
+        state = [_compat.new_var(v.aval.update(dtype=self._type(v), weak_type=False)) for v in self.carried]
+        so_far = dict(zip(self.carried, state, strict=True))
+        whole = [_compat.new_var(_strong(a.aval, _sum_type(shaped(a).dtype))) for a in self.whole]
+        rows = [_compat.new_var(self._aval(a, self._dimension(a), {})) for a in self.rows]
+        env: dict[Any, Any] = dict(zip((*self.whole, *self.rows), (*whole, *rows), strict=True))
+        for a, v in zip(self.whole, whole, strict=True):
+            if (dtype := shaped(a).dtype) != shaped(v).dtype:
+                env[a] = append(eqns, lambda x, dtype=dtype: x.astype(dtype), (v,), self._reader(a))
+        self._each(eqns, env, so_far, index)
+        results = [self._added(eqns, v, so_far[v], env[v], index) for v in self.carried]
+        results += [env[v] for v in self.stacked]
+        return _compat.new_jaxpr((), (), [index, *state, *whole, *rows], results, eqns)
+
+    def _reader(self, v: jex.Var) -> Any:
+        return next(
+            self.program.eqns[i] for i in self.program.readers[v] if i in self.rules or i in self.turned
+        )
+
+    def _dimension(self, v: jex.Var) -> int:
+        found = self.dimension[v]
+        assert found is not None
+        return found
+
+    def _in_chunks(self, whole: Any, dimension: int) -> Any:
+        """Return a stack of the rows of each chunk, those of the last with rows of the one before where it begins
+        earlier.
+        """
+        count, shape = self.parts.count, whole.shape
+        size = self.parts.of(shape[dimension])
+        if self.parts.again(shape[dimension]):
+            ends = ((0, (count - 1) * size), (shape[dimension] - size, shape[dimension]))
+            whole = lax.concatenate(
+                [lax.slice_in_dim(whole, *each, axis=dimension) for each in ends], dimension
+            )
+        parts = lax.reshape(whole, (*shape[:dimension], count, size, *shape[dimension + 1 :]))
+        others = (d for d in range(parts.ndim) if d != dimension)
+        return lax.transpose(parts, (dimension, *others)) if dimension else parts
+
+    def _joined(self, stack: Any, dimension: int) -> Any:
+        """Return the rows that chunks have stacked."""
+        count, size = self.parts.count, stack.shape[1 + dimension]
+        again = self.parts.again(size * self.parts.rows // self.parts.size)
+        order = (*range(1, dimension + 1), 0, *range(dimension + 1, stack.ndim))
+        parts = lax.transpose(stack, order) if dimension else stack
+        shape = parts.shape
+        whole = lax.reshape(parts, (*shape[:dimension], count * size, *shape[dimension + 2 :]))
+        if not again:
+            return whole
+        ends = ((0, (count - 1) * size), ((count - 1) * size + again, count * size))
+        return lax.concatenate([lax.slice_in_dim(whole, *each, axis=dimension) for each in ends], dimension)
+
+
+def _sum_type(dtype: Any) -> Any:
+    """Return the type in which gradients of values of a type are added up."""
+    return sum_type(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _strong(aval: Any, dtype: Any) -> Any:
+    return aval if aval.dtype == dtype else aval.update(dtype=dtype, weak_type=False)
 
 
 def _moves(eqn: jex.JaxprEqn) -> bool:

@@ -30,7 +30,7 @@ from .._program._flops import alone_seconds, aval_nbytes
 from .._program._primitives import is_contraction, is_draw, is_fusion_root, is_relabelling, runs_once
 from ._program_readers import Readers
 from ._region_loops import Loop, handed_on, loops_of, owners, schedule
-from ._row_scans import Around, ScanBatchingRule, scan_batching_rule
+from ._row_scans import Around, ScanBatchingRule, ways
 
 LARGE = 1 / 16
 """What a region must not hand on is at least this share of the value that it grows from."""
@@ -435,7 +435,12 @@ class Grower:
 
     def _add(self, i: int) -> bool:
         """Add an equation, if its rows are where they are known to be."""
-        if i in self.early or i in self.taken or self.program.scopes[i] != self.scope:
+        program = self.program
+        if i in self.early or i in self.taken or program.scopes[i] != self.scope:
+            return False
+        if (
+            program.differentiable and i in program.drawn
+        ):  # a mask is smaller than the bits that it is made of
             return False
         eqn = self.program.eqns[i]
         atoms = [*eqn.invars, *eqn.outvars]
@@ -459,14 +464,11 @@ class Grower:
 
     def _rules_of(self, eqn: jex.JaxprEqn) -> Iterable[BatchingRule]:
         """Return the ways that are looked at of an equation; none of draws, which are made before, all at once."""
-        if eqn.primitive.name != "scan":
-            return () if is_draw(eqn) else rules(eqn)
-        if not self.scans:
+        if is_draw(eqn) or (eqn.primitive.name == "scan" and not self.scans):
             return ()
         eqns, maker = self.program.eqns, self.program.maker
-        around = Around(self.dimension, lambda v: eqns[maker[v]] if v in maker else None)
-        found = scan_batching_rule(eqn, around)
-        return () if found is None else (found,)
+        later = self.program.differentiable
+        return ways(eqn, Around(self.dimension, lambda v: eqns[maker[v]] if v in maker else None, later))
 
     def _done_before(self, i: int) -> bool:
         """Leave an equation out, with all that it is made of, if that is little, as the number of words that count is;

@@ -1,15 +1,19 @@
-"""Scan -> the way in which its work falls apart into rows: that of its body's equations, alike in every iteration.
+"""Scan, or function with a derivative of its own -> the way in which its work falls apart into rows: that of its
+body's equations, alike in every iteration.
 
 A row of a carry stays where it is from iteration to iteration. A sum over rows may be stacked, or be added to a carry
 that begins as zeros: a part of the rows then gives a part of the sum. Within the body such a sum may be scaled or take
-another shape or type, and nothing else.
+another shape or type, and nothing else. A `custom_jvp` function of a part has the derivative of the whole, of a part:
+rows of tangents are where those of values are.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from math import gcd
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
@@ -28,11 +32,14 @@ _LINEAR = ("neg", "convert_element_type", "broadcast_in_dim", "reduce_sum", "cop
 class Around:
     """What is known around an equation.
 
-    **Fields:** `dimension` of the rows of values, None where one is read whole; `maker` of a value, if there is one.
+    **Fields:** `dimension` of the rows of values, None where one is read whole; `maker` of a value, if there is one;
+    `differentiable` whether it is of a function that is differentiated later; `inner` whether within a derivative.
     """
 
     dimension: Mapping[Any, int | None]
     maker: Callable[[Any], Any]
+    differentiable: bool = False
+    inner: bool = False
 
     def is_zero(self, atom: Atom) -> bool:
         """Return whether a value is known to be zeros."""
@@ -61,6 +68,10 @@ class ScanBatchingRule(BatchingRule):
 
     def in_chunk(self, eqn: jex.JaxprEqn, parts: Parts, *, widens: bool = True) -> dict[str, Any]:
         del widens  # what is summed within keeps its type
+        return {**eqn.params, "jaxpr": self.body_of(parts)}
+
+    def body_of(self, parts: Parts) -> jex.ClosedJaxpr:
+        """Return the body of a part."""
         rename: dict[Any, Any] = {}
 
         def renamed(v: jex.Var) -> Any:
@@ -82,24 +93,117 @@ class ScanBatchingRule(BatchingRule):
         constvars, invars, outvars = (
             [renamed(v) for v in each] for each in (jaxpr.constvars, jaxpr.invars, jaxpr.outvars)
         )
-        body = _compat.new_jaxpr(constvars, self.body.consts, invars, outvars, eqns)
-        return {**eqn.params, "jaxpr": body}
+        return _compat.new_jaxpr(constvars, self.body.consts, invars, outvars, eqns)
 
 
-def scan_batching_rule(eqn: jex.JaxprEqn, around: Around) -> ScanBatchingRule | None:
+@dataclass(frozen=True)
+class _FunctionBatchingRule(ScanBatchingRule):
+    """**Fields:** `tangents` returns the rule of what takes values and tangents to both, None where there is none."""
+
+    tangents: Callable[[], ScanBatchingRule | None] = lambda: None
+
+    def in_chunk(self, eqn: jex.JaxprEqn, parts: Parts, *, widens: bool = True) -> dict[str, Any]:
+        del eqn, widens
+        evaluate = jex.jaxpr_as_fun(body := self.body_of(parts))
+
+        @jax.custom_jvp
+        def part(*primals: Any) -> list[Any]:
+            return evaluate(*primals)
+
+        @part.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            if (rule := self.tangents()) is None:
+                return jax.jvp(evaluate, primals, tangents)
+            made = jex.jaxpr_as_fun(rule.body_of(parts))(*primals, *tangents)
+            return made[: len(made) // 2], made[len(made) // 2 :]
+
+        (made,) = jax.make_jaxpr(part)(*(v.aval for v in body.jaxpr.invars)).jaxpr.eqns
+        return made.params
+
+
+def ways(eqn: jex.JaxprEqn, around: Around) -> Iterable[BatchingRule]:
+    """Return the independent axes of an equation, of loops and functions as what is known around them has them."""
+    name = eqn.primitive.name
+    if name not in ("scan", "custom_jvp_call"):
+        return rules(eqn)
+    found = _scan_batching_rule(eqn, around) if name == "scan" else _function_batching_rule(eqn, around)
+    return () if found is None else (found,)
+
+
+def _scan_batching_rule(eqn: jex.JaxprEqn, around: Around) -> ScanBatchingRule | None:
     """Return the way of a scan in which what is known of it is so; None where there is none."""
-    body = _Body(eqn, around)
-    return body.rule() if body.settled() else None
+    closed = _flat(eqn.params["jaxpr"], derivatives=around.differentiable)
+    edges, begin = (eqn.invars, eqn.outvars), _compat.scan_operands(eqn)[1]
+    body = _Body(closed, edges, _compat.scan_counts(eqn), begin, around)
+    return body.rule() if not runs_once(eqn) and body.settled() else None
+
+
+def _function_batching_rule(eqn: jex.JaxprEqn, around: Around) -> _FunctionBatchingRule | None:
+    """Return the way of a `custom_jvp` function of real numbers in which what is known of it, and of its tangents, is
+    so; None where there is none, as where results are sums: a part of the function would be another.
+
+    What derivatives call, often the function itself, has derivatives of its own: these are looked at when they are
+    asked for.
+    """
+    edges = (*eqn.invars, *eqn.outvars)
+    if runs_once(eqn) or not all(jnp.issubdtype(shaped(a).dtype, jnp.inexact) for a in edges):
+        return None
+    closed = _flat(eqn.params["call_jaxpr"], derivatives=True)
+    body = _Body(closed, (eqn.invars, eqn.outvars), (len(eqn.invars), 0), (), around, stacks=False)
+    if not body.settled() or any((rule := body.rule()).adding):
+        return None
+    tangents = cache(partial(_of_tangents, eqn, rule))
+    if not around.inner and tangents() is None:
+        return None
+    known = {each.name: getattr(rule, each.name) for each in fields(rule)}
+    return _FunctionBatchingRule(**known, tangents=tangents)
+
+
+def _of_tangents(eqn: jex.JaxprEqn, rule: ScanBatchingRule) -> ScanBatchingRule | None:
+    """Return the way of what takes a function's values and tangents to both, where it is that of the function."""
+    invars = [_compat.new_var(shaped(a)) for a in eqn.invars]
+    outvars = [_compat.new_var(v.aval) for v in eqn.outvars]
+    alone = _compat.new_jaxpr((), (), invars, outvars, [eqn.replace(invars=[*invars], outvars=outvars)])
+
+    def both(*operands: Any) -> Any:
+        half = len(operands) // 2
+        return jax.jvp(jex.jaxpr_as_fun(alone), operands[:half], operands[half:])
+
+    closed = _flat(jax.make_jaxpr(both)(*(v.aval for v in (*invars, *invars))), derivatives=True)
+    edges, wanted = (closed.jaxpr.invars, closed.jaxpr.outvars), (2 * rule.operands, 2 * rule.results)
+    placed = zip((*edges[0], *edges[1]), (*wanted[0], *wanted[1]), strict=True)
+    known = {a: d for a, d in placed if not _compat.is_literal(a)}
+    around = Around(known, lambda _: None, differentiable=True, inner=True)
+    body = _Body(closed, edges, (len(edges[0]), 0), (), around, stacks=False)
+    found = body.rule() if body.settled() else None
+    alike = (
+        found is not None
+        and (found.operands, found.results) == wanted
+        and rule.groups % (found.groups or 1) == 0
+    )
+    return found if alike else None
 
 
 class _Body:
-    """The rows and sums of a scan's body, as far as they are known."""
+    """The rows and sums of a body, as far as they are known.
 
-    def __init__(self, eqn: jex.JaxprEqn, around: Around):
-        self.eqn, self.around = eqn, around
-        self.closed = _flat(eqn.params["jaxpr"])
+    **Arguments:** `edges` the operands and results of what has the body; `counts` of a scan's constants and carries,
+    and how these `begin`; `stacks` whether other operands and results are stacks outside of it.
+    """
+
+    def __init__(
+        self,
+        closed: jex.ClosedJaxpr,
+        edges: tuple[Sequence[Any], Sequence[Any]],
+        counts: tuple[int, int],
+        begin: Sequence[Any],
+        around: Around,
+        *,
+        stacks: bool = True,
+    ):
+        self.around, self.closed, self.edges, self.begin, self.stacks = around, closed, edges, begin, stacks
         jaxpr = self.closed.jaxpr
-        self.consts, self.carries = _compat.scan_counts(eqn)
+        self.consts, self.carries = counts
         self.lasts = jaxpr.outvars[: self.carries]
         self.begun = jaxpr.invars[self.consts : self.consts + self.carries]
         self.dimension: dict[Any, int] = {}
@@ -110,7 +214,7 @@ class _Body:
 
     def settled(self) -> bool:
         """Return whether rows and sums of all that the body makes could be told from what is known of some."""
-        if runs_once(self.eqn) or not all(map(self._found, *zip(*self._edges(), strict=True))):
+        if not all(map(self._found, *zip(*self._edges(), strict=True))):
             return False
         known = -1
         while known < (known := len(self.inner) + len(self.dimension) + len(self.sums)):
@@ -119,8 +223,7 @@ class _Body:
                     return False
             if not all(map(self._tied, self.begun, self.lasts)):
                 return False
-        init = _compat.scan_operands(self.eqn)[1]
-        zeros = (a for a, v in zip(init, self.begun, strict=True) if v in self.sums)
+        zeros = (a for a, v in zip(self.begin, self.begun, strict=True) if v in self.sums)
         return self._is_consistent() and all(map(self.around.is_zero, zeros))
 
     def rule(self) -> ScanBatchingRule:
@@ -132,7 +235,9 @@ class _Body:
             for i, d in enumerate(map(self.dimension.get, jaxpr.invars))
         ]
         results = [
-            None if _compat.is_literal(a) or (d := self.dimension.get(a)) is None else d + (i >= self.carries)
+            None
+            if _compat.is_literal(a) or (d := self.dimension.get(a)) is None
+            else d + (self.stacks and i >= self.carries)
             for i, a in enumerate(jaxpr.outvars)
         ]
         inner = {i: rule for i, rule in self.inner.items() if not rule.linear}
@@ -151,9 +256,9 @@ class _Body:
     def _edges(self) -> list[tuple[Any, Any, bool]]:
         """Operands and results of the scan, what they are called in the body, and whether they are stacks there."""
         first, jaxpr = self.consts + self.carries, self.closed.jaxpr
-        inner, outer = (*jaxpr.invars, *jaxpr.outvars), (*self.eqn.invars, *self.eqn.outvars)
+        inner, outer = (*jaxpr.invars, *jaxpr.outvars), (*self.edges[0], *self.edges[1])
         stacks = [i >= first for i in range(len(jaxpr.invars))]
-        stacks += [i >= self.carries for i in range(len(jaxpr.outvars))]
+        stacks += [self.stacks and i >= self.carries for i in range(len(jaxpr.outvars))]
         return list(zip(outer, inner, stacks, strict=True))
 
     def _found(self, outer: Any, inner: Any, stacked: bool) -> bool:
@@ -185,7 +290,7 @@ class _Body:
         if any(a in self.sums for a in _compat.variables(eqn.invars)):
             return False
         known: dict[Any, int | None] = {**dict.fromkeys(self.whole), **self.dimension}
-        for rule in rules(eqn) if eqn.primitive.name != "scan" else self._inner_scan(eqn, known):
+        for rule in ways(eqn, replace(self.around, dimension=known, maker=self.makers.get)):
             both = zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True)
             placed = [(a, d) for a, d in both if not _compat.is_literal(a)]
             if all(known.get(a, d) == d for a, d in placed) and agree(placed):
@@ -197,10 +302,6 @@ class _Body:
         self.dimension.update((a, d) for a, d in placed if d is not None)
         self.whole.update(a for a, d in placed if d is None and a not in self.sums)
         return True
-
-    def _inner_scan(self, eqn: jex.JaxprEqn, known: Mapping[Any, int | None]) -> list[BatchingRule]:
-        found = scan_batching_rule(eqn, Around(known, self.makers.get))
-        return [found] if found is not None else []
 
     def _add_sums(self, i: int, eqn: jex.JaxprEqn) -> bool:
         """Return whether sums make a sum here."""
@@ -253,9 +354,9 @@ class _Body:
         return True
 
 
-def _flat(body: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
-    """Return the body, inlined but for the user's names."""
-    inliner, eqns = Inliner(), list[Any]()
+def _flat(body: jex.ClosedJaxpr, *, derivatives: bool = False) -> jex.ClosedJaxpr:
+    """Return the body, inlined but for the user's names, and for functions with `derivatives` of their own."""
+    inliner, eqns = Inliner(derivatives=derivatives), list[Any]()
     invars = [_compat.new_var(v.aval) for v in body.jaxpr.invars]
     results = inliner.body(body, invars, None, eqns, marks=True)
     return _compat.new_jaxpr(inliner.constvars, inliner.consts, invars, results, eqns)

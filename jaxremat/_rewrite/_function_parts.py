@@ -1,0 +1,66 @@
+"""Flat jaxpr of a function that is differentiated later -> the ways of doing it part after part, and what each is.
+
+By hand it is `lax.scan` of a `jax.checkpoint` over chunks of tokens, rays or rows of logits. What is a scan here is
+planned as any scan of such a function: whoever differentiates it keeps what goes into the scan, what comes out, and of
+each part what the plan saves.
+
+Law: as those of `_row_regions` and `_row_chunks`. What is random is drawn before, all of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.extend.core as jex
+
+from ._flat_program import FlatProgram
+from ._microbatches import most_of
+from ._program_readers import Readers
+from ._row_chunks import chunked
+from ._row_regions import Region, regions
+
+
+@dataclass(frozen=True)
+class Division:
+    """**Fields:** the `regions` that are in parts, and the number of `parts` of each."""
+
+    regions: tuple[Region, ...]
+    parts: tuple[int, ...]
+
+    @property
+    def handed_nbytes(self) -> int:
+        """The bytes that regions hand on."""
+        return sum(region.left_nbytes + region.sum_nbytes for region in self.regions)
+
+    @property
+    def inner_nbytes(self) -> int:
+        """The most bytes that a part of one of them keeps to itself."""
+        both = zip(self.regions, self.parts, strict=True)
+        return max(region.inner_nbytes // count for region, count in both)
+
+
+def divisions(closed: jex.ClosedJaxpr) -> list[list[Division]]:
+    """Return the ways to divide a function: those about its largest values, and those of most of it, each with as many
+    parts as there may be, from the fewest on.
+    """
+    program = Readers(FlatProgram.of(closed), differentiable=True)
+    whole = most_of(program, program.alive)
+    found = regions(program)
+    within = whole is not None and all(
+        r.rows == whole.rows and r.rules.keys() <= whole.rules.keys() for r in found
+    )
+    sets = [() if within else found, () if whole is None else (whole,)]
+    return [_ladder(each) for each in sets if each]
+
+
+def _ladder(found: tuple[Region, ...]) -> list[Division]:
+    """Return the numbers of parts, where each region has the one of its own that is nearest."""
+    counts = sorted({count for region in found for count in region.choices})
+    nearest = (tuple(min(r.choices, key=lambda n: abs(n - count)) for r in found) for count in counts)
+    return [Division(found, parts) for parts in dict.fromkeys(nearest)]
+
+
+def divided(closed: jex.ClosedJaxpr, division: Division, labels: Mapping[Any, str]) -> jex.ClosedJaxpr:
+    """Return the function in these parts. **Arguments:** `labels` the user's `checkpoint_name`s by variable."""
+    chosen = tuple(zip(division.regions, division.parts, strict=True))
+    return chunked(FlatProgram.of(closed), chosen, labels, differentiable=True).closed
