@@ -257,7 +257,9 @@ class Checkpointed:
             both = joint if division is None else differentiated(own, wanted)
             policy = self._options.emit == "policy"
             restrict = (lambda graph: restricted(graph, segmentation(both, graph))) if policy else None
-            return Way(own, both, self._found(both, restrict), division, joint.plain_nbytes)
+            return Way(
+                own, both, self._found(both, restrict, joint.plain_nbytes), division, joint.plain_nbytes
+            )
 
         budget = parse_held(self._options.budget, joint.plain_nbytes)
         # Part after part would be device after device of what is divided among several.
@@ -275,16 +277,18 @@ class Checkpointed:
         solver = repr(options.planning.solver)
         return fingerprint(joint.traced), options.budget, options.emit, solver, options.allow, device
 
-    def _found(self, joint: Joint, restrict: Callable[[Graph], Graph] | None = None) -> Found:
+    def _found(self, joint: Joint, restrict: Callable[[Graph], Graph] | None, plain_nbytes: int) -> Found:
         """Return the schedule for a joint program: that of an equal one, such as another layer's, if there
         was one.
+
+        **Arguments:** `restrict` and `plain_nbytes` as of `plan_held`.
         """
-        options, key = self._options, self._key(joint)
+        options, key = self._options, (plain_nbytes, *self._key(joint))
         if key not in _FOUND:
             *wanted, device = key
             graph = lower(joint.traced, device, base_nbytes=0)
             solver, time_limit = options.planning.solver, options.planning.time_limit
-            found = plan_held(joint, graph, options.budget, solver, time_limit, restrict)
+            found = plan_held(joint, graph, options.budget, solver, time_limit, restrict, plain_nbytes)
             _FOUND[key] = found_first(repr(wanted), graph, found, restrict)
             _forget_first(_FOUND)
         return _FOUND[key]

@@ -85,34 +85,40 @@ def best_way(
     **Raises:** what `planned` does of the function itself, where no way fits.
     """
     ways: list[tuple[Choice, Way]] = []
-    refused: InfeasibleBudgetError | None = None
+    refused: list[InfeasibleBudgetError] = []
     try:
         ways.append((None, whole := planned(None)))
         if not least and whole.found.profile.extra_seconds <= FEW * whole.found.graph.step_seconds:
             return ways[0]
         plain_nbytes, budget = whole.plain_nbytes, whole.found.budget_nbytes or 0
     except InfeasibleBudgetError as error:
-        refused, plain_nbytes, budget = error, 0, error.budget_nbytes
+        refused.append(error)
+        plain_nbytes, budget = 0, error.budget_nbytes
 
     def tried(number: int, rung: int) -> Way | None:
         try:
             if is_proved(function, ladder[rung]):
                 ways.append(((number, rung), way := planned(ladder[rung])))
                 return way
-        except (InfeasibleBudgetError, NotReversibleError):
+        except NotReversibleError:
             pass
+        except InfeasibleBudgetError as error:
+            refused.append(error)
         return None
 
     for number, ladder in enumerate(divisions(function.closed)):
         rung = _enough(ladder, plain_nbytes, None if least else budget)
-        if (way := tried(number, rung)) is None:
+        way = tried(number, rung)
+        if way is None and rung < len(ladder) - 1:
+            rung = len(ladder) - 1
+            way = tried(number, rung)
+        if way is None:
             continue
         within = of_two(way.found) + LEAST_SLACK * plain_nbytes if least else budget
         if (fewer := _fewest(ladder, rung, way.found, within, least)) < rung:
             tried(number, fewer)
     if not ways:
-        assert refused is not None
-        raise refused
+        raise min(refused, key=lambda error: error.min_peak_nbytes)
     if least:
         enough = min(of_two(way.found) for _, way in ways) + LEAST_SLACK * plain_nbytes
         ways = [each for each in ways if of_two(each[1].found) <= enough]

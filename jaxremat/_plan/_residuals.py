@@ -81,15 +81,18 @@ def plan_held(
     solver: Solver,
     time_limit: float,
     restrict: Callable[[Graph], Graph] | None = None,
+    plain_nbytes: int | None = None,
 ) -> Found:
     """Return the cheapest schedule within a budget of held bytes.
 
-    **Arguments:** `graph` of the joint program; `restrict` takes from a graph with its stages what cannot be followed.
+    **Arguments:** `graph` of the joint program; `restrict` takes from a graph with its stages what cannot be followed;
+    `plain_nbytes` what plain JAX keeps of the function as it is written, where the joint program is of another form.
 
     **Raises:** `BudgetError`, `InfeasibleBudgetError`, and `InfeasibleHintError` where hints are to blame.
     """
     plain = graph
-    wanted = parse_held(budget, joint.plain_nbytes)
+    plain_nbytes = joint.plain_nbytes if plain_nbytes is None else plain_nbytes
+    wanted = parse_held(budget, plain_nbytes)
     allowance = wanted if isinstance(wanted, int) else None
     cuts: list[tuple[Graph, Graph]] = []  # each with what is counted of it
     kept: list[str] = []
@@ -118,13 +121,13 @@ def plan_held(
     found = [(cut, held, solved(held, within)) for cut, held in cuts]
     if wanted == "min":
         least = [simulate(held, solution.schedule).peak_nbytes for _, held, solution in found]
-        within = min(least) + int(LEAST_SLACK * joint.plain_nbytes)
+        within = min(least) + int(LEAST_SLACK * plain_nbytes)
         low = [pair for pair, nbytes in zip(cuts, least, strict=True) if nbytes <= within]
         found.extend((cut, held, solved(held, within)) for cut, held in low)
         cut, held = cuts[-1]  # uncut: what every checkpoint that saves nothing does
         found.append((cut, held, Solution(close_over_dependencies(held, ()), solver="none")))
         twice = [_of_two(held, solution) for _, held, solution in found]
-        enough = min(twice) + int(LEAST_SLACK * joint.plain_nbytes)
+        enough = min(twice) + int(LEAST_SLACK * plain_nbytes)
         found = [each for each, nbytes in zip(found, twice, strict=True) if nbytes <= enough]
         within = max(simulate(held, solution.schedule).peak_nbytes for _, held, solution in found)
     graph, held, solution = min(
@@ -136,7 +139,7 @@ def plan_held(
         error = InfeasibleBudgetError(
             f"`checkpoint(budget={budget!r})` cannot be met: with the least memory found, the backward pass "
             f"still holds {format_nbytes(profile.peak_nbytes)} of the forward pass's values at once; plain JAX "
-            f"keeps {format_nbytes(joint.plain_nbytes)}. Use a budget of at least {profile.peak_nbytes} "
+            f"keeps {format_nbytes(plain_nbytes)}. Use a budget of at least {profile.peak_nbytes} "
             f"bytes{advice}.",
             budget_nbytes=allowance,
             min_peak_nbytes=profile.peak_nbytes,
@@ -145,7 +148,7 @@ def plan_held(
         def free() -> int:
             bare = replace(plain, pins=())
             try:
-                found = plan_held(joint, bare, budget, solver, time_limit, restrict)
+                found = plan_held(joint, bare, budget, solver, time_limit, restrict, plain_nbytes)
             except InfeasibleBudgetError as error:
                 return error.min_peak_nbytes
             return found.profile.peak_nbytes

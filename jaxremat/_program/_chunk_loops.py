@@ -21,10 +21,9 @@ Law: the equations give what the loop gives, up to the order in which sums are a
 floating-point numbers are. What may be another is no such loop.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -34,80 +33,15 @@ from jax import lax
 
 from . import _compat
 from ._axes import BILINEAR, LINEAR, BatchingRule, is_scattered, rules, sum_type
+from ._chunk_kinds import Added, AllRows, Carry, Index, Kind, Places, Rows, Sum, Whole, Written, stacked
 from ._compat import shaped
 from ._inline import followed
 from ._primitives import runs_once
 from ._splice import inlined, needed, typed
-from ._value_numbers import Affine
-
-Number = Callable[[Any, list[int]], Sequence[int]]
-"""An equation, the numbers of its operands -> those of its results."""
 
 
 class OtherLoopError(Exception):
     """This is no loop over chunks, for all that is known."""
-
-
-class _Whole(NamedTuple):
-    atom: Any
-
-
-class _Rows(NamedTuple):
-    atom: Any
-    dimension: int
-    parts: int = 1
-    once: bool = False
-
-
-class _Sum(NamedTuple):
-    atom: Any
-
-
-class _Index(NamedTuple):
-    number: int
-
-
-class _Carry(NamedTuple):
-    place: int
-
-
-class _Written(NamedTuple):
-    place: int
-    atom: Any
-
-
-class _Added(NamedTuple):
-    place: int
-    atom: Any
-
-
-_Kind = _Whole | _Rows | _Sum | _Index | _Carry | _Written | _Added
-
-
-@dataclass(frozen=True)
-class Places:
-    """What is known of numbers in the loop. **Fields:** `number` of an equation's results; `literal` of a literal's;
-    `place` that a number is, None of others; `is_index` whether a number is made of indices alone; `is_zero` whether it
-    is zeros; `reaches` where an index along a dimension, which counts from zero, is as large as a place; `symbol` of
-    the loop.
-    """
-
-    number: Number
-    literal: Callable[[Any], int]
-    place: Callable[[int], Affine | None]
-    is_index: Callable[[int], bool]
-    is_zero: Callable[[int], bool]
-    reaches: Callable[[int], tuple[int, Affine] | None]
-    symbol: int
-
-
-@dataclass(frozen=True)
-class AllRows:
-    """What a stack of chunks is of. **Fields:** the `number` of a value of so many `rows` in a `dimension`."""
-
-    number: int
-    dimension: int
-    rows: int
 
 
 def of_all_rows(
@@ -126,11 +60,11 @@ def of_all_rows(
     loop = _Chunks(eqn.params["length"], places)
     loop.begin = variables[consts:]
     loop.known = dict(zip(variables, operands, strict=True))
-    given: list[_Kind] = [*map(_Whole, variables[:consts]), *map(_Carry, range(carries))]
+    given: list[Kind] = [*map(Whole, variables[:consts]), *map(Carry, range(carries))]
     try:
         for each, v in zip(scanned, inner[consts + carries :], strict=True):
-            given.append(_Index(each) if isinstance(each, int) else loop.stacked_rows(each, v))
-        variables += [kind.atom for kind in given[consts + carries :] if isinstance(kind, _Rows)]
+            given.append(Index(each) if isinstance(each, int) else loop.stacked_rows(each, v))
+        variables += [kind.atom for kind in given[consts + carries :] if isinstance(kind, Rows)]
         kinds = loop.body(closed, given)
         results = [loop.left(i, kind) for i, kind in enumerate(kinds[:carries])]
         stacks = zip(kinds[carries:], eqn.outvars[carries:], strict=True)
@@ -159,9 +93,9 @@ class _Chunks:
         self.begin: list[Any] = []  # the carries
         self.known: dict[Any, int] = {}  # the numbers of what the loop is given
         self.consts: dict[int, tuple[Any, Any]] = {}
-        self.maker: dict[Any, tuple[Any, int, list[_Kind]]] = {}  # of what is whole
+        self.maker: dict[Any, tuple[Any, int, list[Kind]]] = {}  # of what is whole
         self.given: dict[Any, int] = {}  # place among the operands of a body within
-        self.spread: dict[tuple[Any, int], _Rows] = {}
+        self.spread: dict[tuple[Any, int], Rows] = {}
         self.alike_rows: set[Any] = set()  # of these all rows are alike
 
     def program(self, operands: Sequence[Any], results: Sequence[Any]) -> jex.ClosedJaxpr:
@@ -170,17 +104,17 @@ class _Chunks:
         eqns = [self.eqns[i] for i in needed(self.eqns, results)]
         return _compat.new_jaxpr(variables, consts, operands, results, eqns)
 
-    def left(self, place: int, kind: _Kind) -> Any:
+    def left(self, place: int, kind: Kind) -> Any:
         """Return what the loop leaves of a carry."""
-        if isinstance(kind, _Carry) and kind.place == place:
+        if isinstance(kind, Carry) and kind.place == place:
             return self.begin[place]
-        if isinstance(kind, (_Written, _Added)) and kind.place == place:
+        if isinstance(kind, (Written, Added)) and kind.place == place:
             return kind.atom
-        if isinstance(kind, _Whole):
+        if isinstance(kind, Whole):
             return kind.atom
         raise OtherLoopError
 
-    def stacked_rows(self, scanned: AllRows, chunk: Any) -> _Rows:
+    def stacked_rows(self, scanned: AllRows, chunk: Any) -> Rows:
         """Return the rows that a loop is scanned over. **Arguments:** `chunk` the body's variable for those of one."""
         shape, d = list(shaped(chunk).shape), scanned.dimension
         if not self._is_chunk(shape[d], scanned.rows):
@@ -188,103 +122,94 @@ class _Chunks:
         shape[d] = scanned.rows
         v = _compat.new_var(chunk.aval.update(shape=tuple(shape)))
         self.known[v] = scanned.number
-        return _Rows(v, d)
+        return Rows(v, d)
 
-    def stack(self, kind: _Kind, shape: Sequence[int], source_info: Any) -> Any:
+    def stack(self, kind: Kind, shape: Sequence[int], source_info: Any) -> Any:
         """Return the chunks of all rows in a stack of this shape."""
-        if not isinstance(kind, (_Whole, _Rows)) or (
-            isinstance(kind, _Rows) and (kind.parts > 1 or kind.once)
-        ):
+        if isinstance(kind, Whole):
+            closed = jax.make_jaxpr(lambda x: lax.broadcast(x, shape[:1]))(typed(kind.atom))
+        elif isinstance(kind, Rows) and kind.parts == 1 and not kind.once:
+            size = shape[1 + kind.dimension]
+            closed = jax.make_jaxpr(lambda x: stacked(x, kind.dimension, self.count, size))(typed(kind.atom))
+        else:
             raise OtherLoopError
-
-        def stacked(x: Any) -> Any:
-            if isinstance(kind, _Whole):
-                return lax.broadcast(x, shape[:1])
-            d, size = kind.dimension, shape[1 + kind.dimension]
-            if self._all != self.count:
-                ends = ((0, (self.count - 1) * size), (x.shape[d] - size, x.shape[d]))
-                x = lax.concatenate([lax.slice_in_dim(x, *each, axis=d) for each in ends], d)
-            parts = lax.reshape(x, (*x.shape[:d], self.count, size, *x.shape[d + 1 :]))
-            return lax.transpose(parts, (d, *(i for i in range(parts.ndim) if i != d)))
-
-        closed = jax.make_jaxpr(stacked)(typed(kind.atom))
         eqns, (made,) = inlined(closed, [kind.atom], source_info)
         self.eqns += eqns
         return made
 
-    def body(self, closed: Any, given: Sequence[_Kind]) -> list[_Kind]:
+    def body(self, closed: Any, given: Sequence[Kind]) -> list[Kind]:
         """Return what the results of a body are."""
         jaxpr, consts = _compat.opened(closed)
-        env: dict[Any, _Kind] = dict(zip(jaxpr.invars, given, strict=True))
+        env: dict[Any, Kind] = dict(zip(jaxpr.invars, given, strict=True))
         for v, const in zip(jaxpr.constvars, consts, strict=True):
-            env[v] = _Whole(self.consts.setdefault(id(const), (_compat.new_var(v.aval), const))[0])
+            env[v] = Whole(self.consts.setdefault(id(const), (_compat.new_var(v.aval), const))[0])
 
-        return followed(jaxpr, env, _Whole, self.body, self._results)
+        return followed(jaxpr, env, Whole, self.body, self._results)
 
-    def _results(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> Sequence[_Kind]:
+    def _results(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> Sequence[Kind]:
         if runs_once(eqn):
             raise OtherLoopError
         name = eqn.primitive.name
         has = {type(kind) for kind in kinds}
-        if name == "dynamic_slice" and _Index in has and not self._is_index(kinds[0]):
+        if name == "dynamic_slice" and Index in has and not self._is_index(kinds[0]):
             return [self._read(eqn, kinds)]
-        if name == "dynamic_update_slice" and _Carry in has:
+        if name == "dynamic_update_slice" and Carry in has:
             return [self._written(eqn, kinds)]
         if name == "select_n" and (once := self._once(eqn, *kinds)) is not None:
             return [once]
-        if has & {_Carry, _Added}:
+        if has & {Carry, Added}:
             return [self._added(eqn, kinds)]
-        if _Index in has:
+        if Index in has:
             return self._indices(eqn, kinds)
-        if name == "scan" and has & {_Rows, _Sum}:
+        if name == "scan" and has & {Rows, Sum}:
             return self._scan(eqn, kinds)
-        if has <= {_Whole}:
+        if has <= {Whole}:
             return self._same(eqn, kinds)
-        if has <= {_Whole, _Rows}:
+        if has <= {Whole, Rows}:
             joined = self._of_parts(eqn, kinds[0]) if name == "reshape" else None
             return self._of_rows(eqn, kinds) if joined is None else [joined]
-        if has <= {_Whole, _Sum}:
-            return list(map(_Sum, self._made(eqn, self._linear(eqn, kinds))))
+        if has <= {Whole, Sum}:
+            return list(map(Sum, self._made(eqn, self._linear(eqn, kinds))))
         raise OtherLoopError
 
-    def _made(self, eqn: jex.JaxprEqn, kinds: Sequence[_Kind], **changed: Any) -> list[Any]:
+    def _made(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind], **changed: Any) -> list[Any]:
         """Append an equation of these operands, and return its results."""
         outvars = [_compat.new_var(v.aval) for v in changed.pop("like", eqn.outvars)]
         atoms = [kind.atom for kind in kinds]  # pyright: ignore[reportAttributeAccessIssue]
         self.eqns.append(eqn.replace(invars=atoms, outvars=outvars, **changed))
         return outvars
 
-    def _same(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> list[_Kind]:
+    def _same(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
         made = self._made(eqn, kinds)
         self.maker.update((v, (eqn, i, kinds)) for i, v in enumerate(made))
-        return list(map(_Whole, made))
+        return list(map(Whole, made))
 
     # Indices, and what is read and written at them.
 
-    def _number(self, kind: _Kind) -> int:
-        if isinstance(kind, _Index):
+    def _number(self, kind: Kind) -> int:
+        if isinstance(kind, Index):
             return kind.number
-        if isinstance(kind, _Whole) and _compat.is_literal(kind.atom):
+        if isinstance(kind, Whole) and _compat.is_literal(kind.atom):
             return self.places.literal(kind.atom)
-        if isinstance(kind, _Whole) and kind.atom in self.known:
+        if isinstance(kind, Whole) and kind.atom in self.known:
             return self.known[kind.atom]
-        if isinstance(kind, _Whole) and kind.atom in self.maker:
+        if isinstance(kind, Whole) and kind.atom in self.maker:
             eqn, i, kinds = self.maker[kind.atom]
             return self.places.number(eqn, list(map(self._number, kinds)))[i]
         raise OtherLoopError
 
-    def _is_index(self, kind: _Kind) -> bool:
+    def _is_index(self, kind: Kind) -> bool:
         try:
             return self.places.is_index(self._number(kind))
         except OtherLoopError:
             return False
 
-    def _indices(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> list[_Kind]:
+    def _indices(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
         if any(jnp.issubdtype(shaped(v).dtype, jnp.inexact) for v in eqn.outvars):
             raise OtherLoopError
-        return list(map(_Index, self.places.number(eqn, list(map(self._number, kinds)))))
+        return list(map(Index, self.places.number(eqn, list(map(self._number, kinds)))))
 
-    def _along(self, shape: Sequence[int], size: Sequence[int], indices: Sequence[_Kind]) -> int:
+    def _along(self, shape: Sequence[int], size: Sequence[int], indices: Sequence[Kind]) -> int:
         """Return the axis along which a slice of this size is the loop's chunk of an array."""
         along = [d for d, (a, b) in enumerate(zip(shape, size, strict=True)) if a != b]
         if len(along) != 1 or not self._is_chunk(size[along[0]], shape[along[0]]):
@@ -306,10 +231,10 @@ class _Chunks:
         """How many rows there are for each of a chunk."""
         return Fraction(self.count) if self.ratio is None else self.ratio
 
-    def _once(self, eqn: jex.JaxprEqn, mask: _Kind, *cases: _Kind) -> _Kind | None:
+    def _once(self, eqn: jex.JaxprEqn, mask: Kind, *cases: Kind) -> Kind | None:
         """Return rows of which those that the chunk before has too are zeros; None where it selects anything else."""
-        reach = self.places.reaches(mask.number) if isinstance(mask, _Index) and len(cases) == 2 else None
-        if reach is None or not isinstance(cases[0], _Whole) or not self._is_zero(cases[0]):
+        reach = self.places.reaches(mask.number) if isinstance(mask, Index) and len(cases) == 2 else None
+        if reach is None or not isinstance(cases[0], Whole) or not self._is_zero(cases[0]):
             return None
         (dimension, place), shape = reach, shaped(eqn.outvars[0]).shape
         if shaped(eqn.invars[0]).shape != shape or dimension >= len(shape):
@@ -318,61 +243,61 @@ class _Chunks:
         begin = ((self.places.symbol, size),), size - size * self._all
         return found._replace(once=True) if found and found.parts == 1 and place == begin else None
 
-    def _read(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> _Kind:
+    def _read(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> Kind:
         array, *indices = kinds
-        if not isinstance(array, _Whole):
+        if not isinstance(array, Whole):
             raise OtherLoopError
         shape, size = shaped(eqn.invars[0]).shape, shaped(eqn.outvars[0]).shape
         if len(indices) == len(shape):
-            return _Rows(array.atom, self._along(shape, size, indices))
+            return Rows(array.atom, self._along(shape, size, indices))
         raise OtherLoopError
 
-    def _written(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> _Kind:
+    def _written(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> Kind:
         array, update, *indices = kinds
-        if not isinstance(array, _Carry):
+        if not isinstance(array, Carry):
             raise OtherLoopError
         shape, size = shaped(eqn.invars[0]).shape, shaped(eqn.invars[1]).shape
         rows = self._rows(update, self._along(shape, size, indices))
         if rows is None or rows.parts > 1 or rows.once:
             raise OtherLoopError
-        return _Written(array.place, rows.atom)
+        return Written(array.place, rows.atom)
 
-    def _added(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> _Kind:
+    def _added(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> Kind:
         """Return a carry, to which chunks have added, with a sum."""
         so_far, *others = kinds
-        if any(isinstance(kind, (_Index, _Carry, _Added, _Written)) for kind in others[1:]):
+        if any(isinstance(kind, (Index, Carry, Added, Written)) for kind in others[1:]):
             raise OtherLoopError
-        if is_scattered(eqn) and isinstance(so_far, (_Carry, _Added)):
-            begin = so_far.atom if isinstance(so_far, _Added) else self.begin[so_far.place]
-            if not all(isinstance(kind, (_Whole, _Rows)) for kind in others):
+        if is_scattered(eqn) and isinstance(so_far, (Carry, Added)):
+            begin = so_far.atom if isinstance(so_far, Added) else self.begin[so_far.place]
+            if not all(isinstance(kind, (Whole, Rows)) for kind in others):
                 raise OtherLoopError
-            (made,) = self._of_rows(eqn, [_Whole(begin), *others])
-            if isinstance(made, _Sum):
-                return _Added(so_far.place, made.atom)
+            (made,) = self._of_rows(eqn, [Whole(begin), *others])
+            if isinstance(made, Sum):
+                return Added(so_far.place, made.atom)
             raise OtherLoopError
         if eqn.primitive.name not in ("add", "add_any"):
             raise OtherLoopError
-        if not isinstance(so_far, (_Carry, _Added)):
+        if not isinstance(so_far, (Carry, Added)):
             so_far, others = kinds[1], kinds[:1]
         dtype = shaped(eqn.outvars[0]).dtype
         if (
-            not isinstance(so_far, (_Carry, _Added))
-            or not isinstance(others[0], _Sum)
+            not isinstance(so_far, (Carry, Added))
+            or not isinstance(others[0], Sum)
             or sum_type(dtype) != dtype
         ):
             raise OtherLoopError
-        before = so_far.atom if isinstance(so_far, _Added) else self.begin[so_far.place]
+        before = so_far.atom if isinstance(so_far, Added) else self.begin[so_far.place]
         if before in self.known and self.places.is_zero(self.known[before]):
-            return _Added(so_far.place, others[0].atom)
-        return _Added(so_far.place, self._made(eqn, [_Whole(before), others[0]])[0])
+            return Added(so_far.place, others[0].atom)
+        return Added(so_far.place, self._made(eqn, [Whole(before), others[0]])[0])
 
     # Rows, and sums over them.
 
-    def _rows(self, kind: _Kind, dimension: int) -> _Rows | None:
+    def _rows(self, kind: Kind, dimension: int) -> Rows | None:
         """Return a value as rows: one that is the same in all chunks too, where all of its rows are alike."""
-        if isinstance(kind, _Rows):
+        if isinstance(kind, Rows):
             return kind if kind.dimension == dimension else None
-        if not isinstance(kind, _Whole) or _compat.is_literal(kind.atom):
+        if not isinstance(kind, Whole) or _compat.is_literal(kind.atom):
             return None
         if (kind.atom, dimension) in self.spread:
             return self.spread[kind.atom, dimension]
@@ -386,21 +311,21 @@ class _Chunks:
         except OtherLoopError:
             return None
         found = made[place]
-        if not isinstance(found, _Rows) or found.dimension != dimension:
+        if not isinstance(found, Rows) or found.dimension != dimension:
             return None
         self.spread[kind.atom, dimension] = found
         self.alike_rows.add(found.atom)
         return found
 
     def _of_rows(
-        self, eqn: jex.JaxprEqn, kinds: list[_Kind], wanted: tuple[int, int] | None = None
-    ) -> list[_Kind]:
+        self, eqn: jex.JaxprEqn, kinds: list[Kind], wanted: tuple[int, int] | None = None
+    ) -> list[Kind]:
         """Return what an equation of rows makes: the equation of all rows is one of which this is a chunk.
 
         **Arguments:** `wanted` a result that has to have its rows in a dimension.
         """
         missing: _Wanted | None = None
-        found: list[list[_Kind]] = []
+        found: list[list[Kind]] = []
         for rule in rules(eqn):
             if wanted is not None and rule.results[wanted[0]] != wanted[1]:
                 continue
@@ -425,11 +350,11 @@ class _Chunks:
             raise missing or OtherLoopError
         return min(found, key=lambda each: each[0].atom.aval.shape.count(1))  # pyright: ignore
 
-    def _of_parts(self, eqn: jex.JaxprEqn, kind: _Kind) -> _Rows | None:
+    def _of_parts(self, eqn: jex.JaxprEqn, kind: Kind) -> Rows | None:
         """Return rows of several parts, where an axis of these and the rows of one become one axis, or the other way
         round.
         """
-        assert isinstance(kind, _Rows)
+        assert isinstance(kind, Rows)
         if self._all != self.count:
             return None
         shape, result, d = shaped(eqn.invars[0]).shape, tuple(shaped(eqn.outvars[0]).shape), kind.dimension
@@ -443,12 +368,12 @@ class _Chunks:
         whole[found] *= self.count
         like = [_compat.new_var(eqn.outvars[0].aval.update(shape=tuple(whole)))]
         (made,) = self._made(eqn, [kind], params={**eqn.params, "new_sizes": tuple(whole)}, like=like)
-        return _Rows(made, found, parts) if parts > 1 or found > d else None
+        return Rows(made, found, parts) if parts > 1 or found > d else None
 
-    def _operands(self, kinds: Sequence[_Kind], dimensions: Sequence[int | None]) -> list[_Kind] | None:
+    def _operands(self, kinds: Sequence[Kind], dimensions: Sequence[int | None]) -> list[Kind] | None:
         """Return operands with their rows in these dimensions; None where some have them elsewhere."""
         for kind, d in zip(kinds, dimensions, strict=True):
-            if isinstance(kind, _Rows) and kind.dimension != d:
+            if isinstance(kind, Rows) and kind.dimension != d:
                 return None
         found = []
         for kind, d in zip(kinds, dimensions, strict=True):
@@ -461,10 +386,10 @@ class _Chunks:
     def _as_part(
         self,
         eqn: jex.JaxprEqn,
-        kinds: Sequence[_Kind],
+        kinds: Sequence[Kind],
         results: Sequence[int | None],
         sizes: Sequence[tuple[str, int | None]],
-    ) -> list[_Kind] | None:
+    ) -> list[Kind] | None:
         """Return what the equation of all rows makes, if this one is a chunk of it."""
         like = []
         if not self._counts_once(eqn, kinds, results):
@@ -486,9 +411,9 @@ class _Chunks:
             params[name] = size[0] if index is None else (*known[:index], *size, *known[index + 1 :])
         atoms = [kind.atom for kind in kinds]  # pyright: ignore[reportAttributeAccessIssue]
         whole = eqn.replace(invars=atoms, outvars=like, params=params)
-        dimensions = tuple(kind.dimension if isinstance(kind, _Rows) else None for kind in kinds)
+        dimensions = tuple(kind.dimension if isinstance(kind, Rows) else None for kind in kinds)
         parts = {
-            kind.parts for kind in kinds if isinstance(kind, _Rows) and kind.atom not in self.alike_rows
+            kind.parts for kind in kinds if isinstance(kind, Rows) and kind.atom not in self.alike_rows
         } or {1}
         among = self._all.numerator * max(parts)
         able = (rule for rule in rules(whole) if rule.groups % among == 0 and not rule.copied)
@@ -498,54 +423,54 @@ class _Chunks:
             return None
         made = self._made(eqn, kinds, params=params, like=like)
         both = zip(made, results, strict=True)
-        return [_Sum(v) if d is None else _Rows(v, d, max(parts)) for v, d in both]
+        return [Sum(v) if d is None else Rows(v, d, max(parts)) for v, d in both]
 
-    def _counts_once(self, eqn: jex.JaxprEqn, kinds: Sequence[_Kind], results: Sequence[int | None]) -> bool:
+    def _counts_once(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind], results: Sequence[int | None]) -> bool:
         """Return whether a sum adds no row twice, and nothing else reads rows as zeros."""
-        once = [isinstance(kind, _Rows) and kind.once for kind in kinds]
+        once = [isinstance(kind, Rows) and kind.once for kind in kinds]
         if None not in results:
             return not any(once)
         if any(once[:2]) and is_scattered(eqn):
             return False
         return self._all == self.count or (None in results and any(once) and all(d is None for d in results))
 
-    def _linear(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> list[_Kind]:
+    def _linear(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
         """Return the operands of an equation that makes of sums the sum of what it makes of their parts."""
         name = eqn.primitive.name
         types = [shaped(a).dtype for a in (*eqn.invars, *eqn.outvars)]
         if name in BILINEAR:
-            able = sum(isinstance(kind, _Sum) for kind in kinds) == 1
-            able = able and (name != "div" or (isinstance(kinds[0], _Sum) and _are(jnp.inexact, types)))
+            able = sum(isinstance(kind, Sum) for kind in kinds) == 1
+            able = able and (name != "div" or (isinstance(kinds[0], Sum) and _are(jnp.inexact, types)))
         elif name == "convert_element_type":
             able = _are(jnp.number, types) and jnp.promote_types(*types) == types[1]
         else:
             able = name in LINEAR
         linear = range(len(kinds))[LINEAR.get(name, slice(0, 0))]
         others = (kind for i, kind in enumerate(kinds) if i not in linear)
-        if not able or (name in LINEAR and any(isinstance(kind, _Sum) for kind in others)):
+        if not able or (name in LINEAR and any(isinstance(kind, Sum) for kind in others)):
             raise OtherLoopError  # a place, or what selects, is no sum
         return [self._sum(kind) if i in linear else kind for i, kind in enumerate(kinds)]
 
-    def _sum(self, kind: _Kind) -> _Sum:
+    def _sum(self, kind: Kind) -> Sum:
         """Return a value as a sum: zeros are one."""
-        if isinstance(kind, _Sum):
+        if isinstance(kind, Sum):
             return kind
-        if not isinstance(kind, _Whole) or not self._is_zero(kind):
-            if isinstance(kind, _Whole) and kind.atom in self.given:
+        if not isinstance(kind, Whole) or not self._is_zero(kind):
+            if isinstance(kind, Whole) and kind.atom in self.given:
                 raise _Wanted(self.given[kind.atom], None)
             raise OtherLoopError
-        return _Sum(kind.atom)
+        return Sum(kind.atom)
 
     # Loops within.
 
-    def _scan(self, eqn: jex.JaxprEqn, kinds: list[_Kind]) -> list[_Kind]:
+    def _scan(self, eqn: jex.JaxprEqn, kinds: list[Kind]) -> list[Kind]:
         """Return what a loop of rows makes: carries are of one kind in all of its iterations."""
         consts, carries = _compat.scan_counts(eqn)
         first, kinds = consts + carries, list(kinds)
         for _ in range(4 * len(kinds) + 4):
             inner = _Chunks(self.count, self.places, self.ratio)
             given = [self._inside(kind, i >= first) for i, kind in enumerate(kinds)]
-            inner.given = {kind.atom: i for i, kind in enumerate(given) if isinstance(kind, _Whole)}  # pyright: ignore
+            inner.given = {kind.atom: i for i, kind in enumerate(given) if isinstance(kind, Whole)}  # pyright: ignore
             try:
                 made = inner.body(eqn.params["jaxpr"], given)
                 made = [*map(inner.alike, made[:carries], given[consts:first]), *made[carries:]]
@@ -555,36 +480,36 @@ class _Chunks:
             changed = False
             for i, (kind, result) in enumerate(zip(given[consts:first], made, strict=False), consts):
                 if _place(kind) != _place(result):
-                    if not isinstance(kind, _Whole):
+                    if not isinstance(kind, Whole):
                         raise OtherLoopError
-                    if not isinstance(result, (_Rows, _Sum)):
+                    if not isinstance(result, (Rows, Sum)):
                         raise OtherLoopError
                     kinds[i], changed = self._as_wanted(kinds[i], getattr(result, "dimension", None)), True
             if not changed:
                 return self._looped(eqn, kinds, inner, given, made)
         raise OtherLoopError
 
-    def alike(self, made: _Kind, begun: _Kind) -> _Kind:
+    def alike(self, made: Kind, begun: Kind) -> Kind:
         """Return what an iteration leaves of a carry, with rows where it begins so."""
-        if isinstance(begun, _Rows) and isinstance(made, _Whole):
+        if isinstance(begun, Rows) and isinstance(made, Whole):
             return self._rows(made, begun.dimension) or made
         return made
 
-    def _inside(self, kind: _Kind, scanned: bool) -> _Kind:
-        if isinstance(kind, (_Whole, _Sum, _Rows)):
-            if isinstance(kind, _Rows) and kind.once:
+    def _inside(self, kind: Kind, scanned: bool) -> Kind:
+        if isinstance(kind, (Whole, Sum, Rows)):
+            if isinstance(kind, Rows) and kind.once:
                 raise OtherLoopError
             aval = kind.atom.aval
-            if isinstance(kind, _Rows) and scanned and kind.dimension == 0:
+            if isinstance(kind, Rows) and scanned and kind.dimension == 0:
                 raise OtherLoopError
             shape = aval.shape[1:] if scanned else aval.shape
             v = _compat.new_var(aval.update(shape=shape, weak_type=False) if scanned else aval)
             return kind._replace(
-                atom=v, **({"dimension": kind.dimension - scanned} if isinstance(kind, _Rows) else {})
+                atom=v, **({"dimension": kind.dimension - scanned} if isinstance(kind, Rows) else {})
             )
         raise OtherLoopError
 
-    def _as_wanted(self, kind: _Kind, dimension: int | None, scanned: bool = False) -> _Kind:
+    def _as_wanted(self, kind: Kind, dimension: int | None, scanned: bool = False) -> Kind:
         if dimension is None:
             return self._sum(kind)
         found = self._rows(kind, dimension + scanned)
@@ -592,7 +517,7 @@ class _Chunks:
             raise OtherLoopError
         return found
 
-    def _is_zero(self, kind: _Whole) -> bool:
+    def _is_zero(self, kind: Whole) -> bool:
         if _compat.is_literal(kind.atom):
             return not np.any(np.asarray(kind.atom.val))
         if kind.atom in self.known:
@@ -601,18 +526,18 @@ class _Chunks:
             return False
         eqn, _, kinds = self.maker[kind.atom]
         named = eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape")
-        return named and len(kinds) == 1 and isinstance(kinds[0], _Whole) and self._is_zero(kinds[0])
+        return named and len(kinds) == 1 and isinstance(kinds[0], Whole) and self._is_zero(kinds[0])
 
     def _looped(
         self,
         eqn: jex.JaxprEqn,
-        kinds: Sequence[_Kind],
+        kinds: Sequence[Kind],
         inner: "_Chunks",
-        given: Sequence[_Kind],
-        made: Sequence[_Kind],
-    ) -> list[_Kind]:
+        given: Sequence[Kind],
+        made: Sequence[Kind],
+    ) -> list[Kind]:
         _, carries = _compat.scan_counts(eqn)
-        if any(not isinstance(kind, (_Whole, _Sum, _Rows)) for kind in made):
+        if any(not isinstance(kind, (Whole, Sum, Rows)) for kind in made):
             raise OtherLoopError
         body = inner.program([k.atom for k in given], [k.atom for k in made])  # pyright: ignore
         _compat.check_jaxpr(body)
@@ -622,13 +547,13 @@ class _Chunks:
             like.append(_compat.new_var(v.aval.update(shape=shape if i < carries else (length, *shape))))
         outvars = self._made(eqn, kinds, params={**eqn.params, "jaxpr": body}, like=like)
         for i, (kind, v) in enumerate(zip(made, outvars, strict=True)):
-            d = {"dimension": kind.dimension + (i >= carries)} if isinstance(kind, _Rows) else {}
+            d = {"dimension": kind.dimension + (i >= carries)} if isinstance(kind, Rows) else {}
             found.append(kind._replace(atom=v, **d))
         return found
 
 
-def _place(kind: _Kind) -> Any:
-    return type(kind), *((kind.dimension, kind.parts) if isinstance(kind, _Rows) else ())
+def _place(kind: Kind) -> Any:
+    return type(kind), *((kind.dimension, kind.parts) if isinstance(kind, Rows) else ())
 
 
 def _is(rule: BatchingRule, operands: Any, results: Any, sizes: Any) -> bool:

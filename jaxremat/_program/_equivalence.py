@@ -21,7 +21,8 @@ from . import (
     _mask_rules,  # noqa: F401 (it adds its rules)
 )
 from ._carries import Carries
-from ._chunk_loops import AllRows, Places, of_all_rows
+from ._chunk_kinds import AllRows, Places, all_rows
+from ._chunk_loops import of_all_rows
 from ._compat import Atom, shaped
 from ._index_rules import grid, scalar
 from ._inline import followed, index_on_every_platform
@@ -264,7 +265,7 @@ class _Numbers:
             return None
         values.lengths.append(length)
         scanned = [
-            values.row(a, alone(symbol)) if values.nodes[a].op == "Grid" else self._all_rows(a, length)
+            values.row(a, alone(symbol)) if values.nodes[a].op == "Grid" else all_rows(values, a, length)
             for a in arrays
         ]
         known = [each for each in scanned if each is not None]
@@ -281,41 +282,6 @@ class _Numbers:
         values.lengths.pop()
         rows = [each.number for each in known if isinstance(each, AllRows)]
         return None if found is None else (found, [*given, *rows])
-
-    def _all_rows(self, stack: int, count: int) -> AllRows | None:
-        """Return what a stack of so many chunks has the rows of, those of the last with some of the one before where
-        their size does not divide the rows.
-        """
-        values, node, d = self.values, self.values.nodes[stack], 0
-        if node.op == "transpose" and node.key[0]:
-            order, d = node.key, node.key[0]
-            if list(order[1:]) != [i for i in range(len(order)) if i != d]:
-                return None
-            (stack,) = node.operands
-        shape, dtype = values.type(stack)
-        if len(shape) < d + 2:
-            return None
-        size, rows = shape[d + 1], count * shape[d + 1]
-        whole = values.make("reshape", None, [stack], ((*shape[:d], rows, *shape[d + 2 :]), dtype))
-        node = values.nodes[whole]
-        if (
-            node.op != "concatenate"
-            or len(node.operands) != 2
-            or values.nodes[node.operands[0]].op != "slice"
-        ):
-            return AllRows(whole, d, rows)
-        (array,) = values.nodes[node.operands[0]].operands
-        own = values.type(array)[0]
-        ends = [self._between(array, d, *each) for each in ((0, rows - size), (own[d] - size, own[d]))]
-        return AllRows(array, d, own[d]) if ends == list(node.operands) else AllRows(whole, d, rows)
-
-    def _between(self, array: int, axis: int, start: int, stop: int) -> int:
-        """Return a slice of an array along one axis."""
-        shape, dtype = self.values.type(array)
-        begin, end, size = ([*own] for own in ((0,) * len(shape), shape, shape))
-        begin[axis], end[axis], size[axis] = start, stop, stop - start
-        key = tuple(begin), tuple(end), (1,) * len(shape)
-        return self.values.make("slice", key, [array], (tuple(size), dtype))
 
     def _reaches(self, value: int) -> tuple[int, Affine] | None:
         """Return of a mask the dimension along which an index is at least a place, and that place; None of others."""

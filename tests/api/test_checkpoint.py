@@ -499,3 +499,23 @@ def test_missing_compiler_options_are_warned_of_once(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(module, "_warned", False)
         jax.jit(lambda x: planned(x, weights) + 2, compiler_options=OPTIONS)(x0)
         planned(x0, weights)
+
+
+@pytest.mark.parametrize("emit", EMITTERS)
+def test_loops_over_masks_that_are_drawn_before(emit: str) -> None:
+    """Masks are kept in bits, and what a loop reads is kept."""
+
+    def fn(x: Any, w: Any, key: Any) -> Any:
+        kept = jax.random.bernoulli(key, 0.9, x.shape)
+
+        def part(_: Any, each: Any) -> Any:
+            rows, mask = each
+            return None, rows + jnp.where(mask, jnp.tanh(rows @ w) / 0.9, 0)
+
+        parts = x.reshape(8, -1, x.shape[-1]), kept.reshape(8, -1, x.shape[-1])
+        return jax.lax.scan(part, None, parts)[1].reshape(x.shape)
+
+    args = jnp.ones((1024, 64)), jnp.eye(64), jax.random.key(0)
+    planned = jaxremat.checkpoint(fn, "min", emit=emit)
+    assert planned.plan(*args).held_nbytes < planned.plan(*args).plain_nbytes
+    assert_close(jax.grad(loss(planned), (0, 1))(*args), jax.grad(loss(fn), (0, 1))(*args))

@@ -183,3 +183,83 @@ def test_a_sum_that_chooses_is_no_sum_of_choices(at: str) -> None:
     args = jnp.ones(ROWS), jnp.arange(ROWS, dtype=jnp.uint32 if at == "start" else jnp.int32)
     wanted = Equivalence(jax.make_jaxpr(whole)(*args))
     assert wanted.difference(jax.make_jaxpr(chunks)(*args)) is not None
+
+
+LONG = 11
+
+
+def stacked(count: int, wrong: str = "") -> Callable[..., Any]:
+    """Rows of `x`, columns of `y`, a sum of both: in a scan over stacks of chunks, with one thing wrong. The last chunk
+    has rows of the one before again.
+    """
+
+    def fn(x: Any, y: Any, w: Any) -> Any:
+        rows = x.shape[0]
+        size = -(-rows // count)
+        again = count * size - rows
+
+        def chunks(a: Any, axis: int) -> Any:
+            begin = rows - size - (wrong == "begins earlier")
+            ends = [
+                lax.slice_in_dim(a, 0, (count - 1) * size, axis=axis),
+                lax.slice_in_dim(a, begin, begin + size, axis=axis),
+            ]
+            a = jnp.concatenate(ends, axis) if again else a
+            parts = a.reshape(*a.shape[:axis], count, size, *a.shape[axis + 1 :])
+            return jnp.moveaxis(parts, axis, 0)
+
+        def joined(stack: Any, axis: int) -> Any:
+            a = jnp.moveaxis(stack, 0, axis)
+            a = a.reshape(*a.shape[:axis], count * size, *a.shape[axis + 2 :])
+            skipped = again - (wrong == "other rows")
+            ends = (
+                (0, (count - 1) * size),
+                ((count - 1) * size + skipped, count * size - (wrong == "other rows")),
+            )
+            return (
+                jnp.concatenate([lax.slice_in_dim(a, *each, axis=axis) for each in ends], axis)
+                if again
+                else a
+            )
+
+        def chunk(total: Any, each: Any) -> Any:
+            i, own, columns = each
+            h = jnp.tanh(own @ w) * 2.0 if wrong == "scaled" else jnp.tanh(own @ w)
+            first = (count - 1) * size - again + (wrong == "masked too far")
+            counted = h
+            if again and wrong != "counted twice":
+                mask = lax.broadcasted_iota(jnp.int32, h.shape, 0) >= i * size - first
+                counted = lax.select(mask, h, jnp.zeros_like(h))
+            return total + lax.dot_general(counted, columns, (((0,), (1,)), ((), ()))), (h, columns + 1.0)
+
+        order = chunks(y, 1)[::-1] if wrong == "other columns" else chunks(y, 1)
+        begin = jnp.ones if wrong == "begins elsewhere" else jnp.zeros
+        total, (h, columns) = lax.scan(chunk, begin((ROWS, 3)), (jnp.arange(count), chunks(x, 0), order))
+        return total, joined(h[::-1] if wrong == "backward" else h, 0), joined(columns, 1)
+
+    return fn
+
+
+def in_a_scan(rows: int, count: int, wrong: str = "") -> str | None:
+    def whole(x: Any, y: Any, w: Any) -> Any:
+        h = jnp.tanh(x @ w)
+        return lax.dot_general(h, y, (((0,), (1,)), ((), ()))), h, y + 1.0
+
+    args = jnp.ones((rows, ROWS)), jnp.ones((3, rows)), jnp.ones((ROWS, ROWS))
+    return Equivalence(jax.make_jaxpr(whole)(*args)).difference(jax.make_jaxpr(stacked(count, wrong))(*args))
+
+
+@pytest.mark.parametrize(("rows", "count"), [(12, 2), (12, 12), (LONG, 2), (LONG, 3), (LONG, 6)])
+def test_scans_over_stacks_of_chunks_are_all_rows(rows: int, count: int) -> None:
+    assert in_a_scan(rows, count) is None
+
+
+@pytest.mark.parametrize("wrong", ["scaled", "other columns", "begins elsewhere", "backward"])
+@pytest.mark.parametrize(("rows", "count"), [(12, 3), (LONG, 3)])
+def test_one_thing_wrong_in_a_scan_is_seen(wrong: str, rows: int, count: int) -> None:
+    assert in_a_scan(rows, count, wrong) is not None
+
+
+@pytest.mark.parametrize("wrong", ["begins earlier", "other rows", "masked too far", "counted twice"])
+def test_wrong_ends_are_seen(wrong: str) -> None:
+    assert in_a_scan(LONG, 3, wrong) is not None
