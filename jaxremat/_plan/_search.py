@@ -369,15 +369,16 @@ class Search:
         return order
 
     def _least(self, budget: int | None) -> None:
-        """Compile the schedules of least predicted peak; with a budget, until one fits at an affordable overhead, and
-        without one, the least first, only those that promise to be affordable, if there are any. Where the effort is
-        exhausted only the least of all, and variants of which none was compiled and one promises to fit.
+        """Compile the schedules of least predicted peak; with a budget, until one fits at an affordable overhead, those
+        that may fit first, and without one, the least first, only those that promise to be affordable, if there are
+        any. Where the effort is exhausted only the least of all that each solver has, and variants of which none was
+        compiled and one promises to fit.
         """
         fits = budget is not None and self.ledger.best(budget) is not None
         if not fits or self.effort.allows(fits):
             self.source.make_lowest(self.most_seconds())
-        least = math.inf
         for solver in self.ledger.of_least:
+            least = math.inf
             known = [(cut, self.ledger.lowest(cut, solver)) for cut in self.source.made]
             if budget is None:
                 most = self.most_seconds()
@@ -385,7 +386,9 @@ class Search:
                 known = cheap or ([] if self.ledger.compiled else known)
             peaks = [simulate(cut, found.schedule).peak_nbytes for cut, found in known]
             likely = min(peaks, default=0) + UNLIKELY * self.temporaries_nbytes
-            order = range(len(known)) if budget else sorted(range(len(known)), key=peaks.__getitem__)
+            beyond = min((each.beyond_nbytes for each in self.ledger.compiled), default=0)
+            may_fit = [budget is not None and peak + beyond <= budget for peak in peaks]
+            order = sorted(range(len(known)), key=lambda i: not may_fit[i] if budget else peaks[i])
             for (cut, solution), peak in ((known[i], peaks[i]) for i in order):
                 is_least, least = peak == min(peaks) < least, min(peak, least)
                 if peak > likely or (budget and self._no_lower(cut, solution, solver, peak, budget)):
