@@ -26,6 +26,7 @@ from .._plan._divided_functions import Choice, Way, best_way, chosen
 from .._plan._request import DEFAULT, Planning, takes_planning
 from .._plan._residuals import Found, Held, HeldPlan, parse_held, plan_held
 from .._program import _compat
+from .._program._compat import varying_axes
 from .._rewrite._fingerprint import fingerprint
 from .._rewrite._function_parts import Division
 from .._runtime._errors import ArgumentError, warn
@@ -262,12 +263,14 @@ class Checkpointed:
             )
 
         budget = parse_held(self._options.budget, joint.plain_nbytes)
-        # Part after part would be device after device of what is divided among several.
-        if budget in ("dots", "free") or not self._options.allow or len(jax.devices()) > 1:
+        # Part after part would be device after device of what the compiler divides among several.
+        divided = len(jax.devices()) > 1 and not any(map(varying_axes, function.closed.jaxpr.invars))
+        if budget in ("dots", "free") or not self._options.allow or divided:
             return planned(None)
         key = self._key(joint)
         if key not in _CHOSEN:
-            _CHOSEN[key], way = best_way(function, planned, least=budget == "min")
+            device = detect(jax.devices()[0])
+            _CHOSEN[key], way = best_way(function, planned, device, least=budget == "min")
             _forget_first(_CHOSEN)
             return way
         return planned(chosen(function, _CHOSEN[key]))

@@ -9,6 +9,7 @@ Law: a function in parts is proved to have the values and the tangents of the fu
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import jax.extend.core as jex
 import numpy as np
 
 from .._emit._joint import Function, Joint, NotReversibleError, in_parts
+from .._model._device_specs import DeviceSpec
 from .._program._value_numbers import UndecidedError
 from .._report._loop_forms import LoopForm
 from .._rewrite._function_parts import Division, divisions
@@ -30,6 +32,10 @@ logger = logging.getLogger("jaxremat")
 
 FEW = 0.02
 """A plan that recomputes for no more than this share of the seconds of both passes is good enough without parts."""
+
+MOST_OVERHEAD = 1.0
+"""Parts that take longer by more than this share of both passes, as kernels of few rows do, are not wanted where the
+function can be planned without."""
 
 BESIDE = 1 / 4
 """Parts are small enough where one of them keeps no more than this share of what regions hand on."""
@@ -76,21 +82,24 @@ def chosen(function: Function, choice: Choice) -> Division | None:
 
 
 def best_way(
-    function: Function, planned: Callable[[Division | None], Way], *, least: bool
+    function: Function, planned: Callable[[Division | None], Way], device: DeviceSpec, *, least: bool
 ) -> tuple[Choice, Way]:
     """Return the best way of a function, and its division's place.
 
-    **Arguments:** `planned` makes a way; `least` whether the least memory is asked for, rather than bytes.
+    **Arguments:** `planned` makes a way; `device` that runs it; `least` whether the least memory is asked for, rather
+    than bytes.
 
     **Raises:** what `planned` does of the function itself, where no way fits.
     """
     ways: list[tuple[Choice, Way]] = []
+    most = math.inf
     refused: list[InfeasibleBudgetError] = []
     try:
         ways.append((None, whole := planned(None)))
         if not least and whole.found.profile.extra_seconds <= FEW * whole.found.graph.step_seconds:
             return ways[0]
         plain_nbytes, budget = whole.plain_nbytes, whole.found.budget_nbytes or 0
+        most = MOST_OVERHEAD * whole.found.graph.step_seconds
     except InfeasibleBudgetError as error:
         refused.append(error)
         plain_nbytes, budget = 0, error.budget_nbytes
@@ -107,6 +116,8 @@ def best_way(
         return None
 
     for number, ladder in enumerate(divisions(function.closed)):
+        able = sum(division.more_seconds(device) <= most for division in ladder)
+        ladder = ladder[: max(able, 1)]
         rung = _enough(ladder, plain_nbytes, None if least else budget)
         way = tried(number, rung)
         if way is None and rung < len(ladder) - 1:

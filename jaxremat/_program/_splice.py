@@ -44,8 +44,10 @@ def inlined(
     return eqns, [*results, *made[len(results) :]]
 
 
-def typed(atom: Atom) -> jax.ShapeDtypeStruct:
+def typed(atom: Atom) -> Any:
     """Return the type of a variable, for a function to be traced with."""
+    if _compat.varying_axes(atom):
+        return atom.aval
     weak = bool(getattr(atom.aval, "weak_type", False))
     return jax.ShapeDtypeStruct(shaped(atom).shape, shaped(atom).dtype, weak_type=weak)
 

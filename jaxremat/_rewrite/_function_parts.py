@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.extend.core as jex
 
+from .._model._device_specs import DeviceSpec
 from ._flat_program import FlatProgram
 from ._microbatches import most_of
 from ._program_readers import Readers
@@ -37,6 +38,11 @@ class Division:
         """The most bytes that a part of one of them keeps to itself."""
         both = zip(self.regions, self.parts, strict=True)
         return max(region.inner_nbytes // count for region, count in both)
+
+    def more_seconds(self, device: DeviceSpec) -> float:
+        """Return about what parts take longer, in both passes."""
+        both = zip(self.regions, self.parts, strict=True)
+        return 2 * sum(region.more_seconds(count, device) for region, count in both)
 
 
 def divisions(closed: jex.ClosedJaxpr) -> list[list[Division]]:
