@@ -56,7 +56,7 @@ def of_all_rows(
     consts, carries = _compat.scan_counts(eqn)
     closed = eqn.params["jaxpr"]
     inner = _compat.opened(closed)[0].invars
-    variables = [_compat.new_var(a.aval) for a in inner[: consts + carries]]
+    variables = [_variable(a.aval) for a in inner[: consts + carries]]
     loop = _Chunks(eqn.params["length"], places)
     loop.begin = variables[consts:]
     loop.known = dict(zip(variables, operands, strict=True))
@@ -120,7 +120,7 @@ class _Chunks:
         if not self._is_chunk(shape[d], scanned.rows):
             raise OtherLoopError
         shape[d] = scanned.rows
-        v = _compat.new_var(chunk.aval.update(shape=tuple(shape)))
+        v = _variable(chunk.aval.update(shape=tuple(shape)))
         self.known[v] = scanned.number
         return Rows(v, d)
 
@@ -142,7 +142,7 @@ class _Chunks:
         jaxpr, consts = _compat.opened(closed)
         env: dict[Any, Kind] = dict(zip(jaxpr.invars, given, strict=True))
         for v, const in zip(jaxpr.constvars, consts, strict=True):
-            env[v] = Whole(self.consts.setdefault(id(const), (_compat.new_var(v.aval), const))[0])
+            env[v] = Whole(self.consts.setdefault(id(const), (_variable(v.aval), const))[0])
 
         return followed(jaxpr, env, Whole, self.body, self._results)
 
@@ -174,7 +174,7 @@ class _Chunks:
 
     def _made(self, eqn: jex.JaxprEqn, kinds: Sequence[Kind], **changed: Any) -> list[Any]:
         """Append an equation of these operands, and return its results."""
-        outvars = [_compat.new_var(v.aval) for v in changed.pop("like", eqn.outvars)]
+        outvars = [_variable(v.aval) for v in changed.pop("like", eqn.outvars)]
         atoms = [kind.atom for kind in kinds]  # pyright: ignore[reportAttributeAccessIssue]
         self.eqns.append(eqn.replace(invars=atoms, outvars=outvars, **changed))
         return outvars
@@ -366,7 +366,7 @@ class _Chunks:
             return None
         whole = list(result)
         whole[found] *= self.count
-        like = [_compat.new_var(eqn.outvars[0].aval.update(shape=tuple(whole)))]
+        like = [_variable(eqn.outvars[0].aval.update(shape=tuple(whole)))]
         (made,) = self._made(eqn, [kind], params={**eqn.params, "new_sizes": tuple(whole)}, like=like)
         return Rows(made, found, parts) if parts > 1 or found > d else None
 
@@ -400,7 +400,7 @@ class _Chunks:
                 if d >= len(shape) or shape[d] % self._all.denominator:
                     return None
                 shape[d] = int(shape[d] * self._all)
-            like.append(_compat.new_var(v.aval.update(shape=tuple(shape))))
+            like.append(_variable(v.aval.update(shape=tuple(shape))))
         params = dict(eqn.params)
         for name, index in sizes:
             known = params[name]
@@ -503,7 +503,7 @@ class _Chunks:
             if isinstance(kind, Rows) and scanned and kind.dimension == 0:
                 raise OtherLoopError
             shape = aval.shape[1:] if scanned else aval.shape
-            v = _compat.new_var(aval.update(shape=shape, weak_type=False) if scanned else aval)
+            v = _variable(aval.update(shape=shape, weak_type=False) if scanned else aval)
             return kind._replace(
                 atom=v, **({"dimension": kind.dimension - scanned} if isinstance(kind, Rows) else {})
             )
@@ -544,12 +544,17 @@ class _Chunks:
         length, like, found = eqn.params["length"], [], []
         for i, (kind, v) in enumerate(zip(made, eqn.outvars, strict=True)):
             shape = kind.atom.aval.shape  # pyright: ignore
-            like.append(_compat.new_var(v.aval.update(shape=shape if i < carries else (length, *shape))))
+            like.append(_variable(v.aval.update(shape=shape if i < carries else (length, *shape))))
         outvars = self._made(eqn, kinds, params={**eqn.params, "jaxpr": body}, like=like)
         for i, (kind, v) in enumerate(zip(made, outvars, strict=True)):
             d = {"dimension": kind.dimension + (i >= carries)} if isinstance(kind, Rows) else {}
             found.append(kind._replace(atom=v, **d))
         return found
+
+
+def _variable(aval: Any) -> Any:
+    """Return a variable of a type; over which devices its values vary is not looked at."""
+    return _compat.new_var(_compat.unvaried(aval))
 
 
 def _place(kind: Kind) -> Any:

@@ -346,3 +346,21 @@ def test_flax_modules() -> None:
 def test_forms_of_whole_steps_are_refused() -> None:
     with pytest.raises(jaxremat.ArgumentError, match=r'`allow=\("microbatches",\)`|Write some of "rows"'):
         jaxremat.checkpoint(gated, "min", allow=("microbatches",))
+
+
+@pytest.mark.parametrize("emit", EMITTERS)
+def test_each_device_of_a_sharded_map_does_its_rows_in_parts(emit: str) -> None:
+    case = CASES[0]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+    spec = jax.sharding.PartitionSpec
+
+    def mapped(fn: Any) -> Any:
+        return jax.shard_map(fn, mesh=mesh, in_specs=(spec("d"), spec()), out_specs=spec("d"))
+
+    planned = mapped(jaxremat.checkpoint(gated, "min", emit=emit))
+    found = jax.jit(gradient(planned), compiler_options=OPTIONS)
+    assert_close(found(case.x, case.w), gradient(gated)(case.x, case.w))
+    assert (
+        temporaries(planned, case)
+        < temporaries(mapped(jaxremat.checkpoint(gated, "min", allow=())), case) / 2
+    )
