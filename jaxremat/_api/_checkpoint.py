@@ -252,15 +252,16 @@ class Checkpointed:
         """Return the function, or the function in parts, with what was found for it: for an equal one, such as another
         layer's, if there was one.
         """
+        device = detect(jax.devices()[0])
 
         def planned(division: Division | None) -> Way:
             own = function if division is None else in_parts(function, division)
             both = joint if division is None else differentiated(own, wanted)
             policy = self._options.emit == "policy"
             restrict = (lambda graph: restricted(graph, segmentation(both, graph))) if policy else None
-            return Way(
-                own, both, self._found(both, restrict, joint.plain_nbytes), division, joint.plain_nbytes
-            )
+            found = self._found(both, restrict, joint.plain_nbytes)
+            whole = found.graph if division is None else lower(joint.traced, device, base_nbytes=0)
+            return Way(own, both, found, division, joint.plain_nbytes, whole.step_seconds)
 
         budget = parse_held(self._options.budget, joint.plain_nbytes)
         # Part after part would be device after device of what the compiler divides among several.
@@ -269,7 +270,6 @@ class Checkpointed:
             return planned(None)
         key = self._key(joint)
         if key not in _CHOSEN:
-            device = detect(jax.devices()[0])
             _CHOSEN[key], way = best_way(function, planned, device, least=budget == "min")
             _forget_first(_CHOSEN)
             return way

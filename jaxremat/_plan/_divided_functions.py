@@ -44,7 +44,8 @@ BESIDE = 1 / 4
 @dataclass(frozen=True)
 class Way:
     """**Fields:** the `function` that is followed, itself or in parts; its `joint` program; what was `found` for it;
-    the `division`, None where it is the function itself; `plain_nbytes` what plain JAX keeps of that.
+    the `division`, None where it is the function itself; `plain_nbytes` what plain JAX keeps of that, and
+    `plain_seconds` what both of its passes take.
     """
 
     function: Function
@@ -52,11 +53,12 @@ class Way:
     found: Found
     division: Division | None
     plain_nbytes: int
+    plain_seconds: float
 
     @property
     def plan(self) -> HeldPlan:
         """What is told of it."""
-        return as_plan(self.joint, self.found, self.forms, self.plain_nbytes)
+        return as_plan(self.joint, self.found, self.forms, self.plain_nbytes, self.plain_seconds)
 
     @property
     def seconds(self) -> float:

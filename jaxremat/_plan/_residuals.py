@@ -179,11 +179,12 @@ def of_two(found: Found) -> int:
 
 
 def as_plan(
-    joint: Joint, found: Found, parts: tuple[LoopForm, ...] = (), plain_nbytes: int | None = None
+    joint: Joint, found: Found, parts: tuple[LoopForm, ...], plain_nbytes: int, plain_seconds: float
 ) -> HeldPlan:
     """Return what is told of it.
 
-    **Arguments:** `parts` in which the function is done; `plain_nbytes` what plain JAX keeps of it as it is written.
+    **Arguments:** `parts` in which the function is done; `plain_nbytes` what plain JAX keeps of it as it is written,
+    and `plain_seconds` what both passes take then.
     """
     graph, called = found.graph, joint.called
     nodes = tuple(replace(n, scope=without_numbers(n.scope)) for n in graph.nodes)
@@ -191,8 +192,8 @@ def as_plan(
     return HeldPlan(
         budget_nbytes=found.budget_nbytes,
         held_nbytes=found.profile.peak_nbytes,
-        plain_nbytes=joint.plain_nbytes if plain_nbytes is None else plain_nbytes,
-        overhead=found.profile.extra_seconds / (graph.step_seconds or 1.0),
+        plain_nbytes=plain_nbytes,
+        overhead=(graph.step_seconds + found.profile.extra_seconds - plain_seconds) / (plain_seconds or 1.0),
         solver=found.solution.solver,
         stage_count=len(graph.stages),
         actions=actions(replace(graph, nodes=nodes, values=values), found.solution.schedule),
