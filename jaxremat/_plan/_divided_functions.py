@@ -5,7 +5,7 @@ As parts are loops of the function's, a plan of it in parts is made as any other
 regions two numbers of parts are tried at most: one that is enough in any case, and the fewest that are by what was
 found for that, since what is made again of a part is as large as the part.
 
-Law: a function in parts is proved to have the values and the tangents of the function, or is not taken.
+Law: a function in parts is proved to be the function, or is not taken.
 """
 
 import logging
@@ -20,6 +20,7 @@ import numpy as np
 
 from .._emit._joint import Function, Joint, NotReversibleError, in_parts
 from .._model._device_specs import DeviceSpec
+from .._program._primitives import inner_eqns
 from .._program._value_numbers import UndecidedError
 from .._report._loop_forms import LoopForm
 from .._rewrite._function_parts import Division, divisions
@@ -159,16 +160,32 @@ def _enough(ladder: Sequence[Division], plain_nbytes: int, budget: int | None) -
 
 
 def is_proved(function: Function, division: Division) -> bool:
-    """Return whether the function in parts is proved to have its values and tangents."""
-    try:
-        differs = equivalence(_with_tangents(function)).difference(
-            _with_tangents(in_parts(function, division))
-        )
-    except (UndecidedError, TypeError, NotImplementedError, ValueError) as error:
-        differs = f"{type(error).__name__}: {error}"
+    """Return whether the function in parts is proved to have its values and tangents.
+
+    Functions that have no tangents, but a backward pass of their own somewhere, are compared by their values, where
+    nothing that is in parts has a derivative of its own: JAX differentiates the same operations then.
+    """
+    other = in_parts(function, division)
+    differs = _difference(function, other, _with_tangents)
+    eqns = [function.closed.jaxpr.eqns[i] for region in division.regions for i in region.rules]
+    if differs is not None and not any(_has_derivatives(eqn) for eqn in eqns):
+        differs = _difference(function, other, lambda each: each.closed)
     if differs is not None:
         logger.info("not taken, because it is not proved: a function in parts (%s)", differs)
     return differs is None
+
+
+def _difference(function: Function, other: Function, program: Callable[[Function], Any]) -> str | None:
+    """Return where a program of one function is not seen to be that of the other."""
+    try:
+        return equivalence(program(function)).difference(program(other))
+    except (UndecidedError, TypeError, NotImplementedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _has_derivatives(eqn: Any) -> bool:
+    """Return whether an equation, or one within, is a function with derivatives of its own."""
+    return any(each.primitive.name.startswith("custom_") for each in (eqn, *inner_eqns(eqn)))
 
 
 def _with_tangents(function: Function) -> Any:

@@ -364,3 +364,23 @@ def test_each_device_of_a_sharded_map_does_its_rows_in_parts(emit: str) -> None:
         temporaries(planned, case)
         < temporaries(mapped(jaxremat.checkpoint(gated, "min", allow=())), case) / 2
     )
+
+
+@jax.custom_vjp
+def clipped(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+clipped.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda c, g: (jnp.clip(c * g, -0.5, 0.5),))
+
+
+def test_functions_with_a_backward_pass_of_their_own_stay_outside() -> None:
+    case = CASES[0]
+
+    def fn(x: Any, w: Any) -> Any:
+        return clipped(gated(x, w) * 3.0)
+
+    planned = jaxremat.checkpoint(fn, "min")
+    (form,) = planned.plan(case.x, case.w).parts
+    assert form.length == TOKENS
+    assert_close(gradient(planned)(case.x, case.w), gradient(fn)(case.x, case.w))
