@@ -472,6 +472,34 @@ def test_nothing_is_refused_for_want_of_work_while_a_form_promises_to_fit() -> N
     assert search.effort.exhausted
 
 
+class Price(Prefixes):
+    """Saves the first residual, where the least memory is asked for."""
+
+    def solve(self, graph: Graph, budget_nbytes: int | None, *, time_limit: float) -> Solution:
+        del budget_nbytes, time_limit
+        return Solution(close_over_dependencies(graph, graph.residuals[:1]), solver="price")
+
+
+def test_nothing_is_refused_before_what_each_solver_takes_for_the_least() -> None:
+    """The effort is exhausted, and what the second solver takes for the least fits, though the model says that it needs
+    more than what the first one does.
+    """
+    graph = chain(12)
+    peak = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        more = 0 if solution.solver == "price" else 10 * peak
+        trial = a_trial(graph, set(solution.schedule.saved), 0.1)
+        return replace(trial, solution=solution, fence=fence, peak_nbytes=trial.peak_nbytes + more)
+
+    search = searching(graph, Prefixes(), compiled, 10 * peak)
+    search.ledger.of_least = (search.ledger.solver, Price())
+    search.effort.compilations = 1000
+    trial = search.within(peak - 1, 0)
+    assert trial is not None
+    assert trial.solution.solver == "price"
+
+
 def test_a_solver_that_runs_out_of_time_does_no_worse_than_before() -> None:
     graph = chain(12)
     least, most = (
