@@ -20,6 +20,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.interpreters import ad, batching, mlir
 
 from .._program import _compat
@@ -70,22 +71,42 @@ def gradient(
 
     **Arguments:** `sizes` of what was pooled, None where they are those of the cotangent.
     """
-    pooled = cotangent.shape
+    pooled, zero = cotangent.shape, jnp.zeros((), cotangent.dtype)
     whole = [size or n for size, n in zip(sizes, pooled, strict=True)]
     full = [low + n + high for n, (low, high) in zip(whole, padding, strict=True)]
-    zero = jnp.zeros((), cotangent.dtype)
+    sides = [*zip(pooled, full, window_dimensions, window_strides, strict=True)]
+    # Compilers make one kernel of all places or, if the cotangent is a sum itself, one of each place, and its array.
+    # Where windows overlap, arrays are spread once before places are told apart, else only read by one kernel.
+    if any(window > stride for _, _, window, stride in sides):
+        edges = [(window - 1, f - (n - 1) * stride - 1, stride - 1) for n, f, window, stride in sides]
+        spread, places = lax.pad(cotangent, zero, edges), lax.pad(chosen, jnp.uint8(0), edges)
 
-    def spread(i: int, place: tuple[int, ...]) -> jax.Array:
-        """Return the cotangents of the windows with their maximum there, where it is."""
-        reach = (p + (n - 1) * s + 1 for p, n, s in zip(place, pooled, window_strides, strict=True))
-        edges = [(p, f - r, s - 1) for p, f, r, s in zip(place, full, reach, window_strides, strict=True)]
-        return jax.lax.pad(jnp.where(chosen == i, cotangent, zero), zero, edges)
+        def found(i: int, place: tuple[int, ...]) -> jax.Array:
+            """Return the cotangents of the windows with their maximum there, where it is."""
+            start = [
+                low + w - 1 - p for p, w, (low, _) in zip(place, window_dimensions, padding, strict=True)
+            ]
+            stop = [s + n for s, n in zip(start, whole, strict=True)]
+            return jnp.where(lax.slice(places, start, stop) == i, lax.slice(spread, start, stop), zero)
 
-    found = functools.reduce(
-        operator.add, itertools.starmap(spread, enumerate(_each_place(window_dimensions)))
+        return functools.reduce(
+            operator.add, itertools.starmap(found, enumerate(_each_place(window_dimensions)))
+        )
+    cotangent = lax.optimization_barrier(cotangent)
+
+    def alone(i: int, place: tuple[int, ...]) -> jax.Array:
+        """Return the same where no other window reaches."""
+        edges = [
+            (p, f - p - (n - 1) * stride - 1, stride - 1)
+            for p, (n, f, _, stride) in zip(place, sides, strict=True)
+        ]
+        return lax.pad(jnp.where(chosen == i, cotangent, zero), zero, edges)
+
+    total = functools.reduce(
+        operator.add, itertools.starmap(alone, enumerate(_each_place(window_dimensions)))
     )
     start = [low for low, _ in padding]
-    return jax.lax.slice(found, start, [low + n for low, n in zip(start, whole, strict=True)])
+    return lax.slice(total, start, [low + n for low, n in zip(start, whole, strict=True)])
 
 
 def windows(padded: jax.Array, dimensions: Sequence[int], strides: Sequence[int]) -> Iterator[jax.Array]:

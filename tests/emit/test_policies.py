@@ -93,7 +93,7 @@ def test_plans_of_whole_steps_have_policies_too() -> None:
 
 
 def test_plans_without_names_have_none() -> None:
-    with pytest.raises(jaxremat.ArgumentError, match="without names"):
+    with pytest.raises(jaxremat.ArgumentError, match="has no names"):
         jaxremat.checkpoint(chain).plan(x0, weights).policy()
     with pytest.raises(jaxremat.ArgumentError, match="takes a plan"):
         jaxremat.policy("plan.json")  # type: ignore[arg-type]

@@ -134,7 +134,7 @@ def test_the_least_of_a_tiny_step_is_at_most_what_it_needs_anyway() -> None:
 def test_a_refusal_says_that_a_step_is_tiny() -> None:
     args = (jnp.ones((4, 4)), jnp.ones((4, 4)))
     with pytest.raises(
-        InfeasibleBudgetError, match=r"With \d+ B of temporaries the step is too small to plan well"
+        InfeasibleBudgetError, match=r"With \d+ B of temporaries, the step is too small to plan well"
     ):
         jaxremat.plan(small, *args, budget=100, donate_argnums=0)
     with pytest.raises(InfeasibleBudgetError) as caught:

@@ -139,7 +139,7 @@ def test_less_scratch_memory_and_traffic() -> None:
         return MemoryStats.of(compiled).temporaries_nbytes
 
     plain = temporaries(lambda x, c: jax.vjp(pooling, x)[1](c)[0])
-    assert temporaries(lambda x, c: jex.jaxpr_as_fun(early)(x, c)[1]) < plain / 3
+    assert temporaries(lambda x, c: jex.jaxpr_as_fun(early)(x, c)[1]) < plain / 2
 
 
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "in microbatches"])
