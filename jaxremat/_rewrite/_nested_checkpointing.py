@@ -37,6 +37,7 @@ from .._program._primitives import runs_once
 from .._program._splice import needed
 from ._flat_program import FlatProgram
 from ._loop_inlining import APART, PART, append, operands, pairs, row_at, row_written
+from ._program_readers import Readers
 from ._selections import settled
 from ._sinking import sink_into
 
@@ -83,12 +84,16 @@ def backward_of(eqns: Sequence[jex.JaxprEqn]) -> dict[int, list[int]]:
     return dict(sorted(found.items()))
 
 
-def cuttable(eqns: Sequence[jex.JaxprEqn]) -> tuple[bool, ...]:
+def cuttable(eqns: Sequence[jex.JaxprEqn], opened: Readers) -> tuple[bool, ...]:
     """Return for each pair whether it can be other loops: zeros stand for what its backward scans have not stacked
-    yet, and levels run the forward scan again.
+    yet, and levels run the forward scan again, also for other loops that read what must be of one run.
+
+    **Arguments:** `opened` the program with its loops inlined.
     """
+    of_one_run = {id(opened.program.loops[loop].eqn) for loop in opened.loops_at_edges}
     return tuple(
         not runs_once(eqns[i])
+        and of_one_run.isdisjoint(id(eqns[j]) for j in (i, *own))
         and all(
             jnp.issubdtype(shaped(v).dtype, jnp.number)
             for j in own

@@ -98,7 +98,7 @@ def find_sites(program: FlatProgram, source: Source, inliner: Inliner) -> Sites:
     """Look for what may take another form in a program whose equals are merged, that `inliner` has made."""
     eqns = program.eqns
     scans = [eqns[i] for i in backward_of(eqns)]
-    readers = Readers(program)
+    readers, in_loops = Readers(program), Readers(inline_loops(program, inliner, inner=False))
     many = () if source.respect_checkpoint else microbatches(readers)
     known = ()
     if not source.apart:
@@ -107,13 +107,13 @@ def find_sites(program: FlatProgram, source: Source, inliner: Inliner) -> Sites:
         known = (
             *regions(readers, outside), *many,
             *regions_in_loops(
-                program, inliner, keeps_scores=keep, keeps_batches=source.respect_checkpoint or bool(many)
+                in_loops, inliner, keeps_scores=keep, keeps_batches=source.respect_checkpoint or bool(many)
             ),
         )  # fmt: skip
     return Sites(
         tuple(scan.params["length"] for scan in scans),
         tuple(map(_compat.user_line, scans)),
-        cuttable(eqns),
+        cuttable(eqns, in_loops),
         known,
         tuple(
             tuple(

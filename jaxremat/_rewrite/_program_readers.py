@@ -11,7 +11,7 @@ from .._program._flops import aval_nbytes
 from .._program._primitives import is_draw
 from ._backward_equations import backward_equations
 from ._decisions import Decisions, decisions
-from ._flat_program import FlatProgram
+from ._flat_program import FlatProgram, within
 
 SMALL = 1 / 64
 """What is at most this share of a result is small beside it."""
@@ -74,6 +74,16 @@ class Readers:
         shared = {j for i, own in compared.items() if self._in_backward[i] for j in own}
         alone = self.of_one_run - shared - self._decisions.counted
         return {i: (compared[i], frozenset(self._between(compared[i], i))) for i in alone if i in compared}
+
+    @cached_property
+    def loops_at_edges(self) -> frozenset[int]:
+        """The outermost loops with values that the forward pass reads beside numbers that are large at the edge of a
+        domain, as where second derivatives are taken.
+        """
+        beside = self._decisions.edges.beside.items()
+        found = {j for i, others in beside if not self._in_backward[i] for j in (i, *others)}
+        around = (within(self.loop_of[i], self.program.loops) for i in found)
+        return frozenset(loops[-1] for loops in around if loops)
 
     @cached_property
     def _decisions(self) -> Decisions:

@@ -22,18 +22,17 @@ from ._row_regions import Region, regions
 
 
 def regions_in_loops(
-    program: FlatProgram, inliner: Inliner, *, keeps_scores: bool, keeps_batches: bool
+    readers: Readers, inliner: Inliner, *, keeps_scores: bool, keeps_batches: bool
 ) -> tuple[Region, ...]:
-    """Return the regions in iterations of loops of a program that `inliner` has made, and those that are most of an
-    iteration of a loop with both passes.
+    """Return the regions in iterations of loops, which are inlined, of a program that `inliner` has made, and those
+    that are most of an iteration of a loop with both passes.
 
     **Arguments:** `keeps_scores` as of `Source`; `keeps_batches` whether there are none of the latter.
     """
-    opened = inline_loops(program, inliner, inner=False)
+    opened = readers.program
     if not opened.loops:
         return ()
     outside = {i for i, loop in enumerate(opened.loop_of) if loop < 0}
-    readers = Readers(opened)
     found = regions(readers, outside | opened.apart_from_rows(inliner.hints, keeps_scores=keeps_scores))
     both = [loop.id for loop in opened.loops if loop.role == UNPAIRED and not keeps_batches]
     found += tuple(region for loop in both for region in microbatches(readers, loop))

@@ -341,6 +341,20 @@ def test_functions_of_a_root_are_of_one_run() -> None:
         )
 
 
+def test_second_derivatives_at_the_edge_of_a_domain_take_no_nested_checkpointing() -> None:
+    """Of forces from distances a loop for each derivative reads what another one has computed."""
+
+    def energy(x: jax.Array, ws: jax.Array) -> jax.Array:
+        return lax.scan(lambda h, w: (h + jnp.tanh(smooth_in_roots(w, h) * h), None), x, ws)[0].sum()
+
+    def forces(x: jax.Array, ws: jax.Array) -> jax.Array:
+        return (jax.grad(energy)(x, ws) ** 2).sum()
+
+    args = ARGS[1], jnp.stack([ARGS[0]] * 4)
+    nested = [trace(jax.jit(jax.grad(fn, 1)), args, {}).sites.cuttable for fn in (energy, forces)]
+    assert all(nested[0]) and nested[1] and not any(nested[1])
+
+
 def solved(w: jax.Array, x: jax.Array) -> jax.Array:
     """With a matrix of which any of two rows may be the pivot."""
     y = jnp.tanh(x @ w)
