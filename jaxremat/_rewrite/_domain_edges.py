@@ -46,6 +46,8 @@ MOVES = frozenset(
 )  # fmt: skip
 """Their results' entries are operands' entries, or their negatives."""
 
+_KEEPING = CHOICES | MOVES
+
 _ROOTS_AWAY_FROM_ZERO = frozenset({"acos", "acosh", "asin", "atanh", "log1p"})
 """Those of which the domain ends at another number, from which the operand's difference is taken unseen."""
 
@@ -101,12 +103,11 @@ def scales(eqn: JaxprEqn) -> bool:
 class DomainEdges:
     """What follows from numbers at the edge of a function's domain. A number goes by the equation that made it.
 
-    **Fields:** `sizes` for each equation the bytes of its results. `near` the differences by which a
-    variable is at an edge; `numbers` the large numbers of a variable, in whose name it is read when it scales or moves
-    them; `of` by large number the differences that it is large by, and `readers` of it; `inverses` are those that read
-    a difference; `beside` by equation that reads a large number what made its other operands;
-    `roots` by variable the number, a function of roots entry by entry, that it is, `root_of` by such a number the
-    differences, and `root_readers` of it.
+    **Fields:** `sizes` for each equation the bytes of its results. `near` the differences by which a variable is at an
+    edge; `numbers` the large numbers of a variable, in whose name it is read when it scales or moves them; `of` by
+    large number the differences that it is large by, and `readers` of it; `inverses` are those that read a difference;
+    `beside` by equation that reads a large number what made its other operands; `roots` by variable the number, a
+    function of roots entry by entry, that it is, `root_of` by such a number the differences, and `root_readers` of it.
     """
 
     sizes: Sequence[int]
@@ -138,7 +139,7 @@ class DomainEdges:
         operands, edge = _compat.variables(eqn.invars), in_domain(eqn)
         near = _all(self.near, operands)
         # A mask may be of another run.
-        passes = eqn.primitive.name in CHOICES | MOVES and eqn.primitive.name != "select_n"
+        passes = eqn.primitive.name in _KEEPING and eqn.primitive.name != "select_n"
         self._follow_large(i, eqn, small, makers, passes)
         self._follow_root(i, eqn, small | (near if edge else frozenset()))
         if edge and small:
@@ -181,14 +182,18 @@ class DomainEdges:
         roots = {self.roots[v] for v in _compat.variables(eqn.invars) if v in self.roots}
         for root in roots:
             self.root_readers[root].add(i)
-        if is_pointwise(eqn) or eqn.primitive.name in CHOICES | MOVES:
+        if is_pointwise(eqn) or eqn.primitive.name in _KEEPING:
             differences = differences.union(*(self.root_of[root] for root in roots))
         if differences and is_float(eqn.outvars[0]):
             self.root_of[i] = differences
             self.roots.update(dict.fromkeys(eqn.outvars, i))
 
+    @functools.cached_property
+    def _light_nbytes(self) -> float:
+        return LIGHT * max(self.sizes)
+
     def _is_light(self, i: int) -> bool:
-        return self.sizes[i] <= LIGHT * max(self.sizes)
+        return self.sizes[i] <= self._light_nbytes
 
     def _shared(self, in_backward: Sequence[bool]) -> set[int]:
         """Return the cotangents with several readers."""
