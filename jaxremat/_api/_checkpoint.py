@@ -254,14 +254,18 @@ class Checkpointed:
         """
         device = detect(jax.devices()[0])
 
+        @functools.cache
+        def plain_seconds() -> float:
+            return lower(joint.traced, device, base_nbytes=0).step_seconds
+
         def planned(division: Division | None) -> Way:
             own = function if division is None else in_parts(function, division)
             both = joint if division is None else differentiated(own, wanted)
             policy = self._options.emit == "policy"
             restrict = (lambda graph: restricted(graph, segmentation(both, graph))) if policy else None
             found = self._found(both, restrict, joint.plain_nbytes)
-            whole = found.graph if division is None else lower(joint.traced, device, base_nbytes=0)
-            return Way(own, both, found, division, joint.plain_nbytes, whole.step_seconds)
+            seconds = found.graph.step_seconds if division is None else plain_seconds()
+            return Way(own, both, found, division, joint.plain_nbytes, seconds)
 
         budget = parse_held(self._options.budget, joint.plain_nbytes)
         # Part after part would be device after device of what the compiler divides among several.

@@ -148,8 +148,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     sides: dict[int, _Origin] = {}  # of each comparison
     exact: set[Var] = set()  # numbers made of integers without rounding
     negative: set[Var] = set()  # numbers, but for the sign of what was made before
-    sizes = [sum(aval_nbytes(v.aval) for v in eqn.outvars) for eqn in eqns]
-    edges = DomainEdges(sizes)
+    edges = DomainEdges(eqns)
     for i, eqn in enumerate(eqns):
         operands = _compat.variables(eqn.invars)
         numbers = [v for v in operands if is_float(v)]

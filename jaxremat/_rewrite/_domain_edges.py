@@ -103,14 +103,14 @@ def scales(eqn: JaxprEqn) -> bool:
 class DomainEdges:
     """What follows from numbers at the edge of a function's domain. A number goes by the equation that made it.
 
-    **Fields:** `sizes` for each equation the bytes of its results. `near` the differences by which a variable is at an
+    **Fields:** `eqns` that are followed, in order. `near` the differences by which a variable is at an
     edge; `numbers` the large numbers of a variable, in whose name it is read when it scales or moves them; `of` by
     large number the differences that it is large by, and `readers` of it; `inverses` are those that read a difference;
     `beside` by equation that reads a large number what made its other operands; `roots` by variable the number, a
     function of roots entry by entry, that it is, `root_of` by such a number the differences, and `root_readers` of it.
     """
 
-    sizes: Sequence[int]
+    eqns: Sequence[JaxprEqn]
     near: dict[Var, frozenset[int]] = field(default_factory=dict)
     numbers: dict[Var, frozenset[int]] = field(default_factory=dict)
     of: dict[int, frozenset[int]] = field(default_factory=dict)
@@ -120,6 +120,11 @@ class DomainEdges:
     roots: dict[Var, int] = field(default_factory=dict)
     root_of: dict[int, frozenset[int]] = field(default_factory=dict)
     root_readers: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+
+    @functools.cached_property
+    def _sizes(self) -> list[int]:
+        """For each equation the bytes of its results."""
+        return [sum(aval_nbytes(v.aval) for v in eqn.outvars) for eqn in self.eqns]
 
     def reads(self, eqn: JaxprEqn) -> bool:
         """Return whether an equation reads a number at an edge, or what is made of one."""
@@ -166,8 +171,8 @@ class DomainEdges:
         else:
             for number in numbers:
                 self.readers[number].add(i)
-            largest = max(self.sizes[i], *(aval_nbytes(v.aval) for v in operands)) if numbers else 0
-            if any(self.sizes[j] > LIGHT * largest for number in numbers for j in self.of[number]):
+            largest = max(self._sizes[i], *(aval_nbytes(v.aval) for v in operands)) if numbers else 0
+            if any(self._sizes[j] > LIGHT * largest for number in numbers for j in self.of[number]):
                 others = (makers[v] for v in operands if v not in self.numbers and v not in self.near)
                 self.beside[i] = frozenset[int]().union(*others)
             if name in _MULTIPLES:
@@ -190,10 +195,10 @@ class DomainEdges:
 
     @functools.cached_property
     def _light_nbytes(self) -> float:
-        return LIGHT * max(self.sizes)
+        return LIGHT * max(self._sizes)
 
     def _is_light(self, i: int) -> bool:
-        return self.sizes[i] <= self._light_nbytes
+        return self._sizes[i] <= self._light_nbytes
 
     def _shared(self, in_backward: Sequence[bool]) -> set[int]:
         """Return the cotangents with several readers."""

@@ -80,7 +80,7 @@ class Readers:
         """The outermost loops with values that the forward pass reads beside numbers that are large at the edge of a
         domain, as where second derivatives are taken.
         """
-        beside = self._decisions.edges.beside.items()
+        beside = self._decisions.edges.beside.items() if self.program.loops else ()
         found = {j for i, others in beside if not self._in_backward[i] for j in (i, *others)}
         around = (within(self.loop_of[i], self.program.loops) for i in found)
         return frozenset(loops[-1] for loops in around if loops)
