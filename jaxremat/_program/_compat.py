@@ -75,6 +75,13 @@ def new_jaxpr(
     return jex.ClosedJaxpr(jaxpr, list(consts))
 
 
+def has_effects(eqn: jex.JaxprEqn) -> bool:
+    """Return whether a run of the equation leaves anything but its results. That it names an axis of a mesh is an
+    effect of JAX's too, as of a collective.
+    """
+    return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
+
+
 def is_reference(var: jex.Var) -> bool:
     """Return whether a variable is what `jax.new_ref` makes."""
     return isinstance(var.aval, _state.AbstractRef)

@@ -27,7 +27,7 @@ from ._compat import Atom, shaped
 from ._index_rules import grid, scalar
 from ._inline import followed, index_on_every_platform
 from ._operation_keys import KEYS
-from ._primitives import PLACES, runs_once
+from ._primitives import PLACES, runs_in_order
 from ._recurrences import again, once_more
 from ._value_numbers import Affine, Type, Values, alone, constant, symbol_bit
 
@@ -119,7 +119,7 @@ class _Numbers:
         if (meant := self.expansion(eqn)) is not None:
             return self._body(meant, operands)
         key = self._key(eqn)
-        if runs_once(eqn):
+        if runs_in_order(eqn):
             kind = "+".join(sorted({type(e).__name__ for e in eqn.effects})) or name
             key = key, self.scope, len(self.turns.setdefault(kind, []))
             made = self.values.node("Turn", key, tuple(operands), ((), None))
@@ -228,7 +228,7 @@ class _Numbers:
         body, symbol = eqn.params["jaxpr"], len(values.lengths)
         if (meant := self._of_chunks(eqn, operands, symbol)) is not None:
             return self._body(*meant)
-        if length == 1 and not runs_once(eqn):
+        if length == 1 and not runs_in_order(eqn):
             rows = [values.row(a, constant(0)) for a in arrays]
             made = self._body(body, [*consts, *begin, *rows])
             whole = zip(made[counts[1] :], eqn.outvars[counts[1] :], strict=True)

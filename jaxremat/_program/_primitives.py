@@ -1,6 +1,7 @@
 """JAX's primitives by what XLA makes of them: contractions, loops, reductions, layout changes, pointwise work."""
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.extend.core as jex
@@ -302,9 +303,30 @@ def runs_once(eqn: jex.JaxprEqn) -> bool:
     return bool(eqn.effects) or _holds(eqn, _UNREPEATABLE)
 
 
+def runs_in_order(eqn: jex.JaxprEqn) -> bool:
+    """Return whether another order of equations, or another run of one, gives something else: not of collectives, which
+    run once because they take time.
+    """
+    return _compat.has_effects(eqn) or _holds(eqn, _UNREPEATABLE)
+
+
 def _holds(eqn: jex.JaxprEqn, names: frozenset[str]) -> bool:
     """Return whether the equation, or one of its bodies' equations, is of one of these primitives."""
-    return eqn.primitive.name in names or any(inner.primitive.name in names for inner in inner_eqns(eqn))
+    return eqn.primitive.name in names or any(
+        not names.isdisjoint(_names_inside(jaxpr)) for jaxpr in inner_jaxprs(eqn)
+    )
+
+
+_INSIDE: WeakKeyDictionary[Any, frozenset[str]] = WeakKeyDictionary()
+
+
+def _names_inside(jaxpr: Any) -> frozenset[str]:
+    """Return the names of a body's primitives, and of those of the bodies in it. It is asked many times of the same."""
+    if (found := _INSIDE.get(jaxpr)) is None:
+        deeper = (_names_inside(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))
+        found = frozenset(eqn.primitive.name for eqn in jaxpr.eqns).union(*deeper)
+        _INSIDE[jaxpr] = found
+    return found
 
 
 def inner_jaxprs(eqn: jex.JaxprEqn) -> list[Any]:

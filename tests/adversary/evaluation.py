@@ -114,6 +114,38 @@ def _slice(params: Params, x: Any) -> Any:
     return x[tuple(slice(*each) for each in bounds)]
 
 
+def _bits(params: Params, x: Any) -> Any:
+    dtype = np.dtype(params["new_dtype"])
+    alike = dtype.kind in "fiu" and x.dtype.kind in "fiu" and dtype.itemsize == x.itemsize
+    return np.ascontiguousarray(x).view(dtype).reshape(x.shape) if alike else NotImplemented
+
+
+def _padded(params: Params, x: Any, value: Any) -> Any:
+    """An array with more around and between its entries; or fewer, where a number is negative."""
+    low, high, between = zip(*params["padding_config"], strict=True) if x.ndim else ((), (), ())
+    inner = [max(n + (n - 1) * gap, 0) for n, gap in zip(x.shape, between, strict=True)]
+    shape = [n + max(a, 0) + max(b, 0) for n, a, b in zip(inner, low, high, strict=True)]
+    result = np.full(shape, value, x.dtype)
+    inside = zip(inner, low, between, strict=True)
+    result[tuple(slice(max(a, 0), max(a, 0) + n, gap + 1) for n, a, gap in inside)] = x
+    cut = zip(shape, low, high, strict=True)
+    return result[tuple(slice(max(-a, 0), n - max(-b, 0)) for n, a, b in cut)].copy()
+
+
+def _iota(params: Params) -> Any:
+    shape, along = params["shape"], params["dimension"]
+    spread = [-1 if d == along else 1 for d in range(len(shape))]
+    return np.broadcast_to(np.arange(shape[along]).reshape(spread), shape)
+
+
+def _parts(params: Params, x: Any) -> Any:
+    return tuple(map(np.ascontiguousarray, np.split(x, np.cumsum(params["sizes"])[:-1], params["axis"])))
+
+
+def _rows(params: Params, x: Any) -> Any:
+    return tuple(np.ascontiguousarray(np.moveaxis(x, params["axis"], 0)))
+
+
 def _divided(_: Params, x: Any, y: Any) -> Any:
     return x / y if jnp.issubdtype(x.dtype, jnp.floating) else NotImplemented
 
@@ -121,7 +153,6 @@ def _divided(_: Params, x: Any, y: Any) -> Any:
 WITH_PARAMS: dict[str, Callable[..., Any]] = {
     # Results are given their type anyway.
     "convert_element_type": lambda p, x: x if jnp.issubdtype(p["new_dtype"], np.complexfloating) else x.real,
-    "optimization_barrier": lambda p, *xs: xs,
     "layout_constraint": lambda p, x: x,
     "integer_pow": lambda p, x: x ** p["y"] if p["y"] > 0 else 1 / x ** -p["y"],
     "div": _divided,
@@ -141,6 +172,12 @@ WITH_PARAMS: dict[str, Callable[..., Any]] = {
     "reduce_and": lambda p, x: np.bitwise_and.reduce(x, axis=tuple(p["axes"])),
     "reduce_or": lambda p, x: np.bitwise_or.reduce(x, axis=tuple(p["axes"])),
     "dot_general": _dot,
+    "bitcast_convert_type": _bits,
+    "pad": _padded,
+    "iota": lambda p, *sizes: NotImplemented if sizes else _iota(p),
+    "split": _parts,
+    "unstack": _rows,
+    "stack": lambda p, *xs: np.stack(xs, p["axis"]),
 }
 """Of parameters too; several results are a tuple. Where NumPy does another thing, NotImplemented."""
 
@@ -154,6 +191,10 @@ ON_ONE_DEVICE: dict[str, Callable[..., Any]] = {
     "reduce_scatter": lambda p, x: [x if p["tiled"] else np.squeeze(x, p["scatter_dimension"])],
 }
 """Collectives of a `shard_map` over one device."""
+
+_DRAWS = frozenset({"random_bits", "random_split", "random_fold_in", "threefry2x32", "iota_2x32_shape"})
+_drawn_before: dict[Any, list[Any]] = {}
+"""Random numbers are drawn alike by all programs of a step."""
 
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 """What is compiled rounds to narrow types where the step does."""
@@ -239,6 +280,10 @@ def _applied(eqn: Any, operands: list[Any], rounding: np.random.Generator | None
     params, name = eqn.params, eqn.primitive.name
     if name == "scan":
         return _scanned(eqn, operands, rounding)
+    if name == "optimization_barrier":
+        return operands
+    if name in _DRAWS:
+        return _drawn(eqn, operands)
     if name == "while":
         stop, count = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         state = operands[count:]
@@ -274,6 +319,18 @@ def _applied(eqn: Any, operands: list[Any], rounding: np.random.Generator | None
         else x
         for x in got
     ]
+
+
+def _drawn(eqn: Any, operands: list[Any]) -> list[Any]:
+    """Random numbers, and the keys and counts that they are made of."""
+    bits = [np.asarray(jax.random.key_data(x) if isinstance(x, jax.Array) else x) for x in operands]
+    drawing = eqn.primitive.name, str(eqn.params), *((x.shape, x.dtype.str, x.tobytes()) for x in bits)
+    if drawing not in _drawn_before:
+        if len(_drawn_before) > 1000:
+            _drawn_before.clear()
+        got = eqn.primitive.bind(*operands, **eqn.params)
+        _drawn_before[drawing] = [_here(x) for x in (got if eqn.primitive.multiple_results else [got])]
+    return _drawn_before[drawing]
 
 
 def _where(chosen: Any, a: Any, b: Any) -> Any:

@@ -72,11 +72,16 @@ def moved(args: Any, rng: random.Random | None) -> Any:
 
 @dataclass
 class Judge:
-    """One step's. **Fields:** `plain` compiled; its `args`; `evaluated` gives its results operation by operation."""
+    """One step's.
+
+    **Fields:** `plain` compiled; its `args`; `evaluated` gives its results operation by operation; whether `plain`
+    rounds `at_random`, so that it differs from itself where moved inputs give no numbers.
+    """
 
     plain: Callable[..., Any]
     args: tuple[Any, ...]
     evaluated: Callable[[], list[Any]] | None = None
+    at_random: bool = False
     want: list[np.ndarray] = field(init=False)
     others: list[list[np.ndarray]] = field(init=False)
     _more: bool = False
@@ -89,7 +94,8 @@ class Judge:
     def _move(self, count: int, seed: str) -> None:
         rng = random.Random(seed)
         for i in range(count):
-            args = moved(self.args, rng if i or seed != "moved" else None)
+            stays = self.at_random and i % 2 == 0
+            args = self.args if stays else moved(self.args, rng if i or seed != "moved" else None)
             self.others.append(called(self.plain, args))
 
     def _doubt(self) -> None:

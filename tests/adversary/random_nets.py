@@ -391,6 +391,9 @@ NETS = ONE | STACKED | ODD
 ONCE = frozenset({"equilibrium", "adjoint", "own rule"})
 """Parts that are differentiated backward only, and once: a rule of their own says how."""
 
+BACKWARD_ONLY = ONCE | {"reversed gradient", "clipped gradient"}
+"""Parts whose rules JAX does not differentiate in forward mode."""
+
 APART = frozenset({"sharded", "ragged experts"})
 """Parts that stand in no mapping over examples."""
 

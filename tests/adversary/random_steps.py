@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from odd_ways import ODD_WAYS
-from random_nets import APART, NETS, ONCE, REFERRING, ROWS, WIDTH, Array, Chain, descend
+from random_nets import APART, BACKWARD_ONLY, NETS, ONCE, REFERRING, ROWS, WIDTH, Array, Chain, descend
 
 OF_GROWN = 0.5
 """The share of nets one part of which nobody wrote."""
@@ -289,6 +289,7 @@ def step_of(way: str, parts: Sequence[str], seed: int = 0, rows: int = ROWS) -> 
 def fitting(way: str) -> list[str]:
     """The parts that JAX differentiates in this way."""
     wrong = ONCE | {"converged"} | REFERRING if way in TWICE else frozenset[str]()
+    wrong |= BACKWARD_ONLY if way == "forward" else frozenset()
     wrong |= APART if way in MAPPED else frozenset()
     wrong |= REFERRING if way in ("in jit", *MAPPED) else frozenset()
     return sorted(NETS.keys() - wrong)

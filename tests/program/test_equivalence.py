@@ -232,6 +232,25 @@ def test_effects_keep_their_order() -> None:
         assert not same(told("x", "c"), told(*other))
 
 
+def test_collectives_have_no_order() -> None:
+    """What nothing reads of them, as after a part of a step is removed, counts for nothing."""
+    mesh = jax.make_mesh((1,), ("rows",))
+
+    def summed(*readers: int, unread: bool = False) -> Callable[..., Any]:
+        def body(x: Any, c: Any) -> Any:
+            if unread:
+                lax.psum(x[0], "rows")
+            sums = [lax.psum((x, c)[i].sum(), "rows") for i in readers]
+            return sums[readers.index(0)] - sums[readers.index(1)]
+
+        spec = jax.sharding.PartitionSpec()
+        return jax.shard_map(body, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+
+    assert same(summed(0, 1), summed(1, 0))
+    assert same(summed(0, 1), summed(0, 1, unread=True))
+    assert not same(summed(0, 1), lambda x, c: -summed(0, 1)(x, c))
+
+
 def test_literals_of_other_types_are_others() -> None:
     assert same(lambda x, c: x * 2, lambda x, c: x * 2.0)
     assert not same(lambda x, c: x * 2, lambda x, c: x * 3)
