@@ -21,6 +21,9 @@ import numpy as np
 SLACK = 10
 ROUNDINGS = 64
 DIRECTIONS, MORE_DIRECTIONS = 3, 24
+MORE_AT_RANDOM = 240
+"""What happens in one of a hundred evaluations of the plain step that round at random is no fault of another program.
+"""
 
 
 def is_reference(x: Any) -> bool:
@@ -102,7 +105,7 @@ class Judge:
         """Learn more of what rounding does."""
         if not self._more:
             self._more = True
-            self._move(MORE_DIRECTIONS, "more")
+            self._move(MORE_AT_RANDOM if self.at_random else MORE_DIRECTIONS, "more")
             if self.evaluated is not None:
                 self.others.append(numbers(self.evaluated()))
 
