@@ -3,7 +3,7 @@
 A decision makes something discrete of floats: a comparison, the indices of a sort, an argmax, a cast to integers. Two
 runs of the same equations differ in the last bit where a compiler makes other kernels of them, and so may what they
 decide. A mask of one run and the numbers of another do no harm where only entries within rounding of the threshold
-change sides: the step itself is as uncertain there. Three kinds of decision do harm:
+change sides: the step itself is as uncertain there. Four kinds do harm:
 
 1. A comparison that holds *by construction*: of a value with what was selected from it (the largest, the k-th of a
    sort, a running maximum, a median), as they are or after arithmetic: `y - y.max() >= 0`. Made of two runs it fails
@@ -16,6 +16,9 @@ change sides: the step itself is as uncertain there. Three kinds of decision do 
    run lets the other's zero through, and the gradient is not a number; or its one, where the root is read by another
    mask. So the value runs once that is guarded. So does a root of a difference of kind 1, which the maximum alone
    keeps from being one of a number below zero.
+4. A number that is zero by construction, as a row's distance from itself in `y - y[:1]` or `y[:, None] - y`. With the
+   rows of another run it is not, and then it is above zero for a mask, and a root's derivative of it is as large as
+   that of any other. So what runs once is `y`, if a comparison or the edge of a domain reads the difference.
 
 What must be of one run where a function's derivative is large is found by `_domain_edges`.
 
@@ -26,7 +29,7 @@ import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import combinations, permutations
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +53,9 @@ from ._domain_edges import (
 _COMPARISONS = frozenset({"eq", "ne", "ge", "gt", "le", "lt", "eq_to", "le_to", "lt_to"})
 _ROUNDINGS = frozenset({"ceil", "floor", "round", "sign"})
 _DIFFERENCES = frozenset({"sub", "div"})
+
+_SUMS = frozenset({"add_any", "dot_general", "reduce_sum"})
+"""Zero where all that they add up is."""
 
 _AMBIGUOUS = frozenset(
     {"eig", "eigh", "geqp3", "geqrf", "hessenberg", "lu", "qr", "random_gamma", "schur", "svd", "tridiagonal"}
@@ -76,7 +82,7 @@ class _Origin:
     arithmetic of; `chosen` made what a choice on the way was taken from; `tied` made both sides of a difference of a
     value and what was chosen from it; `masks` are the comparisons that a mask comes from, `roundings` those of a
     number; `guards` what selections keep in a domain by comparing it; `apart` the differences that a number is, but for
-    its scale.
+    its scale; `itself` made both sides of the differences that a number is made of, each zero where its entries meet.
     """
 
     base: int = 0
@@ -88,6 +94,7 @@ class _Origin:
     roundings: int = 0
     guards: int = 0
     apart: int = 0
+    itself: int = 0
 
     def rebased(self, base: int) -> "_Origin":
         """Return the same sets from a later equation on."""
@@ -98,6 +105,7 @@ class _Origin:
     def sets(self) -> tuple[int, ...]:
         return (
             self.same, self.through, self.chosen, self.tied, self.masks, self.roundings, self.guards, self.apart,
+            self.itself,
         )  # fmt: skip
 
 
@@ -180,6 +188,9 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             known = {v: origins.get(v, _NONE) for v in operands}
             made = {v: frozenset(_bits(origin.same, origin.base)) for v, origin in known.items()}
             edges.follow(i, eqn, small, made)
+        counted.update(
+            _bits(_zero_by_construction(eqn, dict(zip(operands, read, strict=True))), together.base)
+        )
         if rounded and _is_ambiguous(eqn):
             counted.add(i)
         through.append(result)
@@ -189,6 +200,24 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             if rounded and _decides(eqn):
                 counted.update(_bits(together.roundings, together.base), (i,))
     return Decisions(compared, frozenset(counted), edges)
+
+
+def _zero_by_construction(eqn: JaxprEqn, read: Mapping[Var, _Origin]) -> int:
+    """Return what made both sides of differences that an equation compares, or reads where a domain ends, as bits."""
+    if inner_jaxprs(eqn):
+        inner = inner_eqns(eqn)
+        subtracts = any(each.primitive.name == "sub" for each in inner)
+        return _of_both([*read.values()]) if subtracts and any(map(_asks_for_zero, inner)) else 0
+    return _union([*read.values()]).itself if _asks_for_zero(eqn) else 0
+
+
+def _asks_for_zero(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _COMPARISONS or in_domain(eqn) is not None
+
+
+def _of_both(read: Sequence[_Origin]) -> int:
+    """Return what made entries of several operands."""
+    return functools.reduce(operator.or_, (a.same & b.same for a, b in combinations(read, 2)), 0)
 
 
 def _is_ambiguous(eqn: JaxprEqn) -> bool:
@@ -230,11 +259,23 @@ def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) 
         tied = together.tied | (_of_choices(read, exact=False) if name in _DIFFERENCES else 0)
         guards = together.guards if name in SCALINGS else 0
         apart = own if _cancels(eqn, read, negative) else together.apart if scales(eqn) else 0
+        itself = together.itself if scales(eqn) else 0
+        if name == "sub":
+            itself |= _of_both(read)
         return _Origin(
-            base, own, own | together.through, together.chosen, tied, 0, together.roundings, guards, apart
+            base,
+            own,
+            own | together.through,
+            together.chosen,
+            tied,
+            0,
+            together.roundings,
+            guards,
+            apart,
+            itself,
         )
     if any(is_float(v) for v in eqn.outvars):
-        return _Origin(base, own, own)
+        return _Origin(base, own, own, itself=together.itself if name in _SUMS else 0)
     return _Origin(base, masks=0 if any(_is_integer(v) for v in eqn.outvars) else together.masks)
 
 

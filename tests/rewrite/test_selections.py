@@ -314,6 +314,24 @@ def test_what_is_lost_in_rounding_is_of_one_run(root: Callable[[jax.Array], jax.
         assert off(draw(rng, nested if seed % 2 else found).emit(), seed) < allowed < np.abs(wanted).max()
 
 
+def from_the_first(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Points, which a layer moves, that are not where the first of them is."""
+    y = x + jnp.tanh(x @ w)
+    gaps = y - y[:1]
+    return jnp.where((gaps * gaps).sum(-1, keepdims=True) > 0, y, 0.0).sum()
+
+
+def test_a_number_is_zero_where_it_is_taken_from_itself() -> None:
+    """The first point saved, and all points made again."""
+    found, graph = all_in_memory(from_the_first)
+    first = [v for v in graph.residuals if graph.values[v].shape == "f32[1,8]"]
+    program = emit(found, graph, close_over_dependencies(graph, first))
+    wanted = evaluate(found.source.closed, ARGS)[0]
+    for seed in range(8):
+        error = np.abs(evaluate(program, ARGS, np.random.default_rng(seed))[0] - wanted).max()
+        assert first and error < 1e-4 * np.abs(wanted).max()
+
+
 def smooth_in_roots(w: jax.Array, x: jax.Array) -> jax.Array:
     """Matern's kernel of distances: what is left of its derivative is as small as the root's is large."""
     y = jnp.tanh(x @ w)
