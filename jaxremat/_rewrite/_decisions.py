@@ -253,6 +253,9 @@ def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) 
     if name in _ROUNDINGS:
         return _Origin(base, own, own, roundings=own)
     if name in CHOICES or name in MOVES:
+        if name == "select_n" and isinstance(eqn.invars[0], Var):
+            # What a mask is made of, as of bits, are no entries of what it selects from.
+            return replace(_union(read[1:]), base=base, masks=together.masks)
         chosen = together.chosen | (together.through if name in CHOICES else 0)
         return replace(together, chosen=chosen)
     if is_pointwise(eqn) and (is_float(eqn.outvars[0]) or together.through):  # also of a float's bits

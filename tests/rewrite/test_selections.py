@@ -79,6 +79,12 @@ def _no_more_than_its_size(x: jax.Array) -> jax.Array:
     return -jnp.abs(x) >= x
 
 
+def _of_sign_and_size(x: jax.Array) -> jax.Array:
+    size = jnp.abs(x)
+    made = jnp.where(lax.bitcast_convert_type(x, jnp.int32) < 0, -size, size)
+    return made == x
+
+
 def _larger_than_a_constant(x: jax.Array) -> jax.Array:
     return x > 0
 
@@ -100,6 +106,7 @@ def _than_the_mean(x: jax.Array) -> jax.Array:
         (_of_the_best, True),
         (_below_its_size, True),
         (_no_more_than_its_size, True),
+        (_of_sign_and_size, True),
         (_larger_than_a_constant, False),
         (_than_the_mean, False),
         (_no_number, False),
