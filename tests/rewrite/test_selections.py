@@ -82,7 +82,7 @@ def _no_more_than_its_size(x: jax.Array) -> jax.Array:
 def _of_sign_and_size(x: jax.Array) -> jax.Array:
     size = jnp.abs(x)
     made = jnp.where(lax.bitcast_convert_type(x, jnp.int32) < 0, -size, size)
-    return made == x
+    return made == made.max(-1, keepdims=True)
 
 
 def _larger_than_a_constant(x: jax.Array) -> jax.Array:
