@@ -24,8 +24,12 @@ def crossing_values(
     """
     found: set[int] = set()
     for node, eqn in zip(nodes, eqns, strict=True):
-        made_of = (u for v in sunk.intersection(node.inputs) for u in nodes[values[v].producer].inputs)
-        for v in {*node.inputs, *made_of} - sunk:
+        read, waiting = {*node.inputs}, [*sunk.intersection(node.inputs)]
+        while waiting:
+            made_of = set(nodes[values[waiting.pop()].producer].inputs) - read
+            read |= made_of
+            waiting += made_of & sunk
+        for v in read - sunk:
             producer = values[v].producer
             outside = producer >= 0 and node.loop >= 0 and nodes[producer].loop != node.loop
             if outside and (not values[v].length or is_loop_edge(eqn)):
