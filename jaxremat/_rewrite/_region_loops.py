@@ -298,9 +298,16 @@ def _with_repeated(
         return members, room
 
     def torn(number: int, members: set[int]) -> Iterator[int]:
-        """Yield what a loop may not compute again: decisions of which one side is not, or that side's operands."""
+        """Yield what a loop may not compute again: decisions of which one side is not, or that side's operands; or
+        beside which it reads another about the same value, as `a == max(a, b)` beside `b == max(a, b)`.
+        """
+        read = {program.maker.get(a, -1) for i in members for a in _compat.variables(eqns[i].invars)}
+        earlier = program.of_a_run.keys() & read - members
+        about = {a for j in earlier for a in _compat.variables(eqns[j].invars)}
         for i in program.of_a_run.keys() & members:
             shared, between = program.of_a_run[i]
+            if stage[i] < number and not about.isdisjoint(_compat.variables(eqns[i].invars)):
+                yield i
             if not between <= members:
                 yield from (
                     j for j in (shared if stage[i] == number else (i,)) if stage.get(j, number) < number

@@ -42,6 +42,12 @@ def _small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_row_regions, "LEAST_NBYTES", 1)
 
 
+RUNNING_MAXIMA = "plain", ("grown 1000703 of 8", "codebook", "by bits"), 1000703
+"""A running maximum of a running maximum, in chunks: who is the larger of two was decided in one loop, and whether the
+other one is in the next.
+"""
+
+
 def odd_steps() -> Iterator[tuple[str, list[str]]]:
     """Each odd part in one step, in the odd ways in turn."""
     ways = itertools.cycle(["plain", *sorted(ODD_WAYS.keys() - {"with reference"})])
@@ -52,6 +58,11 @@ def odd_steps() -> Iterator[tuple[str, list[str]]]:
 
 def wrong(step: Step, seed: int, count: int) -> list[adversary.Found]:
     return [each for each in adversary.check_emitted(step, seed, count) if each[1]]
+
+
+def test_decisions_about_one_value_are_made_together() -> None:
+    made = adversary.Made(*RUNNING_MAXIMA)
+    assert not wrong(made.step(), made.seed, 2)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
