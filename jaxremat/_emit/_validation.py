@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import jax.extend.core as jex
 
-from .._model._variant import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Variant
+from .._model._variant import ATTENTION, COPIES, INNER, INSIDE, LOOP, REVERSED, ROWS, Variant
 from .._program._equivalence import Equivalence
 from .._program._value_numbers import UndecidedError
 from .._rewrite._kernel_choice import equivalence
@@ -24,12 +24,13 @@ UNPROVED = {
     ATTENTION: "attention without its matrix of scores",
     COPIES: "values in fewer bits",
     INNER: "loops within loops inlined",
+    INSIDE: "work in chunks of rows or in microbatches",
     LOOP: "loops with nested checkpointing or parts",
     REVERSED: "reversible blocks",
     ROWS: "work in chunks of rows or in microbatches",
 }
 """Kinds of forms that are compared with the traced step, and may be more than the rules know of. Most are proved:
-`ROWS` are not where `_chunk_loops` has no rule for an operation of the chunks.
+`ROWS` and `INSIDE` are not where `_chunk_loops` has no rule for an operation of the chunks.
 """
 
 

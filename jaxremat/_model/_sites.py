@@ -4,11 +4,11 @@ Invariant: the estimate of a variant is the sum of those of its choices. The sea
 which it may split as it likes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ._loop_levels import Loops
-from ._variant import PLAIN, Choice, Estimate, Variant
+from ._variant import INSIDE, PLAIN, Choice, Estimate, Variant
 
 EXACT = ("attention", "microbatches", "rows")
 """What users may allow of exact forms: attention without its matrix of scores, all of the step for a part of the batch
@@ -79,17 +79,23 @@ class Sites:
         return self.estimates.get(choice[1:], Estimate())
 
 
+NOTHING = Sites(INSIDE, {})
+"""No site in what is in chunks."""
+
+
 @dataclass(frozen=True)
 class Variants:
     """The variants that a step may take.
 
     **Fields:** the `loops`, and the `others` of its sites; the rules that may be followed within most of the step
-    `in_chunks`.
+    `in_chunks`; `sites_inside` looks for what may be done otherwise in the program that has most of the step in chunks
+    as a choice says.
     """
 
     loops: Loops
     others: tuple[Sites, ...] = ()
     in_chunks: tuple[str, ...] = ()
+    sites_inside: Callable[[Choice], Sites] = lambda _: NOTHING
 
     @property
     def sites(self) -> tuple[Sites | Loops, ...]:
@@ -105,7 +111,24 @@ class Variants:
             for choice in variant.choices:
                 if choice.rule == sites.rule:
                     found = found.plus(sites.estimate(choice))
+        for choice in variant.choices if variant.settings(INSIDE) else ():
+            if choice.rule == INSIDE:
+                found = found.plus(self._inside(variant).estimate(choice))
         return found
+
+    def inside(self, variant: Variant) -> list[Variant]:
+        """Return a variant with most of the step in chunks, and with some of what these do in chunks of its own.
+
+        They are looked for where the variant is made: for each number of chunks it is another program.
+        """
+        if variant.settings(INSIDE) or not self.estimate(variant).whole:
+            return []
+        return [variant.also(*rung) for rung in self._inside(variant).rungs()]
+
+    def _inside(self, variant: Variant) -> Sites:
+        others = (each for each in variant.choices if each.rule != INSIDE)
+        whole = (each for each in others if self.estimate(Variant.of(each)).whole)
+        return next(map(self.sites_inside, whole), NOTHING)
 
     def exact(self) -> tuple[Variant, ...]:
         """Return exact variants, deeper and deeper: those of each rule in turn, by themselves and with what saves most

@@ -8,6 +8,7 @@ that, its figures are those of the graph by rules, and what the compiler says is
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from .._model._graph import Graph
 from .._model._schedule import Schedule, save_all
 from .._model._sites import Variants
 from .._model._variant import ATTENTION, Variant
+from .._rewrite._row_regions import Region
 from .._rewrite._trace import Traced
 from .._runtime._bytes import format_nbytes
 from .._runtime._errors import CompilationError, HintError
@@ -69,7 +71,12 @@ class Graphs(ABC):
         problem = self.problem
         traced, there = problem.traced, problem.division.local(problem.traced)[0]
         here = problem.here if problem.device.platform != "cpu" else None
-        step = PlainStep(traced, there, plain, problem.device, here, problem.allow)
+
+        def inside(form: Variant) -> Sequence[Region] | None:
+            make = partial(problem.traced.regions_inside, form)
+            return problem.defects.attempted("rewriting", make, form)
+
+        step = PlainStep(traced, there, plain, problem.device, here, problem.allow, inside)
         return variants(step)
 
     def of(self, variant: Variant) -> Graph | None:

@@ -132,7 +132,17 @@ class CandidateSource:
             self.passed.remove(variant)
         graph = self.space.of(variant)
         self.made += (made := _with_and_without_host(graph) if graph else [])
+        if graph is not None:
+            self._look_inside(variant)
         return made
+
+    def _look_inside(self, variant: Variant) -> None:
+        """Add what may be done besides in most of the step in chunks, behind all that is cheaper."""
+        left = self.left[False]
+        for inside in self.variants.inside(variant):
+            seconds = self.variants.estimate(inside).more_seconds
+            cheaper = (i for i, e in enumerate(left) if self.variants.estimate(e).more_seconds <= seconds)
+            left.insert(max(cheaper, default=-1) + 1, inside)
 
     def add_variant(self, seconds: float | None, budget: int, turn: int) -> bool:
         """Make the next variant of a turn that may fit, if none is known that takes less; return whether there was one.
@@ -172,8 +182,8 @@ class CandidateSource:
 
     def make_lowest(self, most_seconds: float) -> None:
         """Add the graphs of the variants that may need the least memory at an affordable overhead, of all that are not
-        made yet: the first that is near the least of all, of those without levels, of those that change numbers, and of
-        microbatches; no others are made then.
+        made yet: the first that is near the least of all, of those without levels, of those that change numbers, of
+        microbatches, and of these with rows in chunks inside; no others are made then.
         """
         most_seconds -= self.graph.extra_seconds
         of = self.variants.estimate
@@ -183,19 +193,21 @@ class CandidateSource:
         exact = [each for each in parts if not self.variants.is_inexact(each)]
         shallow = [each for each in exact if not deep(each)]
         made: list[Variant] = []
-        for among in (
-            [*shallow],
-            exact,
-            [each for each in parts if each not in exact],
-            [each for each in able if of(each).whole],
-        ):
+
+        def make(among: list[Variant]) -> list[Variant]:
+            """Make the one, and return those with rows in chunks inside of it."""
             while among:  # what cannot be made leaves the turn to the next
                 enough = max(of(each).fewer_nbytes for each in among) - LEAST_SLACK * self.temporaries_nbytes
                 lowest = next(each for each in among if of(each).fewer_nbytes >= enough)
                 if lowest in made or self.make(lowest):
                     made.append(lowest)
-                    break
+                    return [e for e in self.variants.inside(lowest) if of(e).more_seconds <= most_seconds]
                 among.remove(lowest)
+            return []
+
+        for among in ([*shallow], exact, [each for each in parts if each not in exact]):
+            make(among)
+        make(make([each for each in able if of(each).whole]))
         cheaper = (each for each in able if (of(each).whole or each in shallow) and each not in made)
         self.shallower = sorted(cheaper, key=lambda each: of(each).fewer_nbytes)
         self.passed, self.left = [], {False: [], True: []}

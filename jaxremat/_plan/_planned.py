@@ -271,6 +271,7 @@ def plan_of(
             graph.form,
             traced.sites.sources,
             traced.rows,
+            form.rows_inside,
             form.inner,
             form.attention,
             form.chain,

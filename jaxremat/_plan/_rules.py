@@ -3,6 +3,7 @@
 To add a form of the step: a rule in `RULES`, and the pass that follows it in `_rewrite._passes.FORM_PASSES`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from .._model._graph import Graph
 from .._model._loop_levels import Loops
 from .._model._schedule import save_all
 from .._model._simulate import simulate
-from .._model._sites import REVERSIBLE, Sites, Variants
-from .._model._variant import ATTENTION, COPIES, INNER, REVERSED, ROWS, Estimate
+from .._model._sites import NOTHING, REVERSIBLE, Sites, Variants
+from .._model._variant import ATTENTION, COPIES, INNER, INSIDE, REVERSED, ROWS, Choice, Estimate, Variant
 from .._program._flops import alone_seconds, aval_nbytes
 from .._program._primitives import is_fusion_root
 from .._rewrite._encodings import allowed, fewer_nbytes
@@ -42,7 +43,7 @@ class PlainStep:
     """The step as it is written, some of which rules may do otherwise.
 
     **Fields:** `traced`, and `there` as one device has it; `graph`; `device`, and `here` the GPU if it is at hand;
-    what is allowed by `allow`.
+    what is allowed by `allow`; `regions_inside` as of `Traced`, None where that goes wrong.
     """
 
     traced: Traced
@@ -51,6 +52,7 @@ class PlainStep:
     device: DeviceSpec
     here: Any
     allow: Collection[str]
+    regions_inside: Callable[[Variant], Sequence[Region] | None]
 
     @cached_property
     def pinned(self) -> frozenset[int]:
@@ -97,7 +99,8 @@ def variants(step: PlainStep) -> Variants:
     alone = (
         step.traced.source.attention_places is None
     )  # of chunks it is not known where each device's part lies
-    return Variants(_loops(step), sites, in_chunks=(ATTENTION,) if alone else ())
+    inside = functools.cache(functools.partial(_inside, step))
+    return Variants(_loops(step), sites, in_chunks=(ATTENTION,) if alone else (), sites_inside=inside)
 
 
 def _loops(step: PlainStep) -> Loops:
@@ -127,6 +130,17 @@ def _chunked(step: PlainStep, region: Region, chunks: int) -> Estimate:
         launched = sum(trips[n.loop] if n.loop >= 0 else 1 for n in graph.kernels())
         more += (chunks - 1) * max(launched - region.kernels, 0) * device.launch_seconds
     return Estimate(fewer, more, region.whole)
+
+
+def _inside(step: PlainStep, choice: Choice) -> Sites:
+    """Return regions of rows in what microbatches do, on one device: where rows of several lie is not known."""
+    if "rows" not in step.allow or step.traced.source.devices > 1:
+        return NOTHING
+    found = enumerate(step.regions_inside(Variant.of(choice)) or ())
+    free = not step.pinned
+    able = [(i, each) for i, each in found if free or (each.loop >= 0 and step.without_pins(each))]
+    estimates = {(site, (n,)): _chunked(step, region, n) for site, region in able for n in region.choices}
+    return Sites(INSIDE, estimates)
 
 
 def _inner(step: PlainStep) -> Estimates:

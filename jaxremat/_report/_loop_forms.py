@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._model._loop_levels import parts
-from .._model._variant import LOOP, REVERSED, ROWS, Variant
+from .._model._variant import INSIDE, LOOP, REVERSED, ROWS, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class LoopForm:
     - `rows`: whether this is a region of rows instead of a loop of the user's. `whole`: whether the region is most of
       the step, in microbatches; `repeats`: whether some of it runs twice for that.
     - `inner`: whether it is a loop inside another loop that the backward pass runs again and that is planned from the
-      inside; or, for microbatches, whether they are inside the iterations of a loop of the user's.
+      inside; or, for microbatches, whether they are inside the iterations of a loop of the user's; or, for rows,
+      whether these are of each microbatch.
     - `attention`: whether this is attention, `length` times at that line; `kernels`: whether it runs in kernels;
       `gradient`: whether its gradient does (True in plans of earlier versions, which do not say).
     - `undone`: whether the backward pass computes the values of this loop, or of these blocks, from its results.
@@ -52,7 +53,10 @@ class LoopForm:
         if self.rows:
             if not self.levels:
                 return f"rows{where}: not in chunks, because they are on several devices"
-            return f"rows{where}, with the operations that make and read them: in {self.levels[0]} chunks"
+            each = ", in each microbatch" if self.inner else ""
+            return (
+                f"rows{where}{each}, with the operations that make and read them: in {self.levels[0]} chunks"
+            )
         if self.undone and not self.length:
             return f"blocks{where}: undone in the backward pass, from the last block's output"
         loop = f"loop of {self.length} iterations{where}"
@@ -79,6 +83,7 @@ def loop_forms(
     form: Variant,
     sources: Sequence[str],
     rows: Sequence[tuple[int, str, bool, bool, bool]] = (),
+    rows_inside: Sequence[tuple[int, str, bool, bool, bool]] = (),
     inner: Sequence[tuple[int, str]] = (),
     attention: Sequence[tuple[str, bool, bool]] = (),
     chain: str = "",
@@ -88,13 +93,13 @@ def loop_forms(
     device.
 
     **Arguments:** `rows` of each region that may be, with the user's line, whether it is most of the step, whether some
-    of it is done twice then, and whether it is within a loop; `inner`
-    the lengths of inner loops that are inlined, and the user's lines; `attention` the user's line of each that is
-    done without its matrix of scores, whether in kernels, and whether its gradient is; `chain` the user's line of the
-    first undone block; `devices` how many the compiler divides the step among.
+    of it is done twice then, and whether it is within a loop; `rows_inside` the same of the program in microbatches;
+    `inner` the lengths of inner loops that are inlined, and the user's lines; `attention` the user's line of each that
+    is done without its matrix of scores, whether in kernels, and whether its gradient is; `chain` the user's line of
+    the first undone block; `devices` how many the compiler divides the step among.
     """
     levels, chunks, undone = form.settings(LOOP), form.settings(ROWS), form.settings(REVERSED)
-    none: tuple[int, ...] = ()
+    inside, none = form.settings(INSIDE), tuple[int, ...]()
     loops = [
         LoopForm(length, levels[i], source)
         for i, (length, source) in enumerate(zip(lengths, sources, strict=True))
@@ -112,6 +117,11 @@ def loop_forms(
         )
         for i, (length, source, whole, repeats, inside) in enumerate(rows)
         if i in chunks or (not whole and devices > 1)
+    ]
+    regions += [
+        LoopForm(length, inside[i], source, rows=True, repeats=repeats, inner=in_loop)
+        for i, (length, source, _, repeats, in_loop) in enumerate(rows_inside)
+        if i in inside
     ]
     attending = [
         LoopForm(count, (), source, attention=True, kernels=kernels, gradient=gradient)

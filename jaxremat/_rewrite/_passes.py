@@ -20,7 +20,7 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from .._model._variant import ATTENTION, COPIES, INNER, LOOP, REVERSED, ROWS, Variant
+from .._model._variant import ATTENTION, COPIES, INNER, INSIDE, LOOP, REVERSED, ROWS, Variant
 from .._program import _compat
 from .._program._inline import Inliner
 from ._backward_equations import behind_backward
@@ -98,18 +98,8 @@ def find_sites(program: FlatProgram, source: Source, inliner: Inliner) -> Sites:
     """Look for what may take another form in a program whose equals are merged, that `inliner` has made."""
     eqns = program.eqns
     scans = [eqns[i] for i in backward_of(eqns)]
-    readers, in_loops = Readers(program), Readers(inline_loops(program, inliner, inner=False))
-    many = () if source.respect_checkpoint else microbatches(readers)
-    known = ()
-    if not source.apart:
-        keep = source.keeps_scores
-        outside = program.apart_from_rows(inliner.hints, keeps_scores=keep)
-        known = (
-            *regions(readers, outside), *many,
-            *regions_in_loops(
-                in_loops, inliner, keeps_scores=keep, keeps_batches=source.respect_checkpoint or bool(many)
-            ),
-        )  # fmt: skip
+    in_loops = Readers(inline_loops(program, inliner, inner=False))
+    known = find_regions(program, in_loops, source, inliner, most=not source.respect_checkpoint)
     return Sites(
         tuple(scan.params["length"] for scan in scans),
         tuple(map(_compat.user_line, scans)),
@@ -127,6 +117,23 @@ def find_sites(program: FlatProgram, source: Source, inliner: Inliner) -> Sites:
     )
 
 
+def find_regions(
+    program: FlatProgram, in_loops: Readers, source: Source, inliner: Inliner, *, most: bool
+) -> tuple[Region, ...]:
+    """Look for regions of rows outside of loops and in their iterations.
+
+    **Arguments:** `in_loops` the program with its loops inlined; `most` whether also for those that are most of the
+    step, or of an iteration.
+    """
+    if source.apart:
+        return ()
+    readers, keep = Readers(program), source.keeps_scores
+    many = microbatches(readers) if most else ()
+    outside = program.apart_from_rows(inliner.hints, keeps_scores=keep)
+    inside = regions_in_loops(in_loops, inliner, keeps_scores=keep, keeps_batches=bool(many) or not most)
+    return (*regions(readers, outside), *many, *inside)
+
+
 def pair_forms(task: Task) -> tuple[PairForm, ...]:
     """Return how each pair of scans is to be done."""
     undone, levels = task.form.settings(REVERSED), task.form.settings(LOOP)
@@ -134,10 +141,31 @@ def pair_forms(task: Task) -> tuple[PairForm, ...]:
     return tuple(PairForm(levels.get(pair, ()), pair + 1 in undone) for pair in range(count))
 
 
+def regions_inside(program: FlatProgram, task: Task) -> tuple[Region, ...]:
+    """Look for regions of rows of a program in what the task's form makes of its regions."""
+    made = _of_regions(program, task)
+    in_loops = Readers(inline_loops(made, task.inliner, inner=False))
+    return find_regions(made, in_loops, task.source, task.inliner, most=False)
+
+
 def _in_chunks(program: FlatProgram, task: Task) -> FlatProgram:
+    settings = task.form.settings(INSIDE)
+    found = regions_inside(program, task) if settings else ()
+    inside = [(found[site], count) for site, (count,) in settings.items()]
+    return _chunked(_of_regions(program, task), inside, task)
+
+
+def _of_regions(program: FlatProgram, task: Task) -> FlatProgram:
+    """Return the program with those of its regions in chunks that are so in the form."""
     chosen = [(task.sites.regions[site], count) for site, (count,) in task.form.settings(ROWS).items()]
     if any(region.whole for region, _ in chosen):  # whose equations others may have too
         chosen = [each for each in chosen if each[0].whole]
+    return _chunked(program, chosen, task)
+
+
+def _chunked(program: FlatProgram, chosen: Sequence[tuple[Region, int]], task: Task) -> FlatProgram:
+    if not chosen:
+        return program
     forward = (program.eqns[i] for i in backward_of(program.eqns))
     form_of = {v: form for eqn, form in zip(forward, program.pairs, strict=True) for v in eqn.outvars}
     if within := [each for each in chosen if each[0].loop >= 0]:

@@ -14,7 +14,7 @@ planned as in any scan of such a function.
 Law: rows are made by the same operations as before, sums over rows chunk by chunk.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from types import MappingProxyType
 from typing import Any
@@ -66,10 +66,12 @@ def chunked(
     all_loops = [loop for region, _ in chosen for loop in region.loops]
     of_loops = [each for each in chosen for _ in each[0].loops]
     kind = _ScannedChunks if differentiable else _Chunks
-    loops = [kind(program, all_loops, number, *each, labels) for number, each in enumerate(of_loops)]
-    moved = {i for loop in loops for i in (*loop.moved, *(at for at, _ in loop.begun.values()))}
     order = schedule(program, all_loops)
     assert order is not None  # or they were no regions
+    place = {each: k for k, each in enumerate(order)}
+    loops = [kind(program, all_loops, number, *each, labels, place) for number, each in enumerate(of_loops)]
+    moved = {i for loop in loops for i in loop.moved}
+    moved.update(i for loop in loops for chain, _ in loop.begun.values() for i in chain)
     eqns: list[Any] = []
     origin: list[int] = []
     loop_of: list[int] = []
@@ -85,7 +87,10 @@ def chunked(
 
 
 class _Chunks:
-    """One of the loops over chunks of regions' rows, by its `number` among all of them."""
+    """One of the loops over chunks of regions' rows, by its `number` among all of them.
+
+    **Arguments:** `place` in the program of each equation, and of loops, as of `schedule`.
+    """
 
     def __init__(
         self,
@@ -95,6 +100,7 @@ class _Chunks:
         region: Region,
         chunks: int,
         labels: Mapping[Any, str],
+        place: Mapping[int, int],
     ):
         self.program, self.region, self.labels = program, region, labels
         self.parts = Parts(region.rows, chunks)
@@ -124,8 +130,11 @@ class _Chunks:
         self.over = {
             v: program.eqns[i].invars[0] for v, i in self.adder.items() if is_scattered(program.eqns[i])
         }
-        # So does one that is added to a carry of the loop around, as gradients are accumulated.
-        self.begun = {v: made for v in self.leaves if (made := self._added_to(v)) is not None}
+        # So does one that is added to a carry of the loop around, as gradients are accumulated, or scaled and added; or
+        # to what was made before, as the gradient of what two loops read.
+        before = {i for i in place if i >= 0 and place[i] < place[~number]}
+        before.update(i for i, other in first.items() if place[~other] < place[~number])
+        self.begun = {v: made for v in self.leaves if (made := self._added_to(v, before)) is not None}
         self.moved = self._moved()
         self.turned = self._turned()
         # What chunks read, parts of it or all, and what the call reads.
@@ -133,25 +142,37 @@ class _Chunks:
         carries = (begin for _, begin in self.begun.values())
         self.reads = list(dict.fromkeys([*self._read_by([*self.moved, *self.rules]), *carries]))
 
-    def _added_to(self, v: Any) -> tuple[int, Any] | None:
-        """Return the equation that adds a sum to a carry, and the carry; None where it is read otherwise."""
-        program = self.program
-        readers = program.readers.get(v, ())
-        if v not in self.adder or v in self.over or v in program.returned or len(readers) != 1:
+    def _added_to(self, v: Any, before: Collection[int]) -> tuple[list[int], Any] | None:
+        """Return the equations that scale a sum and add it to a carry, or to what nothing else reads, and that; None
+        where it is read otherwise.
+
+        **Arguments:** `before` the equations that are done before this loop.
+        """
+        program, chain = self.program, list[int]()
+        if v not in self.adder or v in self.over or self._type(v) != shaped(v).dtype:
             return None
-        if readers[0] in self.others:
+        last = v
+        while True:
+            readers = program.readers.get(last, ())
+            if last in program.returned or len(readers) != 1 or readers[0] in self.others:
+                return None
+            chain.append(readers[0])
+            eqn = program.eqns[readers[0]]
+            others = [a for a in _compat.variables(eqn.invars) if a is not last]
+            scales = eqn.primitive.name in ("mul", "div") and eqn.invars[0] is last and not others
+            if not scales or eqn.outvars[0].aval != v.aval:
+                break
+            (last,) = eqn.outvars
+        if eqn.primitive.name not in ("add", "add_any") or len(others) != 1:
             return None
-        eqn = program.eqns[readers[0]]
-        others = [a for a in _compat.variables(eqn.invars) if a is not v]
-        if (
-            eqn.primitive.name not in ("add", "add_any")
-            or len(others) != 1
-            or self._type(v) != shaped(v).dtype
-        ):
+        (begin,) = others
+        maker = program.maker.get(begin, -1)
+        if maker < 0 or shaped(begin) != shaped(v):
             return None
-        maker = program.maker.get(others[0], -1)
-        is_carry = maker >= 0 and program.eqns[maker].primitive is CARRY
-        return (readers[0], others[0]) if is_carry and shaped(others[0]).shape == shaped(v).shape else None
+        alone = program.readers[begin] == chain[-1:] and begin not in program.returned
+        return (
+            (chain, begin) if program.eqns[maker].primitive is CARRY or (alone and maker in before) else None
+        )
 
     def _read_by(self, indices: Sequence[int]) -> list[Any]:
         """Return what equations read of others."""
@@ -210,7 +231,7 @@ class _Chunks:
             jax.jit(run), self.like.source_info
         )  # fmt: skip
         names = [
-            self.program.eqns[self.begun[v][0]].outvars[0] if v in self.begun else v for v in self.leaves
+            self.program.eqns[self.begun[v][0][-1]].outvars[0] if v in self.begun else v for v in self.leaves
         ]
         made, _ = inlined(jax.make_jaxpr(call)(*map(typed, self.reads)), self.reads, place, names)
         return made
@@ -352,6 +373,10 @@ class _Chunks:
     def _added(self, eqns: list[jex.JaxprEqn], v: jex.Var, so_far: Any, made: Any, index: Any) -> Any:
         """Return a result with what this chunk makes of it."""
         d = self.dimension[v]
+        for eqn in (self.program.eqns[i] for i in self.begun.get(v, ((), None))[0][:-1]):
+            invars = [a if _compat.is_literal(a) else made for a in eqn.invars]
+            made = _compat.new_var(eqn.outvars[0].aval)
+            eqns.append(eqn.replace(invars=invars, outvars=[made]))
         if v in self.over or (
             d is None and v not in self.adder
         ):  # each chunk makes the same, as of a loop's counter
@@ -385,6 +410,9 @@ class _ScannedChunks(_Chunks):
         self.stacked = [v for v in self.leaves if self.dimension[v] is not None]
         self.rows = [a for a in self.parted if self.dimension.get(a) is not None]
         self.whole = [a for a in self.parted if self.dimension.get(a) is None]
+
+    def _added_to(self, v: Any, before: Collection[int]) -> None:
+        """Return None: where a sum begins has a gradient of its own."""
 
     def _run(self, *operands: Any) -> list[Any]:
         env = self._read(operands)

@@ -177,7 +177,7 @@ def regions(program: Readers, outside: Collection[int] = ()) -> tuple[Region, ..
     """
     able = (i for i in program.alive if i not in outside and i not in program.for_loops)
     made = [v for i in able for v in program.eqns[i].outvars if program.inner(v)]
-    least = max(SEED * max(map(_nbytes, made), default=0), LEAST_NBYTES / 2)
+    least = max(SEED * max(map(_nbytes, made), default=0), LEAST_NBYTES / 8)
     found: list[Region] = []
     taken = set(outside)
     while len(found) < REGIONS:

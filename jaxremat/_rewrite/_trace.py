@@ -18,7 +18,7 @@ from .._attention._operations import ATTENTION as ATTEND
 from .._attention._operations import runs_in_kernels
 from .._attention._pattern import Pattern
 from .._attention._places import Places
-from .._model._variant import PLAIN, ROWS, Variant
+from .._model._variant import INSIDE, PLAIN, ROWS, Variant
 from .._program import _compat
 from .._program._hints import Hint, hidden
 from .._program._inline import Inliner
@@ -28,8 +28,19 @@ from .._runtime._errors import warn
 from .._runtime._garbage import uncollected
 from ._flat_program import BACKWARD, FORWARD, FlatProgram, Loop
 from ._gathered_operands import Gather
-from ._passes import FORM_PASSES, MERGING_PASSES, PLAIN_PASSES, Sites, Task, find_sites, pair_forms, run
+from ._passes import (
+    FORM_PASSES,
+    MERGING_PASSES,
+    PLAIN_PASSES,
+    Sites,
+    Task,
+    find_sites,
+    pair_forms,
+    regions_inside,
+    run,
+)
 from ._reversed_chains import block_of
+from ._row_regions import Region
 from ._shard_map_body import Around
 from ._source import Source
 
@@ -175,13 +186,22 @@ class Traced:
         found = ((self.sites.regions[site], count) for site, (count,) in self.form.settings(ROWS).items())
         return next((count for region, count in found if region.whole and region.loop < 0), 0)
 
+    def regions_inside(self, form: Variant) -> tuple[Region, ...]:
+        """Look for regions of rows in what a form makes of the regions that it has in chunks."""
+        task = Task(self.source, form, self.merged.inliner.branch(), self.sites)
+        return regions_inside(self.merged.program.anew(pairs=pair_forms(task)), task)
+
     @property
     def rows(self) -> list[tuple[int, str, bool, bool, bool]]:
         """Of each region how many rows there are, the user's line, whether it is most of the step, whether some of it
         is done twice in chunks, and whether it is within a loop.
         """
-        regions = self.sites.regions
-        return [(r.rows, r.source, r.whole, bool(r.repeated), r.loop >= 0) for r in regions]
+        return [_told(region) for region in self.sites.regions]
+
+    @property
+    def rows_inside(self) -> list[tuple[int, str, bool, bool, bool]]:
+        """The same of regions of the program that is in microbatches, where some are in chunks."""
+        return list(map(_told, self.regions_inside(self.form))) if self.form.settings(INSIDE) else []
 
     @property
     def inner(self) -> list[tuple[int, str]]:
@@ -290,6 +310,10 @@ def in_form(source: Source, merged: Merged, form: Variant) -> Traced:
         inliner.rematted,
         frozenset(place for place in again if place >= 0),
     )
+
+
+def _told(region: Region) -> tuple[int, str, bool, bool, bool]:
+    return region.rows, region.source, region.whole, bool(region.repeated), region.loop >= 0
 
 
 def _inlined(source: Source) -> Traced:
