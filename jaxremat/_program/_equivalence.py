@@ -27,7 +27,7 @@ from ._compat import Atom, shaped
 from ._index_rules import grid, scalar
 from ._inline import followed, index_on_every_platform
 from ._operation_keys import KEYS
-from ._primitives import PLACES, runs_in_order
+from ._primitives import PLACES, inner_eqns, is_in_chunks, runs_in_order
 from ._recurrences import again, once_more
 from ._value_numbers import Affine, Type, Values, alone, constant, symbol_bit
 
@@ -84,6 +84,7 @@ class _Numbers:
         self.bodies = 0  # so many opaque bodies are around
         self.scope: tuple[Any, ...] = ()  # what is around, of what runs in order
         self.turns: dict[str, list[int]] = {}
+        self.meant: dict[int, list[Any]] = {}  # by the `id`s of loops what is taken for them, in turn
         self._keys: dict[
             int, tuple[Any, Any, int]
         ] = {}  # id of parameters -> those, what makes them equal, when
@@ -226,7 +227,10 @@ class _Numbers:
         if length == 0:
             return [*begin, *(values.make("Empty", None, (), _type(v)) for v in eqn.outvars[len(begin) :])]
         body, symbol = eqn.params["jaxpr"], len(values.lengths)
-        if (meant := self._of_chunks(eqn, operands, symbol)) is not None:
+        meant = self._of_chunks(eqn, operands, symbol)
+        unstacked = meant is not None and len(meant[1]) == sum(counts)  # stacks are read as something else
+        self.meant.setdefault(id(eqn), []).append(meant[0] if meant and unstacked else None)
+        if meant is not None:
             return self._body(*meant)
         if length == 1 and not runs_in_order(eqn):
             rows = [values.row(a, constant(0)) for a in arrays]
@@ -279,9 +283,42 @@ class _Numbers:
             symbol,
         )
         found = of_all_rows(eqn, given, known, places) if len(known) == len(scanned) else None
+        if found is None and any(map(is_in_chunks, inner_eqns(eqn))):
+            other = eqn.replace(params={**eqn.params, "jaxpr": self._without_chunks(eqn, operands, symbol)})
+            found = of_all_rows(other, given, known, places) if len(known) == len(scanned) else None
         values.lengths.pop()
         rows = [each.number for each in known if isinstance(each, AllRows)]
         return None if found is None else (found, [*given, *rows])
+
+    def _without_chunks(self, eqn: jex.JaxprEqn, operands: list[int], symbol: int) -> jex.ClosedJaxpr:
+        """Return the body of a loop with what does all rows at once in place of loops over chunks of them in it."""
+        consts, carries = _compat.scan_counts(eqn)
+        rows = [self.values.row(a, alone(symbol)) for a in operands[consts + carries :]]
+        around, self.meant = self.meant, {}
+        with self._carried(operands[consts : consts + carries]) as holes, self._inside():
+            self._body(eqn.params["jaxpr"], [*operands[:consts], *holes, *rows])
+        meant, self.meant = self.meant, around
+        eqns: list[jex.JaxprEqn] = []
+        fixed: list[tuple[Any, Any]] = []
+
+        def body(closed: _compat.AnyJaxpr, atoms: Sequence[Any]) -> list[Any]:
+            jaxpr, own = _compat.opened(closed)
+            known = [v for v, _ in zip(jaxpr.constvars, own, strict=False)]  # others are operands
+            fixed.extend(zip(known, own, strict=True))
+            env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*known, *atoms), strict=True))
+            return followed(jaxpr, env, lambda a: a, body, made)
+
+        def made(inner: jex.JaxprEqn, atoms: list[Any]) -> list[Any]:
+            if found := meant.get(id(inner), [None]).pop(0):
+                return body(found, atoms[: sum(_compat.scan_counts(inner))])
+            outvars = [_compat.new_var(v.aval) for v in inner.outvars]
+            eqns.append(inner.replace(invars=atoms, outvars=outvars))
+            return outvars
+
+        invars = [_compat.new_var(v.aval) for v in _compat.opened(eqn.params["jaxpr"])[0].invars]
+        results = body(eqn.params["jaxpr"], invars)
+        known = dict(fixed)
+        return _compat.new_jaxpr([*known], [*known.values()], invars, results, eqns)
 
     def _reaches(self, value: int) -> tuple[int, Affine] | None:
         """Return of a mask the dimension along which an index is at least a place, and that place; None of others."""

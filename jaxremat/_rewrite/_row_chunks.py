@@ -373,12 +373,13 @@ class _Chunks:
     def _added(self, eqns: list[jex.JaxprEqn], v: jex.Var, so_far: Any, made: Any, index: Any) -> Any:
         """Return a result with what this chunk makes of it."""
         d = self.dimension[v]
-        for eqn in (self.program.eqns[i] for i in self.begun.get(v, ((), None))[0][:-1]):
-            invars = [a if _compat.is_literal(a) else made for a in eqn.invars]
-            made = _compat.new_var(eqn.outvars[0].aval)
+        chain, begin = self.begun.get(v, ((), None))
+        for eqn in (self.program.eqns[i] for i in chain):
+            invars = [a if _compat.is_literal(a) else so_far if a is begin else made for a in eqn.invars]
+            made = _compat.new_var(eqn.outvars[0].aval.update(weak_type=False))
             eqns.append(eqn.replace(invars=invars, outvars=[made]))
-        if v in self.over or (
-            d is None and v not in self.adder
+        if (
+            chain or v in self.over or (d is None and v not in self.adder)
         ):  # each chunk makes the same, as of a loop's counter
             return made
 

@@ -2,7 +2,7 @@
 same."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,10 @@ import pytest
 from evaluation import evaluated
 from forms import of_chunks
 
-from jaxremat._model._variant import LOOP, Choice
+from jaxremat._model._variant import INSIDE, LOOP, Choice
 from jaxremat._program._compat import shaped
 from jaxremat._program._primitives import inner_eqns, is_in_chunks
+from jaxremat._report._loop_forms import loop_forms
 from jaxremat._rewrite._kernel_choice import equivalence
 from jaxremat._rewrite._passes import runnable
 from jaxremat._rewrite._trace import Traced, trace
@@ -116,27 +117,42 @@ def test_bodies_of_loops_have_regions(levels: tuple[int, ...]) -> None:
     assert largest(eqns) < LARGE <= NODES * NODES * WIDE
 
 
-def test_gradient_accumulation_has_the_regions_of_its_body() -> None:
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        logits = jnp.tanh(x @ params["in"]) @ params["out"]
-        return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], axis=-1).mean()
+def head_loss(params: Any, x: Any, y: Any) -> Any:
+    logits = jnp.tanh(x @ params["in"]) @ params["out"]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), y[..., None], axis=-1).mean()
 
+
+def accumulating(loss: Callable[..., Any], add: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def step(params: Any, xs: Any, ys: Any) -> Any:
         def body(total: Any, batch: Any) -> Any:
-            grads = jax.grad(loss)(params, *batch)
-            return jax.tree.map(jnp.add, total, grads), None
+            return jax.tree.map(add, total, jax.grad(loss)(params, *batch)), None
 
         grads, _ = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), (xs, ys))
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
+    return step
+
+
+def head_arguments(*batch: int) -> Any:
     rng = np.random.default_rng(0)
     params = {
         "in": jnp.asarray(rng.normal(size=(16, 32)) / 4, jnp.float32),
         "out": jnp.asarray(rng.normal(size=(32, WORDS)) / 6, jnp.float32),
     }
-    xs = jnp.asarray(rng.normal(size=(3, 512, 16)), jnp.float32)
-    args = params, xs, jnp.asarray(rng.integers(0, WORDS, (3, 512)))
-    traced = trace(jax.jit(step), args, {})
+    xs = jnp.asarray(rng.normal(size=(*batch, 16)), jnp.float32)
+    return params, xs, jnp.asarray(rng.integers(0, WORDS, batch))
+
+
+def fills(eqns: list[jex.JaxprEqn], shape: tuple[int, ...]) -> int:
+    """Return how many arrays of this shape are filled with one number."""
+    made = (eqn for eqn in eqns if eqn.primitive.name == "broadcast_in_dim")
+    return sum(shaped(v).shape == shape for eqn in made for v in eqn.outvars)
+
+
+@pytest.mark.parametrize("add", [jnp.add, lambda total, grad: total + grad / 3 * 2], ids=["sum", "scaled"])
+def test_gradient_accumulation_has_the_regions_of_its_body(add: Callable[[Any, Any], Any]) -> None:
+    args = params, *_ = head_arguments(3, 512)
+    traced = trace(jax.jit(accumulating(head_loss, add)), args, {})
     rows, batches = (i for i, region in enumerate(traced.sites.regions) if region.loop >= 0)
     for site in rows, batches:
         assert traced.sites.regions[site].trips == 3
@@ -146,9 +162,67 @@ def test_gradient_accumulation_has_the_regions_of_its_body() -> None:
     (loop,) = (eqn for eqn in runnable(changed.program).jaxpr.eqns if eqn.primitive.name == "scan")
     assert [eqn.params["length"] for eqn in inner_eqns(loop) if eqn.primitive.name == "scan"] == [8]
     # Microbatches add to what the loop around has accumulated: there is no second sum of gradients.
-    filled = (eqn for eqn in inner_eqns(loop) if eqn.primitive.name == "broadcast_in_dim")
-    assert all(shaped(v).shape != params["out"].shape for eqn in filled for v in eqn.outvars)
+    assert fills(inner_eqns(loop), params["out"].shape) == 0
     assert equivalence(traced.flat).difference(runnable(changed.program)) is None
+
+
+@pytest.mark.parametrize("loops", [1, 0], ids=["accumulated", "at once"])
+def test_microbatches_have_regions_inside(loops: int) -> None:
+    """Of each example the words; none of those of more words than its own."""
+    args = head_arguments(*(3,) * loops, 8, 128)
+    step = accumulating(head_loss, jnp.add) if loops else step_of(lambda p, batch: head_loss(p, *batch))
+    args = args if loops else (args[0], args[1:])
+    traced = trace(jax.jit(step), args, {})
+    (whole,) = (i for i, region in enumerate(traced.sites.regions) if region.whole)
+    form = of_chunks(*(0,) * whole, 2)
+    (region,) = traced.regions_inside(form)
+    assert (region.loop >= 0, region.trips, region.whole) == (True, 2 * 3**loops, False)
+    changed = traced.in_form(form.also(Choice(INSIDE, 0, region.choices[-1:])))
+    check_same(traced, changed, args)
+    closed = runnable(changed.program)
+    assert equivalence(traced.flat).difference(closed) is None
+    lengths = [
+        eqn.params["length"] for eqn in (*closed.jaxpr.eqns, *within(closed.jaxpr.eqns)) if is_scan(eqn)
+    ]
+    assert lengths[loops:] == [2, region.choices[-1]]
+    made = (shaped(v).shape for eqn in within(closed.jaxpr.eqns) if not is_scan(eqn) for v in eqn.outvars)
+    logits = [math.prod(shape) for shape in made if WORDS in shape and len(shape) == 3]
+    assert max(logits) == 8 * 128 * WORDS // 2 // region.choices[-1]
+    assert [str(each) for each in loop_forms((), changed.form, (), traced.rows, changed.rows_inside)] == [
+        f"{'an iteration' if loops else 'the step'}: in 2 microbatches, with accumulated gradients",
+        f"rows at {region.source}, in each microbatch, with the operations that make and read them: "
+        f"in {region.choices[-1]} chunks",
+    ]
+
+
+def within(eqns: Sequence[jex.JaxprEqn]) -> list[jex.JaxprEqn]:
+    """Return the equations in the bodies of loops and calls."""
+    return [each for eqn in eqns for each in inner_eqns(eqn)]
+
+
+def is_scan(eqn: jex.JaxprEqn) -> bool:
+    return eqn.primitive.name == "scan"
+
+
+def test_gradients_of_what_two_regions_read_are_one_sum() -> None:
+    """That of the second begins with that of the first."""
+
+    def loss(params: Any, x: Any) -> Any:
+        first = jax.nn.log_softmax(jnp.tanh(x @ params["in"]) @ params["out"])[..., 0].mean()
+        second = jax.nn.log_softmax(jnp.tanh(x * first @ params["in"]) @ params["out"])[..., 1].mean()
+        return -first - second
+
+    params, *_ = args = head_arguments(2048)
+    traced = trace(jax.jit(step_of(loss)), args[:2], {})
+    able = [not region.whole for region in traced.sites.regions]
+    assert sum(able) == 2
+    for sites, filled in (able[:1], 0), (able, 1):
+        changed = traced.in_form(of_chunks(*(8 * each for each in sites)))
+        check_same(traced, changed, args[:2])
+        closed = runnable(changed.program)
+        assert equivalence(traced.flat).difference(closed) is None
+        eqns = [each for eqn in closed.jaxpr.eqns if is_in_chunks(eqn) for each in inner_eqns(eqn)]
+        assert fills(eqns, params["out"].shape) == filled
 
 
 def test_scores_of_long_sequences_hide_no_other_regions() -> None:
