@@ -19,6 +19,7 @@ from .._emit._emit import COMBINED
 from .._model._graph import Graph
 from .._model._schedule import check
 from .._model._simulate import extra_seconds, rank, simulate
+from .._model._variant import INSIDE
 from .._solver import Solution, Solver, Sublinear
 from .._solver._mincut import saving_less
 from ._candidates import (
@@ -68,6 +69,10 @@ temporaries besides."""
 MOST_OVERHEAD = 1.0
 """More expensive plans are nobody's wish: the least memory is looked for at no more than this overhead, and a plan
 within a budget that costs more is the answer only after a search between it and the cheaper ones that do not fit."""
+
+WORTH_FEWER = 0.1
+"""Where the least memory is in microbatches and costs this share of the step's time, fewer of them are looked at: each
+takes a compilation."""
 
 COMBINED_ROUNDS = 3
 """Barriers that leave sums over devices alone need more or less memory than others: so many further schedules are
@@ -138,6 +143,7 @@ class Search:
             while not self._affordable(lowest) and (made := self.source.make_shallower()):
                 compiled = (self.ledger.compile(cut, self.ledger.lowest(cut)) for cut in made)
                 lowest = min(filter(None, compiled), key=lambda each: each.peak_nbytes, default=lowest)
+            self._fewer_microbatches(lowest)
             self._approach(None, 0, rounds)
         most = self._about_least()
         found = self.ledger.best(most)
@@ -145,6 +151,25 @@ class Search:
             return found if found is not None and found.seconds < 0 else None
         assert found is not None  # the least itself
         return found
+
+    def _fewer_microbatches(self, lowest: CompiledCandidate) -> None:
+        """Compile schedules of least memory in fewer microbatches than the lowest is in, by bisection: where sums of
+        gradients are what fills the memory, a quarter as many may need no more.
+        """
+        of, form = self.source.variants.estimate, lowest.graph.form
+        worthwhile = lowest.seconds > WORTH_FEWER * self.graph.step_seconds
+        if not (worthwhile and of(form).whole) or form.settings(INSIDE):
+            return
+        most, known = of(form).fewer_nbytes, self.source.shallower
+        fewer = [each for each in known if of(each).whole and of(each).fewer_nbytes < most]
+        low, high = -1, len(fewer)
+        while high - low > 1 and self._allows(lowest, 0):
+            middle = (low + high) // 2
+            compiled = (
+                self.ledger.compile(cut, self.ledger.lowest(cut)) for cut in self.source.make(fewer[middle])
+            )
+            peak = min((each.peak_nbytes for each in compiled if each), default=math.inf)
+            low, high = (low, middle) if peak <= self._about_least() else (middle, high)
 
     def follow(self, graph: Graph, solution: Solution) -> CompiledCandidate:
         """Compile a solution that was found elsewhere. **Raises:** `NoProgramError`."""

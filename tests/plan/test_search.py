@@ -14,7 +14,7 @@ from jaxremat import Graph, Milp, Schedule, Solution, Solver, close_over_depende
 from jaxremat._model._loop_levels import Loops
 from jaxremat._model._sites import Sites, Variants
 from jaxremat._model._stages import uncut
-from jaxremat._model._variant import COPIES, PLAIN, ROWS, Estimate, Variant
+from jaxremat._model._variant import COPIES, INSIDE, PLAIN, ROWS, Choice, Estimate, Variant
 from jaxremat._plan._candidates import Candidate, cheapest, next_allowance
 from jaxremat._plan._ledger import UNPROVEN, CompiledCandidate, Effort, Ledger
 from jaxremat._plan._refusal import slow
@@ -470,6 +470,60 @@ def test_nothing_is_refused_for_want_of_work_while_a_form_promises_to_fit() -> N
     assert trial is not None
     assert trial.graph.form == other
     assert search.effort.exhausted
+
+
+@pytest.mark.parametrize("least", [False, True])
+def test_rows_inside_of_microbatches_are_tried_where_these_alone_need_more(least: bool) -> None:
+    graph = chain(12)
+    peak = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    whole = of_chunks(4)
+    (rung,) = Sites(INSIDE, {(0, (2,)): Estimate(peak // 4, graph.step_seconds / 100)}).rungs()
+    inside = whole.also(*rung)
+    rows = Sites(ROWS, {(0, (4,)): Estimate(peak // 2, graph.step_seconds / 100, whole=True)})
+
+    def looked_for(choice: Choice) -> Sites:
+        assert (choice,) == whole.choices
+        return Sites(INSIDE, {(0, (2,)): Estimate(peak // 4, graph.step_seconds / 100)})
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        more = 0 if graph.form == inside else 10 * peak
+        trial = a_trial(graph, set(solution.schedule.saved), 0.1)
+        return replace(trial, solution=solution, fence=fence, peak_nbytes=trial.peak_nbytes + more)
+
+    able = replace(NONE, others=(rows,), sites_inside=looked_for)
+    assert able.estimate(inside) == (peak // 2 + peak // 4, graph.step_seconds / 50, True)
+    made = {form: replace(graph, form=form) for form in (whole, inside)}
+    search = searching(Space(graph, able, made), Prefixes(), compiled, 10 * peak)
+    trial = search.least(3) if least else search.within(peak - 1, 3)
+    assert trial is not None
+    assert trial.graph.form == inside
+
+
+def test_about_the_least_memory_is_in_as_few_microbatches_as_have_it() -> None:
+    graph = replace(chain(12), platform="gpu")
+    peak = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+    share = {2: 0.02, 4: 0.03, 8: 0.05, 16: 0.1, 32: 0.2}
+    estimates = {
+        (0, (n,)): Estimate(peak - peak // n, each * graph.step_seconds, whole=True)
+        for n, each in share.items()
+    }
+    made = {
+        of_chunks(n): replace(graph, form=of_chunks(n), extra_seconds=each * graph.step_seconds)
+        for n, each in share.items()
+    }
+    compiled_forms = []
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        compiled_forms.append(graph.form)
+        trial = a_trial(graph, set(solution.schedule.saved), 0.2 + graph.extra_seconds / graph.step_seconds)
+        needs = peak if graph.form in (of_chunks(n) for n in (8, 16, 32)) else 3 * peak
+        return replace(trial, solution=solution, fence=fence, peak_nbytes=needs)
+
+    space = Space(graph, replace(NONE, others=(Sites(ROWS, estimates),)), made)
+    trial = searching(space, Prefixes(), compiled, peak).least(3)
+    assert trial is not None
+    assert trial.graph.form == of_chunks(8)
+    assert of_chunks(2) not in compiled_forms
 
 
 class Price(Prefixes):
