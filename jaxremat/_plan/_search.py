@@ -46,6 +46,10 @@ MORE_GAIN = 0.005
 """Or while a plan promises to save this share of the step's time, as each near the least memory must: more than
 `CHEAP`, since the rounds that were asked for are over."""
 
+MUCH_GAIN = 0.1
+"""Or this share, once those rounds, and the compilations of a search that has found a plan, are over too: what fits lies
+far below the budget, and a plan that missed by little was not corrected yet."""
+
 UNLIKELY = 0.1
 """Schedules of least memory are not compiled where they need more than the least of them by this share of the plain
 step's temporaries: the model would have to err by that much more on the least of them than on these."""
@@ -253,11 +257,12 @@ class Search:
                 if candidate is None or candidate.pending is None:
                     break
                 best = self.ledger.best(room)
-                if i >= rounds and not self._worth_more(candidate, best):
+                if i >= rounds and not self._worth_more(candidate, best, MORE_GAIN):
                     break
-                if i >= rounds + more and not self._misses(room, LITTLE):
+                much = best is not None and self._worth_more(candidate, best, MUCH_GAIN)
+                if i >= rounds + more and not (much or self._misses(room, LITTLE)):
                     break
-                if not self._allows(best, room):
+                if not self._allows(None if much else best, room):
                     break
                 self.ledger.compile(candidate.graph, candidate.pending)
                 candidate.pending = None
@@ -348,12 +353,14 @@ class Search:
             return seconds <= HOPE * best.seconds
         return candidate.gain(seconds, best) >= CHEAP / 2 * self.graph.step_seconds
 
-    def _worth_more(self, candidate: Candidate, best: CompiledCandidate | None) -> bool:
-        """Return whether a candidate's pending solution is worth more compilations than are asked for."""
+    def _worth_more(self, candidate: Candidate, best: CompiledCandidate | None, share: float) -> bool:
+        """Return whether a candidate's pending solution is worth more compilations than are asked for: it promises to
+        save this share of the step's time.
+        """
         if best is None or candidate.pending is None:
             return best is None
         seconds = extra_seconds(candidate.graph, candidate.pending.schedule)
-        return candidate.gain(seconds, best) >= MORE_GAIN * self.graph.step_seconds
+        return candidate.gain(seconds, best) >= share * self.graph.step_seconds
 
     def _allows(self, best: CompiledCandidate | None, budget: int) -> bool:
         """Return whether another plan may be compiled: the first in any case, and those that correct what misses."""
