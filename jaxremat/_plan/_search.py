@@ -47,7 +47,7 @@ MORE_GAIN = 0.005
 `CHEAP`, since the rounds that were asked for are over."""
 
 MUCH_GAIN = 0.1
-"""Or this share, once those rounds, and the compilations of a search that has found a plan, are over too: what fits lies
+"""Or this share, once those rounds, and the compilations of a search that has found a plan, are over too: what fits is
 far below the budget, and a plan that missed by little was not corrected yet."""
 
 UNLIKELY = 0.1

@@ -526,6 +526,24 @@ def test_about_the_least_memory_is_in_as_few_microbatches_as_have_it() -> None:
     assert of_chunks(2) not in compiled_forms
 
 
+@pytest.mark.parametrize(("saved", "seconds", "compilations"), [(0, 0.5, 1), (-1, 0.05, 0)])
+def test_a_search_goes_on_where_much_is_to_be_gained(saved: int, seconds: float, compilations: int) -> None:
+    """Its compilations are over, and a plan fits that takes longer than another promises to."""
+    graph = replace(chain(12), platform="gpu")
+    peak = simulate(graph, close_over_dependencies(graph, graph.residuals)).peak_nbytes
+
+    def compiled(graph: Graph, solution: Solution, fence: str) -> CompiledCandidate:
+        return replace(a_trial(graph, set(solution.schedule.saved), 0.01), solution=solution, fence=fence)
+
+    search = searching(graph, Prefixes(), compiled, 10 * peak)
+    search.ledger.compiled.append(a_trial(graph, set(graph.residuals[:saved]), seconds))
+    before = search.effort.compilations = search.effort.most(fits=True)
+    trial = search.within(peak, 3)
+    assert trial is not None
+    assert trial.compiled_overhead == (0.01 if compilations else seconds)
+    assert search.effort.compilations - before == compilations
+
+
 class Price(Prefixes):
     """Saves the first residual, where the least memory is asked for."""
 
