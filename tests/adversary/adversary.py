@@ -56,7 +56,7 @@ from jaxremat._lower._lower import lower
 from jaxremat._model._graph import Pin
 from jaxremat._model._loop_levels import choices
 from jaxremat._model._stages import cuttings, uncut
-from jaxremat._model._variant import COPIES, INNER, LOOP, Choice, Variant
+from jaxremat._model._variant import COPIES, INNER, INSIDE, LOOP, Choice, Variant
 from jaxremat._model._variant import ROWS as ROW_FORMS
 from jaxremat._plan._step_compiler import OverwrittenReadError
 from jaxremat._program._flops import aval_nbytes
@@ -139,7 +139,11 @@ def draw_form(rng: random.Random, traced: Traced) -> Variant:
     ]
     inner = inner_pairs(traced.jaxpr.jaxpr.eqns, traced.loop_of, traced.loops)
     sites += [(INNER, 0, (1,))] if inner and rng.random() < 0.5 else []
-    return Variant.of(*(Choice(*site) for site in sites))
+    form = Variant.of(*(Choice(*site) for site in sites))
+    if any(chunks) and rng.random() < 0.5:
+        within = enumerate(traced.regions_inside(form))
+        form = form.also(*(Choice(INSIDE, i, (rng.choice(r.choices),)) for i, r in within if r.choices))
+    return form
 
 
 def _signed(x: jax.Array) -> tuple[jax.Array, ...]:
