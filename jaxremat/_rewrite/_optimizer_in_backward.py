@@ -244,7 +244,12 @@ class _Body:
             return self.rows[array]
         i = self.loop.maker.get(array, -1)
         eqn = self.loop.items[i][1] if i >= 0 else None
-        anew = eqn is not None and repeats_row(eqn) and is_by_rows(eqn, self.loop.length) and i not in self.loop.behind
+        anew = (
+            eqn is not None
+            and repeats_row(eqn)
+            and is_by_rows(eqn, self.loop.length)
+            and i not in self.loop.behind
+        )
         if eqn is not None and (i in self.inside or anew):
             self.rows[array] = self._made(eqn)
         else:
