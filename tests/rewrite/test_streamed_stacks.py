@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 import pytest
@@ -114,7 +115,7 @@ def test_results_are_equal_in_every_form(name: str, form: str) -> None:
         pytest.skip("its loops over layers are within another")
     found, args = traced(name, FORMS[form])
     want = evaluated(from_host(STEPS[name]))(*args)
-    got = evaluated(jax.extend.core.jaxpr_as_fun(emitted(found, [])))(*jax.tree.leaves(args))
+    got = evaluated(jex.jaxpr_as_fun(emitted(found, [])))(*jax.tree.leaves(args))
     assert_same(want, jax.tree.unflatten(found.source.out_tree, got))
 
 
@@ -175,7 +176,7 @@ def test_what_is_read_whole_before_a_loop_is_copied_whole() -> None:
     planned = emitted(found, [])
     assert stacks(planned.eqns, is_fetch) == sum(a.ndim > 2 for a in jax.tree.leaves(args[0]))
     want = evaluated(from_host(decayed))(*args)
-    got = evaluated(jax.extend.core.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
+    got = evaluated(jex.jaxpr_as_fun(planned))(*jax.tree.leaves(args))
     assert_same(want, jax.tree.unflatten(found.source.out_tree, got))
 
 
@@ -191,7 +192,7 @@ def test_two_readings_of_one_array_in_one_loop() -> None:
     weights = jax.random.normal(jax.random.key(0), (4, 32, 32)) * 0.1
     args = there(weights), jnp.ones((8, 32))
     found = trace(jax.jit(from_host(step)), args, {})
-    got = evaluated(jax.extend.core.jaxpr_as_fun(emitted(found, [])))(*args)
+    got = evaluated(jex.jaxpr_as_fun(emitted(found, [])))(*args)
     assert_same(evaluated(from_host(step))(*args), got[0])
 
 
