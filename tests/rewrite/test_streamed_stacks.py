@@ -12,15 +12,21 @@ from evaluation import evaluated
 from forms import of_levels
 from jax import lax
 from test_absorb import loss, step_of
-from test_loops import emitted, scans
+from test_loops import CPU, emitted, scans
 from test_optimize import assert_same
 from zoo_loops import LAYERS, _batch, _stacked
 
 import jaxremat
+from jaxremat import close_over_dependencies
+from jaxremat._compiler._devices import DeviceSpec
+from jaxremat._compiler._target import Target
+from jaxremat._emit._emit import emit
+from jaxremat._lower._lower import lower
+from jaxremat._model._host_copies import AT_ONCE
 from jaxremat._model._variant import PLAIN, Variant
 from jaxremat._program import _compat
 from jaxremat._program._host_arguments import from_host
-from jaxremat._program._primitives import inner_eqns, is_fetch, is_put
+from jaxremat._program._primitives import inner_eqns, is_barrier, is_fetch, is_put
 from jaxremat._rewrite._passes import check, watched
 from jaxremat._rewrite._streamed_stacks import read_by_rows
 from jaxremat._rewrite._trace import Traced, trace
@@ -108,15 +114,53 @@ def stacks(eqns: Any, which: Callable[[Any], bool]) -> int:
     return sum(which(eqn) and eqn.outvars[0].aval.ndim > 2 for eqn in every_eqn(eqns))
 
 
+DEVICES = {"cpu": CPU, "gpu": Target("h100").spec}
+
+
+def planned_for(found: Traced, device: DeviceSpec) -> jex.ClosedJaxpr:
+    """The step for a device, which saves nothing that it need not."""
+    graph = lower(found, device, base_nbytes=0)
+    return emit(found, graph, close_over_dependencies(graph, ()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", STEPS)
-def test_results_are_equal_in_every_form(name: str, form: str) -> None:
+def test_results_are_equal_in_every_form(name: str, form: str, device: str) -> None:
     if name == "accumulated" and form != "as it is":
         pytest.skip("its loops over layers are within another")
     found, args = traced(name, FORMS[form])
     want = evaluated(from_host(STEPS[name]))(*args)
-    got = evaluated(jex.jaxpr_as_fun(emitted(found, [])))(*jax.tree.leaves(args))
+    got = evaluated(jex.jaxpr_as_fun(planned_for(found, DEVICES[device])))(*jax.tree.leaves(args))
     assert_same(want, jax.tree.unflatten(found.source.out_tree, got))
+
+
+def test_copies_of_an_iteration_begin_in_turn() -> None:
+    """On a GPU, of which few copies are under way at once: what the first readers of a copy have made says that it has
+    been read, and the next but one begins.
+    """
+    found, _ = traced("all trained", of_levels((LAYERS,)))
+    body = scans(planned_for(found, DEVICES["gpu"]))[-1].params["jaxpr"].jaxpr
+    fetches = [i for i, eqn in enumerate(body.eqns) if is_fetch(eqn)]
+    behind = {v: eqn for eqn in body.eqns if is_barrier(eqn) for v in eqn.outvars}
+    made: dict[Any, int] = {v: i for i, eqn in enumerate(body.eqns) for v in eqn.outvars}
+    waiting = 0
+    for i in fetches:
+        row = body.eqns[i].invars[0]
+        read = body.eqns[made[row]].invars if row in made else ()
+        index = [a for a in _compat.variables(read) if not _compat.shaped(a).shape]
+        barrier = behind.get(index[0]) if index else None
+        if barrier is None:
+            continue
+        waiting += 1
+        # what has been made is made of another copy, which stands before
+        sources, seen = [made[a] for a in _compat.variables(barrier.invars) if a in made], set[int]()
+        while sources:
+            seen.add(j := sources.pop())
+            sources += [made[a] for a in _compat.variables(body.eqns[j].invars) if a in made]
+        assert seen.intersection(fetches) and max(seen) < i
+    assert len(fetches) > AT_ONCE
+    assert waiting >= len(fetches) // 3
 
 
 @pytest.mark.parametrize("name", STEPS)
