@@ -17,9 +17,13 @@ from jaxremat._compiler._hlo import parse
 from jaxremat._compiler._host_traffic import host_traffic
 from jaxremat._compiler._program import Program
 from jaxremat._compiler._target import Target
+from jaxremat._lower._lower import lower
 from jaxremat._model._optimizer_updates import updated_alone
+from jaxremat._model._primitive_names import FETCH
 from jaxremat._plan._problem import Problem
 from jaxremat._plan._state_on_host import Movable
+from jaxremat._program._host_arguments import from_host
+from jaxremat._rewrite._trace import trace
 
 ADAM = optax.adamw(1e-3)
 WIDTH, LAYERS, ROWS = 1024, 2, 512
@@ -204,6 +208,28 @@ class TestForAGpu:
         there = jaxremat.to_host(stacked)
         plan = jaxremat.plan(scaled, jax.ShapeDtypeStruct((), jnp.float32), there, x, **options)
         assert plan.peak_nbytes <= nbytes // 2
+
+    def test_the_link_s_seconds_count_where_kernels_do_not_hide_them(self) -> None:
+        """Of few rows kernels take less time than copies: what came once is saved on the device, if that has room."""
+        stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((16, *a.shape), a.dtype), self.args[0][0])
+        nbytes, spec = sum(a.size * 4 for a in stacked), Target("h100").spec
+        scale, there = jax.ShapeDtypeStruct((), jnp.float32), jaxremat.to_host(stacked)
+        shares: list[float] = []
+        for rows in (128, 65536):
+            args = scale, there, jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+            graph = lower(trace(jax.jit(from_host(scaled)), args, {}), spec, base_nbytes=0)
+            shares.append(
+                sum(n.seconds for n in graph.nodes if n.primitive == FETCH) / (nbytes / spec.host_link)
+            )
+        assert shares[0] > 0.9 and shares[1] < 0.05
+        args = scale, there, jax.ShapeDtypeStruct((128, WIDTH), jnp.float32)
+        fetched = []
+        for budget in (4 * nbytes, nbytes // 4):
+            step = jaxremat.optimize(budget, target="h100")(scaled)
+            assert step.plan(*args).peak_nbytes <= budget
+            module = parse(step.compile(*args).as_text())
+            fetched.append(host_traffic(module, spec).fetched_nbytes)
+        assert fetched == [nbytes, 2 * nbytes]
 
     @pytest.mark.slow
     def test_too_little_for_all_of_it_is_refused_with_what_is_needed_then(self) -> None:
