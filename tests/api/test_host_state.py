@@ -229,7 +229,7 @@ class TestForAGpu:
             assert step.plan(*args).peak_nbytes <= budget
             module = parse(step.compile(*args).as_text())
             fetched.append(host_traffic(module, spec).fetched_nbytes)
-        assert fetched == [nbytes, 2 * nbytes]
+        assert fetched[0] == nbytes < fetched[1] <= 2 * nbytes
 
     @pytest.mark.slow
     def test_too_little_for_all_of_it_is_refused_with_what_is_needed_then(self) -> None:
