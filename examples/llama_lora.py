@@ -3,12 +3,13 @@
 python examples/llama_lora.py                                  # LoRA on 8,192 tokens, for an H100, on a laptop
 python examples/llama_lora.py --tokens 32768 --budget 74GiB
 python examples/llama_lora.py --full                           # train all weights
+python examples/llama_lora.py --full --offload --layers 80 --width 8192 --hidden 28672   # of a 70B model
 python examples/llama_lora.py --layers 2 --tokens 256 --width 128 --hidden 384 --words 1024 --target cpu --budget 50%
 
 This is plain JAX: a decoder with Llama 3's sizes, and a `lax.scan` over its layers. LoRA has frozen weights in bf16 and
 adapters of rank 16 in f32 with Adam; `--full` trains the bf16 weights with Adam. The code has no `jax.checkpoint`, no
-kernels and no microbatches. The arguments are only types and shapes, so nothing is allocated: XLA's compiler reports
-what the step needs.
+kernels and no microbatches. With `--offload` the weights of the layers and Adam's moments may be in host memory. The
+arguments are only types and shapes, so nothing is allocated: XLA's compiler reports what the step needs.
 """
 
 import argparse
@@ -24,8 +25,8 @@ import optax
 
 import jaxremat
 
-HEADS, SHARED, RANK = 32, 4, 16
-"""Heads of a layer; how many of them share their keys and values; the adapters' rank."""
+GROUPS, RANK = 8, 16
+"""The heads of a layer that share keys and values are so many groups; the adapters' rank."""
 
 ADAM = optax.adamw(1e-4)
 
@@ -45,14 +46,21 @@ def parse() -> argparse.Namespace:
         "--target", default="h100", help='the device to compile for; "cpu" for this machine\'s'
     )
     parser.add_argument("--full", action="store_true", help="train all weights instead of adapters")
+    parser.add_argument("--offload", action="store_true", help="allow the planner to use host memory")
     parser.add_argument("--recompute-only", action="store_true", help="allow only recomputation")
     parser.add_argument("--save", type=Path, help="add a row to this JSON file")
     return parser.parse_args()
 
 
+def heads(width: int) -> int:
+    """Llama 3's number of heads, of 128 numbers each; 32 of narrower layers."""
+    return max(32, width // 128)
+
+
 def shapes(options: argparse.Namespace) -> tuple[Any, Any]:
     """Return types and shapes of the weights and of the adapters. Those of all layers are stacked."""
-    width, hidden, narrow = options.width, options.hidden, options.width // SHARED
+    width, hidden = options.width, options.hidden
+    narrow = width // heads(width) * GROUPS
 
     def stacked(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((options.layers, *shape), dtype)
@@ -104,11 +112,11 @@ def layer(x: jax.Array, weights: tuple[Any, Any]) -> tuple[jax.Array, None]:
         return y + x @ down @ up
 
     tokens, width = x.shape
-    size, groups = width // HEADS, HEADS // SHARED
+    size, shared = width // heads(width), heads(width) // GROUPS
     h = norm(x, frozen["before attention"])
-    query = rotated(product("query", h).reshape(tokens, HEADS, size)).reshape(tokens, groups, SHARED, size)
-    key = rotated(product("key", h).reshape(tokens, groups, size))
-    value = product("value", h).reshape(tokens, groups, size)
+    query = rotated(product("query", h).reshape(tokens, -1, size)).reshape(tokens, GROUPS, shared, size)
+    key = rotated(product("key", h).reshape(tokens, GROUPS, size))
+    value = product("value", h).reshape(tokens, GROUPS, size)
     scores = jnp.einsum("sgnd,tgd->gnst", query, key, preferred_element_type=jnp.float32) / size**0.5
     scores = jnp.where(jnp.tri(tokens, dtype=bool), scores, -1e30)
     mixed = jnp.einsum("gnst,tgd->sgnd", jax.nn.softmax(scores).astype(x.dtype), value)
@@ -161,6 +169,7 @@ def main() -> jaxremat.Plan:
     forms: dict[str, Any] = {"allow": ()} if options.recompute_only else {}
     target = None if options.target == "cpu" else options.target
     began = time.monotonic()
+    forms |= {"offload": "auto"} if options.offload else {}
     plan = jaxremat.plan(step, *args, budget=options.budget, donate_argnums=0, target=target, **forms)
     seconds = round(time.monotonic() - began)
     print(plan)
@@ -178,8 +187,10 @@ def save(
 ) -> None:
     """Add a row to a file of results, or replace the row of the same step."""
     asked = {"trained": "all weights" if options.full else "LoRA", "tokens": options.tokens}
+    asked |= {"offload": True} if options.offload else {}
     row = {
         **asked,
+        "on host": plan.on_host_nbytes + plan.offloaded_nbytes,
         "budget": options.budget,
         "plain": plan.baseline_peak_nbytes,
         "modelled": plan.baseline_modelled,
@@ -192,8 +203,8 @@ def save(
     }
     head = {"kind": "lora", "target": options.target, "weights": count, "rows": []}
     record = json.loads(options.save.read_text()) if options.save.exists() else head
-    rows = [each for each in record["rows"] if any(each[name] != asked[name] for name in asked)]
-    rows = sorted([*rows, row], key=lambda each: (each["trained"], each["tokens"]))
+    rows = [each for each in record["rows"] if any(each.get(n) != asked.get(n) for n in (*asked, "offload"))]
+    rows = sorted([*rows, row], key=lambda each: (each["trained"], each["tokens"], "offload" in each))
     options.save.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
@@ -201,12 +212,19 @@ def markdown(record: dict[str, Any]) -> str:
     """Return the saved rows as a table."""
     lines = [
         f"| trained, of {record['weights'] / 1e9:.0f} billion weights | tokens | as written | "
-        "`jax.checkpoint` on each layer | planned | within |",
-        "|---|---:|---:|---:|---:|---:|",
+        "`jax.checkpoint` on each layer | planned | within | in host memory |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in record["rows"]:
         sizes = _size(row["plain"], row["modelled"]), _size(row["by hand"], row["by hand modelled"])
-        cells = row["trained"], f"{row['tokens']:,}", *sizes, _size(row["planned"]), row["budget"]
+        cells = (
+            row["trained"],
+            f"{row['tokens']:,}",
+            *sizes,
+            _size(row["planned"]),
+            row["budget"],
+            _size(row.get("on host", 0)),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -1,11 +1,11 @@
-"""Arguments, plan -> the same arguments where the plan wants them: an optimizer's state in host memory.
+"""Arguments, plan -> the same arguments where the plan wants them: an optimizer's state, or stacks that loops read row
+by row, in host memory.
 
 Where the planner may use that memory and nothing fits on the device, or only what is expensive, it decides so by
 itself. Arguments that are donated are given up when they are moved, as by the step itself.
 """
 
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from .._plan._plan import Plan
 from .._plan._planned import Planned
 from .._plan._problem import Problem
 from .._plan._request import Offload, Request
-from .._plan._state_on_host import beside, enough, is_dear, missing_nbytes, movable, seconds
+from .._plan._state_on_host import beside, certainly_missing, is_dear, missing_nbytes, movable, seconds
 from .._program._host_arguments import is_there, to_host
 from .._runtime._budgets import Share, read_budget
 from .._runtime._bytes import format_nbytes, parse_nbytes
@@ -69,42 +69,32 @@ class Arrangement:
         if given is not None:
             return agreed(*self.prepare(*self.arranged(given, args, kwargs)), given)
         problem, request = self.prepare(args, kwargs)
-        try:
-            planned = agreed(problem, request, None)
-        except InfeasibleBudgetError as error:
-            return self._instead(error, problem, request, args, kwargs)
-        if is_dear(planned.plan) and (sizes := movable(problem)):
-            with suppress(InfeasibleBudgetError):
-                within = _fixed(request, planned.plan.budget_nbytes)
-                other = self._without(
-                    sizes, tuple(sizes), planned.plan.account.step_seconds, within, args, kwargs
-                )
-                return _said(min(planned, other, key=lambda each: seconds(each.plan)))
-        return planned
-
-    def _instead(
-        self,
-        refused: InfeasibleBudgetError,
-        problem: Problem,
-        request: Request,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Planned:
-        """Return the plan with as many of the arguments in host memory as are worth it. **Raises:** the last
-        refusal.
-        """
-        sizes, step_seconds = movable(problem), refused.step_seconds
+        might, refused = movable(problem), None
         found: list[Planned] = []
-        for places in enough(sizes, missing_nbytes(refused, request)):
+        if might.sizes and (missing := certainly_missing(problem, request)):
+            # nothing is to be compiled to know that it does not fit
+            tries, step_seconds = might.tries(missing), problem.estimated.step_seconds
+            budget = problem.estimated.base_nbytes - missing
+        else:
             try:
-                within = _fixed(request, refused.budget_nbytes)
-                found.append(self._without(sizes, places, step_seconds, within, args, kwargs))
+                found.append(agreed(problem, request, None))
+                plan = found[0].plan
+                tries = might.all_of_each() if is_dear(plan) else []
+                step_seconds, budget = plan.account.step_seconds, plan.budget_nbytes
+            except InfeasibleBudgetError as error:
+                refused, tries = error, might.tries(missing_nbytes(error, request))
+                step_seconds, budget = error.step_seconds, error.budget_nbytes
+        for places in tries:
+            try:
+                within = _fixed(request, budget)
+                found.append(self._without(might.sizes, places, step_seconds, within, args, kwargs))
             except InfeasibleBudgetError as error:
                 refused = error
             else:
                 if not is_dear(found[-1].plan):
                     break
         if not found:
+            assert refused is not None
             raise refused
         return _said(min(found, key=lambda each: seconds(each.plan)))
 
@@ -158,7 +148,7 @@ def _said(planned: Planned) -> Planned:
     if nbytes := planned.plan.on_host_nbytes:
         warn(
             f"The plan keeps {format_nbytes(nbytes)} of the donated arguments in host memory: the step reads "
-            "them only to update them, and returns them there. Other code that computes with them must first "
-            "copy them to the device, with `jax.device_put(x, jax.memory.Space.Device)`."
+            "them only to update them, or row by row in its loops, and returns them there. Other code that computes "
+            "with them must first copy them to the device, with `jax.device_put(x, jax.memory.Space.Device)`."
         )
     return planned

@@ -17,7 +17,7 @@ import jax.extend.core as jex
 from .._compiler._devices import DeviceSpec
 from .._compiler._tags import Kernel, Written
 from .._model._graph import Graph, Node, Value
-from .._model._primitive_names import GATHER
+from .._model._primitive_names import FETCH, GATHER
 from .._program._flops import (
     THREEFRY_PASSES,
     alone_seconds,
@@ -133,11 +133,31 @@ def priced(
             joined = slower * _absorbed_seconds(device, flops / device.peak(flops_dtype(eqn)), read, made)
             node = replace(node, fusable_into=fusable_into, fused_seconds=min(joined, once))
         nodes.append(replace(node, seconds=once * times))
+    waiting = _waiting_seconds(replace(graph, nodes=tuple(nodes)), device)
+    nodes = [replace(n, seconds=n.seconds + waiting[n.id]) if n.id in waiting else n for n in nodes]
+    step_seconds += math.fsum(waiting.values())
     graph = replace(graph, nodes=tuple(nodes), step_seconds=step_seconds)
     if beside:
         values = tuple(replace(v, saved_seconds=beside.get(v.id, 0.0)) for v in graph.values)
         return replace(graph, values=values, extra_seconds=-math.fsum(beside.values()))
     return _with_stacking(graph, device)
+
+
+def _waiting_seconds(graph: Graph, device: DeviceSpec) -> dict[int, float]:
+    """Return for copies of rows from host memory the seconds for which their loop waits: those that the link takes
+    longer than the kernels of an iteration, divided by size. A backward loop that copies the row once more has kernels
+    of at least that time.
+    """
+    found: dict[int, float] = {}
+    copied = [n for n in graph.nodes if n.primitive == FETCH and n.loop >= 0]
+    for loop in {n.loop for n in copied} if graph.platform == "gpu" else ():
+        own = [n for n in copied if n.loop == loop]
+        nbytes = {n.id: sum(graph.values[v].nbytes for v in n.outputs) for n in own}
+        kernels = math.fsum(n.seconds for n in graph.nodes if n.loop == loop and n.primitive != FETCH)
+        link = graph.total_trips[loop] * sum(nbytes.values()) / device.host_link
+        share = max(link - kernels, 0.0) / (sum(nbytes.values()) or 1)
+        found.update((n, share * size) for n, size in nbytes.items())
+    return found
 
 
 def _absorbed_seconds(device: DeviceSpec, arithmetic: float, read: int, more: int) -> float:

@@ -25,7 +25,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from ._primitive_names import LOOP_SLICES
+from ._primitive_names import FETCH, LOOP_SLICES
 
 AT_ONCE = 2
 """So many copies are under way at once: of more the compiler has the kernels wait for the first, wherever that is then.
@@ -73,7 +73,7 @@ class Stacks:
             pair = pairs.get(graph.nodes[value.producer].loop)
             if pair is None or value.is_output or value.nbytes < self.least_nbytes or kept_here(graph, v):
                 continue
-            if value.length <= SLICES or graph.nodes[value.producer].primitive in LOOP_SLICES:
+            if value.length <= SLICES or graph.nodes[value.producer].primitive in (FETCH, *LOOP_SLICES):
                 continue
             loops = (graph.loops_of(n) for n in readers.get(v, ()))
             if all(pair.forward in around or pair.backward in around for around in loops):
@@ -423,6 +423,7 @@ class Offload:
     def _may_leave(self, v: int) -> bool:
         graph, value = self.graph, self.graph.values[v]
         own = value.materialised and not value.is_output and not value.length
+        own = own and graph.nodes[value.producer].primitive != FETCH
         outside = graph.nodes[value.producer].loop < 0 and v not in self._in_loops
         quick = value.nbytes >= LEAST_NBYTES and self.copy_seconds(v) <= graph.host.ahead_seconds
         return own and outside and quick and not kept_here(graph, v)

@@ -122,7 +122,7 @@ class _KeptPlans:
         self.path = self._path("plans", self.budget)
         self.alike = self._path("alike", self.budget, program=problem.structure)
         # What is planned in place of a refusal is kept, see `_state_on_host`.
-        self.refusal = self._path("refusals", self.budget) if movable(problem) else None
+        self.refusal = self._path("refusals", self.budget) if movable(problem).sizes else None
 
     def recall_or_plan(self) -> Planned:
         if self.refusal and (refused := recall(self.refusal, json.loads)) is not None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from .._compiler._compiled_step import KINDS, CompiledStep
+from .._compiler._devices import host_memory
 from .._compiler._memory_stats import MemoryStats
 from .._compiler._program import Compiled
 from .._compiler._target import in_words
@@ -120,6 +121,8 @@ def apply_plan(problem: Problem, plan: Plan, planning: Planning, *, to_run: bool
         jitted = problem.program.plain
     else:
         graph = plan.layout(problem.bare(plan.form))
+        if plan.offloaded and graph.host is None:  # a plan says by itself what is offloaded
+            graph = replace(graph, host=host_memory(problem.device, problem.here, None))
         schedule = check(graph, plan.schedule(graph))
         plan = replace(plan, actions=actions(graph, schedule))  # with lines of the code as it is today
         if verify or to_run:

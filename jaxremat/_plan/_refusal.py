@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .._model._graph import Graph
-from .._model._optimizer_updates import updated_alone
 from .._model._schedule import Schedule
 from .._model._simulate import simulate
 from .._model._sites import Variants
@@ -38,9 +37,6 @@ _AS_WRITTEN = (
     "Attention, rows and microbatches run as written where another form would not keep a value that hints or "
     "`pins` name: without hints and pins, less memory may be enough."
 )
-
-WORTH = 0.1
-"""Moving less of the arguments to host memory is not worth a word."""
 
 
 class Least(NamedTuple):
@@ -79,12 +75,19 @@ def predicted(graph: Graph, schedule: Schedule) -> Least:
 
 
 def infeasible(
-    asked: Budget, budget: int, margin_nbytes: int, least: Least, *, temporaries_nbytes: int, effort: Effort
+    asked: Budget,
+    budget: int,
+    margin_nbytes: int,
+    least: Least,
+    *,
+    temporaries_nbytes: int,
+    effort: Effort,
+    advice: str,
 ) -> InfeasibleBudgetError:
     """Return that nothing fits.
 
     **Arguments:** the budget as it was `asked` for, and without the margin; `temporaries_nbytes` of the step as it is
-    written; `effort` that the search took.
+    written; `effort` that the search took; `advice` what else the user may do.
     """
     graph = least.graph
     profile = simulate(graph, least.schedule)
@@ -103,7 +106,7 @@ def infeasible(
         f"the largest {largest or 'none'}. "
         f"Use a budget of at least {enough} bytes ({format_nbytes(enough)}), or a smaller batch."
         + _ended(effort)
-        + _movable(graph)
+        + advice
         + (
             f" With {format_nbytes(temporaries_nbytes)} of temporaries, the step is too small to plan well: at "
             "this size the compiler's own buffers matter most."
@@ -123,18 +126,6 @@ def _ended(effort: Effort) -> str:
     if effort.exhausted:
         return f' The search ended after {effort}: `Planning(effort="thorough")` may find a smaller peak.'
     return ""
-
-
-def _movable(graph: Graph) -> str:
-    """Return what to say of arguments that host memory could hold; "" where they are not worth it."""
-    updated = sum(graph.values[v].nbytes for v in updated_alone(graph))
-    if graph.platform != "gpu" or updated < WORTH * graph.base_nbytes:
-        return ""
-    return (
-        f" {format_nbytes(updated)} of the arguments are only read to be updated, as an optimizer's state is. "
-        "They can stay in host memory: write `optimize(..., offload=True)`, or `opt_state = "
-        "jaxremat.to_host(opt_state)`."
-    )
 
 
 def slow(search: Search, candidate: CompiledCandidate) -> str:

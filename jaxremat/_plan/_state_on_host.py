@@ -1,17 +1,24 @@
 """Step whose budget is met by nothing, or only dearly -> what of its arguments host memory may hold instead.
 
 An optimizer's state is read once in a step, to be updated. In host memory it takes none of the device's, but for
-the few updates that are under way (see `_streamed_copies`); its price is the way there and back.
+the few updates that are under way (see `_streamed_copies`); its price is the way there and back. Where that is not
+enough, stacks go that loops read row by row, as those over layers read their weights: of these only the rows that an
+iteration works on are on the device (see `_streamed_stacks`). Their price is the way there once in each pass, and back.
 
 Law: leaves are chosen by the graph by rules alone, so that all processes of a job choose the same.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from .._model._host_copies import LEAST_NBYTES
 from .._model._optimizer_updates import updated_alone
-from .._runtime._budgets import parse_margin
+from .._program._primitives import on_host
+from .._rewrite._streamed_stacks import read_by_rows
+from .._runtime._budgets import parse_margin, read_budget
+from .._runtime._bytes import format_nbytes
 from .._runtime._errors import InfeasibleBudgetError
 from ._plan import Plan
 from ._problem import Problem
@@ -24,24 +31,106 @@ DEAR = 0.1
 """Plans that take this share of the step longer are compared with such that have all of it in host memory."""
 
 
-def movable(problem: Problem) -> dict[int, int]:
-    """Return bytes on one device of what may be in host memory between steps, by place among the leaves of the traced
-    arguments, in the order in which they are read; none where the device has no other memory, the user wants none used,
-    or says where arguments are, and no more than the host's budget.
+WORTH = 0.1
+"""Moving less of the arguments to host memory is not worth a word."""
+
+
+class Movable(NamedTuple):
+    """Bytes on one device of what may be in host memory between steps, by place among the leaves of the traced
+    arguments.
+
+    **Fields:** `state` that is read to be updated alone, in the order in which it is read; `stacks` that loops read row
+    by row besides, the largest first.
+    """
+
+    state: dict[int, int]
+    stacks: dict[int, int]
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """The bytes of all."""
+        return self.state | self.stacks
+
+    def tries(self, missing: float) -> list[tuple[int, ...]]:
+        """Return places to try in turn where so many bytes are missing: the first of the state that may do, all of it,
+        the first of the stacks that may do besides, and all that can be moved.
+        """
+        few: list[int] = []
+        left = missing + UNDER_WAY * max(self.state.values(), default=0)
+        for place, nbytes in self.sizes.items():
+            if left <= 0:
+                break
+            few.append(place)
+            left -= nbytes
+        among = (few, self.sizes) if missing >= sum(self.state.values()) else (few, self.state, self.sizes)
+        return _distinct(among)
+
+    def all_of_each(self) -> list[tuple[int, ...]]:
+        """Return places to try in turn where more in host memory may be cheaper: all of the state, and all."""
+        return _distinct((self.state, self.sizes))
+
+
+def _distinct(places: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
+    return [each for each in dict.fromkeys(tuple(sorted(each)) for each in places) if each]
+
+
+def movable(problem: Problem) -> Movable:
+    """Return what may be in host memory between steps: nothing where the device has no other memory, the user wants
+    none used, or says where arguments are, and no more than the host's budget.
     """
     program = problem.program
     given = program.in_shardings is not None or program.out_shardings is not None  # as which they must stay
     if problem.host is None or given or problem.traced.around or problem.traced.source.references:
-        return {}
+        return Movable({}, {})
     graph, first = problem.estimated, len(problem.traced.jaxpr.jaxpr.constvars)
-    sizes = {v - first: graph.values[v].nbytes for v in updated_alone(graph)}
+    state = updated_alone(graph)
+    stacks = [v for v in _stacks(problem) if v in graph.donated]
     left = math.inf if problem.host.nbytes is None else problem.host.nbytes
-    found: dict[int, int] = {}
-    for place, nbytes in sizes.items():
-        if place >= 0 and LEAST_NBYTES <= nbytes <= left:
-            found[place] = nbytes
-            left -= nbytes
-    return found
+    found: list[dict[int, int]] = []
+    for values in (state, stacks):
+        found.append({})
+        for v in values:
+            if v >= first and LEAST_NBYTES <= (nbytes := graph.values[v].nbytes) <= left:
+                found[-1][v - first] = nbytes
+                left -= nbytes
+    return Movable(*found)
+
+
+def _stacks(problem: Problem) -> list[int]:
+    """Return the arguments on the device that loops read row by row, and that are no state, the largest first."""
+    graph, closed = problem.estimated, problem.traced.jaxpr
+    place = {v: len(closed.jaxpr.constvars) + i for i, v in enumerate(closed.jaxpr.invars)}
+    rows = (place[v] for v in read_by_rows(problem.traced.merged.program.closed) if not on_host(v.aval))
+    return sorted(set(rows).difference(updated_alone(graph)), key=lambda v: (-graph.values[v].nbytes, v))
+
+
+def advice(problem: Problem) -> str:
+    """Return what to say, where nothing fits, of arguments that host memory could hold; "" where they are not worth
+    it. Those that the planner has moved are no longer on the device.
+    """
+    graph = problem.estimated
+    if graph.platform != "gpu":
+        return ""
+    state, stacks = updated_alone(graph), _stacks(problem)
+    told: list[str] = []
+    for values, what, name in (
+        (state, "only read to be updated, as an optimizer's state is", "opt_state"),
+        (stacks, "stacks that loops read row by row, as those over layers read weights", "weights"),
+    ):
+        nbytes = sum(graph.values[v].nbytes for v in values)
+        if nbytes < WORTH * graph.base_nbytes:
+            continue
+        moved = f"`{name} = jaxremat.to_host({name})`"
+        if problem.host is not None and problem.host.nbytes is not None and graph.donated.issuperset(values):
+            how = f"`offload` leaves {format_nbytes(problem.host.nbytes)} of that: write a larger one"
+        elif problem.host is None and not graph.donated.isdisjoint(values):
+            how = f"Write `optimize(..., offload=True)`, or {moved}"
+        else:
+            how = f"Write {moved}"
+        told.append(
+            f" {format_nbytes(nbytes)} of the arguments are {what}. They can stay in host memory. {how}."
+        )
+    return "".join(told)
 
 
 def beside(problem: Problem, nbytes: int) -> Problem:
@@ -52,21 +141,18 @@ def beside(problem: Problem, nbytes: int) -> Problem:
     return replace(problem, host=host._replace(nbytes=max(host.nbytes - nbytes, 0)))
 
 
+def certainly_missing(problem: Problem, request: Request) -> int:
+    """Return what arguments and results alone are above a budget of bytes; 0 where they are not, or it is of another
+    kind.
+    """
+    budget = read_budget(request.budget)
+    return max(problem.estimated.base_nbytes - budget, 0) if isinstance(budget, int) else 0
+
+
 def missing_nbytes(error: InfeasibleBudgetError, request: Request) -> int:
     """Return what the least that was found is above its budget."""
     margin = parse_margin(request.planning.workspace_margin, error.budget_nbytes)
     return error.min_peak_nbytes - (error.budget_nbytes - margin)
-
-
-def enough(sizes: dict[int, int], missing: int) -> list[tuple[int, ...]]:
-    """Return places to try in turn: the first that may do, then all."""
-    found: list[int] = []
-    left = missing + UNDER_WAY * max(sizes.values(), default=0)
-    for place, nbytes in sizes.items():
-        if left > 0:
-            found.append(place)
-            left -= nbytes
-    return list(dict.fromkeys(tuple(sorted(places)) for places in (found, sizes) if places))
 
 
 def is_dear(plan: Plan) -> bool:

@@ -30,6 +30,7 @@ from ._problem import Problem
 from ._refusal import Least, UnpinnedGraphs, blamed, compiled, infeasible, predicted, slow
 from ._request import Request
 from ._search import Search
+from ._state_on_host import advice
 from ._step_compiler import StepCompiler
 
 _ROUNDS = {"normal": 3, "thorough": 7}
@@ -309,6 +310,7 @@ class _Planner:
             least,
             temporaries_nbytes=self._temporaries(),
             effort=self.effort,
+            advice=advice(self.problem),
         )
 
     def _searched_nbytes(self) -> int:

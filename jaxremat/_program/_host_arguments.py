@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 
 from .._model._host_copies import LEAST_NBYTES
+from .._runtime._errors import TargetError
 from ._flops import array_nbytes
 from ._primitives import on_host
 
@@ -25,11 +26,14 @@ def to_host(tree: T, *, least_nbytes: int = LEAST_NBYTES) -> T:
     """Return the same arrays in host memory. A planned step takes them from there and returns them there.
 
     This is for an optimizer's state, which a step reads once: each part of it is on the device only around the update
-    of its parameter. The step needs no change. Other functions that compute with such arrays must first copy them to
-    the device, with `jax.device_put(x, jax.memory.Space.Device)`.
+    of its parameter. It is also for stacks of weights that a `lax.scan` over layers reads: rows of them are on the
+    device, in the iterations that read them. The step needs no change. Other functions that compute with such arrays
+    must first copy them to the device, with `jax.device_put(x, jax.memory.Space.Device)`.
 
     **Arguments:** a tree of arrays or `jax.ShapeDtypeStruct`s. Other leaves stay as they are, and so do arrays of less
     than `least_nbytes`, such as counters.
+
+    **Raises:** `TargetError` where the devices of an array have no memory for it.
 
     ```python
     opt_state = jaxremat.to_host(optimizer.init(params))
@@ -41,6 +45,7 @@ def to_host(tree: T, *, least_nbytes: int = LEAST_NBYTES) -> T:
 
 def _moved(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
+        _check_memory(leaf.sharding)
         return jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST))
     if isinstance(leaf, jax.ShapeDtypeStruct):
         sharding = leaf.sharding
@@ -51,6 +56,17 @@ def _moved(leaf: Any) -> Any:
             sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding.with_memory_kind(_HOST))
     return leaf
+
+
+def _check_memory(sharding: jax.sharding.Sharding) -> None:
+    """**Raises:** `TargetError` where a device of an array has no such memory."""
+    for device in sharding.addressable_devices:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if _HOST not in kinds:
+            raise TargetError(
+                f"`jaxremat.to_host` puts arrays into memory of the kind {_HOST!r}, but {device} has only "
+                f"{', '.join(map(repr, kinds))}. Leave the arrays on the device."
+            )
 
 
 def from_host(fn: Callable[..., Any]) -> Callable[..., Any]:

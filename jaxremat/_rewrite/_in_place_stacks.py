@@ -22,6 +22,7 @@ import jax.extend.core as jex
 
 from .._program import _compat
 from .._runtime._mechanisms import mechanism
+from ._fetch_turns import fetched_in_turn
 from ._flat_program import Loop
 from ._loop_inlining import PART, append, row_at, row_written
 from ._row_reads import read_late
@@ -95,6 +96,8 @@ def written_in_place(
     for write in writes:
         if write.eqn is None:
             carry(write.start, write.carried, behind.get(write.part, write.part), write.array)
+    if not materialises_eagerly:
+        fetched_in_turn(section, loop, index)
     if place is not None:
         section.scanned[place] = places
     carried = {write.carried: write.start for write in writes}

@@ -17,7 +17,6 @@ Law: every row is made by the same operations as before. Work is moved only wher
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import jax.extend.core as jex
@@ -25,18 +24,10 @@ import jax.extend.core as jex
 from .._program import _compat
 from .._program._compat import Atom, shaped
 from .._program._flops import aval_nbytes
-from .._program._primitives import (
-    PLACES,
-    is_contraction,
-    is_fetch,
-    is_placed,
-    is_pointwise,
-    is_put,
-    is_repeatable,
-    on_host,
-)
+from .._program._primitives import is_contraction, on_host
 from ._flat_program import FlatProgram, Gain, with_eqns
 from ._nested_checkpointing import backward_of
+from ._row_equations import REDUCTIONS, is_by_rows, repeats_row, row_equation
 
 
 def with_optimizer_in_backward(program: FlatProgram, donated: Sequence[bool]) -> FlatProgram:
@@ -131,7 +122,7 @@ class _Loop:
 
     def _split(self, index: int, eqn: jex.JaxprEqn, late: bool) -> list[tuple[int, Any]]:
         """Return a reduction of whole stacks, as a norm is of gradients, as one of each row and then one of those."""
-        if not late or eqn.primitive.name not in _REDUCTIONS:
+        if not late or eqn.primitive.name not in REDUCTIONS:
             return [(index, eqn)]
         axes = eqn.params["axes"]
         if 0 not in axes or len(axes) == 1 or shaped(eqn.invars[0]).shape[0] != self.length:
@@ -170,7 +161,7 @@ class _Loop:
             eqn = self.items[i][1]
             needed = [a for a in _compat.variables(eqn.invars) if self.maker.get(a) in self.blocked]
             known = all(a in stacks or self.maker[a] in by_rows for a in needed)
-            if not known or not self.by_rows(eqn) or _repeats(eqn):
+            if not known or not is_by_rows(eqn, self.length) or repeats_row(eqn):
                 continue
             group = {i}
             near = {self.maker[a] for a in needed if a not in stacks}
@@ -179,28 +170,6 @@ class _Loop:
                 group |= by_rows.get(j, set())
             by_rows.update(dict.fromkeys(group, group))
         return [set(each) for each in {id(group): group for group in by_rows.values()}.values()]
-
-    def by_rows(self, eqn: jex.JaxprEqn) -> bool:
-        """Return whether the rows of an equation's result depend on those of its operands alone."""
-        if len(eqn.outvars) != 1 or not is_repeatable(eqn) or is_placed(eqn):
-            return False
-        shape, name = shaped(eqn.outvars[0]).shape, eqn.primitive.name
-        if not eqn.invars or not shape or shape[0] != self.length:
-            return False
-        if is_pointwise(eqn):
-            return all(shaped(a).shape in ((), shape) for a in eqn.invars)
-        operand = shaped(eqn.invars[0]).shape
-        if name == "broadcast_in_dim":
-            return len(eqn.invars) == 1 and (_repeats(eqn) or operand[0] == self.length)
-        if not operand or operand[0] != self.length:
-            return False
-        if is_fetch(eqn) or is_put(eqn):
-            return True
-        if name == "reshape":
-            return eqn.params.get("dimensions") is None and prod(operand) > 0
-        if name == "transpose":
-            return eqn.params["permutation"][0] == 0
-        return name in _REDUCTIONS and 0 not in eqn.params["axes"]
 
     def _seen(self, v: jex.Var, group: set[int]) -> bool:
         """Return whether a value is read by others than these equations."""
@@ -223,7 +192,7 @@ class _Loop:
         pulled: set[int] = set()
         for i in reversed(range(len(self.items))):
             eqn = self.items[i][1]
-            if i not in self.behind and self.by_rows(eqn):
+            if i not in self.behind and is_by_rows(eqn, self.length):
                 readers = self.readers.get(eqn.outvars[0], set())
                 if readers and readers <= moved | pulled and eqn.outvars[0] not in self.returned:
                     pulled.add(i)
@@ -275,7 +244,12 @@ class _Body:
             return self.rows[array]
         i = self.loop.maker.get(array, -1)
         eqn = self.loop.items[i][1] if i >= 0 else None
-        anew = eqn is not None and _repeats(eqn) and self.loop.by_rows(eqn) and i not in self.loop.behind
+        anew = (
+            eqn is not None
+            and repeats_row(eqn)
+            and is_by_rows(eqn, self.loop.length)
+            and i not in self.loop.behind
+        )
         if eqn is not None and (i in self.inside or anew):
             self.rows[array] = self._made(eqn)
         else:
@@ -285,19 +259,9 @@ class _Body:
 
     def _made(self, eqn: jex.JaxprEqn) -> Any:
         """Append the equation for one row."""
-        params: dict[str, Any] = {
-            name: None if name in PLACES else value for name, value in eqn.params.items()
-        }
-        if _repeats(eqn):
-            invars = [self._outside(a) for a in eqn.invars]
-        else:
-            invars = [self.row(a) if shaped(a).shape else self._outside(a) for a in eqn.invars]
-        less = {name: tuple(d - 1 for d in params[name] if d) for name in _DIMENSIONS if name in params}
-        less |= {name: tuple(params[name][1:]) for name in _SIZES if name in params}
-        made = _compat.new_var(jex.mapped_aval(self.loop.length, 0, eqn.outvars[0].aval))
-        inner = eqn.replace(invars=invars, outvars=[made], params={**params, **less})
-        self.eqns.append(inner.replace(source_info=_compat.root_source(eqn)))
-        return made
+        inner = row_equation(eqn, self.loop.length, self.row, self._outside)
+        self.eqns.append(inner)
+        return inner.outvars[0]
 
     def _outside(self, atom: Atom) -> Any:
         """Return what stands for a value that is the same in all iterations."""
@@ -319,16 +283,6 @@ class _Body:
         operands = [*self.consts, *self.known], self.init, arrays
         lasts = loop.scan.outvars[: loop.carries]
         return _compat.scan_like(loop.scan, body, loop.length, operands, (lasts, [*kept, *made]))
-
-
-_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
-_DIMENSIONS = ("broadcast_dimensions", "permutation", "axes")
-_SIZES = ("shape", "new_sizes")
-
-
-def _repeats(eqn: jex.JaxprEqn) -> bool:
-    """Return whether all rows of the result are the same."""
-    return eqn.primitive.name == "broadcast_in_dim" and 0 not in eqn.params["broadcast_dimensions"]
 
 
 def _nbytes(values: Sequence[Any]) -> int:

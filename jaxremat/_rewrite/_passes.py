@@ -46,6 +46,7 @@ from ._row_regions import Region, regions
 from ._selections import marked
 from ._source import Source
 from ._streamed_copies import streamed
+from ._streamed_stacks import with_streamed_stacks
 from ._undone_checkpoints import forward_again
 
 
@@ -248,6 +249,11 @@ FORM_PASSES = (
         "Regions of rows, or most of the step, are done chunk after chunk.",
         lambda task: bool(task.form.settings(ROWS)),
         optional=False,
+    ),
+    Pass(
+        "streams",
+        lambda program, task: with_streamed_stacks(program),
+        "Of stacks in host memory that loops read each iteration copies its row.",
     ),
     Pass(
         "updates",

@@ -289,6 +289,14 @@ def test_to_host_leaves_what_is_small_and_what_is_no_array() -> None:
     assert struct.sharding == sharding.with_memory_kind("pinned_host")
 
 
+def test_devices_without_such_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxremat._program._host_arguments._HOST", "elsewhere")
+    with pytest.raises(
+        jaxremat.TargetError, match=r"memory of the kind 'elsewhere', but .* has only 'device'"
+    ):
+        jaxremat.to_host(jnp.zeros((512, 512)))
+
+
 def traced(name: str, rows: int = 8192) -> list[Any]:
     weights, state, x = shapes(name, 2048, 6, rows)
     program = jax.jit(STEPS[name] if name == "copying" else from_host(STEPS[name]))

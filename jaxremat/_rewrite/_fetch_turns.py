@@ -1,0 +1,130 @@
+"""Section of a loop -> the same with copies from host memory that begin one after the other, as they are needed.
+
+The compiler has few copies under way at once, and begins each so long before its first reader that an iteration with
+many waits for most of them at its start. Here an iteration reads a row of an array in host memory at an index that
+passes a barrier, with what the first readers of the copy before the last have made: so no more than two copies are
+under way, and none is waited for before it is wanted.
+
+Law: the same rows.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from .._model._host_copies import AT_ONCE
+from .._program import _compat
+from .._program._primitives import is_barrier, is_contraction, is_fetch, is_put, is_view, on_host
+from .._runtime._mechanisms import mechanism
+from ._flat_program import Loop
+from ._loop_inlining import append, row_at
+
+
+@mechanism("copies of rows in turn", off=lambda *_: None)
+def fetched_in_turn(section: Any, loop: Loop, place: Callable[[], Any]) -> None:
+    """Have the copies of a section (see `_loop_closing`) begin in turn. **Arguments:** `place` makes a variable for the
+    iteration's index.
+    """
+    fetches = [eqn for eqn in section.eqns if is_fetch(eqn)]
+    if len(fetches) <= AT_ONCE or loop.length == 1:
+        return
+    maker = {v: (i, eqn) for i, eqn in enumerate(section.eqns) for v in eqn.outvars}
+    uses = _uses(section.eqns)
+    order = sorted(
+        (eqn for eqn in fetches if eqn.outvars[0] in uses), key=lambda eqn: uses[eqn.outvars[0]].first
+    )
+    behind: dict[int, list[Any]] = {}  # place of an equation -> those that follow it now
+    gone: set[int] = set()
+    for i in range(AT_ONCE, len(order)):
+        fetch, first = order[i], uses[order[i].outvars[0]].first
+        earlier = (uses[each.outvars[0]] for each in reversed(order[: i - AT_ONCE + 1]))
+        use = next((use for use in earlier if use.last < first), None)
+        read = _row_read(fetch.invars[0], section, maker, place)
+        if use is None or read is None or (read.index in maker and maker[read.index][0] > use.last):
+            continue
+        later, made = _compat.new_var(read.index.aval), _compat.new_var(use.made.aval)
+        new: list[Any] = [_compat.barrier([read.index, use.made], [later, made], loop.eqn.source_info)]
+        row = append(new, row_at, (read.array, later), loop.eqn)
+        behind.setdefault(use.last, []).extend([*new, fetch.replace(invars=[row])])
+        gone.add(id(fetch))
+    if not behind:
+        return
+    found: list[Any] = []
+    for i, eqn in enumerate(section.eqns):
+        found.extend([] if id(eqn) in gone else [eqn])
+        found.extend(behind.get(i, ()))
+    results = [*(a for a, _ in section.lasts.values()), *section.stacked.values()]
+    needed = set(_compat.variables(results))
+    section.eqns = []
+    for eqn in reversed(found):  # without what reads rows that nothing copies any more
+        if not _reads_host(eqn) or not needed.isdisjoint(eqn.outvars):
+            section.eqns.insert(0, eqn)
+            needed.update(_compat.variables(eqn.invars))
+    section.scanned = {v: a for v, a in section.scanned.items() if not on_host(v.aval) or v in needed}
+
+
+def _reads_host(eqn: Any) -> bool:
+    """Return whether an equation gives no more than a row of an array in host memory."""
+    simple = eqn.primitive.name in _ROWS or is_view(eqn) or is_barrier(eqn)
+    return simple and all(on_host(v.aval) for v in eqn.outvars)
+
+
+_ROWS = frozenset({"dynamic_slice", "jit"})
+"""What `row_at` is made of."""
+
+
+class _Use(NamedTuple):
+    """Who reads what a copy gives. **Fields:** `first` the place of its first reader; `last` that of the equation which
+    says that it has been read, a product or the maker of what is copied back, and what that has `made`.
+    """
+
+    first: int
+    last: int
+    made: Any
+
+
+class _Read(NamedTuple):
+    """How a row is read. **Fields:** the `array` in host memory; the `index`."""
+
+    array: Any
+    index: Any
+
+
+def _uses(eqns: list[Any]) -> dict[Any, _Use]:
+    """Return for what each copy gives who reads it."""
+    readers: dict[Any, list[int]] = {}
+    maker = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    for i, eqn in enumerate(eqns):
+        for a in set(_compat.variables(eqn.invars)):
+            readers.setdefault(a, []).append(i)
+    found: dict[Any, _Use] = {}
+    for eqn in filter(is_fetch, eqns):
+        first, seen, waiting = -1, set[int](), list(readers.get(eqn.outvars[0], ()))
+        while waiting:
+            i = min(waiting)
+            waiting.remove(i)
+            seen.add(i)
+            if first < 0 and not is_view(eqns[i]) and not is_barrier(eqns[i]):
+                first = i
+            if is_put(eqns[i]) or is_contraction(eqns[i]):
+                (made,) = eqns[i].invars if is_put(eqns[i]) else eqns[i].outvars[:1]
+                found[eqn.outvars[0]] = _Use(first, maker.get(made, i), made)
+                break
+            waiting += [
+                j for v in eqns[i].outvars for j in readers.get(v, ()) if j not in seen and j not in waiting
+            ]
+    return found
+
+
+def _row_read(
+    row: Any, section: Any, maker: Mapping[Any, tuple[int, Any]], place: Callable[[], Any]
+) -> _Read | None:
+    """Return how a row of an array in host memory is read, None where that is not seen."""
+    while row in maker:
+        eqn = maker[row][1]
+        if eqn.primitive.name in _ROWS:
+            indices = [a for a in _compat.variables(eqn.invars) if not _compat.shaped(a).shape]
+            return _Read(eqn.invars[0], indices[0]) if len(indices) == 1 else None
+        if not _reads_host(eqn):
+            return None
+        row = eqn.invars[list(eqn.outvars).index(row)]
+    return _Read(section.scanned[row], place()) if row in section.scanned else None
