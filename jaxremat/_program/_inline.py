@@ -76,6 +76,10 @@ class Inliner:
             setattr(found, name, value.copy() if isinstance(value, (list, dict)) else value)
         return found
 
+    def forget_rows(self) -> None:
+        """Read the rows of stacks of one anew from now on: others may have left out what made them, or moved it."""
+        self._row_of.clear()
+
     def program(self, closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         """Return the whole program, flat."""
         eqns: list[Any] = []

@@ -175,6 +175,7 @@ def _chunked(program: FlatProgram, chosen: Sequence[tuple[Region, int]], task: T
         index = {before[v]: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars if v in before}
         chosen = [(region.named(index), count) for region, count in chosen if region.loop < 0]
     program = chunked(program, chosen, task.labels(program))
+    task.inliner.forget_rows()
     # In another order, and without those within regions, which are done otherwise by nobody.
     forward = [program.eqns[i] for i in backward_of(program.eqns)]
     pairs = (next((form_of[v] for v in eqn.outvars if v in form_of), PairForm()) for eqn in forward)
