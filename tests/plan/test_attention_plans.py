@@ -37,7 +37,7 @@ def tight(step: Any, *args: Any) -> int:
 def test_a_budget_without_room_for_scores(scanned: bool, tmp_path: Path) -> None:
     step, args = case(scanned).step, case(scanned).args
     budget = tight(step, *args)
-    recomputing = jaxremat.optimize(budget, allow=("microbatches", "rows"))(step)
+    recomputing = jaxremat.optimize(budget, allow=())(step)
     with pytest.raises(InfeasibleBudgetError):
         recomputing.plan(*args)
     optimized = jaxremat.optimize(budget)(step)
@@ -121,7 +121,8 @@ def offered(accumulated: int) -> tuple[float, float]:
     batches = jax.ShapeDtypeStruct((accumulated, 2, 256, width), jnp.float32)
     traced = trace(jax.jit(step), (ws, batches), {})
     graph = lower(traced, DEVICES["h100"], base_nbytes=0)
-    found = variants(PlainStep(traced, traced, graph, DEVICES["h100"], None, ("attention",)))
+    inside = traced.regions_inside
+    found = variants(PlainStep(traced, traced, graph, DEVICES["h100"], None, ("attention",), inside))
     in_kernels = Variant.of_rule(ATTENTION, {0: (2,)})
     assert in_kernels in found.exact()
     return -found.estimate(in_kernels).more_seconds, graph.step_seconds
