@@ -94,6 +94,12 @@ def has_references(closed: jex.ClosedJaxpr) -> bool:
     return inside or any(map(is_reference, (*jaxpr.constvars, *jaxpr.invars)))
 
 
+def is_key(atom: Atom) -> bool:
+    """Return whether a variable holds keys of a random generator, of which there are no zeros."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def discharged(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     """Return the program with values for references, and what arguments that are references hold at its end behind
     its results. **Raises:** NotImplementedError for primitives of which JAX does not know how.

@@ -27,6 +27,7 @@ Invariant: whatever a schedule recomputes, a decision of these kinds and what it
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
@@ -156,6 +157,8 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     sides: dict[int, _Origin] = {}  # of each comparison
     exact: set[Var] = set()  # numbers made of integers without rounding
     negative: set[Var] = set()  # numbers, but for the sign of what was made before
+    maker: dict[Var, int] = {}
+    moved: dict[Var, Var] = {}  # by number the one that its entries are all of
     edges = DomainEdges(eqns)
     for i, eqn in enumerate(eqns):
         operands = _compat.variables(eqn.invars)
@@ -188,9 +191,15 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             known = {v: origins.get(v, _NONE) for v in operands}
             made = {v: frozenset(_bits(origin.same, origin.base)) for v, origin in known.items()}
             edges.follow(i, eqn, small, made)
-        counted.update(
-            _bits(_zero_by_construction(eqn, dict(zip(operands, read, strict=True))), together.base)
-        )
+        if _asks_for_zero(eqn):
+            both = _bits(together.itself, together.base)
+            counted.update(
+                j for j in both if len(eqns[j].outvars) == 1
+            )  # two results of one are not the same
+        counted.update(maker[v] for v in _read_twice(eqn, numbers, moved) if v in maker)
+        if eqn.primitive.name in MOVES and len(numbers) == 1:
+            moved.update(dict.fromkeys(eqn.outvars, moved.get(numbers[0], numbers[0])))
+        maker.update(dict.fromkeys(eqn.outvars, i))
         if rounded and _is_ambiguous(eqn):
             counted.add(i)
         through.append(result)
@@ -202,22 +211,19 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     return Decisions(compared, frozenset(counted), edges)
 
 
-def _zero_by_construction(eqn: JaxprEqn, read: Mapping[Var, _Origin]) -> int:
-    """Return what made both sides of differences that an equation compares, or reads where a domain ends, as bits."""
-    if inner_jaxprs(eqn):
-        inner = inner_eqns(eqn)
-        subtracts = any(each.primitive.name == "sub" for each in inner)
-        return _of_both([*read.values()]) if subtracts and any(map(_asks_for_zero, inner)) else 0
-    return _union([*read.values()]).itself if _asks_for_zero(eqn) else 0
-
-
 def _asks_for_zero(eqn: JaxprEqn) -> bool:
+    """Return whether an equation compares numbers, or reads one where a domain ends."""
     return eqn.primitive.name in _COMPARISONS or in_domain(eqn) is not None
 
 
-def _of_both(read: Sequence[_Origin]) -> int:
-    """Return what made entries of several operands."""
-    return functools.reduce(operator.or_, (a.same & b.same for a, b in combinations(read, 2)), 0)
+def _read_twice(eqn: JaxprEqn, numbers: Sequence[Var], moved: Mapping[Var, Var]) -> set[Var]:
+    """Return the numbers that a body may take from themselves: of which it reads entries in two ways."""
+    count = Counter(moved.get(v, v) for v in set(numbers)) if inner_jaxprs(eqn) else {}
+    if max(count.values(), default=0) < 2:
+        return set()
+    inner = inner_eqns(eqn)
+    able = any(each.primitive.name == "sub" for each in inner) and any(map(_asks_for_zero, inner))
+    return {v for v, n in count.items() if able and n > 1}
 
 
 def _is_ambiguous(eqn: JaxprEqn) -> bool:
@@ -264,7 +270,7 @@ def _result(i: int, eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) 
         apart = own if _cancels(eqn, read, negative) else together.apart if scales(eqn) else 0
         itself = together.itself if scales(eqn) else 0
         if name == "sub":
-            itself |= _of_both(read)
+            itself |= functools.reduce(operator.or_, (a.same & b.same for a, b in combinations(read, 2)), 0)
         return _Origin(
             base,
             own,

@@ -288,7 +288,7 @@ def _with_repeated(
                 elif a not in wanted and component.dimension[a] is not None:
                     if j in handed or j in once:
                         wanted.add(a)
-                    elif (nbytes := aval_nbytes(a.aval)) <= min(small, room):
+                    elif (nbytes := aval_nbytes(a.aval)) <= min(small, room) and not _compat.is_key(a):
                         room -= nbytes
                         wanted.add(a)
                     else:

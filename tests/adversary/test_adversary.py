@@ -47,6 +47,8 @@ MENDED = {
     "running maxima": ("plain", ("grown 1000703 of 8", "codebook", "by bits"), 1000703),
     # A loop of one iteration read a row that was left out where its neighbours were done in chunks.
     "stacks of one": ("plain", ("grown 1000850 of 4", "heads"), 1000850),
+    # Keys were handed on from one loop over chunks to the next, which begin as zeros.
+    "keys": ("by example", ("keyed layers",), 1000952),
 }
 """Steps that were wrong."""
 
