@@ -312,13 +312,10 @@ def _applied(eqn: Any, operands: list[Any], rounding: np.random.Generator | None
     got = [_here(x) for x in (got if eqn.primitive.multiple_results else [got])]
     if rounding is None or name not in ROUNDED_BY_JAX:
         return got
-    scattered = name in ("scatter-add", "scatter_add")
-    return [
-        _moved(x, rounding, x == operands[0] if scattered else False)
-        if jnp.issubdtype(x.dtype, jnp.floating)
-        else x
-        for x in got
-    ]
+    exact: Any = False
+    if name in ("scatter-add", "scatter_add"):  # what is added to zero is exact
+        exact = (got[0] == operands[0]) | ((operands[0] == 0) & np.isin(got[0], operands[2]))
+    return [_moved(x, rounding, exact) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in got]
 
 
 def _drawn(eqn: Any, operands: list[Any]) -> list[Any]:
