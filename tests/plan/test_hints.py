@@ -430,7 +430,11 @@ def test_pins_from_outside(pattern: Any, count: int | None) -> None:
 
 def test_a_pin_for_stages_cuts_where_each_backward_pass_begins() -> None:
     step, args = flax_step()
-    plan = pinned_plan(step, args, {"Block_*": "stage"}, "min")
+    planning = jaxremat.Planning(solver=MinCut(), verify=False)
+    pins = {"Block_*": "stage"}
+    plan = jaxremat.plan(
+        step, *args, budget="min", pins=pins, allow=(), planning=planning
+    )  # as it is numbered below
     starts = {start for start, _ in plan.stages}
     traced = jaxremat._rewrite._trace.trace(jax.jit(step), args, {})  # type: ignore[attr-defined]
     stacks = [str(eqn.source_info.name_stack) for eqn in traced.jaxpr.jaxpr.eqns]
