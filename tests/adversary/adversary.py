@@ -361,13 +361,14 @@ def check_planned(step: Step, seed: int, judge: Judge, compiled: Any) -> Iterato
                     compiler_options=EXACT,
                 )(step.fn)
                 try:
-                    made = planned.compile(*step.args)
+                    peak = MemoryStats.of(planned.compile(*step.args)).peak_nbytes
                 except InfeasibleBudgetError:
-                    yield said, "; ".join(reported)
-                    continue
-                peak = MemoryStats.of(made).peak_nbytes
-                most = stats.peak_nbytes if budget == "min" else budget
-                wrong = f"{peak} bytes of {most}" if peak > most else judge.wrong(called(planned, step.args))
+                    wrong = ""
+                else:
+                    most = stats.peak_nbytes if budget == "min" else budget
+                    wrong = (
+                        f"{peak} bytes of {most}" if peak > most else judge.wrong(called(planned, step.args))
+                    )
             yield said, "; ".join([*reported, *([wrong] if wrong else [])])
         except Exception:
             yield said, traceback.format_exc()
