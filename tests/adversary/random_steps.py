@@ -291,6 +291,7 @@ def fitting(way: str) -> list[str]:
     wrong = ONCE | {"converged"} | REFERRING if way in TWICE else frozenset[str]()
     wrong |= BACKWARD_ONLY if way == "forward" else frozenset()
     wrong |= APART if way in MAPPED else frozenset()
+    wrong |= {"sharded"} if way == "partitioned" else frozenset()  # on a mesh of its own
     wrong |= REFERRING if way in ("in jit", *MAPPED) else frozenset()
     return sorted(NETS.keys() - wrong)
 
