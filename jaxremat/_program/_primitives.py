@@ -300,7 +300,7 @@ def runs_once(eqn: jex.JaxprEqn) -> bool:
     Such an equation is neither repeated, nor merged with an equal one, nor moved past another one of these. If nothing
     reads what it makes, it is removed where it has no effects, as `jax.jit` does.
     """
-    return bool(eqn.effects) or _holds(eqn, _UNREPEATABLE)
+    return bool(eqn.effects) or runs_in_order(eqn)
 
 
 def runs_in_order(eqn: jex.JaxprEqn) -> bool:

@@ -144,16 +144,19 @@ def pair_forms(task: Task) -> tuple[PairForm, ...]:
 
 def regions_inside(program: FlatProgram, task: Task) -> tuple[Region, ...]:
     """Look for regions of rows of a program in what the task's form makes of its regions."""
-    made = _of_regions(program, task)
-    in_loops = Readers(inline_loops(made, task.inliner, inner=False))
-    return find_regions(made, in_loops, task.source, task.inliner, most=False)
+    return _found_in(_of_regions(program, task), task)
+
+
+def _found_in(program: FlatProgram, task: Task) -> tuple[Region, ...]:
+    in_loops = Readers(inline_loops(program, task.inliner, inner=False))
+    return find_regions(program, in_loops, task.source, task.inliner, most=False)
 
 
 def _in_chunks(program: FlatProgram, task: Task) -> FlatProgram:
     settings = task.form.settings(INSIDE)
-    found = regions_inside(program, task) if settings else ()
-    inside = [(found[site], count) for site, (count,) in settings.items()]
-    return _chunked(_of_regions(program, task), inside, task)
+    program = _of_regions(program, task)
+    found = _found_in(program, task) if settings else ()
+    return _chunked(program, [(found[site], count) for site, (count,) in settings.items()], task)
 
 
 def _of_regions(program: FlatProgram, task: Task) -> FlatProgram:
