@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 
+from ._api._call_keys import naming_static
 from ._api._checkpoint import checkpoint
+from ._compiler._program import Program
 from ._plan._request import takes_planning
 from ._plan._residuals import Held
 from ._runtime._errors import ArgumentError
@@ -96,6 +98,8 @@ def _linen(
 
     # What is lifted takes two groups of arrays first, in the module's place.
     numbers = tuple(n + 1 for n in static)
+    # What is lifted has names of arguments no more.
+    signed = (None if methods else target.__call__) if isinstance(target, type) else target
 
     def lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
         def inner(scope_of: Any, repack: Any, groups: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +109,12 @@ def _linen(
 
             if not jax.tree.leaves(groups):  # the module is being initialised
                 return run(groups, keys, *args, **kwargs)
-            return checkpoint(run, budget, static_argnums=numbers, **options)(groups, keys, *args, **kwargs)
+            with naming_static(
+                Program(signed or fn, static), (None, *args), kwargs, "flax.remat", by_number=True
+            ):
+                return checkpoint(run, budget, static_argnums=numbers, **options)(
+                    groups, keys, *args, **kwargs
+                )
 
         return lift.pack(inner, (variables,), (variables,), (rngs,), name="remat", enable_kwargs=True)
 

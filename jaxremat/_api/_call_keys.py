@@ -61,9 +61,19 @@ def type_of(leaf: Any) -> Any:
 
 
 @contextmanager
-def naming_static(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+def naming_static(
+    program: Program,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    door: str = "optimize",
+    *,
+    by_number: bool = False,
+) -> Iterator[None]:
     """Add to what JAX says of a function that decides by a traced value which arguments might be static: Python numbers
     that are not.
+
+    **Arguments:** `door` the function of this library that the user called; `by_number` where it takes `static_argnums`
+    alone.
     """
     try:
         yield
@@ -71,15 +81,16 @@ def naming_static(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any
         with suppress(TypeError, ValueError):  # a signature that cannot be read
             given = inspect.signature(program.fn).bind(*args, **kwargs).arguments
             static = {name for name, _ in program.static(args, kwargs)}
-            names = [
-                n for i, n in enumerate(given) if isinstance(given[n], int) and static.isdisjoint({i, n})
-            ]
-            if names:
-                said = " and ".join(f"`{name}` is {given[name]!r}" for name in names)
-                written = names[0] if len(names) == 1 else tuple(names)
+            places = {
+                n: i for i, n in enumerate(given) if isinstance(given[n], int) and static.isdisjoint({i, n})
+            }
+            if places:
+                said = " and ".join(f"`{name}` is {given[name]!r}" for name in places)
+                written: list[Any] = list(places.values() if by_number else places)
                 error.add_note(
                     f"{said}: an argument that decides what Python executes must be static. Write "
-                    f"`optimize(..., static_argnames={written!r})`."
+                    f"`{door}(..., static_arg{'nums' if by_number else 'names'}="
+                    f"{tuple(written) if len(written) > 1 else written[0]!r})`."
                 )
         raise
 

@@ -30,6 +30,7 @@ from .._program._compat import varying_axes
 from .._rewrite._fingerprint import fingerprint
 from .._rewrite._function_parts import Division
 from .._runtime._errors import ArgumentError, warn
+from ._call_keys import naming_static
 
 _UNSET: Any = object()
 
@@ -160,9 +161,13 @@ class Checkpointed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _warn_of_options()
-        function, leaves, key = called(self._program, args, kwargs, self._called)
+        function, leaves, key = self._function(args, kwargs)
         primals = [*function.consts, *leaves]
         return jax.tree.unflatten(function.out_tree, self._following(function, key)(*primals))
+
+    def _function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Function, list[Any], Any]:
+        with naming_static(self._program, args, kwargs, "checkpoint"):
+            return called(self._program, args, kwargs, self._called)
 
     def _following(self, function: Function, key: Any) -> Callable[..., Any]:
         """Return the function of flat primals, with its plan."""
@@ -174,7 +179,7 @@ class Checkpointed:
 
     def plan(self, *args: Any, **kwargs: Any) -> HeldPlan:
         """Return the plan for these arguments (arrays or `jax.ShapeDtypeStruct`s), all of them differentiated."""
-        function, _, key = called(self._program, args, kwargs, self._called)
+        function, _, key = self._function(args, kwargs)
         halves = self._options.emit == "custom_vjp"
         planned = self._halves(function, key, function.inexact) if halves else self._segmented(function, key)
         if planned.plan is None:

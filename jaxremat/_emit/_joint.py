@@ -134,14 +134,7 @@ def called(
             "`static_argnames`."
         ) from error
     key = (tree, tuple(map(jax.typeof, leaves)), static, _compat.trace_context())
-    try:
-        function = known.get(key) or flattened(flat, leaves)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError) as error:
-        error.add_note(
-            "An argument that decides what Python executes (a flag, a number of layers) must be static: name "
-            "it in the `static_argnums` or `static_argnames` of the function that plans this one."
-        )
-        raise
+    function = known.get(key) or flattened(flat, leaves)
     if not any(isinstance(const, Tracer) for const in function.consts):  # they are of this call alone
         known[key] = function
     return function, leaves, key

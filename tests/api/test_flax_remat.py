@@ -67,6 +67,15 @@ def test_unnamed_linen_modules_are_called_as_without_it() -> None:
     assert jax.tree.structure(planned.init(jax.random.key(1), x)) == jax.tree.structure(variables)
 
 
+def test_a_flag_that_is_not_static_is_named() -> None:
+    net = Net(jaxremat.flax.remat(Block))
+    variables = Net().init(jax.random.key(1), x)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        net.apply(variables, x)
+    said = "`train` is True: an argument that decides what Python executes must be static. Write `flax.remat("
+    assert any(note == f"{said}..., static_argnums=2)`." for note in error.value.__notes__)
+
+
 @pytest.mark.parametrize("emit", ["policy", "custom_vjp"])
 def test_linen_modules_keep_their_names_results_and_statistics(emit: str) -> None:
     plain = Net()
