@@ -34,11 +34,12 @@ def later_passes(graph: Graph) -> tuple[LaterPass, ...]:
         if not i or not run[0].forward:
             continue
         behind = runs[i + 1][0].id if i + 1 < len(runs) else len(nodes)
-        start = next(n.id for n in nodes[runs[i - 1][-1].id : behind] if _is_kernel(graph, n))
-        last = max(n.id for n in nodes[run[-1].id : behind] if _is_kernel(graph, n))
-        stop = next((n.id for n in nodes[last:behind] if not n.forward), behind)
-        if _is_read(graph, start, stop):
-            found.append(LaterPass(start, stop))
+        kernels = [n.id for n in nodes[runs[i - 1][-1].id : behind] if _is_kernel(graph, n)]
+        if not kernels:
+            continue
+        stop = next((n.id for n in nodes[kernels[-1] : behind] if not n.forward), behind)
+        if _is_read(graph, kernels[0], stop):
+            found.append(LaterPass(kernels[0], stop))
     return tuple(found)
 
 

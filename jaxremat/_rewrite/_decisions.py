@@ -3,7 +3,7 @@
 A decision makes something discrete of floats: a comparison, the indices of a sort, an argmax, a cast to integers. Two
 runs of the same equations differ in the last bit where a compiler makes other kernels of them, and so may what they
 decide. A mask of one run and the numbers of another do no harm where only entries within rounding of the threshold
-change sides: the step itself is as uncertain there. Four kinds do harm:
+change sides: the step itself is as uncertain there. Five kinds do harm:
 
 1. A comparison that holds *by construction*: of a value with what was selected from it (the largest, the k-th of a
    sort, a running maximum, a median), as they are or after arithmetic: `y - y.max() >= 0`. Made of two runs it fails
@@ -19,6 +19,9 @@ change sides: the step itself is as uncertain there. Four kinds do harm:
 4. A number that is zero by construction, as a row's distance from itself in `y - y[:1]` or `y[:, None] - y`. With the
    rows of another run it is not, and then it is above zero for a mask, and a root's derivative of it is as large as
    that of any other. So what runs once is `y`, if a comparison or the edge of a domain reads the difference.
+5. A choice between two numbers, as `max(a, b)`, or a kink where they meet, as `abs(a - b)`. Which of the two gets the
+   cotangent may be uncertain, as where both are of one function; that one of them gets it is not. Masks of two runs
+   let it through to both, or to neither. So the comparison of two computed numbers runs once, as that of kind 1 does.
 
 What must be of one run where a function's derivative is large is found by `_domain_edges`.
 
@@ -129,12 +132,13 @@ def _union(origins: Sequence[_Origin]) -> _Origin:
 
 @dataclass(frozen=True)
 class Decisions:
-    """**Fields:** `compared` for each comparison that holds by construction the equations that made both sides;
-    `counted` the equations of decisions that end in integers, and of what decisions keep in a domain; `edges` what
-    follows from numbers where a function's domain ends.
+    """**Fields:** `compared` for each comparison that holds by construction, or is between two computed numbers, the
+    equations that made both sides; `selected` the former ones; `counted` the equations of decisions that end in
+    integers, and of what decisions keep in a domain; `edges` what follows from numbers where a function's domain ends.
     """
 
     compared: dict[int, frozenset[int]]
+    selected: frozenset[int]
     counted: frozenset[int]
     edges: DomainEdges
 
@@ -153,12 +157,14 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
     origins: dict[Var, _Origin] = {}
     through: list[_Origin] = []  # of each equation's results
     compared: dict[int, frozenset[int]] = {}
+    selected: set[int] = set()
     counted: set[int] = set()
     sides: dict[int, _Origin] = {}  # of each comparison
     exact: set[Var] = set()  # numbers made of integers without rounding
     negative: set[Var] = set()  # numbers, but for the sign of what was made before
     maker: dict[Var, int] = {}
     moved: dict[Var, Var] = {}  # by number the one that its entries are all of
+    gaps: dict[int, bool] = {}  # differences of two computed numbers, and whether both are of their shape
     edges = DomainEdges(eqns)
     for i, eqn in enumerate(eqns):
         operands = _compat.variables(eqn.invars)
@@ -168,8 +174,14 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
         together = _union(read)
         if eqn.primitive.name in _WITHOUT_ROUNDING and not rounded and not together.through:
             exact.update(v for v in eqn.outvars if is_float(v))
+        computed = [origins.get(v, _NONE) for v in dict.fromkeys(numbers) if v not in exact]
+        if len(computed) == 2 and all(origin.same for origin in computed) and _takes(eqn, negative):
+            gaps[i] = any(_is_spread(eqns[maker[v]]) for v in numbers)
+        two = _between_two(eqn, _aligned(computed, together.base), gaps)
         if shared := _shared(eqn, read):
-            compared[i] = frozenset(_latest(set(_bits(shared, together.base)), through))
+            selected.add(i)
+        if shared or two:
+            compared[i] = frozenset(_latest(set(_bits(shared | two, together.base)), through))
         if _is_negative(eqn, negative):
             negative.update(eqn.outvars)
         result = _result(i, eqn, read, negative) if rounded or not numbers else _NONE
@@ -208,7 +220,7 @@ def decisions(eqns: Sequence[JaxprEqn]) -> Decisions:
             counted.update(_bits(together.masks, together.base))
             if rounded and _decides(eqn):
                 counted.update(_bits(together.roundings, together.base), (i,))
-    return Decisions(compared, frozenset(counted), edges)
+    return Decisions(compared, frozenset(selected), frozenset(counted), edges)
 
 
 def _asks_for_zero(eqn: JaxprEqn) -> bool:
@@ -298,6 +310,12 @@ def _is_negative(eqn: JaxprEqn, negative: Set[Var]) -> bool:
     return kept and any(a in negative for a in _compat.variables(operands))
 
 
+def _takes(eqn: JaxprEqn, negative: Set[Var]) -> bool:
+    """Return whether an equation takes a number from another."""
+    turned = any(a in negative for a in _compat.variables(eqn.invars))
+    return eqn.primitive.name == "sub" or (eqn.primitive.name in ("add", "add_any") and turned)
+
+
 def _cancels(eqn: JaxprEqn, read: Sequence[_Origin], negative: Set[Var]) -> bool:
     """Return whether an equation's result may be what rounding leaves of larger numbers."""
     numbers = _compat.variables(eqn.invars)
@@ -319,6 +337,32 @@ def _shared(eqn: JaxprEqn, read: Sequence[_Origin]) -> int:
     if inner_jaxprs(eqn) and any(e.primitive.name in _COMPARISONS for e in inner_eqns(eqn)):
         return _of_choices(read, exact=False)
     return 0
+
+
+def _between_two(eqn: JaxprEqn, computed: Sequence[_Origin], gaps: Mapping[int, bool]) -> int:
+    """Return the equations that made two numbers of which an equation asks which is the larger, as bits.
+
+    **Arguments:** `computed` where those of its operands come from that are made by arithmetic; `gaps` the differences
+    of two such numbers, and whether one of them, such as a mean, is that of many entries: scaled, as by a
+    normalisation, these do not count.
+    """
+    name = eqn.primitive.name
+    if name not in _COMPARISONS and name != "sign":
+        return 0
+    if len(computed) == 2:
+        return computed[0].same | computed[1].same if all(origin.same for origin in computed) else 0
+    if len(computed) != 1 or any(isinstance(a, Literal) and np.any(a.val) for a in eqn.invars):
+        return 0
+    (number,) = computed
+    made = (i for i in _bits(number.apart, number.base) if i in gaps)
+    return sum(1 << i - number.base for i in made if number.same >> i - number.base & 1 or not gaps[i])
+
+
+def _is_spread(eqn: JaxprEqn) -> bool:
+    """Return whether an equation's result has each entry of its operand many times."""
+    return eqn.primitive.name == "broadcast_in_dim" and aval_nbytes(eqn.invars[0].aval) < aval_nbytes(
+        eqn.outvars[0].aval
+    )
 
 
 def _of_choices(read: Sequence[_Origin], *, exact: bool) -> int:

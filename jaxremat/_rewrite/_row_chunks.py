@@ -241,7 +241,8 @@ class _Chunks:
         env = dict(zip(self.reads, operands, strict=True))
         for eqn in (self.program.eqns[i] for i in self.moved if i not in self.turned):
             invars = [a.val if _compat.is_literal(a) else env[a] for a in eqn.invars]
-            env[eqn.outvars[0]] = eqn.primitive.bind(*invars, **eqn.params)
+            made = eqn.primitive.bind(*invars, **eqn.params)
+            (env[eqn.outvars[0]],) = made if eqn.primitive.multiple_results else [made]
         return env
 
     def _run(self, *operands: Any) -> list[Any]:

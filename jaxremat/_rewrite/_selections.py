@@ -79,6 +79,6 @@ def settled(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 def _made_twice(eqns: Sequence[jex.JaxprEqn], alive: Sequence[int]) -> set[int]:
     """Return the equations that compilers repeat in a kernel that selects and in one that compares."""
-    live = set(alive)
-    shared = {j for i, own in decisions(eqns).compared.items() if i in live for j in own}
+    found = decisions(eqns)
+    shared = {j for i in found.selected.intersection(alive) for j in found.compared[i]}
     return {i for i in shared if is_pointwise(eqns[i]) and len(eqns[i].outvars) == 1}

@@ -171,6 +171,17 @@ def distances(p: Any, x: Array) -> Array:
     )
 
 
+def critics(p: Any, x: Array) -> Array:
+    """Choices between two that are equal but for rounding, and kinks where they meet: the sum of what both get is
+    certain.
+    """
+    y = jnp.tanh(_linear(p, x))
+    one, other = y @ p["w"], y @ (3.0 * p["w"]) / 3.0
+    clipped = x + jnp.clip(y - x, -2.0, 2.0)
+    chosen = jnp.where(one > other, one, other) + jnp.minimum(y * y, clipped * clipped)
+    return jnp.tanh(chosen + one + other + jnp.abs(one - other)) + y + jax.nn.relu(clipped - y)
+
+
 def near(p: Any, x: Array) -> Array:
     """Distances without a guard: their derivatives are largest where rounding alone is left of the difference."""
     y = jnp.tanh(_linear(p, x))
@@ -666,6 +677,7 @@ ODD: dict[str, Part] = DECISIONS | {
     "cancelling": cancelling,
     "masked root": masked_root,
     "distances": distances,
+    "critics": critics,
     "near": near,
     "pivoted": pivoted,
     "infinite mask": infinite_mask,

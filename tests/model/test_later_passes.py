@@ -50,6 +50,20 @@ def test_what_nothing_differentiates_is_no_pass() -> None:
     assert later_passes(replace(graph, nodes=tuple(nodes))) == ()
 
 
+def test_contractions_that_other_kernels_absorb_are_no_pass() -> None:
+    graph = passes(2, 4)
+
+    def absorbing(absorbed: range) -> Graph:
+        nodes = tuple(replace(n, fusion_root=n.fusion_root and n.id not in absorbed) for n in graph.nodes)
+        values = (
+            replace(v, materialised=v.materialised and v.producer not in absorbed) for v in graph.values
+        )
+        return replace(graph, nodes=nodes, values=tuple(values))
+
+    assert later_passes(absorbing(range(12, 13))) == (LaterPass(9, 13),)
+    assert later_passes(absorbing(range(9, 13))) == ()
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SEVERAL])
 def test_steps_that_differentiate_once_have_none(name: str) -> None:
     assert later_passes(graph_of(CASES[name])) == ()

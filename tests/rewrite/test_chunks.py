@@ -133,6 +133,22 @@ def test_sums_over_chunks_lose_nothing_in_short_numbers() -> None:
     close(evaluated(jex.jaxpr_as_fun(traced.flat))(*flat), evaluated(jex.jaxpr_as_fun(cut))(*flat), 1e-2)
 
 
+def test_a_matrix_that_a_split_into_one_leaves_whole_is_read_in_chunks() -> None:
+    def step(params: Any, x: Any, y: Any) -> Any:
+        def whole(params: Any) -> Any:
+            (head,) = jnp.split(params["head"], 1, axis=1)
+            return cross_entropy(network(params, x) @ head, y)
+
+        return jax.value_and_grad(whole)(params)
+
+    args = arguments()
+    traced = trace(jax.jit(step), args, {})
+    flat = FlatProgram.of(traced.flat)
+    cut = chunked(flat, [(regions(Readers(flat))[0], 4)]).closed
+    leaves = jax.tree.leaves(args)
+    close(evaluated(jex.jaxpr_as_fun(traced.flat))(*leaves), evaluated(jex.jaxpr_as_fun(cut))(*leaves), 1e-5)
+
+
 def normalised_by_all(logits: Any, labels: Any) -> Any:
     """Every token's loss weighs as the mean of all says: no token's gradient is known before all are read."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)

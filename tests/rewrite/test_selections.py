@@ -99,20 +99,22 @@ def _than_the_mean(x: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
-    ("compare", "exposed"),
+    ("compare", "exposed", "runs_again"),
     [
-        (_of_the_largest, True),
-        (_not_below_the_third, True),
-        (_of_the_best, True),
-        (_below_its_size, True),
-        (_no_more_than_its_size, True),
-        (_of_sign_and_size, True),
-        (_larger_than_a_constant, False),
-        (_than_the_mean, False),
-        (_no_number, False),
+        (_of_the_largest, True, False),
+        (_not_below_the_third, True, False),
+        (_of_the_best, True, False),
+        (_below_its_size, True, False),
+        (_no_more_than_its_size, True, False),
+        (_of_sign_and_size, True, False),
+        (_than_the_mean, False, False),
+        (_larger_than_a_constant, False, True),
+        (_no_number, False, True),
     ],
 )
-def test_what_may_not_run_again(compare: Callable[[Any], Any], exposed: bool, in_backward: bool) -> None:
+def test_what_may_not_run_again(
+    compare: Callable[[Any], Any], exposed: bool, runs_again: bool, in_backward: bool
+) -> None:
     def run(x: jax.Array) -> jax.Array:
         return compare(jnp.sin(x))
 
@@ -121,8 +123,8 @@ def test_what_may_not_run_again(compare: Callable[[Any], Any], exposed: bool, in
     once = decisions(eqns).once([in_backward] * len(eqns))
     (sine,) = (i for i, eqn in enumerate(eqns) if eqn.primitive.name == "sin")
     assert is_marked(eqns[sine]) == exposed
-    assert (once == {sine}) == (exposed and in_backward)
-    assert bool(once) == exposed
+    assert (sine in once) == (in_backward and not runs_again)
+    assert bool(once) == (not runs_again)
 
 
 def test_of_arguments_nothing_is_made_again() -> None:
@@ -337,6 +339,51 @@ def test_a_number_is_zero_where_it_is_taken_from_itself() -> None:
     for seed in range(8):
         error = np.abs(evaluate(program, ARGS, np.random.default_rng(seed))[0] - wanted).max()
         assert first and error < 1e-4 * np.abs(wanted).max()
+
+
+def _larger_of_two(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.where(a > b, a, b)
+
+
+def _larger_by_their_gap(a: jax.Array, b: jax.Array) -> jax.Array:
+    return a + jax.nn.relu(b - a)
+
+
+def _larger_by_their_distance(a: jax.Array, b: jax.Array) -> jax.Array:
+    return (a + b + jnp.abs(a - b)) / 2
+
+
+def _within(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.clip(a, -jnp.abs(b), jnp.abs(b))
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [jnp.minimum, jnp.maximum, _larger_of_two, _larger_by_their_gap, _larger_by_their_distance, _within],
+)
+def test_of_two_numbers_that_are_equal_but_for_rounding_one_gets_the_cotangent(
+    choose: Callable[[jax.Array, jax.Array], jax.Array],
+) -> None:
+    """As of two critics that begin with the same weights: where masks were of two runs both got it, or neither."""
+    scale, ws = jnp.ones(8), 0.5 * jax.random.normal(jax.random.key(1), (3, 8, 8))
+
+    def loss(scale: jax.Array, one: jax.Array, other: jax.Array) -> jax.Array:
+        h = jnp.tanh(ARGS[1] * scale)
+        for w, v in zip(one, other, strict=True):
+            h = h + choose(jnp.tanh(h @ w), jnp.tanh(h @ v))
+        return (h**2).sum()
+
+    args = (scale, ws, ws)
+    found = trace(jax.jit(jax.grad(loss)), args, {})
+    wanted = evaluate(found.source.closed, args)[0]
+
+    def off(closed: Any, seed: int) -> float:
+        return np.abs(evaluate(closed, args, np.random.default_rng(seed))[0] - wanted).max()
+
+    allowed = 10 * max(off(found.source.closed, seed) for seed in range(8))
+    rng = random.Random(0)
+    for seed in range(50):
+        assert off(draw(rng, found).emit(), seed) < allowed < 1e-3 * np.abs(wanted).max()
 
 
 def smooth_in_roots(w: jax.Array, x: jax.Array) -> jax.Array:
